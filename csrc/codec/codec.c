@@ -1,0 +1,174 @@
+/* codec.c: the table of codecs, and the only place that chooses between host and
+ * device. */
+#include "../gradckpt.h"
+
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#define GCK_CODEC(name, id) extern const gck_codec gck_codec_##name;
+#include "codecs.def"
+#undef GCK_CODEC
+
+static const struct { int id; const gck_codec *codec; } codecs[] = {
+#define GCK_CODEC(name, id) {id, &gck_codec_##name},
+#include "codecs.def"
+#undef GCK_CODEC
+};
+
+/* Never used: a repeated id is a repeated member, so it does not compile. */
+struct ids_are_unique {
+#define GCK_CODEC(name, id) char id_##id;
+#include "codecs.def"
+#undef GCK_CODEC
+};
+
+enum { NCODECS = sizeof codecs / sizeof codecs[0], GRAIN = 32768 /* values per host task */ };
+
+const gck_codec *gck_codec_find(const char *name)
+{
+    for (int i = 0; i < NCODECS; i++) {
+        if (strcmp(codecs[i].codec->name, name) == 0) {
+            return codecs[i].codec;
+        }
+    }
+    return NULL;
+}
+
+const gck_codec *gck_codec_by_id(int id)
+{
+    for (int i = 0; i < NCODECS; i++) {
+        if (codecs[i].id == id) {
+            return codecs[i].codec;
+        }
+    }
+    return NULL;
+}
+
+const gck_codec *gck_codec_at(int index) { return index >= 0 && index < NCODECS ? codecs[index].codec : NULL; }
+
+int gck_codec_id(const gck_codec *codec)
+{
+    for (int i = 0; i < NCODECS; i++) {
+        if (codecs[i].codec == codec) {
+            return codecs[i].id;
+        }
+    }
+    return -1;
+}
+
+/* Codecs are defined on IEEE arithmetic: a program that flushes subnormals
+ * (torch.set_flush_denormal) must get the same bytes.  Rounding mode likewise. */
+static unsigned enter_ieee(void)
+{
+#if defined(__SSE2__)
+    const unsigned saved = _mm_getcsr();
+    _mm_setcsr(0x1F80);                       /* all exceptions masked, nearest, no FTZ, no DAZ */
+    return saved;
+#else
+    return 0;
+#endif
+}
+
+static void leave_ieee(unsigned saved)
+{
+#if defined(__SSE2__)
+    _mm_setcsr(saved);                        /* the caller's sticky flags too: ours are not its */
+#else
+    (void)saved;
+#endif
+}
+
+typedef struct {
+    const gck_codec  *codec;
+    const gck_tensor *tensor;
+    void             *written;                /* payload, when encoding        */
+    const void       *read;                   /* payload, when decoding        */
+} work;
+
+static void encode_part(int64_t first, int64_t last, void *ctx)
+{
+    const work *w = ctx;
+    const unsigned saved = enter_ieee();
+
+    w->codec->encode_host(w->tensor, w->written, first, last);
+    leave_ieee(saved);
+}
+
+static void decode_part(int64_t first, int64_t last, void *ctx)
+{
+    const work *w = ctx;
+    const unsigned saved = enter_ieee();
+
+    w->codec->decode_host(w->read, w->tensor, first, last);
+    leave_ieee(saved);
+}
+
+static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
+{
+    const int64_t unit = w->codec->unit, numel = w->tensor->numel;
+    const int64_t units = numel / unit + (numel % unit != 0);
+
+    if (parallel == NULL || numel <= GRAIN) {
+        body(0, units, (void *)w);
+    } else {
+        parallel(0, units, GRAIN / unit, body, (void *)w);
+    }
+}
+
+int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, gck_parallel_for *parallel)
+{
+    const work w = {codec, x, payload, NULL};
+
+    if (!(codec->dtypes & GCK_BIT(x->dtype))) {
+        return GCK_E_DTYPE;
+    }
+    if (x->numel == 0) {
+        return GCK_OK;
+    }
+    if (x->device >= 0) {
+        return codec->encode ? codec->encode(x, payload) : GCK_E_DEVICE;
+    }
+    run(&w, encode_part, parallel);
+    return GCK_OK;
+}
+
+int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel)
+{
+    const work w = {codec, out, NULL, payload};
+
+    if (!(codec->dtypes & GCK_BIT(out->dtype))) {
+        return GCK_E_DTYPE;
+    }
+    if (out->numel == 0) {
+        return GCK_OK;
+    }
+    if (out->device >= 0) {
+        return codec->decode ? codec->decode(payload, out) : GCK_E_DEVICE;
+    }
+    run(&w, decode_part, parallel);
+    return GCK_OK;
+}
+
+const char *gck_status_text(int status)
+{
+    switch (status) {
+    case GCK_OK:       return "no error";
+    case GCK_E_DTYPE:  return "this codec does not take this dtype";
+    case GCK_E_DEVICE: return "this build of gradckpt has no kernel for this device";
+    case GCK_E_DRIVER: return "the CUDA driver is older than the CUDA runtime built into gradckpt";
+    default:           return status > 0 ? "CUDA error" : "unknown status";
+    }
+}
+
+#ifndef GCK_WITH_CUDA                         /* else cuda.cu has them */
+const char *gck_cuda_archs(void) { return ""; }
+
+int gck_cuda_check(int *driver, int *runtime)
+{
+    *driver = *runtime = 0;
+    return GCK_E_DEVICE;
+}
+#endif

@@ -1,0 +1,30 @@
+/* cpu.h: the host kernels of the group codecs, one table per instruction set. */
+#ifndef GRADCKPT_CPU_H
+#define GRADCKPT_CPU_H
+
+#include "group.h"
+
+/* `ngroups` whole groups: 128 x ngroups contiguous values at x (aligned to their
+ * own size, no more), codes 16-byte aligned.  `streaming`: the output is too large
+ * to stay in cache, so non-temporal stores win.
+ * The bytes are those of gck_encode_group() / gck_decode_group(), to the last bit.
+ * Called with the default floating-point environment (nearest, no FTZ, no DAZ). */
+typedef void gck_encode_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *scales, int streaming);
+typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *scales, int64_t ngroups, void *x, int streaming);
+
+typedef struct {
+    const char        *name;
+    gck_encode_groups *encode[GCK_NFORMATS][GCK_NDTYPES];
+    gck_decode_groups *decode[GCK_NFORMATS][GCK_NDTYPES];
+} gck_isa;
+
+extern const gck_isa gck_isa_scalar;     /* scalar.c: group.h in a loop; the oracle */
+#if defined(__x86_64__)
+extern const gck_isa gck_isa_avx2;       /* needs AVX2, FMA, F16C                   */
+extern const gck_isa gck_isa_avx512;     /* needs AVX-512 F, BW, DQ, VL             */
+#endif
+
+/* The one in use: chosen at the first call, changed by gck_isa_force() only. */
+const gck_isa *gck_isa_current(void);
+
+#endif

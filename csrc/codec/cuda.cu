@@ -1,0 +1,29 @@
+/* cuda.cu: facts about the CUDA this was built with and the driver it meets. */
+#include "kernel.cuh"
+
+#ifndef GCK_CUDA_ARCHS
+#error "pass -DGCK_CUDA_ARCHS=\"75;80;...\", the architectures of this build"
+#endif
+
+extern "C" {
+
+const char *gck_cuda_archs(void) { return GCK_CUDA_ARCHS; }
+
+int gck_cuda_check(int *driver, int *runtime)
+{
+    *driver = *runtime = 0;
+    const cudaError_t runtime_status = cudaRuntimeGetVersion(runtime);
+    const cudaError_t driver_status = cudaDriverGetVersion(driver);
+
+    if (runtime_status != cudaSuccess) {
+        return (int)runtime_status;
+    }
+    /* Absent drivers report version 0.  Within a major version, any driver runs any
+     * runtime (CUDA's minor version compatibility). */
+    if (driver_status != cudaSuccess || *driver / 1000 < *runtime / 1000) {
+        return GCK_E_DRIVER;
+    }
+    return GCK_OK;
+}
+
+}

@@ -1,0 +1,56 @@
+/* fp8.c: OCP FP8 with one 16-bit scale per 128 values: group.h does the arithmetic.
+ *
+ * The stated error: half a step of the top binade, over amax; a group with escapes maps
+ * amax to a lower code (see group.h), which is the worse case for E4M3. */
+#include "host.h"
+
+GCK_DECLARE_CUDA(fp8_e4m3)
+GCK_DECLARE_CUDA(fp8_e5m2)
+
+static void fp8_e4m3_encode(const gck_tensor *x, void *payload, int64_t first, int64_t last)
+{
+    gck_group_encode(GCK_E4M3, x, payload, first, last);
+}
+
+static void fp8_e4m3_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
+{
+    gck_group_decode(GCK_E4M3, payload, out, first, last);
+}
+
+const gck_codec gck_codec_fp8_e4m3 = {
+    .name = "fp8_e4m3",
+    .summary = "OCP FP8 E4M3, 16-bit scale per 128 values",
+    .dtypes = GCK_FLOATS,
+    .bits_per_value = 8.125,
+    .max_error = 16.0 / 384 * (1 + 0x1p-7),
+    .nbytes = gck_group_nbytes,
+    .unit = GCK_GROUP,
+    .encode_host = fp8_e4m3_encode,
+    .decode_host = fp8_e4m3_decode,
+    .encode = GCK_CUDA(gck_fp8_e4m3_encode_cuda),
+    .decode = GCK_CUDA(gck_fp8_e4m3_decode_cuda),
+};
+
+static void fp8_e5m2_encode(const gck_tensor *x, void *payload, int64_t first, int64_t last)
+{
+    gck_group_encode(GCK_E5M2, x, payload, first, last);
+}
+
+static void fp8_e5m2_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
+{
+    gck_group_decode(GCK_E5M2, payload, out, first, last);
+}
+
+const gck_codec gck_codec_fp8_e5m2 = {
+    .name = "fp8_e5m2",
+    .summary = "OCP FP8 E5M2, 16-bit scale per 128 values",
+    .dtypes = GCK_FLOATS,
+    .bits_per_value = 8.125,
+    .max_error = 4096.0 / 57344 * (1 + 0x1p-7),
+    .nbytes = gck_group_nbytes,
+    .unit = GCK_GROUP,
+    .encode_host = fp8_e5m2_encode,
+    .decode_host = fp8_e5m2_decode,
+    .encode = GCK_CUDA(gck_fp8_e5m2_encode_cuda),
+    .decode = GCK_CUDA(gck_fp8_e5m2_decode_cuda),
+};

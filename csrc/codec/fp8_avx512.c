@@ -1,0 +1,182 @@
+/* fp8_avx512.c: fp8_e4m3 and fp8_e5m2 on AVX-512. */
+#if defined(__x86_64__)
+#include "avx512.h"
+
+/* ---- encode ---- */
+
+/* gck_fp8_code() of |lo|, |hi|: 32 words of 7 bits, in pair order.
+ * Rounding in two parts: subtract 1 when the last kept bit is even, so that a tie falls
+ * below the half; then round half up.  The second acts on the upper halves alone, as
+ * one mulhrs: (w * 2^(15 - n) + 2^14) >> 15 = (w + half) >> n, n the bits still to go.
+ * Zero becomes -1 in between and 0 again: no borrow from a sign, there is none. */
+INLINE __m512i fp8_words(const constants *c, __m512 lo, __m512 hi, __m512 m)
+{
+    __m512i a = _mm512_castps_si512(_mm512_mul_ps(lo, m));
+    __m512i b = _mm512_castps_si512(_mm512_mul_ps(hi, m));
+
+    a = _mm512_mask_add_epi32(a, _mm512_testn_epi32_mask(a, c->fp8_last), a, c->ones);
+    b = _mm512_mask_add_epi32(b, _mm512_testn_epi32_mask(b, c->fp8_last), b, c->ones);
+    return _mm512_mulhrs_epi16(merge_upper(c, a, b), c->fp8_round);
+}
+
+/* Pair k of x: codes without signs; *signs: words whose top bits are the signs. */
+INLINE __m512i encode_pair(const constants *c, gck_dtype dtype, const void *x, int k, __m512 m, __m512i *signs)
+{
+    __m512 lo, hi;
+
+    if (dtype == GCK_BF16) {
+        *signs = _mm512_loadu_si512((const char *)x + 64 * k);
+        split_bf16(c, _mm512_and_si512(*signs, c->abs), &lo, &hi);
+    } else {
+        load_pair(c, x, dtype, k, &lo, &hi);
+        *signs = merge_upper(c, _mm512_castps_si512(lo), _mm512_castps_si512(hi));
+        lo = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(lo), c->abs32));
+        hi = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(hi), c->abs32));
+    }
+    return fp8_words(c, lo, hi, m);
+}
+
+/* 64 values: half h of an ordinary group.  Saturation to a byte keeps the sign. */
+INLINE __m512i encode_half(const constants *c, gck_dtype dtype, const void *x, int h, __m512 m)
+{
+    __m512i s0, s1;
+    const __m512i w0 = encode_pair(c, dtype, x, 2 * h, m, &s0);
+    const __m512i w1 = encode_pair(c, dtype, x, 2 * h + 1, m, &s1);
+    const __m512i signs = _mm512_packs_epi16(s0, s1), codes = _mm512_packus_epi16(w0, w1);
+
+    return natural_bytes(blend_one(signs, c->sign_bytes, codes), dtype);
+}
+
+INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
+                          uint8_t *codes, uint16_t *scales, int streaming)
+{
+    const int stream = may_stream(codes, streaming);
+    const constants c = make_constants(format, dtype);
+    tile t = {.ordinary = 0};
+
+    for (int64_t first = 0; first < ngroups; first += TILE) {
+        const char *xt = (const char *)x + (size_t)first * group_bytes(dtype);
+        const int count = (int)(ngroups - first < TILE ? ngroups - first : TILE);
+
+        for (int i = 0; i < count; i++) {
+            t.amax[i] = abs_max_bits(&c, xt + (size_t)i * group_bytes(dtype), dtype);
+        }
+        tile_scales(&t, format, dtype);
+        for (int i = 0; i < count; i++) {
+            const char *xg = xt + (size_t)i * group_bytes(dtype);
+            uint8_t *cg = codes + (first + i) * GCK_GROUP;
+
+            if (!(t.ordinary >> i & 1)) {
+                scales[first + i] = encode_rare(format, xg, dtype, t.amax[i], cg);
+                continue;
+            }
+            const __m512 m = _mm512_set1_ps(t.multiplier[i]);
+            put(cg, encode_half(&c, dtype, xg, 0, m), stream);
+            put(cg + 64, encode_half(&c, dtype, xg, 1, m), stream);
+            scales[first + i] = (uint16_t)t.stored[i];
+        }
+    }
+    if (stream) {
+        _mm_sfence();
+    }
+}
+
+/* ---- decode ---- */
+
+/* A code of exponent e > 0 is a significand (8..15, E5M2: 4..7) x 2^(e + const); one of
+ * e = 0 is a subnormal, 0..7 (0..3) x 2^const.  Both kinds x step, rounded to the dtype
+ * as if e were 0, are a table of 16 (8); then e is added to the exponent.  Rounding a
+ * normal number does not depend on its exponent, so that is exact as long as table and
+ * result are normal: see ordinary_scale().  Here x 2^-32 (2^-40), the stored offset. */
+#define SUBNORMAL(i) (i) * 0x1p-41f
+#define NORMAL(i)    (i) * 0x1p-42f
+TABLE float e4m3_values[16] = {SUBNORMAL(0), SUBNORMAL(1), SUBNORMAL(2), SUBNORMAL(3),
+                               SUBNORMAL(4), SUBNORMAL(5), SUBNORMAL(6), SUBNORMAL(7),
+                               NORMAL(8), NORMAL(9), NORMAL(10), NORMAL(11),
+                               NORMAL(12), NORMAL(13), NORMAL(14), NORMAL(15)};
+#undef SUBNORMAL
+#undef NORMAL
+TABLE float e5m2_values[16] = {0x0p0f, 1 * 0x1p-56f, 2 * 0x1p-56f, 3 * 0x1p-56f,
+                               4 * 0x1p-57f, 5 * 0x1p-57f, 6 * 0x1p-57f, 7 * 0x1p-57f};
+
+/* No escape, and in biased exponents of the stored scale: the least table entry,
+ * 2^-41 (2^-56) x stored, is normal from 42 (57) on; below 254 every value, 480 (2^16.9)
+ * x stored x 2^-16 at an intermediate step of the reference, is finite. */
+INLINE int ordinary_scale(gck_format format, uint32_t scale)
+{
+    const uint32_t low = (format == GCK_E4M3 ? 48u : 64u) << 7;
+
+    return scale - low < (254u << 7) - low;
+}
+
+/* The row of the table that a code without sign selects is its mantissa if e = 0, else
+ * 8 | mantissa: the smaller of the code and that.  (E5M2: 4 |.) */
+INLINE __m512i decode_words(const constants *c, gck_format format, __m256i codes, __m512i values)
+{
+    const __m512i w = _mm512_cvtepi8_epi16(codes);               /* the sign all over the upper byte */
+    const __m512i normal = and_or(w, c->fp8_row, c->fp8_normal);
+    const __m512i row = _mm512_min_epu16(_mm512_and_si512(w, c->fp8_code), normal);
+    const __m512i moved = format == GCK_E4M3 ? _mm512_slli_epi16(w, 4) : _mm512_slli_epi16(w, 5);
+
+    return _mm512_add_epi16(_mm512_permutexvar_epi16(row, values), _mm512_and_si512(moved, c->fp8_rest));
+}
+
+INLINE __m512 decode_floats(const constants *c, gck_format format, const uint8_t *codes, __m512i values)
+{
+    const __m512i w = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes));
+    const __m512i normal = and_or(w, c->fp8_row, c->fp8_normal);
+    const __m512i row = _mm512_min_epu32(_mm512_and_si512(w, c->fp8_code), normal);
+    const __m512i moved = format == GCK_E4M3 ? _mm512_slli_epi32(w, 20) : _mm512_slli_epi32(w, 21);
+
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_permutexvar_epi32(row, values), _mm512_and_si512(moved, c->fp8_rest)));
+}
+
+INLINE void decode_group(const constants *c, gck_format format, gck_dtype dtype, const uint8_t *codes,
+                         uint32_t scale, void *x, int stream)
+{
+    const __m512 step = _mm512_castsi512_ps(_mm512_set1_epi32((int)(scale << 16)));
+    const __m512 products = _mm512_mul_ps(table_ps(format == GCK_E4M3 ? e4m3_values : e5m2_values), step);
+
+    if (dtype == GCK_BF16) {
+        /* Each word twice; every second one is kept. */
+        const __m512i values = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(to_bf16(c, products, products)));
+        for (int k = 0; k < 4; k++) {
+            const __m256i quarter = _mm256_loadu_si256((const __m256i *)(codes + 32 * k));
+            put((char *)x + 64 * k, decode_words(c, format, quarter, values), stream);
+        }
+        return;
+    }
+    for (int k = 0; k < 4; k++) {
+        const __m512 lo = decode_floats(c, format, codes + 32 * k, _mm512_castps_si512(products));
+        const __m512 hi = decode_floats(c, format, codes + 32 * k + 16, _mm512_castps_si512(products));
+        put_pair(c, x, dtype, k, lo, hi, stream);
+    }
+}
+
+INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales,
+                          int64_t ngroups, void *x, int streaming)
+{
+    const int stream = may_stream(x, streaming);
+    const constants c = make_constants(format, dtype);
+
+    for (int64_t g = 0; g < ngroups; g++) {
+        char *xg = (char *)x + (size_t)g * group_bytes(dtype);
+
+        if (ordinary_scale(format, scales[g])) {
+            decode_group(&c, format, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
+        } else {
+            decode_rare(format, codes + g * GCK_GROUP, scales[g], xg, dtype);
+        }
+    }
+    if (stream) {
+        _mm_sfence();
+    }
+}
+
+GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_E4M3)
+GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_E5M2)
+
+#else
+typedef int gck_fp8_avx512_is_empty;       /* C wants something in every file */
+#endif

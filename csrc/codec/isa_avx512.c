@@ -1,0 +1,18 @@
+/* isa_avx512.c: the table of the AVX-512 kernels. */
+#if defined(__x86_64__)
+#include "avx512.h"
+
+#define ROW(what, format)                                                                           \
+    [format] = {gck_avx512_##what##_##format##_GCK_F32, gck_avx512_##what##_##format##_GCK_F16,     \
+                gck_avx512_##what##_##format##_GCK_BF16}
+
+const gck_isa gck_isa_avx512 = {
+    .name = "avx512",
+    .encode = {ROW(encode, GCK_E4M3), ROW(encode, GCK_E5M2), ROW(encode, GCK_INT8), ROW(encode, GCK_INT8_PLAIN)},
+    .decode = {ROW(decode, GCK_E4M3), ROW(decode, GCK_E5M2), ROW(decode, GCK_INT8), ROW(decode, GCK_INT8_PLAIN)},
+};
+#undef ROW
+
+#else
+typedef int gck_isa_avx512_is_empty;       /* C wants something in every file */
+#endif

@@ -1,0 +1,43 @@
+/* raw.c: the values as they are, in contiguous order.  The control in every benchmark. */
+#include "host.h"
+#include "strided.h"
+
+GCK_DECLARE_CUDA(raw)
+
+static int64_t raw_nbytes(int64_t numel, gck_dtype dtype) { return numel * (int64_t)gck_itemsize(dtype); }
+
+/* Units are runs of 128 values, as everywhere; the last may be shorter. */
+static int64_t count_of(const gck_tensor *x, int64_t first, int64_t last)
+{
+    const int64_t left = x->numel - first * GCK_GROUP, most = (last - first) * GCK_GROUP;
+
+    return left < most ? left : most;
+}
+
+static void raw_encode(const gck_tensor *x, void *payload, int64_t first, int64_t last)
+{
+    char *to = (char *)payload + (size_t)first * GCK_GROUP * gck_itemsize(x->dtype);
+
+    gck_gather(x, first * GCK_GROUP, count_of(x, first, last), to);
+}
+
+static void raw_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
+{
+    const char *from = (const char *)payload + (size_t)first * GCK_GROUP * gck_itemsize(out->dtype);
+
+    gck_scatter(out, first * GCK_GROUP, count_of(out, first, last), from);
+}
+
+const gck_codec gck_codec_raw = {
+    .name = "raw",
+    .summary = "bit-exact copy, the control in benchmarks",
+    .dtypes = GCK_FLOATS,
+    .bits_per_value = 0,
+    .max_error = 0,
+    .nbytes = raw_nbytes,
+    .unit = GCK_GROUP,
+    .encode_host = raw_encode,
+    .decode_host = raw_decode,
+    .encode = GCK_CUDA(gck_raw_encode_cuda),
+    .decode = GCK_CUDA(gck_raw_decode_cuda),
+};

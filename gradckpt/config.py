@@ -1,0 +1,121 @@
+"""What to compress and how: :class:`CompressionConfig`, and the forms ``compress=`` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, Union
+
+from gradckpt import _C
+
+__all__ = ["CompressionConfig", "Compress", "parse_compress"]
+
+#: The codec of ``compress=True``.
+DEFAULT_CODEC = "int8"
+
+#: Short names, kept once.
+ALIASES = {"fp8": "fp8_e4m3"}
+
+_INCLUDES = ("activations", "floating")
+
+
+def resolve_codec(name: str) -> str:
+    """The full name of a codec; ``ValueError`` that lists the names when there is none."""
+    if not isinstance(name, str):
+        raise TypeError(f"gradckpt: a codec is named by a string, not {type(name).__name__}")
+    full = ALIASES.get(name, name)
+    if full not in _C.codecs():
+        names = ", ".join([*_C.codecs(), *ALIASES])
+        raise ValueError(f"gradckpt: unknown codec {name!r}; choose one of: {names}")
+    return full
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionConfig:
+    """How region inputs are kept between forward and recompute.
+
+    Args:
+        codec: A name in :func:`gradckpt.codecs` (or ``"fp8"``, short for ``"fp8_e4m3"``).
+        replay: ``False`` (*exact* mode): the forward is untouched and only the recompute
+            sees the restored values, so the loss is bit-identical to no checkpointing.
+            ``True`` (*replay* mode): the forward itself runs on the restored values with a
+            straight-through gradient, so the recompute is bit-equal to the forward; for MoE
+            routing, top-k and data-dependent shapes.
+        min_numel: Tensors with fewer values are kept as they are.
+        include: ``"activations"``: floating tensors that require grad and are not leaves
+            (and the leaf of ``enable_input_require_grads``). ``"floating"``: every floating
+            tensor that is not a parameter, masks included; only for code that knows that its
+            inputs are all activations.
+
+    Raises:
+        ValueError: unknown codec or ``include``, negative ``min_numel``.
+        TypeError: a field of the wrong type.
+    """
+
+    codec: str = DEFAULT_CODEC
+    replay: bool = False
+    min_numel: int = 1024
+    include: str = "activations"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "codec", resolve_codec(self.codec))
+        if not isinstance(self.replay, bool):
+            raise TypeError(f"gradckpt: replay is True or False, not {self.replay!r}")
+        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int):
+            raise TypeError(f"gradckpt: min_numel is an int, not {self.min_numel!r}")
+        if self.min_numel < 0:
+            raise ValueError(f"gradckpt: min_numel counts values and cannot be {self.min_numel}")
+        if self.include not in _INCLUDES:
+            raise ValueError(f"gradckpt: include is one of {', '.join(_INCLUDES)}; not {self.include!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict that JSON can carry; :meth:`from_dict` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> CompressionConfig:
+        """The config that :meth:`to_dict` wrote. ``ValueError`` names a field that is not known."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = [k for k in fields if k not in known]
+        if unknown:
+            raise ValueError(
+                f"gradckpt: unknown field {unknown[0]!r} in a compression config; the fields are: {', '.join(known)}"
+            )
+        return cls(**fields)
+
+
+#: What every ``compress=`` accepts.
+Compress = Union[None, bool, str, CompressionConfig, Mapping[str, Any]]
+
+
+def parse_compress(compress: Compress) -> CompressionConfig | None:
+    """``None``/``False``: no compression. ``True``: the default codec. A codec's name, a
+    :class:`CompressionConfig`, or the dict of one.
+
+    Raises:
+        ValueError: unknown codec or field; the message lists what exists.
+        TypeError: anything else.
+    """
+    if compress is None or compress is False:
+        return None
+    if isinstance(compress, CompressionConfig):
+        return compress
+    if compress is True:
+        return CompressionConfig()
+    if isinstance(compress, str):
+        return CompressionConfig(codec=compress)
+    if isinstance(compress, Mapping):
+        return CompressionConfig.from_dict(compress)
+    raise TypeError(
+        "gradckpt: compress= takes None, True, a codec name, a CompressionConfig or its dict; "
+        f"not {type(compress).__name__}"
+    )
+
+
+class GradckptInactiveWarning(UserWarning):
+    """Compression was asked for and nothing was compressed; the message gives the likely reason."""
+
+
+def warn_inactive(reason: str, stacklevel: int = 3) -> None:
+    warnings.warn(f"gradckpt: {reason}", GradckptInactiveWarning, stacklevel=stacklevel)

@@ -1,0 +1,151 @@
+"""Builds gradckpt._C: one cp311-abi3 extension from csrc/, without torch.
+
+Switches (environment):
+    GRADCKPT_CUDA=0|1|auto    leave CUDA out | fail without nvcc | use nvcc when found (default)
+    GRADCKPT_CUDA_ARCHS, TORCH_CUDA_ARCH_LIST
+                              e.g. "8.0;9.0;12.0+PTX"; the default covers sm_75 to sm_120
+    GRADCKPT_DEBUG=1          -O0 -g3, assertions on
+    GRADCKPT_SANITIZE=address,undefined
+                              instrument the C sources; run with the sanitizers preloaded
+    GRADCKPT_WERROR=1         warnings are errors (CI)
+"""
+
+import os
+import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+DEFAULT_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+
+C_FLAGS = [
+    "-std=c11", "-O3", "-fvisibility=hidden", "-fexceptions", "-Wall", "-Wextra", "-Wno-missing-field-initializers",
+    "-ffp-contract=off",        # codecs: bytes are defined by IEEE operations, one by one
+    "-fno-math-errno", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2",
+]  # fmt: skip
+# By the end of the file's name; x86 only, elsewhere those files are empty.
+ISA_FLAGS = {
+    "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+}
+LINK_FLAGS = ["-Wl,-z,relro,-z,now", "-Wl,-z,noexecstack", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
+NVCC_FLAGS = [
+    "-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-cudart", "static", "--threads", "2",
+    "-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra",
+]  # fmt: skip
+
+
+def env_flag(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")
+    if found is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
+        found = "/usr/local/cuda/bin/nvcc"
+    return found if found and os.path.exists(found) else None
+
+
+def cuda_archs() -> list[str]:
+    text = os.environ.get("GRADCKPT_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
+    archs = [a for a in re.split(r"[;,\s]+", text) if a]
+    for arch in archs:
+        if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", arch):
+            sys.exit(f"gradckpt: cannot read CUDA architecture {arch!r}; expected something like 9.0 or 12.0+PTX")
+    return archs
+
+
+def gencode(arch: str) -> list[str]:
+    number = arch.removesuffix("+PTX").replace(".", "")
+    code = f"sm_{number}" if not arch.endswith("+PTX") else f"[sm_{number},compute_{number}]"
+    return ["-gencode", f"arch=compute_{number},code={code}"]
+
+
+class BuildExt(build_ext):
+    """Compiles each source with the flags its name asks for, and .cu files with nvcc."""
+
+    def build_extension(self, ext: Extension) -> None:
+        cuda_sources = [s for s in ext.sources if s.endswith(".cu")]
+        c_sources = [s for s in ext.sources if s.endswith(".c")]
+        nvcc, note = self.choose_cuda(cuda_sources)
+        macros = list(ext.define_macros) + [("GCK_BUILD_NOTE", f'"{note}"')]
+        archs = cuda_archs() if nvcc else []
+        if nvcc:
+            macros.append(("GCK_WITH_CUDA", "1"))
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [pool.submit(self.compile_c, s, ext, macros) for s in c_sources]
+            jobs += [pool.submit(self.compile_cu, s, nvcc, archs) for s in cuda_sources if nvcc]
+            objects = [job.result() for job in jobs]
+
+        links = list(ext.extra_link_args)
+        if nvcc:
+            libdir = Path(nvcc).resolve().parent.parent / "lib64"
+            links += [str(libdir / "libcudart_static.a"), "-lpthread", "-lrt"]
+        path = self.get_ext_fullpath(ext.name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self.compiler.link_shared_object(objects, path, extra_postargs=[*links, "-lm", "-ldl"])
+
+    def choose_cuda(self, cuda_sources: list[str]) -> tuple[str | None, str]:
+        wish = os.environ.get("GRADCKPT_CUDA", "auto")
+        if wish not in ("0", "1", "auto"):
+            sys.exit(f"gradckpt: GRADCKPT_CUDA is 0, 1 or auto; not {wish!r}")
+        nvcc = find_nvcc() if wish != "0" and cuda_sources else None
+        if nvcc:
+            return nvcc, "CUDA codecs built in"
+        if wish == "1":
+            sys.exit("gradckpt: GRADCKPT_CUDA=1 but nvcc was not found; set CUDA_HOME or put nvcc on PATH")
+        note = "built without CUDA: GRADCKPT_CUDA=0" if wish == "0" else "built without CUDA: nvcc not found"
+        print(f"gradckpt: {note}; the CPU codecs are complete", file=sys.stderr)
+        return None, note
+
+    def compile_c(self, source: str, ext: Extension, macros: list[tuple[str, str]]) -> str:
+        flags = list(ext.extra_compile_args)
+        if os.uname().machine == "x86_64":
+            flags += next((f for suffix, f in ISA_FLAGS.items() if source.endswith(suffix)), [])
+        return self.compiler.compile([source], self.build_temp, macros, ext.include_dirs, extra_postargs=flags)[0]
+
+    def compile_cu(self, source: str, nvcc: str, archs: list[str]) -> str:
+        out = os.path.join(self.build_temp, source + ".o")
+        os.makedirs(os.path.dirname(out), exist_ok=True)
+        define = '-DGCK_CUDA_ARCHS="' + ";".join(archs) + '"'
+        codes = [flag for arch in archs for flag in gencode(arch)]
+        werror = ["-Werror", "all-warnings"] if env_flag("GRADCKPT_WERROR") else []
+        self.spawn([nvcc, "-c", source, "-o", out, define, *NVCC_FLAGS, *werror, *codes])
+        return out
+
+
+def extension() -> Extension:
+    flags, links = list(C_FLAGS), list(LINK_FLAGS)
+    if env_flag("GRADCKPT_WERROR"):
+        flags.append("-Werror")
+    if env_flag("GRADCKPT_DEBUG"):
+        flags += ["-O0", "-g3", "-UNDEBUG", "-U_FORTIFY_SOURCE"]
+    sanitize = os.environ.get("GRADCKPT_SANITIZE")
+    if sanitize:
+        flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g",
+                  "-U_FORTIFY_SOURCE"]  # fmt: skip
+        links += [f"-fsanitize={sanitize}"]
+    sources = sorted(str(p.relative_to(ROOT)) for pattern in ("*.c", "*.cu") for p in (ROOT / "csrc").rglob(pattern))
+    return Extension(
+        "gradckpt._C",
+        sources,
+        depends=[str(p.relative_to(ROOT)) for pattern in ("*.h", "*.def", "*.cuh") for p in (ROOT / "csrc").rglob(pattern)],
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        extra_compile_args=flags,
+        extra_link_args=links,
+        py_limited_api=True,
+    )
+
+
+setup(
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildExt},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

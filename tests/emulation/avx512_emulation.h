@@ -1,0 +1,378 @@
+/* avx512_emulation.h: the AVX-512 intrinsics of csrc/codec/avx512.h and its users, in
+ * portable C, so that their bytes are compared on machines without AVX-512.
+ *
+ * Included instead of <immintrin.h> when GCK_EMULATE_AVX512 is defined.  Semantics from
+ * the Intel Intrinsics Guide and the SDM; floats are the compiler's IEEE float32, with
+ * the default environment.  Slow on purpose: one lane after the other.  128-bit
+ * registers are the real ones (SSE4.1). */
+#ifndef GRADCKPT_AVX512_EMULATION_H
+#define GRADCKPT_AVX512_EMULATION_H
+
+#include <math.h>
+#include <smmintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Distinct types, so that a missing cast is an error here as it is there. */
+typedef union {
+    int8_t   i8[64];
+    uint8_t  u8[64];
+    int16_t  i16[32];
+    uint16_t u16[32];
+    int32_t  i32[16];
+    uint32_t u32[16];
+    uint64_t u64[8];
+} __m512i;
+typedef struct { float f[16]; } __m512;
+typedef union { int8_t i8[32]; uint16_t u16[16]; uint64_t u64[4]; } __m256i;
+typedef uint16_t __mmask16;
+typedef uint32_t __mmask32;
+
+#define OP static inline __attribute__((unused))
+
+/* A function of n lanes; `value` is lane i of the result, of operands a and b. */
+#define UNARY(name, R, result, A, n, value)                 \
+    OP R name(A a)                                          \
+    {                                                       \
+        R r;                                                \
+        for (int i = 0; i < n; i++) {                       \
+            r.result[i] = value;                            \
+        }                                                   \
+        return r;                                           \
+    }
+#define BINARY(name, R, result, A, B, n, value)             \
+    OP R name(A a, B b)                                     \
+    {                                                       \
+        R r;                                                \
+        for (int i = 0; i < n; i++) {                       \
+            r.result[i] = value;                            \
+        }                                                   \
+        return r;                                           \
+    }
+#define INTEGERS(name, result, n, value) BINARY(name, __m512i, result, __m512i, __m512i, n, value)
+#define SHIFT(name, result, n, value)    BINARY(name, __m512i, result, __m512i, unsigned, n, value)
+#define FLOATS(name, value)              BINARY(name, __m512, f, __m512, __m512, 16, value)
+#define MASK(name, M, n, condition)                         \
+    OP M name(__m512i a, __m512i b)                         \
+    {                                                       \
+        M m = 0;                                            \
+        for (int i = 0; i < n; i++) {                       \
+            m |= (M)((M)(condition) << i);                  \
+        }                                                   \
+        return m;                                           \
+    }
+
+/* ---- memory, constants, casts ---- */
+
+OP __m512i _mm512_loadu_si512(const void *p)
+{
+    __m512i r;
+    memcpy(&r, p, sizeof r);
+    return r;
+}
+
+OP void _mm512_storeu_si512(void *p, __m512i v) { memcpy(p, &v, sizeof v); }
+
+/* The real one faults unless aligned. */
+OP void _mm512_stream_si512(__m512i *p, __m512i v)
+{
+    if (((uintptr_t)p & 63u) != 0) {
+        __builtin_trap();
+    }
+    memcpy(p, &v, sizeof v);
+}
+
+OP __m256i _mm256_loadu_si256(const __m256i *p)
+{
+    __m256i r;
+    memcpy(&r, (const void *)p, sizeof r);
+    return r;
+}
+
+OP __m512i _mm512_set1_epi32(int v)
+{
+    __m512i r;
+    for (int i = 0; i < 16; i++) {
+        r.i32[i] = v;
+    }
+    return r;
+}
+
+OP __m512 _mm512_set1_ps(float v)
+{
+    __m512 r;
+    for (int i = 0; i < 16; i++) {
+        r.f[i] = v;
+    }
+    return r;
+}
+
+OP __m512 _mm512_castsi512_ps(__m512i v)
+{
+    __m512 r;
+    memcpy(&r, &v, sizeof r);
+    return r;
+}
+
+OP __m512i _mm512_castps_si512(__m512 v)
+{
+    __m512i r;
+    memcpy(&r, &v, sizeof r);
+    return r;
+}
+
+/* The upper half is undefined: made loud. */
+OP __m512i _mm512_castsi256_si512(__m256i v)
+{
+    __m512i r;
+    memset(&r, 0xA5, sizeof r);
+    memcpy(&r, &v, sizeof v);
+    return r;
+}
+
+OP __m512i _mm512_inserti64x4(__m512i a, __m256i b, int half)
+{
+    memcpy(a.u64 + 4 * (half & 1), &b, sizeof b);
+    return a;
+}
+
+OP __m128i _mm512_extracti32x4_epi32(__m512i a, int lane)
+{
+    return _mm_loadu_si128((const __m128i *)(const void *)(a.u32 + 4 * (lane & 3)));
+}
+
+/* ---- bits ---- */
+
+INTEGERS(_mm512_and_si512, u64, 8, a.u64[i] & b.u64[i])
+INTEGERS(_mm512_xor_si512, u64, 8, a.u64[i] ^ b.u64[i])
+SHIFT(_mm512_slli_epi32, u32, 16, b > 31 ? 0 : a.u32[i] << b)
+SHIFT(_mm512_srli_epi32, u32, 16, b > 31 ? 0 : a.u32[i] >> b)
+SHIFT(_mm512_slli_epi16, u16, 32, (uint16_t)(b > 15 ? 0 : (uint32_t)a.u16[i] << b))
+
+/* Bit 4 a + 2 b + c of `table` for every three bits a, b, c. */
+OP __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table)
+{
+    __m512i r;
+    for (int i = 0; i < 8; i++) {
+        r.u64[i] = 0;
+        for (int n = 0; n < 8; n++) {
+            const uint64_t here = (n & 4 ? a.u64[i] : ~a.u64[i]) & (n & 2 ? b.u64[i] : ~b.u64[i])
+                                & (n & 1 ? c.u64[i] : ~c.u64[i]);
+            r.u64[i] |= table >> n & 1 ? here : 0;
+        }
+    }
+    return r;
+}
+
+/* ---- integers ---- */
+
+INTEGERS(_mm512_add_epi32, u32, 16, a.u32[i] + b.u32[i])
+INTEGERS(_mm512_add_epi16, u16, 32, (uint16_t)(a.u16[i] + b.u16[i]))
+INTEGERS(_mm512_sub_epi16, u16, 32, (uint16_t)(a.u16[i] - b.u16[i]))
+INTEGERS(_mm512_max_epu32, u32, 16, a.u32[i] > b.u32[i] ? a.u32[i] : b.u32[i])
+INTEGERS(_mm512_min_epu32, u32, 16, a.u32[i] < b.u32[i] ? a.u32[i] : b.u32[i])
+INTEGERS(_mm512_max_epu16, u16, 32, a.u16[i] > b.u16[i] ? a.u16[i] : b.u16[i])
+INTEGERS(_mm512_min_epu16, u16, 32, a.u16[i] < b.u16[i] ? a.u16[i] : b.u16[i])
+
+/* (a b >> 14) + 1 >> 1, shifts of negative numbers rounding down. */
+INTEGERS(_mm512_mulhrs_epi16, i16, 32, (int16_t)((((a.i16[i] * b.i16[i]) >> 14) + 1) >> 1))
+
+OP int32_t saturate(int32_t v, int32_t low, int32_t high) { return v < low ? low : v > high ? high : v; }
+
+/* Bytes of a, unsigned, times bytes of b, signed; two products are added, saturated. */
+INTEGERS(_mm512_maddubs_epi16, i16, 32,
+         (int16_t)saturate(a.u8[2 * i] * b.i8[2 * i] + a.u8[2 * i + 1] * b.i8[2 * i + 1], -32768, 32767))
+INTEGERS(_mm512_madd_epi16, u32, 16,
+         (uint32_t)(a.i16[2 * i] * b.i16[2 * i]) + (uint32_t)(a.i16[2 * i + 1] * b.i16[2 * i + 1]))
+
+OP __m512i _mm512_mask_add_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m512i b)
+{
+    for (int i = 0; i < 16; i++) {
+        otherwise.u32[i] = m >> i & 1 ? a.u32[i] + b.u32[i] : otherwise.u32[i];
+    }
+    return otherwise;
+}
+
+OP __m512i _mm512_mask_sub_epi16(__m512i otherwise, __mmask32 m, __m512i a, __m512i b)
+{
+    for (int i = 0; i < 32; i++) {
+        otherwise.u16[i] = m >> i & 1 ? (uint16_t)(a.u16[i] - b.u16[i]) : otherwise.u16[i];
+    }
+    return otherwise;
+}
+
+OP __m512i _mm512_mask_xor_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m512i b)
+{
+    for (int i = 0; i < 16; i++) {
+        otherwise.u32[i] = m >> i & 1 ? a.u32[i] ^ b.u32[i] : otherwise.u32[i];
+    }
+    return otherwise;
+}
+
+/* ---- masks ---- */
+
+MASK(_mm512_testn_epi32_mask, __mmask16, 16, (a.u32[i] & b.u32[i]) == 0)
+MASK(_mm512_cmplt_epu32_mask, __mmask16, 16, a.u32[i] < b.u32[i])
+MASK(_mm512_cmpgt_epu16_mask, __mmask32, 32, a.u16[i] > b.u16[i])
+
+OP __m512i _mm512_movm_epi16(__mmask32 m)
+{
+    __m512i r;
+    for (int i = 0; i < 32; i++) {
+        r.u16[i] = m >> i & 1 ? 0xFFFFu : 0;
+    }
+    return r;
+}
+
+/* ---- places ---- */
+
+/* Within each 128-bit lane of 16 bytes: the lower half from a, the upper from b. */
+#define PACKED(a, b, i) (i % 16 < 8 ? a : b).i16[i / 16 * 8 + i % 8]
+INTEGERS(_mm512_packs_epi16, i8, 64, (int8_t)saturate(PACKED(a, b, i), -128, 127))
+INTEGERS(_mm512_packus_epi16, u8, 64, (uint8_t)saturate(PACKED(a, b, i), 0, 255))
+#undef PACKED
+
+INTEGERS(_mm512_shuffle_epi8, u8, 64, (b.u8[i] & 0x80 ? 0 : a.u8[i / 16 * 16 + (b.u8[i] & 15)]))
+INTEGERS(_mm512_permutexvar_epi32, u32, 16, b.u32[a.u32[i] & 15])          /* a: the index */
+INTEGERS(_mm512_permutexvar_epi16, u16, 32, b.u16[a.u16[i] & 31])
+INTEGERS(_mm512_unpacklo_epi32, u32, 16, (i % 2 ? b : a).u32[i / 4 * 4 + i % 4 / 2])
+INTEGERS(_mm512_unpackhi_epi32, u32, 16, (i % 2 ? b : a).u32[i / 4 * 4 + 2 + i % 4 / 2])
+
+/* Four 128-bit lanes: two of a, two of b, numbered by two bits each of `which`. */
+OP __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, int which)
+{
+    __m512i r;
+    for (int lane = 0; lane < 4; lane++) {
+        memcpy(r.u32 + 4 * lane, (lane < 2 ? a : b).u32 + 4 * (which >> (2 * lane) & 3), 16);
+    }
+    return r;
+}
+
+OP __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int which)
+{
+    return _mm512_castsi512_ps(_mm512_shuffle_i64x2(_mm512_castps_si512(a), _mm512_castps_si512(b), which));
+}
+
+OP __m512 _mm512_permute_ps(__m512 a, int which)
+{
+    __m512 r;
+    for (int i = 0; i < 16; i++) {
+        r.f[i] = a.f[i / 4 * 4 + (which >> (2 * (i % 4)) & 3)];
+    }
+    return r;
+}
+
+OP __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b)
+{
+    __m512 r;
+    for (int i = 0; i < 16; i++) {
+        r.f[i] = (index.u32[i] & 16 ? b : a).f[index.u32[i] & 15];
+    }
+    return r;
+}
+
+/* ---- conversions ---- */
+
+UNARY(_mm512_cvtepi8_epi16, __m512i, i16, __m256i, 32, a.i8[i])
+UNARY(_mm512_cvtepi32_epi16, __m256i, u16, __m512i, 16, (uint16_t)a.u32[i])
+UNARY(_mm512_cvtepi32_ps, __m512, f, __m512i, 16, (float)a.i32[i])
+
+OP __m512i _mm512_cvtepi8_epi32(__m128i a)
+{
+    int8_t bytes[16];
+    __m512i r;
+    memcpy(bytes, &a, sizeof bytes);
+    for (int i = 0; i < 16; i++) {
+        r.i32[i] = bytes[i];
+    }
+    return r;
+}
+
+/* IEEE binary16, subnormals and NaN payloads kept, NaNs made quiet. */
+OP float float_of_half(uint16_t h)
+{
+    const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, exponent = h >> 10 & 31, fraction = h & 0x3FFu;
+    const uint32_t u = sign | 0x7F800000u | fraction << 13 | (fraction ? 0x400000u : 0);
+    float f;
+
+    if (exponent < 31) {
+        f = exponent ? ldexpf((float)(1024 + fraction), (int)exponent - 25) : ldexpf((float)fraction, -24);
+        return sign ? -f : f;
+    }
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+/* To nearest even; overflow to infinity.  Written with nearbyintf, unlike group.h. */
+OP uint16_t half_of_float(float f)
+{
+    const uint16_t sign = signbit(f) ? 0x8000u : 0;
+    const float abs = fabsf(f);
+    uint32_t u;
+    int exponent;
+
+    if (isnan(f)) {
+        memcpy(&u, &f, sizeof u);
+        return (uint16_t)(sign | 0x7E00u | (u >> 13 & 0x3FFu));
+    }
+    if (abs >= 65520.f) {
+        return (uint16_t)(sign | 0x7C00u);
+    }
+    frexpf(abs, &exponent);                                       /* abs in [2^(e-1), 2^e) */
+    exponent = abs == 0.f || exponent < -13 ? -13 : exponent;
+    const float units = nearbyintf(ldexpf(abs, 11 - exponent));   /* <= 2048: carries come right */
+    return (uint16_t)(sign | ((uint32_t)(exponent + 13) * 1024u + (uint32_t)units));
+}
+
+UNARY(_mm512_cvtph_ps, __m512, f, __m256i, 16, float_of_half(a.u16[i]))
+
+OP __m256i _mm512_cvtps_ph(__m512 a, int rounding)
+{
+    __m256i r;
+    for (int i = 0; i < 16; i++) {
+        r.u16[i] = half_of_float(a.f[i]);
+    }
+    (void)rounding;                                               /* nearest is the only one used */
+    return r;
+}
+
+/* ---- floats ---- */
+
+FLOATS(_mm512_add_ps, a.f[i] + b.f[i])
+FLOATS(_mm512_sub_ps, a.f[i] - b.f[i])
+FLOATS(_mm512_mul_ps, a.f[i] * b.f[i])
+FLOATS(_mm512_div_ps, a.f[i] / b.f[i])
+FLOATS(_mm512_min_ps, a.f[i] < b.f[i] ? a.f[i] : b.f[i])          /* b if either is NaN */
+FLOATS(_mm512_max_ps, a.f[i] > b.f[i] ? a.f[i] : b.f[i])
+
+OP __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c)
+{
+    __m512 r;
+    for (int i = 0; i < 16; i++) {
+        r.f[i] = fmaf(a.f[i], b.f[i], c.f[i]);
+    }
+    return r;
+}
+
+/* Control 0x0B: the operand of larger magnitude, sign cleared; a number before a NaN. */
+OP __m512 _mm512_range_ps(__m512 a, __m512 b, int control)
+{
+    __m512 r;
+    if (control != 0x0B) {
+        __builtin_trap();
+    }
+    for (int i = 0; i < 16; i++) {
+        const float p = fabsf(a.f[i]), q = fabsf(b.f[i]);
+        r.f[i] = isnan(p) ? q : isnan(q) ? p : p > q ? p : q;
+    }
+    return r;
+}
+
+#undef OP
+#undef UNARY
+#undef BINARY
+#undef INTEGERS
+#undef SHIFT
+#undef FLOATS
+#undef MASK
+#endif
