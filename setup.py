@@ -13,6 +13,7 @@ Switches (environment):
 import os
 import re
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ ISA_FLAGS = {
 }
 LINK_FLAGS = ["-Wl,-z,relro,-z,now", "-Wl,-z,noexecstack", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
 NVCC_FLAGS = [
-    "-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-cudart", "static", "--threads", "2",
+    "-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-cudart", "static", "--threads", "2", "--compress-mode=size",
     "-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra",
 ]  # fmt: skip
 
@@ -50,6 +51,18 @@ def find_nvcc() -> str | None:
     if found is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
         found = "/usr/local/cuda/bin/nvcc"
     return found if found and os.path.exists(found) else None
+
+
+def static_cudart(nvcc: str) -> str:
+    """Path of libcudart_static.a, from the toolkit that nvcc says it belongs to (nvcc may be a wrapper)."""
+    said = subprocess.run([nvcc, "-dryrun", "-E", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
+    tops = re.findall(r"^#\$ TOP=(.+)$", said, re.MULTILINE) + [str(Path(nvcc).resolve().parent.parent)]
+    for top in tops:
+        for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+            path = Path(top.strip()) / folder / "libcudart_static.a"
+            if path.exists():
+                return str(path)
+    sys.exit(f"gradckpt: libcudart_static.a not found beside {nvcc}; install it, or build with GRADCKPT_CUDA=0")
 
 
 def cuda_archs() -> list[str]:
@@ -86,8 +99,7 @@ class BuildExt(build_ext):
 
         links = list(ext.extra_link_args)
         if nvcc:
-            libdir = Path(nvcc).resolve().parent.parent / "lib64"
-            links += [str(libdir / "libcudart_static.a"), "-lpthread", "-lrt"]
+            links += [static_cudart(nvcc), "-lpthread", "-lrt"]
         path = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self.compiler.link_shared_object(objects, path, extra_postargs=[*links, "-lm", "-ldl"])
@@ -121,6 +133,10 @@ class BuildExt(build_ext):
         return out
 
 
+def files(*patterns: str) -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for pattern in patterns for p in (ROOT / "csrc").rglob(pattern))
+
+
 def extension() -> Extension:
     flags, links = list(C_FLAGS), list(LINK_FLAGS)
     if env_flag("GRADCKPT_WERROR"):
@@ -132,12 +148,11 @@ def extension() -> Extension:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g",
                   "-U_FORTIFY_SOURCE"]  # fmt: skip
         links += [f"-fsanitize={sanitize}"]
-    sources = sorted(str(p.relative_to(ROOT)) for pattern in ("*.c", "*.cu") for p in (ROOT / "csrc").rglob(pattern))
     return Extension(
         "gradckpt._C",
-        sources,
-        depends=[str(p.relative_to(ROOT)) for pattern in ("*.h", "*.def", "*.cuh") for p in (ROOT / "csrc").rglob(pattern)],
-        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        files("*.c", "*.cu"),
+        depends=files("*.h", "*.def", "*.cuh"),
+        define_macros=[("Py_LIMITED_API", "0x030B0000"), ("_GNU_SOURCE", "1")],
         extra_compile_args=flags,
         extra_link_args=links,
         py_limited_api=True,

@@ -47,6 +47,9 @@ class CompressionConfig:
             (and the leaf of ``enable_input_require_grads``). ``"floating"``: every floating
             tensor that is not a parameter, masks included; only for code that knows that its
             inputs are all activations.
+        leaves: Also tensors that require grad and are leaves but no parameters, which by default
+            stay as they are, since somebody wants their ``.grad``; :func:`gradckpt.enable` sets it
+            for the one leaf that ``enable_input_require_grads`` makes.
 
     Raises:
         ValueError: unknown codec or ``include``, negative ``min_numel``.
@@ -57,11 +60,13 @@ class CompressionConfig:
     replay: bool = False
     min_numel: int = 1024
     include: str = "activations"
+    leaves: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec", resolve_codec(self.codec))
-        if not isinstance(self.replay, bool):
-            raise TypeError(f"gradckpt: replay is True or False, not {self.replay!r}")
+        for flag in ("replay", "leaves"):
+            if not isinstance(getattr(self, flag), bool):
+                raise TypeError(f"gradckpt: {flag} is True or False, not {getattr(self, flag)!r}")
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int):
             raise TypeError(f"gradckpt: min_numel is an int, not {self.min_numel!r}")
         if self.min_numel < 0:

@@ -1,0 +1,87 @@
+# Every target sets itself up: python3 >= 3.11, gcc and make are all it needs.
+#   PYTHON=python3.12       another interpreter
+#   TORCH=torch==2.11.0     another torch (the demo and the tests were made with the default)
+#   DEMO_ARGS, TEST_ARGS    passed on, e.g. make demo DEMO_ARGS="--steps 20"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+# Compiling device code for every architecture takes minutes; tests need that it compiles and that one runs.
+TEST_ARCHS := $(or $(GRADCKPT_CUDA_ARCHS),8.0;9.0+PTX)
+# Two test processes share the cores; two threads in each make both crawl.
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
+
+.PHONY: help demo test soak bench lint gpu clean setup
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(VENV)/.built  ## train a small Llama under six kinds of checkpoints; table and demo.png (minutes)
+	@$(BIN)/python examples/train_llama.py $(DEMO_ARGS)
+
+# Ends with pytest's closing line.
+test: lint  ## ruff, mypy, all tests but the long ones
+	@$(PYTEST) -n 2 -m "not soak" $(TEST_ARGS)
+
+soak: $(VENV)/.strict  ## the long tests
+	@$(PYTEST) -n 2 -m soak $(TEST_ARGS)
+
+bench: $(VENV)/.built  ## speed of the codecs, host cost per region
+	@$(BIN)/python benchmarks/bench_codecs.py
+	@$(BIN)/python benchmarks/bench_overhead.py
+
+lint: $(VENV)/.strict  ## ruff and mypy
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+gpu:  ## the tests and benchmarks that need CUDA
+	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	    $(MAKE) --no-print-directory $(VENV)/.strict && \
+	    $(BIN)/pytest -q -k "cuda or gpu" $(TEST_ARGS) && $(BIN)/python benchmarks/bench_codecs.py; \
+	else echo "make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run."; fi
+
+clean:  ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gradckpt/_C*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(VENV)/.built  ## .venv with the package installed, nothing else
+
+# ---- the stages of .venv
+
+$(VENV)/.torch: pyproject.toml
+	@command -v $(PYTHON) >/dev/null \
+	    || { echo "make: $(PYTHON) was not found; install the Debian package python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "make: $(PYTHON) is older than 3.11; install the Debian package python3.11, then PYTHON=python3.11" >&2; \
+	         exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	    || { echo "make: $(PYTHON) cannot make a venv; install the Debian package python3-venv" >&2; exit 1; }
+	@command -v gcc >/dev/null || { echo "make: gcc was not found; install the Debian package gcc" >&2; exit 1; }
+	@echo '#include <stdlib.h>' | gcc -E - >/dev/null 2>&1 \
+	    || { echo "make: gcc finds no stdlib.h; install the Debian package libc6-dev" >&2; exit 1; }
+	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+	    || { echo "make: Python.h was not found; install the Debian package python3-dev" >&2; exit 1; }
+	@echo "setting up $(VENV): $(TORCH) and what pyproject.toml names (once, minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) "$(TORCH)"
+	@touch $@
+
+# Editable, so that the sources and the installed package are one; C is compiled again when it changed.
+$(VENV)/.built: $(VENV)/.torch $(SOURCES)
+	@echo "building gradckpt"
+	@$(PIP) --editable ".[demo]" "$(TORCH)"
+	@rm -f $(VENV)/.strict
+	@touch $@
+
+# The same with warnings as errors and the tools of the tests; serves the other targets too.
+$(VENV)/.strict: $(VENV)/.torch $(SOURCES)
+	@echo "building gradckpt, warnings are errors"
+	@GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(TEST_ARCHS)" $(PIP) --editable ".[demo,test]" "$(TORCH)"
+	@touch $(VENV)/.built $@

@@ -1,0 +1,12 @@
+/* checkpoint.h: the forward side. */
+#ifndef GRADCKPT_CHECKPOINT_H
+#define GRADCKPT_CHECKPOINT_H
+
+#include "frame.h"
+
+/* gradckpt.checkpoint(function, *args, ...): METH_FASTCALL | METH_KEYWORDS. */
+PyObject *gck_checkpoint(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);
+
+extern const char gck_checkpoint_doc[];
+
+#endif

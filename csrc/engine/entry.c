@@ -1,0 +1,285 @@
+/* entry.c: decides what becomes a payload and what is kept by reference, as torch does. */
+#include "entry.h"
+
+#include <stdlib.h>
+
+/* GCK_COMPRESS with *view, a reason, or -1.  The order of the questions is the order of
+ * their cost, and of what a user would want to hear first. */
+static int judge(gck_packing *p, PyObject *x, gck_tensor *view)
+{
+    gck_py *py = &p->state->py;
+    const int requires_grad = gck_attr_is_true(x, py->names.requires_grad);
+    int leaf, verdict;
+
+    if (requires_grad < 0) {
+        return -1;
+    }
+    if (!requires_grad && !p->plan.floating) {
+        return GCK_KEEP_NO_GRAD;
+    }
+    leaf = requires_grad ? gck_attr_is_true(x, py->names.is_leaf) : 0;
+    if (leaf < 0) {
+        return -1;
+    }
+    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway. */
+    if ((leaf && !p->plan.leaves) || (PyObject *)Py_TYPE(x) == py->Parameter) {
+        return GCK_KEEP_LEAF;
+    }
+    verdict = gck_tensor_view(py, x, p->plan.codec->dtypes, view);
+    if (verdict != GCK_COMPRESS) {
+        return verdict;
+    }
+    return view->numel < p->plan.min_numel ? GCK_KEEP_SMALL : GCK_COMPRESS;
+}
+
+static int count_kept(gck_packing *p, PyObject *x, int verdict)
+{
+    gck_stats *s = &p->state->stats;
+    PyObject *nbytes;
+
+    s->kept[verdict]++;
+    if (verdict == GCK_KEEP_NO_GRAD || verdict == GCK_KEEP_LEAF) {
+        return 0;
+    }
+    s->asked++;
+    nbytes = PyObject_GetAttrString(x, "nbytes");
+    if (nbytes == NULL) {
+        PyErr_Clear();                           /* a subclass may refuse: the count goes without it */
+        return 0;
+    }
+    s->kept_bytes += PyLong_AsLongLong(nbytes);
+    Py_DECREF(nbytes);
+    PyErr_Clear();
+    return 0;
+}
+
+/* *forward := what the forward gets in place of x.  0 or -1. */
+static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **forward)
+{
+    *forward = p->plan.replay ? PyObject_CallMethod(p->state->py.shim, "straight_through", "OO", x, payload)
+                              : Py_NewRef(x);
+    return *forward == NULL ? -1 : 0;
+}
+
+/* x becomes a payload: 1; or may not: 0; or -1. */
+static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
+{
+    gck_state *state = p->state;
+    gck_tensor view;
+    const int verdict = judge(p, x, &view);
+    PyObject *payload;
+
+    if (verdict < 0) {
+        return -1;
+    }
+    if (verdict != GCK_COMPRESS) {
+        return count_kept(p, x, verdict);
+    }
+    payload = p->outer ? NULL : gck_payload_find(state, p->plan.codec, x, &view);
+    if (payload != NULL) {
+        state->stats.shared++;
+    } else if (PyErr_Occurred()
+               || (payload = gck_payload_new(state, p->plan.codec, x, &view, p->outer)) == NULL) {
+        return -1;
+    }
+    if (replay(p, x, payload, forward) < 0) {
+        Py_DECREF(payload);
+        return -1;
+    }
+    *entry = (gck_entry){GCK_PAYLOAD, payload, NULL, NULL, 0};
+    state->stats.asked++;
+    state->stats.compressed++;
+    p->payloads++;
+    return 1;
+}
+
+/* A tensor that stays: positional ones as torch's SavedTensor. */
+static int pack_saved(gck_packing *p, PyObject *x, gck_entry *entry)
+{
+    const gck_py *py = &p->state->py;
+
+    if (py->make_saved_tensor != NULL) {
+        PyObject *saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, x, Py_False, NULL);
+        if (saved == NULL) {
+            return -1;
+        }
+        *entry = (gck_entry){GCK_SAVED, saved, NULL, NULL, 0};
+        return 0;
+    }
+    PyObject *version = PyObject_GetAttr(x, py->names._version);
+    if (version == NULL) {
+        PyErr_Clear();                           /* inference tensors have none, and cannot change */
+    }
+    *entry = (gck_entry){version ? GCK_VERSIONED : GCK_KEPT, Py_NewRef(x), version, NULL, 0};
+    return 0;
+}
+
+static int is_container(gck_py *py, PyObject *x)
+{
+    return PyDict_Contains(py->supported_nodes, (PyObject *)Py_TYPE(x))
+        || (PyTuple_Check(x) && PyObject_HasAttrString(x, "_fields"));
+}
+
+/* Pack the leaves of a container.  It is kept whole, by reference, unless a leaf became
+ * a payload: 1 packed, 0 not, -1. */
+static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_entry *entry, PyObject **forward)
+{
+    const Py_ssize_t n = PyList_Size(leaves);
+    gck_entry tree = {GCK_TREE, NULL, NULL, calloc((size_t)n + 1, sizeof(gck_entry)), n};
+    PyObject *fed = PyList_New(n);
+    const int before = p->payloads;
+    int result = -1;
+
+    if (tree.leaves == NULL || fed == NULL) {
+        PyErr_NoMemory();
+        goto exit;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *leaf = PyList_GetItem(leaves, i);              /* borrowed */
+        PyObject *value = NULL;
+        int packed = gck_is_tensor(&p->state->py, leaf) ? pack_payload(p, leaf, &tree.leaves[i], &value) : 0;
+        if (packed < 0) {
+            goto exit;
+        }
+        if (!packed) {
+            tree.leaves[i] = (gck_entry){GCK_KEPT, Py_NewRef(leaf), NULL, NULL, 0};
+            value = Py_NewRef(leaf);
+        }
+        PyList_SetItem(fed, i, value);                           /* takes it */
+    }
+    result = p->payloads > before;
+    if (result == 1 && p->plan.replay) {
+        *forward = PyObject_CallFunctionObjArgs(p->state->py.tree_unflatten, fed, spec, NULL);
+        result = *forward == NULL ? -1 : 1;
+    }
+
+exit:
+    Py_XDECREF(fed);
+    if (result == 1) {
+        tree.value = Py_NewRef(spec);
+        *entry = tree;
+    } else {
+        gck_entry_clear(&tree);
+    }
+    return result;
+}
+
+static int pack_container(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
+{
+    PyObject *flat = PyObject_CallFunctionObjArgs(p->state->py.tree_flatten, x, NULL);
+    PyObject *leaves, *spec;
+    int packed = -1;
+
+    if (flat != NULL && PyArg_ParseTuple(flat, "O!O", &PyList_Type, &leaves, &spec)) {
+        packed = pack_leaves(p, leaves, spec, entry, forward);
+    }
+    Py_XDECREF(flat);
+    return packed;
+}
+
+int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry, PyObject **forward)
+{
+    gck_py *py = &p->state->py;
+    const int tensor = gck_is_tensor(py, x);
+    int packed = 0;
+
+    *forward = NULL;
+    if (p->plan.codec != NULL) {
+        packed = tensor ? pack_payload(p, x, entry, forward)
+               : is_container(py, x) ? pack_container(p, x, entry, forward) : 0;
+    }
+    if (packed == 0) {
+        if (tensor && positional) {
+            packed = pack_saved(p, x, entry);
+        } else {
+            *entry = (gck_entry){GCK_KEPT, Py_NewRef(x), NULL, NULL, 0};
+        }
+    }
+    if (packed < 0) {
+        Py_CLEAR(*forward);
+        return -1;
+    }
+    if (*forward == NULL) {
+        *forward = Py_NewRef(x);
+    }
+    return 0;
+}
+
+/* ---- the other way ---- */
+
+static PyObject *restore_versioned(gck_state *state, const gck_entry *entry)
+{
+    PyObject *now = PyObject_GetAttr(entry->value, state->py.names._version);
+    int same;
+
+    if (now == NULL) {
+        return NULL;
+    }
+    same = PyObject_RichCompareBool(now, entry->version, Py_EQ);
+    if (same == 0) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                     "an input of a checkpointed region is at version %S; expected version %S instead. Clone the tensor "
+                     "before changing it, or change it after backward.", now, entry->version);
+    }
+    Py_DECREF(now);
+    return same == 1 ? Py_NewRef(entry->value) : NULL;
+}
+
+static PyObject *restore_tree(gck_state *state, const gck_entry *entry)
+{
+    PyObject *leaves = PyList_New(entry->nleaves);
+    PyObject *tree = NULL;
+
+    for (Py_ssize_t i = 0; leaves != NULL && i < entry->nleaves; i++) {
+        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i]);
+        if (leaf == NULL) {
+            Py_CLEAR(leaves);
+        } else {
+            PyList_SetItem(leaves, i, leaf);
+        }
+    }
+    if (leaves != NULL) {
+        tree = PyObject_CallFunctionObjArgs(state->py.tree_unflatten, leaves, entry->value, NULL);
+        Py_DECREF(leaves);
+    }
+    return tree;
+}
+
+PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry)
+{
+    switch (entry->kind) {
+    case GCK_SAVED:     return PyObject_CallMethodObjArgs(entry->value, state->py.names.unpack, NULL);
+    case GCK_VERSIONED: return restore_versioned(state, entry);
+    case GCK_PAYLOAD:   return gck_payload_restore((gck_payload *)entry->value);
+    case GCK_TREE:      return restore_tree(state, entry);
+    default:            return Py_NewRef(entry->value);
+    }
+}
+
+int gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg)
+{
+    Py_VISIT(entry->value);
+    for (Py_ssize_t i = 0; i < entry->nleaves; i++) {
+        int result = gck_entry_traverse(&entry->leaves[i], visit, arg);
+        if (result != 0) {
+            return result;
+        }
+    }
+    return 0;
+}
+
+void gck_entry_clear(gck_entry *entry)
+{
+    gck_entry old = *entry;                      /* publish empty first: clearing runs Python */
+
+    *entry = (gck_entry){GCK_KEPT, NULL, NULL, NULL, 0};
+    Py_XDECREF(old.value);
+    Py_XDECREF(old.version);
+    for (Py_ssize_t i = 0; i < old.nleaves; i++) {
+        if (old.leaves != NULL) {
+            gck_entry_clear(&old.leaves[i]);
+        }
+    }
+    free(old.leaves);
+}

@@ -1,0 +1,42 @@
+/* entry.h: one argument of a region, as it is kept between forward and recompute. */
+#ifndef GRADCKPT_ENTRY_H
+#define GRADCKPT_ENTRY_H
+
+#include "payload.h"
+
+typedef enum {
+    GCK_KEPT,                /* value: the object itself, as the caller passed it          */
+    GCK_SAVED,               /* value: torch's SavedTensor: version check, outer hooks     */
+    GCK_VERSIONED,           /* value: the tensor, with its version (torch < 2.12)         */
+    GCK_PAYLOAD,             /* value: a Payload                                           */
+    GCK_TREE,                /* value: pytree spec; leaves: entries, some of them payloads */
+} gck_entry_kind;
+
+typedef struct gck_entry {
+    gck_entry_kind    kind;
+    PyObject         *value;     /* owned; see above                                       */
+    PyObject         *version;   /* owned; GCK_VERSIONED only                              */
+    struct gck_entry *leaves;    /* owned; GCK_TREE only                                   */
+    Py_ssize_t        nleaves;
+} gck_entry;
+
+/* How one call keeps its arguments. */
+typedef struct {
+    gck_state *state;
+    gck_plan   plan;
+    int        outer;        /* outer saved-tensor hooks are active: payloads go through them */
+    int        payloads;     /* out: how many entries became payloads                         */
+} gck_packing;
+
+/* Keep x in *entry.  positional: torch version-checks such tensors.  *forward takes a new
+ * reference to what the forward call should get: x itself, or in replay mode what a
+ * payload gives back.  0, or -1 with an exception and *entry empty. */
+int gck_entry_pack(gck_packing *packing, PyObject *x, int positional, gck_entry *entry, PyObject **forward);
+
+/* New reference: the argument for the recompute. */
+PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry);
+
+int  gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg);
+void gck_entry_clear(gck_entry *entry);
+
+#endif

@@ -1,0 +1,310 @@
+/* frame.c: heap types Frame, Holder and Recompute: slots, tables, lifetimes. */
+#include "frame.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { KEEP_DRAINED = 8 };   /* drained tables remembered, to tell "unpacked once" from "never" */
+
+gck_frame *gck_frame_new(gck_state *state)
+{
+    gck_frame *frame = PyObject_GC_New(gck_frame, state->Frame);
+
+    if (frame != NULL) {
+        memset((char *)frame + sizeof(PyObject), 0, sizeof *frame - sizeof(PyObject));
+        frame->state = state;
+        PyObject_GC_Track(frame);
+    }
+    return frame;
+}
+
+int gck_meta_of(const gck_py *py, PyObject *x, gck_meta *meta)
+{
+    meta->shape = PyObject_GetAttr(x, py->names.shape);
+    meta->dtype = PyObject_GetAttr(x, py->names.dtype);
+    meta->device = PyObject_GetAttr(x, py->names.device);
+    if (meta->shape && meta->dtype && meta->device) {
+        return 0;
+    }
+    gck_meta_clear(meta);
+    return -1;
+}
+
+void gck_meta_clear(gck_meta *meta)
+{
+    Py_CLEAR(meta->shape);
+    Py_CLEAR(meta->dtype);
+    Py_CLEAR(meta->device);
+}
+
+static int grow(gck_frame *frame)
+{
+    const Py_ssize_t capacity = frame->capacity ? 2 * frame->capacity : 8;
+    gck_holder **slots = realloc(frame->slots, (size_t)capacity * sizeof *slots);
+    gck_meta *metas;
+
+    if (slots == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    frame->slots = slots;
+    metas = realloc(frame->metas, (size_t)capacity * sizeof *metas);
+    if (metas == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    frame->metas = metas;
+    frame->capacity = capacity;
+    return 0;
+}
+
+PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
+{
+    gck_holder *holder;
+    gck_meta meta = {NULL, NULL, NULL};
+
+    if (frame->nslots == frame->capacity && grow(frame) < 0) {
+        return NULL;
+    }
+    if (frame->check_metadata && gck_meta_of(&frame->state->py, x, &meta) < 0) {
+        return NULL;
+    }
+    holder = PyObject_New(gck_holder, frame->state->Holder);
+    if (holder == NULL) {
+        gck_meta_clear(&meta);
+        return NULL;
+    }
+    holder->frame = frame;
+    holder->index = frame->nslots;
+    frame->slots[frame->nslots] = holder;
+    frame->metas[frame->nslots++] = meta;
+    return (PyObject *)holder;
+}
+
+/* ---- tables ---- */
+
+gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group)
+{
+    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
+        gck_table *t = frame->tables[i];
+        if (group != NULL ? t->group == group : t->group == NULL && t->task == task) {
+            return t;
+        }
+    }
+    return NULL;
+}
+
+static void table_free(gck_table *table)
+{
+    gck_table_drain(table);
+    Py_XDECREF(table->group);
+    free(table->handed);
+    free(table);
+}
+
+void gck_frame_table_free(gck_frame *frame, gck_table *table)
+{
+    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
+        if (frame->tables[i] == table) {
+            memmove(&frame->tables[i], &frame->tables[i + 1],
+                    (size_t)(frame->ntables - i - 1) * sizeof *frame->tables);
+            frame->ntables--;
+            table_free(table);
+            return;
+        }
+    }
+}
+
+/* The oldest drained tables go: their backwards are over. */
+static void forget_drained(gck_frame *frame)
+{
+    Py_ssize_t drained = 0;
+
+    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
+        if (frame->tables[i]->phase == GCK_DRAINED && ++drained > KEEP_DRAINED) {
+            gck_frame_table_free(frame, frame->tables[i]);
+        }
+    }
+}
+
+gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
+{
+    const size_t n = (size_t)frame->nslots;
+    gck_table *table = calloc(1, sizeof *table);
+    gck_table **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
+
+    if (tables != NULL) {
+        frame->tables = tables;
+    }
+    if (table == NULL || tables == NULL || (table->values = calloc(n + 1, sizeof *table->values)) == NULL
+        || (table->handed = calloc(n + 1, 1)) == NULL) {
+        if (table != NULL) {
+            free(table->values);
+        }
+        free(table);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    table->task = task;
+    table->group = Py_XNewRef(group);
+    table->phase = GCK_RESTORING;
+    table->thread = PyThread_get_thread_ident();
+    frame->tables[frame->ntables++] = table;
+    forget_drained(frame);
+    return table;
+}
+
+void gck_table_drain(gck_table *table)
+{
+    PyObject **values = table->values;
+    const Py_ssize_t n = table->counter;
+
+    table->values = NULL;
+    table->phase = GCK_DRAINED;
+    table->left = 0;
+    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
+        Py_XDECREF(values[i]);
+    }
+    free(values);
+}
+
+/* ---- Frame ---- */
+
+static int frame_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    gck_frame *frame = (gck_frame *)op;
+
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(frame->function);
+    Py_VISIT(frame->kwnames);
+    Py_VISIT(frame->recompute_context);
+    Py_VISIT(frame->error_callback);
+    for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
+        int result = gck_entry_traverse(&frame->args[i], visit, arg);
+        if (result != 0) {
+            return result;
+        }
+    }
+    return gck_ambient_traverse(&frame->ambient, visit, arg);
+}
+
+static int frame_clear(PyObject *op)
+{
+    gck_frame *frame = (gck_frame *)op;
+    gck_entry *args = frame->args;
+
+    frame->args = NULL;
+    for (Py_ssize_t i = 0; args != NULL && i < frame->nargs + frame->nkwargs; i++) {
+        gck_entry_clear(&args[i]);
+    }
+    free(args);
+    Py_CLEAR(frame->function);
+    Py_CLEAR(frame->kwnames);
+    Py_CLEAR(frame->recompute_context);
+    Py_CLEAR(frame->error_callback);
+    gck_ambient_clear(&frame->ambient);
+    return 0;
+}
+
+static void frame_dealloc(PyObject *op)
+{
+    gck_frame *frame = (gck_frame *)op;
+    PyTypeObject *type = Py_TYPE(op);
+
+    PyObject_GC_UnTrack(op);
+    /* Autograd drops the hooks before the holder of the same SavedVariable. */
+    for (Py_ssize_t i = 0; i < frame->nslots; i++) {
+        if (frame->slots[i] != NULL) {
+            frame->slots[i]->frame = NULL;
+        }
+        gck_meta_clear(&frame->metas[i]);
+    }
+    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
+        table_free(frame->tables[i]);
+    }
+    free(frame->slots);
+    free(frame->metas);
+    free(frame->tables);
+    frame_clear(op);
+    PyObject_GC_Del(op);
+    Py_DECREF(type);
+}
+
+static PyType_Slot frame_slots[] = {
+    {Py_tp_dealloc, frame_dealloc},
+    {Py_tp_traverse, frame_traverse},
+    {Py_tp_clear, frame_clear},
+    {0, NULL},
+};
+
+PyType_Spec gck_frame_spec = {
+    .name = "gradckpt._C.Frame",
+    .basicsize = sizeof(gck_frame),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = frame_slots,
+};
+
+/* ---- Holder ---- */
+
+/* Takes the value of a slot out of some table; NULL when none has one. */
+static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
+{
+    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
+        gck_table *t = frame->tables[i];
+        if (t->values != NULL && t->values[index] != NULL) {
+            PyObject *value = t->values[index];
+            t->values[index] = NULL;
+            if (--t->left == 0 && t->phase == GCK_FILLED) {
+                gck_table_drain(t);
+            }
+            return value;
+        }
+    }
+    return NULL;
+}
+
+/* This part of the graph is gone: so are its recomputed tensors.  Freeing one may free
+ * anything, the frame too; then the frame has cleared holder->frame. */
+static void holder_dealloc(PyObject *op)
+{
+    gck_holder *holder = (gck_holder *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject *value;
+
+    while (holder->frame != NULL && (value = take_value(holder->frame, holder->index)) != NULL) {
+        Py_DECREF(value);
+    }
+    if (holder->frame != NULL) {
+        holder->frame->slots[holder->index] = NULL;
+    }
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+static PyType_Slot holder_slots[] = {{Py_tp_dealloc, holder_dealloc}, {0, NULL}};
+
+PyType_Spec gck_holder_spec = {
+    .name = "gradckpt._C.Holder",
+    .basicsize = sizeof(gck_holder),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = holder_slots,
+};
+
+/* ---- Recompute ---- */
+
+static void recompute_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+static PyType_Slot recompute_slots[] = {{Py_tp_dealloc, recompute_dealloc}, {0, NULL}};
+
+PyType_Spec gck_recompute_spec = {
+    .name = "gradckpt._C.Recompute",
+    .basicsize = sizeof(gck_recompute),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = recompute_slots,
+};

@@ -1,0 +1,101 @@
+/* frame.h: what a checkpointed region leaves behind between forward and backward.
+ *
+ * The semantics are those of torch.utils.checkpoint (its "Nestable Checkpoint" note):
+ *   R1 the innermost region owns the tensors saved inside it;
+ *   R2 the inputs of an inner region are saved tensors of the outer one;
+ *   R3 a recompute starts with no region active, its own hooks on top;
+ *   R4 a recomputed tensor is handed out once, and dies with its use;
+ *   R5 the recompute stops when the last tensor is there (early stop);
+ *   R6 the graph built during the recompute is usable.
+ *
+ * Who holds whom: autograd's SavedVariables hold the two hooks, which hold the Frame,
+ * and one Holder each.  Frame and Holder know each other by borrowed pointers, cleared
+ * by whichever dies first; either order happens. */
+#ifndef GRADCKPT_FRAME_H
+#define GRADCKPT_FRAME_H
+
+#include "../torch/ambient.h"
+#include "entry.h"
+
+typedef struct gck_frame gck_frame;
+
+/* One per saved tensor of the region: what autograd keeps in its place. */
+typedef struct {
+    PyObject_HEAD
+    gck_frame *frame;              /* borrowed; NULL once the frame is gone              */
+    Py_ssize_t index;              /* of its slot                                        */
+} gck_holder;
+
+/* What the determinism check compares; owned; NULL when the check is off. */
+typedef struct {
+    PyObject *shape, *dtype, *device;
+} gck_meta;
+
+typedef enum { GCK_RESTORING = 1, GCK_FILLED, GCK_DRAINED } gck_table_phase;
+
+/* The recomputed tensors of one backward: of one graph task, GraphExecGroup, or access
+ * from outside any backward. */
+typedef struct {
+    int64_t         task;          /* graph task id, or < -1: outside                    */
+    PyObject       *group;         /* owned GraphExecGroup; then task does not count     */
+    gck_table_phase phase;
+    unsigned long   thread;        /* that recomputes, while RESTORING                   */
+    Py_ssize_t      counter;       /* tensors packed by the recompute so far             */
+    Py_ssize_t      left;          /* values not handed out yet                          */
+    PyObject      **values;        /* one per slot; NULL: absent or handed out; malloc   */
+    unsigned char  *handed;        /* one per slot                                       */
+} gck_table;
+
+typedef enum { GCK_RECORDING, GCK_SAVED_PHASE } gck_frame_phase;
+
+struct gck_frame {
+    PyObject_HEAD
+    gck_state      *state;         /* borrowed: the type keeps the module alive          */
+    gck_frame_phase phase;
+    PyObject       *function;
+    gck_entry      *args;          /* nargs positional, then one per name in kwnames     */
+    Py_ssize_t      nargs, nkwargs;
+    PyObject       *kwnames;       /* tuple                                              */
+    gck_ambient     ambient;
+    PyObject       *recompute_context;   /* from context_fn; NULL: none                  */
+    PyObject       *error_callback;      /* debug=True: gets the CheckpointError         */
+    int             early_stop, check_metadata, ignore_mismatch;
+    int             asked;         /* compression was asked for                          */
+    int             compressed;    /* entries that are payloads                          */
+    gck_holder    **slots;         /* borrowed; NULL: that part of the graph is freed    */
+    gck_meta       *metas;         /* one per slot when check_metadata                   */
+    Py_ssize_t      nslots, capacity;
+    gck_table     **tables;
+    Py_ssize_t      ntables;
+};
+
+/* Stands for the frame in the hooks of a recompute, which may outlive it. */
+typedef struct {
+    PyObject_HEAD
+    gck_frame *frame;              /* borrowed; NULL after the recompute                 */
+    gck_table *table;
+} gck_recompute;
+
+extern PyType_Spec gck_frame_spec, gck_holder_spec, gck_recompute_spec;
+
+/* New reference, RECORDING, empty.  NULL with an exception. */
+gck_frame *gck_frame_new(gck_state *state);
+
+/* New reference: a Holder for the next slot; remembers x's metadata. */
+PyObject *gck_frame_add(gck_frame *frame, PyObject *x);
+
+/* 0, or -1: the three attributes of x, owned. */
+int gck_meta_of(const gck_py *py, PyObject *x, gck_meta *meta);
+void gck_meta_clear(gck_meta *meta);
+
+/* Tables: borrowed; NULL when there is none. */
+gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group);
+gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group);
+void gck_frame_table_free(gck_frame *frame, gck_table *table);
+/* Free the values; what was handed out stays known. */
+void gck_table_drain(gck_table *table);
+
+/* recompute.c: the unpack hook, self is the Frame; and the hooks of the recompute. */
+PyObject *gck_unpack(PyObject *frame, PyObject *holder);
+
+#endif

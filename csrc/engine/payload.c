@@ -1,0 +1,377 @@
+/* payload.c: heap type Payload: one buffer of bytes, its codec, and what the original
+ * looked like. */
+#include "payload.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
+
+struct gck_payload {
+    PyObject_HEAD
+    PyObject        *weakrefs;
+    gck_state       *state;        /* borrowed: the type keeps the module alive          */
+    const gck_codec *codec;
+    PyObject        *buffer;       /* uint8 tensor; NULL when `saved` has it             */
+    PyObject        *saved;        /* torch's SavedTensor of the buffer; else NULL       */
+    PyObject        *dtype, *device, *shape;
+    PyObject        *original;     /* weak reference                                     */
+    PyObject        *version;      /* of the original when it was encoded                */
+    const void      *data;         /* its memory then: compared, never followed          */
+    int64_t          nbytes, bytes_in;
+    int              requires_grad;
+    int              ndim;
+    int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
+    int              strided;      /* the strides are meant                              */
+    int              device_index; /* -1: CPU                                            */
+    void            *stream;       /* that wrote the bytes                               */
+};
+
+/* The memory of a uint8 tensor of ours. */
+static int view_bytes(gck_state *state, PyObject *buffer, void **data)
+{
+    gck_dl_tensor dl;
+
+    if (state->py.dlpack->dltensor_from_py_object_no_sync(buffer, &dl) != 0) {
+        return -1;
+    }
+    *data = (char *)dl.data + dl.byte_offset;
+    return 0;
+}
+
+/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
+static int is_dense(const gck_tensor *x)
+{
+    int64_t expected = 1;
+    uint64_t used = 0;
+
+    for (int found = 0; found < x->ndim; found++) {
+        int next = -1;
+        for (int d = 0; d < x->ndim; d++) {
+            if (!(used >> d & 1) && (next < 0 || x->strides[d] < x->strides[next]
+                                     || (x->strides[d] == x->strides[next] && x->sizes[d] < x->sizes[next]))) {
+                next = d;
+            }
+        }
+        used |= (uint64_t)1 << next;
+        if (x->sizes[next] != 1) {
+            if (x->strides[next] != expected) {
+                return 0;
+            }
+            expected *= x->sizes[next];
+        }
+    }
+    return 1;
+}
+
+static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
+{
+    const gck_py *py = &self->state->py;
+
+    self->ndim = view->ndim;
+    self->sizes = malloc(sizeof(int64_t) * (size_t)(2 * view->ndim + 1));
+    if (self->sizes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->strided = view->strides != NULL && view->ndim <= GCK_MAX_DIM && is_dense(view);
+    for (int d = 0; d < view->ndim; d++) {
+        self->sizes[d] = view->sizes[d];
+        self->sizes[view->ndim + d] = self->strided ? view->strides[d] : 0;
+    }
+    self->device_index = view->device;
+    self->stream = view->stream;
+    self->data = view->data;
+    self->dtype = PyObject_GetAttr(x, py->names.dtype);
+    self->device = PyObject_GetAttr(x, py->names.device);
+    self->shape = PyObject_GetAttr(x, py->names.shape);
+    self->version = PyObject_GetAttr(x, py->names._version);
+    self->original = PyWeakref_NewRef(x, NULL);
+    self->requires_grad = gck_attr_is_true(x, py->names.requires_grad);
+    return self->dtype && self->device && self->shape && self->version && self->original && self->requires_grad >= 0
+        ? 0 : -1;
+}
+
+static void count_encoded(gck_state *state, const gck_payload *self)
+{
+    gck_stats *s = &state->stats;
+
+    s->encoded++;
+    s->bytes_in += self->bytes_in;
+    s->bytes_out += self->nbytes;
+    s->live_bytes += self->nbytes;
+    s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+}
+
+static void remember(gck_state *state, gck_payload *self)
+{
+    for (int i = GCK_NRECENT - 1; i > 0; i--) {
+        state->recent[i] = state->recent[i - 1];
+    }
+    state->recent[0] = self;
+}
+
+PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view, int saved)
+{
+    gck_payload *self = PyObject_New(gck_payload, state->Payload);
+    const gck_py *py = &state->py;
+    void *bytes;
+    int ok = 0;
+
+    if (self == NULL) {
+        return NULL;
+    }
+    memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
+    self->state = state;
+    self->codec = codec;
+    self->bytes_in = view->numel * (view->dtype == GCK_F32 ? 4 : 2);
+    if (describe(self, x, view) < 0) {
+        goto exit;
+    }
+    const int64_t nbytes = codec->nbytes(view->numel, view->dtype);
+    self->buffer = gck_bytes_empty(py, nbytes, self->device, view->device < 0);
+    if (self->buffer == NULL || view_bytes(state, self->buffer, &bytes) < 0
+        || gck_run_codec(&state->py, codec, view, bytes, 0) < 0) {
+        goto exit;
+    }
+    self->nbytes = nbytes;                       /* from here on dealloc takes it off the count */
+    count_encoded(state, self);
+    if (saved) {
+        self->saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, self->buffer, Py_False, NULL);
+        if (self->saved == NULL) {
+            goto exit;
+        }
+        Py_CLEAR(self->buffer);
+    } else {
+        remember(state, self);
+    }
+    ok = 1;
+
+exit:
+    if (!ok) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view)
+{
+    PyObject *version = NULL;
+    gck_payload *found = NULL;
+
+    for (int i = 0; i < GCK_NRECENT && found == NULL; i++) {
+        gck_payload *p = state->recent[i];
+        if (p == NULL || p->codec != codec || PyWeakref_GetObject(p->original) != x || p->data != view->data) {
+            continue;                            /* a dead original gives None: no match */
+        }
+        if (version == NULL && (version = PyObject_GetAttr(x, state->py.names._version)) == NULL) {
+            return NULL;
+        }
+        found = PyObject_RichCompareBool(version, p->version, Py_EQ) == 1 ? p : NULL;
+    }
+    Py_XDECREF(version);
+    return Py_XNewRef((PyObject *)found);
+}
+
+/* The buffer, new reference; through the outer hooks when those have it. */
+static PyObject *payload_bytes(gck_payload *self)
+{
+    return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
+                               : Py_NewRef(self->buffer);
+}
+
+/* Bytes written on another stream than the one that reads them: tell the allocator. */
+static int cross_stream(gck_payload *self, PyObject *buffer, const gck_tensor *out)
+{
+    PyObject *result;
+
+    if (self->device_index < 0 || out->stream == self->stream) {
+        return 0;
+    }
+    result = PyObject_CallMethod(self->state->py.shim, "record_stream", "OO", buffer, self->device);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+PyObject *gck_payload_decode(gck_payload *self)
+{
+    gck_state *state = self->state;
+    const uint32_t any = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16);
+    PyObject *buffer = payload_bytes(self);
+    PyObject *out = NULL;
+    gck_tensor view;
+    void *bytes;
+    int ok = 0;
+
+    if (buffer == NULL) {
+        return NULL;
+    }
+    out = gck_empty(&state->py, self->ndim, self->sizes, self->strided ? self->sizes + self->ndim : NULL,
+                    self->dtype, self->device);
+    if (out == NULL || view_bytes(state, buffer, &bytes) < 0) {
+        goto exit;
+    }
+    if (gck_tensor_view(&state->py, out, any, &view) != GCK_COMPRESS) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not give a plain tensor; is a mode active "
+                                                "in backward that was not active in forward?");
+        }
+        goto exit;
+    }
+    ok = cross_stream(self, buffer, &view) == 0 && gck_run_codec(&state->py, self->codec, &view, bytes, 1) == 0;
+
+exit:
+    Py_DECREF(buffer);
+    if (!ok) {
+        Py_CLEAR(out);
+    }
+    return out;
+}
+
+PyObject *gck_payload_restore(gck_payload *self)
+{
+    gck_state *state = self->state;
+    PyObject *out = gck_payload_decode(self);
+    PyObject *result;
+
+    if (out == NULL) {
+        return NULL;
+    }
+    if (PyWeakref_GetObject(self->original) != Py_None) {
+        state->stats.originals_alive++;
+        state->stats.originals_alive_bytes += self->bytes_in;
+    }
+    if (self->requires_grad) {
+        result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
+        Py_XDECREF(result);
+        if (result == NULL) {
+            Py_CLEAR(out);
+        }
+    }
+    return out;
+}
+
+/* ---- the Python type ---- */
+
+static void payload_dealloc(PyObject *op)
+{
+    gck_payload *self = (gck_payload *)op;
+    PyTypeObject *type = Py_TYPE(op);
+
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
+    self->state->stats.live_bytes -= self->nbytes;
+    for (int i = 0; i < GCK_NRECENT; i++) {
+        if (self->state->recent[i] == self) {
+            self->state->recent[i] = NULL;
+        }
+    }
+    free(self->sizes);
+    Py_XDECREF(self->buffer);
+    Py_XDECREF(self->saved);
+    Py_XDECREF(self->dtype);
+    Py_XDECREF(self->device);
+    Py_XDECREF(self->shape);
+    Py_XDECREF(self->original);
+    Py_XDECREF(self->version);
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+static PyObject *payload_decode_method(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    return gck_payload_decode((gck_payload *)op);
+}
+
+static PyObject *payload_codec(PyObject *op, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromString(((gck_payload *)op)->codec->name);
+}
+
+static PyObject *payload_data(PyObject *op, void *closure)
+{
+    (void)closure;
+    return payload_bytes((gck_payload *)op);
+}
+
+static PyObject *payload_repr(PyObject *op)
+{
+    gck_payload *self = (gck_payload *)op;
+
+    return PyUnicode_FromFormat("<gradckpt.Payload %s of %S %S, %lld -> %lld bytes>", self->codec->name, self->dtype,
+                                self->shape, (long long)self->bytes_in, (long long)self->nbytes);
+}
+
+static PyMemberDef payload_members[] = {
+    {"nbytes", T_LONGLONG, offsetof(gck_payload, nbytes), READONLY, "Size of the payload in bytes, scales included."},
+    {"shape", T_OBJECT_EX, offsetof(gck_payload, shape), READONLY, "Shape of the original."},
+    {"dtype", T_OBJECT_EX, offsetof(gck_payload, dtype), READONLY, "Dtype of the original."},
+    {"device", T_OBJECT_EX, offsetof(gck_payload, device), READONLY, "Device of the original."},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(gck_payload, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef payload_getset[] = {
+    {"codec", payload_codec, NULL, "Name of the codec.", NULL},
+    {"data", payload_data, NULL, "The bytes: a uint8 tensor (docs/codecs.md describes them). Not a copy.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef payload_methods[] = {
+    {"decode", payload_decode_method, METH_NOARGS,
+     "decode($self, /)\n--\n\nA fresh tensor of the original's shape, dtype, strides and device; it does not require grad."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot payload_slots[] = {
+    {Py_tp_dealloc, payload_dealloc},
+    {Py_tp_repr, payload_repr},
+    {Py_tp_members, payload_members},
+    {Py_tp_getset, payload_getset},
+    {Py_tp_methods, payload_methods},
+    {Py_tp_doc, "One encoded tensor; made by gradckpt.encode()."},
+    {0, NULL},
+};
+
+PyType_Spec gck_payload_spec = {
+    .name = "gradckpt.Payload",
+    .basicsize = sizeof(gck_payload),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = payload_slots,
+};
+
+PyObject *gck_encode_py(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    PyObject *x;
+    const char *name;
+    gck_tensor view;
+
+    if (!PyArg_ParseTuple(args, "Os:encode", &x, &name)) {
+        return NULL;
+    }
+    const gck_codec *codec = gck_codec_find(name);
+    if (codec == NULL) {
+        return PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec '%s'", name);
+    }
+    if (!gck_is_tensor(&state->py, x)) {
+        return PyErr_Format(PyExc_TypeError, "gradckpt.encode: expected a tensor, not %R", Py_TYPE(x));
+    }
+    int verdict = gck_tracing(&state->py);
+    verdict = verdict < 0 ? -1 : verdict ? GCK_KEEP_TRACING : gck_tensor_view(&state->py, x, codec->dtypes, &view);
+    if (verdict < 0) {
+        return NULL;
+    }
+    if (verdict != GCK_COMPRESS) {
+        PyObject *dtype = PyObject_GetAttr(x, state->py.names.dtype);
+        PyErr_Format(PyExc_TypeError, "gradckpt.encode: cannot encode this %s of dtype %S with codec '%s': %s; it takes "
+                     "plain strided float32, float16 and bfloat16 tensors on CPU and CUDA",
+                     ((PyTypeObject *)Py_TYPE(x)) == (PyTypeObject *)state->py.Tensor ? "tensor" : "tensor subclass",
+                     dtype ? dtype : Py_None, codec->name, gck_reason_text[verdict]);
+        Py_XDECREF(dtype);
+        return NULL;
+    }
+    return gck_payload_new(state, codec, x, &view, 0);
+}

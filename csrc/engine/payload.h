@@ -1,0 +1,26 @@
+/* payload.h: one encoded tensor as a Python object. */
+#ifndef GRADCKPT_PAYLOAD_H
+#define GRADCKPT_PAYLOAD_H
+
+#include "state.h"
+
+extern PyType_Spec gck_payload_spec;
+
+/* New reference: the payload of x, whose view was taken just now.  With `saved`, outer
+ * saved-tensor hooks get to see the bytes (and keep them, offloaded or recomputed). */
+PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view, int saved);
+
+/* New reference to a payload of this very tensor, unchanged since; NULL without an
+ * exception when there is none. */
+PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view);
+
+/* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */
+PyObject *gck_payload_decode(gck_payload *payload);
+
+/* The same, counted as a restore, requiring grad when the original did. */
+PyObject *gck_payload_restore(gck_payload *payload);
+
+/* gradckpt.encode(x, codec). */
+PyObject *gck_encode_py(PyObject *module, PyObject *args);
+
+#endif

@@ -1,0 +1,417 @@
+/* recompute.c: the backward side.  The first unpack of a frame in a backward runs the
+ * function again and fills a table; every unpack takes its value out of it. */
+#include "frame.h"
+
+#include <time.h>
+
+/* ---- which table ---- */
+
+/* The key of this backward.  *group: new reference or NULL.  0 or -1. */
+static int current_task(gck_state *state, int64_t *task, PyObject **group)
+{
+    PyObject *value = PyObject_CallNoArgs(state->py.graph_exec_group);
+
+    if (value == NULL) {
+        return -1;
+    }
+    *group = NULL;
+    *task = 0;
+    if (value != Py_None) {
+        *group = value;
+        return 0;
+    }
+    Py_DECREF(value);
+    value = PyObject_CallNoArgs(state->py.graph_task_id);
+    if (value == NULL) {
+        return -1;
+    }
+    *task = PyLong_AsLongLong(value);
+    Py_DECREF(value);
+    if (*task == -1) {
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        *task = -2 - state->outside++;           /* outside any backward: a table of its own */
+    }
+    return 0;
+}
+
+/* Two device threads of one backward meet here: the second waits, with the GIL released
+ * and no lock held, until the first has run the function. */
+static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
+{
+    const struct timespec pause = {0, 50000};
+
+    for (;;) {
+        gck_table *t = gck_frame_table(frame, task, group);
+        if (t == NULL || t->phase != GCK_RESTORING) {
+            return 0;                            /* done, or failed and removed: then it is ours to try */
+        }
+        if (t->thread == PyThread_get_thread_ident()) {
+            PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor of a checkpointed region was unpacked by the "
+                                                "recompute of that same region; this graph cannot be recomputed");
+            return -1;
+        }
+        Py_BEGIN_ALLOW_THREADS
+        nanosleep(&pause, NULL);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+    }
+}
+
+/* ---- the hooks of the recompute ---- */
+
+/* Called for every tensor saved while the function runs again.  Keeps it for the slot it
+ * belongs to; raises torch's stop exception when all slots were seen. */
+static PyObject *recompute_pack(PyObject *op, PyObject *x)
+{
+    gck_recompute *self = (gck_recompute *)op;
+    gck_frame *frame = self->frame;
+    gck_table *table = self->table;
+    PyObject *value;
+    int requires_grad;
+
+    if (frame == NULL) {
+        PyErr_SetString(PyExc_AssertionError, "Internal error: target_frame reference is None");
+        return NULL;
+    }
+    requires_grad = gck_attr_is_true(x, frame->state->py.names.requires_grad);
+    if (requires_grad < 0) {
+        return NULL;
+    }
+    value = requires_grad ? PyObject_CallMethodObjArgs(x, frame->state->py.names.detach, NULL) : Py_NewRef(x);
+    if (value == NULL) {
+        return NULL;
+    }
+    if (table->counter >= frame->nslots) {
+        if (frame->phase == GCK_RECORDING) {     /* backward inside the region, early stop off */
+            frame->ignore_mismatch = 1;
+            return value;
+        }
+        if (frame->early_stop) {                 /* user code caught our stop and went on */
+            return value;
+        }
+        Py_DECREF(value);
+        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_more_saved", "i", frame->compressed));
+        return NULL;
+    }
+    const Py_ssize_t index = table->counter++;
+    if (frame->slots[index] != NULL) {           /* else that part of the graph is freed already */
+        table->values[index] = Py_NewRef(value);
+        table->left++;
+    }
+    if (frame->early_stop && table->counter == frame->nslots) {
+        Py_DECREF(value);
+        PyErr_SetNone(frame->state->py.StopRecomputation);
+        return NULL;
+    }
+    return value;                                /* R6 */
+}
+
+static PyObject *recompute_unpack(PyObject *op, PyObject *x)
+{
+    (void)op;
+    return Py_NewRef(x);                         /* R6 */
+}
+
+static PyMethodDef recompute_pack_def = {"recompute_pack", recompute_pack, METH_O, NULL};
+static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack, METH_O, NULL};
+
+static int push_hooks(const gck_py *py, PyMethodDef *pack_def, PyMethodDef *unpack_def, PyObject *self)
+{
+    PyObject *pack = PyCFunction_New(pack_def, self);
+    PyObject *unpack = PyCFunction_New(unpack_def, self);
+    PyObject *result = pack && unpack ? PyObject_CallFunctionObjArgs(py->push_hooks, pack, unpack, NULL) : NULL;
+
+    Py_XDECREF(pack);
+    Py_XDECREF(unpack);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Also with an exception pending, which survives. */
+static void pop_hooks(const gck_py *py)
+{
+    PyObject *type, *value, *traceback, *result;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    result = PyObject_CallNoArgs(py->pop_hooks);
+    if (result == NULL) {
+        PyErr_WriteUnraisable(py->pop_hooks);    /* somebody popped our hooks: nothing left to undo */
+    }
+    Py_XDECREF(result);
+    PyErr_Restore(type, value, traceback);
+}
+
+/* ---- running the function again ---- */
+
+/* Arguments from the entries.  0 or -1; both owned by the caller. */
+static int restore_arguments(gck_frame *frame, PyObject **args, PyObject **kwargs)
+{
+    *args = PyTuple_New(frame->nargs);
+    *kwargs = frame->nkwargs ? PyDict_New() : NULL;
+    for (Py_ssize_t i = 0; *args != NULL && i < frame->nargs + frame->nkwargs; i++) {
+        PyObject *value = gck_entry_restore(frame->state, &frame->args[i]);
+        int status = value == NULL ? -1 : 0;
+        if (value != NULL && i < frame->nargs) {
+            PyTuple_SetItem(*args, i, value);
+        } else if (value != NULL) {
+            status = PyDict_SetItem(*kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+            Py_DECREF(value);
+        }
+        if (status < 0) {
+            Py_CLEAR(*args);
+        }
+    }
+    if (*args == NULL) {
+        Py_CLEAR(*kwargs);
+        return -1;
+    }
+    return 0;
+}
+
+/* The function under its contexts, hooks on top.  0, or -1 with what it raised. */
+static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *result;
+
+    if (push_hooks(py, &recompute_pack_def, &recompute_unpack_def, (PyObject *)self) < 0) {
+        return -1;
+    }
+    if (frame->recompute_context == NULL) {
+        result = PyObject_Call(frame->function, args, kwargs);
+    } else {                                     /* in Python: a with statement has exact semantics */
+        result = PyObject_CallMethod(py->shim, "call_within", "OOOO", frame->recompute_context, frame->function,
+                                     args, kwargs ? kwargs : Py_None);
+    }
+    pop_hooks(py);
+    Py_XDECREF(result);
+    if (result == NULL) {
+        /* Ours, or of a region inside: torch swallows both. */
+        if (!PyErr_ExceptionMatches(py->StopRecomputation)) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    return 0;
+}
+
+/* One recompute into `table`, ambient state and grad mode as in the forward. */
+static int fill(gck_frame *frame, gck_table *table)
+{
+    gck_state *state = frame->state;
+    gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
+    PyObject *args = NULL, *kwargs = NULL;
+    gck_surroundings surroundings;
+    int result = -1;
+
+    if (self == NULL) {
+        return -1;
+    }
+    self->frame = frame;
+    self->table = table;
+    if (restore_arguments(frame, &args, &kwargs) < 0) {
+        goto exit;
+    }
+    state->stats.recomputes++;
+    if (gck_ambient_enter(&state->py, &frame->ambient, &surroundings) < 0) {
+        goto exit;
+    }
+    const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
+    gck_torch.aoti_torch_grad_mode_set_enabled(true);
+    result = run_function(frame, self, args, kwargs);
+    gck_torch.aoti_torch_grad_mode_set_enabled(grad);
+    if (gck_ambient_leave(&state->py, &surroundings) < 0) {
+        result = -1;
+    }
+
+exit:
+    self->frame = NULL;                          /* the graph of the recompute may outlive us */
+    self->table = NULL;
+    Py_DECREF(self);
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    return result;
+}
+
+/* ---- the determinism check ---- */
+
+static int same_meta(const gck_meta *a, const gck_meta *b)
+{
+    int same = a->dtype == b->dtype || PyObject_RichCompareBool(a->dtype, b->dtype, Py_EQ) == 1;
+
+    same = same && PyObject_RichCompareBool(a->shape, b->shape, Py_EQ) == 1;
+    return same && (a->device == b->device || PyObject_RichCompareBool(a->device, b->device, Py_EQ) == 1);
+}
+
+static int append_difference(PyObject *differences, Py_ssize_t index, const gck_meta *a, const gck_meta *b)
+{
+    PyObject *row = Py_BuildValue("n(OOO)(OOO)", index, a->shape, a->dtype, a->device, b->shape, b->dtype, b->device);
+    const int status = row == NULL ? -1 : PyList_Append(differences, row);
+
+    Py_XDECREF(row);
+    return status;
+}
+
+static int check_metadata(gck_frame *frame, gck_table *table)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *differences = NULL;
+    int status = 0;
+
+    for (Py_ssize_t i = 0; i < frame->nslots && status == 0; i++) {
+        gck_meta now;
+        if (frame->slots[i] == NULL || table->values[i] == NULL) {
+            continue;
+        }
+        status = gck_meta_of(py, table->values[i], &now);
+        if (status == 0 && !same_meta(&frame->metas[i], &now)) {
+            if (differences == NULL && (differences = PyList_New(0)) == NULL) {
+                status = -1;
+            } else {
+                status = append_difference(differences, i, &frame->metas[i], &now);
+            }
+        }
+        if (status == 0) {
+            gck_meta_clear(&now);
+        }
+    }
+    if (status == 0 && differences != NULL) {
+        Py_XDECREF(PyObject_CallMethod(py->shim, "raise_metadata", "Oi", differences, frame->compressed));
+        status = -1;
+    }
+    Py_XDECREF(differences);
+    return status;
+}
+
+static int check(gck_frame *frame, gck_table *table)
+{
+    if (frame->ignore_mismatch) {
+        return 0;
+    }
+    if (table->counter != frame->nslots) {
+        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_fewer_saved", "nni", frame->nslots,
+                                       table->counter, frame->compressed));
+        return -1;
+    }
+    return frame->check_metadata ? check_metadata(frame, table) : 0;
+}
+
+/* ---- unpack ---- */
+
+/* The first two backwards that meet a compressed region say whether anything happens. */
+static int note_step(gck_state *state, int64_t task)
+{
+    PyObject *result;
+
+    if (state->stats.steps >= 2 || task < 0 || task == state->last_task) {
+        return 0;
+    }
+    state->last_task = task;
+    state->stats.steps++;
+    result = PyObject_CallMethod(state->py.shim, "note_step", "L", (long long)state->stats.steps);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Borrowed: the filled table of this backward; recomputes when there is none. */
+static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
+{
+    gck_table *table;
+
+    if (wait_for(frame, task, group) < 0) {
+        return NULL;
+    }
+    table = gck_frame_table(frame, task, group);
+    if (table != NULL) {
+        return table;
+    }
+    if (frame->asked && note_step(frame->state, task) < 0) {
+        return NULL;
+    }
+    table = gck_frame_table_new(frame, task, group);
+    if (table == NULL) {
+        return NULL;
+    }
+    if (fill(frame, table) < 0) {
+        gck_frame_table_free(frame, table);      /* a later unpack tries again, as in torch */
+        return NULL;
+    }
+    table->phase = GCK_FILLED;
+    return check(frame, table) < 0 ? NULL : table;
+}
+
+static PyObject *take(gck_frame *frame, gck_table *table, Py_ssize_t index)
+{
+    PyObject *value = table->values != NULL ? table->values[index] : NULL;
+
+    if (value != NULL) {
+        table->values[index] = NULL;             /* R4: autograd's reference is the last */
+        table->handed[index] = 1;
+        if (--table->left == 0) {
+            gck_table_drain(table);
+        }
+        return value;
+    }
+    if (table->handed[index]) {
+        PyErr_Format(frame->state->py.CheckpointError,
+                     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already "
+                     "unpacked once. %sIf you are calling ctx.saved_tensors in backward, make sure "
+                     "to do so only once. Otherwise please open an issue with details on your use case.",
+                     table->group == NULL ? ""
+                     : "Performing two backward calls that overlap (i.e. require the same "
+                       "saved activation in order to compute gradients) is not allowed while "
+                       "under the torch.utils.checkpoint.GraphExecGroup context. ");
+    } else {
+        PyErr_SetString(PyExc_AssertionError,
+                        "Something went unexpectedly wrong in activation checkpoint. "
+                        "Please report this bug by filing an issue to PyTorch.");
+    }
+    return NULL;
+}
+
+static PyObject *unpack(gck_frame *frame, gck_holder *holder)
+{
+    int64_t task;
+    PyObject *group;
+    PyObject *value = NULL;
+
+    if (current_task(frame->state, &task, &group) < 0) {
+        return NULL;
+    }
+    gck_table *table = filled_table(frame, task, group);
+    if (table != NULL) {
+        value = take(frame, table, holder->index);
+        if (task < -1) {
+            gck_frame_table_free(frame, table);  /* outside a backward: every access its own */
+        }
+    }
+    Py_XDECREF(group);
+    return value;
+}
+
+PyObject *gck_unpack(PyObject *op, PyObject *holder)
+{
+    gck_frame *frame = (gck_frame *)op;
+    PyObject *value, *type, *error, *traceback;
+
+    if (Py_TYPE(holder) != frame->state->Holder || ((gck_holder *)holder)->frame != frame) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: unpack was called with something that this region did not pack");
+        return NULL;
+    }
+    Py_INCREF(op);                               /* user code in the recompute may drop the graph */
+    value = unpack(frame, (gck_holder *)holder);
+    if (value == NULL && frame->error_callback != NULL && PyErr_ExceptionMatches(frame->state->py.CheckpointError)) {
+        PyErr_Fetch(&type, &error, &traceback);
+        PyErr_NormalizeException(&type, &error, &traceback);
+        value = PyObject_CallFunctionObjArgs(frame->error_callback, error, NULL);
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+    }
+    Py_DECREF(op);
+    return value;
+}

@@ -1,0 +1,48 @@
+/* state.h: what one import of gradckpt._C holds, and the heap types. */
+#ifndef GRADCKPT_STATE_H
+#define GRADCKPT_STATE_H
+
+#include "../torch/tensor.h"
+
+enum { GCK_NPLANS = 4, GCK_NRECENT = 8 };
+
+/* compress= once it is understood. */
+typedef struct {
+    const gck_codec *codec;        /* NULL: no compression                               */
+    int64_t          min_numel;
+    int              replay;
+    int              floating;     /* include="floating": not only what requires grad    */
+    int              leaves;       /* also leaves that are no parameters                 */
+} gck_plan;
+
+typedef struct {
+    int64_t regions;               /* checkpoint calls with grad on                      */
+    int64_t regions_asked;         /* of those, with compression                         */
+    int64_t recomputes;
+    int64_t asked;                 /* tensors that require grad, met with compression on */
+    int64_t compressed;            /* of those, kept as payloads (shared ones included)  */
+    int64_t encoded;               /* payloads written                                   */
+    int64_t shared;                /* times a payload served another region              */
+    int64_t bytes_in, bytes_out;   /* of encoded tensors, of their payloads              */
+    int64_t live_bytes, peak_live_bytes;            /* payloads alive                    */
+    int64_t originals_alive, originals_alive_bytes; /* at their restore: nothing was saved */
+    int64_t kept[GCK_NREASONS];    /* tensors kept by reference, by reason               */
+    int64_t kept_bytes;            /* of those that require grad and are no parameters   */
+    int64_t steps;                 /* backwards that met a region with compression, <= 2 */
+} gck_stats;
+
+typedef struct gck_payload gck_payload;
+
+typedef struct {
+    gck_py        py;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute;
+    gck_stats     stats;
+    int64_t       last_task;       /* graph task of the last recompute with compression  */
+    int64_t       outside;         /* counter behind ids for unpacking outside backward  */
+    struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
+    gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */
+} gck_state;
+
+gck_state *gck_state_of(PyObject *module);
+
+#endif

@@ -1,0 +1,305 @@
+/* module.c: PyInit__C: the module, its state, its functions. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/checkpoint.h"
+#include "torch/ops.h"
+
+#ifndef GCK_BUILD_NOTE
+#define GCK_BUILD_NOTE "unknown build"
+#endif
+
+gck_state *gck_state_of(PyObject *module) { return PyModule_GetState(module); }
+
+/* ---- codecs ---- */
+
+static PyObject *codecs(PyObject *module, PyObject *unused)
+{
+    PyObject *names = PyList_New(0);
+
+    (void)module;
+    (void)unused;
+    for (int i = 0; names != NULL && gck_codec_at(i) != NULL; i++) {
+        PyObject *name = PyUnicode_FromString(gck_codec_at(i)->name);
+        if (name == NULL || PyList_Append(names, name) < 0) {
+            Py_CLEAR(names);
+        }
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static PyObject *codec_info(PyObject *module, PyObject *arg)
+{
+    static const char *const dtypes[GCK_NDTYPES] = {"float32", "float16", "bfloat16"};
+    const char *name = PyUnicode_Check(arg) ? PyUnicode_AsUTF8AndSize(arg, NULL) : NULL;
+    const gck_codec *codec = name != NULL ? gck_codec_find(name) : NULL;
+    PyObject *accepted = NULL;
+
+    (void)module;
+    if (codec == NULL) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec %R", arg);
+    }
+    accepted = PyList_New(0);
+    for (int d = 0; accepted != NULL && d < GCK_NDTYPES; d++) {
+        PyObject *text = codec->dtypes & GCK_BIT(d) ? PyUnicode_FromString(dtypes[d]) : NULL;
+        if (text != NULL && PyList_Append(accepted, text) < 0) {
+            Py_CLEAR(accepted);
+        }
+        Py_XDECREF(text);
+    }
+    return accepted == NULL ? NULL
+        : Py_BuildValue("{ss si ss sN sd sd sO}", "name", codec->name, "id", gck_codec_id(codec), "summary",
+                        codec->summary, "dtypes", accepted, "bits_per_value", codec->bits_per_value, "max_error",
+                        codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False);
+}
+
+/* ---- instruction set, build ---- */
+
+static PyObject *isa(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyUnicode_FromString(gck_isa_name());
+}
+
+static PyObject *force_isa(PyObject *module, PyObject *arg)
+{
+    const char *name = arg == Py_None ? NULL : PyUnicode_AsUTF8AndSize(arg, NULL);
+
+    (void)module;
+    if (name == NULL && arg != Py_None) {
+        return NULL;
+    }
+    if (gck_isa_force(name) != 0) {
+        return PyErr_Format(PyExc_ValueError, "gradckpt: instruction set %R is %s; there are scalar, avx2 and avx512",
+                            arg, gck_isa_supported(name) < 0 ? "not known" : "not supported by this CPU");
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *build_info(PyObject *module, PyObject *unused)
+{
+    int driver, runtime;
+    const int status = gck_cuda_check(&driver, &runtime);
+
+    (void)module;
+    (void)unused;
+    return Py_BuildValue("{ss ss ss si si sO ss}", "build", GCK_BUILD_NOTE, "cuda_archs", gck_cuda_archs(), "isa",
+                         gck_isa_name(), "cuda_driver", driver, "cuda_runtime", runtime, "cuda_usable",
+                         status == GCK_OK ? Py_True : Py_False, "compiler", __VERSION__);
+}
+
+/* ---- stats ---- */
+
+/* Every counter once: field, and the key in the dict. */
+#define COUNTERS(COUNTER)                                                                                     \
+    COUNTER(regions) COUNTER(regions_asked) COUNTER(recomputes) COUNTER(asked) COUNTER(compressed)            \
+    COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) COUNTER(live_bytes)                 \
+    COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes) COUNTER(kept_bytes)
+
+static int set_counter(PyObject *dict, const char *key, int64_t value)
+{
+    PyObject *number = PyLong_FromLongLong(value);
+    const int status = number == NULL ? -1 : PyDict_SetItemString(dict, key, number);
+
+    Py_XDECREF(number);
+    return status;
+}
+
+static PyObject *stats(PyObject *module, PyObject *unused)
+{
+    const gck_stats *s = &gck_state_of(module)->stats;
+    PyObject *dict = PyDict_New(), *kept = PyDict_New();
+    int status = dict == NULL || kept == NULL ? -1 : 0;
+
+    (void)unused;
+#define COUNTER(name) if (status == 0) { status = set_counter(dict, #name, s->name); }
+    COUNTERS(COUNTER)
+#undef COUNTER
+    for (int r = 1; r < GCK_NREASONS && status == 0; r++) {
+        status = s->kept[r] ? set_counter(kept, gck_reason_text[r], s->kept[r]) : 0;
+    }
+    if (status == 0) {
+        status = PyDict_SetItemString(dict, "kept", kept);
+    }
+    Py_XDECREF(kept);
+    if (status < 0) {
+        Py_CLEAR(dict);
+    }
+    return dict;
+}
+
+static PyObject *reset_stats(PyObject *module, PyObject *unused)
+{
+    gck_state *state = gck_state_of(module);
+    const int64_t live = state->stats.live_bytes;
+
+    (void)unused;
+    state->stats = (gck_stats){.live_bytes = live, .peak_live_bytes = live};   /* payloads live on */
+    state->last_task = -1;
+    Py_RETURN_NONE;
+}
+
+/* ---- the module ---- */
+
+static PyMethodDef methods[] = {
+    {"checkpoint", (PyCFunction)(void (*)(void))gck_checkpoint, METH_FASTCALL | METH_KEYWORDS, gck_checkpoint_doc},
+    {"encode", gck_encode_py, METH_VARARGS, "encode(x, codec, /)\n--\n\nThe Payload of a tensor; codec: a full name."},
+    {"codecs", codecs, METH_NOARGS, "codecs()\n--\n\nNames of the codecs."},
+    {"codec_info", codec_info, METH_O, "codec_info(name, /)\n--\n\nWhat a codec is, as a dict."},
+    {"isa", isa, METH_NOARGS, "isa()\n--\n\nInstruction set of the CPU codecs."},
+    {"force_isa", force_isa, METH_O, "force_isa(name, /)\n--\n\nFor tests: force an instruction set; None: the best."},
+    {"build_info", build_info, METH_NOARGS, "build_info()\n--\n\nHow this extension was built, as a dict."},
+    {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
+    {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* `%s` of torch's version, for messages; "an unknown version" when it has none. */
+static void raise_missing(const char *missing)
+{
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
+
+    PyErr_Clear();
+    PyErr_Format(PyExc_ImportError, "gradckpt needs torch >= 2.10, and torch %S does not have %s",
+                 version ? version : Py_None, missing);
+    Py_XDECREF(torch);
+    Py_XDECREF(version);
+}
+
+/* libtorch's symbols and operators.  0 or -1 with ImportError. */
+static int load_torch(void)
+{
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *file = torch ? PyObject_GetAttrString(torch, "__file__") : NULL;
+    const char *path = file ? PyUnicode_AsUTF8AndSize(file, NULL) : NULL;
+    char lib[4096] = "";
+    const char *missing;
+
+    if (torch == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
+            PyErr_Clear();
+            PyErr_SetString(PyExc_ImportError, "gradckpt needs torch >= 2.10, which is not installed: pip install torch");
+        }
+        return -1;
+    }
+    if (path != NULL && strlen(path) + 8 < sizeof lib) {
+        strcpy(lib, path);                       /* .../torch/__init__.py -> .../torch/lib */
+        char *slash = strrchr(lib, '/');
+        strcpy(slash != NULL ? slash : lib, "/lib");
+    }
+    PyErr_Clear();
+    missing = gck_abi_load(&gck_torch, lib);
+    Py_XDECREF(file);
+    Py_DECREF(torch);
+    if (missing != NULL) {
+        raise_missing(missing);
+        return -1;
+    }
+    missing = gck_ops_register();
+    if (missing != NULL) {
+        PyErr_Format(PyExc_ImportError, "gradckpt: torch refused %s", missing);
+        return -1;
+    }
+    return 0;
+}
+
+static int load_shim(gck_py *py)
+{
+    PyObject *value;
+
+    py->shim = PyImport_ImportModule("gradckpt._shim");
+    if (py->shim == NULL) {
+        return -1;
+    }
+    value = PyObject_CallMethod(py->shim, "has_accelerator", NULL);
+    py->has_accelerator = value == NULL ? -1 : PyObject_IsTrue(value);
+    Py_XDECREF(value);
+    return py->has_accelerator < 0 ? -1 : 0;
+}
+
+static int choose_isa(void)
+{
+    const char *forced = secure_getenv("GRADCKPT_ISA");
+
+    if (forced == NULL || forced[0] == '\0' || gck_isa_force(forced) == 0) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ImportError, "gradckpt: GRADCKPT_ISA=%s is %s; there are scalar, avx2 and avx512", forced,
+                 gck_isa_supported(forced) < 0 ? "not known" : "not supported by this CPU");
+    return -1;
+}
+
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+{
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+}
+
+static int module_exec(PyObject *module)
+{
+    gck_state *state = gck_state_of(module);
+
+    state->last_task = -1;
+    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_shim(&state->py) < 0) {
+        return -1;
+    }
+    if ((state->Payload = add_type(module, &gck_payload_spec)) == NULL
+        || (state->Frame = add_type(module, &gck_frame_spec)) == NULL
+        || (state->Holder = add_type(module, &gck_holder_spec)) == NULL
+        || (state->Recompute = add_type(module, &gck_recompute_spec)) == NULL) {
+        return -1;
+    }
+    return PyModule_AddType(module, state->Payload);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    gck_state *state = gck_state_of(module);
+
+    Py_VISIT(state->Payload);
+    Py_VISIT(state->Frame);
+    Py_VISIT(state->Holder);
+    Py_VISIT(state->Recompute);
+    for (int i = 0; i < GCK_NPLANS; i++) {
+        Py_VISIT(state->plans[i].key);
+    }
+    return gck_py_traverse(&state->py, visit, arg);
+}
+
+static int module_clear(PyObject *module)
+{
+    gck_state *state = gck_state_of(module);
+
+    Py_CLEAR(state->Payload);
+    Py_CLEAR(state->Frame);
+    Py_CLEAR(state->Holder);
+    Py_CLEAR(state->Recompute);
+    for (int i = 0; i < GCK_NPLANS; i++) {
+        Py_CLEAR(state->plans[i].key);
+    }
+    gck_py_clear(&state->py);
+    return 0;
+}
+
+static void module_free(void *module) { module_clear(module); }
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "gradckpt._C",
+    .m_doc = "The C half of gradckpt: codecs and checkpoint engine.",
+    .m_size = sizeof(gck_state),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,37 @@
+/* ambient.h: the state around a call that its recompute must see again: random number
+ * generators, autocast, default device.  (Grad mode is the engine's: always on.) */
+#ifndef GRADCKPT_AMBIENT_H
+#define GRADCKPT_AMBIENT_H
+
+#include "tensor.h"
+
+/* Captured at forward time.  Everything owned; NULL means "nothing to do". */
+typedef struct {
+    PyObject *cpu_rng;      /* state of the CPU generator: a copy, not a handle       */
+    PyObject *device_rng;   /* [(device type, index, state), ...]                     */
+    PyObject *autocast;     /* snapshot by the shim; NULL: disabled everywhere        */
+    PyObject *device;       /* innermost torch.device context                         */
+} gck_ambient;
+
+/* What the surroundings were before the recompute. */
+typedef struct {
+    PyObject *cpu_rng;
+    PyObject *device_rng;
+    PyObject *contexts;     /* entered by the shim, to be left by it                  */
+} gck_surroundings;
+
+/* 0, or -1 with an exception; *a is then empty.  args: tuple, kwargs: dict or NULL:
+ * where to look for the devices in use. */
+int gck_ambient_capture(const gck_py *py, gck_ambient *a, int preserve_rng, PyObject *args, PyObject *kwargs);
+
+/* Put the captured state in place; *s takes what was there.  On -1 nothing is changed. */
+int gck_ambient_enter(const gck_py *py, const gck_ambient *a, gck_surroundings *s);
+
+/* Put *s back, also with an exception pending: that one survives, unless putting back
+ * fails and none was pending.  0 or -1. */
+int gck_ambient_leave(const gck_py *py, gck_surroundings *s);
+
+int  gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg);
+void gck_ambient_clear(gck_ambient *a);
+
+#endif

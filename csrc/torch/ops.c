@@ -1,0 +1,268 @@
+/* ops.c: the codecs as dispatcher operators, so that the profiler, FakeTensor and
+ * torch.compile see them.  The engine itself calls the codecs directly.
+ *
+ *     gradckpt::encode(Tensor x, str codec) -> Tensor
+ *     gradckpt::decode(Tensor payload, str codec, int[] size, ScalarType dtype) -> Tensor
+ *
+ * A boxed kernel owns every argument on its stack and must release each.  It fails by
+ * aoti_torch_check, a C++ exception that unwinds through here (-fexceptions): nothing may
+ * be held by then. */
+#include "ops.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "../gradckpt.h"
+#include "abi.h"
+
+/* Packing of arguments as torch 2.11 defines it; later versions keep it for us. */
+static const uint64_t build_version = UINT64_C(0x020B000000000000);
+
+typedef struct {
+    AtenTensorHandle tensor;
+    gck_tensor       view;
+    int32_t          device_type, device_index, dtype;
+} operand;
+
+static const gck_codec *take_codec(StableIValue value, char *error, size_t size)
+{
+    StringHandle handle = (StringHandle)(uintptr_t)value;
+    const char *name = "";
+    const gck_codec *codec = NULL;
+
+    if (gck_torch.torch_string_c_str(handle, &name) == 0) {
+        codec = gck_codec_find(name);
+    }
+    if (codec == NULL) {
+        snprintf(error, size, "gradckpt: unknown codec '%s'", name);
+    }
+    gck_torch.torch_delete_string(handle);
+    return codec;
+}
+
+static int dtype_of(int32_t shim, gck_dtype *dtype)
+{
+    if (shim == gck_torch.aoti_torch_dtype_float32()) {
+        *dtype = GCK_F32;
+    } else if (shim == gck_torch.aoti_torch_dtype_float16()) {
+        *dtype = GCK_F16;
+    } else if (shim == gck_torch.aoti_torch_dtype_bfloat16()) {
+        *dtype = GCK_BF16;
+    } else {
+        return -1;
+    }
+    return 0;
+}
+
+static int contiguous(const gck_tensor *x)
+{
+    int64_t expected = 1;
+
+    for (int d = x->ndim - 1; d >= 0; d--) {
+        if (x->sizes[d] != 1 && x->strides[d] != expected) {
+            return 0;
+        }
+        expected *= x->sizes[d];
+    }
+    return 1;
+}
+
+/* Shape, device and stream of o->tensor; not its dtype or data.  0 or -1. */
+static int describe(operand *o)
+{
+    int64_t ndim, *sizes, *strides;
+
+    if (gck_torch.aoti_torch_get_dim(o->tensor, &ndim) || gck_torch.aoti_torch_get_sizes(o->tensor, &sizes)
+        || gck_torch.aoti_torch_get_strides(o->tensor, &strides)
+        || gck_torch.aoti_torch_get_numel(o->tensor, &o->view.numel)
+        || gck_torch.aoti_torch_get_dtype(o->tensor, &o->dtype)
+        || gck_torch.aoti_torch_get_device_type(o->tensor, &o->device_type)
+        || gck_torch.aoti_torch_get_device_index(o->tensor, &o->device_index)) {
+        return -1;
+    }
+    o->view.ndim = (int)ndim;
+    o->view.sizes = sizes;
+    o->view.strides = strides;
+    if (contiguous(&o->view)) {
+        o->view.strides = NULL;
+    }
+    o->view.stream = NULL;
+    o->view.device = -1;
+    if (o->device_type == gck_torch.aoti_torch_device_type_cuda()) {
+        o->view.device = o->device_index;
+        return gck_torch.aoti_torch_get_current_cuda_stream == NULL ? -1
+             : gck_torch.aoti_torch_get_current_cuda_stream(o->device_index, &o->view.stream);
+    }
+    return 0;
+}
+
+static int run(const gck_codec *codec, const gck_tensor *x, void *payload, int decode, char *error, size_t size)
+{
+    const int status = decode ? gck_decode(codec, payload, x, gck_torch_parallel_for)
+                              : gck_encode(codec, x, payload, gck_torch_parallel_for);
+
+    if (status != GCK_OK) {
+        snprintf(error, size, "gradckpt: codec '%s': %s (status %d)", codec->name, gck_status_text(status), status);
+    }
+    return status;
+}
+
+static void fail_if(const char *error)
+{
+    if (error[0] != '\0') {
+        gck_torch.aoti_torch_check(false, "gradckpt", __FILE__, __LINE__, error);
+    }
+}
+
+static AtenTensorHandle encode(const gck_codec *codec, operand *x, char *error, size_t size)
+{
+    AtenTensorHandle out = NULL;
+    const void *data;
+    void *payload;
+    const int64_t one = 1;
+
+    if (describe(x) != 0 || dtype_of(x->dtype, &x->view.dtype) != 0) {
+        snprintf(error, size, "gradckpt: encode takes float32, float16 and bfloat16 tensors on CPU and CUDA");
+        return NULL;
+    }
+    const int64_t nbytes = codec->nbytes(x->view.numel, x->view.dtype);
+    if (gck_torch.torch_get_const_data_ptr(x->tensor, &data)
+        || gck_torch.aoti_torch_empty_strided(1, &nbytes, &one, gck_torch.aoti_torch_dtype_uint8(), x->device_type,
+                                              x->device_index, &out)
+        || gck_torch.torch_get_mutable_data_ptr(out, &payload)) {
+        snprintf(error, size, "gradckpt: could not allocate %lld bytes for a payload", (long long)nbytes);
+    } else {
+        x->view.data = (void *)data;
+        run(codec, &x->view, payload, 0, error, size);
+    }
+    if (error[0] != '\0' && out != NULL) {
+        gck_torch.aoti_torch_delete_tensor_object(out);
+        out = NULL;
+    }
+    return out;
+}
+
+static void encode_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
+{
+    char error[256] = "";
+    operand x = {.tensor = (AtenTensorHandle)(uintptr_t)stack[0]};
+    const gck_codec *codec = take_codec(stack[1], error, sizeof error);
+    AtenTensorHandle out = codec != NULL ? encode(codec, &x, error, sizeof error) : NULL;
+
+    (void)nargs;
+    (void)nreturns;
+    gck_torch.aoti_torch_delete_tensor_object(x.tensor);
+    fail_if(error);
+    stack[0] = (StableIValue)(uintptr_t)out;
+}
+
+/* Sizes out of the list, which is released; their number, or -1. */
+static int take_sizes(StableIValue value, int64_t sizes[GCK_MAX_DIM])
+{
+    StableListHandle list = (StableListHandle)(uintptr_t)value;
+    size_t n = 0;
+    int result = -1;
+
+    if (gck_torch.torch_list_size(list, &n) == 0 && n <= GCK_MAX_DIM) {
+        result = (int)n;
+        for (size_t i = 0; i < n; i++) {
+            StableIValue item;
+            if (gck_torch.torch_list_get_item(list, i, &item) != 0) {
+                result = -1;
+                break;
+            }
+            sizes[i] = (int64_t)item;
+        }
+    }
+    gck_torch.torch_delete_list(list);
+    return result;
+}
+
+static void contiguous_strides(int ndim, const int64_t *sizes, int64_t *strides)
+{
+    int64_t step = 1;
+
+    for (int d = ndim - 1; d >= 0; d--) {
+        strides[d] = step;
+        step *= sizes[d] > 0 ? sizes[d] : 1;
+    }
+}
+
+static AtenTensorHandle decode(const gck_codec *codec, operand *payload, int ndim, const int64_t *sizes, int32_t dtype,
+                               char *error, size_t size)
+{
+    int64_t strides[GCK_MAX_DIM], nbytes;
+    operand out = {.tensor = NULL};
+    const void *bytes;
+
+    if (describe(payload) != 0 || payload->dtype != gck_torch.aoti_torch_dtype_uint8() || payload->view.strides) {
+        snprintf(error, size, "gradckpt: decode takes a contiguous uint8 payload");
+        return NULL;
+    }
+    if (ndim < 0 || dtype_of(dtype, &out.view.dtype) != 0) {
+        snprintf(error, size, "gradckpt: decode gives float32, float16 or bfloat16 tensors of at most 64 dimensions");
+        return NULL;
+    }
+    nbytes = payload->view.numel;
+    contiguous_strides(ndim, sizes, strides);
+    if (gck_torch.aoti_torch_empty_strided(ndim, sizes, strides, dtype, payload->device_type, payload->device_index,
+                                           &out.tensor)
+        || describe(&out) != 0 || gck_torch.torch_get_mutable_data_ptr(out.tensor, &out.view.data)
+        || gck_torch.torch_get_const_data_ptr(payload->tensor, &bytes)) {
+        snprintf(error, size, "gradckpt: could not allocate the decoded tensor");
+    } else if (codec->nbytes(out.view.numel, out.view.dtype) != nbytes) {
+        snprintf(error, size, "gradckpt: a payload of codec '%s' for this size and dtype has %lld bytes, not %lld",
+                 codec->name, (long long)codec->nbytes(out.view.numel, out.view.dtype), (long long)nbytes);
+    } else {
+        run(codec, &out.view, (void *)bytes, 1, error, size);
+    }
+    if (error[0] != '\0' && out.tensor != NULL) {
+        gck_torch.aoti_torch_delete_tensor_object(out.tensor);
+        out.tensor = NULL;
+    }
+    return out.tensor;
+}
+
+static void decode_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
+{
+    char error[256] = "";
+    int64_t sizes[GCK_MAX_DIM];
+    operand payload = {.tensor = (AtenTensorHandle)(uintptr_t)stack[0]};
+    const gck_codec *codec = take_codec(stack[1], error, sizeof error);
+    const int ndim = take_sizes(stack[2], sizes);
+    const int32_t dtype = (int32_t)stack[3];
+    AtenTensorHandle out = codec != NULL ? decode(codec, &payload, ndim, sizes, dtype, error, sizeof error) : NULL;
+
+    (void)nargs;
+    (void)nreturns;
+    gck_torch.aoti_torch_delete_tensor_object(payload.tensor);
+    fail_if(error);
+    stack[0] = (StableIValue)(uintptr_t)out;
+}
+
+static int implement(const char *key)
+{
+    TorchLibraryHandle lib;                      /* kept for ever: deleting it would unregister */
+
+    return gck_torch.aoti_torch_library_init_impl("gradckpt", key, __FILE__, __LINE__, &lib)
+        || gck_torch.torch_library_impl(lib, "encode", encode_boxed, build_version)
+        || gck_torch.torch_library_impl(lib, "decode", decode_boxed, build_version);
+}
+
+const char *gck_ops_register(void)
+{
+    static atomic_flag registered = ATOMIC_FLAG_INIT;   /* per process, like the dispatcher */
+    TorchLibraryHandle lib;
+
+    if (atomic_flag_test_and_set(&registered)) {
+        return NULL;
+    }
+    if (gck_torch.aoti_torch_library_init_fragment("gradckpt", __FILE__, __LINE__, &lib)
+        || gck_torch.aoti_torch_library_def(lib, "encode(Tensor x, str codec) -> Tensor")
+        || gck_torch.aoti_torch_library_def(lib, "decode(Tensor payload, str codec, int[] size, ScalarType dtype)"
+                                                 " -> Tensor")) {
+        return "defining torch.ops.gradckpt";
+    }
+    return implement("CPU") || implement("CUDA") ? "registering the kernels of torch.ops.gradckpt" : NULL;
+}

@@ -1,0 +1,9 @@
+/* ops.h: torch.ops.gradckpt.encode and .decode. */
+#ifndef GRADCKPT_OPS_H
+#define GRADCKPT_OPS_H
+
+/* Register both for CPU and CUDA, once per process.  NULL when good, else what failed:
+ * borrowed, lives for ever.  Needs gck_torch. */
+const char *gck_ops_register(void);
+
+#endif

@@ -1,0 +1,368 @@
+/* tensor.c: cached objects, views, empty tensors.  Views are refused, with a reason,
+ * whenever the memory behind a tensor is not simply its values. */
+#include "tensor.h"
+
+const char *const gck_reason_text[GCK_NREASONS] = {
+    "compressed",
+#define REASON(name, text) text,
+    GCK_REASONS(REASON)
+#undef REASON
+};
+
+enum { GIL_RELEASE_NUMEL = 65536 };    /* below, releasing costs more than it frees */
+
+static PyObject *import_attribute(const char *module, const char *attribute)
+{
+    PyObject *mod = PyImport_ImportModule(module);
+    PyObject *value = NULL;
+
+    if (mod != NULL) {
+        value = PyObject_GetAttrString(mod, attribute);
+        Py_DECREF(mod);
+    }
+    return value;
+}
+
+/* NULL without an exception when it is not there. */
+static PyObject *import_optional(const char *module, const char *attribute)
+{
+    PyObject *value = import_attribute(module, attribute);
+
+    if (value == NULL) {
+        PyErr_Clear();
+    }
+    return value;
+}
+
+static int load_dlpack(gck_py *py)
+{
+    PyObject *capsule = PyObject_GetAttrString(py->Tensor, "__dlpack_c_exchange_api__");
+
+    if (capsule == NULL) {
+        PyErr_Clear();
+        PyErr_SetString(PyExc_ImportError, "gradckpt needs torch >= 2.10: this torch has no DLPack exchange table");
+        return -1;
+    }
+    py->dlpack = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule);
+    if (py->dlpack == NULL) {
+        return -1;
+    }
+    if (py->dlpack->version.major != 1 || py->dlpack->dltensor_from_py_object_no_sync == NULL) {
+        PyErr_SetString(PyExc_ImportError, "gradckpt: this torch has a DLPack exchange table of an unknown version");
+        return -1;
+    }
+    return 0;
+}
+
+/* On failure the caller clears what was loaded. */
+int gck_py_load(gck_py *py)
+{
+#define OBJECT(field, module, attribute)                                   \
+    if ((py->field = import_attribute(module, attribute)) == NULL) {       \
+        return -1;                                                         \
+    }
+    GCK_PY_OBJECTS(OBJECT)
+#undef OBJECT
+#define NAME(name)                                                         \
+    if ((py->names.name = PyUnicode_InternFromString(#name)) == NULL) {    \
+        return -1;                                                         \
+    }
+    GCK_PY_NAMES(NAME)
+#undef NAME
+    py->make_saved_tensor = import_optional("torch._C._autograd", "_make_saved_tensor");
+    py->peek_functorch = import_optional("torch._C._functorch", "peek_interpreter_stack");
+    if (load_dlpack(py) < 0) {
+        return -1;
+    }
+    py->cpu_bytes = Py_BuildValue("{sOss}", "dtype", py->uint8, "device", "cpu");
+    return py->cpu_bytes == NULL ? -1 : 0;
+}
+
+int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
+{
+#define OBJECT(field, module, attribute) Py_VISIT(py->field);
+    GCK_PY_OBJECTS(OBJECT)
+#undef OBJECT
+    Py_VISIT(py->make_saved_tensor);
+    Py_VISIT(py->peek_functorch);
+    Py_VISIT(py->cpu_bytes);
+    Py_VISIT(py->shim);
+    return 0;
+}
+
+void gck_py_clear(gck_py *py)
+{
+#define OBJECT(field, module, attribute) Py_CLEAR(py->field);
+    GCK_PY_OBJECTS(OBJECT)
+#undef OBJECT
+#define NAME(name) Py_CLEAR(py->names.name);
+    GCK_PY_NAMES(NAME)
+#undef NAME
+    Py_CLEAR(py->make_saved_tensor);
+    Py_CLEAR(py->peek_functorch);
+    Py_CLEAR(py->cpu_bytes);
+    Py_CLEAR(py->shim);
+}
+
+int gck_attr_is_true(PyObject *x, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(x, name);
+    int truth;
+
+    if (value == NULL) {
+        return -1;
+    }
+    truth = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return truth;
+}
+
+int gck_is_tensor(const gck_py *py, PyObject *x)
+{
+    return (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter
+        || PyObject_IsInstance(x, py->Tensor) == 1;
+}
+
+/* `count` of a cached C-level counter: > 0? */
+static int is_positive(PyObject *counter)
+{
+    PyObject *n = PyObject_CallNoArgs(counter);
+    long value;
+
+    if (n == NULL) {
+        return -1;
+    }
+    value = PyLong_AsLong(n);
+    Py_DECREF(n);
+    return value > 0;
+}
+
+int gck_tracing(const gck_py *py)
+{
+    int modes = is_positive(py->dispatch_stack_len);
+    PyObject *level, *result;
+    int truth;
+
+    if (modes < 0) {
+        return -1;
+    }
+    if (modes) {                       /* rare: ask which */
+        result = PyObject_CallMethod(py->shim, "tracing_mode_active", NULL);
+        if (result == NULL) {
+            return -1;
+        }
+        truth = PyObject_IsTrue(result);
+        Py_DECREF(result);
+        if (truth != 0) {
+            return truth;
+        }
+    }
+    if (py->peek_functorch != NULL) {
+        level = PyObject_CallNoArgs(py->peek_functorch);
+        if (level == NULL) {
+            return -1;
+        }
+        truth = level != Py_None;
+        Py_DECREF(level);
+        return truth;
+    }
+    return 0;
+}
+
+static int view_dtype(gck_dl_dtype dtype, uint32_t accepted, gck_dtype *out)
+{
+    if (dtype.lanes != 1) {
+        return -1;
+    }
+    if (dtype.code == GCK_DL_FLOAT && dtype.bits == 32) {
+        *out = GCK_F32;
+    } else if (dtype.code == GCK_DL_FLOAT && dtype.bits == 16) {
+        *out = GCK_F16;
+    } else if (dtype.code == GCK_DL_BFLOAT && dtype.bits == 16) {
+        *out = GCK_BF16;
+    } else {
+        return -1;
+    }
+    return accepted & GCK_BIT(*out) ? 0 : -1;
+}
+
+static int is_contiguous(int ndim, const int64_t *sizes, const int64_t *strides)
+{
+    int64_t expected = 1;
+
+    for (int d = ndim - 1; d >= 0; d--) {
+        if (sizes[d] != 1) {
+            if (strides[d] != expected) {
+                return 0;
+            }
+            expected *= sizes[d];
+        }
+    }
+    return 1;
+}
+
+/* Layout is strided and no lazy negation waits: 1, 0 or -1. */
+static int is_plain(const gck_py *py, PyObject *x)
+{
+    PyObject *layout = PyObject_GetAttr(x, py->names.layout);
+    PyObject *neg;
+    int plain;
+
+    if (layout == NULL) {
+        return -1;
+    }
+    plain = layout == py->strided;
+    Py_DECREF(layout);
+    if (!plain) {
+        return 0;
+    }
+    neg = PyObject_CallMethodObjArgs(x, py->names.is_neg, NULL);
+    if (neg == NULL) {
+        return -1;
+    }
+    plain = neg == Py_False;
+    Py_DECREF(neg);
+    return plain;
+}
+
+/* DLPack raises on meta and other tensors without memory: not an error here. */
+static int view_memory(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *view)
+{
+    gck_dl_tensor dl;
+
+    if (py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
+        PyErr_Clear();
+        return GCK_KEEP_LAYOUT;
+    }
+    if (view_dtype(dl.dtype, dtypes, &view->dtype) < 0) {
+        return GCK_KEEP_DTYPE;
+    }
+    if (dl.device.device_type != GCK_DL_CPU && dl.device.device_type != GCK_DL_CUDA) {
+        return GCK_KEEP_DEVICE;
+    }
+    view->data = (char *)dl.data + dl.byte_offset;
+    view->ndim = dl.ndim;
+    view->sizes = dl.shape;
+    view->numel = 1;
+    for (int d = 0; d < dl.ndim; d++) {
+        view->numel *= dl.shape[d];
+    }
+    if (dl.data == NULL && view->numel > 0) {
+        return GCK_KEEP_LAYOUT;
+    }
+    view->strides = dl.strides == NULL || is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
+    view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
+    view->stream = NULL;
+    if (view->device >= 0 && py->dlpack->current_work_stream(dl.device.device_type, view->device, &view->stream) != 0) {
+        return -1;
+    }
+    return GCK_COMPRESS;
+}
+
+int gck_tensor_view(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *view)
+{
+    int plain;
+
+    if ((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter) {
+        return GCK_KEEP_SUBCLASS;
+    }
+    plain = is_plain(py, x);
+    if (plain <= 0) {
+        return plain < 0 ? -1 : GCK_KEEP_LAYOUT;
+    }
+    return view_memory(py, x, dtypes, view);
+}
+
+PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, PyObject *device, int on_cpu)
+{
+    PyObject *args = Py_BuildValue("(L)", (long long)nbytes);
+    PyObject *kwargs = on_cpu ? Py_NewRef(py->cpu_bytes)
+                              : Py_BuildValue("{sOsO}", "dtype", py->uint8, "device", device);
+    PyObject *bytes = args && kwargs ? PyObject_Call(py->empty, args, kwargs) : NULL;
+
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    return bytes;
+}
+
+static PyObject *tuple_of(int n, const int64_t *values)
+{
+    PyObject *tuple = PyTuple_New(n);
+
+    for (int i = 0; tuple != NULL && i < n; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (value == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SetItem(tuple, i, value);
+        }
+    }
+    return tuple;
+}
+
+PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides,
+                    PyObject *dtype, PyObject *device)
+{
+    PyObject *shape = tuple_of(ndim, sizes);
+    PyObject *steps = strides != NULL ? tuple_of(ndim, strides) : Py_NewRef(Py_None);
+    PyObject *kwargs = Py_BuildValue("{sOsO}", "dtype", dtype, "device", device);
+    PyObject *args = NULL, *out = NULL;
+
+    if (shape != NULL && steps != NULL && kwargs != NULL) {
+        args = strides != NULL ? PyTuple_Pack(2, shape, steps) : PyTuple_Pack(1, shape);
+        out = args ? PyObject_Call(strides != NULL ? py->empty_strided : py->empty, args, kwargs) : NULL;
+    }
+    Py_XDECREF(args);
+    Py_XDECREF(shape);
+    Py_XDECREF(steps);
+    Py_XDECREF(kwargs);
+    return out;
+}
+
+/* Once, at the first CUDA tensor: the driver must carry the runtime we were built with. */
+static int check_cuda(gck_py *py, const gck_codec *codec)
+{
+    int driver, runtime;
+    const int status = gck_cuda_check(&driver, &runtime);
+
+    if (status == GCK_OK) {
+        py->cuda_checked = 1;
+        return 0;
+    }
+    if (status == GCK_E_DRIVER) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "gradckpt: codec '%s' cannot run on CUDA: the driver supports CUDA %d.%d, but gradckpt was built "
+                     "with the CUDA %d.%d runtime; update the driver or build gradckpt with an older toolkit",
+                     codec->name, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    } else {
+        PyErr_Format(PyExc_RuntimeError,
+                     "gradckpt: codec '%s' has no CUDA kernels in this build (nvcc was not there when gradckpt was "
+                     "built); rebuild with GRADCKPT_CUDA=1, or use compress=None on CUDA", codec->name);
+    }
+    return -1;
+}
+
+int gck_run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, int decode)
+{
+    int status;
+
+    if (x->device >= 0 && !py->cuda_checked && check_cuda(py, codec) < 0) {
+        return -1;
+    }
+    if (x->device < 0 && x->numel >= GIL_RELEASE_NUMEL) {
+        Py_BEGIN_ALLOW_THREADS
+        status = decode ? gck_decode(codec, payload, x, gck_torch_parallel_for)
+                        : gck_encode(codec, x, payload, gck_torch_parallel_for);
+        Py_END_ALLOW_THREADS
+    } else {
+        /* Device work is only queued here; the allocator works in stream order, as we do. */
+        status = decode ? gck_decode(codec, payload, x, NULL) : gck_encode(codec, x, payload, NULL);
+    }
+    if (status != GCK_OK) {
+        PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s (status %d)", codec->name,
+                     decode ? "decode" : "encode", gck_status_text(status), status);
+        return -1;
+    }
+    return 0;
+}

@@ -1,0 +1,114 @@
+/* tensor.h: torch's Python objects, cached once, and tensors as gck_tensor views. */
+#ifndef GRADCKPT_TENSOR_H
+#define GRADCKPT_TENSOR_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "../gradckpt.h"
+#include "abi.h"
+
+/* Python objects of torch that the hot paths call: looked up once, owned. */
+#define GCK_PY_OBJECTS(OBJECT)                                             \
+    OBJECT(Tensor, "torch", "Tensor")                                      \
+    OBJECT(Parameter, "torch.nn", "Parameter")                             \
+    OBJECT(empty, "torch", "empty")                                        \
+    OBJECT(empty_strided, "torch", "empty_strided")                        \
+    OBJECT(strided, "torch", "strided")                                    \
+    OBJECT(uint8, "torch", "uint8")                                        \
+    OBJECT(float32, "torch", "float32")                                    \
+    OBJECT(float16, "torch", "float16")                                    \
+    OBJECT(bfloat16, "torch", "bfloat16")                                  \
+    OBJECT(push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks") \
+    OBJECT(pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks")   \
+    OBJECT(top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks")   \
+    OBJECT(graph_task_id, "torch._C", "_current_graph_task_id")            \
+    OBJECT(graph_exec_group, "torch._C", "_get_graph_exec_group")          \
+    OBJECT(default_generator, "torch", "default_generator")                \
+    OBJECT(any_autocast, "torch._C", "_is_any_autocast_enabled")           \
+    OBJECT(function_stack_len, "torch._C", "_len_torch_function_stack")    \
+    OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
+    OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
+    OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
+    OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
+    OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")   \
+    OBJECT(tree_flatten, "torch.utils._pytree", "tree_flatten")            \
+    OBJECT(tree_unflatten, "torch.utils._pytree", "tree_unflatten")        \
+    OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")
+
+/* Attribute and method names, interned. */
+#define GCK_PY_NAMES(NAME)                                                             \
+    NAME(shape) NAME(dtype) NAME(device) NAME(type) NAME(index) NAME(layout)           \
+    NAME(requires_grad) NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach)   \
+    NAME(unpack) NAME(get_state) NAME(set_state) NAME(_version) NAME(record_stream)    \
+    NAME(__enter__) NAME(__exit__) NAME(contiguous) NAME(register_hook)
+
+typedef struct {
+#define OBJECT(field, module, attribute) PyObject *field;
+    GCK_PY_OBJECTS(OBJECT)
+#undef OBJECT
+    PyObject *make_saved_tensor;   /* torch >= 2.12; NULL before                       */
+    PyObject *peek_functorch;      /* torch._C._functorch.peek_interpreter_stack       */
+    PyObject *cpu_bytes;           /* {"dtype": torch.uint8, "device": cpu}            */
+    PyObject *shim;                /* gradckpt._shim: the rare paths, in Python        */
+    struct {
+#define NAME(name) PyObject *name;
+        GCK_PY_NAMES(NAME)
+#undef NAME
+    } names;
+    const gck_dl_exchange *dlpack; /* borrowed: static in torch                        */
+    int has_accelerator;           /* this torch knows another device than the CPU    */
+    int cuda_checked;              /* 1 after the driver was compared with the runtime */
+} gck_py;
+
+/* 0, or -1 with an exception.  Imports torch; gradckpt._shim comes later. */
+int gck_py_load(gck_py *py);
+int gck_py_traverse(gck_py *py, visitproc visit, void *arg);
+void gck_py_clear(gck_py *py);
+
+/* Why a tensor is not encoded.  The texts are the keys of stats()["kept"]. */
+#define GCK_REASONS(REASON)                                             \
+    REASON(GCK_KEEP_LEAF, "leaf")                                       \
+    REASON(GCK_KEEP_NO_GRAD, "does not require grad")                   \
+    REASON(GCK_KEEP_DTYPE, "dtype the codec does not take")             \
+    REASON(GCK_KEEP_SMALL, "smaller than min_numel")                    \
+    REASON(GCK_KEEP_SUBCLASS, "tensor subclass")                        \
+    REASON(GCK_KEEP_LAYOUT, "not a plain strided tensor with data")     \
+    REASON(GCK_KEEP_DEVICE, "device without kernels")                   \
+    REASON(GCK_KEEP_TRACING, "tracing, fake or functional mode active")
+typedef enum {
+    GCK_COMPRESS,
+#define REASON(name, text) name,
+    GCK_REASONS(REASON)
+#undef REASON
+    GCK_NREASONS
+} gck_verdict;
+
+extern const char *const gck_reason_text[GCK_NREASONS];
+
+/* An argument of a tensor that may be looked at: Tensor, Parameter or a subclass? 1/0. */
+int gck_is_tensor(const gck_py *py, PyObject *x);
+
+/* May x's memory be read as it stands, and as which view?  GCK_COMPRESS and *view, with
+ * pointers into x (valid while x lives); else the reason.  -1 with an exception.
+ * `dtypes`: set of GCK_BIT() accepted. */
+int gck_tensor_view(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *view);
+
+/* 1 when a mode is active under which tensors are not what they seem; 0; -1. */
+int gck_tracing(const gck_py *py);
+
+/* New reference: uint8[nbytes] on the device of `like`, from torch's allocator. */
+PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, PyObject *device, int on_cpu);
+
+/* New reference: empty tensor; strides NULL means contiguous. */
+PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides,
+                    PyObject *dtype, PyObject *device);
+
+/* Encode or decode with the GIL released for long host work.  0, or -1 with an
+ * exception that names the codec. */
+int gck_run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, int decode);
+
+/* Attribute as C truth: 1, 0, -1 with an exception. */
+int gck_attr_is_true(PyObject *x, PyObject *name);
+
+#endif

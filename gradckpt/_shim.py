@@ -1,0 +1,253 @@
+"""The rare paths of the C engine, in Python: torch's own context managers and messages.
+
+Called from C only (csrc/torch, csrc/engine); nothing here is public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_leaves
+
+logger = logging.getLogger("gradckpt")
+
+
+# ---- compress= ----
+
+
+def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool] | None:
+    """What C needs of ``compress=``: codec, min_numel, replay, floating, leaves."""
+    from gradckpt.config import parse_compress
+
+    config = parse_compress(compress)
+    if config is None:
+        return None
+    return config.codec, config.min_numel, config.replay, config.include == "floating", config.leaves
+
+
+def tracing_mode_active() -> bool:
+    """A dispatch mode under which a plain tensor's memory is not its values."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward: what the payload gives back. Backward: as if it had been the original."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, payload: Any) -> torch.Tensor:
+        restored: torch.Tensor = payload.decode()
+        return restored
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def straight_through(x: torch.Tensor, payload: Any) -> torch.Tensor:
+    result: torch.Tensor = _StraightThrough.apply(x, payload)
+    return result
+
+
+# ---- ambient state ----
+
+
+def has_accelerator() -> bool:
+    """This build of torch knows a device besides the CPU (which may not be present)."""
+    return torch.accelerator.current_accelerator() is not None
+
+
+def _device_module(device_type: str) -> Any:
+    return getattr(torch, device_type, None)
+
+
+def accelerator_initialized() -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and bool(getattr(_device_module(accelerator.type), "_initialized", False))
+
+
+def _devices_of(args: Any, kwargs: Any) -> list[tuple[str, int]]:
+    """Each (type, index) of a non-CPU tensor in the arguments, once, in order."""
+    devices: dict[tuple[str, int], None] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta"):
+            devices[(leaf.device.type, leaf.get_device())] = None
+    return list(devices)
+
+
+def device_rng_capture(args: Any, kwargs: Any) -> list[tuple[str, int, torch.Tensor]] | None:
+    """Generator states of every device in use, of every type (torch looks at one type only)."""
+    found = []
+    for kind, index in _devices_of(args, kwargs):
+        module = _device_module(kind)
+        if module is not None and getattr(module, "_initialized", False):
+            with module.device(index):
+                found.append((kind, index, module.get_rng_state()))
+    return found or None
+
+
+def device_rng_swap(states: list[tuple[str, int, torch.Tensor]]) -> list[tuple[str, int, torch.Tensor]]:
+    """Set the states; return what was there."""
+    previous = []
+    for kind, index, state in states:
+        module = _device_module(kind)
+        with module.device(index):
+            previous.append((kind, index, module.get_rng_state()))
+            module.set_rng_state(state)
+    return previous
+
+
+def _autocast_types() -> list[str]:
+    return list(torch._C._autocast_supported_devices())
+
+
+def autocast_capture() -> list[tuple[str, bool, torch.dtype, bool]]:
+    """(device type, enabled, dtype, cache) for every device type where autocast is on."""
+    cache = torch.is_autocast_cache_enabled()
+    return [
+        (kind, True, torch.get_autocast_dtype(kind), cache)
+        for kind in _autocast_types()
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+def contexts_enter(autocast: int, snapshot: Any, device: Any) -> contextlib.ExitStack:
+    """Autocast as it was in the forward (off, where it is on only now) and torch.device."""
+    stack = contextlib.ExitStack()
+    if autocast:
+        then = {kind: (dtype, cache) for kind, _, dtype, cache in snapshot or ()}
+        for kind in _autocast_types():
+            if kind in then:
+                dtype, cache = then[kind]
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=True, cache_enabled=cache))
+            elif torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+    if device is not None:
+        stack.enter_context(device)
+    return stack
+
+
+def contexts_leave(stack: contextlib.ExitStack) -> None:
+    stack.close()
+
+
+def device_context() -> Any:
+    """The innermost ``torch.device`` context (or ``torch.set_default_device``), or None."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    modes = reversed(_get_current_function_mode_stack())
+    return next((m for m in modes if isinstance(m, DeviceContext)), None)
+
+
+def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
+    if buffer.device.type == "cuda":
+        buffer.record_stream(torch.cuda.current_stream(device))
+
+
+# ---- contexts of the two runs ----
+
+
+def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None]:
+    forward, recompute = context_fn()
+    if torch_checkpoint._is_compiling(None, None, None):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        if not isinstance(forward, TorchDispatchMode) or not isinstance(recompute, TorchDispatchMode):
+            raise AssertionError(
+                "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` "
+                "must generate a tuple of two `TorchDispatchMode`s."
+            )
+    return forward, recompute, None
+
+
+def debug_contexts() -> tuple[Any, Any, Any]:
+    context_fn, callback = torch_checkpoint._get_debug_context_and_cb()
+    forward, recompute = context_fn()
+    return forward, recompute, callback
+
+
+def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    with context:
+        return function(*args, **(kwargs or {}))
+    raise RuntimeError(
+        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
+        "during the checkpointed forward. This is not supported because checkpoint cannot return a value for a "
+        "failed forward."
+    )
+
+
+def reentrant(
+    function: Any, args: Any, kwargs: Any, use_reentrant: Any, preserve: Any, context_fn: Any, determinism: Any, debug: Any
+) -> Any:
+    """``use_reentrant=True`` and ``None`` are torch's own."""
+    options: dict[str, Any] = {"preserve_rng_state": preserve, "debug": debug}
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+    if determinism is not None:
+        options["determinism_check"] = determinism
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **options, **(kwargs or {}))
+
+
+# ---- errors: torch's classes and texts ----
+
+_APPROXIMATE = (
+    "\nThis region's inputs were kept compressed, so the recompute ran on values that differ slightly from those of "
+    'the forward. If what it saves depends on values (routing, top-k, data-dependent shapes), use replay mode: '
+    'compress={"codec": ..., "replay": True}.\n'
+)
+
+
+def _tip(compressed: int) -> str:
+    tip: str = getattr(torch_checkpoint, "_debug_tip_msg", "")
+    return tip + (_APPROXIMATE if compressed else "")
+
+
+def raise_more_saved(compressed: int) -> None:
+    raise torch_checkpoint.CheckpointError(
+        "torch.utils.checkpoint: trying to save more tensors during "
+        f"recomputation than during the original forward pass.\n{_tip(compressed)}"
+    )
+
+
+def raise_fewer_saved(forward: int, recompute: int, compressed: int) -> None:
+    raise torch_checkpoint.CheckpointError(
+        "torch.utils.checkpoint: A different number of tensors was saved "
+        "during the original forward and recomputation.\n"
+        f"Number of tensors saved during forward: {forward}\n"
+        f"Number of tensors saved during recomputation: {recompute}.\n"
+        f"{_tip(compressed)}"
+    )
+
+
+def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], compressed: int) -> None:
+    def describe(meta: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(("shape", "dtype", "device"), meta, strict=True))
+
+    mismatches = "".join(
+        f"tensor at position {index}:\nsaved metadata: {describe(saved)}\nrecomputed metadata: {describe(now)}\n"
+        for index, saved, now in rows
+    )
+    raise torch_checkpoint.CheckpointError(
+        "torch.utils.checkpoint: Recomputed values for the following tensors "
+        "have different metadata than during the forward pass.\n"
+        f"{mismatches}.\n{_tip(compressed)}"
+    )
+
+
+# ---- proof of activity ----
+
+
+def note_step(step: int) -> None:
+    """Called by C at the first two backwards that meet a region with compression."""
+    from gradckpt.stats import announce, warn_if_inactive
+
+    if step == 1:
+        announce()
+    else:
+        warn_if_inactive()

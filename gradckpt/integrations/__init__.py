@@ -1,0 +1,1 @@
+"""One module per framework; importing one never imports its framework."""

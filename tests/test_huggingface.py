@@ -1,0 +1,421 @@
+"""gradckpt.enable: the flag, the precedence, how it is undone, and what it survives."""
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import os
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+import gradckpt  # noqa: E402
+
+LAYERS = 4
+SEAM = "_set_gradient_checkpointing"
+
+
+def build():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+IDS = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def step(model, ids=IDS):
+    """One training step; how many tensors it compressed."""
+    before = gradckpt.stats()["compressed"]
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return gradckpt.stats()["compressed"] - before
+
+
+def functions(model):
+    layers = (vars(m) for m in model.modules() if hasattr(m, "gradient_checkpointing"))
+    return {layer.get("_gradient_checkpointing_func") for layer in layers}
+
+
+def is_stock(model):
+    return all(getattr(f, "func", f) is torch.utils.checkpoint.checkpoint for f in functions(model))
+
+
+def foreign(function, *args, **kwargs):
+    return function(*args)
+
+
+class TestEnable:
+    def test_compresses_one_tensor_per_layer(self):
+        model = build()
+        handle = gradckpt.enable(model)
+        assert model.is_activation_checkpointing
+        assert handle.layers == LAYERS
+        assert handle.config.codec == "int8"
+        assert step(model) == LAYERS
+
+    def test_gives_no_warning(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = build()
+            with gradckpt.enable(model):
+                step(model)
+
+    @pytest.mark.parametrize("compress", ["fp8", True, {"codec": "fp8_e5m2"}, "config"])
+    def test_forms_of_compress(self, compress):
+        if compress == "config":
+            compress = gradckpt.CompressionConfig("int8_plain", min_numel=1)
+        model = build()
+        gradckpt.enable(model, compress=compress)
+        assert step(model) == LAYERS
+
+    def test_every_n_layers(self):
+        model = build()
+        handle = gradckpt.enable(model, every_n_layers=2)
+        assert handle.layers == 2
+        assert step(model) == 2
+        model.activation_checkpointing_enable()
+        assert handle.layers == 2, "what enable said holds when others turn it on again"
+        model.activation_checkpointing_enable(every_n_layers=4)
+        assert handle.layers == 1, "a later call that asks for it wins"
+
+    def test_no_class_or_module_is_changed(self):
+        from transformers import modeling_layers, modeling_utils
+
+        watched = [transformers.PreTrainedModel, transformers.LlamaForCausalLM, modeling_layers, modeling_utils]
+        watched += [modeling_layers.GradientCheckpointingLayer, torch.utils.checkpoint, torch.nn.Module]
+        before = [dict(vars(thing)) for thing in watched]
+        model = build()
+        handle = gradckpt.enable(model)
+        step(model)
+        assert [dict(vars(thing)) for thing in watched] == before
+        other = build()
+        assert SEAM not in vars(other)
+        assert step(other) == 0
+        handle.remove()
+        assert [dict(vars(thing)) for thing in watched] == before
+
+    def test_state_dict_is_untouched(self):
+        model = build()
+        keys = list(model.state_dict())
+        gradckpt.enable(model)
+        assert list(model.state_dict()) == keys
+
+    def test_seam_has_the_signature_that_transformers_inspects(self):
+        model = build()
+        names = list(inspect.signature(model._set_gradient_checkpointing).parameters)
+        gradckpt.enable(model)
+        assert list(inspect.signature(model._set_gradient_checkpointing).parameters) == names
+
+    def test_wrapped_models_reach_the_transformers_model(self):
+        class Adapter(torch.nn.Module):  # the shape of peft.PeftModel
+            def __init__(self, model):
+                super().__init__()
+                self.base_model = torch.nn.Module()
+                self.base_model.model = model
+
+            def get_base_model(self):
+                return self.base_model.model
+
+            def __getattr__(self, name):
+                try:
+                    return super().__getattr__(name)
+                except AttributeError:
+                    return getattr(self.get_base_model(), name)
+
+            def forward(self, **inputs):
+                return self.get_base_model()(**inputs)
+
+        model = build()
+        wrapped = torch.nn.DataParallel(Adapter(model))
+        handle = gradckpt.enable(wrapped)
+        assert SEAM in vars(model)
+        assert step(wrapped) == LAYERS
+        gradckpt.disable(wrapped.module)
+        assert handle.layers == 0
+        assert SEAM not in vars(model)
+
+    def test_a_keyword_of_torch_reaches_the_checkpoint(self):
+        calls = []
+
+        def contexts():
+            calls.append(1)
+            return torch.utils.checkpoint.noop_context_fn()
+
+        model = build()
+        gradckpt.enable(model)
+        model.activation_checkpointing_enable({"context_fn": contexts, "preserve_rng_state": False})
+        assert step(model) == LAYERS
+        assert len(calls) == LAYERS
+
+
+class TestRemove:
+    def test_turned_on_by_enable_is_turned_off(self):
+        model, fresh = build(), build()
+        with gradckpt.enable(model) as handle:
+            assert step(model) == LAYERS
+        assert not model.is_activation_checkpointing
+        assert step(model) == 0
+        assert SEAM not in vars(model)
+        assert is_stock(model)
+        assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == [
+            len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fresh.modules()
+        ]
+        handle.remove()
+        assert "removed" in repr(handle)
+        assert handle.config is None
+
+    @pytest.mark.parametrize("before", [True, False], ids=["on before", "on again since"])
+    def test_turned_on_by_others_stays_on_with_stock(self, before):
+        model = build()
+        if before:
+            model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            handle = gradckpt.enable(model)
+        else:
+            handle = gradckpt.enable(model)
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        handle.remove()
+        assert model.is_activation_checkpointing
+        assert is_stock(model)
+        assert step(model) == 0
+
+    def test_disable(self):
+        model = build()
+        gradckpt.enable(model)
+        gradckpt.disable(model)
+        assert SEAM not in vars(model)
+        gradckpt.enable(model).remove()
+
+    def test_leaves_a_later_wrapper_alone(self):
+        model = build()
+        handle = gradckpt.enable(model)
+        ours = vars(model)[SEAM]
+        theirs = functools.partial(ours)
+        setattr(model, SEAM, theirs)
+        handle.remove()
+        assert vars(model)[SEAM] is theirs
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        assert step(model) == 0
+
+    def test_handle_keeps_no_model_alive(self):
+        model = build()
+        handle = gradckpt.enable(model)
+        step(model)
+        gone = weakref.ref(model)
+        gc.collect()
+        gc.disable()
+        try:
+            del model
+            assert gone() is None, "a reference cycle through the seam"
+        finally:
+            gc.enable()
+        handle.remove()
+        assert handle.layers == 0
+
+
+# ---- the Trainer's flag
+
+
+def train(model, tmp_path, **arguments):
+    """Two steps of the Trainer; how many tensors were compressed."""
+    data = [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_strategy="no",
+            **arguments,
+        )
+        before = gradckpt.stats()["compressed"]
+        transformers.Trainer(model=model, args=args, train_dataset=data).train()
+    return gradckpt.stats()["compressed"] - before
+
+
+SPELLINGS = ["gradient_checkpointing", "activation_checkpointing"]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+class TestTrainerFlag:
+    def flags(self, name, kwargs=None):
+        if name not in inspect.signature(transformers.TrainingArguments).parameters:
+            pytest.skip(f"this transformers has no {name}")
+        return {name: True, f"{name}_kwargs": kwargs}
+
+    def test_enable_none_and_flag_compresses(self, name, tmp_path):
+        model = build()
+        gradckpt.enable(model, compress=None)
+        assert train(model, tmp_path, **self.flags(name, {"compress": "int8"})) == 2 * LAYERS
+
+    def test_flag_none_wins_over_enable(self, name, tmp_path):
+        model = build()
+        handle = gradckpt.enable(model, compress="int8")
+        assert train(model, tmp_path, **self.flags(name, {"compress": None})) == 0
+        assert handle.config is None
+
+    def test_enable_and_plain_flag(self, name, tmp_path):
+        model = build()
+        handle = gradckpt.enable(model, compress="fp8")
+        assert train(model, tmp_path, **self.flags(name)) == 2 * LAYERS
+        assert handle.config.codec == "fp8_e4m3"
+
+    def test_all_keys(self, name, tmp_path):
+        model = build()
+        handle = gradckpt.enable(model, compress=None)
+        kwargs = {"compress": "fp8", "replay": True, "min_numel": 2, "every_n_layers": 2, "use_reentrant": False}
+        assert train(model, tmp_path, **self.flags(name, kwargs)) == LAYERS
+        assert handle.config == gradckpt.CompressionConfig("fp8", replay=True, min_numel=2)
+
+    @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning")
+    def test_without_enable_one_sentence_names_the_flag(self, name, tmp_path):
+        """torch's own sentence: nothing of gradckpt runs here. See README, "What it does not do"."""
+        with pytest.raises(ValueError, match=r"^Unexpected keyword arguments: compress$"):
+            train(build(), tmp_path, **self.flags(name, {"compress": "int8"}))
+
+
+class TestPrecedence:
+    def test_a_name_changes_the_codec_only(self):
+        model = build()
+        handle = gradckpt.enable(model, compress=gradckpt.CompressionConfig("int8", replay=True, min_numel=7))
+        model.activation_checkpointing_enable({"compress": "fp8"})
+        assert handle.config == gradckpt.CompressionConfig("fp8", replay=True, min_numel=7)
+
+    def test_a_dict_changes_all(self):
+        model = build()
+        handle = gradckpt.enable(model, compress="int8", replay=True)
+        model.activation_checkpointing_enable({"compress": {"codec": "fp8"}})
+        assert handle.config == gradckpt.CompressionConfig("fp8")
+
+    def test_replay_of_enable_meets_codec_of_the_flag(self):
+        model = build()
+        handle = gradckpt.enable(model, compress=None, replay=True)
+        model.activation_checkpointing_enable({"compress": True})
+        assert handle.config == gradckpt.CompressionConfig("int8", replay=True)
+
+    def test_the_flag_lasts_for_its_call_only(self):
+        model = build()
+        handle = gradckpt.enable(model, compress="int8")
+        model.activation_checkpointing_enable({"compress": "fp8"})
+        model.activation_checkpointing_enable()
+        assert handle.config.codec == "int8"
+
+    def test_every_n_layers_left_in_the_dict(self):
+        """TRL passes the Trainer's dict on as it is."""
+        model = build()
+        handle = gradckpt.enable(model)
+        model.activation_checkpointing_enable({"every_n_layers": 2})
+        assert handle.layers == 2
+
+
+# ---- what it survives
+
+
+class TestSurvives:
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    @pytest.mark.parametrize("name", SPELLINGS)
+    def test_off_and_on_by_others(self, name):
+        model = build()
+        gradckpt.enable(model, compress="fp8")
+        getattr(model, f"{name}_disable")()
+        assert step(model) == 0
+        getattr(model, f"{name}_enable")()
+        assert step(model) == LAYERS
+        getattr(model, f"{name}_enable")({"use_reentrant": False})
+        assert step(model) == LAYERS
+
+    @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+    def test_copies_own_their_seam(self, way):
+        model = build()
+        gradckpt.enable(model)
+        step(model)
+        if way == "deepcopy":
+            twin = copy.deepcopy(model)
+        elif way == "pickle":
+            twin = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+        assert step(twin) == LAYERS
+        twin.activation_checkpointing_disable()
+        assert model.is_activation_checkpointing
+        twin.activation_checkpointing_enable({"compress": "fp8"})
+        assert step(twin) == LAYERS
+        gradckpt.disable(model)
+        assert step(model) == 0
+        assert step(twin) == LAYERS, "the copy must not hang on the original"
+        gradckpt.disable(twin)
+        assert is_stock(twin)
+        assert step(twin) == 0
+
+    def test_copy_outlives_the_original(self):
+        model = build()
+        gradckpt.enable(model)
+        twin = copy.deepcopy(model)
+        del model
+        gc.collect()
+        twin.activation_checkpointing_enable()
+        assert step(twin) == LAYERS
+
+    def test_a_pickled_copy_still_warns(self):
+        model = build()
+        gradckpt.enable(model, compress=gradckpt.CompressionConfig(min_numel=10**6))
+        twin = pickle.loads(pickle.dumps(model))
+        step(twin)
+        with pytest.warns(gradckpt.GradckptInactiveWarning):
+            step(twin)
+
+    @pytest.mark.filterwarnings("ignore:Calling .zero_grad:UserWarning")
+    def test_data_parallel_replica(self):
+        model = build()
+        gradckpt.enable(model)
+        replica = replicate(model)
+        assert step(replica) == LAYERS
+        assert all(p.grad is not None for p in model.parameters())
+        assert model.is_activation_checkpointing
+
+    def test_to_and_requires_grad(self):
+        model = build()
+        gradckpt.enable(model)
+        assert step(model.to(torch.bfloat16)) == LAYERS
+
+    def test_save_pretrained(self, tmp_path):
+        model = build()
+        gradckpt.enable(model)
+        model.save_pretrained(tmp_path)
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def replicate(network):
+    """torch.nn.parallel.replicate without devices: the same steps, one replica on the CPU."""
+    modules = list(network.modules())
+    replicas = {module: module._replicate_for_data_parallel() for module in modules}
+    for module, replica in replicas.items():
+        for key, child in module._modules.items():
+            if child is not None:
+                setattr(replica, key, replicas[child])
+        for key, parameter in module._parameters.items():
+            setattr(replica, key, None if parameter is None else parameter.clone())
+    return replicas[network]

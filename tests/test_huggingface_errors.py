@@ -1,0 +1,229 @@
+"""gradckpt.enable: what it refuses, in one sentence, and the warning when nothing is compressed."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from test_huggingface import IDS, LAYERS, SEAM, build, foreign, functions, is_stock, step, transformers
+
+import gradckpt
+from gradckpt import GradckptInactiveWarning
+
+CONFIG = transformers.LlamaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
+
+
+class Bare(transformers.PreTrainedModel):
+    """Says that it can be checkpointed, and no module of it can."""
+
+    config_class = transformers.LlamaConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config, **_):
+        super().__init__(config)
+        self.linear = torch.nn.Linear(4, 4)
+        self.post_init()
+
+
+class Unsupported(Bare):
+    supports_gradient_checkpointing = False
+
+
+class Old(Bare):
+    def _set_gradient_checkpointing(self, module, value=False):
+        pass
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear.gradient_checkpointing = False
+
+
+class Idle(Bare):
+    """Takes the function and never calls it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gradient_checkpointing = False
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: torch.nn.Linear(2, 2), r"Linear is not a transformers model; wrap its layers with gradckpt\."),
+            (lambda: Unsupported(CONFIG), r"Unsupported does not support checkpointing .* gradckpt\.checkpoint"),
+            (lambda: Bare(CONFIG), r"no module of this Bare can be checkpointed.* gradckpt\.checkpoint"),
+            (lambda: Old(CONFIG), r"Old defines _set_gradient_checkpointing in the form of"),
+        ],
+        ids=["no transformers model", "unsupported", "no modules", "before 4.35"],
+    )
+    def test_model(self, make, message):
+        model = make()
+        with pytest.raises(ValueError, match=message):
+            gradckpt.enable(model)
+        assert SEAM not in vars(model)
+        assert not model._forward_hooks
+
+    def test_twice(self):
+        model = build()
+        gradckpt.enable(model)
+        with pytest.raises(ValueError, match=r"already enabled; call \.remove\(\) or gradckpt\.disable\(model\) first"):
+            gradckpt.enable(model)
+        assert step(model) == LAYERS
+
+    def test_after_someone_else(self):
+        model = build()
+        setattr(model, SEAM, foreign)
+        with pytest.raises(ValueError, match=r"test_huggingface\.foreign already stands in"):
+            gradckpt.enable(model)
+        assert vars(model)[SEAM] is foreign
+
+    def test_disable_first(self):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM is not enabled; gradckpt\.enable\(model\) comes first"):
+            gradckpt.disable(build())
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"compress": "int7"}, ValueError, "unknown codec 'int7'; choose one of: .*int8"),
+            ({"compress": {"codecs": "int8"}}, ValueError, "unknown field 'codecs'"),
+            ({"compress": 8}, TypeError, "compress= takes"),
+            ({"replay": 1}, TypeError, "replay is True or False"),
+            ({"every_n_layers": 0}, ValueError, "every_n_layers is 1 or more, not 0"),
+            ({"every_n_layers": 1.5}, TypeError, "every_n_layers is an int"),
+        ],
+    )
+    def test_arguments(self, arguments, error, message):
+        model = build()
+        with pytest.raises(error, match=message):
+            gradckpt.enable(model, **arguments)
+        assert SEAM not in vars(model)
+        assert not model.is_activation_checkpointing
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "compress='int8' needs use_reentrant=False"),
+            ({"offload": True}, "offload=True makes transformers call.*follow outer saved-tensor hooks"),
+            ({"activation_checkpointing_kwargs": {"offload": True}}, "offload=True makes transformers call"),
+            ({"activation_checkpointing_kwargs": {"compress": "zip"}}, "unknown codec 'zip'"),
+        ],
+        ids=["reentrant", "offload", "offload in the dict", "codec in the dict"],
+    )
+    def test_the_call_of_others(self, arguments, message):
+        model = build()
+        gradckpt.enable(model)
+        with pytest.raises(ValueError, match=message):
+            model.activation_checkpointing_enable(**arguments)
+        assert step(model) == LAYERS, "a refused call changes nothing"
+
+    def test_a_foreign_function(self):
+        model = build()
+        gradckpt.enable(model)
+        with pytest.raises(ValueError, match=r"turned on with test_huggingface\.foreign and not with torch's"):
+            model._set_gradient_checkpointing(True, functools.partial(foreign))
+        assert step(model) == LAYERS
+
+    def test_none_leaves_others_alone(self):
+        model = build()
+        handle = gradckpt.enable(model, compress=None)
+        function = functools.partial(foreign)
+        model._set_gradient_checkpointing(True, function)
+        assert functions(model) == {function}
+        assert handle.layers == 0
+        model.activation_checkpointing_enable({"use_reentrant": True})
+        assert is_stock(model)
+        model.activation_checkpointing_enable({"compress": None, "use_reentrant": False}, offload=True)
+        (function,) = functions(model)
+        assert function.keywords == {"use_reentrant": False}, "transformers' own offload, without our keys"
+
+
+# ---- proof of activity
+
+
+class TestActivity:
+    def warned(self, model, message, ids=IDS):
+        step(model, ids)
+        with pytest.warns(GradckptInactiveWarning, match=message):
+            step(model, ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, ids)
+
+    def test_turned_off_since(self):
+        model = build()
+        gradckpt.enable(model)
+        model.activation_checkpointing_disable()
+        self.warned(model, "checkpointing was turned off since")
+
+    def test_function_replaced(self):
+        model = build()
+        gradckpt.enable(model)
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = foreign
+        self.warned(model, "the layers call test_huggingface.foreign")
+
+    def test_layers_in_eval_mode(self):
+        model = build()
+        gradckpt.enable(model)
+        model.model.eval()
+        self.warned(model, r"layers are in eval mode.*model\.train\(\)")
+
+    def test_inputs_without_grad(self):
+        model = build()
+        gradckpt.enable(model)
+        model.disable_input_require_grads()
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        self.warned(model, r"call model\.enable_input_require_grads\(\)")
+
+    def test_small_inputs(self):
+        model = build()
+        gradckpt.enable(model)
+        self.warned(model, r"all 4 inputs were kept as they are: .*min_numel=1024", IDS[:, :8])
+
+    def test_layers_that_never_call(self):
+        model = Idle(CONFIG)
+        gradckpt.enable(model)
+        x = torch.randn(3, 4)
+        model.train()(x)
+        with pytest.warns(GradckptInactiveWarning, match="its layers never called checkpoint"):
+            model(x)
+
+    @pytest.mark.filterwarnings("error")
+    def test_silent_when_it_should_be(self):
+        model = build()
+        with gradckpt.enable(model, compress=None):
+            for _ in range(3):
+                step(model)
+        with gradckpt.enable(model):
+            model.eval()
+            for _ in range(3):
+                step(model)
+            model.train()
+            with torch.no_grad():
+                for _ in range(3):
+                    model(input_ids=IDS)
+            for _ in range(3):
+                assert step(model) == LAYERS
+
+    def test_another_model_does_not_vouch(self):
+        idle, busy = build(), build()
+        gradckpt.enable(busy)
+        gradckpt.enable(idle)
+        idle.activation_checkpointing_disable()
+        step(idle)
+        step(busy)
+        with pytest.warns(GradckptInactiveWarning):
+            step(idle)
+
+    def test_reset_stats_in_between(self):
+        model = build()
+        gradckpt.enable(model)
+        for _ in range(3):
+            gradckpt.reset_stats()
+            step(model)
