@@ -229,7 +229,9 @@ class _Seam:
                 )
             return functools.partial(torch_checkpoint, **keywords), None, None, asked
         keywords["use_reentrant"] = False
-        function = functools.partial(gradckpt.checkpoint, compress=config, **keywords)
+        # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
+        compress = dataclasses.replace(config, leaves=True) if config is not None else None
+        function = functools.partial(gradckpt.checkpoint, compress=compress, **keywords)
         return function, functools.partial(torch_checkpoint, **keywords), config, asked
 
     def resolve(self, keywords: dict[str, Any]) -> CompressionConfig | None:
