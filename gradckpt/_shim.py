@@ -119,6 +119,15 @@ def autocast_capture() -> list[tuple[str, bool, torch.dtype, bool]]:
 def contexts_enter(autocast: int, snapshot: Any, device: Any) -> contextlib.ExitStack:
     """Autocast as it was in the forward (off, where it is on only now) and torch.device."""
     stack = contextlib.ExitStack()
+    try:
+        _enter(stack, autocast, snapshot, device)
+    except BaseException:
+        stack.close()
+        raise
+    return stack
+
+
+def _enter(stack: contextlib.ExitStack, autocast: int, snapshot: Any, device: Any) -> None:
     if autocast:
         then = {kind: (dtype, cache) for kind, _, dtype, cache in snapshot or ()}
         for kind in _autocast_types():
@@ -129,7 +138,6 @@ def contexts_enter(autocast: int, snapshot: Any, device: Any) -> contextlib.Exit
                 stack.enter_context(torch.autocast(kind, enabled=False))
     if device is not None:
         stack.enter_context(device)
-    return stack
 
 
 def contexts_leave(stack: contextlib.ExitStack) -> None:
@@ -180,6 +188,12 @@ def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...
         "during the checkpointed forward. This is not supported because checkpoint cannot return a value for a "
         "failed forward."
     )
+
+
+def recompute_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """As torch: a recompute context may swallow exceptions, the early stop among them."""
+    with context:
+        return function(*args, **(kwargs or {}))
 
 
 def reentrant(

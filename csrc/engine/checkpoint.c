@@ -107,7 +107,7 @@ static int overridden(gck_state *state, const char *name, PyObject *argument, in
 
 static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
 {
-    PyObject *parsed = PyObject_CallMethod(state->py.shim, "parse_plan", "O", compress);
+    PyObject *parsed = PyObject_CallMethod(state->py.shim, "parse_plan", "(O)", compress);   /* a tuple stays one */
     const char *codec = NULL;
     long long min_numel = 0;
     int ok;
@@ -129,8 +129,8 @@ static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
     return ok ? 0 : -1;
 }
 
-/* Configurations are immutable, and the same few objects come again and again: the
- * latest are remembered by identity.  A dict may change, so it is read every time. */
+/* Names and CompressionConfigs are immutable, and the same few objects come again and
+ * again: the latest are remembered by identity.  A mapping may change: read every time. */
 static int find_plan(gck_state *state, PyObject *compress, gck_plan *plan)
 {
     if (compress == NULL || compress == Py_None || compress == Py_False) {
@@ -146,11 +146,12 @@ static int find_plan(gck_state *state, PyObject *compress, gck_plan *plan)
     if (parse_plan(state, compress, plan) < 0) {
         return -1;
     }
-    if (!PyDict_Check(compress)) {
-        Py_XDECREF(state->plans[GCK_NPLANS - 1].key);
+    if (!PyMapping_Check(compress) || PyUnicode_Check(compress)) {
+        PyObject *oldest = state->plans[GCK_NPLANS - 1].key;
         memmove(&state->plans[1], &state->plans[0], sizeof state->plans[0] * (GCK_NPLANS - 1));
         state->plans[0].key = Py_NewRef(compress);
         state->plans[0].plan = *plan;
+        Py_XDECREF(oldest);
     }
     return 0;
 }
@@ -244,6 +245,7 @@ static int keep_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
         return -1;
     }
     frame->nargs = nargs;
+    frame->nkwargs = nkw;                        /* not yet packed entries are empty */
     for (Py_ssize_t i = 0; i < nargs; i++) {
         if (gck_entry_pack(packing, args[i], 1, &frame->args[i], &value) < 0) {
             return -1;
@@ -260,7 +262,6 @@ static int keep_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
         if (status < 0) {
             return -1;
         }
-        frame->nkwargs = i + 1;
     }
     return 0;
 }
@@ -373,7 +374,9 @@ static PyObject *record(gck_state *state, gck_frame *frame, const options *o, co
     if (result != NULL && preserve && check_accelerator(&state->py, initialized) < 0) {
         Py_CLEAR(result);
     }
-    frame->phase = GCK_SAVED_PHASE;
+    if (result != NULL) {
+        frame->phase = GCK_SAVED_PHASE;
+    }
 
 exit:
     Py_XDECREF(fed_args);

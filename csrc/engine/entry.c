@@ -79,7 +79,8 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     if (payload != NULL) {
         state->stats.shared++;
     } else if (PyErr_Occurred()
-               || (payload = gck_payload_new(state, p->plan.codec, x, &view, p->outer)) == NULL) {
+               || (payload = gck_payload_new(state, p->plan.codec, x, &view,
+                                             p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION)) == NULL) {
         return -1;
     }
     if (replay(p, x, payload, forward) < 0) {
@@ -114,10 +115,16 @@ static int pack_saved(gck_packing *p, PyObject *x, gck_entry *entry)
     return 0;
 }
 
+/* 1, 0, or -1.  A type whose metaclass refuses to be hashed is no container. */
 static int is_container(gck_py *py, PyObject *x)
 {
-    return PyDict_Contains(py->supported_nodes, (PyObject *)Py_TYPE(x))
-        || (PyTuple_Check(x) && PyObject_HasAttrString(x, "_fields"));
+    int known = PyDict_Contains(py->supported_nodes, (PyObject *)Py_TYPE(x));
+
+    if (known < 0 && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        known = 0;
+    }
+    return known != 0 ? known : PyTuple_Check(x) && PyObject_HasAttrString(x, "_fields");
 }
 
 /* Pack the leaves of a container.  It is kept whole, by reference, unless a leaf became
@@ -137,7 +144,8 @@ static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_ent
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *leaf = PyList_GetItem(leaves, i);              /* borrowed */
         PyObject *value = NULL;
-        int packed = gck_is_tensor(&p->state->py, leaf) ? pack_payload(p, leaf, &tree.leaves[i], &value) : 0;
+        const int tensor = gck_is_tensor(&p->state->py, leaf);
+        int packed = tensor > 0 ? pack_payload(p, leaf, &tree.leaves[i], &value) : tensor;
         if (packed < 0) {
             goto exit;
         }
@@ -181,12 +189,14 @@ int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry
 {
     gck_py *py = &p->state->py;
     const int tensor = gck_is_tensor(py, x);
-    int packed = 0;
+    int packed = tensor < 0 ? -1 : 0;
 
     *forward = NULL;
-    if (p->plan.codec != NULL) {
-        packed = tensor ? pack_payload(p, x, entry, forward)
-               : is_container(py, x) ? pack_container(p, x, entry, forward) : 0;
+    if (p->plan.codec != NULL && tensor > 0) {
+        packed = pack_payload(p, x, entry, forward);
+    } else if (p->plan.codec != NULL && tensor == 0) {
+        const int container = is_container(py, x);
+        packed = container > 0 ? pack_container(p, x, entry, forward) : container;
     }
     if (packed == 0) {
         if (tensor && positional) {

@@ -63,10 +63,12 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     gck_holder *holder;
     gck_meta meta = {NULL, NULL, NULL};
 
-    if (frame->nslots == frame->capacity && grow(frame) < 0) {
+    /* First: for a subclass this runs Python, which may record more. */
+    if (frame->check_metadata && gck_meta_of(&frame->state->py, x, &meta) < 0) {
         return NULL;
     }
-    if (frame->check_metadata && gck_meta_of(&frame->state->py, x, &meta) < 0) {
+    if (frame->nslots == frame->capacity && grow(frame) < 0) {
+        gck_meta_clear(&meta);
         return NULL;
     }
     holder = PyObject_New(gck_holder, frame->state->Holder);
@@ -129,7 +131,7 @@ static void forget_drained(gck_frame *frame)
 
 gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
 {
-    const size_t n = (size_t)frame->nslots;
+    const size_t n = (size_t)frame->nslots;      /* more may come: a backward inside the region */
     gck_table *table = calloc(1, sizeof *table);
     gck_table **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
 
@@ -145,6 +147,7 @@ gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
         PyErr_NoMemory();
         return NULL;
     }
+    table->size = frame->nslots;
     table->task = task;
     table->group = Py_XNewRef(group);
     table->phase = GCK_RESTORING;
@@ -157,7 +160,7 @@ gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
 void gck_table_drain(gck_table *table)
 {
     PyObject **values = table->values;
-    const Py_ssize_t n = table->counter;
+    const Py_ssize_t n = table->size;
 
     table->values = NULL;
     table->phase = GCK_DRAINED;
@@ -251,7 +254,7 @@ static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
 {
     for (Py_ssize_t i = 0; i < frame->ntables; i++) {
         gck_table *t = frame->tables[i];
-        if (t->values != NULL && t->values[index] != NULL) {
+        if (t->values != NULL && index < t->size && t->values[index] != NULL) {
             PyObject *value = t->values[index];
             t->values[index] = NULL;
             if (--t->left == 0 && t->phase == GCK_FILLED) {

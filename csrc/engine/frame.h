@@ -42,8 +42,9 @@ typedef struct {
     unsigned long   thread;        /* that recomputes, while RESTORING                   */
     Py_ssize_t      counter;       /* tensors packed by the recompute so far             */
     Py_ssize_t      left;          /* values not handed out yet                          */
-    PyObject      **values;        /* one per slot; NULL: absent or handed out; malloc   */
-    unsigned char  *handed;        /* one per slot                                       */
+    Py_ssize_t      size;          /* slots when it was made: a region may record more   */
+    PyObject      **values;        /* `size`; NULL: absent or handed out; malloc         */
+    unsigned char  *handed;        /* `size`                                             */
 } gck_table;
 
 typedef enum { GCK_RECORDING, GCK_SAVED_PHASE } gck_frame_phase;

@@ -15,10 +15,11 @@ struct gck_payload {
     PyObject        *saved;        /* torch's SavedTensor of the buffer; else NULL       */
     PyObject        *dtype, *device, *shape;
     PyObject        *original;     /* weak reference                                     */
-    PyObject        *version;      /* of the original when it was encoded                */
+    PyObject        *version;      /* of the original then; NULL: inference tensor, never shared */
     const void      *data;         /* its memory then: compared, never followed          */
     int64_t          nbytes, bytes_in;
-    int              requires_grad;
+    int              requires_grad, leaf;
+    int              counted;      /* in stats()                                         */
     int              ndim;
     int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
     int              strided;      /* the strides are meant                              */
@@ -26,12 +27,21 @@ struct gck_payload {
     void            *stream;       /* that wrote the bytes                               */
 };
 
-/* The memory of a uint8 tensor of ours. */
-static int view_bytes(gck_state *state, PyObject *buffer, void **data)
+/* The memory of a payload's bytes.  Outer saved-tensor hooks may have given us this
+ * tensor, so it is looked at: a wrong one would be read out of bounds, or as nonsense. */
+static int view_bytes(gck_payload *self, PyObject *buffer, int64_t nbytes, void **data)
 {
     gck_dl_tensor dl;
 
-    if (state->py.dlpack->dltensor_from_py_object_no_sync(buffer, &dl) != 0) {
+    if (self->state->py.dlpack->dltensor_from_py_object_no_sync(buffer, &dl) != 0) {
+        return -1;
+    }
+    if (dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != nbytes
+        || (dl.strides != NULL && nbytes > 1 && dl.strides[0] != 1)
+        || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device_index) {
+        PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
+                     "payload of %lld uint8 bytes on %S; such hooks must return what they were given",
+                     Py_TYPE(buffer), (long long)nbytes, self->device);
         return -1;
     }
     *data = (char *)dl.data + dl.byte_offset;
@@ -81,14 +91,19 @@ static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
     self->device_index = view->device;
     self->stream = view->stream;
     self->data = view->data;
-    self->dtype = PyObject_GetAttr(x, py->names.dtype);
-    self->device = PyObject_GetAttr(x, py->names.device);
-    self->shape = PyObject_GetAttr(x, py->names.shape);
+    if ((self->dtype = PyObject_GetAttr(x, py->names.dtype)) == NULL
+        || (self->device = PyObject_GetAttr(x, py->names.device)) == NULL
+        || (self->shape = PyObject_GetAttr(x, py->names.shape)) == NULL
+        || (self->requires_grad = gck_attr_is_true(x, py->names.requires_grad)) < 0
+        || (self->leaf = gck_attr_is_true(x, py->names.is_leaf)) < 0
+        || (self->original = PyWeakref_NewRef(x, NULL)) == NULL) {
+        return -1;
+    }
     self->version = PyObject_GetAttr(x, py->names._version);
-    self->original = PyWeakref_NewRef(x, NULL);
-    self->requires_grad = gck_attr_is_true(x, py->names.requires_grad);
-    return self->dtype && self->device && self->shape && self->version && self->original && self->requires_grad >= 0
-        ? 0 : -1;
+    if (self->version == NULL) {
+        PyErr_Clear();
+    }
+    return 0;
 }
 
 static void count_encoded(gck_state *state, const gck_payload *self)
@@ -110,7 +125,8 @@ static void remember(gck_state *state, gck_payload *self)
     state->recent[0] = self;
 }
 
-PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view, int saved)
+PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
+                          gck_payload_use use)
 {
     gck_payload *self = PyObject_New(gck_payload, state->Payload);
     const gck_py *py = &state->py;
@@ -129,19 +145,22 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
     }
     const int64_t nbytes = codec->nbytes(view->numel, view->dtype);
     self->buffer = gck_bytes_empty(py, nbytes, self->device, view->device < 0);
-    if (self->buffer == NULL || view_bytes(state, self->buffer, &bytes) < 0
+    if (self->buffer == NULL || view_bytes(self, self->buffer, nbytes, &bytes) < 0
         || gck_run_codec(&state->py, codec, view, bytes, 0) < 0) {
         goto exit;
     }
-    self->nbytes = nbytes;                       /* from here on dealloc takes it off the count */
-    count_encoded(state, self);
-    if (saved) {
+    self->nbytes = nbytes;
+    if (use != GCK_FOR_USER) {
+        self->counted = 1;                       /* from here on dealloc takes it off */
+        count_encoded(state, self);
+    }
+    if (use == GCK_FOR_REGION_SAVED) {
         self->saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, self->buffer, Py_False, NULL);
         if (self->saved == NULL) {
             goto exit;
         }
         Py_CLEAR(self->buffer);
-    } else {
+    } else if (use == GCK_FOR_REGION && self->version != NULL) {
         remember(state, self);
     }
     ok = 1;
@@ -153,18 +172,39 @@ exit:
     return (PyObject *)self;
 }
 
+/* Same memory, seen in the same way. */
+static int same_view(const gck_payload *p, const gck_tensor *view)
+{
+    if (p->data != view->data || p->ndim != view->ndim || p->strided != (view->strides != NULL && is_dense(view))) {
+        return 0;
+    }
+    for (int d = 0; d < p->ndim; d++) {
+        if (p->sizes[d] != view->sizes[d] || (p->strided && p->sizes[p->ndim + d] != view->strides[d])) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view)
 {
     PyObject *version = NULL;
     gck_payload *found = NULL;
+    int requires_grad = 0;
 
     for (int i = 0; i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
-        if (p == NULL || p->codec != codec || PyWeakref_GetObject(p->original) != x || p->data != view->data) {
+        if (p == NULL || p->codec != codec || PyWeakref_GetObject(p->original) != x || !same_view(p, view)) {
             continue;                            /* a dead original gives None: no match */
         }
-        if (version == NULL && (version = PyObject_GetAttr(x, state->py.names._version)) == NULL) {
+        if (version == NULL
+            && ((version = PyObject_GetAttr(x, state->py.names._version)) == NULL
+                || (requires_grad = gck_attr_is_true(x, state->py.names.requires_grad)) < 0)) {
+            Py_XDECREF(version);
             return NULL;
+        }
+        if (requires_grad != p->requires_grad) {
+            continue;
         }
         found = PyObject_RichCompareBool(version, p->version, Py_EQ) == 1 ? p : NULL;
     }
@@ -207,7 +247,7 @@ PyObject *gck_payload_decode(gck_payload *self)
     }
     out = gck_empty(&state->py, self->ndim, self->sizes, self->strided ? self->sizes + self->ndim : NULL,
                     self->dtype, self->device);
-    if (out == NULL || view_bytes(state, buffer, &bytes) < 0) {
+    if (out == NULL || view_bytes(self, buffer, self->nbytes, &bytes) < 0) {
         goto exit;
     }
     if (gck_tensor_view(&state->py, out, any, &view) != GCK_COMPRESS) {
@@ -240,14 +280,18 @@ PyObject *gck_payload_restore(gck_payload *self)
         state->stats.originals_alive++;
         state->stats.originals_alive_bytes += self->bytes_in;
     }
-    if (self->requires_grad) {
-        result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
-        Py_XDECREF(result);
-        if (result == NULL) {
-            Py_CLEAR(out);
-        }
+    if (!self->requires_grad) {
+        return out;
     }
-    return out;
+    result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
+    if (result != NULL && !self->leaf) {
+        /* The original was no leaf: a region may change such an input in place, and an inner
+         * region compresses it again.  The alias shares storage and is no view. */
+        Py_DECREF(result);
+        result = PyObject_CallFunctionObjArgs(state->py.as_non_leaf, out, NULL);
+    }
+    Py_DECREF(out);
+    return result;
 }
 
 /* ---- the Python type ---- */
@@ -257,15 +301,16 @@ static void payload_dealloc(PyObject *op)
     gck_payload *self = (gck_payload *)op;
     PyTypeObject *type = Py_TYPE(op);
 
-    if (self->weakrefs != NULL) {
-        PyObject_ClearWeakRefs(op);
-    }
-    self->state->stats.live_bytes -= self->nbytes;
+    /* First: clearing weak references runs Python, which must not find us there. */
     for (int i = 0; i < GCK_NRECENT; i++) {
         if (self->state->recent[i] == self) {
             self->state->recent[i] = NULL;
         }
     }
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
+    self->state->stats.live_bytes -= self->counted ? self->nbytes : 0;
     free(self->sizes);
     Py_XDECREF(self->buffer);
     Py_XDECREF(self->saved);
@@ -356,8 +401,9 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
     if (codec == NULL) {
         return PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec '%s'", name);
     }
-    if (!gck_is_tensor(&state->py, x)) {
-        return PyErr_Format(PyExc_TypeError, "gradckpt.encode: expected a tensor, not %R", Py_TYPE(x));
+    const int tensor = gck_is_tensor(&state->py, x);
+    if (tensor <= 0) {
+        return tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt.encode: expected a tensor, not %R", Py_TYPE(x));
     }
     int verdict = gck_tracing(&state->py);
     verdict = verdict < 0 ? -1 : verdict ? GCK_KEEP_TRACING : gck_tensor_view(&state->py, x, codec->dtypes, &view);
@@ -373,5 +419,5 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
         Py_XDECREF(dtype);
         return NULL;
     }
-    return gck_payload_new(state, codec, x, &view, 0);
+    return gck_payload_new(state, codec, x, &view, GCK_FOR_USER);
 }

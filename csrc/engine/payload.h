@@ -6,9 +6,15 @@
 
 extern PyType_Spec gck_payload_spec;
 
-/* New reference: the payload of x, whose view was taken just now.  With `saved`, outer
- * saved-tensor hooks get to see the bytes (and keep them, offloaded or recomputed). */
-PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view, int saved);
+typedef enum {
+    GCK_FOR_USER,            /* gradckpt.encode(): not counted, never shared                  */
+    GCK_FOR_REGION,          /* may be shared with other regions                              */
+    GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks get to see the bytes, and keep them  */
+} gck_payload_use;
+
+/* New reference: the payload of x, whose view was taken just now. */
+PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
+                          gck_payload_use use);
 
 /* New reference to a payload of this very tensor, unchanged since; NULL without an
  * exception when there is none. */

@@ -85,7 +85,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     if (value == NULL) {
         return NULL;
     }
-    if (table->counter >= frame->nslots) {
+    if (table->counter >= table->size) {
         if (frame->phase == GCK_RECORDING) {     /* backward inside the region, early stop off */
             frame->ignore_mismatch = 1;
             return value;
@@ -102,7 +102,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
         table->values[index] = Py_NewRef(value);
         table->left++;
     }
-    if (frame->early_stop && table->counter == frame->nslots) {
+    if (frame->early_stop && table->counter == table->size) {
         Py_DECREF(value);
         PyErr_SetNone(frame->state->py.StopRecomputation);
         return NULL;
@@ -184,7 +184,7 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
     if (frame->recompute_context == NULL) {
         result = PyObject_Call(frame->function, args, kwargs);
     } else {                                     /* in Python: a with statement has exact semantics */
-        result = PyObject_CallMethod(py->shim, "call_within", "OOOO", frame->recompute_context, frame->function,
+        result = PyObject_CallMethod(py->shim, "recompute_within", "OOOO", frame->recompute_context, frame->function,
                                      args, kwargs ? kwargs : Py_None);
     }
     pop_hooks(py);
@@ -256,31 +256,43 @@ static int append_difference(PyObject *differences, Py_ssize_t index, const gck_
     return status;
 }
 
+/* Compare slot i; a difference is added to *differences.  0 or -1. */
+static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject **differences)
+{
+    PyObject *value = table->values != NULL ? table->values[i] : NULL;
+    gck_meta now;
+    int status;
+
+    if (frame->slots[i] == NULL || value == NULL) {
+        return 0;
+    }
+    Py_INCREF(value);                            /* reading a subclass runs Python */
+    status = gck_meta_of(&frame->state->py, value, &now);
+    Py_DECREF(value);
+    if (status < 0) {
+        return -1;
+    }
+    if (!same_meta(&frame->metas[i], &now)) {
+        if (*differences == NULL) {
+            *differences = PyList_New(0);
+        }
+        status = *differences == NULL || PyErr_Occurred() ? -1
+               : append_difference(*differences, i, &frame->metas[i], &now);
+    }
+    gck_meta_clear(&now);
+    return status;
+}
+
 static int check_metadata(gck_frame *frame, gck_table *table)
 {
-    const gck_py *py = &frame->state->py;
     PyObject *differences = NULL;
     int status = 0;
 
-    for (Py_ssize_t i = 0; i < frame->nslots && status == 0; i++) {
-        gck_meta now;
-        if (frame->slots[i] == NULL || table->values[i] == NULL) {
-            continue;
-        }
-        status = gck_meta_of(py, table->values[i], &now);
-        if (status == 0 && !same_meta(&frame->metas[i], &now)) {
-            if (differences == NULL && (differences = PyList_New(0)) == NULL) {
-                status = -1;
-            } else {
-                status = append_difference(differences, i, &frame->metas[i], &now);
-            }
-        }
-        if (status == 0) {
-            gck_meta_clear(&now);
-        }
+    for (Py_ssize_t i = 0; i < table->size && status == 0; i++) {
+        status = check_slot(frame, table, i, &differences);
     }
     if (status == 0 && differences != NULL) {
-        Py_XDECREF(PyObject_CallMethod(py->shim, "raise_metadata", "Oi", differences, frame->compressed));
+        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_metadata", "Oi", differences, frame->compressed));
         status = -1;
     }
     Py_XDECREF(differences);
@@ -292,8 +304,8 @@ static int check(gck_frame *frame, gck_table *table)
     if (frame->ignore_mismatch) {
         return 0;
     }
-    if (table->counter != frame->nslots) {
-        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_fewer_saved", "nni", frame->nslots,
+    if (table->counter != table->size) {
+        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_fewer_saved", "nni", table->size,
                                        table->counter, frame->compressed));
         return -1;
     }
@@ -346,7 +358,7 @@ static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
 
 static PyObject *take(gck_frame *frame, gck_table *table, Py_ssize_t index)
 {
-    PyObject *value = table->values != NULL ? table->values[index] : NULL;
+    PyObject *value = table->values != NULL && index < table->size ? table->values[index] : NULL;
 
     if (value != NULL) {
         table->values[index] = NULL;             /* R4: autograd's reference is the last */
@@ -356,7 +368,7 @@ static PyObject *take(gck_frame *frame, gck_table *table, Py_ssize_t index)
         }
         return value;
     }
-    if (table->handed[index]) {
+    if (index < table->size && table->handed[index]) {
         PyErr_Format(frame->state->py.CheckpointError,
                      "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already "
                      "unpacked once. %sIf you are calling ctx.saved_tensors in backward, make sure "
@@ -373,7 +385,7 @@ static PyObject *take(gck_frame *frame, gck_table *table, Py_ssize_t index)
     return NULL;
 }
 
-static PyObject *unpack(gck_frame *frame, gck_holder *holder)
+static PyObject *unpack(gck_frame *frame, Py_ssize_t index)
 {
     int64_t task;
     PyObject *group;
@@ -384,10 +396,10 @@ static PyObject *unpack(gck_frame *frame, gck_holder *holder)
     }
     gck_table *table = filled_table(frame, task, group);
     if (table != NULL) {
-        value = take(frame, table, holder->index);
-        if (task < -1) {
-            gck_frame_table_free(frame, table);  /* outside a backward: every access its own */
-        }
+        value = take(frame, table, index);
+    }
+    if (task < -1 && (table = gck_frame_table(frame, task, group)) != NULL) {
+        gck_frame_table_free(frame, table);      /* outside a backward: every access its own */
     }
     Py_XDECREF(group);
     return value;
@@ -402,8 +414,13 @@ PyObject *gck_unpack(PyObject *op, PyObject *holder)
         PyErr_SetString(PyExc_TypeError, "gradckpt: unpack was called with something that this region did not pack");
         return NULL;
     }
+    if (frame->args == NULL || frame->function == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage");
+        return NULL;
+    }
     Py_INCREF(op);                               /* user code in the recompute may drop the graph */
-    value = unpack(frame, (gck_holder *)holder);
+    /* The holder may go with it, so its index is read now. */
+    value = unpack(frame, ((gck_holder *)holder)->index);
     if (value == NULL && frame->error_callback != NULL && PyErr_ExceptionMatches(frame->state->py.CheckpointError)) {
         PyErr_Fetch(&type, &error, &traceback);
         PyErr_NormalizeException(&type, &error, &traceback);

@@ -97,7 +97,7 @@ typedef struct {
     uint64_t      byte_offset;
 } gck_dl_tensor;
 
-enum { GCK_DL_CPU = 1, GCK_DL_CUDA = 2, GCK_DL_FLOAT = 2, GCK_DL_BFLOAT = 4 };
+enum { GCK_DL_CPU = 1, GCK_DL_CUDA = 2, GCK_DL_UINT = 1, GCK_DL_FLOAT = 2, GCK_DL_BFLOAT = 4 };
 
 typedef struct gck_dl_exchange {
     struct { uint32_t major, minor; } version;

@@ -107,6 +107,17 @@ error:
     return -1;
 }
 
+/* The first exception is the one to report; steps after it start with none set. */
+static int keep_first(int failed, PyObject **type, PyObject **value, PyObject **traceback)
+{
+    if (failed && *type == NULL) {
+        PyErr_Fetch(type, value, traceback);
+    } else if (failed) {
+        PyErr_Clear();
+    }
+    return failed;
+}
+
 int gck_ambient_leave(const gck_py *py, gck_surroundings *s)
 {
     PyObject *type, *value, *traceback, *result;
@@ -115,24 +126,21 @@ int gck_ambient_leave(const gck_py *py, gck_surroundings *s)
     PyErr_Fetch(&type, &value, &traceback);
     if (s->contexts != NULL) {
         result = PyObject_CallMethod(py->shim, "contexts_leave", "O", s->contexts);
-        failed |= result == NULL;
+        failed |= keep_first(result == NULL, &type, &value, &traceback);
         Py_XDECREF(result);
     }
     if (s->device_rng != NULL) {
         result = PyObject_CallMethod(py->shim, "device_rng_swap", "O", s->device_rng);
-        failed |= result == NULL;
+        failed |= keep_first(result == NULL, &type, &value, &traceback);
         Py_XDECREF(result);
     }
     if (s->cpu_rng != NULL) {
-        failed |= set_cpu_rng(py, s->cpu_rng) < 0;
+        failed |= keep_first(set_cpu_rng(py, s->cpu_rng) < 0, &type, &value, &traceback);
     }
     Py_CLEAR(s->contexts);
     Py_CLEAR(s->device_rng);
     Py_CLEAR(s->cpu_rng);
-    if (type != NULL) {                          /* the first exception is the one to report */
-        PyErr_Clear();
-        PyErr_Restore(type, value, traceback);
-    }
+    PyErr_Restore(type, value, traceback);
     return failed ? -1 : 0;
 }
 

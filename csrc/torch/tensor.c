@@ -76,7 +76,11 @@ int gck_py_load(gck_py *py)
         return -1;
     }
     py->cpu_bytes = Py_BuildValue("{sOss}", "dtype", py->uint8, "device", "cpu");
-    return py->cpu_bytes == NULL ? -1 : 0;
+    py->as_non_leaf = PyObject_CallMethod(
+        py->functions, "DelayedError", "si",
+        "gradckpt: a backward inside a checkpointed region went past the region's compressed input; give "
+        "torch.autograd.grad the inputs to stop at, or use compress=None for this region", 1);
+    return py->cpu_bytes == NULL || py->as_non_leaf == NULL ? -1 : 0;
 }
 
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
@@ -86,6 +90,7 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
 #undef OBJECT
     Py_VISIT(py->make_saved_tensor);
     Py_VISIT(py->peek_functorch);
+    Py_VISIT(py->as_non_leaf);
     Py_VISIT(py->cpu_bytes);
     Py_VISIT(py->shim);
     return 0;
@@ -101,6 +106,7 @@ void gck_py_clear(gck_py *py)
 #undef NAME
     Py_CLEAR(py->make_saved_tensor);
     Py_CLEAR(py->peek_functorch);
+    Py_CLEAR(py->as_non_leaf);
     Py_CLEAR(py->cpu_bytes);
     Py_CLEAR(py->shim);
 }
@@ -121,7 +127,7 @@ int gck_attr_is_true(PyObject *x, PyObject *name)
 int gck_is_tensor(const gck_py *py, PyObject *x)
 {
     return (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter
-        || PyObject_IsInstance(x, py->Tensor) == 1;
+        ? 1 : PyObject_IsInstance(x, py->Tensor);
 }
 
 /* `count` of a cached C-level counter: > 0? */

@@ -29,6 +29,7 @@
     OBJECT(function_stack_len, "torch._C", "_len_torch_function_stack")    \
     OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
     OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
+    OBJECT(functions, "torch._C", "_functions")                            \
     OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
     OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")   \
@@ -49,6 +50,7 @@ typedef struct {
 #undef OBJECT
     PyObject *make_saved_tensor;   /* torch >= 2.12; NULL before                       */
     PyObject *peek_functorch;      /* torch._C._functorch.peek_interpreter_stack       */
+    PyObject *as_non_leaf;         /* a DelayedError node: alias that requires grad    */
     PyObject *cpu_bytes;           /* {"dtype": torch.uint8, "device": cpu}            */
     PyObject *shim;                /* gradckpt._shim: the rare paths, in Python        */
     struct {
@@ -86,7 +88,7 @@ typedef enum {
 
 extern const char *const gck_reason_text[GCK_NREASONS];
 
-/* An argument of a tensor that may be looked at: Tensor, Parameter or a subclass? 1/0. */
+/* Tensor, Parameter or a subclass: 1; 0; or -1 with an exception. */
 int gck_is_tensor(const gck_py *py, PyObject *x);
 
 /* May x's memory be read as it stands, and as which view?  GCK_COMPRESS and *view, with

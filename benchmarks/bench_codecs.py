@@ -1,0 +1,327 @@
+"""Speed and quality of the codecs.
+
+    python benchmarks/bench_codecs.py [--device cuda] [--mib 256] [--threads 1,2] [--isa scalar,avx2] ...
+
+CPU. GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same values, timed
+before and after every repeat of every kernel, so that a noisy machine harms both alike. Everything
+is written into warm, preallocated buffers: torch's allocator gives large tensors back to the
+kernel, so gradckpt.encode() pays for page faults that memcpy into a warm buffer does not. The
+extension exports nothing but its module, hence the benchmark compiles csrc/codec/*.c once more
+with the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode() by ctypes:
+the shipped C, dispatch and streaming included. Several threads: as many Python threads, each with its
+own part of the buffers (ctypes releases the GIL).
+
+CUDA. torch.ops.gradckpt.encode and decode, timed by CUDA events beside a device copy.
+
+SQNR: of Gaussian values, and of the small channels of an outlier-heavy set (channel and token
+sizes lognormal, six channels 20 to 45 times larger, two massive values), bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import machine
+import torch
+
+import gradckpt
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CODEC = ROOT / "csrc" / "codec"
+DTYPES = {"float32": (0, torch.float32), "float16": (1, torch.float16), "bfloat16": (2, torch.bfloat16)}
+FLAGS = shlex.split(
+    "-std=c11 -O3 -fPIC -fexceptions -ffp-contract=off -fno-math-errno -fstack-protector-strong -D_FORTIFY_SOURCE=2"
+)
+ISA_FLAGS = {
+    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+}
+Times = dict[str, list[float]]
+
+
+class Tensor(ctypes.Structure):
+    """gck_tensor of contiguous host memory."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("ndim", ctypes.c_int),
+        ("sizes", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+def build(folder: pathlib.Path) -> ctypes.CDLL:
+    gcc = shutil.which(os.environ.get("CC", "gcc"))
+    if gcc is None:
+        sys.exit("bench_codecs: gcc was not found; the CPU benchmark compiles csrc/codec once more")
+
+    def compile_one(source: pathlib.Path) -> pathlib.Path:
+        x86 = platform.machine() == "x86_64"
+        extra = next((flags for suffix, flags in ISA_FLAGS.items() if x86 and source.stem.endswith(suffix)), [])
+        made = folder / f"{source.stem}.o"
+        subprocess.run([gcc, *FLAGS, *extra, "-c", source, "-o", made], check=True)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sorted(CODEC.glob("*.c"))))
+    subprocess.run([gcc, "-shared", "-o", folder / "codecs.so", *objects, "-lm"], check=True)
+    library = ctypes.CDLL(str(folder / "codecs.so"))
+    library.gck_codec_find.restype = ctypes.c_void_p
+    return library
+
+
+# ---- CPU ----
+
+
+class Parts:
+    """A contiguous tensor, its copy and its payloads, cut into one piece per thread."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: str, nbytes: int, threads: int) -> None:
+        number, kind = DTYPES[dtype]
+        self.item = kind.itemsize
+        self.numel = nbytes // self.item // (128 * threads) * threads * 128  # whole groups for each
+        self.each = self.numel // threads
+        self.library = library
+        self.pool = ThreadPoolExecutor(threads)
+        x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1)).to(kind)
+        self.x = x.repeat(self.numel // x.numel() + 1)[: self.numel].clone()
+        self.out = torch.zeros_like(self.x)
+        self.payload = torch.zeros(self.numel * self.item + 4096, dtype=torch.uint8)
+        self.pieces = range(threads)
+        self.number = number
+
+    def view(self, tensor: torch.Tensor, piece: int) -> Tensor:
+        data = tensor.data_ptr() + piece * self.each * self.item
+        return Tensor(data, self.each, 0, None, None, self.number, -1, None)
+
+    def calls(self, codec: str) -> dict[str, list[Callable[[], Any]]]:
+        """What each thread calls, for copying, encoding and decoding."""
+        library = self.library
+        found = ctypes.c_void_p(library.gck_codec_find(codec.encode()))
+        size = self.numel * self.item // len(self.pieces)
+        step = -(-size // 64) * 64
+        made: dict[str, list[Callable[[], Any]]] = {"memcpy": [], "encode": [], "decode": []}
+        copy = ctypes.CDLL(None).memcpy
+        copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        for piece in self.pieces:
+            x, out = self.view(self.x, piece), self.view(self.out, piece)
+            payload = ctypes.c_void_p(-(-self.payload.data_ptr() // 64) * 64 + piece * step)
+            made["memcpy"].append(lambda x=x, out=out: copy(out.data, x.data, size))
+            made["encode"].append(lambda x=x, p=payload: library.gck_encode(found, ctypes.byref(x), p, None))
+            made["decode"].append(lambda o=out, p=payload: library.gck_decode(found, p, ctypes.byref(o), None))
+        return made
+
+    def time(self, calls: list[Callable[[], Any]]) -> float:
+        if len(calls) == 1:
+            start = time.perf_counter()
+            calls[0]()
+            return time.perf_counter() - start
+        start = time.perf_counter()
+        for job in [self.pool.submit(call) for call in calls]:
+            job.result()
+        return time.perf_counter() - start
+
+
+def measure(parts: Parts, codec: str, repeat: int) -> Times:
+    """Seconds; memcpy between all others. The first round warms up and is dropped."""
+    calls = parts.calls(codec)
+    times: Times = {"memcpy": [], "encode": [], "decode": []}
+    for n in range(repeat + 1):
+        for what in ("memcpy", "encode", "memcpy", "decode"):
+            seconds = parts.time(calls[what])
+            if n > 0:
+                times[what].append(seconds)
+    return times
+
+
+def cpu_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(pathlib.Path(folder))
+        names = options.isa.split(",") if options.isa else ["scalar", "avx2", "avx512"]
+        isas = [isa for isa in names if library.gck_isa_supported(isa.encode()) == 1]
+        for isa in set(names) - set(isas):
+            print(f"{isa}: not supported by this CPU, not measured")
+        for threads in options.threads:
+            parts = Parts(library, options.dtype, options.mib << 20, threads)
+            for codec in options.codecs:
+                for isa in isas if codec != "raw" else isas[-1:]:
+                    library.gck_isa_force(isa.encode())
+                    times = measure(parts, codec, options.repeat if isa != "scalar" else min(options.repeat, 3))
+                    rows.append(row(options, codec, isa if codec != "raw" else "-", threads, parts.numel, times))
+            parts.pool.shutdown()
+    return rows
+
+
+# ---- CUDA ----
+
+
+def cuda_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    dtype = DTYPES[options.dtype][1]
+    x = torch.randn((options.mib << 20) // dtype.itemsize // 128 * 128, device="cuda").to(dtype)
+    out = torch.empty_like(x)
+    rows = []
+    for codec in options.codecs:
+        payload = torch.ops.gradckpt.encode(x, codec)
+        calls: dict[str, Callable[[], Any]] = {
+            "memcpy": lambda: out.copy_(x),
+            "encode": lambda codec=codec: torch.ops.gradckpt.encode(x, codec),
+            "decode": lambda codec=codec, p=payload: torch.ops.gradckpt.decode(p, codec, [x.numel()], dtype),
+        }
+        times: Times = {what: [] for what in calls}
+        for n in range(options.repeat + 3):  # three rounds of warming up
+            for what, call in calls.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                call()
+                end.record()
+                end.synchronize()
+                if n >= 3:
+                    times[what].append(begin.elapsed_time(end) / 1000)
+        rows.append(row(options, codec, "cuda", 1, x.numel(), times))
+    return rows
+
+
+# ---- figures ----
+
+
+def row(options: argparse.Namespace, codec: str, isa: str, threads: int, numel: int, times: Times) -> dict[str, Any]:
+    item = DTYPES[options.dtype][1].itemsize
+    bits = gradckpt.codec_info(codec)["bits_per_value"] or 8 * item
+    moved = {"memcpy": 2 * item * numel, "encode": (item + bits / 8) * numel, "decode": (item + bits / 8) * numel}
+    speed = {what: moved[what] / statistics.median(times[what]) / 1e9 for what in times}
+    return {
+        "codec": codec,
+        "isa": isa,
+        "threads": threads,
+        "memcpy_gbs": round(speed["memcpy"], 2),
+        "encode_gbs": round(speed["encode"], 2),
+        "decode_gbs": round(speed["decode"], 2),
+        "encode_share": round(speed["encode"] / speed["memcpy"], 3),
+        "decode_share": round(speed["decode"] / speed["memcpy"], 3),
+    }
+
+
+def outliers(seed: int, rows: int = 256, columns: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outlier-heavy set (as in tests/test_codecs.py), and which channels are ordinary."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=g, dtype=torch.float64)
+    x *= torch.exp(0.6 * torch.randn(columns, generator=g)) * torch.exp(0.3 * torch.randn(rows, 1, generator=g))
+    chosen = torch.randperm(columns, generator=g)[:8]
+    x[:, chosen[:6]] *= 20 + 25 * torch.rand(6, generator=g)
+    x[::128, chosen[6]], x[::128, chosen[7]] = 1500.0, -900.0
+    rest = torch.ones(columns, dtype=torch.bool)
+    rest[chosen] = False
+    return x.to(torch.bfloat16), rest
+
+
+def sqnr(x: torch.Tensor, codec: str, keep: torch.Tensor | slice = slice(None)) -> float:
+    restored = gradckpt.encode(x, codec).decode().double()[:, keep]
+    signal = x.double()[:, keep]
+    noise = ((signal - restored) ** 2).sum()
+    return float("inf") if noise == 0 else (10 * torch.log10((signal**2).sum() / noise)).item()
+
+
+def quality(codecs: list[str]) -> list[dict[str, Any]]:
+    gaussian = torch.randn(512, 4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    sets = [outliers(seed) for seed in range(8)]
+    rows = []
+    for codec in codecs:
+        info = gradckpt.codec_info(codec)
+        bulk = statistics.mean(sqnr(x, codec, rest) for x, rest in sets)
+        values = {"sqnr_gaussian_db": sqnr(gaussian, codec), "sqnr_outliers_db": bulk}
+        figures = {key: round(value, 1) if value < 1e9 else None for key, value in values.items()}
+        rows.append({"codec": codec, "bits": info["bits_per_value"] or 16.0, "max_error": info["max_error"], **figures})
+    return rows
+
+
+def print_speed(rows: list[dict[str, Any]], what: str) -> None:
+    columns = ["codec", "ISA", "threads", f"{what} GB/s", "encode GB/s", "share", "decode GB/s", "share"]
+    keys = ["codec", "isa", "threads", "memcpy_gbs", "encode_gbs", "encode_share", "decode_gbs", "decode_share"]
+
+    def cell(key: str, value: Any) -> str:
+        return f"{value:.2f}x" if key.endswith("share") else f"{value:.1f}" if key.endswith("gbs") else str(value)
+
+    title = f"bytes read and written per second; share: of {what} in the same run"
+    machine.print_table(title, columns, [[cell(key, r[key]) for key in keys] for r in rows])
+
+
+def print_quality(rows: list[dict[str, Any]]) -> None:
+    def decibel(value: float | None) -> str:
+        return "exact" if value is None else f"{value:.1f} dB"
+
+    cells = [
+        [
+            r["codec"],
+            f"{r['bits']:g}",
+            f"{r['max_error']:.5f}",
+            decibel(r["sqnr_gaussian_db"]),
+            decibel(r["sqnr_outliers_db"]),
+        ]
+        for r in rows
+    ]
+    columns = ["codec", "bits/value", "max error / amax", "SQNR Gaussian", "SQNR outlier set"]
+    machine.print_table("quality, bfloat16", columns, cells)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--mib", type=int, default=256, help="size of the tensor in MiB (default 256)")
+    parser.add_argument("--repeat", type=int, default=9, help="timed rounds; the median counts (default 9)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--codecs", default=",".join(gradckpt.codecs()), help="comma-separated (default: all)")
+    parser.add_argument("--isa", help="comma-separated instruction sets (default: all that this CPU has)")
+    parser.add_argument("--threads", default="1" if cores == 1 else f"1,{min(cores, 8)}", help="e.g. 1,2")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
+    options = parser.parse_args()
+    options.codecs = options.codecs.split(",")
+    unknown = [c for c in options.codecs if c not in gradckpt.codecs()]
+    if unknown:
+        parser.error(f"unknown codec {unknown[0]!r}; choose from {', '.join(gradckpt.codecs())}")
+    try:
+        options.threads = [int(n) for n in options.threads.split(",")]
+    except ValueError:
+        parser.error(f"--threads takes numbers, not {options.threads!r}")
+    if min(options.threads) < 1 or options.mib < 1 or options.repeat < 1:
+        parser.error("--threads, --mib and --repeat are at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch sees no CUDA device")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    found = machine.facts(options.device)
+    rows = cuda_rows(options) if options.device == "cuda" else cpu_rows(options)
+    values = quality(options.codecs)
+    if not options.json:
+        title = f"codecs: {options.mib} MiB of {options.dtype}, median of {options.repeat}, warmed"
+        machine.print_head(title, found)
+        print_speed(rows, "device copy" if options.device == "cuda" else "memcpy")
+        print_quality(values)
+    setting = {"mib": options.mib, "repeat": options.repeat, "dtype": options.dtype, "device": options.device}
+    machine.print_json({"benchmark": "codecs", **found, **setting, "speed": rows, "quality": values})
+
+
+if __name__ == "__main__":
+    main()
