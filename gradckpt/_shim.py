@@ -239,9 +239,22 @@ def raise_fewer_saved(forward: int, recompute: int, compressed: int) -> None:
     )
 
 
+_DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
+_DLPACK_DEVICES = {1: "cpu", 2: "cuda", 8: "mps", 14: "xpu"}
+
+
+def _from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int) -> tuple[Any, Any, Any]:
+    """Shape, dtype and device as torch prints them, from DLPack's numbers."""
+    name = "bool" if code == 6 else f"{_DLPACK_DTYPES.get(code, 'dlpack')}{bits}"
+    kind = _DLPACK_DEVICES.get(device, "privateuseone")
+    where = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
+    return torch.Size(sizes), getattr(torch, name, name), where
+
+
 def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], compressed: int) -> None:
     def describe(meta: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(("shape", "dtype", "device"), meta, strict=True))
+        objects = meta if len(meta) == 3 else _from_dlpack(*meta)
+        return dict(zip(("shape", "dtype", "device"), objects, strict=True))
 
     mismatches = "".join(
         f"tensor at position {index}:\nsaved metadata: {describe(saved)}\nrecomputed metadata: {describe(now)}\n"

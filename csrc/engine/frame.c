@@ -18,25 +18,6 @@ gck_frame *gck_frame_new(gck_state *state)
     return frame;
 }
 
-int gck_meta_of(const gck_py *py, PyObject *x, gck_meta *meta)
-{
-    meta->shape = PyObject_GetAttr(x, py->names.shape);
-    meta->dtype = PyObject_GetAttr(x, py->names.dtype);
-    meta->device = PyObject_GetAttr(x, py->names.device);
-    if (meta->shape && meta->dtype && meta->device) {
-        return 0;
-    }
-    gck_meta_clear(meta);
-    return -1;
-}
-
-void gck_meta_clear(gck_meta *meta)
-{
-    Py_CLEAR(meta->shape);
-    Py_CLEAR(meta->dtype);
-    Py_CLEAR(meta->device);
-}
-
 static int grow(gck_frame *frame)
 {
     const Py_ssize_t capacity = frame->capacity ? 2 * frame->capacity : 8;
@@ -61,7 +42,7 @@ static int grow(gck_frame *frame)
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
 {
     gck_holder *holder;
-    gck_meta meta = {NULL, NULL, NULL};
+    gck_meta meta = {.objects = NULL};
 
     /* First: for a subclass this runs Python, which may record more. */
     if (frame->check_metadata && gck_meta_of(&frame->state->py, x, &meta) < 0) {

@@ -26,9 +26,15 @@ typedef struct {
     Py_ssize_t index;              /* of its slot                                        */
 } gck_holder;
 
-/* What the determinism check compares; owned; NULL when the check is off. */
+/* What the determinism check compares: shape, dtype, device.  Plain tensors are read
+ * through DLPack into the numbers; of any other, `objects` is (shape, dtype, device). */
+enum { GCK_META_INLINE = 4 };
 typedef struct {
-    PyObject *shape, *dtype, *device;
+    PyObject     *objects;         /* owned; NULL: the numbers count                     */
+    gck_dl_dtype  dtype;
+    gck_dl_device device;
+    int32_t       ndim;
+    int64_t       sizes[GCK_META_INLINE];
 } gck_meta;
 
 typedef enum { GCK_RESTORING = 1, GCK_FILLED, GCK_DRAINED } gck_table_phase;
@@ -85,8 +91,10 @@ gck_frame *gck_frame_new(gck_state *state);
 /* New reference: a Holder for the next slot; remembers x's metadata. */
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x);
 
-/* 0, or -1: the three attributes of x, owned. */
+/* 0, or -1 with an exception and *meta empty. */
 int gck_meta_of(const gck_py *py, PyObject *x, gck_meta *meta);
+int gck_meta_same(const gck_meta *a, const gck_meta *b);      /* 1, 0, -1 */
+PyObject *gck_meta_describe(const gck_meta *meta);             /* new reference: for the shim's message */
 void gck_meta_clear(gck_meta *meta);
 
 /* Tables: borrowed; NULL when there is none. */

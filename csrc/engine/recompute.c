@@ -239,19 +239,14 @@ exit:
 
 /* ---- the determinism check ---- */
 
-static int same_meta(const gck_meta *a, const gck_meta *b)
-{
-    int same = a->dtype == b->dtype || PyObject_RichCompareBool(a->dtype, b->dtype, Py_EQ) == 1;
-
-    same = same && PyObject_RichCompareBool(a->shape, b->shape, Py_EQ) == 1;
-    return same && (a->device == b->device || PyObject_RichCompareBool(a->device, b->device, Py_EQ) == 1);
-}
-
 static int append_difference(PyObject *differences, Py_ssize_t index, const gck_meta *a, const gck_meta *b)
 {
-    PyObject *row = Py_BuildValue("n(OOO)(OOO)", index, a->shape, a->dtype, a->device, b->shape, b->dtype, b->device);
+    PyObject *saved = gck_meta_describe(a), *now = saved ? gck_meta_describe(b) : NULL;
+    PyObject *row = now ? Py_BuildValue("nOO", index, saved, now) : NULL;
     const int status = row == NULL ? -1 : PyList_Append(differences, row);
 
+    Py_XDECREF(saved);
+    Py_XDECREF(now);
     Py_XDECREF(row);
     return status;
 }
@@ -272,15 +267,15 @@ static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject
     if (status < 0) {
         return -1;
     }
-    if (!same_meta(&frame->metas[i], &now)) {
+    const int same = gck_meta_same(&frame->metas[i], &now);
+    if (same == 0) {
         if (*differences == NULL) {
             *differences = PyList_New(0);
         }
-        status = *differences == NULL || PyErr_Occurred() ? -1
-               : append_difference(*differences, i, &frame->metas[i], &now);
+        status = *differences == NULL ? -1 : append_difference(*differences, i, &frame->metas[i], &now);
     }
     gck_meta_clear(&now);
-    return status;
+    return same < 0 ? -1 : status;
 }
 
 static int check_metadata(gck_frame *frame, gck_table *table)

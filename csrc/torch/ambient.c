@@ -2,10 +2,44 @@
  * rare ones in gradckpt/_shim.py, which uses torch's own context managers. */
 #include "ambient.h"
 
+#include <string.h>
+
 /* New reference: a copy of the state, or NULL. */
 static PyObject *cpu_rng_state(const gck_py *py)
 {
     return PyObject_CallMethodObjArgs(py->default_generator, py->names.get_state, NULL);
+}
+
+/* Same bytes in both state tensors: 1 or 0. */
+static int same_state(const gck_py *py, PyObject *a, PyObject *b)
+{
+    gck_dl_tensor x, y;
+
+    if (py->dlpack->dltensor_from_py_object_no_sync(a, &x) != 0
+        || py->dlpack->dltensor_from_py_object_no_sync(b, &y) != 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    return x.ndim == 1 && y.ndim == 1 && x.shape[0] == y.shape[0] && x.dtype.bits == 8 && y.dtype.bits == 8
+        && memcmp(x.data, y.data, (size_t)x.shape[0]) == 0;
+}
+
+/* New reference: the state now.  Regions between which nobody drew share one copy: that
+ * is 5 KiB less for each, and what is freed at once stays in cache. */
+static PyObject *stash_cpu_rng(gck_py *py)
+{
+    PyObject *state = cpu_rng_state(py);
+
+    if (state == NULL) {
+        return NULL;
+    }
+    if (py->last_rng != NULL && same_state(py, state, py->last_rng)) {
+        Py_DECREF(state);
+        return Py_NewRef(py->last_rng);
+    }
+    Py_XDECREF(py->last_rng);
+    py->last_rng = Py_NewRef(state);
+    return state;
 }
 
 static int set_cpu_rng(const gck_py *py, PyObject *state)
@@ -39,12 +73,12 @@ static int from_shim(PyObject *result, PyObject **out)
     return 0;
 }
 
-int gck_ambient_capture(const gck_py *py, gck_ambient *a, int preserve_rng, PyObject *args, PyObject *kwargs)
+int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, PyObject *args, PyObject *kwargs)
 {
     int truth;
 
     if (preserve_rng) {
-        if ((a->cpu_rng = cpu_rng_state(py)) == NULL) {
+        if ((a->cpu_rng = stash_cpu_rng(py)) == NULL) {
             goto error;
         }
         if (py->has_accelerator

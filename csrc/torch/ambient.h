@@ -22,7 +22,7 @@ typedef struct {
 
 /* 0, or -1 with an exception; *a is then empty.  args: tuple, kwargs: dict or NULL:
  * where to look for the devices in use. */
-int gck_ambient_capture(const gck_py *py, gck_ambient *a, int preserve_rng, PyObject *args, PyObject *kwargs);
+int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, PyObject *args, PyObject *kwargs);
 
 /* Put the captured state in place; *s takes what was there.  On -1 nothing is changed. */
 int gck_ambient_enter(const gck_py *py, const gck_ambient *a, gck_surroundings *s);

@@ -90,6 +90,7 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
 #undef OBJECT
     Py_VISIT(py->make_saved_tensor);
     Py_VISIT(py->peek_functorch);
+    Py_VISIT(py->last_rng);
     Py_VISIT(py->as_non_leaf);
     Py_VISIT(py->cpu_bytes);
     Py_VISIT(py->shim);
@@ -106,6 +107,7 @@ void gck_py_clear(gck_py *py)
 #undef NAME
     Py_CLEAR(py->make_saved_tensor);
     Py_CLEAR(py->peek_functorch);
+    Py_CLEAR(py->last_rng);
     Py_CLEAR(py->as_non_leaf);
     Py_CLEAR(py->cpu_bytes);
     Py_CLEAR(py->shim);

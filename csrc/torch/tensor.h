@@ -51,6 +51,7 @@ typedef struct {
     PyObject *make_saved_tensor;   /* torch >= 2.12; NULL before                       */
     PyObject *peek_functorch;      /* torch._C._functorch.peek_interpreter_stack       */
     PyObject *as_non_leaf;         /* a DelayedError node: alias that requires grad    */
+    PyObject *last_rng;            /* latest stashed CPU generator state; see ambient.c */
     PyObject *cpu_bytes;           /* {"dtype": torch.uint8, "device": cpu}            */
     PyObject *shim;                /* gradckpt._shim: the rare paths, in Python        */
     struct {

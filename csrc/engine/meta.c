@@ -1,0 +1,70 @@
+/* meta.c: the metadata that the determinism check compares. */
+#include "frame.h"
+
+#include <string.h>
+
+static PyObject *attributes(const gck_py *py, PyObject *x)
+{
+    PyObject *shape = PyObject_GetAttr(x, py->names.shape);
+    PyObject *dtype = shape ? PyObject_GetAttr(x, py->names.dtype) : NULL;
+    PyObject *device = dtype ? PyObject_GetAttr(x, py->names.device) : NULL;
+    PyObject *objects = device ? PyTuple_Pack(3, shape, dtype, device) : NULL;
+
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    Py_XDECREF(device);
+    return objects;
+}
+
+int gck_meta_of(const gck_py *py, PyObject *x, gck_meta *meta)
+{
+    gck_dl_tensor dl;
+
+    memset(meta, 0, sizeof *meta);
+    if ((PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter) {
+        if (py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
+            PyErr_Clear();                       /* meta, sparse, quantised: the long way */
+        } else if (dl.ndim <= GCK_META_INLINE) {
+            meta->dtype = dl.dtype;
+            meta->device = dl.device;
+            meta->ndim = dl.ndim;
+            for (int d = 0; d < dl.ndim; d++) {
+                meta->sizes[d] = dl.shape[d];
+            }
+            return 0;
+        }
+    }
+    meta->objects = attributes(py, x);
+    return meta->objects == NULL ? -1 : 0;
+}
+
+int gck_meta_same(const gck_meta *a, const gck_meta *b)
+{
+    if (a->objects != NULL && b->objects != NULL) {
+        return PyObject_RichCompareBool(a->objects, b->objects, Py_EQ);
+    }
+    return a->objects == b->objects && a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
+        && memcmp(&a->device, &b->device, sizeof a->device) == 0
+        && memcmp(a->sizes, b->sizes, sizeof(int64_t) * (size_t)a->ndim) == 0;
+}
+
+PyObject *gck_meta_describe(const gck_meta *meta)
+{
+    PyObject *sizes;
+
+    if (meta->objects != NULL) {
+        return Py_NewRef(meta->objects);
+    }
+    sizes = PyList_New(0);
+    for (int d = 0; sizes != NULL && d < meta->ndim; d++) {
+        PyObject *size = PyLong_FromLongLong(meta->sizes[d]);
+        if (size == NULL || PyList_Append(sizes, size) < 0) {
+            Py_CLEAR(sizes);
+        }
+        Py_XDECREF(size);
+    }
+    return sizes == NULL ? NULL : Py_BuildValue("(Niiii)", sizes, meta->dtype.code, meta->dtype.bits,
+                                                meta->device.device_type, meta->device.device_id);
+}
+
+void gck_meta_clear(gck_meta *meta) { Py_CLEAR(meta->objects); }
