@@ -44,7 +44,7 @@ lint: $(VENV)/.strict  ## ruff and mypy
 gpu:  ## the tests and benchmarks that need CUDA
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	    $(MAKE) --no-print-directory $(VENV)/.strict && \
-	    $(BIN)/pytest -q -k "cuda or gpu" $(TEST_ARGS) && $(BIN)/python benchmarks/bench_codecs.py; \
+	    $(BIN)/pytest -q -k "cuda or gpu" $(TEST_ARGS) && $(BIN)/python benchmarks/bench_codecs.py --device cuda; \
 	else echo "make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run."; fi
 
 clean:  ## remove .venv and everything that was built

@@ -9,7 +9,7 @@ kernel, so gradckpt.encode() pays for page faults that memcpy into a warm buffer
 extension exports nothing but its module, hence the benchmark compiles csrc/codec/*.c once more
 with the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode() by ctypes:
 the shipped C, dispatch and streaming included. Several threads: as many Python threads, each with its
-own part of the buffers (ctypes releases the GIL).
+own part of the buffers (ctypes releases the GIL). The scalar kernels are timed 3 times at most.
 
 CUDA. torch.ops.gradckpt.encode and decode, timed by CUDA events beside a device copy.
 

@@ -13,6 +13,7 @@ from gradckpt import _C
 from gradckpt import _ops as _ops
 from gradckpt._C import Payload, checkpoint, codecs
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
+from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.stats import reset_stats, stats
 
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())
+trainer_guard.watch()
 
 
 def encode(x: Any, codec: str = "int8") -> Payload:

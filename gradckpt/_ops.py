@@ -17,11 +17,11 @@ def payload_nbytes(numel: int | torch.SymInt, itemsize: int, codec: str) -> int 
     return (numel + _GROUP - 1) // _GROUP * int(bits * _GROUP // 8)
 
 
-@torch.library.register_fake("gradckpt::encode")
+@torch.library.register_fake("gradckpt::encode")  # type: ignore[untyped-decorator]
 def _encode(x: torch.Tensor, codec: str) -> torch.Tensor:
     return x.new_empty((payload_nbytes(x.numel(), x.element_size(), codec),), dtype=torch.uint8)
 
 
-@torch.library.register_fake("gradckpt::decode")
+@torch.library.register_fake("gradckpt::decode")  # type: ignore[untyped-decorator]
 def _decode(payload: torch.Tensor, codec: str, size: list[int], dtype: torch.dtype) -> torch.Tensor:
     return payload.new_empty(size, dtype=dtype)

@@ -36,7 +36,7 @@ def tracing_mode_active() -> bool:
     return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
 
 
-class _StraightThrough(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):  # type: ignore[misc]
     """Forward: what the payload gives back. Backward: as if it had been the original."""
 
     @staticmethod
@@ -197,7 +197,14 @@ def recompute_within(context: Any, function: Callable[..., Any], args: tuple[Any
 
 
 def reentrant(
-    function: Any, args: Any, kwargs: Any, use_reentrant: Any, preserve: Any, context_fn: Any, determinism: Any, debug: Any
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    use_reentrant: Any,
+    preserve: Any,
+    context_fn: Any,
+    determinism: Any,
+    debug: Any,
 ) -> Any:
     """``use_reentrant=True`` and ``None`` are torch's own."""
     options: dict[str, Any] = {"preserve_rng_state": preserve, "debug": debug}
@@ -212,7 +219,7 @@ def reentrant(
 
 _APPROXIMATE = (
     "\nThis region's inputs were kept compressed, so the recompute ran on values that differ slightly from those of "
-    'the forward. If what it saves depends on values (routing, top-k, data-dependent shapes), use replay mode: '
+    "the forward. If what it saves depends on values (routing, top-k, data-dependent shapes), use replay mode: "
     'compress={"codec": ..., "replay": True}.\n'
 )
 

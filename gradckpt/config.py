@@ -9,7 +9,7 @@ from typing import Any, Union
 
 from gradckpt import _C
 
-__all__ = ["CompressionConfig", "Compress", "parse_compress"]
+__all__ = ["Compress", "CompressionConfig", "parse_compress"]
 
 #: The codec of ``compress=True``.
 DEFAULT_CODEC = "int8"

@@ -286,11 +286,10 @@ class TestTrainerFlag:
         assert train(model, tmp_path, **self.flags(name, kwargs)) == LAYERS
         assert handle.config == gradckpt.CompressionConfig("fp8", replay=True, min_numel=2)
 
-    @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning")
-    def test_without_enable_one_sentence_names_the_flag(self, name, tmp_path):
-        """torch's own sentence: nothing of gradckpt runs here. See README, "What it does not do"."""
-        with pytest.raises(ValueError, match=r"^Unexpected keyword arguments: compress$"):
-            train(build(), tmp_path, **self.flags(name, {"compress": "int8"}))
+    @pytest.mark.parametrize("reentrant", [{}, {"use_reentrant": False}], ids=["default", "non-reentrant"])
+    def test_without_enable_one_sentence_names_it(self, name, tmp_path, reentrant):
+        with pytest.raises(ValueError, match=rf"^gradckpt: {name}_kwargs asks for .* call gradckpt.enable\(model\)"):
+            train(build(), tmp_path, **self.flags(name, {"compress": "int8", **reentrant}))
 
 
 class TestPrecedence:

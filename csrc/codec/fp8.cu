@@ -9,7 +9,7 @@ GCK_LANE_FN bool lane_encode(float (&v)[VALUES], uint32_t limit, uint32_t (&code
     const uint32_t bits = group_max(lane_amax(v));
     const float amax = gck_float(bits);
     const int k = gck_prescale(FORMAT, amax);
-    const float by = gck_pow2_64(k);
+    const float by = gck_pow2(k);
     const uint32_t stored = gck_stored(FORMAT, 0, amax * by);
     const float m = gck_multiplier(FORMAT, 0, stored);
     const uint32_t keep = bits == 0 ? 0u : 0xFFFFFFFFu;      /* -0 in a zero group has code 0 */

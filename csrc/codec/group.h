@@ -70,7 +70,7 @@ typedef enum { GCK_E4M3, GCK_E5M2, GCK_INT8, GCK_INT8_PLAIN, GCK_NFORMATS } gck_
 #define GCK_ESC        0x8000u     /* the escape bit of a scale                  */
 #define GCK_ESC_TABLE  0xFF80u     /* the scale of a group in form B             */
 #define GCK_TINY       0x1p-80f    /* below: values are scaled by 2^64 first     */
-#define GCK_LARGE      0x1p13f     /* fp8, from here on: scaled by 2^-64 first   */
+#define GCK_LARGE      0x1p13f     /* fp8, from here on: scaled by 2^-96 first   */
 
 /* Hadamard signs: bit i set means value i is negated.  The first 128 bits of the
  * fraction of pi, so that nobody wonders. */
@@ -302,14 +302,15 @@ GCK_FN float gck_multiplier(gck_format format, int escaped, uint32_t stored)
     return format == GCK_E4M3 || format == GCK_E5M2 ? inv * gck_fp8_shift(format) : inv;
 }
 
-/* The exponent k of the scaling 2^k that keeps every intermediate normal. */
+/* The exponent k of the scaling 2^k that keeps every intermediate normal: for fp8, m is
+ * 2^-120 / s and must not be subnormal for amax up to 1e30. */
 GCK_FN int gck_prescale(gck_format format, float amax)
 {
     return amax < GCK_TINY ? 64
-         : amax >= GCK_LARGE && (format == GCK_E4M3 || format == GCK_E5M2) ? -64 : 0;
+         : amax >= GCK_LARGE && (format == GCK_E4M3 || format == GCK_E5M2) ? -96 : 0;
 }
 
-GCK_FN float gck_pow2_64(int k) { return k > 0 ? 0x1p64f : k < 0 ? 0x1p-64f : 1.f; }
+GCK_FN float gck_pow2(int k) { return k > 0 ? 0x1p64f : k < 0 ? 0x1p-96f : 1.f; }
 
 GCK_FN float gck_code_value(gck_format format, uint8_t code)
 {
@@ -395,7 +396,7 @@ GCK_FN uint32_t gck_table_code(gck_escape_table *t, float v, gck_dtype dtype, fl
 GCK_SLOW_FN uint16_t gck_encode_table(const void *x, gck_dtype dtype, int count, float amax, uint8_t *codes)
 {
     const int k = amax < GCK_TINY ? 64 : 0;
-    const float scale = gck_pow2_64(k);
+    const float scale = gck_pow2(k);
     const float step = amax * scale * (float)(0x1p32 / 59);        /* of the scaled values */
     const float inv = amax > 0.f ? 1.0f / (step * 0x1p-32f) : 0.f;
     gck_escape_table t = {step * (k ? 0x1p-64f : 1.f), {0.f, 0.f, 0.f}, 0};
@@ -464,7 +465,7 @@ GCK_SLOW_FN uint16_t gck_encode_unrotated(gck_format format, const void *x, gck_
         return gck_encode_table(x, dtype, count, amax, codes);
     }
     const int k = gck_prescale(format, amax);
-    const float scale = gck_pow2_64(k);
+    const float scale = gck_pow2(k);
     const uint32_t stored = amax > 0.f ? gck_stored(format, escaped, amax * scale) : 0u;
     /* The rounding and the top of int8 in form A are those of int8_plain. */
     const float m = amax > 0.f ? gck_multiplier(format == GCK_INT8 ? GCK_INT8_PLAIN : format, escaped, stored) : 0.f;

@@ -4,7 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { KEEP_DRAINED = 8 };   /* drained tables remembered, to tell "unpacked once" from "never" */
+enum {
+    KEEP_DRAINED = 8,   /* drained tables remembered, to tell "unpacked once" from "never"        */
+    KEEP_FILLED = 4,    /* backwards that left values behind: more than ever interleave on a frame */
+};
 
 gck_frame *gck_frame_new(gck_state *state)
 {
@@ -98,14 +101,17 @@ void gck_frame_table_free(gck_frame *frame, gck_table *table)
     }
 }
 
-/* The oldest drained tables go: their backwards are over. */
-static void forget_drained(gck_frame *frame)
+/* The oldest tables go: their backwards are over.  Were one not, it would recompute. */
+static void forget_old(gck_frame *frame)
 {
-    Py_ssize_t drained = 0;
+    Py_ssize_t drained = 0, filled = 0;
 
     for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
-        if (frame->tables[i]->phase == GCK_DRAINED && ++drained > KEEP_DRAINED) {
+        const gck_table *t = frame->tables[i];
+        if ((t->phase == GCK_DRAINED && ++drained > KEEP_DRAINED)
+            || (t->phase == GCK_FILLED && t->group == NULL && ++filled > KEEP_FILLED)) {
             gck_frame_table_free(frame, frame->tables[i]);
+            i = i < frame->ntables ? i : frame->ntables;     /* freeing may have freed others */
         }
     }
 }
@@ -134,7 +140,7 @@ gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
     table->phase = GCK_RESTORING;
     table->thread = PyThread_get_thread_ident();
     frame->tables[frame->ntables++] = table;
-    forget_drained(frame);
+    forget_old(frame);
     return table;
 }
 

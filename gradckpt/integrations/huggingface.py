@@ -446,6 +446,11 @@ def _seam_of(model: Any) -> _Seam | None:
     return seam if isinstance(seam, _Seam) else None
 
 
+def is_enabled(model: Any) -> bool:
+    """:func:`enable` prepared this model, or the one that it wraps (PEFT, DataParallel, compile)."""
+    return any(_seam_of(module) is not None for module in model.modules()) if model is not None else False
+
+
 def _is_on(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 

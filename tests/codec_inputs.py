@@ -1,0 +1,108 @@
+"""Values for the codec tests, as bits of a dtype (see codec_oracle)."""
+
+import codec_oracle as oracle
+import numpy as np
+import torch
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SIGNED = {"float32": np.int32, "float16": np.int16, "bfloat16": np.int16}
+EXPONENTS = {"float32": range(-149, 128), "float16": range(-24, 16), "bfloat16": range(-133, 128)}
+#: Of the maximum of each format, so that steps are powers of two and ties are met; and others.
+TOPS = (448.0, 57344.0, 127.0, 1.0, 1.3203125, 1.9375)
+
+
+def tensor(bits, dtype):
+    return torch.from_numpy(bits.copy().view(SIGNED[dtype])).view(DTYPES[dtype])
+
+
+def bits_of(x):
+    dtype = str(x.dtype).removeprefix("torch.")
+    return (
+        x.detach()
+        .contiguous()
+        .view(-1)
+        .view(torch.int32 if dtype == "float32" else torch.int16)
+        .numpy()
+        .view(oracle.WORDS[dtype])
+    )
+
+
+def every_pattern():
+    return np.arange(65536, dtype=np.uint32).astype(np.uint16)
+
+
+def with_dominators(bits, value, dtype):
+    """Groups of 127 of `bits` and one `value`, at a place that wanders; the last group is filled up with zeros."""
+    rows = -(-bits.size // 127)
+    padded = np.zeros(rows * 127, bits.dtype)
+    padded[: bits.size] = bits
+    out = np.empty((rows, 128), bits.dtype)
+    place = np.arange(rows) * 37 % 128
+    inside = np.arange(128)[None, :] != place[:, None]
+    out[inside] = padded
+    out[~inside] = oracle.to_bits([value], dtype)[0]
+    return out.ravel()
+
+
+def all_values(dtype):
+    """Every pattern of a 16-bit dtype: in order, shuffled, without escapes, and below a value at each scale."""
+    every = every_pattern()
+    values = oracle.to_float(every, dtype)
+    rng = np.random.default_rng(11)
+    finite = every[np.abs(values) <= oracle.LIMIT[dtype]]
+    ascending = every[np.argsort(np.nan_to_num(np.abs(values), nan=np.inf), kind="stable")]
+    parts = [every, ascending, rng.permutation(every), rng.permutation(finite)]
+    low, high = EXPONENTS[dtype][0], min(EXPONENTS[dtype][-1], 99)
+    for exponent in np.linspace(low + 8, high - 1, 8).astype(int):  # all of them under a spread of scales
+        parts.append(with_dominators(ascending, 1.3203125 * 2.0**exponent, dtype))
+    for n, exponent in enumerate(range(low, high + 1)):  # the ones that matter under every scale
+        for top in (TOPS[n % 3], TOPS[3 + n % 3]):
+            value = np.float32(top / 2.0 ** np.floor(np.log2(top)) * 2.0**exponent)
+            near = every[(np.abs(values) <= value) & (np.abs(values) >= value * np.float32(2.0**-10))]
+            if value <= oracle.LIMIT[dtype]:
+                parts.append(with_dominators(near, value, dtype))
+    return np.concatenate([np.resize(p, -(-p.size // 128) * 128) for p in parts])
+
+
+def all_binades():
+    """float32: random values of every binade, alone and with the 1, 12, 40 and 300 below it; then ties."""
+    rng = np.random.default_rng(12)
+    parts = []
+    for depth in (1, 12, 40, 300):
+        top = np.repeat(np.arange(-149, 128), 6 * 128)
+        exponent = np.maximum(top - rng.integers(0, depth, top.size), -149)
+        mantissa = 1.0 + rng.random(top.size)
+        parts.append((mantissa * 2.0**exponent * rng.choice([-1.0, 1.0], top.size)).astype(np.float32))
+    for top in TOPS[:3]:
+        for exponent in range(-158, 100, 3):
+            ties = (
+                np.arange(-127, 128) + 0.5
+                if top == 127
+                else rng.integers(-(2**6), 2**6, 255) * 2.0 ** rng.integers(-12, 9, 255)
+            )
+            group = np.append(np.clip(ties, -top, top), top)
+            parts.append((group * 2.0**exponent).astype(np.float32))
+    return oracle.to_bits(np.concatenate(parts), "float32")
+
+
+def inputs(dtype):
+    return all_binades() if dtype == "float32" else all_values(dtype)
+
+
+def gaussian(dtype, n, magnitude=1.0, seed=0):
+    values = np.random.default_rng([seed, n]).standard_normal(n, np.float32) * np.float32(magnitude)
+    return oracle.to_bits(values, dtype)
+
+
+def hostile(dtype, seed=0, groups=40):
+    """Gaussian groups sprinkled with NaN, Inf, the dtype's limits, values beyond 1e30, zeros and subnormals."""
+    rng = np.random.default_rng([13, seed])
+    values = (rng.standard_normal((groups, 128)) * 10.0 ** rng.uniform(-6, 3, (groups, 1))).astype(np.float32)
+    extremes = [np.nan, np.inf, -np.inf, oracle.MAX[dtype], -oracle.MAX[dtype], 0.0, -0.0, 1e-42, 6e-8]
+    extremes += [1e31, -2e38, 5e33, -1e31, 7e37] if dtype != "float16" else [65472.0, -65472.0]
+    for g in range(groups):
+        for _ in range(int(rng.integers(0, 12))):
+            values[g, rng.integers(0, 128)] = extremes[int(rng.integers(0, 5 if g % 2 else len(extremes)))]
+    values[5] = 0.0
+    values[6, 1:] = -0.0
+    return oracle.to_bits(values.ravel(), dtype)

@@ -1,0 +1,89 @@
+"""The instruction sets of the host codecs: forced in process, or called in a library built here."""
+
+import contextlib
+import ctypes
+import pathlib
+import shlex
+import shutil
+import subprocess
+
+import codec_oracle as oracle
+import numpy as np
+
+from gradckpt import _C
+
+CODEC = pathlib.Path(__file__).resolve().parent.parent / "csrc" / "codec"
+FORMATS = {"fp8_e4m3": 0, "fp8_e5m2": 1, "int8": 2, "int8_plain": 3}  # gck_format
+NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}  # gck_dtype
+KERNELS = (ctypes.c_void_p * 3) * 4
+
+
+@contextlib.contextmanager
+def forced(isa):
+    before = _C.isa()
+    _C.force_isa(isa)
+    try:
+        yield
+    finally:
+        _C.force_isa(before)
+
+
+def supported(isa):
+    try:
+        with forced(isa):
+            return True
+    except ValueError:
+        return False
+
+
+ISAS = [isa for isa in ("scalar", "avx2", "avx512") if supported(isa)]
+
+
+FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -mavx2 -mfma -mf16c -DGCK_EMULATE_AVX512 -Wall")
+
+
+class Table(ctypes.Structure):
+    """gck_isa."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("encode", KERNELS), ("decode", KERNELS)]
+
+
+def aligned(nbytes):
+    block = np.zeros(nbytes + 64, np.uint8)
+    start = -block.ctypes.data % 64
+    return block[start : start + nbytes]
+
+
+class EmulatedAvx512:
+    """The AVX-512 kernels against portable C (tests/emulation), for machines without it. Whole groups only."""
+
+    def __init__(self, folder):
+        gcc = shutil.which("gcc")
+        path = folder / "avx512.so"
+        sources = [CODEC / f"{name}.c" for name in ("fp8_avx512", "int8_avx512", "isa_avx512", "scalar")]
+        objects = [folder / f"{s.stem}.o" for s in sources]
+        running = [subprocess.Popen([gcc, *FLAGS, "-c", s, "-o", o]) for s, o in zip(sources, objects, strict=True)]
+        assert [p.wait() for p in running] == [0] * len(sources)
+        subprocess.run([gcc, "-shared", "-o", path, *objects, "-lm"], check=True)
+        self.library = ctypes.CDLL(str(path))
+        self.table = Table.in_dll(self.library, "gck_isa_avx512")
+
+    def encode(self, codec, bits, dtype, streaming=0):
+        groups = bits.size // 128
+        kernel = ctypes.CFUNCTYPE(
+            None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
+        )(self.table.encode[FORMATS[codec]][NUMBERS[dtype]])
+        payload = aligned(groups * 130)
+        kernel(bits.ctypes.data, groups, payload.ctypes.data, payload.ctypes.data + groups * 128, streaming)
+        return payload
+
+    def decode(self, codec, payload, numel, dtype, streaming=0):
+        groups = numel // 128
+        kernel = ctypes.CFUNCTYPE(
+            None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+        )(self.table.decode[FORMATS[codec]][NUMBERS[dtype]])
+        source = aligned(payload.size)
+        source[:] = payload
+        out = aligned(numel * np.dtype(oracle.WORDS[dtype]).itemsize)
+        kernel(source.ctypes.data, source.ctypes.data + groups * 128, groups, out.ctypes.data, streaming)
+        return out.view(oracle.WORDS[dtype])

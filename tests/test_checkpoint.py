@@ -1,0 +1,412 @@
+"""gradckpt.checkpoint without compression against torch.utils.checkpoint: the same to the last bit."""
+
+import functools
+import gc
+import threading
+import weakref
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as torch_checkpoint
+from _pytest.logging import LogCaptureHandler
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointError,
+    GraphExecGroup,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+import gradckpt
+
+theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
+BOTH = pytest.mark.parametrize("ck", [theirs, gradckpt.checkpoint], ids=["torch", "gradckpt"])
+Pair = namedtuple("Pair", "a b")
+
+
+def hooks_top():
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    torch.manual_seed(0)
+    yield
+    assert hooks_top() is None
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture
+def quiet_log(monkeypatch):
+    """debug=True logs in a way that pytest's own handler cannot format."""
+    monkeypatch.setattr(LogCaptureHandler, "handleError", lambda self, record: None)
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+# ---- one table, both implementations ----
+
+
+def nested(ck, depth, x):
+    return ck(lambda h: nested(ck, depth - 1, h.tanh()) * h.sin(), x) if depth else x.exp()
+
+
+def dropout_block(x, w):
+    return F.dropout(F.gelu(x @ w), 0.3) @ w
+
+
+def inside_grad(retain, x):
+    y = x.sin().exp()
+    (g,) = torch.autograd.grad(y.sum(), x, retain_graph=retain, create_graph=False)
+    return (x.cos() * g).exp()
+
+
+def inside_double(x):
+    (g,) = torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)
+    return g.exp() * x
+
+
+def other_device(x):
+    return x * torch.ones(8, 8, device="cpu") + x.sin()
+
+
+def autocast_twice(x, w):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (x @ w).sin().float() @ w
+
+
+def inplace(x):
+    y = x * 2
+    y.add_(1).sin_()
+    return y * x
+
+
+# name: function of (checkpoint, x, w)
+CASES = {
+    "one op": lambda ck, x, w: ck(torch.sin, x),
+    "identity": lambda ck, x, w: ck(lambda t: t, x) * 2,
+    "chain": lambda ck, x, w: ck(lambda t: t.sin().exp().tanh() @ t, x),
+    "mlp": lambda ck, x, w: ck(lambda t: F.layer_norm(F.gelu(t @ w), (8,)) + t, x),
+    "non-leaf": lambda ck, x, w: ck(lambda t: t.sin() @ w, x * 3),
+    "dropout": lambda ck, x, w: ck(dropout_block, x, w),
+    "dropout, rng not kept": lambda ck, x, w: ck(lambda t: t.sin().exp(), F.dropout(x, 0.5), preserve_rng_state=False),
+    "rng drawn inside": lambda ck, x, w: ck(lambda t: t.exp() * torch.rand(8, 8) + torch.randn(8, 8).sin(), x),
+    "kwargs": lambda ck, x, w: ck(lambda t, *, w, k: (t @ w).sin() * k, x, w=w, k=3),
+    "tensor only in kwargs": lambda ck, x, w: ck(lambda *, t: t.sin().exp(), t=x * 1),
+    "function by keyword": lambda ck, x, w: ck(function=lambda t: t.sin().exp(), t=x),
+    "nested args": lambda ck, x, w: ck(
+        lambda d: (d["p"].a @ d["l"][1][0]).sin(), {"p": Pair(x * 1, None), "l": [0, (w,)]}
+    ),
+    "odd args": lambda ck, x, w: ck(
+        lambda t, n, s, f: f(t).exp() if n is None and s == "s" else t, x, None, "s", torch.sin
+    ),
+    "nested outputs": lambda ck, x, w: ck(lambda t: {"a": [t.sin(), None], "b": Pair(t.exp(), (t.detach(), 3))}, x),
+    "output without grad": lambda ck, x, w: ck(lambda t: (t > 0, t.sin().exp()), x)[1],
+    "int input": lambda ck, x, w: ck(lambda t, i: t[i].sin().exp(), x, torch.tensor([0, 2, 2])),
+    "no input needs grad": lambda ck, x, w: ck(lambda t: (t @ w).sin().exp(), x.detach()),
+    "no arguments": lambda ck, x, w: ck(lambda: (x @ w).sin()),
+    "in-place on own tensor": lambda ck, x, w: ck(inplace, x),
+    "no_grad inside": lambda ck, x, w: ck(lambda t: t.sin() * no_grad_part(t), x),
+    "same tensor twice": lambda ck, x, w: ck(lambda a, b: (a * b).sin() * a, x, x),
+    "chunk and views": lambda ck, x, w: ck(lambda t: torch.cat([c.sin() * c for c in t.t().chunk(2)]).view(-1), x),
+    "two in a row": lambda ck, x, w: ck(lambda t: t.cos().exp(), ck(lambda t: t.sin() @ w, x)),
+    "nested 2": lambda ck, x, w: nested(ck, 2, x),
+    "nested 3": lambda ck, x, w: nested(ck, 3, x),
+    "nested with dropout": lambda ck, x, w: ck(lambda t: ck(dropout_block, t.sin(), w) * t, x),
+    "grad inside": lambda ck, x, w: ck(functools.partial(inside_grad, False), x),
+    "grad inside, retained": lambda ck, x, w: ck(functools.partial(inside_grad, True), x),
+    "grad inside, whole pass": lambda ck, x, w: ck(functools.partial(inside_grad, True), x, early_stop=False),
+    "double inside": lambda ck, x, w: ck(inside_double, x),
+    "early stop off": lambda ck, x, w: ck(lambda t: t.sin().exp() + 1, x, early_stop=False),
+    "determinism none": lambda ck, x, w: ck(lambda t: t.sin().exp(), x, determinism_check="none"),
+    "autocast inside": lambda ck, x, w: ck(autocast_twice, x, w),
+    "device given": lambda ck, x, w: ck(other_device, x),
+    "max pool, indices": lambda ck, x, w: ck(lambda t: F.max_pool2d(t.view(1, 1, 8, 8), 2).exp(), x),
+    "attention": lambda ck, x, w: ck(lambda t: F.scaled_dot_product_attention(t[None], t[None], w[None]), x),
+    "float64": lambda ck, x, w: ck(lambda t: t.double().sin().exp(), x),
+}
+
+
+@torch.no_grad()
+def no_grad_part(t):
+    return t.exp()
+
+
+class Counted:
+    """checkpoint that counts how often each function starts and ends, and notes the generator."""
+
+    def __init__(self, ck):
+        self.ck, self.calls, self.finished, self.seen = ck, 0, 0, []
+
+    def __call__(self, *args, function=None, **kwargs):
+        function, args = (args[0], args[1:]) if function is None else (function, args)
+
+        def counted(*a, **k):
+            self.calls += 1
+            self.seen.append(torch.get_rng_state().sum().item())
+            out = function(*a, **k)
+            self.finished += 1
+            return out
+
+        return self.ck(counted, *args, **kwargs)
+
+
+def measure(ck, case, backward=1):
+    torch.manual_seed(7)
+    x, w, counted, packed = leaf(8, 8), leaf(8, 8), Counted(ck), []
+    with saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t):
+        out = case(counted, x, w)
+    loss = sum(t.float().sum() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad)
+    torch.rand(5)  # so that a generator left where the recompute put it is noticed
+    for i in range(backward):
+        loss.backward(retain_graph=i + 1 < backward)
+    tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+    after = [torch.get_rng_state(), torch.rand(4)]
+    flags = [(t.requires_grad, t.is_leaf, type(t.grad_fn)) for t in tensors]
+    return [loss, x.grad, w.grad, *tensors, *after], [counted.calls, counted.finished, counted.seen, packed, flags]
+
+
+def assert_same(a, b):
+    assert a[1] == b[1]
+    assert len(a[0]) == len(b[0])
+    for p, q in zip(a[0], b[0], strict=True):
+        assert (p is None) == (q is None)
+        assert p is None or torch.equal(p, q)
+
+
+@pytest.mark.parametrize("backward", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_torch(name, backward):
+    assert_same(measure(theirs, CASES[name], backward), measure(gradckpt.checkpoint, CASES[name], backward))
+
+
+@pytest.mark.parametrize("surroundings", ["autocast", "autocast, no cache", "device", "early stop off", "debug"])
+@pytest.mark.parametrize("name", ["mlp", "dropout", "nested 2", "two in a row", "rng drawn inside"])
+def test_equals_torch_within(name, surroundings, quiet_log):
+    enter = {
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "autocast, no cache": lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
+        "device": lambda: torch.device("cpu"),
+        "early stop off": lambda: set_checkpoint_early_stop(False),
+        "debug": lambda: set_checkpoint_debug_enabled(name != "nested 2"),
+    }[surroundings]
+
+    def case(ck, x, w):
+        with enter():
+            return CASES[name](ck, x, w)
+
+    assert_same(measure(theirs, case), measure(gradckpt.checkpoint, case))
+
+
+@pytest.mark.parametrize("name", ["one op", "chain", "mlp", "dropout", "nested 2", "nested 3", "kwargs"])
+def test_double_backward(name):
+    def run(ck):
+        torch.manual_seed(3)
+        x, w = leaf(8, 8), leaf(8, 8)
+        (g,) = torch.autograd.grad(CASES[name](ck, x, w).sum(), x, create_graph=True)
+        return [g, *torch.autograd.grad(g.exp().sum(), [x, w], allow_unused=True)]
+
+    for a, b in zip(run(theirs), run(gradckpt.checkpoint), strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_gradgradcheck():
+    x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda t: nested(gradckpt.checkpoint, 2, t), x)
+    torch.autograd.gradgradcheck(lambda t: nested(gradckpt.checkpoint, 2, t), x)
+
+
+def test_mixes_with_torch():
+    def run(outer, inner):
+        torch.manual_seed(1)
+        x = leaf(8, 8)
+        outer(lambda t: inner(lambda u: F.dropout(u.sin()).exp(), t * 2) * t, x).sum().backward()
+        return x.grad
+
+    assert torch.equal(run(theirs, gradckpt.checkpoint), run(theirs, theirs))
+    assert torch.equal(run(gradckpt.checkpoint, theirs), run(theirs, theirs))
+
+
+# ---- reading, freeing, sharing a graph ----
+
+
+@BOTH
+def test_saved_tensor_outside_backward(ck):
+    runs = []
+    x = leaf(4)
+    y = ck(lambda t: runs.append(1) or t.exp().sin(), x)
+    first, second = y.grad_fn._saved_self, y.grad_fn._saved_self
+    assert torch.equal(first, x.exp())
+    assert torch.equal(second, x.exp())
+    assert len(runs) == 3
+    y.sum().backward()
+    assert len(runs) == 4
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+@BOTH
+def test_saved_tensors_unpacked_twice(ck, reads):
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            ctx.save_for_backward(t)
+            return t.exp()
+
+        @staticmethod
+        def backward(ctx, g):
+            for _ in range(reads):
+                (t,) = ctx.saved_tensors
+            return g * t
+
+    y = ck(lambda t: Reads.apply(t.sin()).sin(), leaf(4))
+    if reads == 1:
+        return y.sum().backward()
+    with pytest.raises(CheckpointError, match="already unpacked once"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["backward", "dropped", "dropped, recomputed in part"])
+def test_graph_dies_without_gc(how):
+    class Owner:
+        def __call__(self, t):
+            a = t.sin().exp()
+            return a.cos(), a.tanh()
+
+    gc.collect()
+    gc.disable()
+    try:
+        owner = Owner()
+        x = leaf(16) * 1
+        dead = [weakref.ref(owner), weakref.ref(x)]
+        y, z = gradckpt.checkpoint(owner, x, compress=None)
+        if how == "backward":
+            (y + z).sum().backward()
+        elif how != "dropped":
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+        del owner, x, y, z
+        assert [r() for r in dead] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_cycle_through_the_function_is_collected():
+    class Owner:
+        def __call__(self, t):
+            return t * 1.5
+
+    owner = Owner()
+    owner.result = gradckpt.checkpoint(owner, leaf(4))
+    dead = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert dead() is None
+
+
+@BOTH
+def test_part_of_the_graph_freed_early(ck):
+    x = leaf(8)
+    a, b = ck(lambda t: (t.sin().exp(), t.cos().tanh()), x)
+    del b
+    a.sum().backward()
+    a, b = ck(lambda t: (t.sin().exp(), t.cos().tanh()), x)
+    a.sum().backward()
+    b.sum().backward()
+    (want,) = torch.autograd.grad((2 * x.sin().exp() + x.cos().tanh()).sum(), x)
+    assert torch.allclose(x.grad, want)
+
+
+def test_backward_inside_a_region_that_goes_on():
+    """Tables made while the region records are shorter than its final number of slots."""
+
+    def fn(t):
+        a, b = t.sin(), t.cos()
+        torch.autograd.grad(a.sum(), t, retain_graph=True)
+        for _ in range(200):
+            b = b.sin()
+        return a + b
+
+    def run(ck, backward):
+        x = leaf(64)
+        for _ in range(20):
+            y = ck(fn, x)
+            if backward:
+                y.sum().backward()
+            del y
+        return x.grad
+
+    run(gradckpt.checkpoint, backward=False)
+    torch.manual_seed(0)
+    mine = run(gradckpt.checkpoint, backward=True)
+    torch.manual_seed(0)
+    assert torch.equal(mine, run(theirs, backward=True))
+
+
+@BOTH
+def test_graph_exec_group_recomputes_once(ck):
+    runs = []
+    x = leaf(8)
+    a, b = ck(lambda t: runs.append(1) or (t.sin().exp(), t.cos().tanh()), x)
+    with GraphExecGroup():
+        a.sum().backward()
+        b.sum().backward()
+    assert len(runs) == 2
+    y = ck(lambda t: t.sin().exp(), x)
+    with GraphExecGroup():
+        y.sum().backward(retain_graph=True)
+        with pytest.raises(CheckpointError, match="not allowed while under the"):
+            y.sum().backward()
+
+
+@BOTH
+def test_graph_exec_group_and_a_region_that_goes_on(ck):
+    def fn(t):
+        a = t.sin()
+        torch.autograd.grad(a.sum(), t, retain_graph=True)
+        for _ in range(60):
+            a = a.sin()
+        return a
+
+    with GraphExecGroup(), pytest.raises((CheckpointError, AssertionError)):
+        ck(fn, leaf(64)).sum().backward()
+
+
+def test_interleaved_backwards_of_one_frame():
+    x, runs = leaf(8), []
+    y = gradckpt.checkpoint(lambda t: runs.append(1) or t.sin().exp().sin(), x)
+    loss, inner = y.sum(), []
+
+    def hook(*_):
+        if len(inner) < 3:
+            inner.append(0)
+            inner[-1] = torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+    y.grad_fn.register_hook(hook)
+    loss.backward(retain_graph=True)
+    assert len(runs) == 5
+    assert torch.equal(x.grad, torch.autograd.grad(loss, x)[0])
+
+
+def test_threads_have_their_own_recompute():
+    want, got = [], [None] * 4
+    graphs = []
+    for i in range(4):
+        torch.manual_seed(i)
+        x = leaf(64, 64)
+        graphs.append((x, gradckpt.checkpoint(lambda t: F.dropout(t @ t, 0.0).sin().exp().tanh() @ t, x)))
+        want.append(torch.autograd.grad((x @ x).sin().exp().tanh().matmul(x).sum(), x)[0])
+
+    def work(i):
+        got[i] = torch.autograd.grad(graphs[i][1].sum(), graphs[i][0])[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

@@ -1,0 +1,271 @@
+"""gradckpt.encode and torch.ops.gradckpt on tensors: strides, threads, flags, operators, errors."""
+
+import codec_inputs
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from codec_inputs import DTYPES, bits_of, tensor
+from codec_isas import ISAS, forced
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradckpt
+
+CODECS = gradckpt.codecs()
+every_codec = pytest.mark.parametrize("codec", CODECS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def base(dtype, n=20000, seed=0):
+    return tensor(codec_inputs.gaussian(dtype, n, seed=seed), dtype)
+
+
+# ---- strides ----
+
+LAYOUTS = {
+    "transposed": (lambda b: b[:4200].view(60, 70).t(), (1, 70)),
+    "channels_last": (lambda b: b[:4320].view(2, 15, 12, 12).to(memory_format=torch.channels_last), (2160, 1, 180, 15)),
+    "permuted": (lambda b: b[:4320].view(6, 8, 90).permute(2, 0, 1), (1, 720, 90)),
+    "expanded": (lambda b: b[:130].view(130, 1).expand(130, 40), (40, 1)),
+    "expanded scalar": (lambda b: b[3].expand(7, 50), (50, 1)),
+    "step": (lambda b: b[5:9005:3], (1,)),
+    "step in rows": (lambda b: b[:9000].view(30, 300)[::2, 10:250:7], (35, 1)),
+    "narrow": (lambda b: b[:9000].view(30, 300)[:, 50:200], (150, 1)),
+    "as_strided": (lambda b: b.as_strided((5, 6, 70), (700, 90, 1), 123), (420, 70, 1)),
+    "overlapping": (lambda b: b.as_strided((100, 40), (3, 1), 11), (40, 1)),
+    "offset": (lambda b: b[1:3001], (1,)),
+    "0-dim": (lambda b: b[17], ()),
+    "empty": (lambda b: b[:0].view(0, 5), (5, 1)),
+    "ones": (lambda b: b.as_strided((1, 1000, 1), (9, 1, 7)), None),
+    "12 dimensions": (lambda b: b[: 2**12].view([2] * 12).permute(*range(11, -1, -1)), tuple(2**d for d in range(12))),
+}
+
+
+@every_codec
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(codec, dtype, layout):
+    """Bytes: those of the contiguous tensor. Strides of the result: kept when dense, else contiguous."""
+    make, strides = LAYOUTS[layout]
+    x = make(base(dtype))
+    want = oracle.encode(codec, bits_of(x), dtype)
+    for isa in ISAS:
+        with forced(isa):
+            payload = gradckpt.encode(x, codec)
+            np.testing.assert_array_equal(payload.data.numpy(), want)
+            restored = payload.decode()
+            assert (restored.shape, restored.dtype) == (x.shape, x.dtype)
+            assert strides is None or restored.stride() == strides
+            np.testing.assert_array_equal(bits_of(restored), oracle.decode(codec, want, x.numel(), dtype))
+
+
+@st.composite
+def views(draw):
+    """A strided view inside 4,000 values: dimensions permuted, with gaps, steps and an offset."""
+    ndim = draw(st.integers(0, 5))
+    sizes = draw(st.lists(st.integers(1, 9), min_size=ndim, max_size=ndim))
+    order = draw(st.permutations(range(ndim)))
+    strides, reach = [0] * ndim, 1
+    for d in order:
+        strides[d] = 0 if draw(st.integers(0, 9)) == 0 else reach + draw(st.integers(0, 2))
+        reach = max(reach, strides[d] * sizes[d])
+    return sizes, strides, draw(st.integers(0, 50))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(views(), st.sampled_from(CODECS), st.sampled_from(list(DTYPES)), st.integers(-20, 20), st.integers(0, 999))
+def test_any_view(view, codec, dtype, exponent, seed):
+    sizes, strides, offset = view
+    extent = offset + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    magnitude = 2.0 ** (exponent // 3 if dtype == "float16" else exponent)
+    storage = tensor(codec_inputs.gaussian(dtype, extent, magnitude, seed), dtype)
+    x = storage.as_strided(sizes, strides, offset)
+    payload = gradckpt.encode(x, codec)
+    assert torch.equal(payload.data, gradckpt.encode(x.contiguous(), codec).data)
+    restored = payload.decode()
+    assert restored.shape == x.shape
+    flat, groups = x.double().flatten(), -(-x.numel() // 128)
+    error = (flat - restored.double().flatten()).abs()
+    amax = torch.nn.functional.pad(flat.abs(), (0, groups * 128 - flat.numel())).view(-1, 128).amax(1)
+    unit = torch.finfo(x.dtype).eps
+    assert (
+        error
+        <= (gradckpt.codec_info(codec)["max_error"] * (1 + unit) + unit) * amax.repeat_interleave(128)[: flat.numel()]
+        + torch.finfo(x.dtype).smallest_normal * unit
+    ).all()
+
+
+# ---- surroundings ----
+
+
+@every_codec
+@every_dtype
+def test_input_is_not_written(codec, dtype):
+    storage = tensor(codec_inputs.hostile(dtype), dtype)
+    before = bits_of(storage).tobytes()
+    for x in (storage, storage[1:], storage[:5000].view(50, 100).t()):
+        version = x._version
+        gradckpt.encode(x, codec)
+        torch.ops.gradckpt.encode(x, codec)
+        assert x._version == version
+    assert bits_of(storage).tobytes() == before
+
+
+@pytest.fixture
+def flushing():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@every_codec
+@every_dtype
+def test_flush_denormal(codec, dtype, request):
+    bits = np.concatenate([codec_inputs.gaussian(dtype, 128 * 300, m) for m in (1.0, 3e-8, 1e-39, 1e-44)])
+    want = oracle.encode(codec, bits, dtype)
+    restored = oracle.decode(codec, want, bits.size, dtype)
+    x = tensor(bits, dtype)
+    request.getfixturevalue("flushing")
+    for isa in ISAS:
+        with forced(isa):
+            payload = gradckpt.encode(x, codec)
+            np.testing.assert_array_equal(payload.data.numpy(), want)
+            np.testing.assert_array_equal(bits_of(payload.decode()), restored)
+    assert (torch.tensor([1e-39]) * 1.0).item() == 0.0, "the caller's flag was not put back"
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@every_codec
+@every_dtype
+def test_threads(codec, dtype, threads):
+    flat = tensor(np.concatenate([codec_inputs.hostile(dtype, s) for s in range(60)])[:-77], dtype)
+    for x in (flat, flat[:300000].view(500, 600).t()):
+        results = []
+        for n in (1, 2, 3):
+            threads(n)
+            payload = gradckpt.encode(x, codec)
+            results.append((payload.data.numpy().tobytes(), bits_of(payload.decode()).tobytes()))
+        assert results[0] == results[1] == results[2]
+
+
+# ---- operators ----
+
+
+@every_codec
+@every_dtype
+def test_operators(codec, dtype):
+    for x in (base(dtype, 1000), base(dtype, 6000).view(60, 100).t(), base(dtype, 9)[:0], base(dtype, 9)[4]):
+        payload = gradckpt.encode(x, codec)
+        data = torch.ops.gradckpt.encode(x, codec)
+        assert torch.equal(data, payload.data)
+        restored = torch.ops.gradckpt.decode(data, codec, list(x.shape), x.dtype)
+        assert restored.is_contiguous()
+        np.testing.assert_array_equal(bits_of(restored), bits_of(payload.decode()))
+
+
+@every_codec
+def test_opcheck(codec):
+    tests = ("test_schema", "test_faketensor")
+    for x in (torch.randn(3, 100), torch.randn(300, dtype=torch.bfloat16), torch.randn(8, 33).t(), torch.zeros(0, 3)):
+        torch.library.opcheck(torch.ops.gradckpt.encode.default, (x, codec), test_utils=tests)
+        data = torch.ops.gradckpt.encode(x, codec)
+        torch.library.opcheck(
+            torch.ops.gradckpt.decode.default, (data, codec, list(x.shape), x.dtype), test_utils=tests
+        )
+
+
+def test_operator_errors():
+    x = torch.randn(300)
+    data = torch.ops.gradckpt.encode(x, "int8")
+    with pytest.raises(RuntimeError, match="unknown codec 'zip'"):
+        torch.ops.gradckpt.encode(x, "zip")
+    with pytest.raises(RuntimeError, match="unknown codec 'zip'"):
+        torch.ops.gradckpt.decode(data, "zip", [300], torch.float32)
+    with pytest.raises(RuntimeError, match="float32, float16 and bfloat16"):
+        torch.ops.gradckpt.encode(x.double(), "int8")
+    for size, payload in (([300], data[:-1]), ([400], data), ([3], data), ([0], data)):
+        with pytest.raises(RuntimeError, match=f"has [0-9]+ bytes, not {payload.numel()}"):
+            torch.ops.gradckpt.decode(payload, "int8", size, torch.float32)
+    for payload in (data.int(), data.repeat(2)[::2]):
+        with pytest.raises(RuntimeError, match="contiguous uint8"):
+            torch.ops.gradckpt.decode(payload, "int8", [300], torch.float32)
+    with pytest.raises(RuntimeError, match="float32, float16 or bfloat16"):
+        torch.ops.gradckpt.decode(data, "int8", [300], torch.float64)
+
+
+def test_profiler_sees_the_operators():
+    x = torch.randn(1000)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        data = torch.ops.gradckpt.encode(x, "int8")
+        torch.ops.gradckpt.decode(data, "int8", [1000], torch.float32)
+    assert {"gradckpt::encode", "gradckpt::decode"} <= {event.key for event in profile.key_averages()}
+
+
+# ---- errors ----
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def fake():
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        return torch.zeros(300)
+
+
+@every_codec
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.zeros(300, dtype=torch.int32), r"torch\.int32"),
+        (lambda: torch.zeros(300, dtype=torch.bool), r"torch\.bool"),
+        (lambda: torch.zeros(300, dtype=torch.float64), r"torch\.float64"),
+        (lambda: torch.zeros(300, dtype=torch.complex64), r"torch\.complex64"),
+        (lambda: torch.zeros(300).to_sparse(), "not a plain strided tensor"),
+        (lambda: torch.zeros(300, device="meta"), "not a plain strided tensor"),
+        (lambda: torch.zeros(300).as_subclass(Subclass), "tensor subclass"),
+        (fake, "tensor subclass"),
+        (lambda: [1.0], "expected a tensor, not <class 'list'>"),
+        (lambda: None, "expected a tensor, not <class 'NoneType'>"),
+    ],
+)
+def test_refused(codec, make, says):
+    x = make()
+    with pytest.raises(TypeError, match=says):
+        gradckpt.encode(x, codec)
+
+
+def test_unknown_codec():
+    for function in (lambda: gradckpt.encode(torch.zeros(3), "zip"), lambda: gradckpt.codec_info("zip")):
+        with pytest.raises(ValueError, match="unknown codec 'zip'") as caught:
+            function()
+        assert all(name in str(caught.value) for name in CODECS)
+    with pytest.raises(TypeError, match="named by a string, not int"):
+        gradckpt.encode(torch.zeros(3), 3)
+    assert gradckpt.encode(torch.zeros(3), "fp8").codec == "fp8_e4m3"
+
+
+def test_unknown_isa():
+    from gradckpt import _C
+
+    before = _C.isa()
+    with pytest.raises(ValueError, match="'sse9' is not known"):
+        _C.force_isa("sse9")
+    assert _C.isa() == before == _C.build_info()["isa"]
+
+
+def test_parameters_and_graphs():
+    """A parameter and a tensor inside a graph are plain tensors; what comes back is a leaf without grad."""
+    parameter = torch.nn.Parameter(torch.randn(200))
+    for x in (parameter, parameter * 2):
+        restored = gradckpt.encode(x).decode()
+        assert not restored.requires_grad
+        assert restored.shape == x.shape

@@ -1,0 +1,294 @@
+"""The bytes of every codec against the oracle, on every instruction set; what they promise of values.
+
+Tensors (strides, threads, operators, errors): test_codec_tensors.py."""
+
+import codec_inputs
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from codec_inputs import DTYPES, bits_of, tensor
+from codec_isas import ISAS, EmulatedAvx512, forced
+
+import gradckpt
+from gradckpt import _C
+
+CODECS = gradckpt.codecs()
+GROUPED = [c for c in CODECS if gradckpt.codec_info(c)["bits_per_value"]]
+#: Unit roundoff, and half of the smallest subnormal.
+ROUNDING = {"float32": (2.0**-24, 2.0**-150), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+
+every_codec = pytest.mark.parametrize("codec", CODECS)
+every_grouped = pytest.mark.parametrize("codec", GROUPED)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def _isa_is_put_back():
+    before = _C.isa()
+    yield
+    _C.force_isa(before)
+
+
+@pytest.fixture(scope="module")
+def avx512(tmp_path_factory):
+    return EmulatedAvx512(tmp_path_factory.mktemp("avx512"))
+
+
+def payload_of(bits, codec, dtype):
+    return gradckpt.encode(tensor(bits, dtype), codec).data.numpy()
+
+
+def round_trip(bits, codec, dtype):
+    return bits_of(gradckpt.encode(tensor(bits, dtype), codec).decode())
+
+
+def groups_of(bits, dtype):
+    """float64 values, in groups; the last one padded with zeros."""
+    values = np.zeros(-(-bits.size // 128) * 128)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values[: bits.size] = oracle.to_float(bits, dtype)
+    return values.reshape(-1, 128)
+
+
+def assert_same(got, want, what):
+    wrong = np.flatnonzero(got != want)
+    assert wrong.size == 0, f"{what}: {wrong.size} of {want.size} differ, first at {wrong[:5]}"
+
+
+def assert_bound(bits, decoded, codec, dtype, max_error=None):
+    """Every value of every group within max_error x amax, plus the rounding to the dtype."""
+    x, restored = groups_of(bits, dtype), groups_of(decoded, dtype)
+    escape = ~(np.abs(x) <= oracle.LIMIT[dtype])
+    amax = np.where(escape, 0.0, np.abs(x)).max(axis=1, keepdims=True)
+    restored = np.where(escape, x, restored)
+    unit, tiny = ROUNDING[dtype]
+    with np.errstate(invalid="ignore"):
+        bound = (max_error or gradckpt.codec_info(codec)["max_error"]) * amax + unit * np.abs(restored) + 2 * tiny
+        bound[escape] = 0.0
+        error = np.where(escape, 0.0, np.abs(x - restored))
+    worst = np.unravel_index(np.argmax(error - bound), error.shape)
+    assert (error <= bound).all(), f"|{x[worst]} - {restored[worst]}| > {bound[worst]}, group {worst[0]}"
+    assert_same(decoded[escape.ravel()[: bits.size]], canonical(bits, dtype)[escape.ravel()[: bits.size]], "escapes")
+
+
+def canonical(bits, dtype):
+    return oracle.to_bits(oracle.to_float(bits, dtype), dtype)
+
+
+# ---- the oracle itself ----
+
+
+def test_oracle_is_sound():
+    product = oracle.STAGES[0]
+    for stage in oracle.STAGES[1:]:
+        product = stage @ product
+    np.testing.assert_array_equal(product, oracle.HADAMARD)
+    np.testing.assert_array_equal(oracle.HADAMARD @ oracle.HADAMARD, 128 * np.eye(128))
+    codes = np.arange(256, dtype=np.uint8)
+    for codec, dtype, finite in (
+        ("fp8_e4m3", torch.float8_e4m3fn, codes & 127 < 127),
+        ("fp8_e5m2", torch.float8_e5m2, codes & 127 < 124),
+    ):
+        theirs = torch.from_numpy(codes).view(dtype).double().numpy()
+        np.testing.assert_array_equal(oracle.FORMATS[codec].value(codes)[finite], theirs[finite])
+
+
+# ---- bytes ----
+
+
+@every_codec
+@every_dtype
+def test_bytes_equal_oracle(codec, dtype, avx512):
+    """16-bit dtypes: all 65,536 values under a spread of scales; float32: every binade; with and without escapes."""
+    bits = np.concatenate([codec_inputs.inputs(dtype), *(codec_inputs.hostile(dtype, s) for s in range(4))])
+    want = oracle.encode(codec, bits, dtype)
+    restored = oracle.decode(codec, want, bits.size, dtype)
+    for isa in ISAS:
+        with forced(isa):
+            payload = gradckpt.encode(tensor(bits, dtype), codec)
+            assert_same(payload.data.numpy(), want, f"{isa} payload")
+            assert_same(bits_of(payload.decode()), restored, f"{isa} decoded")
+    if codec in GROUPED and "avx512" not in ISAS:
+        some = np.arange(0, bits.size, 128).repeat(128).reshape(-1, 128)[::2] + np.arange(128)
+        some = np.ascontiguousarray(bits[some.ravel()])
+        want = oracle.encode(codec, some, dtype)
+        for streaming in (0, 1):
+            assert_same(avx512.encode(codec, some, dtype, streaming), want, "avx512 payload")
+            decoded = avx512.decode(codec, want, some.size, dtype, streaming)
+            assert_same(decoded, oracle.decode(codec, want, some.size, dtype), "avx512 decoded")
+
+
+@every_codec
+@every_dtype
+def test_tails(codec, dtype):
+    for isa in ISAS:
+        with forced(isa):
+            for n in (0, 1, 2, 127, 128, 129, 255, 1000, 2049, 4097):
+                bits = codec_inputs.hostile(dtype, n, groups=40)[-n or 5120 :][:n]
+                payload = gradckpt.encode(tensor(bits, dtype), codec)
+                want = oracle.encode(codec, bits, dtype)
+                assert_same(payload.data.numpy(), want, f"{isa} n={n}")
+                assert_same(bits_of(payload.decode()), oracle.decode(codec, want, n, dtype), f"{isa} n={n}")
+
+
+@every_grouped
+@every_dtype
+def test_large_tensors_stream(codec, dtype):
+    """Above the sizes where stores go past the cache; tiled, so that the oracle sees little of it."""
+    tile = codec_inputs.gaussian(dtype, 128 * 512, seed=3)
+    tiles = (2**20 * 34 // tile.nbytes) + 1  # over 32 MiB of values, 8 MiB of payload
+    small = payload_of(tile, codec, dtype)
+    restored = round_trip(tile, codec, dtype)
+    x = tensor(np.tile(tile, tiles), dtype)
+    for isa in ISAS:
+        with forced(isa):
+            payload = gradckpt.encode(x, codec)
+            data = payload.data.numpy()
+            assert (data[: x.numel()].reshape(tiles, -1) == small[: tile.size]).all()
+            assert (data[x.numel() :].reshape(tiles, -1) == small[tile.size :]).all()
+            assert (bits_of(payload.decode()).reshape(tiles, -1) == restored).all()
+
+
+@every_codec
+def test_nbytes(codec):
+    info = gradckpt.codec_info(codec)
+    for dtype in DTYPES:
+        for n in (0, 1, 127, 128, 129, 1000, 128 * 1000):
+            payload = gradckpt.encode(torch.zeros(n, dtype=DTYPES[dtype]), codec)
+            bits = info["bits_per_value"] * -(-n // 128) * 128 or n * payload.dtype.itemsize * 8
+            assert payload.nbytes == payload.data.numel() == bits / 8
+            assert (payload.codec, payload.shape, payload.dtype) == (codec, (n,), DTYPES[dtype])
+
+
+# ---- values ----
+
+
+@every_grouped
+@every_dtype
+def test_error_bound(codec, dtype):
+    bits = codec_inputs.inputs(dtype)
+    whole = bits.reshape(-1, 128)
+    magnitude = np.abs(oracle.to_float(whole, dtype))
+    inside = (magnitude > oracle.LIMIT[dtype]) & (magnitude < oracle.MAX[dtype])
+    ordinary = np.ascontiguousarray(whole[~inside.any(axis=1)]).ravel()  # form B: below
+    assert_bound(ordinary, round_trip(ordinary, codec, dtype), codec, dtype)
+
+
+@every_dtype
+def test_raw_is_exact(dtype):
+    bits = codec_inputs.inputs(dtype)
+    assert_same(round_trip(bits, "raw", dtype), bits, "raw")
+
+
+@every_grouped
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bound_beside_values_beyond_1e30(codec, dtype):
+    """Form B: up to three such values come back exactly; the rest within amax / 118."""
+    x = np.random.default_rng(4).standard_normal((200, 128)).astype(np.float32)
+    x *= 10.0 ** np.random.default_rng(5).uniform(-30, 25, (200, 1)).astype(np.float32)
+    x[:, 7], x[::2, 50], x[::3, 90], x[::5, [1, 100]] = 1e31, -2e38, 7e36, np.nan
+    bits = oracle.to_bits(x.ravel(), dtype)
+    assert_bound(bits, round_trip(bits, codec, dtype), codec, dtype, max_error=1 / 118 * (1 + 2**-20))
+    x[:, 8:13] = [1e31, 2e31, 3e31, 4e31, -5e31]  # more than three: the last two become +-MAX
+    bits = oracle.to_bits(x.ravel(), dtype)
+    restored = groups_of(round_trip(bits, codec, dtype), dtype)
+    kept = groups_of(oracle.to_bits(x[:, 7:11].ravel(), dtype), dtype).ravel()
+    assert set(kept) >= set(restored[1, 7:11])
+    assert restored[1, 12] == -oracle.MAX[dtype]
+
+
+@every_grouped
+@every_dtype
+def test_limits_come_back(codec, dtype):
+    """NaN, +-Inf and the dtype's limits, one at each place of a group, and several together."""
+    limits = torch.finfo(DTYPES[dtype])
+    x = torch.randn(8 * 128, 128, dtype=torch.float32, generator=torch.Generator().manual_seed(6)).to(DTYPES[dtype])
+    specials = [float("nan"), float("inf"), float("-inf"), limits.max, limits.min]
+    for i in range(8 * 128):
+        for k in range(i // 128 - 2 if i >= 512 else 1):
+            x[i, (i + 5 * k) % 128] = specials[(i + k + i // 128) % 5]
+    bits = bits_of(x)
+    restored = round_trip(bits, codec, dtype)
+    assert_bound(bits, restored, codec, dtype)
+    np.testing.assert_array_equal(np.isnan(groups_of(restored, dtype)), torch.isnan(x).numpy())
+    for value in (*specials, 0.0):
+        constant = torch.full((300,), value, dtype=DTYPES[dtype])
+        torch.testing.assert_close(gradckpt.encode(constant, codec).decode(), constant, rtol=0, atol=0, equal_nan=True)
+
+
+@every_grouped
+@every_dtype
+def test_zero_subnormal_constant(codec, dtype):
+    zeros = torch.zeros(500, dtype=DTYPES[dtype])
+    zeros[::3] = -0.0
+    assert torch.equal(gradckpt.encode(zeros, codec).decode(), zeros)
+    subnormal = np.arange(-700, 700).astype(oracle.WORDS[dtype])  # both signs: the patterns next to 0 and to -1
+    sign = 1 << (8 * subnormal.itemsize - 1)
+    subnormal = np.where(np.arange(1400) < 700, np.arange(1400) | sign, np.arange(1400)).astype(subnormal.dtype)
+    assert_bound(subnormal, round_trip(subnormal, codec, dtype), codec, dtype)
+    for exponent in codec_inputs.EXPONENTS[dtype]:
+        if exponent < 99:
+            constant = oracle.to_bits(np.full(256, 1.375 * 2.0**exponent, np.float32), dtype)
+            assert_bound(constant, round_trip(constant, codec, dtype), codec, dtype)
+
+
+@every_dtype
+def test_int8_rms(dtype):
+    """The root mean square of a group's errors is at most |x| / 254, |x| its Euclidean norm: no constant hidden."""
+    bits = np.concatenate([codec_inputs.gaussian(dtype, 128 * 400), codec_inputs.inputs(dtype)])
+    values = np.abs(oracle.to_float(bits, dtype)).reshape(-1, 128)
+    ordinary = (values <= oracle.LIMIT[dtype]).all(axis=1) & (values.max(axis=1) > 2.0**-73)
+    bits = np.ascontiguousarray(bits.reshape(-1, 128)[ordinary]).ravel()
+    x, restored = groups_of(bits, dtype), groups_of(round_trip(bits, "int8", dtype), dtype)
+    rms, norm = np.sqrt(np.mean((x - restored) ** 2, axis=1)), np.sqrt(np.sum(x**2, axis=1))
+    unit, tiny = ROUNDING[dtype]
+    rounding = unit * np.sqrt(np.mean(restored**2, axis=1)) + tiny
+    assert (rms <= norm / 254 * (1 + 2**-7) + rounding).all()
+
+
+@every_grouped
+@every_dtype
+def test_encoding_again(codec, dtype):
+    """The second error is at most that of the first; FP8 grids whose products fit the dtype do not move at all."""
+    bits = codec_inputs.gaussian(dtype, 128 * 300, magnitude=3.0)
+    once = round_trip(bits, codec, dtype)
+    twice = round_trip(once, codec, dtype)
+    assert_bound(once, twice, codec, dtype)
+    if codec.startswith("fp8") and dtype != "bfloat16":  # 4 + 8 bits: exact in float32, nearly so in float16
+        assert_same(twice, once, "decoded again")
+        assert_same(payload_of(once, codec, dtype), payload_of(bits, codec, dtype), "encoded again")
+
+
+# ---- signal to noise ----
+
+
+def sqnr(x, restored, keep=slice(None)):
+    x, restored = x.double()[..., keep], restored.double()[..., keep]
+    return 10 * torch.log10((x**2).sum() / ((x - restored) ** 2).sum()).item()
+
+
+def outliers(seed, rows=256, columns=4096):
+    """Channels and tokens of different size, six large channels, two massive values in 1 token of 128; the rest."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, columns)) * np.exp(0.6 * rng.standard_normal(columns))
+    x *= np.exp(0.3 * rng.standard_normal((rows, 1)))
+    chosen = rng.choice(columns, 8, replace=False)
+    x[:, chosen[:6]] *= rng.uniform(20, 45, 6)
+    x[::128, chosen[6]], x[::128, chosen[7]] = 1500.0, -900.0
+    return torch.from_numpy(x).to(torch.bfloat16), np.setdiff1d(np.arange(columns), chosen)
+
+
+@pytest.mark.parametrize(
+    ("codec", "plain", "bulk"),
+    [("int8", 43, 40), ("int8_plain", 43, 27), ("fp8_e4m3", 31, 31), ("fp8_e5m2", 25, 25)],
+)
+def test_sqnr(codec, plain, bulk):
+    """On Gaussian values; on the small channels of the outlier set (the mean of six: which channels meet matters)."""
+    x = torch.randn(512, 4096, generator=torch.Generator().manual_seed(8)).to(torch.bfloat16)
+    assert sqnr(x, gradckpt.encode(x, codec).decode()) >= plain
+    sets = [outliers(seed) for seed in range(6)]
+    value = np.mean([sqnr(x, gradckpt.encode(x, codec).decode(), rest) for x, rest in sets])
+    assert value >= bulk
+    if codec == "int8_plain":  # the point of the rotation
+        assert value <= 31

@@ -1,0 +1,438 @@
+"""gradckpt.checkpoint(compress=...): what is kept, what comes back, what it costs in exactness."""
+
+import dataclasses
+import gc
+import weakref
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._pytree import register_dataclass
+
+import gradckpt
+from gradckpt import CompressionConfig
+
+CODECS = gradckpt.codecs()
+ALL = {"codec": "int8", "min_numel": 0}
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclasses.dataclass
+class Point:
+    h: torch.Tensor
+    name: str
+
+
+register_dataclass(Point)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.manual_seed(0)
+    gradckpt.reset_stats()
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert torch.is_grad_enabled()
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def activation(*shape, dtype=torch.float32):
+    return leaf(*shape, dtype=dtype) * 1
+
+
+def checkpoint(function, *args, compress=None, **kwargs):
+    return gradckpt.checkpoint(function, *args, compress=ALL if compress is None else compress, **kwargs)
+
+
+def kept(**options):
+    return gradckpt.stats()["kept"] | options
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+# ---- exactness ----
+
+# Measured over the 24 layers below: int8 0.018-0.025, e4m3 0.071-0.089, e5m2 0.14-0.18.
+BOUND = {"int8": 0.035, "int8_plain": 0.035, "fp8_e4m3": 0.12, "fp8_e5m2": 0.24}
+
+
+def smooth_net(run, x, weights):
+    for w in weights:
+        x = run(lambda h, w=w: h + F.gelu(F.layer_norm(h, h.shape[-1:]) @ w).tanh(), x)
+    return (x * x).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", CODECS)
+def test_exact_mode_loss_is_equal_and_gradients_are_near(codec, dtype):
+    x = leaf(32, 64, dtype=dtype)
+    weights = [(torch.randn(64, 64) / 8).to(dtype).requires_grad_() for _ in range(24)]
+    plain = smooth_net(lambda f, h: f(h), x * 1, weights)
+    mine = smooth_net(lambda f, h: checkpoint(f, h, compress={"codec": codec, "min_numel": 1}), x * 1, weights)
+    assert torch.equal(plain, mine)
+    s = gradckpt.stats()
+    assert (s["compressed"], s["encoded"], s["shared"]) == (24, 24, 0)
+    want, got = torch.autograd.grad(plain, [x, *weights]), torch.autograd.grad(mine, [x, *weights])
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b) if codec == "raw" else 0 < relative(a.float(), b.float()) < BOUND.get(codec, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", CODECS)
+def test_replay_recomputes_the_forward(codec, dtype):
+    seen = []
+
+    def fn(h, d):
+        seen.append([h.detach().clone(), d["h"].detach().clone()])
+        return F.dropout(h.sin() * d["h"]).topk(3).values
+
+    x = leaf(40, 33, dtype=dtype)
+    y = checkpoint(fn, x * 1, {"h": x * 2, "k": 1}, compress={"codec": codec, "replay": True})
+    y.float().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    h = [gradckpt.encode(x * k, codec).decode() for k in (1, 2)]
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], h, strict=True))
+    torch.manual_seed(0)
+    leaf(40, 33, dtype=dtype)
+    a, b = h[0].requires_grad_(), h[1].requires_grad_()
+    want = fn(a, {"h": b})
+    assert torch.equal(want, y)
+    want.float().sum().backward()
+    assert torch.allclose(x.grad, a.grad + 2 * b.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_nan_and_inf_stay():
+    x = activation(4, 512)
+    with torch.no_grad():
+        x[0, 0], x[1, 7], x[2, 9] = float("nan"), float("inf"), -float("inf")
+    seen = []
+    checkpoint(lambda h: seen.append(h.detach().clone()) or h.sin(), x).sum().backward()
+    special = ~torch.isfinite(seen[0])
+    assert torch.equal(seen[0][special].nan_to_num(7), seen[1][special].nan_to_num(7))
+    assert relative(seen[1][~special], seen[0][~special]) < 0.02
+
+
+# ---- what the recompute sees ----
+
+LAYOUTS = {
+    "plain": lambda: activation(6, 10),
+    "one value": lambda: activation(),
+    "empty": lambda: activation(4, 0, 3),
+    "transposed": lambda: activation(6, 10).t(),
+    "sliced": lambda: activation(6, 10)[:, ::2],
+    "offset": lambda: activation(40)[3:35].view(4, 8),
+    "expanded": lambda: activation(6, 1).expand(6, 5),
+    "channels last": lambda: activation(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "permuted": lambda: activation(2, 3, 4).permute(2, 0, 1),
+    "negated": lambda: torch.conj(activation(8, dtype=torch.complex64)).imag,
+    "bf16": lambda: activation(130, dtype=torch.bfloat16),
+    "fp16": lambda: activation(7, 19, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "fp8"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_restored_input_looks_like_the_original(layout, codec):
+    x, seen = LAYOUTS[layout](), []
+    dense = torch.empty_like(x).stride() == x.stride()
+
+    def fn(h):
+        seen.append((h.dtype, h.shape, h.device, h.requires_grad, h.is_leaf, h.stride() if dense else 0))
+        return (h.sin() * h).sin()
+
+    y = checkpoint(fn, x, compress={"codec": codec, "min_numel": 0})
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    want = torch.autograd.grad((x.sin() * x).sin().sum(), x)[0]
+    assert torch.allclose(g.float(), want.float(), atol=0.5)
+    assert (gradckpt.stats()["compressed"] == 0) == (layout == "negated")
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_region_may_change_its_input(replay):
+    def fn(h):
+        h.mul_(2)
+        h.view(-1)[::2].add_(1)
+        return h.sin()
+
+    x = leaf(16, 32)
+    y = checkpoint(fn, x * 1, compress={"codec": "raw", "min_numel": 0, "replay": replay})
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g, torch.autograd.grad(fn(x * 1).sum(), x)[0])
+
+
+def test_grad_inside_a_region():
+    def fn(h):
+        (g,) = torch.autograd.grad(h.sin().sum(), h, create_graph=True)
+        return g.exp() * h
+
+    x = leaf(16, 16)
+    for replay in (False, True):
+        config = CompressionConfig("raw", min_numel=0, replay=replay)
+        (g,) = torch.autograd.grad(checkpoint(fn, x * 1, compress=config).sum(), x)
+        assert torch.equal(g, torch.autograd.grad(fn(x * 1).sum(), x)[0])
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("inner", [None, "raw", "int8"])
+def test_nested_regions(inner, replay):
+    def outer(h, run):
+        h = run(lambda t: t.tanh() * t, h)  # the argument itself goes into the inner region
+        return run(lambda t: t.sin().exp(), h).cos()
+
+    def within(f, h):
+        return gradckpt.checkpoint(f, h, compress=inner and {"codec": inner, "min_numel": 0, "replay": replay})
+
+    x = leaf(64, 64)
+    y = checkpoint(outer, x * 1, within, compress={"codec": "int8", "min_numel": 0, "replay": replay})
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert relative(g, torch.autograd.grad(outer(x * 1, lambda f, h: f(h)).sum(), x)[0]) < 0.05
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_double_backward_and_retained_graph(backwards):
+    x = leaf(16, 16)
+    y = checkpoint(lambda h: h.sin() * h.exp(), x * 1, compress=CompressionConfig("raw", min_numel=0)).sum()
+    want = torch.autograd.grad((x.sin() * x.exp()).sum(), x, create_graph=True)[0]
+    for _ in range(backwards):
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        assert torch.equal(g, want)
+        assert torch.equal(*(torch.autograd.grad(t.sum(), x, retain_graph=True)[0] for t in (g, want)))
+
+
+# ---- lifetimes ----
+
+
+def test_original_and_restored_input_die():
+    gc.disable()
+    try:
+        seen = []
+        x = activation(64, 64)
+        original = weakref.ref(x)
+        y = checkpoint(lambda h: seen.append(weakref.ref(h)) or h + h.sin(), x, compress="int8")
+        del x
+        assert original() is None  # while the region waits for its backward
+        assert gradckpt.stats()["live_bytes"] == 64 * 64 * 130 // 128
+        y.sum().backward()
+        assert [r() for r in seen] == [None, None]
+        del y
+        assert gradckpt.stats()["live_bytes"] == 0
+        assert gradckpt.stats()["originals_alive"] == 0
+    finally:
+        gc.enable()
+
+
+def test_original_that_stays_is_reported():
+    x = activation(64, 64)
+    checkpoint(torch.sin, x).sum().backward()
+    assert gradckpt.stats()["originals_alive_bytes"] == 64 * 64 * 4
+
+
+def test_deep_chain_is_freed_without_backward():
+    y = activation(4)
+    for _ in range(2000):
+        y = checkpoint(torch.sin, y)
+    assert gradckpt.stats()["compressed"] == 2000
+    del y
+    gc.collect()
+    assert gradckpt.stats()["live_bytes"] == 0
+
+
+def test_one_payload_serves_several_regions():
+    x = activation(32, 32)
+    ys = [checkpoint(torch.sin, x) for _ in range(3)]
+    assert (gradckpt.stats()["encoded"], gradckpt.stats()["shared"]) == (1, 2)
+    ys.append(checkpoint(torch.sin, x, compress="raw"))
+    assert gradckpt.stats()["encoded"] == 2
+    for y in ys:
+        y.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("change", ["x.mul_(3)", "x.detach().mul_(3)", "x[0].zero_()", "x.data = x.data * 3"])
+def test_changed_input_is_encoded_again(change):
+    x, seen = activation(32, 32), []
+
+    def fn(h):
+        seen.append(h.detach().clone())
+        return h.sin()
+
+    ys = [checkpoint(fn, x, compress="raw")]
+    with torch.no_grad():
+        exec(change)
+    ys.append(checkpoint(fn, x, compress="raw"))
+    assert gradckpt.stats()["shared"] == 0
+    for i, y in enumerate(ys):
+        y.grad_fn._saved_self  # noqa: B018
+        assert torch.equal(seen[i], seen[-1])
+
+
+def test_view_with_another_shape_or_flag_is_not_shared():
+    config = {"codec": "raw", "min_numel": 0, "include": "floating", "leaves": True}
+    x, w = torch.randn(8, 16), leaf(8, 16)
+    checkpoint(torch.mul, x, w, compress=config)
+    x.requires_grad_()
+    checkpoint(torch.mul, x, w, compress=config).sum().backward()
+    assert torch.equal(x.grad, w)
+    x = x.detach()
+    checkpoint(torch.sin, x, compress=config)
+    x.data = x.data.view(16, 8)
+    seen = []
+    y = checkpoint(lambda h, w: seen.append(h.shape) or h * w.view(16, 8), x, w, compress=config)
+    y.sum().backward()
+    assert seen == [(16, 8), (16, 8)]
+
+
+def test_payload_of_the_user_is_not_shared():
+    x = activation(32, 32)
+    mine = gradckpt.encode(x)
+    weakref.finalize(mine, lambda: ys.append(checkpoint(torch.sin, x)))
+    ys = [checkpoint(torch.sin, x)]
+    mine.data.zero_()
+    del mine
+    assert gradckpt.stats()["encoded"] == 1
+    (g,) = torch.autograd.grad(ys[0].sum() + ys[1].sum(), x)
+    assert relative(g, 2 * x.detach().cos()) < 0.02
+
+
+# ---- what is compressed ----
+
+
+def test_containers_and_kwargs():
+    def fn(d, p, *, point, ls):
+        assert type(p) is Pair
+        assert type(point) is Point
+        assert (p.b, point.name, d["n"]) == ("s", "q", None)
+        return d["a"].sin() * p.a * point.h.exp() + ls[0][1]
+
+    parts = [leaf(8, 8) for _ in range(4)]
+
+    def arguments():
+        a, b, c, d = (t * 1 for t in parts)
+        return ({"a": a, "n": None}, Pair(b, "s")), {"point": Point(c, "q"), "ls": [(1, d)]}
+
+    args, kwargs = arguments()
+    y = checkpoint(fn, *args, **kwargs)
+    del args, kwargs
+    assert gradckpt.stats()["compressed"] == 4
+    args, kwargs = arguments()
+    plain = fn(*args, **kwargs)
+    assert torch.equal(y, plain)
+    for a, b in zip(torch.autograd.grad(y.sum(), parts), torch.autograd.grad(plain.sum(), parts), strict=True):
+        assert relative(a, b) < 0.03
+
+
+def test_container_without_activations_is_the_same_object():
+    seen, mask, config = [], torch.full((8, 8), -3.4e38), {"n": 1, "w": leaf(2000)}
+
+    def fn(h, config, mask):
+        seen.append((config, mask.data_ptr()))
+        return h.sin() + mask * 0
+
+    checkpoint(fn, activation(8, 8), config, mask, compress={"codec": "int8", "include": "activations", "min_numel": 0})
+    y = checkpoint(fn, activation(8, 8), config, mask)
+    y.sum().backward()
+    assert all(c is config and p == mask.data_ptr() for c, p in seen)
+    assert len(seen) == 3
+    assert kept() == {"does not require grad": 2, "leaf": 2}
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+REASONS = {
+    "leaf": lambda: leaf(4),
+    "does not require grad": lambda: torch.randn(4),
+    "dtype the codec does not take": lambda: activation(4, dtype=torch.float64),
+    "smaller than min_numel": lambda: activation(4),
+    "tensor subclass": lambda: activation(4).as_subclass(Sub),
+    "not a plain strided tensor with data": lambda: leaf(4, 4).to_sparse() * 1,
+}
+
+
+@pytest.mark.parametrize("reason", [*REASONS, "meta", "int", "parameter"])
+def test_what_is_kept_and_why(reason):
+    other = {"meta": lambda: torch.empty(4, device="meta", requires_grad=True) * 1, "int": lambda: torch.arange(4)}
+    x = (REASONS | other | {"parameter": lambda: torch.nn.Parameter(torch.randn(4))})[reason]()
+    seen = []
+    config = CompressionConfig(min_numel=5, leaves=reason == "parameter")
+    y = checkpoint(lambda t: seen.append(t) or t * 2, x, compress=config)
+    names = {"meta": "not a plain strided tensor with data", "int": "does not require grad", "parameter": "leaf"}
+    assert kept() == {names.get(reason, reason): 1}
+    assert gradckpt.stats()["compressed"] == 0
+    assert seen[0] is x
+    assert y.shape == x.shape
+
+
+def test_fake_mode_is_left_alone():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = leaf(64, 64) * 1
+        checkpoint(lambda h: h.sin().exp(), x).sum().backward()
+    assert gradckpt.stats()["compressed"] == 0
+    assert "tracing, fake or functional mode active" in kept()
+
+
+def test_inference_tensors():
+    with torch.inference_mode():
+        t = torch.randn(2000)
+        assert gradckpt.encode(t).decode().shape == t.shape
+    assert gradckpt.encode(t).nbytes > 0
+    y = checkpoint(
+        lambda h, t: h.sin() + t.clone(), activation(2000), t=t, compress={"codec": "int8", "include": "floating"}
+    )
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3)])
+def test_min_numel(shape):
+    n = torch.Size(shape).numel()
+    for limit in {n, n + 1, 0}:
+        gradckpt.reset_stats()
+        checkpoint(torch.sin, activation(*shape), compress=CompressionConfig(min_numel=limit)).sum().backward()
+        assert gradckpt.stats()["compressed"] == (n >= limit)
+
+
+# ---- outer hooks ----
+
+
+def test_outer_hooks_see_the_payload():
+    x, seen = leaf(64, 64), []
+    with save_on_cpu(), saved_tensors_hooks(lambda t: seen.append((t.dtype, t.numel())) or t, lambda t: t):
+        y = checkpoint(torch.sin, x * 1)
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert seen == [(torch.uint8, 64 * 64 * 130 // 128)]
+    assert relative(g, x.detach().cos()) < 0.02
+
+
+BACK = {
+    "float": lambda t: t.float(),
+    "short": lambda t: t[:1],
+    "meta": lambda t: t.to("meta"),
+    "strided": lambda t: torch.stack([t, t], 1)[:, 0],
+}
+
+
+@pytest.mark.parametrize("back", BACK)
+def test_outer_hooks_that_give_back_something_else(back):
+    """Refused, or understood; never read as something else."""
+    x = leaf(256, 256)
+    with saved_tensors_hooks(lambda t: t, BACK[back]):
+        y = checkpoint(torch.sin, x * 1, compress="raw")
+    try:
+        (g,) = torch.autograd.grad(y.sum(), x)
+    except RuntimeError as error:
+        if "gradckpt" not in str(error):
+            raise
+    else:
+        assert back not in ("short", "meta")
+        assert torch.equal(g, x.detach().cos())

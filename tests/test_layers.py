@@ -1,0 +1,91 @@
+"""The arrows of the house go one way: every #include and import is read, and a new arrow fails."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+
+#: room -> rooms whose headers it may include, besides its own and gradckpt.h
+ALLOWED = {"codec": set(), "torch": set(), "engine": {"torch"}, "module": {"engine", "torch"}}
+
+#: what only one room may know
+ONLY = {"Python.h": {"torch", "engine", "module"}, "dlfcn.h": {"torch"}, "cuda_runtime.h": {"codec"}}
+
+#: Python module -> modules of the package that it may import at the top level
+PYTHON = {
+    "gradckpt": {"gradckpt._C", "gradckpt._ops", "gradckpt.config", "gradckpt.stats", "gradckpt.integrations"},
+    "gradckpt._ops": {"gradckpt._C"},
+    "gradckpt._shim": set(),
+    "gradckpt.config": {"gradckpt._C"},
+    "gradckpt.stats": {"gradckpt._C", "gradckpt.config"},
+    "gradckpt.integrations": set(),
+    "gradckpt.integrations.huggingface": {"gradckpt", "gradckpt.config"},
+    "gradckpt.integrations.trainer_guard": {"gradckpt.integrations.huggingface"},
+}
+
+SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
+
+
+def room_of(path):
+    return path.stem if path.parent == CSRC else path.parent.name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(CSRC)))
+def test_includes_follow_the_arrows(path):
+    room = room_of(path)
+    for kind, name in re.findall(r'#include ([<"])([^>"]+)[>"]', path.read_text()):
+        if name in ONLY:
+            assert room in ONLY[name], f"{path.name} includes {name}"
+        if kind == "<":
+            continue
+        target = (path.parent / name).resolve()
+        assert target.exists() or name == "avx512_emulation.h", f"{path.name} includes {name}, which is not there"
+        if target.exists() and target.name != "gradckpt.h":
+            seen = room_of(target)
+            assert seen == room or seen in ALLOWED[room], f"{path.name} ({room}) includes {name} ({seen})"
+
+
+def test_no_cpp_no_torch_header():
+    assert not [p for p in CSRC.rglob("*") if p.suffix in {".cpp", ".cc", ".cxx", ".hpp"}]
+    for path in SOURCES:
+        assert not re.search(r"#include [<\"](torch|ATen|c10|pybind11)", path.read_text()), path
+
+
+def test_file_names_are_unique_and_files_hold_one_noun():
+    code = [p for p in SOURCES if p.suffix in {".c", ".cu", ".cuh"}]
+    assert len({p.name for p in code}) == len(code)
+    long = [p.name for p in code if len(p.read_text().splitlines()) > 500]
+    assert not long
+
+
+def imports_of(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "gradckpt":
+            yield from (
+                f"gradckpt.{a.name}" if f"gradckpt.{a.name}" in {*PYTHON, "gradckpt._C"} else "gradckpt"
+                for a in node.names
+            )
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "gradckpt").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for imported in imports_of(path):
+        if imported.split(".")[0] == "gradckpt":
+            allowed = PYTHON[name]
+            assert imported in allowed or imported.rpartition(".")[0] in allowed, f"{name} imports {imported}"
+        else:
+            assert imported.split(".")[0] not in {"transformers", "accelerate"}, f"{name} imports {imported} at the top"
+
+
+def test_ids_of_codecs_are_unique():
+    lines = re.findall(r"^GCK_CODEC\((\w+), +(\d+)\)", (CSRC / "codec" / "codecs.def").read_text(), re.MULTILINE)
+    assert len({i for _, i in lines}) == len(lines) >= 5
