@@ -9,7 +9,10 @@ const char *const gck_reason_text[GCK_NREASONS] = {
 #undef REASON
 };
 
-enum { GIL_RELEASE_NUMEL = 65536 };    /* below, releasing costs more than it frees */
+enum {
+    GIL_RELEASE_NUMEL = 65536,     /* below, releasing costs more than it frees                 */
+    CUDA_STRIDED_DIMS = 8,         /* more strided dimensions than the kernels take: kept as is */
+};
 
 static PyObject *import_attribute(const char *module, const char *attribute)
 {
@@ -261,6 +264,9 @@ static int view_memory(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *vie
     }
     view->strides = dl.strides == NULL || is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
     view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
+    if (view->device >= 0 && view->strides != NULL && view->ndim > CUDA_STRIDED_DIMS) {
+        return GCK_KEEP_LAYOUT;
+    }
     view->stream = NULL;
     if (view->device >= 0 && py->dlpack->current_work_stream(dl.device.device_type, view->device, &view->stream) != 0) {
         return -1;

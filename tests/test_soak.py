@@ -1,0 +1,117 @@
+"""Long runs, started by `make soak`: sanitizers, memory over many steps, random groups on every instruction set."""
+
+import gc
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from codec_isas import ISAS, forced
+
+import gradckpt
+from gradckpt import _C
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+    """The package with a C half under ASan and UBSan; environment to run it in."""
+    runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip("gcc has no libasan")
+    tree = tmp_path_factory.mktemp("sanitized")
+    for name in ("csrc", "gradckpt", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tree / name)
+    for built in (tree / "gradckpt").glob("_C*.so"):
+        built.unlink()
+    env = {**os.environ, "GRADCKPT_SANITIZE": "address,undefined", "GRADCKPT_CUDA": "0"}
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, env=env, check=True)
+    options = {
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0,abort_on_error=1",
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(tree),
+        "HF_HUB_OFFLINE": "1",
+    }
+    return tree, {**os.environ, **options}
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    "files",
+    [["test_checkpoint.py", "test_checkpoint_errors.py"], ["test_compress.py", "test_compress_config.py"]],
+    ids=["checkpoint", "compress"],
+)
+def test_engine_under_sanitizers(sanitized, files):
+    tree, env = sanitized
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [str(tree / "tests" / f) for f in files]
+    out = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-5000:]
+
+
+@pytest.mark.timeout(3000)
+def test_codecs_under_sanitizers(sanitized):
+    tree, env = sanitized
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    out = subprocess.run(
+        [*command, str(tree / "tests" / "test_codec_tensors.py")], cwd=tree, env=env, capture_output=True, text=True
+    )
+    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-5000:]
+
+
+def resident_kib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("compress", [None, "int8", {"codec": "fp8", "replay": True}], ids=["none", "int8", "replay"])
+def test_memory_stays_flat_without_the_collector(compress):
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.1))
+
+    def step():
+        x = torch.randn(64, 64, requires_grad=True)
+        h = x * 1
+        for _ in range(3):
+            h = gradckpt.checkpoint(layer, h, compress=compress)
+        h.sum().backward()
+        layer.zero_grad()
+
+    for _ in range(300):
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        blocks, peak = sys.getallocatedblocks(), resident_kib()
+        for _ in range(10_000):
+            step()
+        assert sys.getallocatedblocks() - blocks < 200
+        assert resident_kib() - peak < 4096
+    finally:
+        gc.enable()
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("codec", [c for c in _C.codecs() if c != "raw"])
+def test_random_groups_on_every_instruction_set(codec):
+    rng = np.random.default_rng(7)
+    for _ in range(60):
+        bits = torch.from_numpy(rng.integers(0, 1 << 32, 128 * 2000, dtype=np.uint32).view(np.int32))
+        scale = torch.from_numpy(np.ldexp(1.0, rng.integers(-60, 60, (2000, 1))).astype(np.float32))
+        values = [bits.view(torch.float32), torch.randn(2000, 128) * scale]
+        for x in values:
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                with forced("scalar"):
+                    expected = gradckpt.encode(x.to(dtype), codec)
+                    decoded = expected.decode()
+                for isa in ISAS:
+                    with forced(isa):
+                        assert torch.equal(gradckpt.encode(x.to(dtype), codec).data, expected.data), (isa, dtype)
+                        assert torch.equal(expected.decode().view(torch.uint8), decoded.view(torch.uint8)), (isa, dtype)
