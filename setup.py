@@ -103,6 +103,8 @@ class BuildExt(build_ext):
             links += [static_cudart(nvcc), "-lpthread", "-lrt"]
         path = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
+        # The interpreter's own link line may carry a path of the machine that built it.
+        self.compiler.linker_so = [f for f in self.compiler.linker_so if not f.startswith("-Wl,-rpath")]
         self.compiler.link_shared_object(objects, path, extra_postargs=[*links, "-lm", "-ldl"])
 
     def choose_cuda(self, cuda_sources: list[str]) -> tuple[str | None, str]:
