@@ -288,9 +288,7 @@ class TestTrainerFlag:
 
     @pytest.mark.parametrize("reentrant", [{}, {"use_reentrant": False}], ids=["default", "non-reentrant"])
     def test_without_enable_one_sentence_names_it(self, name, tmp_path, reentrant):
-        with pytest.raises(
-            ValueError, match=r"^gradckpt: \w+_kwargs asks for .* call gradckpt.enable\(model\)"
-        ):
+        with pytest.raises(ValueError, match=r"^gradckpt: \w+_kwargs asks for .* call gradckpt.enable\(model\)"):
             train(build(), tmp_path, **self.flags(name, {"compress": "int8", **reentrant}))
 
 

@@ -37,16 +37,22 @@ static PyObject *import_optional(const char *module, const char *attribute)
     return value;
 }
 
+/* A capsule; early builds of torch 2.10 have the bare address under an older name. */
 static int load_dlpack(gck_py *py)
 {
     PyObject *capsule = PyObject_GetAttrString(py->Tensor, "__dlpack_c_exchange_api__");
 
     if (capsule == NULL) {
         PyErr_Clear();
+        capsule = PyObject_GetAttrString(py->Tensor, "__c_dlpack_exchange_api__");
+    }
+    if (capsule == NULL) {
+        PyErr_Clear();
         PyErr_SetString(PyExc_ImportError, "gradckpt needs torch >= 2.10: this torch has no DLPack exchange table");
         return -1;
     }
-    py->dlpack = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    py->dlpack = PyLong_Check(capsule) ? PyLong_AsVoidPtr(capsule)
+                                       : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     Py_DECREF(capsule);
     if (py->dlpack == NULL) {
         return -1;

@@ -1,0 +1,53 @@
+"""torch 2.10 and 2.11 lack `_make_saved_tensor`; the engine then keeps inputs and their versions itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROLOGUE = """
+import torch, torch.utils.checkpoint
+del torch._C._autograd._make_saved_tensor
+import gradckpt
+net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.3), torch.nn.Linear(64, 64))
+
+def run(call):
+    torch.manual_seed(0)
+    x = torch.randn(128, 64, requires_grad=True)
+    h = x * 1
+    for _ in range(3):
+        h = call(net, h)
+    net.zero_grad()
+    h.square().mean().backward()
+    return [h.detach(), x.grad, *[p.grad.clone() for p in net.parameters()], torch.get_rng_state()]
+
+def same(a, b):
+    return all(torch.equal(u, v) for u, v in zip(a, b, strict=True))
+
+plain = run(lambda f, x: f(x))
+"""
+
+CASES = {
+    "bit-equal": "assert same(plain, run(gradckpt.checkpoint))",
+    "raw payloads": "assert same(plain, run(lambda f, x: gradckpt.checkpoint(f, x, compress='raw')))",
+    "nested": "ck = lambda f, x: gradckpt.checkpoint(lambda y: gradckpt.checkpoint(f, y, compress='raw'), x)\n"
+    "assert same(plain, run(ck))",
+    "under save_on_cpu": "with torch.autograd.graph.save_on_cpu():\n    assert same(plain, run(gradckpt.checkpoint))",
+    "in-place change": """
+x = torch.randn(8, 8, requires_grad=True) * 1
+y = gradckpt.checkpoint(torch.sin, x)
+x.add_(1)
+try:
+    y.sum().backward()
+except RuntimeError as error:
+    assert "modified by an inplace operation" in str(error)
+else:
+    raise AssertionError("not noticed")
+""",
+}
+
+
+@pytest.mark.parametrize("code", CASES.values(), ids=CASES.keys())
+def test_without_make_saved_tensor(code):
+    out = subprocess.run([sys.executable, "-c", PROLOGUE + code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
