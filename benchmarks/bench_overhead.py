@@ -8,14 +8,13 @@ are timed in turn, round by round; the medians of the rounds are reported.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from machine import describe, table
+from machine import facts, print_head, print_json, print_table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
@@ -79,15 +78,14 @@ def main() -> None:
         peer = "torch, no RNG" if "no RNG" in name else "torch"
         share = f"{over / result[peer]['overhead_us']:.3f}" if name.startswith("gradckpt") else ""
         rows.append([name, f"{forward:.1f}", f"{backward:.1f}", f"{over:.1f}", share])
+    found = facts()
     if not args.json:
-        print(describe())
-        table(["", "forward us", "backward us", "overhead us", "of torch's"], rows)
+        print_head("host cost per checkpointed region (Linear + ReLU)", found)
+        print_table("", ["", "forward us", "backward us", "overhead us", "of torch's"], rows)
         print(
             "overhead: forward + backward per region, less plain forward + backward, less one forward (the recompute)"
         )
-    print(
-        json.dumps({"benchmark": "overhead", "machine": describe(), "threads": args.threads, "us_per_region": result})
-    )
+    print_json({"benchmark": "overhead", **found, "us_per_region": result})
 
 
 if __name__ == "__main__":
