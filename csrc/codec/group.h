@@ -541,7 +541,7 @@ GCK_FN void gck_decode_group(gck_format format, const uint8_t *codes, uint16_t s
         gck_decode_unrotated(format, codes, scale, x, dtype, count);
         return;
     }
-    int32_t y[GCK_GROUP];                          /* |sums| <= 128 * 127: exact in any order */
+    int32_t y[GCK_GROUP];                          /* |sums| <= 128 * 128: exact in any order */
     for (int i = 0; i < GCK_GROUP; i++) {
         y[i] = (int8_t)codes[i];
     }
