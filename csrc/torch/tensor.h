@@ -39,10 +39,9 @@
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
-    NAME(shape) NAME(dtype) NAME(device) NAME(type) NAME(index) NAME(layout)           \
-    NAME(requires_grad) NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach)   \
-    NAME(unpack) NAME(get_state) NAME(set_state) NAME(_version) NAME(record_stream)    \
-    NAME(__enter__) NAME(__exit__) NAME(contiguous) NAME(register_hook)
+    NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
+    NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack)          \
+    NAME(get_state) NAME(set_state) NAME(_version)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;
