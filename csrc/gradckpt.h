@@ -40,6 +40,20 @@ typedef struct {
     void          *stream;       /* cudaStream_t of that device; NULL on the host */
 } gck_tensor;
 
+/* Do these strides mean the contiguous order?  Then a gck_tensor's may be NULL. */
+static inline int gck_is_contiguous(int ndim, const int64_t *sizes, const int64_t *strides)
+{
+    int64_t expected = 1;
+
+    for (int d = ndim - 1; d >= 0; d--) {
+        if (sizes[d] != 1 && strides[d] != expected) {
+            return 0;
+        }
+        expected *= sizes[d];
+    }
+    return 1;
+}
+
 /* How to split host work: calls body(begin, end, ctx) over disjoint parts of
  * [begin, end), each at least `grain` long, from any threads; returns when all are
  * done.  NULL where a gck_parallel_for is asked for means "this thread". */

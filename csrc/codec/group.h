@@ -167,20 +167,7 @@ GCK_FN float gck_max_value(gck_dtype dtype)
     return gck_float(dtype == GCK_F16 ? 0x477FE000u : dtype == GCK_BF16 ? 0x7F7F0000u : 0x7F7FFFFFu);
 }
 
-/* An ordinary value: rounded once; a float16 never overflows into an escape. */
-GCK_FN void gck_store(void *x, gck_dtype dtype, int64_t i, float v)
-{
-    if (dtype == GCK_F16) {
-        v = v > 65472.f ? 65472.f : v < -65472.f ? -65472.f : v;
-        ((uint16_t *)x)[i] = gck_to_f16(v);
-    } else if (dtype == GCK_BF16) {
-        ((uint16_t *)x)[i] = gck_to_bf16(v);
-    } else {
-        ((float *)x)[i] = v;
-    }
-}
-
-/* An escape: exact in its dtype, stored as it is. */
+/* v in the dtype, rounded once.  As it is for an escape, which is exact in its dtype. */
 GCK_FN void gck_store_escape(void *x, gck_dtype dtype, int64_t i, float v)
 {
     if (dtype == GCK_F16) {
@@ -190,6 +177,12 @@ GCK_FN void gck_store_escape(void *x, gck_dtype dtype, int64_t i, float v)
     } else {
         ((float *)x)[i] = v;
     }
+}
+
+/* An ordinary value: a float16 never overflows into an escape. */
+GCK_FN void gck_store(void *x, gck_dtype dtype, int64_t i, float v)
+{
+    gck_store_escape(x, dtype, i, dtype != GCK_F16 ? v : v > 65472.f ? 65472.f : v < -65472.f ? -65472.f : v);
 }
 
 /* ---- steps ---- */

@@ -275,29 +275,15 @@ static PyMethodDef unpack_def = {"unpack", gck_unpack, METH_O, NULL};
 static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs)
 {
     const gck_py *py = &frame->state->py;
-    PyObject *pack_hook = PyCFunction_New(&pack_def, (PyObject *)frame);
-    PyObject *unpack_hook = PyCFunction_New(&unpack_def, (PyObject *)frame);
-    PyObject *pushed = NULL, *result = NULL, *type, *error, *traceback, *popped;
+    PyObject *result;
 
-    if (pack_hook != NULL && unpack_hook != NULL) {
-        pushed = PyObject_CallFunctionObjArgs(py->push_hooks, pack_hook, unpack_hook, NULL);
-    }
-    Py_XDECREF(pack_hook);
-    Py_XDECREF(unpack_hook);
-    if (pushed == NULL) {
+    if (gck_hooks_push(py, &pack_def, &unpack_def, (PyObject *)frame) < 0) {
         return NULL;
     }
-    Py_DECREF(pushed);
     result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
                              : PyObject_CallMethod(py->shim, "call_within", "OOOO", context, frame->function, args,
                                                    kwargs ? kwargs : Py_None);
-    PyErr_Fetch(&type, &error, &traceback);
-    popped = PyObject_CallNoArgs(py->pop_hooks);
-    if (popped == NULL) {
-        PyErr_WriteUnraisable(py->pop_hooks);
-    }
-    Py_XDECREF(popped);
-    PyErr_Restore(type, error, traceback);
+    gck_hooks_pop(py);
     return result;
 }
 

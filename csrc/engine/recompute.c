@@ -119,32 +119,6 @@ static PyObject *recompute_unpack(PyObject *op, PyObject *x)
 static PyMethodDef recompute_pack_def = {"recompute_pack", recompute_pack, METH_O, NULL};
 static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack, METH_O, NULL};
 
-static int push_hooks(const gck_py *py, PyMethodDef *pack_def, PyMethodDef *unpack_def, PyObject *self)
-{
-    PyObject *pack = PyCFunction_New(pack_def, self);
-    PyObject *unpack = PyCFunction_New(unpack_def, self);
-    PyObject *result = pack && unpack ? PyObject_CallFunctionObjArgs(py->push_hooks, pack, unpack, NULL) : NULL;
-
-    Py_XDECREF(pack);
-    Py_XDECREF(unpack);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
-/* Also with an exception pending, which survives. */
-static void pop_hooks(const gck_py *py)
-{
-    PyObject *type, *value, *traceback, *result;
-
-    PyErr_Fetch(&type, &value, &traceback);
-    result = PyObject_CallNoArgs(py->pop_hooks);
-    if (result == NULL) {
-        PyErr_WriteUnraisable(py->pop_hooks);    /* somebody popped our hooks: nothing left to undo */
-    }
-    Py_XDECREF(result);
-    PyErr_Restore(type, value, traceback);
-}
-
 /* ---- running the function again ---- */
 
 /* Arguments from the entries.  0 or -1; both owned by the caller. */
@@ -178,7 +152,7 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
     const gck_py *py = &frame->state->py;
     PyObject *result;
 
-    if (push_hooks(py, &recompute_pack_def, &recompute_unpack_def, (PyObject *)self) < 0) {
+    if (gck_hooks_push(py, &recompute_pack_def, &recompute_unpack_def, (PyObject *)self) < 0) {
         return -1;
     }
     if (frame->recompute_context == NULL) {
@@ -187,7 +161,7 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
         result = PyObject_CallMethod(py->shim, "recompute_within", "OOOO", frame->recompute_context, frame->function,
                                      args, kwargs ? kwargs : Py_None);
     }
-    pop_hooks(py);
+    gck_hooks_pop(py);
     Py_XDECREF(result);
     if (result == NULL) {
         /* Ours, or of a region inside: torch swallows both. */

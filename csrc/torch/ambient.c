@@ -50,16 +50,6 @@ static int set_cpu_rng(const gck_py *py, PyObject *state)
     return result == NULL ? -1 : 0;
 }
 
-/* A C-level getter without arguments, as truth: 1, 0, -1. */
-static int ask(PyObject *getter)
-{
-    PyObject *value = PyObject_CallNoArgs(getter);
-    const int truth = value == NULL ? -1 : PyObject_IsTrue(value);
-
-    Py_XDECREF(value);
-    return truth;
-}
-
 /* Store method(...) of the shim in *out, None as NULL.  0 or -1. */
 static int from_shim(PyObject *result, PyObject **out)
 {
@@ -87,11 +77,11 @@ int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, PyObject *
             goto error;
         }
     }
-    truth = ask(py->any_autocast);
+    truth = gck_ask(py->any_autocast);
     if (truth < 0 || (truth && from_shim(PyObject_CallMethod(py->shim, "autocast_capture", NULL), &a->autocast) < 0)) {
         goto error;
     }
-    truth = ask(py->function_stack_len);
+    truth = gck_ask(py->function_stack_len);
     if (truth < 0
         || (truth && from_shim(PyObject_CallMethod(py->shim, "device_context", NULL), &a->device) < 0)) {
         goto error;
@@ -124,7 +114,7 @@ int gck_ambient_enter(const gck_py *py, const gck_ambient *a, gck_surroundings *
         goto error;
     }
     /* Nothing enabled then and nothing now: entering autocast would change nothing. */
-    autocast = a->autocast != NULL ? 1 : ask(py->any_autocast);
+    autocast = a->autocast != NULL ? 1 : gck_ask(py->any_autocast);
     if (autocast < 0) {
         goto error;
     }

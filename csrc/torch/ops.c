@@ -55,19 +55,6 @@ static int dtype_of(int32_t shim, gck_dtype *dtype)
     return 0;
 }
 
-static int contiguous(const gck_tensor *x)
-{
-    int64_t expected = 1;
-
-    for (int d = x->ndim - 1; d >= 0; d--) {
-        if (x->sizes[d] != 1 && x->strides[d] != expected) {
-            return 0;
-        }
-        expected *= x->sizes[d];
-    }
-    return 1;
-}
-
 /* Shape, device and stream of o->tensor; not its dtype or data.  0 or -1. */
 static int describe(operand *o)
 {
@@ -84,7 +71,7 @@ static int describe(operand *o)
     o->view.ndim = (int)ndim;
     o->view.sizes = sizes;
     o->view.strides = strides;
-    if (contiguous(&o->view)) {
+    if (gck_is_contiguous(o->view.ndim, sizes, strides)) {
         o->view.strides = NULL;
     }
     o->view.stream = NULL;

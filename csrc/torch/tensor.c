@@ -141,23 +141,43 @@ int gck_is_tensor(const gck_py *py, PyObject *x)
         ? 1 : PyObject_IsInstance(x, py->Tensor);
 }
 
-/* `count` of a cached C-level counter: > 0? */
-static int is_positive(PyObject *counter)
+int gck_hooks_push(const gck_py *py, PyMethodDef *pack_def, PyMethodDef *unpack_def, PyObject *self)
 {
-    PyObject *n = PyObject_CallNoArgs(counter);
-    long value;
+    PyObject *pack = PyCFunction_New(pack_def, self);
+    PyObject *unpack = PyCFunction_New(unpack_def, self);
+    PyObject *result = pack && unpack ? PyObject_CallFunctionObjArgs(py->push_hooks, pack, unpack, NULL) : NULL;
 
-    if (n == NULL) {
-        return -1;
+    Py_XDECREF(pack);
+    Py_XDECREF(unpack);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+void gck_hooks_pop(const gck_py *py)
+{
+    PyObject *type, *value, *traceback, *result;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    result = PyObject_CallNoArgs(py->pop_hooks);
+    if (result == NULL) {
+        PyErr_WriteUnraisable(py->pop_hooks);    /* somebody popped our hooks: nothing left to undo */
     }
-    value = PyLong_AsLong(n);
-    Py_DECREF(n);
-    return value > 0;
+    Py_XDECREF(result);
+    PyErr_Restore(type, value, traceback);
+}
+
+int gck_ask(PyObject *getter)
+{
+    PyObject *value = PyObject_CallNoArgs(getter);
+    const int truth = value == NULL ? -1 : PyObject_IsTrue(value);
+
+    Py_XDECREF(value);
+    return truth;
 }
 
 int gck_tracing(const gck_py *py)
 {
-    int modes = is_positive(py->dispatch_stack_len);
+    const int modes = gck_ask(py->dispatch_stack_len);
     PyObject *level, *result;
     int truth;
 
@@ -202,21 +222,6 @@ static int view_dtype(gck_dl_dtype dtype, uint32_t accepted, gck_dtype *out)
         return -1;
     }
     return accepted & GCK_BIT(*out) ? 0 : -1;
-}
-
-static int is_contiguous(int ndim, const int64_t *sizes, const int64_t *strides)
-{
-    int64_t expected = 1;
-
-    for (int d = ndim - 1; d >= 0; d--) {
-        if (sizes[d] != 1) {
-            if (strides[d] != expected) {
-                return 0;
-            }
-            expected *= sizes[d];
-        }
-    }
-    return 1;
 }
 
 /* Layout is strided and no lazy negation waits: 1, 0 or -1. */
@@ -268,7 +273,7 @@ static int view_memory(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *vie
     if (dl.data == NULL && view->numel > 0) {
         return GCK_KEEP_LAYOUT;
     }
-    view->strides = dl.strides == NULL || is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
+    view->strides = dl.strides == NULL || gck_is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
     view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
     if (view->device >= 0 && view->strides != NULL && view->ndim > CUDA_STRIDED_DIMS) {
         return GCK_KEEP_LAYOUT;

@@ -110,6 +110,14 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
  * exception that names the codec. */
 int gck_run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, int decode);
 
+/* Make pack and unpack, bound to `self`, the saved-tensor hooks of this thread.  0 or -1. */
+int gck_hooks_push(const gck_py *py, PyMethodDef *pack, PyMethodDef *unpack, PyObject *self);
+/* Take the innermost ones off, also with an exception pending, which survives. */
+void gck_hooks_pop(const gck_py *py);
+
+/* Result of a getter without arguments, as C truth: 1, 0, -1 with an exception. */
+int gck_ask(PyObject *getter);
+
 /* Attribute as C truth: 1, 0, -1 with an exception. */
 int gck_attr_is_true(PyObject *x, PyObject *name);
 
