@@ -1,11 +1,11 @@
 # Every target sets itself up: python3 >= 3.11, gcc and make are all it needs.
 #   PYTHON=python3.12       another interpreter
-#   TORCH=torch==2.11.0     another torch (the demo and the tests were made with the default)
+#   TORCH=2.11.0            another torch, in a .venv of its own (the demo and the tests were made with the default)
 #   DEMO_ARGS, TEST_ARGS    passed on, e.g. make demo DEMO_ARGS="--steps 20"
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
-VENV ?= .venv
+TORCH ?= 2.13.0
+VENV ?= $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
 DEMO_ARGS ?=
 TEST_ARGS ?=
 
@@ -48,7 +48,7 @@ gpu:  ## the tests and benchmarks that need CUDA
 	else echo "make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run."; fi
 
 clean:  ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gradckpt/_C*.so
+	rm -rf .venv .venv-torch-* $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gradckpt/_C*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/.built  ## .venv with the package installed, nothing else
@@ -68,20 +68,20 @@ $(VENV)/.torch: pyproject.toml
 	    || { echo "make: gcc finds no stdlib.h; install the Debian package libc6-dev" >&2; exit 1; }
 	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
 	    || { echo "make: Python.h was not found; install the Debian package python3-dev" >&2; exit 1; }
-	@echo "setting up $(VENV): $(TORCH) and what pyproject.toml names (once, minutes)"
+	@echo "setting up $(VENV): torch $(TORCH) and what pyproject.toml names (once, minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) "$(TORCH)"
+	@$(PIP) "torch==$(TORCH)"
 	@touch $@
 
 # Editable, so that the sources and the installed package are one; C is compiled again when it changed.
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	@echo "building gradckpt"
-	@$(PIP) --editable ".[demo]" "$(TORCH)"
+	@$(PIP) --editable ".[demo]" "torch==$(TORCH)"
 	@rm -f $(VENV)/.strict
 	@touch $@
 
 # The same with warnings as errors and the tools of the tests; serves the other targets too.
 $(VENV)/.strict: $(VENV)/.torch $(SOURCES)
 	@echo "building gradckpt, warnings are errors"
-	@GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(TEST_ARCHS)" $(PIP) --editable ".[demo,test]" "$(TORCH)"
+	@GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(TEST_ARCHS)" $(PIP) --editable ".[demo,test]" "torch==$(TORCH)"
 	@touch $(VENV)/.built $@
