@@ -3,6 +3,8 @@
 #include <string.h>
 
 #include "engine/checkpoint.h"
+#include "engine/function.h"
+#include "engine/rerun.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -151,6 +153,12 @@ static PyMethodDef methods[] = {
     {"isa", isa, METH_NOARGS, "isa()\n--\n\nInstruction set of the CPU codecs."},
     {"force_isa", force_isa, METH_O, "force_isa(name, /)\n--\n\nFor tests: force an instruction set; None: the best."},
     {"build_info", build_info, METH_NOARGS, "build_info()\n--\n\nHow this extension was built, as a dict."},
+    {"is_recomputing", gck_is_recomputing, METH_NOARGS,
+     "is_recomputing()\n--\n\n"
+     "True while the calling thread runs a region again for its backward: for code that counts, logs or updates\n"
+     "state of its own, and must do so once a step."},
+    {"forget_modules", gck_forget_modules, METH_NOARGS,
+     "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
     {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
     {NULL, NULL, 0, NULL},
@@ -232,6 +240,42 @@ static int choose_isa(void)
     return -1;
 }
 
+/* Where torch has no way to make a SavedTensor, the shim's goes through an autograd node. */
+static int choose_saved_tensor(gck_py *py)
+{
+    if (py->make_saved_tensor == NULL) {
+        py->make_saved_tensor = PyObject_GetAttrString(py->shim, "make_saved_tensor");
+    }
+    return py->make_saved_tensor == NULL ? -1 : 0;
+}
+
+static int intern_option_names(gck_state *state)
+{
+#define OPTION(name)                                                                           \
+    if ((state->option_names.name = PyUnicode_InternFromString(#name)) == NULL) {              \
+        return -1;                                                                             \
+    }
+    OPTION(function)
+    GCK_OPTIONS(OPTION)
+#undef OPTION
+    return 0;
+}
+
+/* gradckpt.compat.checkpoint: a builtin of that name and module, for repr and pickle. */
+static PyMethodDef compat_def = {"checkpoint", (PyCFunction)(void (*)(void))gck_compat_checkpoint,
+                                 METH_FASTCALL | METH_KEYWORDS, gck_compat_checkpoint_doc};
+
+static int add_compat(PyObject *module)
+{
+    PyObject *name = PyUnicode_FromString("gradckpt.compat");
+    PyObject *function = name != NULL ? PyCFunction_NewEx(&compat_def, module, name) : NULL;
+    const int status = function == NULL ? -1 : PyModule_AddObjectRef(module, "compat_checkpoint", function);
+
+    Py_XDECREF(name);
+    Py_XDECREF(function);
+    return status;
+}
+
 static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
 {
     return (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
@@ -242,16 +286,19 @@ static int module_exec(PyObject *module)
     gck_state *state = gck_state_of(module);
 
     state->last_task = -1;
-    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_shim(&state->py) < 0) {
+    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_shim(&state->py) < 0
+        || choose_saved_tensor(&state->py) < 0 || intern_option_names(state) < 0) {
         return -1;
     }
     if ((state->Payload = add_type(module, &gck_payload_spec)) == NULL
         || (state->Frame = add_type(module, &gck_frame_spec)) == NULL
         || (state->Holder = add_type(module, &gck_holder_spec)) == NULL
-        || (state->Recompute = add_type(module, &gck_recompute_spec)) == NULL) {
+        || (state->Recompute = add_type(module, &gck_recompute_spec)) == NULL
+        || (state->stateless = PyDict_New()) == NULL
+        || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL) {
         return -1;
     }
-    return PyModule_AddType(module, state->Payload);
+    return add_compat(module) < 0 ? -1 : PyModule_AddType(module, state->Payload);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -259,6 +306,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     gck_state *state = gck_state_of(module);
 
     Py_VISIT(state->Payload);
+    Py_VISIT(state->CheckpointFunction);
+    Py_VISIT(state->stateless);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
@@ -273,6 +322,12 @@ static int module_clear(PyObject *module)
     gck_state *state = gck_state_of(module);
 
     Py_CLEAR(state->Payload);
+    Py_CLEAR(state->CheckpointFunction);
+    Py_CLEAR(state->stateless);
+#define OPTION(name) Py_CLEAR(state->option_names.name);
+    OPTION(function)
+    GCK_OPTIONS(OPTION)
+#undef OPTION
     Py_CLEAR(state->Frame);
     Py_CLEAR(state->Holder);
     Py_CLEAR(state->Recompute);

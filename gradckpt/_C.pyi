@@ -19,8 +19,7 @@ class Payload:
     def decode(self) -> torch.Tensor: ...
 
 def checkpoint(
-    function: Callable[..., Any],
-    /,
+    function: Callable[..., Any] = ...,
     *args: Any,
     compress: Any = None,
     use_reentrant: bool | None = False,
@@ -29,8 +28,21 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    buffers: str = "once",
     **kwargs: Any,
 ) -> Any: ...
+def compat_checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], tuple[Any, Any]] = ...,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any: ...
+def is_recomputing() -> bool: ...
+def forget_modules() -> None: ...
 def encode(x: Any, codec: str, /) -> Payload: ...
 def codecs() -> list[str]: ...
 def codec_info(name: str, /) -> dict[str, Any]: ...

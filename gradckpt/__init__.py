@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gradckpt import _C
+from gradckpt import _C, buffers, compat
 from gradckpt import _ops as _ops
-from gradckpt._C import Payload, checkpoint, codecs
+from gradckpt._C import Payload, checkpoint, codecs, is_recomputing
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
+from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import reset_stats, stats
 
 __version__ = "0.1.0"
@@ -23,12 +24,16 @@ __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
     "Payload",
+    "buffers",
     "checkpoint",
+    "checkpoint_sequential",
     "codec_info",
     "codecs",
+    "compat",
     "disable",
     "enable",
     "encode",
+    "is_recomputing",
     "reset_stats",
     "stats",
 ]

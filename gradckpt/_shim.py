@@ -6,6 +6,7 @@ Called from C only (csrc/torch, csrc/engine); nothing here is public.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -80,12 +81,18 @@ def _devices_of(args: Any, kwargs: Any) -> list[tuple[str, int]]:
     return list(devices)
 
 
-def device_rng_capture(args: Any, kwargs: Any) -> list[tuple[str, int, torch.Tensor]] | None:
+def _devices_as_torch(args: Any) -> list[tuple[str, int]]:
+    """As torch: one device type, positional arguments only, a warning when there are more."""
+    kind = torch_checkpoint._infer_device_type(*args)
+    return [(kind, index) for kind_, index in _devices_of(args, None) if kind_ == kind]
+
+
+def device_rng_capture(args: Any, kwargs: Any, preserve: int, exact: int) -> list[tuple[str, int, torch.Tensor]] | None:
     """Generator states of every device in use, of every type (torch looks at one type only)."""
     found = []
-    for kind, index in _devices_of(args, kwargs):
+    for kind, index in _devices_as_torch(args) if exact else _devices_of(args, kwargs) if preserve else ():
         module = _device_module(kind)
-        if module is not None and getattr(module, "_initialized", False):
+        if preserve and module is not None and getattr(module, "_initialized", False):
             with module.device(index):
                 found.append((kind, index, module.get_rng_state()))
     return found or None
@@ -106,38 +113,39 @@ def _autocast_types() -> list[str]:
     return list(torch._C._autocast_supported_devices())
 
 
-def autocast_capture() -> list[tuple[str, bool, torch.dtype, bool]]:
-    """(device type, enabled, dtype, cache) for every device type where autocast is on."""
-    cache = torch.is_autocast_cache_enabled()
+def autocast_capture() -> list[tuple[str, bool, torch.dtype]]:
+    """(device type, enabled, dtype) for the CPU and every device type where autocast is on."""
     return [
-        (kind, True, torch.get_autocast_dtype(kind), cache)
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in _autocast_types()
-        if torch.is_autocast_enabled(kind)
+        if kind == "cpu" or torch.is_autocast_enabled(kind)
     ]
 
 
-def contexts_enter(autocast: int, snapshot: Any, device: Any) -> contextlib.ExitStack:
+def contexts_enter(
+    autocast: int, snapshot: Any, cpu_dtype: torch.dtype, cache: int, device: Any
+) -> contextlib.ExitStack:
     """Autocast as it was in the forward (off, where it is on only now) and torch.device."""
     stack = contextlib.ExitStack()
     try:
-        _enter(stack, autocast, snapshot, device)
+        if autocast:
+            _enter_autocast(stack, snapshot or [("cpu", False, cpu_dtype)], bool(cache))
+        if device is not None:
+            stack.enter_context(device)
     except BaseException:
         stack.close()
         raise
     return stack
 
 
-def _enter(stack: contextlib.ExitStack, autocast: int, snapshot: Any, device: Any) -> None:
-    if autocast:
-        then = {kind: (dtype, cache) for kind, _, dtype, cache in snapshot or ()}
-        for kind in _autocast_types():
-            if kind in then:
-                dtype, cache = then[kind]
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=True, cache_enabled=cache))
-            elif torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-    if device is not None:
-        stack.enter_context(device)
+def _enter_autocast(stack: contextlib.ExitStack, snapshot: list[tuple[str, bool, torch.dtype]], cache: bool) -> None:
+    then = {kind: (enabled, dtype) for kind, enabled, dtype in snapshot}
+    for kind in _autocast_types():
+        if kind in then:
+            enabled, dtype = then[kind]
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        elif torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=cache))
 
 
 def contexts_leave(stack: contextlib.ExitStack) -> None:
@@ -161,7 +169,7 @@ def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
 # ---- contexts of the two runs ----
 
 
-def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None]:
+def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None, None]:
     forward, recompute = context_fn()
     if torch_checkpoint._is_compiling(None, None, None):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -171,13 +179,36 @@ def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None]:
                 "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` "
                 "must generate a tuple of two `TorchDispatchMode`s."
             )
-    return forward, recompute, None
+    return forward, recompute, None, None
 
 
-def debug_contexts() -> tuple[Any, Any, Any]:
+def debug_contexts(function: Any, exact: bool) -> tuple[Any, Any, Any, Any]:
+    """torch's operator logs; ours also remembers the region's parameters, to notice changes."""
     context_fn, callback = torch_checkpoint._get_debug_context_and_cb()
     forward, recompute = context_fn()
-    return forward, recompute, callback
+    return forward, recompute, callback, None if exact else _parameter_versions(function)
+
+
+def _module_of(function: Any) -> torch.nn.Module | None:
+    """The module behind a bound method or partial, as far as it can be seen."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def _parameter_versions(function: Any) -> list[tuple[str, torch.Tensor, int]] | None:
+    module = _module_of(function)
+    return module and [(name, p, p._version) for name, p in module.named_parameters()]
+
+
+def check_parameters(parameters: list[tuple[str, torch.Tensor, int]]) -> None:
+    changed = [f"{name} (version {then}, now {p._version})" for name, p, then in parameters if p._version != then]
+    if changed:
+        raise RuntimeError(
+            "gradckpt: parameters of a checkpointed region were changed in place between its forward and its "
+            f"recompute, so the gradients would be wrong: {', '.join(changed)}. Call optimizer.step() after backward."
+        )
 
 
 def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -196,26 +227,71 @@ def recompute_within(context: Any, function: Callable[..., Any], args: tuple[Any
         return function(*args, **(kwargs or {}))
 
 
-def reentrant(
-    function: Any,
-    args: Any,
-    kwargs: Any,
-    use_reentrant: Any,
-    preserve: Any,
-    context_fn: Any,
-    determinism: Any,
-    debug: Any,
-) -> Any:
-    """``use_reentrant=True`` and ``None`` are torch's own."""
-    options: dict[str, Any] = {"preserve_rng_state": preserve, "debug": debug}
-    if context_fn is not None:
-        options["context_fn"] = context_fn
-    if determinism is not None:
-        options["determinism_check"] = determinism
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **options, **(kwargs or {}))
+# ---- what a recompute must not do twice ----
+
+
+def buffers_enter(function: Any) -> Any:
+    """A guard whose close() puts running statistics back; None: the function has none."""
+    from gradckpt import buffers
+
+    return buffers.enter(function)
+
+
+# ---- the decorator form ----
+
+
+def decorate(module: Any, options: dict[str, Any]) -> Any:
+    from gradckpt.decorator import decorate
+
+    return decorate(module.checkpoint, options)
+
+
+# ---- torch without _make_saved_tensor ----
+
+
+class _SaveOne(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty((0,))
+
+
+class _NodeSaved:
+    """One tensor, saved through an autograd node, so that outer saved-tensor hooks see it."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.node = _SaveOne.apply(torch.empty((0,), requires_grad=True), x).grad_fn
+
+    def unpack(self) -> torch.Tensor:
+        x: torch.Tensor = self.node.saved_tensors[0]
+        return x
+
+
+def make_saved_tensor(x: torch.Tensor, is_output: bool) -> _NodeSaved:
+    return _NodeSaved(x)
 
 
 # ---- errors: torch's classes and texts ----
+
+
+def raise_modified(x: torch.Tensor, expected: int) -> None:
+    """An input of a region was changed between forward and recompute: autograd's own words."""
+    node = f", which is output {x.output_nr} of {x.grad_fn.name()}," if x.grad_fn is not None else ""
+    hint = (
+        "the backtrace further above shows the operation that failed to compute its gradient. The variable in question "
+        "was changed in there or anywhere later. Good luck!"
+        if torch.is_anomaly_enabled()
+        else "enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{x.type()} {list(x.shape)}]{node} is at version {x._version}; expected version {expected} instead. "
+        f"Hint: {hint}"
+    )
+
 
 _APPROXIMATE = (
     "\nThis region's inputs were kept compressed, so the recompute ran on values that differ slightly from those of "

@@ -304,6 +304,6 @@ def test_signature_has_torchs_keywords():
     mine = inspect.signature(gradckpt.checkpoint).parameters
     other = inspect.signature(torch_checkpoint.checkpoint).parameters
     assert {*other, "preserve_rng_state"} <= {*mine}
-    assert {*mine} - {*other} == {"compress", "preserve_rng_state"}
+    assert {*mine} - {*other} == {"buffers", "compress", "preserve_rng_state"}
     assert mine["use_reentrant"].default is False
     assert gradckpt.checkpoint.__doc__

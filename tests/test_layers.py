@@ -17,10 +17,23 @@ ONLY = {"Python.h": {"torch", "engine", "module"}, "dlfcn.h": {"torch"}, "cuda_r
 
 #: Python module -> modules of the package that it may import at the top level
 PYTHON = {
-    "gradckpt": {"gradckpt._C", "gradckpt._ops", "gradckpt.config", "gradckpt.stats", "gradckpt.integrations"},
+    "gradckpt": {
+        "gradckpt._C",
+        "gradckpt._ops",
+        "gradckpt.buffers",
+        "gradckpt.compat",
+        "gradckpt.config",
+        "gradckpt.integrations",
+        "gradckpt.sequential",
+        "gradckpt.stats",
+    },
     "gradckpt._ops": {"gradckpt._C"},
     "gradckpt._shim": set(),
+    "gradckpt.buffers": {"gradckpt._C"},
+    "gradckpt.compat": {"gradckpt._C", "gradckpt.sequential"},
     "gradckpt.config": {"gradckpt._C"},
+    "gradckpt.decorator": set(),
+    "gradckpt.sequential": {"gradckpt.config"},
     "gradckpt.stats": {"gradckpt._C", "gradckpt.config"},
     "gradckpt.integrations": set(),
     "gradckpt.integrations.huggingface": {"gradckpt", "gradckpt.config"},

@@ -1,23 +1,29 @@
 /* checkpoint.c: gradckpt.checkpoint: reads the arguments, records a Frame, runs the
  * function once under the hooks. */
 #include "checkpoint.h"
+#include "function.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 const char gck_checkpoint_doc[] =
-    "checkpoint(function, /, *args, compress=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
-    "determinism_check='default', debug=False, early_stop=True, **kwargs)\n--\n\n"
+    "checkpoint(function, *args, compress=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
+    "determinism_check='default', debug=False, early_stop=True, buffers='once', **kwargs)\n--\n\n"
     "Run ``function(*args, **kwargs)`` now; run it again in backward instead of keeping what it saved.\n\n"
-    "A drop-in for ``torch.utils.checkpoint.checkpoint`` (non-reentrant) with one more keyword.\n\n"
+    "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists what differs. Called with keywords\n"
+    "alone it is a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"
     "Args:\n"
     "    function: Pure apart from random numbers and autocast, both replayed.\n"
     "    *args, **kwargs: Passed to ``function``; tensors may be nested in containers.\n"
     "    compress: How the inputs of the region are kept. ``None``: by reference, as torch does; ``True``: the\n"
     "        default codec; a codec's name; a ``CompressionConfig`` or its dict. Compressed are floating tensors\n"
     "        that require grad and are not leaves, of at least ``min_numel`` values, of any shape and strides.\n"
-    "    use_reentrant: ``True`` or ``None`` go to torch's own implementation; not with ``compress``.\n"
-    "    preserve_rng_state, context_fn, determinism_check, debug, early_stop: as in torch.\n\n"
+    "    use_reentrant: ``True``: one graph node for the whole region, with torch's restrictions; not with\n"
+    "        ``compress``. ``None``: as ``True``, with torch's warning.\n"
+    "    preserve_rng_state, context_fn, determinism_check, early_stop: as in torch.\n"
+    "    debug: As in torch; parameters of the region changed before its recompute are reported, too.\n"
+    "    buffers: ``\"once\"``: running statistics (BatchNorm and its kin, see gradckpt.buffers) are put back after\n"
+    "        the recompute, so that a step updates them once; ``\"torch\"``: the recompute updates them again.\n\n"
     "Returns:\n"
     "    What ``function`` returned.\n\n"
     "Raises:\n"
@@ -25,183 +31,44 @@ const char gck_checkpoint_doc[] =
     "    torch.utils.checkpoint.CheckpointError: in backward, when the recompute saved other tensors.\n\n"
     "Source: Chen et al. 2016, arXiv:1604.06174.";
 
-/* The keywords of checkpoint() itself: borrowed from the caller; NULL when not given. */
-typedef struct {
-    PyObject *function, *compress, *use_reentrant, *preserve_rng_state, *context_fn, *determinism_check, *debug,
-        *early_stop;
-} options;
-
-static PyObject **option_slot(options *o, PyObject *name)
-{
-    static const struct { const char *name; size_t offset; } known[] = {
-        {"compress", offsetof(options, compress)},
-        {"use_reentrant", offsetof(options, use_reentrant)},
-        {"preserve_rng_state", offsetof(options, preserve_rng_state)},
-        {"context_fn", offsetof(options, context_fn)},
-        {"determinism_check", offsetof(options, determinism_check)},
-        {"debug", offsetof(options, debug)},
-        {"early_stop", offsetof(options, early_stop)},
-        {"function", offsetof(options, function)},
-    };
-
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
-        if (PyUnicode_CompareWithASCIIString(name, known[i].name) == 0) {
-            return (PyObject **)((char *)o + known[i].offset);
-        }
-    }
-    return NULL;
-}
-
-/* Ours go to *o, the rest to *kwargs (new reference, or NULL when there are none). */
-static int parse(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, options *o, PyObject **kwargs)
-{
-    const Py_ssize_t nkw = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
-
-    memset(o, 0, sizeof *o);
-    *kwargs = NULL;
-    if (nargs > 0) {
-        o->function = args[0];
-    }
-    for (Py_ssize_t i = 0; i < nkw; i++) {
-        PyObject *name = PyTuple_GetItem(kwnames, i), *value = args[nargs + i];
-        PyObject **slot = option_slot(o, name);
-        if (slot == &o->function && nargs > 0) {
-            slot = NULL;                         /* the region's own keyword */
-        }
-        if (slot != NULL) {
-            *slot = value;
-        } else if ((*kwargs == NULL && (*kwargs = PyDict_New()) == NULL) || PyDict_SetItem(*kwargs, name, value) < 0) {
-            Py_CLEAR(*kwargs);
-            return -1;
-        }
-    }
-    if (o->function == NULL) {
-        Py_CLEAR(*kwargs);
-        PyErr_SetString(PyExc_TypeError, "checkpoint() missing 1 required positional argument: 'function'");
-        return -1;
-    }
-    return 0;
-}
-
-static int truth_of(PyObject *value, int missing)
-{
-    return value == NULL ? missing : value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
-}
-
-/* A module-level override of torch (None: not set) beats the argument. */
-static int overridden(gck_state *state, const char *name, PyObject *argument, int missing)
-{
-    PyObject *global = PyObject_GetAttrString(state->py.checkpoint_module, name);
-    int truth;
-
-    if (global == NULL) {
-        PyErr_Clear();                           /* an older torch */
-        return truth_of(argument, missing);
-    }
-    truth = global == Py_None ? truth_of(argument, missing) : PyObject_IsTrue(global);
-    Py_DECREF(global);
-    return truth;
-}
-
-/* ---- compress= ---- */
-
-static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
-{
-    PyObject *parsed = PyObject_CallMethod(state->py.shim, "parse_plan", "(O)", compress);   /* a tuple stays one */
-    const char *codec = NULL;
-    long long min_numel = 0;
-    int ok;
-
-    *plan = (gck_plan){NULL, 0, 0, 0, 0};
-    if (parsed == NULL) {
-        return -1;
-    }
-    if (parsed == Py_None) {
-        Py_DECREF(parsed);
-        return 0;
-    }
-    ok = PyArg_ParseTuple(parsed, "sLppp", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves);
-    if (ok) {
-        plan->min_numel = min_numel;
-        plan->codec = gck_codec_find(codec);
-    }
-    Py_DECREF(parsed);
-    return ok ? 0 : -1;
-}
-
-/* Names and CompressionConfigs are immutable, and the same few objects come again and
- * again: the latest are remembered by identity.  A mapping may change: read every time. */
-static int find_plan(gck_state *state, PyObject *compress, gck_plan *plan)
-{
-    if (compress == NULL || compress == Py_None || compress == Py_False) {
-        *plan = (gck_plan){NULL, 0, 0, 0, 0};
-        return 0;
-    }
-    for (int i = 0; i < GCK_NPLANS; i++) {
-        if (state->plans[i].key == compress) {
-            *plan = state->plans[i].plan;
-            return 0;
-        }
-    }
-    if (parse_plan(state, compress, plan) < 0) {
-        return -1;
-    }
-    if (!PyMapping_Check(compress) || PyUnicode_Check(compress)) {
-        PyObject *oldest = state->plans[GCK_NPLANS - 1].key;
-        memmove(&state->plans[1], &state->plans[0], sizeof state->plans[0] * (GCK_NPLANS - 1));
-        state->plans[0].key = Py_NewRef(compress);
-        state->plans[0].plan = *plan;
-        Py_XDECREF(oldest);
-    }
-    return 0;
-}
+const char gck_compat_checkpoint_doc[] =
+    "checkpoint(function, *args, use_reentrant=None, context_fn=None, determinism_check='default', debug=False, early_stop=True, **kwargs)\n--\n\n"
+    "``torch.utils.checkpoint.checkpoint``, to the last default, warning and error text.";
 
 /* ---- the record ---- */
 
-static int read_determinism(PyObject *value, int *check)
+/* Debug mode and contexts of the two runs; *forward NULL where there is none.  In torch's
+ * order: debug, determinism check, context_fn. */
+static int make_contexts(gck_state *state, const gck_options *o, PyObject **forward, gck_frame *frame)
 {
-    *check = 1;
-    if (value == NULL || (PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, "default") == 0)) {
-        return 0;
-    }
-    *check = 0;
-    if (PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, "none") == 0) {
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError, "determinism_check should be one of ['default', 'none'], but got %S", value);
-    return -1;
-}
-
-/* Contexts of the two runs; NULL where there is none.  The callback of debug mode too. */
-static int make_contexts(gck_state *state, const options *o, PyObject **forward, gck_frame *frame)
-{
-    const int debug = overridden(state, "_checkpoint_debug_enabled", o->debug, 0);
-    const int custom = o->context_fn != NULL && o->context_fn != Py_None && o->context_fn != state->py.noop_context_fn;
-    PyObject *made;
+    const int debug = gck_options_overridden(state, state->py.names._checkpoint_debug_enabled, o->debug, 0);
+    const int custom = gck_options_custom_context(state, o);
+    PyObject *made, *f, *r, *callback, *parameters;
     int ok;
 
     *forward = NULL;
-    if (debug < 0) {
+    if (debug > 0 && custom) {
+        PyErr_SetString(PyExc_ValueError, "debug=True is incompatible with non-default context_fn");
         return -1;
     }
-    if (debug && custom) {
-        PyErr_SetString(PyExc_ValueError, "debug=True is incompatible with non-default context_fn");
+    if (debug < 0 || gck_options_determinism(o->determinism_check, &frame->check_metadata) < 0) {
         return -1;
     }
     if (!debug && !custom) {
         return 0;
     }
-    made = debug ? PyObject_CallMethod(state->py.shim, "debug_contexts", NULL)
+    made = debug ? PyObject_CallMethod(state->py.shim, "debug_contexts", "OO", o->function,
+                                       o->exact ? Py_True : Py_False)
                  : PyObject_CallMethod(state->py.shim, "contexts", "O", o->context_fn);
     if (made == NULL) {
         return -1;
     }
-    PyObject *f, *r, *callback;
-    ok = PyArg_ParseTuple(made, "OOO", &f, &r, &callback);
+    ok = PyArg_ParseTuple(made, "OOOO", &f, &r, &callback, &parameters);
     if (ok) {
         *forward = Py_NewRef(f);
         frame->recompute_context = Py_NewRef(r);
         frame->error_callback = callback != Py_None ? Py_NewRef(callback) : NULL;
+        frame->parameters = parameters != Py_None ? Py_NewRef(parameters) : NULL;
     }
     Py_DECREF(made);
     return ok ? 0 : -1;
@@ -213,9 +80,6 @@ static int outer_hooks(const gck_py *py)
     PyObject *top;
     int active;
 
-    if (py->make_saved_tensor == NULL) {
-        return 0;                                /* torch < 2.12 has no way to */
-    }
     top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
     if (top == NULL) {
         return -1;
@@ -322,23 +186,23 @@ static void count_region(gck_state *state, const gck_plan *plan)
 }
 
 /* The call with grad on. */
-static PyObject *record(gck_state *state, gck_frame *frame, const options *o, const gck_plan *plan, PyObject *context,
-                        PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
+static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
+                        PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
-    gck_packing packing = {state, *plan, 0, 0};
-    const int preserve = truth_of(o->preserve_rng_state, 1);
+    gck_packing packing = {state, *plan, outer_hooks(&state->py), 0};
+    const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
     int initialized = 0;
 
     frame->function = Py_NewRef(o->function);
-    frame->early_stop = overridden(state, "_enable_checkpoint_early_stop", o->early_stop, 1);
-    if (preserve < 0 || frame->early_stop < 0) {
+    frame->buffers_once = o->once;
+    frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
+    if (packing.outer < 0 || preserve < 0 || frame->early_stop < 0) {
         return NULL;
     }
     if (plan->codec != NULL) {
         const int tracing = gck_tracing(&state->py);
-        packing.outer = outer_hooks(&state->py);
-        if (tracing < 0 || packing.outer < 0) {
+        if (tracing < 0) {
             return NULL;
         }
         frame->asked = 1;
@@ -352,7 +216,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const options *o, co
         goto exit;
     }
     frame->compressed = packing.payloads;
-    if (gck_ambient_capture(&state->py, &frame->ambient, preserve, fed_args, fed_kwargs) < 0
+    if (gck_ambient_capture(&state->py, &frame->ambient, preserve, o->exact, fed_args, fed_kwargs) < 0
         || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
@@ -371,83 +235,103 @@ exit:
 }
 
 /* Grad off: torch too just calls the function, outside the contexts. */
-static PyObject *call_plain(const options *o, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
+static PyObject *call_plain(const gck_options *o, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
-    PyObject *tuple = PyTuple_New(nargs);
-    PyObject *result = NULL;
+    PyObject *tuple = gck_tuple(args, nargs);
+    PyObject *result = tuple != NULL ? PyObject_Call(o->function, tuple, kwargs) : NULL;
 
-    for (Py_ssize_t i = 0; tuple != NULL && i < nargs; i++) {
-        PyTuple_SetItem(tuple, i, Py_NewRef(args[i]));
-    }
-    if (tuple != NULL) {
-        result = PyObject_Call(o->function, tuple, kwargs);
-        Py_DECREF(tuple);
-    }
+    Py_XDECREF(tuple);
     return result;
 }
 
-static PyObject *call_reentrant(gck_state *state, const options *o, const gck_plan *plan, PyObject *const *args,
-                                Py_ssize_t nargs, PyObject *kwargs)
+static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
+                                    PyObject *kwargs)
 {
-    PyObject *list, *result;
-
-    if (plan->codec != NULL) {
-        PyErr_SetString(PyExc_ValueError, "gradckpt: compress= needs use_reentrant=False");
-        return NULL;
-    }
-    list = PyList_New(0);
-    for (Py_ssize_t i = 0; list != NULL && i < nargs; i++) {
-        if (PyList_Append(list, args[i]) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    if (list == NULL) {
-        return NULL;
-    }
-    result = PyObject_CallMethod(state->py.shim, "reentrant", "OOOOOOOO", o->function, list, kwargs ? kwargs : Py_None,
-                                 o->use_reentrant, o->preserve_rng_state ? o->preserve_rng_state : Py_True,
-                                 o->context_fn ? o->context_fn : Py_None,
-                                 o->determinism_check ? o->determinism_check : Py_None,
-                                 o->debug ? o->debug : Py_False);
-    Py_DECREF(list);
-    return result;
-}
-
-PyObject *gck_checkpoint(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames)
-{
-    gck_state *state = gck_state_of(module);
-    PyObject *const *args = nall > 0 ? all + 1 : all;
-    const Py_ssize_t nargs = nall > 0 ? nall - 1 : 0;
-    PyObject *kwargs, *context = NULL, *result = NULL;
-    gck_frame *frame = NULL;
+    PyObject *context = NULL, *result = NULL;
+    gck_frame *frame;
     gck_plan plan;
-    options o;
-    int check;
 
-    if (parse(all, nall, kwnames, &o, &kwargs) < 0) {
+    if (gck_options_plan(state, o->compress, &plan) < 0) {
         return NULL;
-    }
-    if (find_plan(state, o.compress, &plan) < 0) {
-        goto exit;
-    }
-    const int reentrant = o.use_reentrant == Py_None ? 1 : truth_of(o.use_reentrant, 0);
-    if (reentrant != 0) {
-        result = reentrant < 0 ? NULL : call_reentrant(state, &o, &plan, args, nargs, kwargs);
-        goto exit;
     }
     frame = gck_frame_new(state);
-    if (frame == NULL || read_determinism(o.determinism_check, &check) < 0
-        || make_contexts(state, &o, &context, frame) < 0) {
-        goto exit;
+    if (frame != NULL && make_contexts(state, o, &context, frame) == 0) {
+        result = gck_torch.aoti_torch_grad_mode_is_enabled()
+            ? record(state, frame, o, &plan, context, args, nargs, kwargs)
+            : call_plain(o, args, nargs, kwargs);
     }
-    frame->check_metadata = check;
-    result = gck_torch.aoti_torch_grad_mode_is_enabled()
-        ? record(state, frame, &o, &plan, context, args, nargs, kwargs)
-        : call_plain(&o, args, nargs, kwargs);
-
-exit:
-    Py_XDECREF(kwargs);
     Py_XDECREF(context);
     Py_XDECREF((PyObject *)frame);
     return result;
+}
+
+static const char unspecified[] =
+    "torch.utils.checkpoint: the use_reentrant parameter should be "
+    "passed explicitly. Starting in PyTorch 2.9, calling checkpoint "
+    "without use_reentrant will raise an exception. use_reentrant=False is "
+    "recommended, but if you need to preserve the current default "
+    "behavior, you can pass use_reentrant=True. Refer to docs for more "
+    "details on the differences between the two variants.";
+
+/* use_reentrant= as truth; None warns and means True, as in torch. */
+static int is_reentrant(const gck_options *o)
+{
+    if (o->use_reentrant == Py_None || (o->use_reentrant == NULL && o->exact)) {
+        return PyErr_WarnEx(PyExc_UserWarning, unspecified, 1) < 0 ? -1 : 1;
+    }
+    return gck_truth(o->use_reentrant, 0);
+}
+
+/* checkpoint(compress=..., ...) above a function: a decorator with these keywords. */
+static PyObject *decorate(PyObject *module, gck_state *state, PyObject *const *values, PyObject *kwnames)
+{
+    PyObject *options = PyDict_New();
+    PyObject *result = NULL;
+
+    for (Py_ssize_t i = 0; options != NULL && i < PyTuple_Size(kwnames); i++) {
+        if (PyDict_SetItem(options, PyTuple_GetItem(kwnames, i), values[i]) < 0) {
+            Py_CLEAR(options);
+        }
+    }
+    if (options != NULL) {
+        result = PyObject_CallMethod(state->py.shim, "decorate", "OO", module, options);
+        Py_DECREF(options);
+    }
+    return result;
+}
+
+static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames, int exact)
+{
+    gck_state *state = gck_state_of(module);
+    PyObject *kwargs, *result = NULL;
+    gck_options o;
+
+    if (gck_options_parse(state, all, nall, kwnames, exact, &o, &kwargs) < 0) {
+        return NULL;
+    }
+    if (o.function == NULL && !exact && kwnames != NULL) {
+        result = decorate(module, state, all, kwnames);
+    } else if (o.function == NULL) {
+        PyErr_SetString(PyExc_TypeError, "checkpoint() missing 1 required positional argument: 'function'");
+    } else {
+        PyObject *const *args = nall > 0 ? all + 1 : all;
+        const Py_ssize_t nargs = nall > 0 ? nall - 1 : 0;
+        const int reentrant = is_reentrant(&o);
+        if (reentrant >= 0) {
+            result = reentrant ? gck_reentrant_call(state, &o, args, nargs, kwargs)
+                               : call_non_reentrant(state, &o, args, nargs, kwargs);
+        }
+    }
+    Py_XDECREF(kwargs);
+    return result;
+}
+
+PyObject *gck_checkpoint(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    return call(module, args, nargs, kwnames, 0);
+}
+
+PyObject *gck_compat_checkpoint(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    return call(module, args, nargs, kwnames, 1);
 }

@@ -6,8 +6,8 @@
 
 typedef enum {
     GCK_KEPT,                /* value: the object itself, as the caller passed it          */
-    GCK_SAVED,               /* value: torch's SavedTensor: version check, outer hooks     */
-    GCK_VERSIONED,           /* value: the tensor, with its version (torch < 2.12)         */
+    GCK_VERSIONED,           /* value: the tensor, checked against its version             */
+    GCK_SAVED,               /* value: torch's SavedTensor: outer saved-tensor hooks see it */
     GCK_PAYLOAD,             /* value: a Payload                                           */
     GCK_TREE,                /* value: pytree spec; leaves: entries, some of them payloads */
 } gck_entry_kind;
@@ -15,7 +15,7 @@ typedef enum {
 typedef struct gck_entry {
     gck_entry_kind    kind;
     PyObject         *value;     /* owned; see above                                       */
-    PyObject         *version;   /* owned; GCK_VERSIONED only                              */
+    int64_t           version;   /* GCK_VERSIONED only                                     */
     struct gck_entry *leaves;    /* owned; GCK_TREE only                                   */
     Py_ssize_t        nleaves;
 } gck_entry;

@@ -169,6 +169,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->kwnames);
     Py_VISIT(frame->recompute_context);
     Py_VISIT(frame->error_callback);
+    Py_VISIT(frame->parameters);
     for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
         int result = gck_entry_traverse(&frame->args[i], visit, arg);
         if (result != 0) {
@@ -192,6 +193,7 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->kwnames);
     Py_CLEAR(frame->recompute_context);
     Py_CLEAR(frame->error_callback);
+    Py_CLEAR(frame->parameters);
     gck_ambient_clear(&frame->ambient);
     return 0;
 }

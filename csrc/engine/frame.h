@@ -66,8 +66,10 @@ struct gck_frame {
     gck_ambient     ambient;
     PyObject       *recompute_context;   /* from context_fn; NULL: none                  */
     PyObject       *error_callback;      /* debug=True: gets the CheckpointError         */
+    PyObject       *parameters;          /* debug=True: the region's, with versions      */
     int             early_stop, check_metadata, ignore_mismatch;
     int             asked;         /* compression was asked for                          */
+    int             buffers_once;  /* put running statistics back after a recompute      */
     int             compressed;    /* entries that are payloads                          */
     gck_holder    **slots;         /* borrowed; NULL: that part of the graph is freed    */
     gck_meta       *metas;         /* one per slot when check_metadata                   */

@@ -1,6 +1,6 @@
 /* recompute.c: the backward side.  The first unpack of a frame in a backward runs the
  * function again and fills a table; every unpack takes its value out of it. */
-#include "frame.h"
+#include "rerun.h"
 
 #include <time.h>
 
@@ -179,7 +179,7 @@ static int fill(gck_frame *frame, gck_table *table)
     gck_state *state = frame->state;
     gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
     PyObject *args = NULL, *kwargs = NULL;
-    gck_surroundings surroundings;
+    gck_rerun rerun;
     int result = -1;
 
     if (self == NULL) {
@@ -191,14 +191,11 @@ static int fill(gck_frame *frame, gck_table *table)
         goto exit;
     }
     state->stats.recomputes++;
-    if (gck_ambient_enter(&state->py, &frame->ambient, &surroundings) < 0) {
+    if (gck_rerun_begin(frame, &rerun) < 0) {
         goto exit;
     }
-    const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
-    gck_torch.aoti_torch_grad_mode_set_enabled(true);
     result = run_function(frame, self, args, kwargs);
-    gck_torch.aoti_torch_grad_mode_set_enabled(grad);
-    if (gck_ambient_leave(&state->py, &surroundings) < 0) {
+    if (gck_rerun_end(frame, &rerun) < 0) {
         result = -1;
     }
 

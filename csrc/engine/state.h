@@ -33,9 +33,22 @@ typedef struct {
 
 typedef struct gck_payload gck_payload;
 
+/* The keywords of checkpoint(); torch's come first (options.c counts them). */
+#define GCK_OPTIONS(OPTION)                                                              \
+    OPTION(use_reentrant) OPTION(preserve_rng_state) OPTION(context_fn)                  \
+    OPTION(determinism_check) OPTION(debug) OPTION(early_stop) OPTION(compress) OPTION(buffers)
+
 typedef struct {
     gck_py        py;
     PyTypeObject *Payload, *Frame, *Holder, *Recompute;
+    PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
+    PyObject     *stateless;       /* dict: weak references to modules without running statistics */
+    struct {
+        PyObject *function;
+#define OPTION(name) PyObject *name;
+        GCK_OPTIONS(OPTION)
+#undef OPTION
+    } option_names;                /* interned                                           */
     gck_stats     stats;
     int64_t       last_task;       /* graph task of the last recompute with compression  */
     int64_t       outside;         /* counter behind ids for unpacking outside backward  */

@@ -2,54 +2,6 @@
  * rare ones in gradckpt/_shim.py, which uses torch's own context managers. */
 #include "ambient.h"
 
-#include <string.h>
-
-/* New reference: a copy of the state, or NULL. */
-static PyObject *cpu_rng_state(const gck_py *py)
-{
-    return PyObject_CallMethodObjArgs(py->default_generator, py->names.get_state, NULL);
-}
-
-/* Same bytes in both state tensors: 1 or 0. */
-static int same_state(const gck_py *py, PyObject *a, PyObject *b)
-{
-    gck_dl_tensor x, y;
-
-    if (py->dlpack->dltensor_from_py_object_no_sync(a, &x) != 0
-        || py->dlpack->dltensor_from_py_object_no_sync(b, &y) != 0) {
-        PyErr_Clear();
-        return 0;
-    }
-    return x.ndim == 1 && y.ndim == 1 && x.shape[0] == y.shape[0] && x.dtype.bits == 8 && y.dtype.bits == 8
-        && memcmp(x.data, y.data, (size_t)x.shape[0]) == 0;
-}
-
-/* New reference: the state now.  Regions between which nobody drew share one copy: that
- * is 5 KiB less for each, and what is freed at once stays in cache. */
-static PyObject *stash_cpu_rng(gck_py *py)
-{
-    PyObject *state = cpu_rng_state(py);
-
-    if (state == NULL) {
-        return NULL;
-    }
-    if (py->last_rng != NULL && same_state(py, state, py->last_rng)) {
-        Py_DECREF(state);
-        return Py_NewRef(py->last_rng);
-    }
-    Py_XDECREF(py->last_rng);
-    py->last_rng = Py_NewRef(state);
-    return state;
-}
-
-static int set_cpu_rng(const gck_py *py, PyObject *state)
-{
-    PyObject *result = PyObject_CallMethodObjArgs(py->default_generator, py->names.set_state, state, NULL);
-
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
 /* Store method(...) of the shim in *out, None as NULL.  0 or -1. */
 static int from_shim(PyObject *result, PyObject **out)
 {
@@ -63,25 +15,34 @@ static int from_shim(PyObject *result, PyObject **out)
     return 0;
 }
 
-int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, PyObject *args, PyObject *kwargs)
+/* New reference: the dtype of autocast on the CPU. */
+static PyObject *cpu_dtype(const gck_py *py) { return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->cpu, NULL); }
+
+/* Dtype and cache flag count while autocast is off, too: the region may switch it on. */
+static int capture_autocast(const gck_py *py, gck_ambient *a)
+{
+    const int enabled = gck_ask(py->any_autocast);
+
+    a->cache = gck_ask(py->cache_enabled);
+    if (enabled < 0 || a->cache < 0 || (a->cpu_dtype = cpu_dtype(py)) == NULL) {
+        return -1;
+    }
+    return enabled ? from_shim(PyObject_CallMethod(py->shim, "autocast_capture", NULL), &a->autocast) : 0;
+}
+
+int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs)
 {
     int truth;
 
-    if (preserve_rng) {
-        if ((a->cpu_rng = stash_cpu_rng(py)) == NULL) {
-            goto error;
-        }
-        if (py->has_accelerator
-            && from_shim(PyObject_CallMethod(py->shim, "device_rng_capture", "OO", args, kwargs ? kwargs : Py_None),
-                         &a->device_rng) < 0) {
-            goto error;
-        }
-    }
-    truth = gck_ask(py->any_autocast);
-    if (truth < 0 || (truth && from_shim(PyObject_CallMethod(py->shim, "autocast_capture", NULL), &a->autocast) < 0)) {
+    if (preserve_rng && (a->cpu_rng = gck_rng_stash(&py->rng)) == NULL) {
         goto error;
     }
-    truth = gck_ask(py->function_stack_len);
+    if (py->has_accelerator
+        && from_shim(PyObject_CallMethod(py->shim, "device_rng_capture", "OOii", args, kwargs ? kwargs : Py_None,
+                                         preserve_rng, exact), &a->device_rng) < 0) {
+        goto error;
+    }
+    truth = capture_autocast(py, a) < 0 ? -1 : gck_ask(py->function_stack_len);
     if (truth < 0
         || (truth && from_shim(PyObject_CallMethod(py->shim, "device_context", NULL), &a->device) < 0)) {
         goto error;
@@ -93,35 +54,46 @@ error:
     return -1;
 }
 
-static int enter_rng(const gck_py *py, const gck_ambient *a, gck_surroundings *s)
+static int enter_rng(gck_py *py, const gck_ambient *a, gck_surroundings *s)
 {
-    if (a->cpu_rng == NULL) {
-        return 0;
-    }
-    if ((s->cpu_rng = cpu_rng_state(py)) == NULL || set_cpu_rng(py, a->cpu_rng) < 0) {
+    if (a->cpu_rng != NULL && ((s->cpu_rng = gck_rng_stash(&py->rng)) == NULL || gck_rng_put(&py->rng, a->cpu_rng) < 0)) {
         return -1;
     }
     return a->device_rng == NULL
         ? 0 : from_shim(PyObject_CallMethod(py->shim, "device_rng_swap", "O", a->device_rng), &s->device_rng);
 }
 
-int gck_ambient_enter(const gck_py *py, const gck_ambient *a, gck_surroundings *s)
+/* 1 when autocast now is not what it was then; 0; -1. */
+static int autocast_differs(const gck_py *py, const gck_ambient *a)
+{
+    const int enabled = a->autocast != NULL ? 1 : gck_ask(py->any_autocast);
+    const int cache = enabled ? enabled : gck_ask(py->cache_enabled);
+    PyObject *dtype;
+    int differs;
+
+    if (enabled != 0 || cache < 0) {
+        return enabled != 0 ? enabled : -1;
+    }
+    if ((dtype = cpu_dtype(py)) == NULL) {
+        return -1;
+    }
+    differs = cache != a->cache || dtype != a->cpu_dtype;
+    Py_DECREF(dtype);
+    return differs;
+}
+
+int gck_ambient_enter(gck_py *py, const gck_ambient *a, gck_surroundings *s)
 {
     int autocast;
 
     *s = (gck_surroundings){NULL, NULL, NULL};
-    if (enter_rng(py, a, s) < 0) {
-        goto error;
-    }
-    /* Nothing enabled then and nothing now: entering autocast would change nothing. */
-    autocast = a->autocast != NULL ? 1 : gck_ask(py->any_autocast);
-    if (autocast < 0) {
+    if (enter_rng(py, a, s) < 0 || (autocast = autocast_differs(py, a)) < 0) {
         goto error;
     }
     if ((autocast || a->device != NULL)
-        && from_shim(PyObject_CallMethod(py->shim, "contexts_enter", "iOO", autocast,
-                                         a->autocast ? a->autocast : Py_None, a->device ? a->device : Py_None),
-                     &s->contexts) < 0) {
+        && from_shim(PyObject_CallMethod(py->shim, "contexts_enter", "iOOiO", autocast,
+                                         a->autocast ? a->autocast : Py_None, a->cpu_dtype, a->cache,
+                                         a->device ? a->device : Py_None), &s->contexts) < 0) {
         goto error;
     }
     return 0;
@@ -142,7 +114,7 @@ static int keep_first(int failed, PyObject **type, PyObject **value, PyObject **
     return failed;
 }
 
-int gck_ambient_leave(const gck_py *py, gck_surroundings *s)
+int gck_ambient_leave(gck_py *py, gck_surroundings *s)
 {
     PyObject *type, *value, *traceback, *result;
     int failed = 0;
@@ -159,7 +131,7 @@ int gck_ambient_leave(const gck_py *py, gck_surroundings *s)
         Py_XDECREF(result);
     }
     if (s->cpu_rng != NULL) {
-        failed |= keep_first(set_cpu_rng(py, s->cpu_rng) < 0, &type, &value, &traceback);
+        failed |= keep_first(gck_rng_put(&py->rng, s->cpu_rng) < 0, &type, &value, &traceback);
     }
     Py_CLEAR(s->contexts);
     Py_CLEAR(s->device_rng);
@@ -173,6 +145,7 @@ int gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg)
     Py_VISIT(a->cpu_rng);
     Py_VISIT(a->device_rng);
     Py_VISIT(a->autocast);
+    Py_VISIT(a->cpu_dtype);
     Py_VISIT(a->device);
     return 0;
 }
@@ -182,5 +155,6 @@ void gck_ambient_clear(gck_ambient *a)
     Py_CLEAR(a->cpu_rng);
     Py_CLEAR(a->device_rng);
     Py_CLEAR(a->autocast);
+    Py_CLEAR(a->cpu_dtype);
     Py_CLEAR(a->device);
 }

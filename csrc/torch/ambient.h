@@ -10,6 +10,8 @@ typedef struct {
     PyObject *cpu_rng;      /* state of the CPU generator: a copy, not a handle       */
     PyObject *device_rng;   /* [(device type, index, state), ...]                     */
     PyObject *autocast;     /* snapshot by the shim; NULL: disabled everywhere        */
+    PyObject *cpu_dtype;    /* of autocast on the CPU, also while it is disabled      */
+    int       cache;        /* autocast's cache flag, likewise                        */
     PyObject *device;       /* innermost torch.device context                         */
 } gck_ambient;
 
@@ -21,15 +23,16 @@ typedef struct {
 } gck_surroundings;
 
 /* 0, or -1 with an exception; *a is then empty.  args: tuple, kwargs: dict or NULL:
- * where to look for the devices in use. */
-int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, PyObject *args, PyObject *kwargs);
+ * where to look for the devices in use.  exact: as torch looks, at one device type among
+ * the positional arguments, with its warning. */
+int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs);
 
 /* Put the captured state in place; *s takes what was there.  On -1 nothing is changed. */
-int gck_ambient_enter(const gck_py *py, const gck_ambient *a, gck_surroundings *s);
+int gck_ambient_enter(gck_py *py, const gck_ambient *a, gck_surroundings *s);
 
 /* Put *s back, also with an exception pending: that one survives, unless putting back
  * fails and none was pending.  0 or -1. */
-int gck_ambient_leave(const gck_py *py, gck_surroundings *s);
+int gck_ambient_leave(gck_py *py, gck_surroundings *s);
 
 int  gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg);
 void gck_ambient_clear(gck_ambient *a);

@@ -81,7 +81,7 @@ int gck_py_load(gck_py *py)
 #undef NAME
     py->make_saved_tensor = import_optional("torch._C._autograd", "_make_saved_tensor");
     py->peek_functorch = import_optional("torch._C._functorch", "peek_interpreter_stack");
-    if (load_dlpack(py) < 0) {
+    if (load_dlpack(py) < 0 || gck_rng_load(&py->rng) < 0) {
         return -1;
     }
     py->cpu_bytes = Py_BuildValue("{sOss}", "dtype", py->uint8, "device", "cpu");
@@ -89,7 +89,8 @@ int gck_py_load(gck_py *py)
         py->functions, "DelayedError", "si",
         "gradckpt: a backward inside a checkpointed region went past the region's compressed input; give "
         "torch.autograd.grad the inputs to stop at, or use compress=None for this region", 1);
-    return py->cpu_bytes == NULL || py->as_non_leaf == NULL ? -1 : 0;
+    py->cpu = PyUnicode_InternFromString("cpu");
+    return py->cpu_bytes == NULL || py->as_non_leaf == NULL || py->cpu == NULL ? -1 : 0;
 }
 
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
@@ -99,11 +100,11 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
 #undef OBJECT
     Py_VISIT(py->make_saved_tensor);
     Py_VISIT(py->peek_functorch);
-    Py_VISIT(py->last_rng);
     Py_VISIT(py->as_non_leaf);
     Py_VISIT(py->cpu_bytes);
+    Py_VISIT(py->cpu);
     Py_VISIT(py->shim);
-    return 0;
+    return gck_rng_traverse(&py->rng, visit, arg);
 }
 
 void gck_py_clear(gck_py *py)
@@ -116,10 +117,11 @@ void gck_py_clear(gck_py *py)
 #undef NAME
     Py_CLEAR(py->make_saved_tensor);
     Py_CLEAR(py->peek_functorch);
-    Py_CLEAR(py->last_rng);
     Py_CLEAR(py->as_non_leaf);
     Py_CLEAR(py->cpu_bytes);
+    Py_CLEAR(py->cpu);
     Py_CLEAR(py->shim);
+    gck_rng_clear(&py->rng);
 }
 
 int gck_attr_is_true(PyObject *x, PyObject *name)
@@ -133,6 +135,16 @@ int gck_attr_is_true(PyObject *x, PyObject *name)
     truth = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
     Py_DECREF(value);
     return truth;
+}
+
+PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n)
+{
+    PyObject *tuple = PyTuple_New(n);
+
+    for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
+        PyTuple_SetItem(tuple, i, Py_NewRef(objects[i]));
+    }
+    return tuple;
 }
 
 int gck_is_tensor(const gck_py *py, PyObject *x)

@@ -7,11 +7,18 @@
 
 #include "../gradckpt.h"
 #include "abi.h"
+#include "rng.h"
 
 /* Python objects of torch that the hot paths call: looked up once, owned. */
 #define GCK_PY_OBJECTS(OBJECT)                                             \
     OBJECT(Tensor, "torch", "Tensor")                                      \
     OBJECT(Parameter, "torch.nn", "Parameter")                             \
+    OBJECT(Module, "torch.nn", "Module")                                   \
+    OBJECT(Function, "torch.autograd", "Function")                         \
+    OBJECT(backward, "torch.autograd", "backward")                         \
+    OBJECT(is_checkpoint_valid, "torch.autograd", "_is_checkpoint_valid")  \
+    OBJECT(cache_enabled, "torch", "is_autocast_cache_enabled")            \
+    OBJECT(autocast_dtype, "torch", "get_autocast_dtype")                  \
     OBJECT(empty, "torch", "empty")                                        \
     OBJECT(empty_strided, "torch", "empty_strided")                        \
     OBJECT(strided, "torch", "strided")                                    \
@@ -24,7 +31,6 @@
     OBJECT(top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks")   \
     OBJECT(graph_task_id, "torch._C", "_current_graph_task_id")            \
     OBJECT(graph_exec_group, "torch._C", "_get_graph_exec_group")          \
-    OBJECT(default_generator, "torch", "default_generator")                \
     OBJECT(any_autocast, "torch._C", "_is_any_autocast_enabled")           \
     OBJECT(function_stack_len, "torch._C", "_len_torch_function_stack")    \
     OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
@@ -41,23 +47,25 @@
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
     NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack)          \
-    NAME(get_state) NAME(set_state) NAME(_version)
+    NAME(_version)                                                                     \
+    NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
-    PyObject *make_saved_tensor;   /* torch >= 2.12; NULL before                       */
+    PyObject *make_saved_tensor;   /* torch's, or the shim's where torch < 2.12 has none */
     PyObject *peek_functorch;      /* torch._C._functorch.peek_interpreter_stack       */
     PyObject *as_non_leaf;         /* a DelayedError node: alias that requires grad    */
-    PyObject *last_rng;            /* latest stashed CPU generator state; see ambient.c */
     PyObject *cpu_bytes;           /* {"dtype": torch.uint8, "device": cpu}            */
+    PyObject *cpu;                 /* the string "cpu"                                  */
     PyObject *shim;                /* gradckpt._shim: the rare paths, in Python        */
     struct {
 #define NAME(name) PyObject *name;
         GCK_PY_NAMES(NAME)
 #undef NAME
     } names;
+    gck_rng rng;                   /* the CPU's generator                              */
     const gck_dl_exchange *dlpack; /* borrowed: static in torch                        */
     int has_accelerator;           /* this torch knows another device than the CPU    */
     int cuda_checked;              /* 1 after the driver was compared with the runtime */
@@ -117,6 +125,9 @@ void gck_hooks_pop(const gck_py *py);
 
 /* Result of a getter without arguments, as C truth: 1, 0, -1 with an exception. */
 int gck_ask(PyObject *getter);
+
+/* New reference: the objects as a tuple. */
+PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n);
 
 /* Attribute as C truth: 1, 0, -1 with an exception. */
 int gck_attr_is_true(PyObject *x, PyObject *name);

@@ -1,0 +1,164 @@
+/* options.c: reads the keywords of checkpoint().  Names are compared as interned objects:
+ * a region may be called with a dozen keywords of its own, many times a step. */
+#include "options.h"
+
+#include <string.h>
+
+enum { NTORCH = 6 };                   /* the first options of the list are torch's */
+
+static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
+{
+    PyObject **slots[] = {
+#define OPTION(field) &o->field,
+        GCK_OPTIONS(OPTION)
+#undef OPTION
+    };
+    PyObject *const names[] = {
+#define OPTION(field) state->option_names.field,
+        GCK_OPTIONS(OPTION)
+#undef OPTION
+    };
+    const size_t n = o->exact ? NTORCH : sizeof names / sizeof names[0];
+
+    for (size_t i = 0; i < n; i++) {
+        if (names[i] == name) {
+            return slots[i];
+        }
+    }
+    return name == state->option_names.function && o->function == NULL ? &o->function : NULL;
+}
+
+static int read_buffers(gck_options *o)
+{
+    o->once = !o->exact;
+    if (o->buffers == NULL || (PyUnicode_Check(o->buffers) && PyUnicode_CompareWithASCIIString(o->buffers, "once") == 0)) {
+        return 0;
+    }
+    o->once = 0;
+    if (PyUnicode_Check(o->buffers) && PyUnicode_CompareWithASCIIString(o->buffers, "torch") == 0) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "gradckpt: buffers should be 'once' or 'torch', but got %R", o->buffers);
+    return -1;
+}
+
+int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, int exact,
+                      gck_options *o, PyObject **kwargs)
+{
+    const Py_ssize_t nkw = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
+
+    memset(o, 0, sizeof *o);
+    o->exact = exact;
+    o->function = nargs > 0 ? args[0] : NULL;
+    *kwargs = NULL;
+    for (Py_ssize_t i = 0; i < nkw; i++) {
+        PyObject *name = Py_NewRef(PyTuple_GetItem(kwnames, i)), *value = args[nargs + i];
+        PyUnicode_InternInPlace(&name);
+        PyObject **slot = option_slot(state, o, name);
+        int status = 0;
+        if (slot != NULL) {
+            *slot = value;
+        } else if ((*kwargs == NULL && (*kwargs = PyDict_New()) == NULL) || PyDict_SetItem(*kwargs, name, value) < 0) {
+            status = -1;
+        }
+        Py_DECREF(name);
+        if (status < 0) {
+            Py_CLEAR(*kwargs);
+            return -1;
+        }
+    }
+    if (read_buffers(o) < 0) {
+        Py_CLEAR(*kwargs);
+        return -1;
+    }
+    return 0;
+}
+
+int gck_truth(PyObject *value, int missing)
+{
+    return value == NULL ? missing : value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
+}
+
+int gck_options_overridden(const gck_state *state, PyObject *name, PyObject *argument, int missing)
+{
+    PyObject *globals = PyModule_GetDict(state->py.checkpoint_module);
+    PyObject *global = globals != NULL ? PyDict_GetItemWithError(globals, name) : NULL;      /* borrowed */
+
+    if (global == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    return global == NULL || global == Py_None ? gck_truth(argument, missing) : gck_truth(global, 0);
+}
+
+int gck_options_custom_context(const gck_state *state, const gck_options *o)
+{
+    return o->context_fn != NULL && o->context_fn != state->py.noop_context_fn
+        && (o->exact || o->context_fn != Py_None);
+}
+
+int gck_options_determinism(PyObject *value, int *check)
+{
+    *check = 1;
+    if (value == NULL || (PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, "default") == 0)) {
+        return 0;
+    }
+    *check = 0;
+    if (PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, "none") == 0) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "determinism_check should be one of ['default', 'none'], but got %S", value);
+    return -1;
+}
+
+/* ---- compress= ---- */
+
+static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
+{
+    PyObject *parsed = PyObject_CallMethod(state->py.shim, "parse_plan", "(O)", compress);   /* a tuple stays one */
+    const char *codec = NULL;
+    long long min_numel = 0;
+    int ok;
+
+    *plan = (gck_plan){NULL, 0, 0, 0, 0};
+    if (parsed == NULL) {
+        return -1;
+    }
+    if (parsed == Py_None) {
+        Py_DECREF(parsed);
+        return 0;
+    }
+    ok = PyArg_ParseTuple(parsed, "sLppp", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves);
+    if (ok) {
+        plan->min_numel = min_numel;
+        plan->codec = gck_codec_find(codec);
+    }
+    Py_DECREF(parsed);
+    return ok ? 0 : -1;
+}
+
+/* Names and CompressionConfigs are immutable, and the same few objects come again and
+ * again: the latest are remembered by identity.  A mapping may change: read every time. */
+int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan)
+{
+    if (compress == NULL || compress == Py_None || compress == Py_False) {
+        *plan = (gck_plan){NULL, 0, 0, 0, 0};
+        return 0;
+    }
+    for (int i = 0; i < GCK_NPLANS; i++) {
+        if (state->plans[i].key == compress) {
+            *plan = state->plans[i].plan;
+            return 0;
+        }
+    }
+    if (parse_plan(state, compress, plan) < 0) {
+        return -1;
+    }
+    if (!PyMapping_Check(compress) || PyUnicode_Check(compress)) {
+        PyObject *oldest = state->plans[GCK_NPLANS - 1].key;
+        memmove(&state->plans[1], &state->plans[0], sizeof state->plans[0] * (GCK_NPLANS - 1));
+        state->plans[0].key = Py_NewRef(compress);
+        state->plans[0].plan = *plan;
+        Py_XDECREF(oldest);
+    }
+    return 0;
+}

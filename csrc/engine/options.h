@@ -1,0 +1,39 @@
+/* options.h: the keywords of checkpoint() and what they mean. */
+#ifndef GRADCKPT_OPTIONS_H
+#define GRADCKPT_OPTIONS_H
+
+#include "state.h"
+
+/* Borrowed from the caller; NULL when not given. */
+typedef struct {
+    PyObject *function;
+#define OPTION(name) PyObject *name;
+    GCK_OPTIONS(OPTION)
+#undef OPTION
+    int       exact;               /* came through gradckpt.compat: torch's defaults, nothing of ours */
+    int       once;                /* buffers=: running statistics are updated once a step            */
+} gck_options;
+
+/* Our keywords go to *o, the rest to *kwargs (new reference, or NULL when there are none).
+ * exact: only torch's keywords are ours.  0, or -1 with an exception.  o->function stays
+ * NULL when none was given. */
+int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, int exact,
+                      gck_options *o, PyObject **kwargs);
+
+/* compress= as a plan; codec NULL: none.  0 or -1. */
+int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan);
+
+/* *check: 1 compare metadata, 0 do not.  0, or -1 with ValueError. */
+int gck_options_determinism(PyObject *determinism_check, int *check);
+
+/* A global of torch.utils.checkpoint that overrides an argument unless it is None:
+ * 1, 0, -1 with an exception.  `missing`: what holds when neither is given. */
+int gck_options_overridden(const gck_state *state, PyObject *name, PyObject *argument, int missing);
+
+/* 1 when context_fn= is something else than torch's default. */
+int gck_options_custom_context(const gck_state *state, const gck_options *o);
+
+/* Truth of an argument that may be missing: 1, 0, -1 with an exception. */
+int gck_truth(PyObject *value, int missing);
+
+#endif

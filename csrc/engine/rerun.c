@@ -1,0 +1,124 @@
+/* rerun.c: enters and leaves the state in which a region runs again. */
+#include "rerun.h"
+
+enum { MAX_STATELESS = 4096 };     /* dead modules leave entries behind: start afresh then */
+
+/* Recomputes under way on this thread.  A fact about a thread, which no object has. */
+static _Thread_local int depth;
+
+PyObject *gck_is_recomputing(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(depth > 0);
+}
+
+PyObject *gck_forget_modules(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    PyDict_Clear(gck_state_of(module)->stateless);
+    Py_RETURN_NONE;
+}
+
+/* ---- running statistics ---- */
+
+/* 1 when `function` is a module known to have no running statistics; 0.  *key: weak
+ * reference to it (new reference), NULL when it can have none. */
+static int is_stateless(gck_state *state, PyObject *function, PyObject **key)
+{
+    int known = 0;
+
+    *key = PyWeakref_NewRef(function, NULL);
+    if (*key != NULL) {
+        known = PyDict_GetItemWithError(state->stateless, *key) != NULL;
+    }
+    PyErr_Clear();                               /* no weak references, or no hash: then nobody knows */
+    return known;
+}
+
+static int remember_stateless(gck_state *state, PyObject *function, PyObject *key)
+{
+    const int module = key == NULL ? 0 : PyObject_IsInstance(function, state->py.Module);
+
+    if (module <= 0) {
+        return module;
+    }
+    if (PyDict_Size(state->stateless) >= MAX_STATELESS) {
+        PyDict_Clear(state->stateless);
+    }
+    if (PyDict_SetItem(state->stateless, key, Py_None) < 0) {
+        PyErr_Clear();                           /* unhashable: asked again next time */
+    }
+    return 0;
+}
+
+static int enter_buffers(gck_frame *frame, gck_rerun *r)
+{
+    gck_state *state = frame->state;
+    PyObject *key = NULL;
+    int status = 0;
+
+    if (!frame->buffers_once || is_stateless(state, frame->function, &key)) {
+        Py_XDECREF(key);
+        return 0;
+    }
+    r->buffers = PyObject_CallMethod(state->py.shim, "buffers_enter", "O", frame->function);
+    if (r->buffers == Py_None) {
+        Py_CLEAR(r->buffers);
+        status = remember_stateless(state, frame->function, key);
+    } else if (r->buffers == NULL) {
+        status = -1;
+    }
+    Py_XDECREF(key);
+    return status;
+}
+
+/* ---- begin, end ---- */
+
+int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
+{
+    gck_py *py = &frame->state->py;
+
+    r->buffers = NULL;
+    if (frame->parameters != NULL) {
+        PyObject *result = PyObject_CallMethod(py->shim, "check_parameters", "O", frame->parameters);
+        if (result == NULL) {
+            return -1;
+        }
+        Py_DECREF(result);
+    }
+    if (gck_ambient_enter(py, &frame->ambient, &r->surroundings) < 0) {
+        return -1;
+    }
+    if (enter_buffers(frame, r) < 0) {
+        gck_ambient_leave(py, &r->surroundings);
+        return -1;
+    }
+    r->grad = gck_torch.aoti_torch_grad_mode_is_enabled();
+    gck_torch.aoti_torch_grad_mode_set_enabled(true);
+    depth++;
+    return 0;
+}
+
+int gck_rerun_end(gck_frame *frame, gck_rerun *r)
+{
+    PyObject *type, *value, *traceback;
+    int status = 0;
+
+    depth--;
+    gck_torch.aoti_torch_grad_mode_set_enabled(r->grad);
+    if (r->buffers != NULL) {
+        PyErr_Fetch(&type, &value, &traceback);
+        PyObject *result = PyObject_CallMethod(r->buffers, "close", NULL);
+        status = result == NULL ? -1 : 0;
+        Py_XDECREF(result);
+        Py_CLEAR(r->buffers);
+        if (type != NULL) {
+            PyErr_Restore(type, value, traceback);   /* the first exception is the one to report */
+        }
+    }
+    if (gck_ambient_leave(&frame->state->py, &r->surroundings) < 0) {
+        status = -1;
+    }
+    return status;
+}

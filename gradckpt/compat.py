@@ -1,0 +1,46 @@
+"""torch's exact functions, for putting in torch's place: its defaults, warnings and errors, no guard of ours.
+
+``torch.utils.checkpoint.checkpoint = gradckpt.compat.checkpoint`` changes nothing but host time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradckpt._C import compat_checkpoint as checkpoint
+from gradckpt.sequential import torch_checkpoint_sequential as checkpoint_sequential
+
+__all__ = ["DIFFERENCES", "Difference", "checkpoint", "checkpoint_sequential"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where ``gradckpt.checkpoint`` means to differ from torch's."""
+
+    name: str
+    torch: str
+    ours: str
+    why: str
+
+
+#: All of them. The tests read this list; docs/equivalence.md says more.
+DIFFERENCES = (
+    Difference(
+        "use_reentrant",
+        "None: a warning, then the reentrant form",
+        "False",
+        "the form torch recommends; None and True mean what they mean in torch",
+    ),
+    Difference(
+        "buffers",
+        "running statistics are updated by the forward and again by the recompute",
+        "updated once a step",
+        "BatchNorm must not see every batch twice",
+    ),
+    Difference(
+        "device RNG",
+        "states of one device type, of tensors among the positional arguments",
+        "states of every device in use, also found in keyword arguments",
+        "dropout on a second kind of device must repeat itself",
+    ),
+)

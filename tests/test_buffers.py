@@ -1,0 +1,225 @@
+"""buffers="once": after a step, running statistics are those of a step without checkpointing, bit for bit."""
+
+import copy
+import functools
+
+import norm_steps
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from _pytest.logging import LogCaptureHandler
+from norm_steps import (
+    FORMS,
+    RAW,
+    Norms,
+    both,
+    different,
+    plainly,
+    step,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradckpt
+import gradckpt.compat
+
+theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
+
+_clean = norm_steps.nothing_left_behind
+
+
+# ---- once ----
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_step_updates_once(form):
+    plain, ours = both(FORMS[form], gradckpt.checkpoint)
+    assert different(plain, ours) == []
+    assert ours["flat.0.num_batches_tracked"] == (2 if form == "segment of functions" else 1)
+
+
+OPTIONS = {
+    "compressed": {"compress": RAW},
+    "whole recompute": {"early_stop": False},
+    "reentrant": {"use_reentrant": True},
+    "debug": {"debug": True},
+    "once": {"buffers": "once"},
+}
+
+
+@pytest.mark.parametrize("form", ["module", "lambda"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_step_updates_once_with(options, form, monkeypatch):
+    monkeypatch.setattr(LogCaptureHandler, "handleError", lambda self, record: None)  # debug's log confuses pytest's
+    plain, ours = both(FORMS[form], functools.partial(gradckpt.checkpoint, **OPTIONS[options]))
+    assert different(plain, ours) == []
+
+
+@pytest.mark.parametrize("form", ["module", "lambda"])
+def test_each_of_two_backwards_puts_back(form):
+    plain, ours = both(FORMS[form], gradckpt.checkpoint, backwards=2)
+    assert different(plain, ours) == []
+
+
+class Super(Norms):
+    """As Hugging Face's layers: the region is the parent's __call__."""
+
+    region = staticmethod(gradckpt.checkpoint)
+
+    def __call__(self, x):
+        return self.region(functools.partial(super().__call__, scale=2.0), x)
+
+
+def test_super_call_updates_once():
+    net = Super()
+    plain = copy.deepcopy(net)
+    plain.region = lambda function, x: function(x)
+    assert different(step(plain, plain, plainly), step(net, net, plainly)) == []
+
+
+@pytest.mark.parametrize("form", ["module", "lambda"])
+@pytest.mark.parametrize("regions", [1, 2, 3])
+def test_nested_regions_update_once(regions, form):
+    def call(function, x):
+        for _ in range(regions - 1):
+            function = functools.partial(gradckpt.checkpoint, function)
+        return gradckpt.checkpoint(lambda h: function(h.sin()).exp(), x)
+
+    net = Norms()
+    other = copy.deepcopy(net)
+    plain = step(other, other, lambda function, x: function(x.sin()).exp())
+    ours = step(net, FORMS[form](net), call)
+    assert different(plain, ours) == []
+
+
+@pytest.mark.parametrize("form", ["module", "lambda"])
+def test_a_backward_inside_the_region_puts_back_at_each_level(form):
+    """The recompute of an inner region, within the recompute of the outer, within its forward."""
+
+    def call(function, x, region):
+        def outer(h):
+            y = region(function, h)
+            (g,) = torch.autograd.grad(y.sum(), h, create_graph=False, retain_graph=True)
+            return region(function, h + g) * g
+
+        return region(outer, x)
+
+    def run(region):
+        torch.manual_seed(0)
+        net = Norms()
+        return step(net, FORMS[form](net), functools.partial(call, region=region))
+
+    plain, ours = run(plainly), run(gradckpt.checkpoint)
+    assert [name for name in different(plain, ours) if "running" in name or "num" in name] == []
+    assert ours["flat.0.num_batches_tracked"] == 2
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda x: f(x)], ids=["module", "lambda"])
+@pytest.mark.parametrize("layers", ["norm", "norm, linear", "linear, norm"])
+def test_early_stop_in_a_norm_puts_back(layers, wrap):
+    kinds = {"norm": lambda: nn.BatchNorm1d(6), "linear": lambda: nn.Linear(6, 6)}
+    net = nn.Sequential(*(kinds[layer]() for layer in layers.split(", ")))
+    plain, ours = both(wrap, gradckpt.checkpoint, net)
+    assert different(plain, ours) == []
+
+
+@pytest.mark.parametrize("form", ["method", "lambda"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_exception_in_the_recompute_puts_back(error, form):
+    class Raising(Norms):
+        calls = 0
+
+        def method(self, x):
+            y = self(x)
+            self.calls += 1
+            if self.calls == 2:
+                raise error("second")
+            return y
+
+    net = Raising()
+    x = torch.randn(4, 6, requires_grad=True)
+    y = gradckpt.checkpoint(net.method if form == "method" else lambda t: net.method(t), x, early_stop=False)
+    after = {name: b.clone() for name, b in net.named_buffers()}
+    with pytest.raises(error, match="second"):
+        y.sum().backward()
+    assert different(after, dict(net.named_buffers())) == []
+
+
+def test_eval_and_training_may_alternate():
+    """Nothing to do in eval mode is no lasting fact about a module."""
+    net = Norms().eval()
+    other = copy.deepcopy(net)
+    for training in (False, True, False, True):
+        plain = step(net.train(training), net, plainly)
+        assert different(plain, step(other.train(training), other, gradckpt.checkpoint)) == []
+    assert net.flat[0].num_batches_tracked == 2
+
+
+def test_instance_norm_whose_flag_was_switched_off_still_writes():
+    net = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True))
+    net[2].track_running_stats = False
+    plain, ours = both(lambda net: net, gradckpt.checkpoint, net.eval())
+    assert plain["2.running_mean"].abs().sum() > 0
+    assert different(plain, ours) == []
+
+
+# ---- torch ----
+
+
+@pytest.mark.parametrize("form", ["module", "method", "partial", "lambda"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        functools.partial(gradckpt.checkpoint, buffers="torch"),
+        functools.partial(gradckpt.compat.checkpoint, use_reentrant=False),
+    ],
+    ids=["buffers='torch'", "compat"],
+)
+def test_updates_twice_as_torch(call, form):
+    torch_net, net = Norms(), Norms()
+    net.load_state_dict(torch_net.state_dict())
+    expected = step(torch_net, FORMS[form](torch_net), theirs)
+    assert expected["flat.0.num_batches_tracked"] == 2
+    assert different(expected, step(net, FORMS[form](net), call)) == []
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ValueError, match="'once' or 'torch'"):
+        gradckpt.checkpoint(nn.BatchNorm1d(6), torch.randn(4, 6), buffers="never")
+
+
+# ---- modes of the recompute ----
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["module", "lambda"])
+def test_modes_of_the_recompute_do_not_see_the_copies(form):
+    """Selective checkpointing counts operators."""
+
+    def run(how):
+        log = Operators()
+        net = Norms()
+        call = functools.partial(gradckpt.checkpoint, buffers=how, context_fn=lambda: (Operators(), log))
+        step(net, FORMS[form](net), call)
+        return log.names
+
+    assert run("once") == run("torch")
+
+
+def test_selective_checkpointing_of_a_closure():
+    def policy(ctx, op, *args, **kwargs):
+        save = op in (torch.ops.aten.addmm.default, torch.ops.aten.clone.default)
+        return torch_checkpoint.CheckpointPolicy.MUST_SAVE if save else torch_checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+
+    contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, policy)
+    plain, ours = both(FORMS["lambda"], functools.partial(gradckpt.checkpoint, context_fn=contexts))
+    assert different(plain, ours) == []

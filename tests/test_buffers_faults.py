@@ -1,0 +1,165 @@
+"""buffers="once": threads, interrupts and failures."""
+
+import copy
+import functools
+import threading
+
+import norm_steps
+import pytest
+import torch
+from norm_steps import (
+    FORMS,
+    Norms,
+    different,
+    plainly,
+    step,
+)
+from torch import nn
+
+import gradckpt
+from gradckpt import buffers
+
+_clean = norm_steps.nothing_left_behind
+
+
+# ---- threads ----
+
+
+def test_calls_from_other_threads_are_not_ours():
+    """While a closure runs again here, another thread trains a module of its own."""
+    mine, other = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+
+    def region(x):
+        y = mine(x)
+        if gradckpt.is_recomputing():
+            thread = threading.Thread(target=other, args=(torch.randn(4, 6),))
+            thread.start()
+            thread.join()
+        return y.sin().exp()
+
+    step(mine, region, gradckpt.checkpoint)
+    assert (mine.num_batches_tracked, other.num_batches_tracked) == (1, 1)
+
+
+@pytest.mark.parametrize("form", ["module", "lambda"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_recomputes_of_one_module_interleave_on_two_threads(first, form):
+    """Each begins before the other ends; whichever ends last restores what the first found."""
+    net = nn.BatchNorm1d(6)
+    function = FORMS[form](net)
+    go = [threading.Event() for _ in range(4)]
+    done = [threading.Event() for _ in range(4)]
+
+    def recompute(start, end):
+        go[start].wait(10)
+        guard = buffers.enter(function)
+        function(torch.randn(4, 6))
+        done[start].set()
+        go[end].wait(10)
+        guard.close()
+        done[end].set()
+
+    threads = [threading.Thread(target=recompute, args=(i, 2 + i)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    order = [0, 1, 2 + first, 3 - first]
+    for i in order:
+        go[i].set()
+        assert done[i].wait(10)
+    for thread in threads:
+        thread.join()
+    assert net.num_batches_tracked == 0
+    assert net.running_mean.tolist() == [0] * 6
+
+
+def test_two_threads_run_backward_at_once():
+    nets = [Norms() for _ in range(2)]
+    plain = [copy.deepcopy(net) for net in nets]
+    barrier = threading.Barrier(2)
+    expected = [step(net, net, plainly) for net in plain]
+    got = [None, None]
+
+    def work(i):
+        def region(x):
+            if gradckpt.is_recomputing():
+                barrier.wait(10)
+            return nets[i](x)
+
+        got[i] = step(nets[i], region, gradckpt.checkpoint)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [different(a, b) for a, b in zip(expected, got, strict=True)] == [[], []]
+
+
+# ---- what goes wrong ----
+
+
+@pytest.mark.parametrize("form", ["module", "lambda"])
+def test_a_lost_guard_closes_itself(form):
+    """An interrupt may strike between any two steps."""
+    net = nn.BatchNorm1d(6)
+    function = FORMS[form](net)
+    guard = buffers.enter(function)
+    function(torch.randn(4, 6))
+    del guard
+    assert net.num_batches_tracked == 0
+
+
+class Stateful(nn.Module):
+    """With a rule only where a test gives one."""
+
+
+def test_an_interrupt_while_saving_leaves_nothing():
+    net = nn.Sequential(nn.BatchNorm1d(6), Stateful())
+
+    def names(module):
+        raise KeyboardInterrupt
+
+    with buffers.register(Stateful, names), pytest.raises(KeyboardInterrupt):
+        buffers.enter(net)
+    assert not buffers._touched
+    guard = buffers.enter(net)
+    net[0](torch.randn(4, 6))
+    guard.close()
+    assert net[0].num_batches_tracked == 0
+
+
+class Resizing(nn.Module):
+    def __init__(self, fail):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+        self.norm = nn.BatchNorm1d(6)
+        self.fail = fail
+
+    def forward(self, x):
+        y = self.norm(x).sin()
+        if gradckpt.is_recomputing():
+            self.calls.resize_(2)
+            if self.fail:
+                raise ValueError("of the region")
+        return y
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_buffer_that_cannot_be_put_back_is_reported(fail):
+    """Unless the region failed, whose exception comes first; the others are put back all the same."""
+    net = Resizing(fail)
+    with buffers.register(Resizing, ("calls",)):
+        error, text = (ValueError, "of the region") if fail else (RuntimeError, "size")
+        with pytest.raises(error, match=text):
+            step(net, net, functools.partial(gradckpt.checkpoint, early_stop=False))
+    assert net.norm.num_batches_tracked == 1
+
+
+def test_closing_twice_puts_back_once():
+    net = nn.BatchNorm1d(6)
+    guard = buffers.enter(net)
+    net(torch.randn(4, 6))
+    guard.close()
+    net(torch.randn(4, 6))
+    guard.close()
+    assert net.num_batches_tracked == 1
