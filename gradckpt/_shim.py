@@ -221,9 +221,11 @@ def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...
     )
 
 
-def recompute_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """As torch: a recompute context may swallow exceptions, the early stop among them."""
-    with context:
+def recompute_within(
+    context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any
+) -> Any:
+    """As torch: a recompute context may swallow exceptions, the early stop among them; torch.device is inside it."""
+    with context, device or contextlib.nullcontext():
         return function(*args, **(kwargs or {}))
 
 
@@ -277,19 +279,22 @@ def make_saved_tensor(x: torch.Tensor, is_output: bool) -> _NodeSaved:
 
 
 def raise_modified(x: torch.Tensor, expected: int) -> None:
-    """An input of a region was changed between forward and recompute: autograd's own words."""
-    node = f", which is output {x.output_nr} of {x.grad_fn.name()}," if x.grad_fn is not None else ""
-    hint = (
-        "the backtrace further above shows the operation that failed to compute its gradient. The variable in question "
-        "was changed in there or anywhere later. Good luck!"
-        if torch.is_anomaly_enabled()
-        else "enable anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
-    )
+    """An input of a region was changed between forward and recompute: autograd's own words.
+
+    Autograd itself says them: of a SavedTensor made while ``x`` is back at the version of the forward.
+    """
+    autograd: Any = torch._C._autograd
+    now = x._version
+    if hasattr(autograd, "_make_saved_tensor"):
+        autograd._unsafe_set_version_counter((x,), (expected,))
+        try:
+            saved = autograd._make_saved_tensor(x, False)
+        finally:
+            autograd._unsafe_set_version_counter((x,), (now,))
+        saved.unpack()
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{x.type()} {list(x.shape)}]{node} is at version {x._version}; expected version {expected} instead. "
-        f"Hint: {hint}"
+        f"[{x.type()} {list(x.shape)}] is at version {now}; expected version {expected} instead."
     )
 
 
@@ -303,6 +308,10 @@ _APPROXIMATE = (
 def _tip(compressed: int) -> str:
     tip: str = getattr(torch_checkpoint, "_debug_tip_msg", "")
     return tip + (_APPROXIMATE if compressed else "")
+
+
+def raise_stop_iteration(error: BaseException) -> None:
+    raise RuntimeError("generator raised StopIteration") from error
 
 
 def raise_more_saved(compressed: int) -> None:
@@ -326,7 +335,7 @@ _DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 8: "mps", 14: "xpu"}
 
 
-def _from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int) -> tuple[Any, Any, Any]:
+def from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int) -> tuple[Any, Any, Any]:
     """Shape, dtype and device as torch prints them, from DLPack's numbers."""
     name = "bool" if code == 6 else f"{_DLPACK_DTYPES.get(code, 'dlpack')}{bits}"
     kind = _DLPACK_DEVICES.get(device, "privateuseone")
@@ -335,8 +344,10 @@ def _from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int
 
 
 def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], compressed: int) -> None:
-    def describe(meta: tuple[Any, ...]) -> dict[str, Any]:
-        objects = meta if len(meta) == 3 else _from_dlpack(*meta)
+    def describe(meta: tuple[Any, ...]) -> Any:
+        if len(meta) == 1:  # of a determinism check of the user's own
+            return meta[0]
+        objects = meta if len(meta) == 3 else from_dlpack(*meta)
         return dict(zip(("shape", "dtype", "device"), objects, strict=True))
 
     mismatches = "".join(

@@ -224,16 +224,11 @@ def _read(module: Module, names: list[str]) -> list[_Value]:
 
 def _put_back(values: list[_Value]) -> None:
     with _quiet():
-        for home, name, original, copy in reversed(values):
+        for home, name, original, copy in values:
             if home.get(name) is not original:
                 home[name] = original
-            if copy is None:
-                continue
-            if original.is_inference():
-                with torch.inference_mode():
-                    original.copy_(copy)
-            else:
-                original.data.copy_(copy)  # .data: another part of the graph may check the buffer's version
+            if copy is not None:  # .data: another part of the graph may check the buffer's version
+                original.data.copy_(copy)
 
 
 # ---- guards ----
@@ -250,7 +245,7 @@ class _First:
         self.guards: set[int] = set()
 
 
-#: id(module) -> _First. One without guards was left by an interrupt and does not count.
+#: id(module) -> _First, while it has guards.
 _touched: dict[int, _First] = {}
 
 #: thread -> guards that watch module calls, innermost last; weak, so that a lost guard closes itself.
@@ -263,11 +258,11 @@ class Guard:
     """One recompute. Guards nest, and interleave across threads: each puts back what it found, and the last one
     to leave a module what the first one found."""
 
-    __slots__ = ("__weakref__", "_saved", "_thread")
+    _saved: Any = ()  # list[tuple[_First, list[_Value]]], unless an interrupt came first
+    _thread: int | None = None
 
     def __init__(self) -> None:
-        self._saved: list[tuple[_First, list[_Value]]] = []
-        self._thread: int | None = None
+        self._saved = []
 
     def save(self, module: Module | None) -> None:
         """Once per module; nothing when its rules name nothing now."""
@@ -279,10 +274,10 @@ class Guard:
             if first is not None and id(self) in first.guards:
                 return
             values = _read(module, names)
-            if first is None or not first.guards:
-                first = _touched[id(module)] = _First(module, values)
-            self._saved.append((first, values))
+            first = first or _First(module, values)
+            self._saved.append((first, values))  # before others can see it: an interrupt may come at any point
             first.guards.add(id(self))
+            _touched[id(module)] = first
 
     def watch(self) -> None:
         """Save each stateful module when this thread first calls it."""
@@ -304,9 +299,11 @@ class Guard:
                     _put_back(values if first.guards else first.values)
                 except Exception as error:
                     failure = failure or error
-                if not first.guards and _touched.get(id(first.module)) is first:
-                    del _touched[id(first.module)]
+                key = id(first.module)
+                if not first.guards and _touched.get(key) is first:
+                    del _touched[key]
             self._saved.pop()
+        self.__class__ = Guard
         if failure is not None:
             raise failure
 
@@ -324,9 +321,13 @@ class Guard:
                 _switch_hook(False)
         self._thread = None
 
+
+class _OpenGuard(Guard):
+    """Until it is closed, a guard that an interrupt lost closes itself. Afterwards it has no finalizer, in which
+    an interrupt would be lost in turn."""
+
     def __del__(self) -> None:
-        if self._saved or self._thread is not None:
-            self.close()
+        self.close()
 
 
 _idle = Guard()
@@ -342,7 +343,7 @@ def enter(function: Any) -> Guard | None:
     found = _stateful(roots[0]) if len(roots) == 1 else [ref for root in roots for ref in _stateful(root)]
     if not found and not watch:
         return None
-    guard = Guard()
+    guard = _OpenGuard()
     try:
         for ref in found:
             guard.save(ref())

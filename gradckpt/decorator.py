@@ -73,9 +73,11 @@ class Bound:
 
     def __getattr__(self, name: str) -> Any:
         """``__self__``, ``__name__``, ``__doc__`` and the rest of the method."""
-        if name in ("__wrapped__", "_decorated"):  # not there yet, while it is copied
-            raise AttributeError(name)
         return getattr(self.__wrapped__, name)
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return self.__wrapped__.__doc__
 
     @property
     def __gradckpt_functions__(self) -> tuple[Any, ...]:

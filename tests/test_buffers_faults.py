@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 import threading
 
 import norm_steps
@@ -15,6 +16,7 @@ from norm_steps import (
     step,
 )
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 import gradckpt
 from gradckpt import buffers
@@ -119,9 +121,10 @@ def test_an_interrupt_while_saving_leaves_nothing():
     def names(module):
         raise KeyboardInterrupt
 
-    with buffers.register(Stateful, names), pytest.raises(KeyboardInterrupt):
+    with buffers.register(Stateful, names), pytest.raises(KeyboardInterrupt) as caught:
         buffers.enter(net)
-    assert not buffers._touched
+    assert not buffers._touched  # also while the traceback keeps the guard
+    del caught
     guard = buffers.enter(net)
     net[0](torch.randn(4, 6))
     guard.close()
@@ -155,6 +158,33 @@ def test_a_buffer_that_cannot_be_put_back_is_reported(fail):
     assert net.norm.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("form", ["module", "lambda"])
+def test_an_inner_recompute_puts_back_what_it_found(form):
+    """The outer one goes on from there."""
+    net = nn.BatchNorm1d(6)
+    function = FORMS[form](net)
+    outer = buffers.enter(function)
+    function(torch.randn(4, 6))
+    mean = net.running_mean.clone()
+    inner = buffers.enter(function)
+    function(torch.randn(4, 6))
+    inner.close()
+    assert net.num_batches_tracked == 1
+    assert torch.equal(net.running_mean, mean)
+    function(torch.randn(4, 6))
+    outer.close()
+    assert net.num_batches_tracked == 0
+
+
+def test_a_module_called_twice_is_saved_once():
+    net = nn.BatchNorm1d(6)
+    guard = buffers.enter(lambda x: net(net(x)))
+    net(net(torch.randn(4, 6)))
+    assert len(guard._saved) == 1
+    guard.close()
+    assert net.num_batches_tracked == 0
+
+
 def test_closing_twice_puts_back_once():
     net = nn.BatchNorm1d(6)
     guard = buffers.enter(net)
@@ -163,3 +193,51 @@ def test_closing_twice_puts_back_once():
     net(torch.randn(4, 6))
     guard.close()
     assert net.num_batches_tracked == 1
+    assert not hasattr(guard, "__del__")  # an interrupt in a finalizer would be lost
+
+
+REGIONS = {
+    **{form: FORMS[form] for form in ("module", "lambda")},
+    "nested": lambda net: lambda x: gradckpt.checkpoint(lambda y: net(y), x.sin()),
+}
+
+
+def interrupt_at(n):
+    """A trace function that raises at the n-th line run in gradckpt.buffers; `left` says whether it came to that."""
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename != buffers.__file__:
+            return None
+        trace.left -= 1
+        if trace.left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    trace.left = n
+    return trace
+
+
+@pytest.mark.parametrize("form", REGIONS)
+def test_interrupt_at_each_line_leaves_nothing(form):
+    """Statistics are those after the forward, and nothing is watched or kept."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6))
+    function = REGIONS[form](net)
+    hits = 0
+    left = 0
+    while left <= 0:
+        y = gradckpt.checkpoint(function, torch.randn(16, 6, requires_grad=True)).sum()
+        after = {name: b.clone() for name, b in net.named_buffers()}
+        trace, previous = interrupt_at(hits + 1), sys.gettrace()
+        sys.settrace(trace)
+        try:
+            y.backward()
+        except KeyboardInterrupt:
+            hits += 1
+        finally:
+            sys.settrace(previous)
+        left = trace.left
+        del y
+        assert different(after, dict(net.named_buffers())) == [], hits
+        assert not buffers._touched, hits
+        assert not torch_module._global_forward_pre_hooks, hits
+    assert hits > 50

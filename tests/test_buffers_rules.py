@@ -1,4 +1,4 @@
-"""buffers="once": which modules and which buffers; threads, interrupts and failures."""
+"""buffers="once": which modules and which buffers."""
 
 import functools
 import gc
@@ -179,6 +179,20 @@ def test_odd_tensors_are_left_or_kept():
 
 
 # ---- which modules ----
+
+
+class Stateless(nn.Linear):
+    @gradckpt.checkpoint(early_stop=False)
+    def method(self, x):
+        return self(x)
+
+
+def test_nothing_is_watched_where_the_modules_are_known():
+    net = Stateless(6, 6)
+    partial = functools.partial(functools.partial(net.forward), scale=2)
+    for function in (net, net.forward, net.__call__, partial, net.method, Segment([net, partial]), Segment([])):
+        assert buffers.enter(function) is None
+    assert buffers.enter(Segment([net, torch.sin])) is not None
 
 
 def test_stateless_holds_until_a_child_comes():

@@ -51,7 +51,8 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
         PyErr_SetString(PyExc_ValueError, "debug=True is incompatible with non-default context_fn");
         return -1;
     }
-    if (debug < 0 || gck_options_determinism(o->determinism_check, &frame->check_metadata) < 0) {
+    if (debug < 0 || gck_options_determinism(state, o->determinism_check, &frame->check_metadata,
+                                             &frame->metadata_fn) < 0) {
         return -1;
     }
     if (!debug && !custom) {
@@ -135,6 +136,20 @@ static PyObject *pack(PyObject *frame, PyObject *x) { return (PyObject *)gck_fra
 static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};
 static PyMethodDef unpack_def = {"unpack", gck_unpack, METH_O, NULL};
 
+/* Python turns a StopIteration that leaves a generator into a RuntimeError, and torch's
+ * function is one inside. */
+static void convert_stop_iteration(const gck_py *py)
+{
+    PyObject *type, *value, *traceback;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    Py_XDECREF(PyObject_CallMethod(py->shim, "raise_stop_iteration", "O", value));
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+}
+
 /* Push, call, pop: in one C function, so that no signal handler runs in between. */
 static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs)
 {
@@ -148,6 +163,9 @@ static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *ar
                              : PyObject_CallMethod(py->shim, "call_within", "OOOO", context, frame->function, args,
                                                    kwargs ? kwargs : Py_None);
     gck_hooks_pop(py);
+    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
+        convert_stop_iteration(py);
+    }
     return result;
 }
 

@@ -87,7 +87,7 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
         Py_DECREF(payload);
         return -1;
     }
-    *entry = (gck_entry){GCK_PAYLOAD, payload, 0, NULL, 0};
+    *entry = (gck_entry){GCK_PAYLOAD, payload, 0, 0, NULL, 0};
     state->stats.asked++;
     state->stats.compressed++;
     p->payloads++;
@@ -115,8 +115,9 @@ static int pack_saved(gck_packing *p, PyObject *x, gck_entry *entry)
 
     if (!p->outer) {
         const int64_t version = version_of(py, x);
-        if (version >= 0) {
-            *entry = (gck_entry){GCK_VERSIONED, Py_NewRef(x), version, NULL, 0};
+        const int leaf = version >= 0 ? gck_attr_is_true(x, py->names.is_leaf) : -1;
+        if (leaf >= 0) {
+            *entry = (gck_entry){GCK_VERSIONED, Py_NewRef(x), version, leaf, NULL, 0};
             return 0;
         }
         PyErr_Clear();
@@ -125,7 +126,7 @@ static int pack_saved(gck_packing *p, PyObject *x, gck_entry *entry)
     if (saved == NULL) {
         return -1;
     }
-    *entry = (gck_entry){GCK_SAVED, saved, 0, NULL, 0};
+    *entry = (gck_entry){GCK_SAVED, saved, 0, 0, NULL, 0};
     return 0;
 }
 
@@ -146,7 +147,7 @@ static int is_container(gck_py *py, PyObject *x)
 static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_entry *entry, PyObject **forward)
 {
     const Py_ssize_t n = PyList_Size(leaves);
-    gck_entry tree = {GCK_TREE, NULL, 0, calloc((size_t)n + 1, sizeof(gck_entry)), n};
+    gck_entry tree = {GCK_TREE, NULL, 0, 0, calloc((size_t)n + 1, sizeof(gck_entry)), n};
     PyObject *fed = PyList_New(n);
     const int before = p->payloads;
     int result = -1;
@@ -164,7 +165,7 @@ static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_ent
             goto exit;
         }
         if (!packed) {
-            tree.leaves[i] = (gck_entry){GCK_KEPT, Py_NewRef(leaf), 0, NULL, 0};
+            tree.leaves[i] = (gck_entry){GCK_KEPT, Py_NewRef(leaf), 0, 0, NULL, 0};
             value = Py_NewRef(leaf);
         }
         PyList_SetItem(fed, i, value);                           /* takes it */
@@ -216,7 +217,7 @@ int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry
         if (tensor && positional) {
             packed = pack_saved(p, x, entry);
         } else {
-            *entry = (gck_entry){GCK_KEPT, Py_NewRef(x), 0, NULL, 0};
+            *entry = (gck_entry){GCK_KEPT, Py_NewRef(x), 0, 0, NULL, 0};
         }
     }
     if (packed < 0) {
@@ -234,8 +235,15 @@ int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry
 static PyObject *restore_versioned(gck_state *state, const gck_entry *entry)
 {
     const int64_t now = version_of(&state->py, entry->value);
+    const int leaf = entry->leaf || now < 0 ? 0 : gck_attr_is_true(entry->value, state->py.names.is_leaf);
 
-    if (now < 0) {
+    if (now < 0 || leaf < 0) {
+        return NULL;
+    }
+    if (leaf) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "Trying to use a saved tensor that has been detached in-place, i.e. with .detach_()."
+                        "This is not supported, please use out-of-place `.detach()` instead");
         return NULL;
     }
     if (now != entry->version) {
@@ -294,7 +302,7 @@ void gck_entry_clear(gck_entry *entry)
 {
     gck_entry old = *entry;                      /* publish empty first: clearing runs Python */
 
-    *entry = (gck_entry){GCK_KEPT, NULL, 0, NULL, 0};
+    *entry = (gck_entry){GCK_KEPT, NULL, 0, 0, NULL, 0};
     Py_XDECREF(old.value);
     for (Py_ssize_t i = 0; i < old.nleaves; i++) {
         if (old.leaves != NULL) {

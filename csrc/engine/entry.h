@@ -16,6 +16,7 @@ typedef struct gck_entry {
     gck_entry_kind    kind;
     PyObject         *value;     /* owned; see above                                       */
     int64_t           version;   /* GCK_VERSIONED only                                     */
+    int               leaf;      /* likewise                                               */
     struct gck_entry *leaves;    /* owned; GCK_TREE only                                   */
     Py_ssize_t        nleaves;
 } gck_entry;

@@ -48,7 +48,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     gck_meta meta = {.objects = NULL};
 
     /* First: for a subclass this runs Python, which may record more. */
-    if (frame->check_metadata && gck_meta_of(&frame->state->py, x, &meta) < 0) {
+    if (frame->check_metadata && gck_meta_of(frame, x, 0, &meta) < 0) {
         return NULL;
     }
     if (frame->nslots == frame->capacity && grow(frame) < 0) {
@@ -168,6 +168,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->function);
     Py_VISIT(frame->kwnames);
     Py_VISIT(frame->recompute_context);
+    Py_VISIT(frame->metadata_fn);
     Py_VISIT(frame->error_callback);
     Py_VISIT(frame->parameters);
     for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
@@ -192,6 +193,7 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->function);
     Py_CLEAR(frame->kwnames);
     Py_CLEAR(frame->recompute_context);
+    Py_CLEAR(frame->metadata_fn);
     Py_CLEAR(frame->error_callback);
     Py_CLEAR(frame->parameters);
     gck_ambient_clear(&frame->ambient);

@@ -27,7 +27,8 @@ typedef struct {
 } gck_holder;
 
 /* What the determinism check compares: shape, dtype, device.  Plain tensors are read
- * through DLPack into the numbers; of any other, `objects` is (shape, dtype, device). */
+ * through DLPack into the numbers; of any other, `objects` is (shape, dtype, device), or
+ * (value,) with what a check of the user's own returned. */
 enum { GCK_META_INLINE = 4 };
 typedef struct {
     PyObject     *objects;         /* owned; NULL: the numbers count                     */
@@ -65,6 +66,7 @@ struct gck_frame {
     PyObject       *kwnames;       /* tuple                                              */
     gck_ambient     ambient;
     PyObject       *recompute_context;   /* from context_fn; NULL: none                  */
+    PyObject       *metadata_fn;         /* reads what the determinism check compares; NULL: ours */
     PyObject       *error_callback;      /* debug=True: gets the CheckpointError         */
     PyObject       *parameters;          /* debug=True: the region's, with versions      */
     int             early_stop, check_metadata, ignore_mismatch;
@@ -93,9 +95,9 @@ gck_frame *gck_frame_new(gck_state *state);
 /* New reference: a Holder for the next slot; remembers x's metadata. */
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x);
 
-/* 0, or -1 with an exception and *meta empty. */
-int gck_meta_of(const gck_py *py, PyObject *x, gck_meta *meta);
-int gck_meta_same(const gck_meta *a, const gck_meta *b);      /* 1, 0, -1 */
+/* 0, or -1 with an exception and *meta empty.  whole: as objects, also of a plain tensor. */
+int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta);
+int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b);      /* 1, 0, -1 */
 PyObject *gck_meta_describe(const gck_meta *meta);             /* new reference: for the shim's message */
 void gck_meta_clear(gck_meta *meta);
 

@@ -29,7 +29,7 @@ static PyObject *keep_arguments(gck_frame *frame, PyObject *const *args, Py_ssiz
             Py_DECREF(list);
             return NULL;
         }
-        frame->args[i] = (gck_entry){GCK_KEPT, tensor ? NULL : Py_NewRef(args[i]), 0, NULL, 0};
+        frame->args[i] = (gck_entry){GCK_KEPT, tensor ? NULL : Py_NewRef(args[i]), 0, 0, NULL, 0};
     }
     tuple = PyList_AsTuple(list);
     Py_DECREF(list);
@@ -85,6 +85,7 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
         || PyObject_SetAttrString(all[0], "frame", (PyObject *)frame) < 0) {
         goto exit;
     }
+    Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
     state->stats.regions++;
     result = PyObject_Call(frame->function, tuple, NULL);     /* autograd has switched grad mode off */
 

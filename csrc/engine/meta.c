@@ -16,12 +16,19 @@ static PyObject *attributes(const gck_py *py, PyObject *x)
     return objects;
 }
 
-int gck_meta_of(const gck_py *py, PyObject *x, gck_meta *meta)
+int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
 {
+    const gck_py *py = &frame->state->py;
     gck_dl_tensor dl;
 
     memset(meta, 0, sizeof *meta);
-    if ((PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter) {
+    if (frame->metadata_fn != NULL) {
+        PyObject *value = PyObject_CallFunctionObjArgs(frame->metadata_fn, x, NULL);
+        meta->objects = value != NULL ? PyTuple_Pack(1, value) : NULL;
+        Py_XDECREF(value);
+        return meta->objects == NULL ? -1 : 0;
+    }
+    if (!whole && ((PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter)) {
         if (py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
             PyErr_Clear();                       /* meta, sparse, quantised: the long way */
         } else if (dl.ndim <= GCK_META_INLINE) {
@@ -38,12 +45,33 @@ int gck_meta_of(const gck_py *py, PyObject *x, gck_meta *meta)
     return meta->objects == NULL ? -1 : 0;
 }
 
-int gck_meta_same(const gck_meta *a, const gck_meta *b)
+/* (shape, dtype, device) as torch's objects: new reference. */
+static PyObject *as_objects(const gck_py *py, const gck_meta *meta)
 {
-    if (a->objects != NULL && b->objects != NULL) {
-        return PyObject_RichCompareBool(a->objects, b->objects, Py_EQ);
+    PyObject *numbers = gck_meta_describe(meta), *convert, *objects = NULL;
+
+    if (numbers == NULL || meta->objects != NULL) {
+        return numbers;
     }
-    return a->objects == b->objects && a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
+    convert = PyObject_GetAttrString(py->shim, "from_dlpack");
+    if (convert != NULL) {
+        objects = PyObject_CallObject(convert, numbers);
+    }
+    Py_XDECREF(convert);
+    Py_DECREF(numbers);
+    return objects;
+}
+
+int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b)
+{
+    if (a->objects != NULL || b->objects != NULL) {      /* a subclass may come back detached, as a plain tensor */
+        PyObject *x = as_objects(py, a), *y = x ? as_objects(py, b) : NULL;
+        const int same = y ? PyObject_RichCompareBool(x, y, Py_EQ) : -1;
+        Py_XDECREF(x);
+        Py_XDECREF(y);
+        return same;
+    }
+    return a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
         && memcmp(&a->device, &b->device, sizeof a->device) == 0
         && memcmp(a->sizes, b->sizes, sizeof(int64_t) * (size_t)a->ndim) == 0;
 }

@@ -25,7 +25,7 @@ static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
             return slots[i];
         }
     }
-    return name == state->option_names.function && o->function == NULL ? &o->function : NULL;
+    return name == state->option_names.function ? &o->function : NULL;
 }
 
 static int read_buffers(gck_options *o)
@@ -56,7 +56,10 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
         PyUnicode_InternInPlace(&name);
         PyObject **slot = option_slot(state, o, name);
         int status = 0;
-        if (slot != NULL) {
+        if (slot == &o->function && o->function != NULL) {
+            PyErr_SetString(PyExc_TypeError, "checkpoint() got multiple values for argument 'function'");
+            status = -1;
+        } else if (slot != NULL) {
             *slot = value;
         } else if ((*kwargs == NULL && (*kwargs = PyDict_New()) == NULL) || PyDict_SetItem(*kwargs, name, value) < 0) {
             status = -1;
@@ -96,17 +99,28 @@ int gck_options_custom_context(const gck_state *state, const gck_options *o)
         && (o->exact || o->context_fn != Py_None);
 }
 
-int gck_options_determinism(PyObject *value, int *check)
+int gck_options_determinism(const gck_state *state, PyObject *value, int *check, PyObject **metadata_fn)
 {
+    PyObject *keys;
+
+    *metadata_fn = NULL;
     *check = 1;
     if (value == NULL || (PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, "default") == 0)) {
         return 0;
     }
-    *check = 0;
     if (PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, "none") == 0) {
+        *check = 0;
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "determinism_check should be one of ['default', 'none'], but got %S", value);
+    *metadata_fn = Py_XNewRef(PyDict_GetItemWithError(state->py.determinism_checks, value));
+    if (*metadata_fn != NULL || PyErr_Occurred()) {
+        return *metadata_fn != NULL ? 0 : -1;
+    }
+    keys = PyDict_Keys(state->py.determinism_checks);
+    if (keys != NULL) {
+        PyErr_Format(PyExc_ValueError, "determinism_check should be one of %S, but got %S", keys, value);
+        Py_DECREF(keys);
+    }
     return -1;
 }
 

@@ -23,8 +23,9 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
 /* compress= as a plan; codec NULL: none.  0 or -1. */
 int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan);
 
-/* *check: 1 compare metadata, 0 do not.  0, or -1 with ValueError. */
-int gck_options_determinism(PyObject *determinism_check, int *check);
+/* *check: 1 compare metadata, 0 do not.  *metadata_fn: new reference to what reads it, when
+ * somebody added a check of his own to torch's dict; else NULL.  0, or -1 with ValueError. */
+int gck_options_determinism(const gck_state *state, PyObject *value, int *check, PyObject **metadata_fn);
 
 /* A global of torch.utils.checkpoint that overrides an argument unless it is None:
  * 1, 0, -1 with an exception.  `missing`: what holds when neither is given. */

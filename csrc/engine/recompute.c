@@ -86,11 +86,13 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
         return NULL;
     }
     if (table->counter >= table->size) {
+        if (frame->early_stop) {                 /* user code caught our stop and went on */
+            Py_DECREF(value);
+            PyErr_SetString(PyExc_AssertionError, "Unexpected state: target_frame.early_stop is set");
+            return NULL;
+        }
         if (frame->phase == GCK_RECORDING) {     /* backward inside the region, early stop off */
             frame->ignore_mismatch = 1;
-            return value;
-        }
-        if (frame->early_stop) {                 /* user code caught our stop and went on */
             return value;
         }
         Py_DECREF(value);
@@ -158,8 +160,9 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
     if (frame->recompute_context == NULL) {
         result = PyObject_Call(frame->function, args, kwargs);
     } else {                                     /* in Python: a with statement has exact semantics */
-        result = PyObject_CallMethod(py->shim, "recompute_within", "OOOO", frame->recompute_context, frame->function,
-                                     args, kwargs ? kwargs : Py_None);
+        result = PyObject_CallMethod(py->shim, "recompute_within", "OOOOO", frame->recompute_context, frame->function,
+                                     args, kwargs ? kwargs : Py_None,
+                                     frame->ambient.device ? frame->ambient.device : Py_None);
     }
     gck_hooks_pop(py);
     Py_XDECREF(result);
@@ -233,12 +236,12 @@ static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject
         return 0;
     }
     Py_INCREF(value);                            /* reading a subclass runs Python */
-    status = gck_meta_of(&frame->state->py, value, &now);
+    status = gck_meta_of(frame, value, frame->metas[i].objects != NULL, &now);
     Py_DECREF(value);
     if (status < 0) {
         return -1;
     }
-    const int same = gck_meta_same(&frame->metas[i], &now);
+    const int same = gck_meta_same(&frame->state->py, &frame->metas[i], &now);
     if (same == 0) {
         if (*differences == NULL) {
             *differences = PyList_New(0);

@@ -22,23 +22,22 @@ PyObject *gck_forget_modules(PyObject *module, PyObject *unused)
 
 /* ---- running statistics ---- */
 
-/* 1 when `function` is a module known to have no running statistics; 0.  *key: weak
- * reference to it (new reference), NULL when it can have none. */
-static int is_stateless(gck_state *state, PyObject *function, PyObject **key)
+/* 1 when `function` is a module known to have no running statistics; 0.  By identity, with
+ * a weak reference to tell a dead module from a new one at its address. */
+static int is_stateless(gck_state *state, PyObject *function)
 {
-    int known = 0;
+    PyObject *key = PyLong_FromVoidPtr(function);
+    PyObject *known = key != NULL ? PyDict_GetItemWithError(state->stateless, key) : NULL;     /* borrowed */
 
-    *key = PyWeakref_NewRef(function, NULL);
-    if (*key != NULL) {
-        known = PyDict_GetItemWithError(state->stateless, *key) != NULL;
-    }
-    PyErr_Clear();                               /* no weak references, or no hash: then nobody knows */
-    return known;
+    Py_XDECREF(key);
+    PyErr_Clear();
+    return known != NULL && PyWeakref_GetObject(known) == function;
 }
 
-static int remember_stateless(gck_state *state, PyObject *function, PyObject *key)
+static int remember_stateless(gck_state *state, PyObject *function)
 {
-    const int module = key == NULL ? 0 : PyObject_IsInstance(function, state->py.Module);
+    const int module = PyObject_IsInstance(function, state->py.Module);
+    PyObject *key, *reference;
 
     if (module <= 0) {
         return module;
@@ -46,31 +45,30 @@ static int remember_stateless(gck_state *state, PyObject *function, PyObject *ke
     if (PyDict_Size(state->stateless) >= MAX_STATELESS) {
         PyDict_Clear(state->stateless);
     }
-    if (PyDict_SetItem(state->stateless, key, Py_None) < 0) {
-        PyErr_Clear();                           /* unhashable: asked again next time */
+    key = PyLong_FromVoidPtr(function);
+    reference = PyWeakref_NewRef(function, NULL);
+    if (key != NULL && reference != NULL) {
+        PyDict_SetItem(state->stateless, key, reference);
     }
+    Py_XDECREF(key);
+    Py_XDECREF(reference);
+    PyErr_Clear();                               /* not remembered: asked again next time */
     return 0;
 }
 
 static int enter_buffers(gck_frame *frame, gck_rerun *r)
 {
     gck_state *state = frame->state;
-    PyObject *key = NULL;
-    int status = 0;
 
-    if (!frame->buffers_once || is_stateless(state, frame->function, &key)) {
-        Py_XDECREF(key);
+    if (!frame->buffers_once || is_stateless(state, frame->function)) {
         return 0;
     }
     r->buffers = PyObject_CallMethod(state->py.shim, "buffers_enter", "O", frame->function);
     if (r->buffers == Py_None) {
         Py_CLEAR(r->buffers);
-        status = remember_stateless(state, frame->function, key);
-    } else if (r->buffers == NULL) {
-        status = -1;
+        return remember_stateless(state, frame->function);
     }
-    Py_XDECREF(key);
-    return status;
+    return r->buffers == NULL ? -1 : 0;
 }
 
 /* ---- begin, end ---- */
@@ -87,7 +85,7 @@ int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
         }
         Py_DECREF(result);
     }
-    if (gck_ambient_enter(py, &frame->ambient, &r->surroundings) < 0) {
+    if (gck_ambient_enter(py, &frame->ambient, frame->recompute_context == NULL, &r->surroundings) < 0) {
         return -1;
     }
     if (enter_buffers(frame, r) < 0) {

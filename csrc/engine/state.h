@@ -42,7 +42,7 @@ typedef struct {
     gck_py        py;
     PyTypeObject *Payload, *Frame, *Holder, *Recompute;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
-    PyObject     *stateless;       /* dict: weak references to modules without running statistics */
+    PyObject     *stateless;       /* dict: id -> weak reference, of modules without running statistics */
     struct {
         PyObject *function;
 #define OPTION(name) PyObject *name;

@@ -82,18 +82,19 @@ static int autocast_differs(const gck_py *py, const gck_ambient *a)
     return differs;
 }
 
-int gck_ambient_enter(gck_py *py, const gck_ambient *a, gck_surroundings *s)
+int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_surroundings *s)
 {
+    PyObject *device = with_device ? a->device : NULL;
     int autocast;
 
     *s = (gck_surroundings){NULL, NULL, NULL};
     if (enter_rng(py, a, s) < 0 || (autocast = autocast_differs(py, a)) < 0) {
         goto error;
     }
-    if ((autocast || a->device != NULL)
+    if ((autocast || device != NULL)
         && from_shim(PyObject_CallMethod(py->shim, "contexts_enter", "iOOiO", autocast,
                                          a->autocast ? a->autocast : Py_None, a->cpu_dtype, a->cache,
-                                         a->device ? a->device : Py_None), &s->contexts) < 0) {
+                                         device ? device : Py_None), &s->contexts) < 0) {
         goto error;
     }
     return 0;

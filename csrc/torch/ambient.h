@@ -28,7 +28,7 @@ typedef struct {
 int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs);
 
 /* Put the captured state in place; *s takes what was there.  On -1 nothing is changed. */
-int gck_ambient_enter(gck_py *py, const gck_ambient *a, gck_surroundings *s);
+int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_surroundings *s);
 
 /* Put *s back, also with an exception pending: that one survives, unless putting back
  * fails and none was pending.  0 or -1. */

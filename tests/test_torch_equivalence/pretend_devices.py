@@ -1,0 +1,118 @@
+"""Run by test_devices.py in a process of its own: a torch that believes in a CUDA and an XPU device.
+
+Their generators are counters; tensors there are fake ones. Prints, for each implementation, what it did.
+"""
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")  # before gradckpt looks
+
+import gradckpt  # noqa: E402
+
+state = {"cuda": [10, 20, 30], "xpu": [40]}
+
+
+def pretend(kind: str) -> None:
+    """Put counters in the place of the generators of ``torch.<kind>``."""
+    module, current = getattr(torch, kind), [0]
+
+    def index_of(device: Any) -> int:
+        return device if isinstance(device, int) else current[0]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Any:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.tensor(state[kind][index_of(device)])
+
+    def set_rng_state(new: torch.Tensor, device: Any = None) -> None:
+        state[kind][index_of(device)] = int(new)
+
+    module.device, module.get_rng_state, module.set_rng_state = device, get_rng_state, set_rng_state
+    module.device_count = lambda: len(state[kind])
+    module._initialized = True
+
+
+def on(device: str) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.randn(2, device=device)
+
+
+def seen_by(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The generators as the forward and the recompute find them, and as the backward leaves them."""
+    state.update(cuda=[10, 20, 30], xpu=[40])
+    seen = []
+
+    def fn(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append({kind: list(values) for kind, values in state.items()})
+        for values in state.values():
+            values[:] = [value + 1 for value in values]
+        return t.sin().exp()
+
+    x = torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = checkpoint(fn, x, *args, use_reentrant=False, **kwargs)
+        state["cuda"][:] = [value + 100 for value in state["cuda"]]
+        y.sum().backward()
+    return {
+        "forward": seen[0],
+        "recompute": seen[1],
+        "after": {kind: list(values) for kind, values in state.items()},
+        "warnings": [str(w.message) for w in caught],
+    }
+
+
+def wakes_the_device(checkpoint: Callable[..., Any], **options: Any) -> str | None:
+    """A region in whose forward CUDA is used for the first time."""
+    torch.cuda._initialized = False
+
+    def fn(t: torch.Tensor) -> torch.Tensor:
+        torch.cuda._initialized = True
+        return t.sin().exp()
+
+    try:
+        checkpoint(fn, torch.ones(2, requires_grad=True), use_reentrant=False, **options)
+        return None
+    except RuntimeError as e:
+        return str(e)
+    finally:
+        torch.cuda._initialized = True
+
+
+def report(checkpoint: Callable[..., Any]) -> dict[str, Any]:
+    cuda, second, xpu = on("cuda:0"), on("cuda:1"), on("xpu:0")
+    return {
+        "one": seen_by(checkpoint, cuda),
+        "same twice": seen_by(checkpoint, cuda, cuda),
+        "in a container": seen_by(checkpoint, [{"t": second}], cuda),
+        "none": seen_by(checkpoint),
+        "not preserved": seen_by(checkpoint, cuda, preserve_rng_state=False),
+        "keyword": seen_by(checkpoint, u=cuda),
+        "two types": seen_by(checkpoint, cuda, [xpu]),
+        "two types, not preserved": seen_by(checkpoint, cuda, xpu, preserve_rng_state=False),
+        "meta": seen_by(checkpoint, torch.ones(2, device="meta")),
+        "wakes": wakes_the_device(checkpoint),
+        "wakes, not preserved": wakes_the_device(checkpoint, preserve_rng_state=False),
+    }
+
+
+pretend("cuda")
+pretend("xpu")
+implementations = {
+    "torch": torch_checkpoint.checkpoint,
+    "compat": gradckpt.compat.checkpoint,
+    "gradckpt": gradckpt.checkpoint,
+}
+print(json.dumps({name: report(checkpoint) for name, checkpoint in implementations.items()}))

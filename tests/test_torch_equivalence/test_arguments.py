@@ -1,0 +1,390 @@
+"""What goes into a region and what comes out of it: torch's function and ours, side by side."""
+
+import functools
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from behaviours import behaviour, leaf
+
+Pair = namedtuple("Pair", "a b")
+
+
+# ---- arguments ----
+
+
+@behaviour
+def test_positional_tensors(run):
+    x, w, b = leaf(4, 4), leaf(4, 4), leaf(4)
+    y = run.checkpoint(run.watched(lambda x, w, b: F.gelu(F.linear(x, w, b)).sin()), x, w, b)
+    y.sum().backward()
+    return y, x.grad, w.grad, b.grad
+
+
+@behaviour
+def test_arguments_that_are_no_tensors(run):
+    def fn(t, n, s, f, nothing, flag, o):
+        run.log(n, s, f.__name__, nothing, flag, o is marker)
+        return f(t).exp() * n
+
+    x, marker = leaf(4), object()
+    run.checkpoint(run.watched(fn), x, 3, "text", torch.sin, None, True, marker).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_keyword_tensors_get_gradients(run):
+    x, w = leaf(4, 4), leaf(4, 4)
+    y = run.checkpoint(run.watched(lambda t, *, w, k=1: (t @ w).sin().exp() * k), x, w=w, k=3)
+    y.sum().backward()
+    return y, x.grad, w.grad
+
+
+@behaviour
+def test_keywords_only(run):
+    x = leaf(4)
+    run.checkpoint(run.watched(lambda *, t: t.sin().exp()), t=x * 2).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_function_given_by_keyword(run):
+    x = leaf(4)
+    run.bare(function=lambda t: t.sin().exp(), t=x, use_reentrant=False).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_no_arguments_at_all(run):
+    x = leaf(4)
+    run.checkpoint(run.watched(lambda: x.sin().exp())).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_containers_hold_tensors(run):
+    x, y, z = leaf(4), leaf(4), leaf(4)
+
+    def fn(d, pair, items):
+        return (d["x"] * pair.b).sin().exp() + items[1][0].tanh()
+
+    out = run.checkpoint(run.watched(fn), OrderedDict(x=x * 1), Pair(None, y), [0, (z,)])
+    out.sum().backward()
+    return x.grad, y.grad, z.grad
+
+
+@behaviour
+def test_a_list_changed_after_the_forward_is_seen_by_the_recompute(run):
+    x, y = leaf(4), leaf(4)
+    items = [x]
+    out = run.checkpoint(run.watched(lambda ts: run.log(len(ts)) or ts[0].sin().exp()), items)
+    items[0] = y
+    items.append(None)
+    out.sum().backward()
+    return x.grad, y.grad
+
+
+@behaviour
+def test_keywords_are_the_same_objects_in_the_recompute(run):
+    items, box, seen = [1], SimpleNamespace(t=leaf(4)), []
+
+    def fn(*, items, box):
+        seen.append((items, box))
+        return box.t.sin().exp()
+
+    run.checkpoint(fn, items=items, box=box).sum().backward()
+    run.log([[a is items, b is box] for a, b in seen])
+    return box.t.grad
+
+
+@pytest.mark.parametrize("kind", ["leaf", "non-leaf", "no grad", "view", "parameter", "detached"])
+@behaviour
+def test_identity_and_metadata_of_an_argument(run, kind):
+    make = {
+        "leaf": lambda x: x,
+        "non-leaf": lambda x: x * 2,
+        "no grad": lambda x: x.detach() * 1,
+        "view": lambda x: x.view(2, 2),
+        "parameter": lambda x: torch.nn.Parameter(x.detach()),
+        "detached": lambda x: x.detach(),
+    }
+    argument = make[kind](leaf(4))
+
+    def fn(t):
+        run.log(
+            t is argument, type(t), t._version, t._is_view(), t.data_ptr() == argument.data_ptr(), t.grad_fn is None
+        )
+        run.log(t)
+        return t.sin().exp()
+
+    y = run.checkpoint(fn, argument)
+    if y.requires_grad:
+        y.sum().backward()
+    return y
+
+
+@behaviour
+def test_same_tensor_twice(run):
+    x = leaf(4)
+    run.checkpoint(lambda a, b: run.log(a is b) or (a * b).sin() * a, x, x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_input_kept_without_gradient(run):
+    x, w = leaf(4, 4).detach(), leaf(4, 4)
+    y = run.checkpoint(run.watched(lambda t: (t @ w).sin().exp()), x)
+    y.sum().backward()
+    return y, w.grad, x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@behaviour
+def test_dtypes(run, dtype):
+    x = leaf(4, 4, dtype=dtype)
+    y = run.checkpoint(lambda t: (t @ t).sin().exp() * t, x)
+    y.abs().sum().backward()
+    return y, x.grad
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (1,), (2, 3, 1, 2)])
+@behaviour
+def test_shapes(run, shape):
+    x = leaf(*shape)
+    run.checkpoint(run.watched(lambda t: t.sin().exp().tanh()), x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_integer_and_bool_tensors(run):
+    x, index, mask = leaf(4, 4), torch.tensor([3, 0, 0]), torch.tensor([True, False, True])
+    run.checkpoint(run.watched(lambda t, i, m: t[i][m].exp().sin()), x, index, mask).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_sparse_and_strided_arguments(run):
+    x, s = leaf(4, 6), torch.eye(6).to_sparse()
+    run.checkpoint(lambda t, s: torch.sparse.mm(s, t.t()).sin().exp(), x[:, ::1], s).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_a_partial_gradient(run):
+    """Of two arguments only one needs a gradient; of two results only one is used."""
+    x, y = leaf(4), leaf(4).detach()
+    a, b = run.checkpoint(run.watched(lambda x, y: (x.sin() * y, (y * 2).exp())), x, y)
+    run.log(a, b)
+    a.sum().backward()
+    return x.grad, y.grad
+
+
+# ---- functions ----
+
+
+class Block(torch.nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.linear, self.run = torch.nn.Linear(4, 4), run
+
+    def forward(self, t, scale=1):
+        self.run.log("forward", self.training, scale)
+        return F.gelu(self.linear(t)).sin() * scale
+
+    def method(self, t):
+        return self.forward(t, scale=2)
+
+
+@pytest.mark.parametrize("kind", ["module", "bound method", "partial", "builtin", "callable", "staticmethod", "class"])
+@behaviour
+def test_kinds_of_function(run, kind):
+    class Callable:
+        def __call__(self, t):
+            return t.sin().exp()
+
+        @staticmethod
+        def static(t):
+            return t.cos().exp()
+
+    class Result:
+        def __init__(self, t):
+            self.value = t.sin().exp()
+
+        def sum(self):
+            return self.value.sum()
+
+    block = Block(run)
+    functions = {
+        "module": block,
+        "bound method": block.method,
+        "partial": functools.partial(block, scale=3),
+        "builtin": torch.sin,
+        "callable": Callable(),
+        "staticmethod": Callable.static,
+        "class": Result,
+    }
+    x = leaf(2, 4)
+    run.checkpoint(functions[kind], x).sum().backward()
+    return x.grad, [p.grad for p in block.parameters()]
+
+
+@behaviour
+def test_module_hooks_run_in_both_passes(run):
+    block, x = Block(run), leaf(2, 4)
+    block.register_forward_pre_hook(lambda m, args: run.log("before"))
+    block.register_forward_hook(lambda m, args, out: run.log("after"))
+    block.linear.register_forward_hook(lambda m, args, out: run.log("linear"))
+    block.register_full_backward_hook(lambda m, gi, go: run.log("backward", gi, go))
+    run.checkpoint(block, x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_training_flag_at_the_recompute(run):
+    """Nothing remembers train() and eval(): the recompute sees what is set then."""
+    block, x = Block(run), leaf(2, 4)
+    y = run.checkpoint(block, x)
+    block.eval()
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_parameter_used_inside_and_outside(run):
+    w, x = leaf(4, 4), leaf(4, 4)
+    w.register_hook(lambda g: run.log("gradient", g))
+    y = run.checkpoint(lambda t: (t @ w).sin().exp(), x)
+    (y @ w).sum().backward()
+    return x.grad, w.grad
+
+
+@behaviour
+def test_gradients_accumulate_over_steps(run):
+    block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    for _ in range(3):
+        run.checkpoint(block, torch.randn(2, 4)).pow(2).sum().backward()
+    return [p.grad for p in block.parameters()]
+
+
+# ---- results ----
+
+
+@pytest.mark.parametrize(
+    "kind", ["none", "number", "dict", "nested", "input", "view of the input", "no gradient", "mixed"]
+)
+@behaviour
+def test_results_pass_unchanged(run, kind):
+    made = []
+
+    def fn(t):
+        y = t.sin().exp()
+        made.append(
+            {
+                "none": None,
+                "number": 7,
+                "dict": {"y": y, 3: "three"},
+                "nested": [Pair(y, (y.cos(), None)), {"z": [y.tanh()]}],
+                "input": t,
+                "view of the input": t[1:],
+                "no gradient": (t > 0, t.detach()),
+                "mixed": (y, y.detach(), y.argmax(), "text"),
+            }[kind]
+        )
+        return made[-1]
+
+    x = leaf(4)
+    y = run.checkpoint(run.watched(fn), x * 1)
+    run.log(y is made[0])
+    loss = sum((t.sum() for t in torch.utils._pytree.tree_leaves(y) if getattr(t, "requires_grad", False)), 0 * x.sum())
+    loss.backward()
+    return y, x.grad
+
+
+@behaviour
+def test_result_changed_in_place(run):
+    x = leaf(4)
+    y = run.checkpoint(lambda t: t.sin() * 2, x)
+    y.mul_(3).exp_()
+    y.sum().backward()
+    return y, x.grad
+
+
+@behaviour
+def test_in_place_on_what_the_region_made(run):
+    def fn(t):
+        y = t * 2
+        y.add_(1).sin_()
+        y[1:] = y[1:] * y[:-1].clone()
+        return y * t
+
+    x = leaf(4)
+    run.checkpoint(run.watched(fn), x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_views_and_chunks(run):
+    x = leaf(4, 6)
+    y = run.checkpoint(lambda t: torch.cat([c.sin() * c for c in t.t().chunk(3)]).unfold(0, 2, 1).exp(), x)
+    run.log(tuple(y.stride()), y.storage_offset())
+    y.sum().backward()
+    return x.grad
+
+
+# ---- keywords ----
+
+
+@pytest.mark.parametrize("value", [True, False, 1, 0, None])
+@behaviour
+def test_preserve_rng_state(run, value):
+    x = leaf(8, 8)
+    y = run.checkpoint(run.watched(lambda t: F.dropout(t.sin(), 0.5).exp()), x, preserve_rng_state=value)
+    y.sum().backward()
+    return y, x.grad, torch.rand(2)
+
+
+@pytest.mark.parametrize("value", ["default", "none"])
+@behaviour
+def test_determinism_check(run, value):
+    sizes, x = iter([1, 1, 1]), leaf(1, 4)
+    run.checkpoint(lambda t: t.expand(next(sizes), 4).exp().sin(), x, determinism_check=value).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("value", [0, "", ()])
+@behaviour
+def test_use_reentrant_is_asked_for_its_truth(run, value):
+    x = leaf(4)
+    y = run.checkpoint(run.watched(lambda t, *, k: t.sin().exp() * k), x, k=2, use_reentrant=value)
+    y.sum().backward()
+    return y, x.grad
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "yes"])
+@behaviour
+def test_early_stop_is_asked_for_its_truth(run, value):
+    x = leaf(4)
+    run.checkpoint(run.watched(lambda t: t.sin().exp() + 1), x, early_stop=value).sum().backward()
+    return x.grad
+
+
+@behaviour(ours=("compat",))
+def test_unknown_keywords_go_to_the_function(run):
+    """``compress`` and ``buffers`` are gradckpt.checkpoint's own; in torch's place they are the function's."""
+    x = leaf(4)
+
+    def fn(t, *, compress, buffers, other):
+        run.log(compress, buffers, other)
+        return t.sin().exp()
+
+    run.checkpoint(fn, x, compress="int8", buffers="all", other=1).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_keyword_that_the_function_calls_function(run):
+    x = leaf(4)
+    run.checkpoint(lambda t, determinism=1: t.sin().exp() * determinism, x, determinism=4).sum().backward()
+    return x.grad

@@ -1,0 +1,138 @@
+"""Inputs changed between forward and backward: noticed exactly where torch notices it, in its words."""
+
+import pytest
+import torch
+from behaviours import behaviour, leaf
+
+CHANGES = {
+    "add_": lambda t: t.add_(1),
+    "data": lambda t: t.data.add_(1),
+    "detach": lambda t: t.detach().zero_(),
+    "view": lambda t: t[0].mul_(2),
+    "set_data": lambda t: setattr(t, "data", torch.zeros(4, 4)),
+    "resize": lambda t: t.detach().resize_(2, 2),
+    "set_": lambda t: t.detach().set_(torch.zeros(4, 4)),
+    "detach_": lambda t: t.detach_(),
+    "requires_grad_": lambda t: t.requires_grad_(not t.requires_grad),
+    "grad": lambda t: setattr(t, "grad", torch.ones(t.shape)),
+    "numpy": lambda t: t.detach().numpy().fill(0),
+}
+
+
+@pytest.mark.parametrize("kind", ["non-leaf", "leaf", "no grad", "view of one"])
+@pytest.mark.parametrize("change", CHANGES)
+@behaviour
+def test_changed_input(run, change, kind):
+    x = leaf(4, 4)
+    h = {"non-leaf": x * 2, "leaf": x, "no grad": torch.randn(4, 4), "view of one": (x * 2).t()}[kind]
+    w = leaf(4, 4)
+    y = run.checkpoint(run.watched(lambda t, w: (t @ w).sin().exp()), h, w)
+    try:
+        with torch.no_grad() if kind == "leaf" else torch.enable_grad():
+            CHANGES[change](h)
+        y.sum().backward()
+    except RuntimeError as e:
+        run.log("error", e)
+    return x.grad, w.grad
+
+
+@pytest.mark.parametrize("how", ["keyword", "container", "closure"])
+@behaviour
+def test_changed_input_that_is_not_positional_goes_unnoticed(run, how):
+    x = leaf(4)
+    h = x * 2
+    if how == "keyword":
+        y = run.checkpoint(run.watched(lambda *, t: t.sin().exp()), t=h)
+    elif how == "container":
+        y = run.checkpoint(run.watched(lambda ts: ts[0].sin().exp()), [h])
+    else:
+        y = run.checkpoint(run.watched(lambda: h.sin().exp()))
+    h.detach().add_(1)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_changed_input_of_a_nested_region(run):
+    def outer(t):
+        u = t.tanh()
+        y = run.checkpoint(run.watched(lambda v: v.sin().exp(), "inner"), u)
+        u.mul_(2)
+        return y.cos() + u
+
+    x = leaf(4)
+    y = run.checkpoint(run.watched(outer, "outer"), x)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_changed_input_of_a_nested_region_when_the_parent_is_no_region(run):
+    x = leaf(4)
+    u = x.tanh()
+    y = run.checkpoint(run.watched(lambda t: run.checkpoint(run.watched(torch.sin, "inner"), t).exp(), "outer"), u)
+    u.detach().mul_(2)
+    with run.error(RuntimeError, "modified by an inplace operation"):
+        y.sum().backward()
+
+
+@behaviour
+def test_changed_input_under_anomaly_mode(run):
+    x = leaf(4)
+    h = x * 2
+    with torch.autograd.detect_anomaly():
+        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), h)
+        h.add_(1)
+        with run.error(RuntimeError, "modified by an inplace operation"):
+            y.sum().backward()
+
+
+@behaviour
+def test_input_changed_by_the_function_itself(run):
+    x = leaf(4)
+    h = x * 2
+    y = run.checkpoint(run.watched(lambda t: t.mul_(3).sin().exp()), h)
+    with run.error(RuntimeError, "modified by an inplace operation"):
+        y.sum().backward()
+
+
+@behaviour
+def test_input_that_needs_no_gradient_changed_by_the_function(run):
+    x, c = leaf(4), torch.ones(4)
+    y = run.checkpoint(run.watched(lambda t, c: (t * c.add_(1)).sin().exp()), x, c)
+    with run.error(RuntimeError, "modified by an inplace operation"):
+        y.sum().backward()
+
+
+@behaviour
+def test_keyword_changed_by_the_function_is_changed_again(run):
+    x, c = leaf(4), torch.ones(4)
+    y = run.checkpoint(run.watched(lambda t, *, c: (t.sin() * c.add_(1).clone()).exp()), x, c=c)
+    y.sum().backward()
+    return c, x.grad
+
+
+@behaviour
+def test_leaf_changed_in_place_inside(run):
+    with run.error(RuntimeError, "a leaf Variable that requires grad"):
+        run.checkpoint(run.watched(lambda t: t.add_(1)), leaf(4))
+
+
+@behaviour
+def test_weight_changed_between(run):
+    """An optimizer step between forward and backward: parameters in the closure are not watched."""
+    x, w = leaf(4, 4), leaf(4, 4)
+    y = run.checkpoint(run.watched(lambda t: (t @ w).sin().exp()), x)
+    with torch.no_grad():
+        w.add_(1)
+    y.sum().backward()
+    return x.grad, w.grad
+
+
+@behaviour
+def test_result_changed_that_the_region_needs(run):
+    x = leaf(4)
+    y = run.checkpoint(run.watched(lambda t: t.exp()), x)
+    y.add_(1)
+    y.sum().backward()
+    return x.grad

@@ -1,0 +1,299 @@
+"""Bad calls, exceptions of the function, recomputes that differ: classes and texts."""
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from behaviours import OURS, behaviour, leaf
+from torch.utils.checkpoint import CheckpointError
+
+# ---- bad calls ----
+
+
+@behaviour
+def test_determinism_check_must_be_known(run):
+    for bad in ("hash", "", None, 0, ("default",)):
+        with run.error(ValueError, "determinism_check should be one of"):
+            run.checkpoint(run.watched(torch.sin), leaf(4), determinism_check=bad)
+    with run.error(TypeError):
+        run.checkpoint(run.watched(torch.sin), leaf(4), determinism_check=["default"])
+
+
+@behaviour
+def test_debug_excludes_context_fn(run):
+    with run.error(ValueError, "debug=True is incompatible"):
+        run.checkpoint(torch.sin, leaf(4), debug=True, context_fn=lambda: run.log("called"))
+    with torch_checkpoint.set_checkpoint_debug_enabled(True), run.error(ValueError, "debug=True is incompatible"):
+        run.checkpoint(torch.sin, leaf(4), context_fn=lambda: run.log("called"))
+
+
+@behaviour
+def test_first_of_several_errors(run):
+    """debug and context_fn are looked at before determinism_check, that before context_fn is called."""
+    with run.error(ValueError, "debug"):
+        run.checkpoint(torch.sin, leaf(4), debug=True, context_fn=list, determinism_check="hash")
+    with run.error(ValueError, "determinism_check"):
+        run.checkpoint(torch.sin, leaf(4), context_fn=lambda: run.log("called"), determinism_check="hash")
+
+
+@behaviour
+def test_checks_are_made_with_grad_off_too(run):
+    with torch.no_grad():
+        with run.error(ValueError):
+            run.checkpoint(torch.sin, leaf(4), determinism_check="hash")
+        with run.error(ValueError):
+            run.checkpoint(torch.sin, leaf(4), debug=True, context_fn=list)
+
+
+@pytest.mark.parametrize("bad", [3, None, "text"])
+@behaviour
+def test_function_that_is_not_callable(run, bad):
+    with run.error(TypeError, "not callable"):
+        run.checkpoint(bad, leaf(4))
+
+
+@behaviour
+def test_wrong_arguments_are_the_functions_own_error(run):
+    def fn(t, u):
+        return t
+
+    for args, kwargs in [((), {}), ((leaf(2),) * 3, {}), ((leaf(2),), {"v": 1}), ((leaf(2), leaf(2)), {"t": 1})]:
+        with run.error(TypeError):
+            run.checkpoint(fn, *args, **kwargs)
+
+
+@behaviour(ours=("compat",))
+def test_missing_function(run):
+    """gradckpt.checkpoint called so is a decorator; in torch's place it is an error."""
+    for options in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
+        with run.error(TypeError, "missing 1 required positional argument: 'function'"):
+            run.bare(**options)
+
+
+# ---- exceptions of the function ----
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])
+@pytest.mark.parametrize("when", ["forward", "recompute"])
+@behaviour
+def test_exception_arrives_as_it_is(run, when, kind):
+    calls, thrown = [], kind("from the function")
+
+    def fn(t):
+        calls.append(1)
+        t = t.sin()
+        if len(calls) == (1 if when == "forward" else 2):
+            raise thrown
+        return t.exp()
+
+    with run.error(kind):
+        try:
+            y = run.checkpoint(run.watched(fn), leaf(4))
+            y.sum().backward()
+        except BaseException as e:
+            run.log(e is thrown, e.__context__, e.args)
+            raise
+
+
+def test_stop_iteration_arrives_as_it_is():
+    """Torch runs the function while a generator waits, so there a StopIteration becomes another error."""
+
+    def fn(t):
+        raise StopIteration("mine")
+
+    with pytest.raises(RuntimeError, match="generator raised StopIteration"):
+        torch_checkpoint.checkpoint(fn, leaf(4), use_reentrant=False)
+    for checkpoint in OURS.values():
+        with pytest.raises(StopIteration, match="mine"):
+            checkpoint(fn, leaf(4), use_reentrant=False)
+
+
+@behaviour
+def test_stop_exception_thrown_by_the_function_itself(run):
+    def fn(t):
+        t = t.sin()
+        raise torch_checkpoint._StopRecomputationError
+
+    with run.error(torch_checkpoint._StopRecomputationError):
+        run.checkpoint(run.watched(fn), leaf(4))
+
+
+@behaviour
+def test_stop_exception_thrown_too_early_in_the_recompute(run):
+    calls = []
+
+    def fn(t):
+        calls.append(1)
+        t = t.sin()
+        if len(calls) == 2:
+            raise torch_checkpoint._StopRecomputationError
+        return t.exp()
+
+    y = run.checkpoint(run.watched(fn), leaf(4))
+    with run.error(CheckpointError, "different number of tensors"):
+        y.sum().backward()
+
+
+@behaviour
+def test_failed_recompute_can_be_tried_again(run):
+    calls = []
+
+    def fn(t):
+        calls.append(1)
+        t = t.sin()
+        if len(calls) == 2:
+            raise LookupError
+        return t.exp()
+
+    x = leaf(4)
+    y = run.checkpoint(run.watched(fn), x)
+    with run.error(LookupError):
+        y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_failed_forward_leaves_a_graph_that_can_be_used(run):
+    kept = []
+
+    def fn(t):
+        kept.append(t.sin().cos())
+        if len(kept) == 1:
+            raise LookupError
+        return kept[-1]
+
+    x = leaf(4)
+    with run.error(LookupError):
+        run.checkpoint(run.watched(fn), x)
+    kept[0].sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_warnings_of_the_function_come_once_per_pass(run):
+    import warnings
+
+    def fn(t):
+        warnings.warn("careful", FutureWarning, stacklevel=2)
+        return t.sin().exp()
+
+    x = leaf(4)
+    run.checkpoint(fn, x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_checkpoint_error_thrown_by_the_function(run):
+    calls = []
+
+    def fn(t):
+        calls.append(1)
+        if len(calls) == 2:
+            raise CheckpointError("mine")
+        return t.sin().exp()
+
+    y = run.checkpoint(fn, leaf(4))
+    with run.error(CheckpointError, "^mine$"):
+        y.sum().backward()
+
+
+# ---- recomputes that differ ----
+
+DIFFERENT = {
+    "fewer": (lambda t: t.sin().exp().tanh(), lambda t: t.sin() + 1),
+    "none": (lambda t: t.sin().exp(), lambda t: t + 1),
+    "more": (lambda t: t.sin().exp(), lambda t: t.sin().exp().tanh()),
+    "shape": (lambda t: t.exp().sin(), lambda t: t[:2].exp().sin()),
+    "dimensions": (lambda t: t.exp().sin(), lambda t: t[None].exp().sin()),
+    "dtype": (lambda t: t.exp().sin(), lambda t: t.double().exp().sin()),
+    "two of three": (lambda t: t.exp() * t.sin() * 2, lambda t: t[1:].exp() * t[1:].sin() * 2),
+    "bool": (lambda t: t.masked_fill(t > 0, 1.0).exp(), lambda t: t[1:].masked_fill(t[1:] > 0, 1.0).exp()),
+    "integer": (lambda t: t[torch.tensor([0, 1])].exp(), lambda t: t[torch.tensor([0, 1, 2])].exp()),
+    "complex": (lambda t: (t + 0j).exp(), lambda t: (t.double() + 0j).exp()),
+    "device": (lambda t: t.exp().sin(), lambda t: t.to("meta").exp().sin()),
+    "empty": (lambda t: t.exp().sin(), lambda t: t[:0].exp().sin()),
+    "scalar": (lambda t: t.sum().exp().sin(), lambda t: t.exp().sin()),
+}
+
+
+def changing(run, name):
+    functions = iter([DIFFERENT[name][0]] + [DIFFERENT[name][1]] * 5)
+    return run.watched(lambda t: next(functions)(t))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("check", ["default", "none"])
+@pytest.mark.parametrize("name", DIFFERENT)
+@behaviour
+def test_recompute_that_differs(run, name, check, early_stop):
+    x = leaf(4, 4)
+    y = run.checkpoint(changing(run, name), x, determinism_check=check, early_stop=early_stop)
+    try:
+        y.sum().backward()
+    except Exception as e:
+        run.log("error", e)
+    else:
+        run.log("no error")
+    return x.grad
+
+
+@behaviour
+def test_error_of_a_mismatch_comes_again(run):
+    y = run.checkpoint(changing(run, "fewer"), leaf(4))
+    for _ in range(2):
+        with run.error(CheckpointError):
+            y.sum().backward(retain_graph=True)
+
+
+@behaviour
+def test_mismatch_in_what_was_freed_is_not_looked_at(run):
+    first, x = [True], leaf(4)
+
+    def fn(t):
+        n = 4 if first else 2
+        return t[:n].sin(), t.cos().tanh()
+
+    a, b = run.checkpoint(run.watched(fn), x)
+    first.clear()
+    del a
+    b.sum().backward()
+    return x.grad
+
+
+class Saver(torch.autograd.Function):
+    """Saves a tensor and does not care what it is."""
+
+    @staticmethod
+    def forward(ctx, t, what):
+        ctx.save_for_backward(what)
+        return t * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].dim(), None
+
+
+OTHER_FORMS = {
+    "transposed": lambda t: t.t(),
+    "detached": lambda t: t.detach(),
+    "sparse": lambda t: t.detach().to_sparse(),
+    "parameter": lambda t: torch.nn.Parameter(t.detach()),
+    "subclass": lambda t: t.as_subclass(Tagged),
+    "conjugate": lambda t: t.conj(),
+}
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+@pytest.mark.parametrize("first", [True, False])
+@behaviour
+def test_only_shape_dtype_and_device_are_compared(run, first, form):
+    """One of the two passes saves the same numbers in another form."""
+    forms = iter([OTHER_FORMS[form], lambda t: t] if first else [lambda t: t, OTHER_FORMS[form]])
+    x = leaf(4, 4)
+    y = run.checkpoint(run.watched(lambda t: Saver.apply(t, next(forms)(t))), x)
+    y.sum().backward()
+    return x.grad

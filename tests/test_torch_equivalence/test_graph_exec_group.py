@@ -1,0 +1,191 @@
+"""GraphExecGroup: one recompute for several backwards, and what it refuses."""
+
+import pytest
+import torch
+from behaviours import behaviour, leaf
+from torch.utils.checkpoint import CheckpointError, GraphExecGroup
+
+
+def two_results(run, x, **options):
+    return run.checkpoint(run.watched(lambda t: (t.sin().exp(), t.cos().tanh())), x, **options)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@behaviour
+def test_one_recompute_for_two_backwards(run, early_stop):
+    x = leaf(4)
+    a, b = two_results(run, x, early_stop=early_stop)
+    with GraphExecGroup():
+        a.sum().backward()
+        b.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_without_the_group_two_recomputes(run):
+    x = leaf(4)
+    a, b = two_results(run, x)
+    a.sum().backward()
+    b.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_two_groups_recompute_twice(run):
+    x = leaf(4)
+    a, b = two_results(run, x)
+    with GraphExecGroup():
+        a.sum().backward(retain_graph=True)
+    with GraphExecGroup():
+        b.sum().backward()
+        a.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_group_may_be_entered_again(run):
+    x = leaf(4)
+    a, b = two_results(run, x)
+    group = GraphExecGroup()
+    with group:
+        a.sum().backward()
+    run.log("between")
+    with group:
+        b.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_overlapping_backwards_are_refused(run):
+    x = leaf(4)
+    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)
+    with GraphExecGroup():
+        y.sum().backward(retain_graph=True)
+        with run.error(CheckpointError, "Performing two backward calls that overlap"):
+            y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_refused_backward_works_after_the_group(run):
+    x = leaf(4)
+    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)
+    with GraphExecGroup():
+        y.sum().backward(retain_graph=True)
+        with run.error(CheckpointError):
+            y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_groups_do_not_nest(run):
+    with GraphExecGroup():
+        with run.error(RuntimeError, "cannot be nested"), GraphExecGroup():
+            pass
+        run.log(GraphExecGroup._get_current_group() is not None)
+
+
+@behaviour
+def test_split_into_input_and_weight_gradients(run):
+    """What pipelines do: the gradients of activations first, those of the weights later."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    y = run.checkpoint(run.watched(lambda t: (t * 2).sin() + w.exp().cos()), x)
+    with GraphExecGroup():
+        (gx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (gw,) = torch.autograd.grad(y.sum(), w)
+    return gx, gw
+
+
+@behaviour
+def test_several_regions_in_one_group(run):
+    x = leaf(4)
+    first = run.checkpoint(run.watched(lambda t: t.sin().exp(), "first"), x)
+    a, b = run.checkpoint(
+        run.watched(lambda t: (t.cos().tanh(), t.exp().sin()), "second"), first.detach().requires_grad_()
+    )
+    with GraphExecGroup():
+        a.sum().backward()
+        first.sum().backward()
+        b.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_nested_regions_in_one_group(run):
+    def outer(t):
+        a, b = run.checkpoint(run.watched(lambda u: (u.sin().exp(), u.cos().tanh()), "inner"), t.tanh())
+        return a.exp(), b.sin()
+
+    x = leaf(4)
+    a, b = run.checkpoint(run.watched(outer, "outer"), x)
+    with GraphExecGroup():
+        (ga,) = torch.autograd.grad(a.sum(), x, retain_graph=True)
+        run.log(ga)
+        with run.error(CheckpointError):
+            b.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_saved_tensors_read_outside_a_backward_belong_to_the_group(run):
+    y = run.checkpoint(run.watched(lambda t: t.sin().exp().cos()), leaf(4))
+    with GraphExecGroup():
+        run.log(y.grad_fn._saved_self)
+        with run.error(CheckpointError):
+            y.grad_fn._saved_self  # noqa: B018 - reading it unpacks it
+        run.log(y.grad_fn.next_functions[0][0]._saved_result)
+
+
+@behaviour
+def test_group_around_forward_and_backward(run):
+    x = leaf(4)
+    with GraphExecGroup():
+        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)
+        y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_group_and_a_backward_inside_the_region(run):
+    """The recompute of the inner backward belongs to the group, so the outer one finds it done, in part."""
+
+    def fn(t):
+        y = t.sin()
+        (g,) = torch.autograd.grad(y.sum(), t, retain_graph=True)
+        return y.exp() * g
+
+    with GraphExecGroup(), run.error((CheckpointError, AssertionError)):
+        run.checkpoint(run.watched(fn), leaf(4)).sum().backward()
+
+
+@behaviour
+def test_group_is_left_after_an_exception(run):
+    with run.error(ZeroDivisionError), GraphExecGroup():
+        run.checkpoint(lambda t: 1 / 0, leaf(4))
+    run.log(GraphExecGroup._get_current_group() is None)
+
+
+@behaviour
+def test_failed_recompute_in_a_group(run):
+    calls = []
+
+    def fn(t):
+        calls.append(1)
+        t = t.sin()
+        if len(calls) == 2:
+            raise LookupError
+        return t.exp()
+
+    y = run.checkpoint(run.watched(fn), leaf(4))
+    with GraphExecGroup(), run.error(LookupError):
+        y.sum().backward(retain_graph=True)
+
+
+@behaviour
+def test_reentrant_regions_do_not_mind(run):
+    x = leaf(4)
+    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, use_reentrant=True)
+    with GraphExecGroup():
+        y.sum().backward()
+    return x.grad

@@ -1,0 +1,377 @@
+"""Regions in regions: who recomputes when, and what each level saves."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from behaviours import behaviour, leaf
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
+
+
+def tower(run, depth, **options):
+    """A region in a region in ..., work before and after each inner one."""
+
+    def level(t, d=depth):
+        if d == 0:
+            return t.sin().exp()
+        return run.checkpoint(run.watched(level, f"level {d - 1}"), t.tanh(), d - 1, **options) * t.cos()
+
+    return level
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@behaviour
+def test_depth(run, depth, early_stop):
+    x = leaf(3)
+    y = tower(run, depth, early_stop=early_stop)(x)
+    y.sum().backward()
+    return y, x.grad
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@behaviour
+def test_second_backward_of_a_tower(run, depth):
+    x = leaf(3)
+    y = tower(run, depth)(x)
+    y.sum().backward(retain_graph=True)
+    run.log("again")
+    y.sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@behaviour
+def test_double_backward_of_a_tower(run, early_stop):
+    x = leaf(3)
+    y = tower(run, 2, early_stop=early_stop)(x)
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    run.log("second")
+    return g, torch.autograd.grad(g.exp().sum(), x)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@behaviour
+def test_two_children(run, early_stop):
+    def parent(t):
+        a = run.checkpoint(run.watched(torch.sin, "first"), t.tanh(), early_stop=early_stop)
+        b = run.checkpoint(run.watched(lambda u: u.cos().exp(), "second"), a, early_stop=early_stop)
+        return a * b
+
+    x = leaf(3)
+    y = run.checkpoint(run.watched(parent, "parent"), x, early_stop=early_stop)
+    y.sum().backward()
+    return y, x.grad
+
+
+@behaviour
+def test_children_in_a_loop_with_grandchildren(run):
+    def child(t, i):
+        return run.checkpoint(run.watched(torch.exp, f"grandchild {i}"), t.sin()) + t.cos()
+
+    def parent(t):
+        for i in range(3):
+            t = run.checkpoint(run.watched(child, f"child {i}"), t, i)
+        return t
+
+    x = leaf(3)
+    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_things_that_are_no_tensors_go_in_and_out_of_a_child(run):
+    def child(n, f, t, s):
+        return f(t).exp() * n, s + "!", None
+
+    def parent(t, s):
+        y, s, nothing = run.checkpoint(run.watched(child, "child"), 3, torch.sin, t.tanh(), s)
+        run.log(s, nothing)
+        return y.cos(), s
+
+    x = leaf(3)
+    y, s = run.checkpoint(run.watched(parent, "parent"), x, "text")
+    y.sum().backward()
+    return s, x.grad
+
+
+@behaviour
+def test_keyword_tensors_of_a_child(run):
+    def child(t, *, w):
+        return (t @ w).sin()
+
+    def parent(t, *, w):
+        return run.checkpoint(run.watched(child, "child"), t.exp(), w=w.tanh()) * w
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    run.checkpoint(run.watched(parent, "parent"), x, w=w).sum().backward()
+    return x.grad, w.grad
+
+
+@behaviour
+def test_inner_inputs_are_saved_by_the_parent_only(run):
+    """What hooks outside of everything see: the inputs of the outermost region."""
+    x = leaf(3, 3)
+
+    def pack(t):
+        run.log("pack", t)
+        return t
+
+    def unpack(t):
+        run.log("unpack", tuple(t.shape))
+        return t
+
+    with saved_tensors_hooks(pack, unpack):
+        y = run.checkpoint(lambda t, z: run.checkpoint(torch.sin, t[:1].exp()).cos(), x * 2, torch.zeros(5))
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_hooks_between_two_levels(run):
+    """Hooks pushed inside a region pack what an inner region keeps as its inputs."""
+    x = leaf(3)
+
+    def pack(t):
+        run.log("pack", t)
+        return t
+
+    def outer(t):
+        t = t.exp()
+        with saved_tensors_hooks(pack, lambda t: run.log("unpack") or t):
+            t = run.checkpoint(run.watched(lambda u: u.sin().cos(), "inner"), t).tanh()
+        return t.sigmoid()
+
+    run.checkpoint(run.watched(outer, "outer"), x).sum().backward()
+    return x.grad
+
+
+# ---- backwards inside ----
+
+
+def grad_twice(t):
+    """A function with a gradient of its own inside, so that it may be differentiated again."""
+    y = t.sin().exp()
+    (g,) = torch.autograd.grad(y.sum(), t, create_graph=True)
+    return torch.autograd.grad((g * y).sum(), t, create_graph=True)[0]
+
+
+def grad_of(fn):
+    def wrapped(t):
+        with torch.enable_grad():
+            return torch.autograd.grad(fn(t).sum(), t, create_graph=True)[0]
+
+    return wrapped
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize(
+    "fn", [torch.exp, lambda t: t.sin().exp(), grad_twice], ids=["one op", "two ops", "grad inside"]
+)
+@pytest.mark.parametrize("shape", ["c", "cc", "g c", "c g", "g c g", "g g c", "c g c", "g c g c", "c g c g c"])
+@behaviour
+def test_compositions_of_checkpoint_and_grad(run, shape, fn, early_stop):
+    """Read from the left: checkpoint of grad of checkpoint of ..."""
+    x = leaf(2)
+    with set_checkpoint_early_stop(early_stop):
+        f = run.watched(fn, "function")
+        for letter in reversed(shape.replace(" ", "")):
+            if letter == "c":
+                f = (lambda inner: lambda t: run.checkpoint(inner, t))(run.watched(f, "region"))
+            else:
+                f = grad_of(f)
+        y = f(x)
+    y.sum().backward()
+    return y, x.grad
+
+
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("early_stop", [True, False])
+@behaviour
+def test_backward_inside_a_nested_region(run, early_stop, retain):
+    def inner(t):
+        y = t.sin().exp()
+        (g,) = torch.autograd.grad(y.sum(), t, retain_graph=retain)
+        return t.cos() * g
+
+    def outer(t):
+        return run.checkpoint(run.watched(inner, "inner"), t.tanh(), early_stop=early_stop).exp()
+
+    x = leaf(3)
+    run.checkpoint(run.watched(outer, "outer"), x, early_stop=early_stop).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_backward_through_a_finished_child_inside_the_parent(run):
+    def parent(t):
+        y = run.checkpoint(run.watched(lambda u: u.sin().exp(), "child"), t.tanh())
+        (g,) = torch.autograd.grad(y.sum(), t, retain_graph=True)
+        return y * g
+
+    x = leaf(3)
+    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_backward_runs_on_the_original_graph(run):
+    def fn(t):
+        y = t.sin().exp()
+        y.register_hook(lambda g: run.log("hook", g))
+        return y.cos()
+
+    x = leaf(3)
+    y = run.checkpoint(run.watched(lambda t: run.checkpoint(run.watched(fn, "inner"), t), "outer"), x)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_backward_inside_a_gradient_hook(run):
+    a, b = leaf(3), leaf(3)
+    loss = run.checkpoint(run.watched(lambda t: t.sin().exp().cos(), "other"), a).sum()
+
+    def hook(grad):
+        run.log("hook", grad)
+        loss.backward(retain_graph=True)
+
+    def fn(t):
+        z = t.exp()
+        z.register_hook(hook)
+        return z.sin()
+
+    out = run.checkpoint(run.watched(lambda t: run.checkpoint(run.watched(fn, "inner"), t), "outer"), b)
+    out.sum().backward()
+    return a.grad, b.grad
+
+
+@behaviour
+def test_node_hook_that_differentiates_the_same_region(run):
+    x, inside = leaf(3), []
+    y = run.checkpoint(run.watched(lambda t: t.sin().exp().cos().tanh()), x)
+    loss = y.sum()
+
+    def hook(*_):
+        if len(inside) < 2:
+            inside.append(None)
+            inside[-1] = torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+    y.grad_fn.next_functions[0][0].register_hook(hook)
+    loss.backward(retain_graph=True)
+    return x.grad, inside
+
+
+# ---- mixtures ----
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+@behaviour
+def test_kinds_nest_in_each_other(run, outer, inner):
+    def child(t):
+        return F.dropout(t.sin(), 0.5).exp()
+
+    def parent(t):
+        return run.checkpoint(run.watched(child, "child"), t.tanh(), use_reentrant=inner).cos()
+
+    x = leaf(4)
+    y = run.checkpoint(run.watched(parent, "parent"), x * 1, use_reentrant=outer)
+    y.sum().backward()
+    return y, x.grad
+
+
+@behaviour
+def test_dropout_at_every_level(run):
+    def level(t, d):
+        t = F.dropout(t, 0.3)
+        if d:
+            t = run.checkpoint(run.watched(level, f"level {d}"), t.sin(), d - 1) * F.dropout(t, 0.5)
+        return t.exp()
+
+    x = leaf(16)
+    y = run.checkpoint(level, x, 3)
+    y.sum().backward()
+    return y, x.grad, torch.rand(2)
+
+
+@behaviour
+def test_inner_region_under_no_grad(run):
+    def parent(t):
+        with torch.no_grad():
+            s = run.checkpoint(run.watched(lambda u: u.sin().exp(), "child"), t)
+        return t.cos() * s
+
+    x = leaf(3)
+    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_inner_region_that_saves_nothing(run):
+    def parent(t):
+        return run.checkpoint(run.watched(lambda u: u + 1, "child"), t.exp()).sin()
+
+    x = leaf(3)
+    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_exception_in_the_childs_forward_is_caught_by_the_parent(run):
+    def child(t):
+        t.sin()
+        raise LookupError
+
+    def parent(t):
+        with contextlib.suppress(LookupError):
+            run.checkpoint(run.watched(child, "child"), t.exp())
+        return t.cos().tanh()
+
+    x = leaf(3)
+    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@behaviour
+def test_mismatch_at_one_level(run, level):
+    calls = [0, 0]
+
+    def fn(t, here):
+        calls[here] += 1
+        t = t.sin() if calls[level] == 1 or here != level else t
+        return (run.checkpoint(fn, t.tanh(), 1) if here == 0 else t).exp()
+
+    x = leaf(3)
+    y = run.checkpoint(fn, x, 0)
+    with run.error(CheckpointError):
+        y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_stop_of_an_outer_region_passes_through_the_inner(run):
+    """The outer region has all it needs while the inner one is being recomputed for it."""
+
+    class Noted:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            run.log("enter", self.name)
+
+        def __exit__(self, kind, *_):
+            run.log("exit", self.name, kind)
+
+    def contexts(name):
+        return lambda: (Noted(name + " forward"), Noted(name + " recompute"))
+
+    def outer(t):
+        return run.checkpoint(run.watched(torch.sin, "inner"), t.exp(), context_fn=contexts("inner"))
+
+    x = leaf(3)
+    run.checkpoint(run.watched(outer, "outer"), x, context_fn=contexts("outer")).sum().backward()
+    return x.grad

@@ -1,0 +1,373 @@
+"""use_reentrant=True and None: torch's older algorithm, its restrictions and its texts."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from behaviours import behaviour, leaf
+from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
+
+
+def reentrant(run, function, *args, **options):
+    return run.checkpoint(function, *args, use_reentrant=True, **options)
+
+
+@behaviour
+def test_values_and_gradients(run):
+    x, w = leaf(4, 4), leaf(4, 4)
+    y = reentrant(run, run.watched(lambda t, w: F.layer_norm(F.gelu(t @ w), (4,))), x, w)
+    run.log(y, type(y.grad_fn).__name__, y.grad_fn.name())
+    y.sum().backward()
+    return x.grad, w.grad
+
+
+@pytest.mark.parametrize("value", [True, 1, "yes"])
+@behaviour
+def test_use_reentrant_is_asked_for_its_truth(run, value):
+    x = leaf(4)
+    run.checkpoint(run.watched(lambda t: t.sin().exp()), x, use_reentrant=value).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_none_warns_and_is_true(run):
+    x = leaf(4)
+    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, use_reentrant=None)
+    run.log(type(y.grad_fn).__name__)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour(ours=("compat",))
+def test_not_given_is_none(run):
+    x = leaf(4)
+    y = run.bare(run.watched(lambda t: t.sin().exp()), x)
+    run.log(type(y.grad_fn).__name__)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_none_warns_with_grad_off_and_before_errors(run):
+    with torch.no_grad():
+        run.log(run.checkpoint(torch.sin, leaf(4), use_reentrant=None))
+    with run.error(ValueError, "Unexpected keyword arguments: other"):
+        run.checkpoint(torch.sin, leaf(4), use_reentrant=None, other=1)
+
+
+@behaviour
+def test_warning_names_the_callers_line(run):
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.checkpoint(torch.sin, torch.ones(4), use_reentrant=True)
+    run.log([(w.category, str(w.message)) for w in caught])
+
+
+@behaviour
+def test_no_input_needs_a_gradient(run):
+    w = leaf(4, 4)
+    y = reentrant(run, run.watched(lambda t: (t @ w).sin()), torch.randn(4, 4))
+    run.log(y, y.grad_fn is None)
+
+
+@behaviour
+def test_tensors_in_containers_do_not_count(run):
+    x = leaf(4)
+    return reentrant(run, run.watched(lambda d: d["x"].sin()), {"x": x})
+
+
+@behaviour
+def test_keywords_are_refused(run):
+    for options in ({"other": 1}, {"a": 1, "b": 2}, {"t": leaf(2)}):
+        with run.error(ValueError, "Unexpected keyword arguments"):
+            reentrant(run, torch.sin, leaf(4), **options)
+
+
+@pytest.mark.parametrize("options", [{"debug": True}, {"debug": 0}, {"context_fn": list}, {"debug": None}])
+@behaviour
+def test_context_fn_and_debug_are_refused(run, options):
+    with run.error(ValueError, "only supported when"):
+        reentrant(run, torch.sin, leaf(4), **options)
+
+
+@behaviour
+def test_keywords_that_do_nothing_are_accepted(run):
+    x = leaf(4)
+    options = {"debug": False, "context_fn": noop_context_fn, "early_stop": False, "determinism_check": "no such check"}
+    reentrant(run, run.watched(lambda t: t.sin().exp()), x, **options).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_early_stop_does_not_apply(run):
+    x = leaf(4)
+    with set_checkpoint_early_stop(True):
+        y = reentrant(run, run.watched(lambda t: t.sin() + 1), x)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_function_given_by_keyword(run):
+    with run.error((TypeError, ValueError)):
+        run.bare(function=torch.sin, input=leaf(4), use_reentrant=True)
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+@behaviour
+def test_random_state(run, preserve):
+    x = leaf(16)
+    y = reentrant(run, run.watched(lambda t: F.dropout(t.sin())), x, preserve_rng_state=preserve)
+    run.log(torch.rand(2))
+    y.sum().backward()
+    return y, x.grad, torch.rand(2)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("backward", [True, False])
+@behaviour
+def test_autocast(run, forward, backward):
+    def fn(t, w):
+        run.log(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+        return (t @ w).sin().float()
+
+    x, w = leaf(4, 4), leaf(4, 4)
+    with torch.autocast("cpu", dtype=torch.float16, enabled=forward, cache_enabled=False):
+        y = reentrant(run, fn, x, w)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=backward):
+        y.sum().backward()
+    return x.grad, w.grad
+
+
+# ---- results ----
+
+Pair = namedtuple("Pair", "a b")
+RESULTS = {
+    "tuple": lambda t: (t.sin(), t.cos()),
+    "list": lambda t: [t.sin(), t.cos()],
+    "one in a tuple": lambda t: (t.sin(),),
+    "with other things": lambda t: (t.sin(), None, 3, "text", t.detach()),
+    "integers too": lambda t: (t.sin(), t.argmax()),
+    "namedtuple": lambda t: Pair(t.sin(), t.cos()),
+    "input": lambda t: t,
+    "view": lambda t: t[1:],
+    "dict": lambda t: {"a": t.sin()},
+    "none": lambda t: None,
+    "number": lambda t: 3,
+    "detached": lambda t: t.sin().detach(),
+    "nested": lambda t: ([t.sin()], t.cos()),
+    "in place": lambda t: t.mul_(2),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+@behaviour
+def test_results(run, kind):
+    x = leaf(4)
+    try:
+        y = reentrant(run, run.watched(RESULTS[kind]), x * 1)
+        run.log(type(y).__name__, y)
+        tensors = [t for t in torch.utils._pytree.tree_leaves(y) if isinstance(t, torch.Tensor) and t.requires_grad]
+        sum(t.sum() for t in tensors if t.is_floating_point()).backward()
+    except (RuntimeError, TypeError, AttributeError) as e:
+        run.log("error", e)
+    return x.grad
+
+
+@behaviour
+def test_one_of_two_results_used(run):
+    x = leaf(4)
+    a, _ = reentrant(run, run.watched(lambda t: (t.sin(), t.cos().tanh())), x)
+    a.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_no_result_requires_a_gradient(run):
+    y = reentrant(run, run.watched(lambda t: (t > 0).float()), leaf(4))
+    with run.error(RuntimeError, "none of output has requires_grad=True"):
+        y.sum().backward()
+
+
+@behaviour
+def test_detached_part(run):
+    x = leaf(4)
+    a, b = reentrant(run, run.watched(lambda t: (t.sin(), t.cos().detach())), x)
+    run.log(b.requires_grad)
+    (a.sum() + b.sum()).backward()
+    return x.grad
+
+
+@behaviour
+def test_arguments_of_every_kind(run):
+    class Box:
+        pass
+
+    box, x, c = Box(), leaf(4), torch.ones(4)
+
+    def fn(t, n, b, c, none, s, i):
+        run.log(t is x, b is box, c is c, none, s, t.is_leaf, t.requires_grad, c.requires_grad, i)
+        return t.sin() * n * c
+
+    reentrant(run, fn, x, 3, box, c, None, "text", torch.tensor([1])).sum().backward()
+    return x.grad, c.grad
+
+
+# ---- backward ----
+
+
+@behaviour
+def test_grad_and_inputs_are_refused(run):
+    x, w = leaf(4), leaf(4)
+    y = reentrant(run, run.watched(lambda t, w: (t * w).sin()), x, w)
+    with run.error(RuntimeError, r"torch.utils.checkpoint is incompatible with .grad\(\)"):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    with run.error(RuntimeError, r"torch.utils.checkpoint is incompatible with .grad\(\)"):
+        y.sum().backward(inputs=[x], retain_graph=True)
+    y.sum().backward()
+    return x.grad, w.grad
+
+
+@behaviour
+def test_validity_is_reset_after_the_error(run):
+    x = leaf(4)
+    y = reentrant(run, run.watched(lambda t: t.sin()), x * 2)
+    with run.error(RuntimeError):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y.sum().backward()
+    reentrant(run, run.watched(lambda t: t.exp()), x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_several_backwards(run):
+    x = leaf(4)
+    y = reentrant(run, run.watched(lambda t: t.sin().exp()), x)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    with run.error(RuntimeError, "second time"):
+        y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_double_backward_is_not_supported(run):
+    x = leaf(4)
+    reentrant(run, run.watched(lambda t: t.sin().exp()), x).sum().backward(create_graph=True)
+    g, x.grad = x.grad, None
+    run.log(g)
+    try:
+        g.sum().backward()
+    except RuntimeError as e:
+        run.log("error", e)
+    return x.grad
+
+
+@behaviour
+def test_parameters_get_their_gradients(run):
+    block, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2)), leaf(3, 4)
+    for _ in range(2):
+        reentrant(run, run.watched(block), x).sum().backward()
+    return x.grad, [p.grad for p in block.parameters()]
+
+
+@behaviour
+def test_parameter_used_twice(run):
+    w, x = leaf(4, 4), leaf(4, 4)
+    w.register_hook(lambda g: run.log("gradient", g))
+    y = reentrant(run, lambda t: (t @ w).sin(), x)
+    (reentrant(run, lambda t: (t @ w).cos(), y) @ w).sum().backward()
+    return x.grad, w.grad
+
+
+@behaviour
+def test_nested_and_in_a_row(run):
+    def outer(t):
+        return reentrant(run, run.watched(lambda u: u.sin().exp(), "inner"), t.tanh()).cos()
+
+    x = leaf(4)
+    y = reentrant(run, run.watched(outer, "outer"), x)
+    y = reentrant(run, run.watched(outer, "second"), y)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_grad_off(run):
+    with torch.no_grad():
+        return reentrant(run, run.watched(lambda t: t.sin()), leaf(4))
+
+
+@behaviour
+def test_hooks_see_the_inputs(run):
+    x, w = leaf(4), leaf(4)
+
+    def pack(t):
+        run.log("pack", t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: run.log("unpack") or t):
+        y = reentrant(run, lambda t, n, w: (t * w).sin(), x, 3, w)
+    y.sum().backward()
+    return x.grad, w.grad
+
+
+@behaviour
+def test_changed_input_is_noticed(run):
+    x = leaf(4)
+    h = x * 2
+    y = reentrant(run, run.watched(lambda t: t.sin().exp()), h)
+    h.add_(1)
+    with run.error(RuntimeError, "modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [LookupError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", [1, 2])
+@behaviour
+def test_exceptions(run, when, kind):
+    calls = []
+
+    def fn(t):
+        calls.append(1)
+        if len(calls) == when:
+            torch.rand(2)
+            raise kind("from the function")
+        return F.dropout(t.sin())
+
+    with run.error(kind, "from the function"):
+        reentrant(run, run.watched(fn), leaf(4)).sum().backward()
+    return torch.rand(2)
+
+
+@behaviour
+def test_device_context_is_not_kept(run):
+    x = leaf(4)
+    with torch.device("meta"):
+        y = reentrant(run, lambda t: run.log(torch.ones(1).device) or t.sin(), x)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_graph_node(run):
+    x, w = leaf(4), leaf(4)
+    y = reentrant(run, lambda t, n, w: (t * w).sin(), x, 3, w)
+    node = y.grad_fn
+    run.log(node.name(), [f and f.name() for f, _ in node.next_functions])
+    node.register_hook(lambda gi, go: run.log("after", gi, go))
+    node.register_prehook(lambda go: run.log("before", go))
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_backward_of_the_module_with_hooks(run):
+    block, x = torch.nn.Linear(3, 3), leaf(2, 3)
+    block.register_forward_hook(lambda m, i, o: run.log("forward", o))
+    block.register_full_backward_hook(lambda m, gi, go: run.log("backward", gi, go))
+    reentrant(run, block, x).sum().backward()
+    return x.grad, block.weight.grad

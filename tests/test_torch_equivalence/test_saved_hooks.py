@@ -1,0 +1,214 @@
+"""Other saved-tensor hooks around, inside and instead: save_on_cpu, user hooks, hooks disabled."""
+
+import pytest
+import torch
+from behaviours import behaviour, leaf
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    disable_saved_tensors_hooks,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
+
+
+class Noting(saved_tensors_hooks):
+    def __init__(self, run, name):
+        def pack(t):
+            run.log("pack", name, t)
+            return t
+
+        def unpack(t):
+            run.log("unpack", name, t)
+            return t
+
+        super().__init__(pack, unpack)
+
+
+@behaviour
+def test_hooks_around_the_forward_see_the_inputs(run):
+    x, w, c = leaf(4, 4), leaf(4, 4), torch.ones(4, 4)
+    with Noting(run, "outer"):
+        y = run.checkpoint(run.watched(lambda t, w, c: (t @ w).sin() * c), x * 2, w, c)
+    run.log("backward")
+    y.sum().backward()
+    return x.grad, w.grad
+
+
+@behaviour
+def test_hooks_do_not_see_keywords_and_containers(run):
+    x, w = leaf(4), leaf(4)
+    with Noting(run, "outer"):
+        y = run.checkpoint(run.watched(lambda ts, *, w: ts[0].sin() * w), [x * 1], w=w * 1)
+    y.sum().backward()
+    return x.grad, w.grad
+
+
+@behaviour
+def test_hooks_inside_take_what_is_saved(run):
+    def fn(t):
+        with Noting(run, "inner"):
+            t = t.sin().exp()
+        return t.cos()
+
+    x = leaf(4)
+    y = run.checkpoint(run.watched(fn), x)
+    run.log("backward")
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_everything_saved_inside_goes_to_other_hooks(run):
+    """The region saves nothing itself, so it is never recomputed."""
+
+    def fn(t):
+        with Noting(run, "inner"):
+            return t.sin().exp()
+
+    x = leaf(4)
+    run.checkpoint(run.watched(fn), x).sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_hooks_around_the_backward_see_nothing(run):
+    x = leaf(4)
+    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)
+    with Noting(run, "backward"):
+        y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_hooks_and_double_backward(run):
+    x = leaf(4)
+    with Noting(run, "outer"):
+        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x * 1)
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    run.log("second")
+    return torch.autograd.grad(g.sum(), x)
+
+
+@behaviour
+def test_two_hooks_around(run):
+    x = leaf(4)
+    with Noting(run, "first"), Noting(run, "second"):
+        y = run.checkpoint(lambda t: t.sin().exp(), x * 1)
+    y.sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "both"])
+@behaviour
+def test_save_on_cpu(run, where):
+    def fn(t):
+        if where == "around":
+            return t.sin().exp()
+        with save_on_cpu():
+            return t.sin().exp().cos()
+
+    x = leaf(4)
+    if where == "inside":
+        y = run.checkpoint(run.watched(fn), x * 1)
+    else:
+        with save_on_cpu():
+            y = run.checkpoint(run.watched(fn), x * 1)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_outer_hooks_that_change_the_input(run):
+    x = leaf(4)
+    with saved_tensors_hooks(lambda t: t.double(), lambda t: t.float() * 2):
+        y = run.checkpoint(run.watched(lambda t: run.log(t) or t.sin().exp()), x * 1)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_outer_hooks_that_change_the_shape(run):
+    x = leaf(4)
+    with saved_tensors_hooks(lambda t: t, lambda t: t[:2]):
+        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x * 1)
+    with run.error(RuntimeError):
+        y.sum().backward()
+
+
+@behaviour
+def test_outer_pack_that_raises(run):
+    def pack(t):
+        raise LookupError("no room")
+
+    with run.error(LookupError, "no room"), saved_tensors_hooks(pack, lambda t: t):
+        run.checkpoint(run.watched(lambda t: t.sin().exp()), leaf(4))
+
+
+@behaviour
+def test_outer_unpack_that_raises(run):
+    def unpack(t):
+        raise LookupError("lost")
+
+    x = leaf(4)
+    with saved_tensors_hooks(lambda t: t, unpack):
+        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x * 1)
+    with run.error(LookupError, "lost"):
+        y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_disabled_hooks_are_refused(run):
+    with disable_saved_tensors_hooks("no hooks here, please"), run.error(RuntimeError, "no hooks here, please"):
+        run.checkpoint(run.watched(torch.sin), leaf(4))
+    with disable_saved_tensors_hooks("no hooks"), torch.no_grad():
+        return run.checkpoint(run.watched(torch.sin), leaf(4))
+
+
+@behaviour
+def test_disabled_hooks_at_the_backward(run):
+    x = leaf(4)
+    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)
+    with disable_saved_tensors_hooks("not now"), run.error(RuntimeError, "not now"):
+        y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_disabling_hooks_inside_a_region(run):
+    """Torch refuses to disable them while the region's own are in place."""
+
+    def fn(t):
+        with disable_saved_tensors_hooks("from inside"):
+            return t.sin()
+
+    with run.error(RuntimeError):
+        run.checkpoint(run.watched(fn), leaf(4))
+
+
+@behaviour
+def test_mutation_allowed_on_saved_tensors(run):
+    x = leaf(4)
+    with allow_mutation_on_saved_tensors():
+        h = x * 1
+        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), h)
+        h.add_(1)
+        y.sum().backward()
+    return x.grad
+
+
+@behaviour
+def test_hooks_left_pushed_by_the_function(run):
+    """A function that pushes hooks and does not pop them: the next region still works."""
+
+    def fn(t):
+        with Noting(run, "pushed"):
+            run.log(torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
+            return t.sin()
+
+    x = leaf(4)
+    a = run.checkpoint(fn, x)
+    run.log(torch._C._autograd._top_saved_tensors_default_hooks(False) is None)
+    (a + run.checkpoint(torch.exp, x)).sum().backward()
+    return x.grad
