@@ -232,11 +232,11 @@ def recompute_within(
 # ---- what a recompute must not do twice ----
 
 
-def buffers_enter(function: Any) -> Any:
+def buffers_enter(function: Any, *others: Any) -> Any:
     """A guard whose close() puts running statistics back; None: the function has none."""
     from gradckpt import buffers
 
-    return buffers.enter(function)
+    return buffers.enter(function, others)
 
 
 # ---- the decorator form ----

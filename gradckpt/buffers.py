@@ -5,10 +5,12 @@ exception leaves it, they are put back. Stateful are BatchNorm, SyncBatchNorm an
 statistics, and every class given to :func:`register`.
 
 Which modules those are is read from the function: a module, a bound method of one, a ``functools.partial`` of
-such, a segment of ``checkpoint_sequential``. Any other callable is watched while it runs again: a module is saved
-when it is first called. Not seen are: modules that a module keeps outside its registered children, ``forward``
-called by name inside a plain function, TorchScript, code compiled by ``torch.compile`` inside a plain function
-(give the module itself), and calls from threads that the function starts. A norm in eval mode has nothing to save.
+such, a segment of ``checkpoint_sequential``. A plain function is read too: when all it can reach (closure, defaults,
+globals it names, arguments) is known and holds no stateful module, there is nothing to do. Any other callable is
+watched while it runs again: a module is saved when it is first called. Not seen are: modules that a module keeps
+outside its registered children, ``forward`` called by name inside a plain function, TorchScript, code compiled by
+``torch.compile`` inside a plain function (give the module itself), and calls from threads that the function starts.
+A norm in eval mode has nothing to save.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from threading import get_ident
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Union
 
 import torch
@@ -176,6 +178,65 @@ def _collect(function: Any, roots: list[Module]) -> bool:
                 return True
             watch = [_collect(part, roots) for part in parts]
             return any(watch)
+
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.Tensor,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    ModuleType,
+    type(None),
+)
+_MAX_DEPTH = 8
+
+
+def _known(value: Any, roots: list[Module], depth: int) -> bool:
+    """Whether every module that can be called through ``value`` is one of ``roots``, to which they are added."""
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, Module):
+        roots.append(value)
+        return True
+    if depth > _MAX_DEPTH:
+        return False
+    if type(value) in (tuple, list):
+        return _all_known(value, roots, depth + 1)
+    if type(value) is dict:
+        return _all_known(value.values(), roots, depth + 1)
+    if type(value) is functools.partial:
+        return _known(value.func, roots, depth + 1) and _known((value.args, value.keywords), roots, depth + 1)
+    if type(value) is MethodType:
+        return isinstance(value.__self__, Module) and _known(value.__self__, roots, depth + 1)
+    return type(value) is FunctionType and _known_function(value, roots, depth + 1)
+
+
+def _all_known(values: Iterable[Any], roots: list[Module], depth: int) -> bool:
+    for value in values:  # noqa: SIM110 - an interrupt in a generator that is being closed would be lost
+        if not _known(value, roots, depth):
+            return False
+    return True
+
+
+def _known_function(function: FunctionType, roots: list[Module], depth: int) -> bool:
+    codes = [function.__code__]
+    for code in codes:  # grows: functions inside the function
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if value is not None and not isinstance(value, _PLAIN):
+                return False  # a global, or an attribute that happens to be called like one
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a cell not filled yet
+        return False
+    return _known([*cells, *(function.__defaults__ or ()), function.__kwdefaults__], roots, depth)
 
 
 # ---- values ----
@@ -333,13 +394,19 @@ class _OpenGuard(Guard):
 _idle = Guard()
 
 
-def enter(function: Any) -> Guard | None:
+def enter(function: Any, others: tuple[Any, ...] = ()) -> Guard | None:
     """Called by C before ``function`` runs again; it calls ``close()`` of the guard afterwards, in any case.
 
-    None: there is no stateful module in it, and that holds until :func:`forget` calls ``_C.forget_modules()``.
+    ``others``: those of its arguments that are no tensors. None: there is no stateful module in the function, and
+    that holds until :func:`forget` calls ``_C.forget_modules()``.
     """
     roots: list[Module] = []
-    watch = type(function) is FunctionType or _collect(function, roots)
+    if type(function) is FunctionType:
+        if _known((function, others), roots, 0) and not [root for root in roots if _stateful(root)]:
+            return _idle
+        roots, watch = [], True
+    else:
+        watch = _collect(function, roots)
     found = _stateful(roots[0]) if len(roots) == 1 else [ref for root in roots for ref in _stateful(root)]
     if not found and not watch:
         return None

@@ -40,7 +40,8 @@ DIFFERENCES = (
     Difference(
         "device RNG",
         "states of one device type, of tensors among the positional arguments",
-        "states of every device in use, also found in keyword arguments",
+        "states of every device in use, also found in keyword arguments; likewise autocast of every device type "
+        "(compat replays that, too)",
         "dropout on a second kind of device must repeat itself",
     ),
 )

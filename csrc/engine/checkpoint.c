@@ -253,12 +253,16 @@ exit:
 }
 
 /* Grad off: torch too just calls the function, outside the contexts. */
-static PyObject *call_plain(const gck_options *o, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
+static PyObject *call_plain(const gck_py *py, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwargs)
 {
     PyObject *tuple = gck_tuple(args, nargs);
     PyObject *result = tuple != NULL ? PyObject_Call(o->function, tuple, kwargs) : NULL;
 
     Py_XDECREF(tuple);
+    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
+        convert_stop_iteration(py);
+    }
     return result;
 }
 
@@ -276,7 +280,7 @@ static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyOb
     if (frame != NULL && make_contexts(state, o, &context, frame) == 0) {
         result = gck_torch.aoti_torch_grad_mode_is_enabled()
             ? record(state, frame, o, &plan, context, args, nargs, kwargs)
-            : call_plain(o, args, nargs, kwargs);
+            : call_plain(&state->py, o, args, nargs, kwargs);
     }
     Py_XDECREF(context);
     Py_XDECREF((PyObject *)frame);

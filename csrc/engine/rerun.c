@@ -56,14 +56,35 @@ static int remember_stateless(gck_state *state, PyObject *function)
     return 0;
 }
 
+/* New reference: (function, *those of its arguments that are no tensors). */
+static PyObject *function_and_others(const gck_frame *frame)
+{
+    PyObject *list = PyList_New(0), *tuple;
+    int status = list == NULL ? -1 : PyList_Append(list, frame->function);
+
+    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
+        const gck_entry *entry = &frame->args[i];
+        const int other = entry->kind == GCK_TREE || (entry->kind == GCK_KEPT && entry->value != NULL);
+        status = other ? PyList_Append(list, entry->kind == GCK_TREE ? Py_Ellipsis : entry->value) : 0;
+    }
+    tuple = status == 0 ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return tuple;
+}
+
 static int enter_buffers(gck_frame *frame, gck_rerun *r)
 {
     gck_state *state = frame->state;
+    PyObject *function, *args;
 
     if (!frame->buffers_once || is_stateless(state, frame->function)) {
         return 0;
     }
-    r->buffers = PyObject_CallMethod(state->py.shim, "buffers_enter", "O", frame->function);
+    function = PyObject_GetAttrString(state->py.shim, "buffers_enter");
+    args = function != NULL ? function_and_others(frame) : NULL;
+    r->buffers = args != NULL ? PyObject_Call(function, args, NULL) : NULL;
+    Py_XDECREF(function);
+    Py_XDECREF(args);
     if (r->buffers == Py_None) {
         Py_CLEAR(r->buffers);
         return remember_stateless(state, frame->function);

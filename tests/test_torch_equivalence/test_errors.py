@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from behaviours import OURS, behaviour, leaf
+from behaviours import behaviour, leaf
 from torch.utils.checkpoint import CheckpointError
 
 # ---- bad calls ----
@@ -94,17 +94,31 @@ def test_exception_arrives_as_it_is(run, when, kind):
             raise
 
 
-def test_stop_iteration_arrives_as_it_is():
-    """Torch runs the function while a generator waits, so there a StopIteration becomes another error."""
+@pytest.mark.parametrize("grad", [True, False])
+@behaviour
+def test_stop_iteration_becomes_another_error(run, grad):
+    """Torch runs the function while a generator of its own waits."""
 
     def fn(t):
         raise StopIteration("mine")
 
-    with pytest.raises(RuntimeError, match="generator raised StopIteration"):
-        torch_checkpoint.checkpoint(fn, leaf(4), use_reentrant=False)
-    for checkpoint in OURS.values():
-        with pytest.raises(StopIteration, match="mine"):
-            checkpoint(fn, leaf(4), use_reentrant=False)
+    with torch.set_grad_enabled(grad), run.error(RuntimeError, "generator raised StopIteration"):
+        run.checkpoint(run.watched(fn), leaf(4))
+
+
+@behaviour
+def test_stop_iteration_in_the_recompute(run):
+    calls = []
+
+    def fn(t):
+        calls.append(1)
+        if len(calls) == 2:
+            raise StopIteration("mine")
+        return t.sin().exp()
+
+    y = run.checkpoint(run.watched(fn), leaf(4))
+    with run.error(StopIteration, "mine"):
+        y.sum().backward()
 
 
 @behaviour

@@ -6,21 +6,25 @@ import weakref
 
 import pytest
 import torch
-from behaviours import behaviour, leaf
+from behaviours import OURS, behaviour, leaf
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Watch:
-    """Weak references by name; ``dead`` logs which are gone, with the collector off."""
+    """Weak references by name; ``look`` logs which objects are gone, and of tensors whose memory is."""
 
     def __init__(self, run):
-        self.run, self.refs = run, {}
+        self.run, self.refs, self.memory = run, {}, {}
 
     def __call__(self, name, thing):
         self.refs[name] = weakref.ref(thing)
+        if isinstance(thing, torch.Tensor):
+            self.memory[name] = StorageWeakRef(thing.untyped_storage())
         return thing
 
     def look(self, when):
-        self.run.log(when, {name: ref() is None for name, ref in self.refs.items()})
+        gone = {name: ref() is None for name, ref in self.refs.items()}
+        self.run.log(when, gone, {name: ref.expired() for name, ref in self.memory.items()})
 
 
 @pytest.fixture(autouse=True)
@@ -211,6 +215,47 @@ def test_part_of_the_graph_freed_before_the_backward(run):
     return x.grad
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+@behaviour
+def test_what_was_freed_is_not_kept_again(run, early_stop):
+    """Recomputed tensors of a part that is gone die at once, though the rest of the graph stays."""
+    watch = Watch(run)
+
+    def fn(t):
+        a = watch("a", t.sin())
+        b = watch("b", t.cos())
+        return a.cos(), b.sin()
+
+    x = leaf(4)
+    a, b = run.checkpoint(fn, x, early_stop=early_stop)
+    del a
+    b.sum().backward(retain_graph=True)
+    watch.look("after the first")
+    b.sum().backward(retain_graph=True)
+    watch.look("after the second")
+    return x.grad
+
+
+@behaviour
+def test_what_a_partial_backward_did_not_need_stays_for_its_time(run):
+    watch = Watch(run)
+
+    def fn(t):
+        a = watch("a", t.sin())
+        b = watch("b", t.cos())
+        return a.cos().sin(), b.sin().cos()
+
+    x = leaf(4)
+    a, b = run.checkpoint(fn, x)
+    a.sum().backward(retain_graph=True)
+    watch.look("after a")
+    del b
+    watch.look("without b")
+    a.sum().backward()
+    watch.look("after a again")
+    return x.grad
+
+
 @behaviour
 def test_whole_first_half_freed(run):
     """The early saved tensors are gone: the recompute passes over them."""
@@ -281,6 +326,21 @@ def test_saved_tensors_of_nested_regions_outside_a_backward(run):
     y = run.checkpoint(run.watched(outer, "outer"), leaf(4))
     run.log(y.grad_fn._saved_self)
     run.log(y.grad_fn.next_functions[0][0]._saved_result)
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_reading_by_hand_keeps_nothing(ours):
+    """Torch keeps what such a recompute made besides until the graph dies; ours lets it go."""
+    memory = []
+
+    def fn(t):
+        memory.append(StorageWeakRef((a := t.sin()).untyped_storage()))
+        return a.cos().tanh()  # saves a, and what it returns
+
+    y = OURS[ours](fn, leaf(4), use_reentrant=False)
+    assert torch.equal(y.grad_fn._saved_result, y)
+    assert len(memory) == 2
+    assert all(ref.expired() for ref in memory)
 
 
 @behaviour

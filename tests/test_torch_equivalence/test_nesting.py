@@ -204,6 +204,27 @@ def test_backward_inside_a_nested_region(run, early_stop, retain):
     return x.grad
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+@behaviour
+def test_backward_inside_and_a_recompute_that_differs(run, early_stop):
+    """With early stop off, a backward inside turns the later comparison off."""
+    calls = []
+
+    def fn(t):
+        calls.append(1)
+        y = t.sin().exp()
+        torch.autograd.grad(y.sum(), t, retain_graph=True)
+        return (t if len(calls) < 3 else t.double()).cos().tanh()
+
+    x = leaf(3)
+    y = run.checkpoint(run.watched(fn), x, early_stop=early_stop)
+    try:
+        y.sum().backward()
+    except (RuntimeError, AssertionError) as e:
+        run.log("error", e)
+    return x.grad
+
+
 @behaviour
 def test_backward_through_a_finished_child_inside_the_parent(run):
     def parent(t):
