@@ -139,7 +139,7 @@ static PyObject *reset_stats(PyObject *module, PyObject *unused)
 
     (void)unused;
     state->stats = (gck_stats){.live_bytes = live, .peak_live_bytes = live};   /* payloads live on */
-    state->last_task = -1;
+    state->last_task = state->watched_task = -1;
     Py_RETURN_NONE;
 }
 
@@ -285,7 +285,7 @@ static int module_exec(PyObject *module)
 {
     gck_state *state = gck_state_of(module);
 
-    state->last_task = -1;
+    state->last_task = state->watched_task = -1;
     if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_shim(&state->py) < 0
         || choose_saved_tensor(&state->py) < 0 || intern_option_names(state) < 0) {
         return -1;

@@ -4,11 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-    KEEP_DRAINED = 8,   /* drained tables remembered, to tell "unpacked once" from "never"        */
-    KEEP_FILLED = 4,    /* backwards that left values behind: more than ever interleave on a frame */
-};
-
 gck_frame *gck_frame_new(gck_state *state)
 {
     gck_frame *frame = PyObject_GC_New(gck_frame, state->Frame);
@@ -67,97 +62,6 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     return (PyObject *)holder;
 }
 
-/* ---- tables ---- */
-
-gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group)
-{
-    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
-        gck_table *t = frame->tables[i];
-        if (group != NULL ? t->group == group : t->group == NULL && t->task == task) {
-            return t;
-        }
-    }
-    return NULL;
-}
-
-static void table_free(gck_table *table)
-{
-    gck_table_drain(table);
-    Py_XDECREF(table->group);
-    free(table->handed);
-    free(table);
-}
-
-void gck_frame_table_free(gck_frame *frame, gck_table *table)
-{
-    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
-        if (frame->tables[i] == table) {
-            memmove(&frame->tables[i], &frame->tables[i + 1],
-                    (size_t)(frame->ntables - i - 1) * sizeof *frame->tables);
-            frame->ntables--;
-            table_free(table);
-            return;
-        }
-    }
-}
-
-/* The oldest tables go: their backwards are over.  Were one not, it would recompute. */
-static void forget_old(gck_frame *frame)
-{
-    Py_ssize_t drained = 0, filled = 0;
-
-    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
-        const gck_table *t = frame->tables[i];
-        if ((t->phase == GCK_DRAINED && ++drained > KEEP_DRAINED)
-            || (t->phase == GCK_FILLED && t->group == NULL && ++filled > KEEP_FILLED)) {
-            gck_frame_table_free(frame, frame->tables[i]);
-            i = i < frame->ntables ? i : frame->ntables;     /* freeing may have freed others */
-        }
-    }
-}
-
-gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
-{
-    const size_t n = (size_t)frame->nslots;      /* more may come: a backward inside the region */
-    gck_table *table = calloc(1, sizeof *table);
-    gck_table **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
-
-    if (tables != NULL) {
-        frame->tables = tables;
-    }
-    if (table == NULL || tables == NULL || (table->values = calloc(n + 1, sizeof *table->values)) == NULL
-        || (table->handed = calloc(n + 1, 1)) == NULL) {
-        if (table != NULL) {
-            free(table->values);
-        }
-        free(table);
-        PyErr_NoMemory();
-        return NULL;
-    }
-    table->size = frame->nslots;
-    table->task = task;
-    table->group = Py_XNewRef(group);
-    table->phase = GCK_RESTORING;
-    table->thread = PyThread_get_thread_ident();
-    frame->tables[frame->ntables++] = table;
-    forget_old(frame);
-    return table;
-}
-
-void gck_table_drain(gck_table *table)
-{
-    PyObject **values = table->values;
-    const Py_ssize_t n = table->size;
-
-    table->values = NULL;
-    table->phase = GCK_DRAINED;
-    table->left = 0;
-    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
-        Py_XDECREF(values[i]);
-    }
-    free(values);
-}
-
 /* ---- Frame ---- */
 
 static int frame_traverse(PyObject *op, visitproc visit, void *arg)
@@ -213,9 +117,7 @@ static void frame_dealloc(PyObject *op)
         }
         gck_meta_clear(&frame->metas[i]);
     }
-    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
-        table_free(frame->tables[i]);
-    }
+    gck_frame_tables_clear(frame);
     free(frame->slots);
     free(frame->metas);
     free(frame->tables);

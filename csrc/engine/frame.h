@@ -78,6 +78,8 @@ struct gck_frame {
     Py_ssize_t      nslots, capacity;
     gck_table     **tables;
     Py_ssize_t      ntables;
+    gck_frame      *next;          /* borrowed: in the state's list while there are tables */
+    gck_frame     **previous;      /* what points to us there; NULL: not in the list     */
 };
 
 /* Stands for the frame in the hooks of a recompute, which may outlive it. */
@@ -105,6 +107,7 @@ void gck_meta_clear(gck_meta *meta);
 gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group);
 gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group);
 void gck_frame_table_free(gck_frame *frame, gck_table *table);
+void gck_frame_tables_clear(gck_frame *frame);
 /* Free the values; what was handed out stays known. */
 void gck_table_drain(gck_table *table);
 

@@ -303,15 +303,14 @@ static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
 {
     gck_table *table;
 
-    if (wait_for(frame, task, group) < 0) {
+    /* First: it may run Python, and no other thread may come in between looking for the
+     * table and making it. */
+    if ((frame->asked && note_step(frame->state, task) < 0) || wait_for(frame, task, group) < 0) {
         return NULL;
     }
     table = gck_frame_table(frame, task, group);
     if (table != NULL) {
         return table;
-    }
-    if (frame->asked && note_step(frame->state, task) < 0) {
-        return NULL;
     }
     table = gck_frame_table_new(frame, task, group);
     if (table == NULL) {

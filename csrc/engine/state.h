@@ -51,6 +51,8 @@ typedef struct {
     } option_names;                /* interned                                           */
     gck_stats     stats;
     int64_t       last_task;       /* graph task of the last recompute with compression  */
+    int64_t       watched_task;    /* graph task at whose end our callback runs          */
+    struct gck_frame *with_tables; /* borrowed: first of the frames that have tables     */
     int64_t       outside;         /* counter behind ids for unpacking outside backward  */
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */

@@ -64,6 +64,17 @@ static int load_dlpack(gck_py *py)
     return 0;
 }
 
+static PyObject *load_queue_callback(void)
+{
+    PyObject *variable = import_attribute("torch.autograd", "Variable");
+    PyObject *engine = variable != NULL ? PyObject_GetAttrString(variable, "_execution_engine") : NULL;
+    PyObject *method = engine != NULL ? PyObject_GetAttrString(engine, "queue_callback") : NULL;
+
+    Py_XDECREF(variable);
+    Py_XDECREF(engine);
+    return method;
+}
+
 /* On failure the caller clears what was loaded. */
 int gck_py_load(gck_py *py)
 {
@@ -81,7 +92,7 @@ int gck_py_load(gck_py *py)
 #undef NAME
     py->make_saved_tensor = import_optional("torch._C._autograd", "_make_saved_tensor");
     py->peek_functorch = import_optional("torch._C._functorch", "peek_interpreter_stack");
-    if (load_dlpack(py) < 0 || gck_rng_load(&py->rng) < 0) {
+    if ((py->queue_callback = load_queue_callback()) == NULL || load_dlpack(py) < 0 || gck_rng_load(&py->rng) < 0) {
         return -1;
     }
     py->cpu_bytes = Py_BuildValue("{sOss}", "dtype", py->uint8, "device", "cpu");
@@ -99,6 +110,7 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
     Py_VISIT(py->make_saved_tensor);
+    Py_VISIT(py->queue_callback);
     Py_VISIT(py->peek_functorch);
     Py_VISIT(py->as_non_leaf);
     Py_VISIT(py->cpu_bytes);
@@ -116,6 +128,7 @@ void gck_py_clear(gck_py *py)
     GCK_PY_NAMES(NAME)
 #undef NAME
     Py_CLEAR(py->make_saved_tensor);
+    Py_CLEAR(py->queue_callback);
     Py_CLEAR(py->peek_functorch);
     Py_CLEAR(py->as_non_leaf);
     Py_CLEAR(py->cpu_bytes);

@@ -56,6 +56,7 @@ typedef struct {
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
     PyObject *make_saved_tensor;   /* torch's, or the shim's where torch < 2.12 has none */
+    PyObject *queue_callback;      /* of the autograd engine: at the end of a graph task */
     PyObject *peek_functorch;      /* torch._C._functorch.peek_interpreter_stack       */
     PyObject *as_non_leaf;         /* a DelayedError node: alias that requires grad    */
     PyObject *cpu_bytes;           /* {"dtype": torch.uint8, "device": cpu}            */

@@ -236,24 +236,52 @@ def test_what_was_freed_is_not_kept_again(run, early_stop):
     return x.grad
 
 
-@behaviour
-def test_what_a_partial_backward_did_not_need_stays_for_its_time(run):
-    watch = Watch(run)
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_what_a_partial_backward_did_not_need_goes_when_it_ends(ours, retain_graph):
+    """Torch keeps it until that part of the graph dies, and recomputes all the same."""
+    memory = []
 
     def fn(t):
-        a = watch("a", t.sin())
-        b = watch("b", t.cos())
+        a, b = t.sin(), t.cos()
+        memory.extend(StorageWeakRef(made.untyped_storage()) for made in (a, b))
         return a.cos().sin(), b.sin().cos()
 
     x = leaf(4)
-    a, b = run.checkpoint(fn, x)
-    a.sum().backward(retain_graph=True)
-    watch.look("after a")
-    del b
-    watch.look("without b")
-    a.sum().backward()
-    watch.look("after a again")
-    return x.grad
+    a, b = OURS[ours](fn, x, use_reentrant=False)
+    during = []
+    a.register_hook(lambda grad: during.append(len(memory)))
+    a.sum().backward(retain_graph=retain_graph)
+    assert during == [2]
+    assert len(memory) == 4
+    assert all(ref.expired() for ref in memory)
+    b.sum().backward()
+    plain = x.detach().requires_grad_()
+    first, second = fn(plain)
+    first.sum().backward()
+    second.sum().backward()
+    assert torch.equal(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_interleaved_backwards_keep_their_values_apart(ours):
+    """A backward that starts and ends inside another one frees its own values only."""
+    x = leaf(4)
+    y = OURS[ours](lambda t: t.sin().exp().cos(), x, use_reentrant=False)
+    plain = x.detach().requires_grad_()
+    total = y.sum()
+    inside = []
+
+    def hook(grads):
+        if not inside:
+            inside.append(None)
+            inside[0] = torch.autograd.grad(total, x, retain_graph=True)[0]
+
+    y.grad_fn.next_functions[0][0].register_prehook(hook)
+    total.backward(retain_graph=True)
+    expected = torch.autograd.grad(plain.sin().exp().cos().sum(), plain)[0]
+    assert torch.equal(inside[0], expected)
+    assert torch.equal(x.grad, expected)
 
 
 @behaviour

@@ -1,0 +1,205 @@
+/* table.c: the recomputed tensors of a frame, one table per backward, and their end: when
+ * all were handed out, when their graph task is over, or with the frame. */
+#include "frame.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Of backwards that raised: nothing says when those are over. */
+enum {
+    KEEP_DRAINED = 8,   /* drained tables remembered, to tell "unpacked once" from "never"        */
+    KEEP_FILLED = 4,    /* backwards that left values behind: more than ever interleave on a frame */
+};
+
+/* ---- frames that have tables: a list in the state ---- */
+
+static void list(gck_frame *frame)
+{
+    gck_state *state = frame->state;
+
+    if (frame->previous == NULL) {
+        frame->next = state->with_tables;
+        frame->previous = (gck_frame **)&state->with_tables;
+        if (frame->next != NULL) {
+            frame->next->previous = &frame->next;
+        }
+        state->with_tables = frame;
+    }
+}
+
+static void unlist(gck_frame *frame)
+{
+    if (frame->previous != NULL) {
+        *frame->previous = frame->next;
+        if (frame->next != NULL) {
+            frame->next->previous = frame->previous;
+        }
+        frame->previous = NULL;
+        frame->next = NULL;
+    }
+}
+
+/* ---- tables ---- */
+
+gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group)
+{
+    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
+        gck_table *t = frame->tables[i];
+        if (group != NULL ? t->group == group : t->group == NULL && t->task == task) {
+            return t;
+        }
+    }
+    return NULL;
+}
+
+static void table_free(gck_table *table)
+{
+    gck_table_drain(table);
+    Py_XDECREF(table->group);
+    free(table->handed);
+    free(table);
+}
+
+void gck_frame_table_free(gck_frame *frame, gck_table *table)
+{
+    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
+        if (frame->tables[i] == table) {
+            memmove(&frame->tables[i], &frame->tables[i + 1],
+                    (size_t)(frame->ntables - i - 1) * sizeof *frame->tables);
+            if (--frame->ntables == 0) {
+                unlist(frame);
+            }
+            table_free(table);
+            return;
+        }
+    }
+}
+
+void gck_frame_tables_clear(gck_frame *frame)
+{
+    unlist(frame);
+    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
+        table_free(frame->tables[i]);
+    }
+    frame->ntables = 0;
+}
+
+/* The oldest tables go: their backwards are over.  Were one not, it would recompute. */
+static void forget_old(gck_frame *frame)
+{
+    Py_ssize_t drained = 0, filled = 0;
+
+    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
+        const gck_table *t = frame->tables[i];
+        if ((t->phase == GCK_DRAINED && ++drained > KEEP_DRAINED)
+            || (t->phase == GCK_FILLED && t->group == NULL && ++filled > KEEP_FILLED)) {
+            gck_frame_table_free(frame, frame->tables[i]);
+            i = i < frame->ntables ? i : frame->ntables;     /* freeing may have freed others */
+        }
+    }
+}
+
+/* ---- the end of a graph task ---- */
+
+/* Borrowed: a table of this task, with its frame; NULL when there is none. */
+static gck_table *table_of_task(gck_state *state, int64_t task, gck_frame **frame)
+{
+    for (*frame = state->with_tables; *frame != NULL; *frame = (*frame)->next) {
+        gck_table *table = gck_frame_table(*frame, task, NULL);
+        if (table != NULL) {
+            return table;
+        }
+    }
+    return NULL;
+}
+
+/* Called by the autograd engine after the last node of a graph task; self: (Frame, task). */
+static PyObject *end_task(PyObject *self, PyObject *unused)
+{
+    PyObject *type;
+    long long task;
+    gck_state *state;
+    gck_frame *frame;
+    gck_table *table;
+
+    (void)unused;
+    if (!PyArg_ParseTuple(self, "OL", &type, &task)) {
+        return NULL;
+    }
+    state = PyType_GetModuleState((PyTypeObject *)type);
+    /* Freeing values may run anything, so every round starts at the head of the list. */
+    while (state != NULL && (table = table_of_task(state, task, &frame)) != NULL) {
+        gck_frame_table_free(frame, table);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef end_task_def = {"end_task", end_task, METH_NOARGS, NULL};
+
+/* Once per graph task.  Where the engine takes no callback, old tables go by their number. */
+static void watch_task(gck_state *state, int64_t task)
+{
+    PyObject *self, *callback, *result = NULL;
+
+    if (state->watched_task == task) {
+        return;
+    }
+    self = Py_BuildValue("(OL)", state->Frame, (long long)task);
+    callback = self != NULL ? PyCFunction_New(&end_task_def, self) : NULL;
+    if (callback != NULL) {
+        result = PyObject_CallFunctionObjArgs(state->py.queue_callback, callback, NULL);
+    }
+    if (result != NULL) {
+        state->watched_task = task;
+    }
+    PyErr_Clear();
+    Py_XDECREF(result);
+    Py_XDECREF(callback);
+    Py_XDECREF(self);
+}
+
+gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
+{
+    const size_t n = (size_t)frame->nslots;      /* more may come: a backward inside the region */
+    gck_table *table = calloc(1, sizeof *table);
+    gck_table **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
+
+    if (tables != NULL) {
+        frame->tables = tables;
+    }
+    if (table == NULL || tables == NULL || (table->values = calloc(n + 1, sizeof *table->values)) == NULL
+        || (table->handed = calloc(n + 1, 1)) == NULL) {
+        if (table != NULL) {
+            free(table->values);
+        }
+        free(table);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    table->size = frame->nslots;
+    table->task = task;
+    table->group = Py_XNewRef(group);
+    table->phase = GCK_RESTORING;
+    table->thread = PyThread_get_thread_ident();
+    frame->tables[frame->ntables++] = table;
+    list(frame);
+    forget_old(frame);
+    if (group == NULL && task >= 0) {
+        watch_task(frame->state, task);
+    }
+    return table;
+}
+
+void gck_table_drain(gck_table *table)
+{
+    PyObject **values = table->values;
+    const Py_ssize_t n = table->size;
+
+    table->values = NULL;
+    table->phase = GCK_DRAINED;
+    table->left = 0;
+    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
+        Py_XDECREF(values[i]);
+    }
+    free(values);
+}
