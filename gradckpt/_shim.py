@@ -122,34 +122,52 @@ def autocast_capture() -> list[tuple[str, bool, torch.dtype]]:
     ]
 
 
-def contexts_enter(
-    autocast: int, snapshot: Any, cpu_dtype: torch.dtype, cache: int, device: Any
-) -> contextlib.ExitStack:
-    """Autocast as it was in the forward (off, where it is on only now) and torch.device."""
-    stack = contextlib.ExitStack()
-    try:
-        if autocast:
-            _enter_autocast(stack, snapshot or [("cpu", False, cpu_dtype)], bool(cache))
-        if device is not None:
-            stack.enter_context(device)
-    except BaseException:
-        stack.close()
-        raise
-    return stack
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def _enter_autocast(stack: contextlib.ExitStack, snapshot: list[tuple[str, bool, torch.dtype]], cache: bool) -> None:
+def contexts_plan(
+    autocast: int, snapshot: Any, cpu_dtype: torch.dtype, cache: int, device: Any, with_device: int
+) -> tuple[list[Call], list[Call], Any, Any]:
+    """How C enters and leaves autocast and ``torch.device`` as they were in the forward.
+
+    Nothing is changed here, and C calls these builtins one after the other: an interrupt cannot leave one half
+    entered. Returns calls to enter and to leave, torch function modes inside and around (None: no change).
+    """
+    enter: list[Call] = []
+    leave: list[Call] = []
+    if autocast:
+        _plan_autocast(snapshot or [("cpu", False, cpu_dtype)], bool(cache), enter, leave)
+    if device is None:
+        return enter, leave, None, None
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils import _device
+
+    around = _get_current_function_mode_stack()
+    leave.append((setattr, (_device, "CURRENT_DEVICE", _device.CURRENT_DEVICE)))
+    if not with_device:
+        return enter, leave, None, around
+    enter.append((setattr, (_device, "CURRENT_DEVICE", device.device)))
+    return enter, leave, [device, *(m for m in around if not isinstance(m, _device.DeviceContext))], around
+
+
+def _plan_autocast(
+    snapshot: list[tuple[str, bool, torch.dtype]], cache: bool, enter: list[Call], leave: list[Call]
+) -> None:
+    """What ``torch.autocast`` does, for each device type: on as in the forward, or off."""
     then = {kind: (enabled, dtype) for kind, enabled, dtype in snapshot}
+    around = False
+    enter += [(torch.autocast_increment_nesting, ()), (torch.set_autocast_cache_enabled, (cache,))]
+    leave.append((torch.autocast_decrement_nesting, ()))
     for kind in _autocast_types():
-        if kind in then:
-            enabled, dtype = then[kind]
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        elif torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=cache))
-
-
-def contexts_leave(stack: contextlib.ExitStack) -> None:
-    stack.close()
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        around |= enabled
+        if kind in then or enabled:
+            now = then.get(kind, (False, dtype))
+            enter += [(torch.set_autocast_enabled, (kind, now[0])), (torch.set_autocast_dtype, (kind, now[1]))]
+            leave += [(torch.set_autocast_enabled, (kind, enabled)), (torch.set_autocast_dtype, (kind, dtype))]
+    leave.append((torch.set_autocast_cache_enabled, (torch.is_autocast_cache_enabled(),)))
+    if not around:
+        leave.append((torch.clear_autocast_cache, ()))  # as the outermost autocast does when it ends
 
 
 def device_context() -> Any:

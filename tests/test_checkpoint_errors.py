@@ -218,11 +218,16 @@ def test_exceptions_restore_everything(ck, where):
 def test_failing_restore_of_contexts_is_reported_as_itself(monkeypatch):
     from gradckpt import _shim
 
-    leave = _shim.contexts_leave
+    plan = _shim.contexts_plan
     with torch.autocast("cpu"):
         y = gradckpt.checkpoint(lambda t: F.dropout(t @ t).sin().exp(), leaf(4, 4))
     state = torch.get_rng_state()
-    monkeypatch.setattr(_shim, "contexts_leave", lambda stack: (leave(stack), exec("raise KeyboardInterrupt")))
+
+    def failing(*args):
+        enter, leave, *modes = plan(*args)
+        return enter, [(exec, ("raise KeyboardInterrupt",)), *leave], *modes
+
+    monkeypatch.setattr(_shim, "contexts_plan", failing)
     with pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     assert torch.equal(state, torch.get_rng_state())

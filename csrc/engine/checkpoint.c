@@ -99,23 +99,36 @@ static int keep_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
     PyObject *names = kwargs != NULL ? PySequence_Tuple(kwargs) : NULL;
     PyObject *value = NULL;
 
-    *fed_args = PyTuple_New(nargs);
+    PyObject *fed = PyList_New(0);               /* a tuple later: packing runs Python, which gc shows it to */
+
+    *fed_args = NULL;
     *fed_kwargs = kwargs != NULL ? PyDict_New() : NULL;
     frame->kwnames = names;
     frame->args = calloc((size_t)(nargs + nkw) + 1, sizeof(gck_entry));
     if (frame->args == NULL) {
         PyErr_NoMemory();
     }
-    if (*fed_args == NULL || (kwargs != NULL && (names == NULL || *fed_kwargs == NULL)) || frame->args == NULL) {
+    if (fed == NULL || (kwargs != NULL && (names == NULL || *fed_kwargs == NULL)) || frame->args == NULL) {
+        Py_XDECREF(fed);
         return -1;
     }
     frame->nargs = nargs;
     frame->nkwargs = nkw;                        /* not yet packed entries are empty */
     for (Py_ssize_t i = 0; i < nargs; i++) {
-        if (gck_entry_pack(packing, args[i], 1, &frame->args[i], &value) < 0) {
+        int status = gck_entry_pack(packing, args[i], 1, &frame->args[i], &value);
+        if (status == 0) {
+            status = PyList_Append(fed, value);
+            Py_CLEAR(value);
+        }
+        if (status < 0) {
+            Py_DECREF(fed);
             return -1;
         }
-        PyTuple_SetItem(*fed_args, i, value);
+    }
+    *fed_args = PyList_AsTuple(fed);
+    Py_DECREF(fed);
+    if (*fed_args == NULL) {
+        return -1;
     }
     for (Py_ssize_t i = 0; i < nkw; i++) {
         PyObject *name = PyTuple_GetItem(names, i);

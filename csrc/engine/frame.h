@@ -40,6 +40,12 @@ typedef struct {
 
 typedef enum { GCK_RESTORING = 1, GCK_FILLED, GCK_DRAINED } gck_table_phase;
 
+/* Where threads wait for a recompute that another one does.  Made by the first that waits. */
+typedef struct {
+    PyThread_type_lock lock;       /* held until the recompute is over                   */
+    int                users;      /* threads at it, and the table                       */
+} gck_gate;
+
 /* The recomputed tensors of one backward: of one graph task, GraphExecGroup, or access
  * from outside any backward. */
 typedef struct {
@@ -47,6 +53,7 @@ typedef struct {
     PyObject       *group;         /* owned GraphExecGroup; then task does not count     */
     gck_table_phase phase;
     unsigned long   thread;        /* that recomputes, while RESTORING                   */
+    gck_gate       *gate;          /* NULL: nobody waits                                 */
     Py_ssize_t      counter;       /* tensors packed by the recompute so far             */
     Py_ssize_t      left;          /* values not handed out yet                          */
     Py_ssize_t      size;          /* slots when it was made: a region may record more   */
@@ -108,6 +115,10 @@ gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group);
 gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group);
 void gck_frame_table_free(gck_frame *frame, gck_table *table);
 void gck_frame_tables_clear(gck_frame *frame);
+/* The recompute is over: who waits for it goes on. */
+void gck_table_open(gck_table *table);
+/* Wait for the thread that recomputes, the GIL released.  0, or -1 when a signal handler raised. */
+int gck_table_wait(gck_table *table);
 /* Free the values; what was handed out stays known. */
 void gck_table_drain(gck_table *table);
 

@@ -114,10 +114,11 @@ static PyObject *detached(const gck_py *py, PyObject *x)
 /* New reference: the arguments for the recompute. */
 static PyObject *restore_arguments(gck_frame *frame, PyObject *saved)
 {
-    PyObject *args = PyTuple_New(frame->nargs);
+    PyObject *list = PyList_New(0), *args = NULL;
     Py_ssize_t next = 0;
+    int status = list == NULL ? -1 : 0;
 
-    for (Py_ssize_t i = 0; args != NULL && i < frame->nargs; i++) {
+    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs; i++) {
         PyObject *value = frame->args[i].value;
         if (value == NULL) {
             PyObject *tensor = PyTuple_GetItem(saved, next++);
@@ -125,12 +126,13 @@ static PyObject *restore_arguments(gck_frame *frame, PyObject *saved)
         } else {
             Py_INCREF(value);
         }
-        if (value == NULL) {
-            Py_CLEAR(args);
-        } else {
-            PyTuple_SetItem(args, i, value);
-        }
+        status = value != NULL ? PyList_Append(list, value) : -1;
+        Py_XDECREF(value);
     }
+    if (status == 0) {
+        args = PyList_AsTuple(list);
+    }
+    Py_XDECREF(list);
     return args;
 }
 

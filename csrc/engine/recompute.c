@@ -2,8 +2,6 @@
  * function again and fills a table; every unpack takes its value out of it. */
 #include "rerun.h"
 
-#include <time.h>
-
 /* ---- which table ---- */
 
 /* The key of this backward.  *group: new reference or NULL.  0 or -1. */
@@ -40,8 +38,6 @@ static int current_task(gck_state *state, int64_t *task, PyObject **group)
  * and no lock held, until the first has run the function. */
 static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
 {
-    const struct timespec pause = {0, 50000};
-
     for (;;) {
         gck_table *t = gck_frame_table(frame, task, group);
         if (t == NULL || t->phase != GCK_RESTORING) {
@@ -52,10 +48,7 @@ static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
                                                 "recompute of that same region; this graph cannot be recomputed");
             return -1;
         }
-        Py_BEGIN_ALLOW_THREADS
-        nanosleep(&pause, NULL);
-        Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0) {
+        if (gck_table_wait(t) < 0) {
             return -1;
         }
     }
@@ -123,24 +116,33 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 
 /* ---- running the function again ---- */
 
-/* Arguments from the entries.  0 or -1; both owned by the caller. */
+/* Arguments from the entries.  0 or -1; both owned by the caller.  A list first: restoring
+ * runs Python, and whoever finds a half-made tuple through gc makes it unchangeable. */
 static int restore_arguments(gck_frame *frame, PyObject **args, PyObject **kwargs)
 {
-    *args = PyTuple_New(frame->nargs);
+    PyObject *list = PyList_New(0);
+    int status = list == NULL ? -1 : 0;
+
+    *args = NULL;
     *kwargs = frame->nkwargs ? PyDict_New() : NULL;
-    for (Py_ssize_t i = 0; *args != NULL && i < frame->nargs + frame->nkwargs; i++) {
-        PyObject *value = gck_entry_restore(frame->state, &frame->args[i]);
-        int status = value == NULL ? -1 : 0;
-        if (value != NULL && i < frame->nargs) {
-            PyTuple_SetItem(*args, i, value);
-        } else if (value != NULL) {
-            status = PyDict_SetItem(*kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
-            Py_DECREF(value);
-        }
-        if (status < 0) {
-            Py_CLEAR(*args);
-        }
+    if (frame->nkwargs && *kwargs == NULL) {
+        status = -1;
     }
+    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
+        PyObject *value = gck_entry_restore(frame->state, &frame->args[i]);
+        if (value == NULL) {
+            status = -1;
+        } else if (i < frame->nargs) {
+            status = PyList_Append(list, value);
+        } else {
+            status = PyDict_SetItem(*kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+        }
+        Py_XDECREF(value);
+    }
+    if (status == 0) {
+        *args = PyList_AsTuple(list);
+    }
+    Py_XDECREF(list);
     if (*args == NULL) {
         Py_CLEAR(*kwargs);
         return -1;
@@ -320,8 +322,10 @@ static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
         gck_frame_table_free(frame, table);      /* a later unpack tries again, as in torch */
         return NULL;
     }
-    table->phase = GCK_FILLED;
-    return check(frame, table) < 0 ? NULL : table;
+    const int status = check(frame, table);      /* may run Python: the table is nobody else's yet */
+    table->phase = GCK_FILLED;                   /* also after a failed check, as in torch */
+    gck_table_open(table);
+    return status < 0 ? NULL : table;
 }
 
 static PyObject *take(gck_frame *frame, gck_table *table, Py_ssize_t index)

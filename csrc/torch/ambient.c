@@ -1,5 +1,6 @@
 /* ambient.c: the fast cases here (CPU generator, no autocast, no device context); the
- * rare ones in gradckpt/_shim.py, which uses torch's own context managers. */
+ * rare ones are planned in gradckpt/_shim.py and carried out here by calls of builtins:
+ * no Python code runs, and so no signal handler, while the state is half changed. */
 #include "ambient.h"
 
 /* Store method(...) of the shim in *out, None as NULL.  0 or -1. */
@@ -82,28 +83,6 @@ static int autocast_differs(const gck_py *py, const gck_ambient *a)
     return differs;
 }
 
-int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_surroundings *s)
-{
-    PyObject *device = with_device ? a->device : NULL;
-    int autocast;
-
-    *s = (gck_surroundings){NULL, NULL, NULL};
-    if (enter_rng(py, a, s) < 0 || (autocast = autocast_differs(py, a)) < 0) {
-        goto error;
-    }
-    if ((autocast || device != NULL)
-        && from_shim(PyObject_CallMethod(py->shim, "contexts_enter", "iOOiO", autocast,
-                                         a->autocast ? a->autocast : Py_None, a->cpu_dtype, a->cache,
-                                         device ? device : Py_None), &s->contexts) < 0) {
-        goto error;
-    }
-    return 0;
-
-error:
-    gck_ambient_leave(py, s);
-    return -1;
-}
-
 /* The first exception is the one to report; steps after it start with none set. */
 static int keep_first(int failed, PyObject **type, PyObject **value, PyObject **traceback)
 {
@@ -115,16 +94,87 @@ static int keep_first(int failed, PyObject **type, PyObject **value, PyObject **
     return failed;
 }
 
+/* Every (builtin, args) of the list, also after one failed.  0, or -1 with the first error. */
+static int run_calls(PyObject *calls)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    int failed = 0;
+
+    for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {
+        PyObject *call = PyList_GetItem(calls, i);               /* borrowed */
+        PyObject *result = PyObject_CallObject(PyTuple_GetItem(call, 0), PyTuple_GetItem(call, 1));
+        failed |= keep_first(result == NULL, &type, &value, &traceback);
+        Py_XDECREF(result);
+    }
+    PyErr_Restore(type, value, traceback);
+    return failed ? -1 : 0;
+}
+
+/* The stack of torch function modes becomes exactly `modes`.  0 or -1. */
+static int set_modes(const gck_py *py, PyObject *modes)
+{
+    int more;
+
+    while ((more = gck_ask(py->function_stack_len)) == 1) {
+        PyObject *mode = PyObject_CallNoArgs(py->pop_function_mode);
+        if (mode == NULL) {
+            return -1;
+        }
+        Py_DECREF(mode);
+    }
+    for (Py_ssize_t i = 0; more == 0 && i < PyList_Size(modes); i++) {
+        PyObject *result = PyObject_CallFunctionObjArgs(py->push_function_mode, PyList_GetItem(modes, i), NULL);
+        more = result == NULL ? -1 : 0;
+        Py_XDECREF(result);
+    }
+    return more;
+}
+
+/* Autocast and default device as in the forward. */
+static int enter_contexts(const gck_py *py, const gck_ambient *a, int autocast, int with_device, gck_surroundings *s)
+{
+    PyObject *plan = PyObject_CallMethod(py->shim, "contexts_plan", "iOOiOi", autocast,
+                                         a->autocast ? a->autocast : Py_None, a->cpu_dtype, a->cache,
+                                         a->device ? a->device : Py_None, with_device);
+    PyObject *enter, *leave, *inside, *around;
+    int status = -1;
+
+    if (plan != NULL && PyArg_ParseTuple(plan, "O!O!OO", &PyList_Type, &enter, &PyList_Type, &leave, &inside, &around)) {
+        s->leave = Py_NewRef(leave);
+        s->modes = around != Py_None ? Py_NewRef(around) : NULL;
+        status = inside != Py_None ? set_modes(py, inside) : 0;
+        if (status == 0) {
+            status = run_calls(enter);
+        }
+    }
+    Py_XDECREF(plan);
+    return status;
+}
+
+int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_surroundings *s)
+{
+    int autocast;
+
+    *s = (gck_surroundings){NULL, NULL, NULL, NULL};
+    if (enter_rng(py, a, s) < 0 || (autocast = autocast_differs(py, a)) < 0
+        || ((autocast || a->device != NULL) && enter_contexts(py, a, autocast, with_device, s) < 0)) {
+        gck_ambient_leave(py, s);
+        return -1;
+    }
+    return 0;
+}
+
 int gck_ambient_leave(gck_py *py, gck_surroundings *s)
 {
     PyObject *type, *value, *traceback, *result;
     int failed = 0;
 
     PyErr_Fetch(&type, &value, &traceback);
-    if (s->contexts != NULL) {
-        result = PyObject_CallMethod(py->shim, "contexts_leave", "O", s->contexts);
-        failed |= keep_first(result == NULL, &type, &value, &traceback);
-        Py_XDECREF(result);
+    if (s->leave != NULL) {
+        failed |= keep_first(run_calls(s->leave) < 0, &type, &value, &traceback);
+    }
+    if (s->modes != NULL) {
+        failed |= keep_first(set_modes(py, s->modes) < 0, &type, &value, &traceback);
     }
     if (s->device_rng != NULL) {
         result = PyObject_CallMethod(py->shim, "device_rng_swap", "O", s->device_rng);
@@ -134,7 +184,8 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
     if (s->cpu_rng != NULL) {
         failed |= keep_first(gck_rng_put(&py->rng, s->cpu_rng) < 0, &type, &value, &traceback);
     }
-    Py_CLEAR(s->contexts);
+    Py_CLEAR(s->leave);
+    Py_CLEAR(s->modes);
     Py_CLEAR(s->device_rng);
     Py_CLEAR(s->cpu_rng);
     PyErr_Restore(type, value, traceback);

@@ -19,7 +19,8 @@ typedef struct {
 typedef struct {
     PyObject *cpu_rng;
     PyObject *device_rng;
-    PyObject *contexts;     /* entered by the shim, to be left by it                  */
+    PyObject *leave;        /* [(builtin, args), ...]: autocast and device as before  */
+    PyObject *modes;        /* the torch function modes as before                     */
 } gck_surroundings;
 
 /* 0, or -1 with an exception; *a is then empty.  args: tuple, kwargs: dict or NULL:
@@ -27,7 +28,8 @@ typedef struct {
  * the positional arguments, with its warning. */
 int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs);
 
-/* Put the captured state in place; *s takes what was there.  On -1 nothing is changed. */
+/* Put the captured state in place; *s takes what was there.  On -1 nothing is changed.
+ * with_device 0: the default device is entered by somebody else, and put back here. */
 int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_surroundings *s);
 
 /* Put *s back, also with an exception pending: that one survives, unless putting back

@@ -33,6 +33,8 @@
     OBJECT(graph_exec_group, "torch._C", "_get_graph_exec_group")          \
     OBJECT(any_autocast, "torch._C", "_is_any_autocast_enabled")           \
     OBJECT(function_stack_len, "torch._C", "_len_torch_function_stack")    \
+    OBJECT(push_function_mode, "torch._C", "_push_on_torch_function_stack") \
+    OBJECT(pop_function_mode, "torch._C", "_pop_torch_function_stack")     \
     OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
     OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
     OBJECT(functions, "torch._C", "_functions")                            \

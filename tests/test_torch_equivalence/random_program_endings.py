@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from random_program_runs import Run
 
 
+class ProgramError(Exception):
+    """Raised by a program, caught by nobody below it."""
+
+
 def fingerprint(value: Any) -> Any:
     """Everything about a tensor that a program could depend on; to the last bit."""
     if not isinstance(value, torch.Tensor):
@@ -42,6 +46,8 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "early stop off": lambda: torch_checkpoint.set_checkpoint_early_stop(False),
     "early stop on": lambda: torch_checkpoint.set_checkpoint_early_stop(True),
     "group": torch_checkpoint.GraphExecGroup,
+    "catch": lambda: contextlib.suppress(ProgramError),
+    "catch all": lambda: contextlib.suppress(Exception),  # what stops a recompute too: torch then objects
     "logged": contextlib.nullcontext,
     "one shot": contextlib.nullcontext,
 }

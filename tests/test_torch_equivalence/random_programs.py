@@ -165,6 +165,7 @@ SCOPE = weighted(
     hooks__that__count=2,
     hooks__that__clone=2,
     catch=2,
+    catch__all=1,
 )
 INNER_GRAD = weighted(grad=2, retain_graph=2, create_graph=2, backward=2, of__a__new__graph=2)
 DIVERGENCE = weighted(more=1, fewer=1, shape=1, dtype=1)
@@ -296,7 +297,9 @@ class _Drawer:
         if deep and draw(OFTEN):
             names = ["p", "q"][: draw(range(1, 3))]
             kwargs = tuple((n, self.tree(1, lambda: draw(INDEX))) for n in names)
-        result = draw(RESULT) if plain else self.tree(2, self.result_leaf)
+        result = self.tree(2, self.result_leaf)
+        if plain and not draw(RARE):  # torch's autograd.Function takes a tensor or a tuple
+            result = ("tuple", draw(RESULT), self.result_leaf()) if draw(OFTEN) else draw(RESULT)
         captured, body = self.indices(1), self.body(depth, 1, 5)
         if not draw(OFTEN):  # else too many regions save nothing of their own
             body += (Op(draw(SAVING), 0, draw(INDEX)), Op(draw(OPERATOR), 0, draw(INDEX)))
