@@ -279,13 +279,13 @@ class _SaveOne(torch.autograd.Function):  # type: ignore[misc]
 class _NodeSaved:
     """One tensor, saved through an autograd node, so that outer saved-tensor hooks see it."""
 
-    __slots__ = ("node",)
+    __slots__ = ("output",)
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.node = _SaveOne.apply(torch.empty((0,), requires_grad=True), x).grad_fn
+        self.output = _SaveOne.apply(torch.empty((0,), requires_grad=True), x)  # owns the node
 
     def unpack(self) -> torch.Tensor:
-        x: torch.Tensor = self.node.saved_tensors[0]
+        x: torch.Tensor = self.output.grad_fn.saved_tensors[0]
         return x
 
 
