@@ -169,6 +169,7 @@ def measure(ck, case, backward=1):
     tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
     after = [torch.get_rng_state(), torch.rand(4)]
     flags = [(t.requires_grad, t.is_leaf, type(t.grad_fn)) for t in tensors]
+    packed = [shape for shape in packed if shape != (0,)]  # torch 2.11 saves a dummy with the inputs of a region
     return [loss, x.grad, w.grad, *tensors, *after], [counted.calls, counted.finished, counted.seen, packed, flags]
 
 
