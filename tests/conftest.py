@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _no_hooks_left_by_torch():
-    """torch before 2.12 leaves its hooks on the stack when a checkpointed forward raises; later tests shall not see them."""
+    """torch before 2.12 leaves its hooks on the stack when a checkpointed forward raises: not for the next test."""
     yield
     if not hasattr(torch._C._autograd, "_make_saved_tensor"):
         while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
