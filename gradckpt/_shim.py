@@ -304,8 +304,8 @@ def raise_modified(x: torch.Tensor, expected: int) -> None:
     autograd: Any = torch._C._autograd
     now = x._version
     if hasattr(autograd, "_make_saved_tensor"):
-        autograd._unsafe_set_version_counter((x,), (expected,))
         try:
+            autograd._unsafe_set_version_counter((x,), (expected,))
             saved = autograd._make_saved_tensor(x, False)
         finally:
             autograd._unsafe_set_version_counter((x,), (now,))

@@ -52,6 +52,7 @@ typedef struct {
     int64_t         task;          /* graph task id, or < -1: outside                    */
     PyObject       *group;         /* owned GraphExecGroup; then task does not count     */
     gck_table_phase phase;
+    int             watched;       /* freed at the end of its graph task                 */
     unsigned long   thread;        /* that recomputes, while RESTORING                   */
     gck_gate       *gate;          /* NULL: nobody waits                                 */
     Py_ssize_t      counter;       /* tensors packed by the recompute so far             */

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Of backwards that raised: nothing says when those are over. */
+/* Where nothing says when a backward is over: in a GraphExecGroup. */
 enum {
     KEEP_DRAINED = 8,   /* drained tables remembered, to tell "unpacked once" from "never"        */
     KEEP_FILLED = 4,    /* backwards that left values behind: more than ever interleave on a frame */
@@ -149,8 +149,8 @@ static void forget_old(gck_frame *frame)
 
     for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
         const gck_table *t = frame->tables[i];
-        if ((t->phase == GCK_DRAINED && ++drained > KEEP_DRAINED)
-            || (t->phase == GCK_FILLED && t->group == NULL && ++filled > KEEP_FILLED)) {
+        if (!t->watched && ((t->phase == GCK_DRAINED && ++drained > KEEP_DRAINED)
+            || (t->phase == GCK_FILLED && t->group == NULL && ++filled > KEEP_FILLED))) {
             gck_frame_table_free(frame, frame->tables[i]);
             i = i < frame->ntables ? i : frame->ntables;     /* freeing may have freed others */
         }
@@ -171,39 +171,72 @@ static gck_table *table_of_task(gck_state *state, int64_t task, gck_frame **fram
     return NULL;
 }
 
-/* Called by the autograd engine after the last node of a graph task; self: (Frame, task). */
-static PyObject *end_task(PyObject *self, PyObject *unused)
+/* What the engine's callback is bound to: it dies with the graph task, also when that
+ * raised and the callback itself was never called. */
+typedef struct {
+    gck_state    *state;
+    PyTypeObject *keeper;          /* owned: keeps the module, and so the state, alive   */
+    int64_t       task;
+} task_end;
+
+static void end_task(PyObject *capsule)
 {
-    PyObject *type;
-    long long task;
-    gck_state *state;
+    task_end *end = PyCapsule_GetPointer(capsule, NULL);
+    PyObject *type, *value, *traceback;
     gck_frame *frame;
     gck_table *table;
 
-    (void)unused;
-    if (!PyArg_ParseTuple(self, "OL", &type, &task)) {
-        return NULL;
-    }
-    state = PyType_GetModuleState((PyTypeObject *)type);
+    PyErr_Fetch(&type, &value, &traceback);
     /* Freeing values may run anything, so every round starts at the head of the list. */
-    while (state != NULL && (table = table_of_task(state, task, &frame)) != NULL) {
+    while ((table = table_of_task(end->state, end->task, &frame)) != NULL) {
         gck_frame_table_free(frame, table);
     }
+    if (end->state->watched_task == end->task) {
+        end->state->watched_task = -1;
+    }
+    Py_DECREF(end->keeper);
+    free(end);
+    PyErr_Restore(type, value, traceback);
+}
+
+static PyObject *nothing(PyObject *self, PyObject *unused)
+{
+    (void)self;
+    (void)unused;
     Py_RETURN_NONE;
 }
 
-static PyMethodDef end_task_def = {"end_task", end_task, METH_NOARGS, NULL};
+static PyMethodDef nothing_def = {"end_of_graph_task", nothing, METH_NOARGS, NULL};
 
-/* Once per graph task.  Where the engine takes no callback, old tables go by their number. */
-static void watch_task(gck_state *state, int64_t task)
+/* New reference: a capsule whose death ends the task.  NULL, no exception. */
+static PyObject *task_capsule(gck_state *state, int64_t task)
 {
-    PyObject *self, *callback, *result = NULL;
+    task_end *end = malloc(sizeof *end);
+    PyObject *capsule = NULL;
+
+    if (end != NULL) {
+        *end = (task_end){state, (PyTypeObject *)Py_NewRef((PyObject *)state->Frame), task};
+        capsule = PyCapsule_New(end, NULL, end_task);
+        if (capsule == NULL) {
+            Py_DECREF(end->keeper);
+            free(end);
+        }
+    }
+    PyErr_Clear();
+    return capsule;
+}
+
+/* 1 when the tables of this task will be freed at its end; one callback per task.  0 when
+ * the engine takes none: then old tables go by their number. */
+static int watch_task(gck_state *state, int64_t task)
+{
+    PyObject *capsule, *callback, *result = NULL;
 
     if (state->watched_task == task) {
-        return;
+        return 1;
     }
-    self = Py_BuildValue("(OL)", state->Frame, (long long)task);
-    callback = self != NULL ? PyCFunction_New(&end_task_def, self) : NULL;
+    capsule = task_capsule(state, task);
+    callback = capsule != NULL ? PyCFunction_New(&nothing_def, capsule) : NULL;
     if (callback != NULL) {
         result = PyObject_CallFunctionObjArgs(state->py.queue_callback, callback, NULL);
     }
@@ -213,7 +246,8 @@ static void watch_task(gck_state *state, int64_t task)
     PyErr_Clear();
     Py_XDECREF(result);
     Py_XDECREF(callback);
-    Py_XDECREF(self);
+    Py_XDECREF(capsule);
+    return result != NULL;
 }
 
 gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
@@ -241,10 +275,8 @@ gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
     table->thread = PyThread_get_thread_ident();
     frame->tables[frame->ntables++] = table;
     list(frame);
+    table->watched = group == NULL && task >= 0 && watch_task(frame->state, task);
     forget_old(frame);
-    if (group == NULL && task >= 0) {
-        watch_task(frame->state, task);
-    }
     return table;
 }
 

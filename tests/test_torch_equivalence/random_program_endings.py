@@ -122,6 +122,8 @@ def _hooked(run: Run, outputs: list[torch.Tensor]) -> None:
         inner = torch.autograd.grad(last.float().sum(), run.x, retain_graph=True, allow_unused=True)
         run.note("inner grad", fingerprint(inner[0]))
 
+    # Read first: torch 2.13 crashes in register_hook of a view of a leaf that was changed under no_grad since.
+    _ = outputs[0].grad_fn
     handle = outputs[0].register_hook(hook)
     run.backward("outer backward", outputs, retain_graph=True)
     handle.remove()

@@ -9,6 +9,8 @@ import torch
 from behaviours import OURS, behaviour, leaf
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import gradckpt
+
 
 class Watch:
     """Weak references by name; ``look`` logs which objects are gone, and of tensors whose memory is."""
@@ -261,6 +263,50 @@ def test_what_a_partial_backward_did_not_need_goes_when_it_ends(ours, retain_gra
     first.sum().backward()
     second.sum().backward()
     assert torch.equal(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_what_a_backward_that_raised_did_not_need_goes_too(ours):
+    memory = []
+
+    def fn(t):
+        a, b = t.sin(), t.cos()
+        memory.extend(StorageWeakRef(made.untyped_storage()) for made in (a, b))
+        return a.cos().sin(), b.sin().cos()
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    x = leaf(4) * 1
+    x.register_hook(fail)
+    a, b = OURS[ours](fn, x, use_reentrant=False)
+    with pytest.raises(ZeroDivisionError):
+        a.sum().backward(retain_graph=True)
+    assert len(memory) == 4
+    assert all(ref.expired() for ref in memory)
+    assert b.grad_fn is not None
+
+
+@pytest.mark.parametrize("depth", [3, 12])
+def test_backwards_nested_on_one_region_recompute_once_each(depth):
+    calls = []
+    x = leaf(4)
+
+    def fn(t):
+        calls.append(None)
+        return t.sin().exp().cos()
+
+    y = gradckpt.checkpoint(fn, x)
+    total, left = y.sum(), [depth]
+
+    def hook(grads):
+        if left[0]:
+            left[0] -= 1
+            torch.autograd.grad(total, x, retain_graph=True)
+
+    y.grad_fn.next_functions[0][0].register_prehook(hook)
+    total.backward(retain_graph=True)
+    assert len(calls) == 1 + 1 + depth
 
 
 @pytest.mark.parametrize("ours", OURS)
