@@ -11,6 +11,7 @@ import gc
 import random
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -18,6 +19,14 @@ from torch.utils import _device
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import gradckpt
+from gradckpt import buffers
+
+
+@pytest.fixture(autouse=True)
+def _lock_of_its_own(monkeypatch):
+    """A trace function, unlike a signal, can raise between the end of a with statement and the release of its lock."""
+    monkeypatch.setattr(buffers, "_lock", threading.RLock())
+
 
 AUTOGRAD = torch._C._autograd
 

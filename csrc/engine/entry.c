@@ -104,6 +104,16 @@ static int64_t version_of(const gck_py *py, PyObject *x)
     return version;
 }
 
+static int is_inference(PyObject *x)
+{
+    PyObject *value = PyObject_CallMethod(x, "is_inference", NULL);
+    const int truth = value == Py_True;
+
+    Py_XDECREF(value);
+    PyErr_Clear();
+    return truth;
+}
+
 /* A positional tensor that stays is what autograd calls a saved tensor.  With saved-tensor
  * hooks around us it becomes torch's SavedTensor, which goes through them (R2).  Without,
  * that would only hold the tensor and its version, which we do ourselves for a tenth of
@@ -116,7 +126,8 @@ static int pack_saved(gck_packing *p, PyObject *x, gck_entry *entry)
     if (!p->outer) {
         const int64_t version = version_of(py, x);
         const int leaf = version >= 0 ? gck_attr_is_true(x, py->names.is_leaf) : -1;
-        if (leaf >= 0) {
+        /* x.detach() of an inference tensor has a version, and is one: torch refuses it below. */
+        if (leaf >= 0 && !(leaf && is_inference(x))) {
             *entry = (gck_entry){GCK_VERSIONED, Py_NewRef(x), version, leaf, NULL, 0};
             return 0;
         }

@@ -78,7 +78,8 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     if (value == NULL) {
         return NULL;
     }
-    if (table->counter >= table->size) {
+    const Py_ssize_t index = table->counter++;   /* what is too much counts too, as in torch */
+    if (index >= table->size) {
         if (frame->early_stop) {                 /* user code caught our stop and went on */
             Py_DECREF(value);
             PyErr_SetString(PyExc_AssertionError, "Unexpected state: target_frame.early_stop is set");
@@ -92,7 +93,6 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
         Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_more_saved", "i", frame->compressed));
         return NULL;
     }
-    const Py_ssize_t index = table->counter++;
     if (frame->slots[index] != NULL) {           /* else that part of the graph is freed already */
         table->values[index] = Py_NewRef(value);
         table->left++;
