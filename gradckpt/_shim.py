@@ -303,13 +303,13 @@ def raise_modified(x: torch.Tensor, expected: int) -> None:
     """
     autograd: Any = torch._C._autograd
     now = x._version
-    if hasattr(autograd, "_make_saved_tensor"):
-        try:
-            autograd._unsafe_set_version_counter((x,), (expected,))
-            saved = autograd._make_saved_tensor(x, False)
-        finally:
-            autograd._unsafe_set_version_counter((x,), (now,))
-        saved.unpack()
+    make: Any = getattr(autograd, "_make_saved_tensor", make_saved_tensor)
+    try:
+        autograd._unsafe_set_version_counter((x,), (expected,))
+        saved = make(x, False)
+    finally:
+        autograd._unsafe_set_version_counter((x,), (now,))
+    saved.unpack()
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{x.type()} {list(x.shape)}] is at version {now}; expected version {expected} instead."
