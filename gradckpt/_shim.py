@@ -282,7 +282,8 @@ class _NodeSaved:
     __slots__ = ("output",)
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.output = _SaveOne.apply(torch.empty((0,), requires_grad=True), x)  # owns the node
+        with torch.enable_grad():
+            self.output = _SaveOne.apply(torch.empty((0,), requires_grad=True), x)  # owns the node
 
     def unpack(self) -> torch.Tensor:
         x: torch.Tensor = self.output.grad_fn.saved_tensors[0]
