@@ -218,10 +218,8 @@ static PyObject *collect_grads(gck_frame *frame, PyObject *args)
 
 static int check_valid(const gck_py *py)
 {
-    PyObject *valid = PyObject_CallNoArgs(py->is_checkpoint_valid);
-    const int truth = valid == NULL ? -1 : PyObject_IsTrue(valid);
+    const int truth = gck_ask(py->is_checkpoint_valid);
 
-    Py_XDECREF(valid);
     if (truth == 0) {
         PyErr_SetString(PyExc_RuntimeError,
                         "When use_reentrant=True, torch.utils.checkpoint is incompatible"
