@@ -125,7 +125,7 @@ class Parts:
             x, out = self.view(self.x, piece), self.view(self.out, piece)
             payload = ctypes.c_void_p(-(-self.payload.data_ptr() // 64) * 64 + piece * step)
             made["memcpy"].append(lambda x=x, out=out: copy(out.data, x.data, size))
-            made["encode"].append(lambda x=x, p=payload: library.gck_encode(found, ctypes.byref(x), p, None))
+            made["encode"].append(lambda x=x, p=payload: library.gck_encode(found, ctypes.byref(x), p, None, None))
             made["decode"].append(lambda o=out, p=payload: library.gck_decode(found, p, ctypes.byref(o), None))
         return made
 

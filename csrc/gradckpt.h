@@ -20,9 +20,13 @@ enum {
     GCK_E_DTYPE = -1,            /* the codec does not take this dtype            */
     GCK_E_DEVICE = -2,           /* this build has no kernel for the device       */
     GCK_E_DRIVER = -3,           /* CUDA driver older than the runtime built in   */
+    GCK_E_FIT = -4,              /* the codec cannot hold these values            */
+    GCK_E_DITHER = -5,           /* stochastic rounding asked of a codec that never rounds */
 };
 
-typedef enum { GCK_F32 = 0, GCK_F16 = 1, GCK_BF16 = 2, GCK_NDTYPES = 3 } gck_dtype;
+/* The floating ones first: tables of kernels are indexed by them. */
+typedef enum { GCK_F32 = 0, GCK_F16 = 1, GCK_BF16 = 2, GCK_BOOL = 3, GCK_NDTYPES = 4 } gck_dtype;
+enum { GCK_NFLOATS = 3 };
 #define GCK_BIT(dtype) (1u << (dtype))
 
 enum { GCK_MAX_DIM = 64 };       /* torch's own limit on dimensions */
@@ -60,19 +64,43 @@ static inline int gck_is_contiguous(int ndim, const int64_t *sizes, const int64_
 typedef void gck_body(int64_t begin, int64_t end, void *ctx);
 typedef void gck_parallel_for(int64_t begin, int64_t end, int64_t grain, gck_body *body, void *ctx);
 
+/* Stochastic rounding: Philox4x32-10 keyed by this and the value's index, nothing else. */
+typedef struct {
+    uint64_t seed;
+    uint32_t step, tensor;       /* which tensor of which step: no two alike      */
+} gck_dither;
+
+/* How to encode one tensor. */
+typedef struct {
+    const gck_dither *dither;    /* NULL: to nearest                              */
+    /* Device work of a codec that may refuse (`refuses`): a word that the device can
+     * write and the host can read, 0 before; becomes GCK_FITS or GCK_REFUSED when the
+     * work is done.  NULL: a payload that was refused decodes to NaN. */
+    uint32_t         *verdict;
+} gck_how;
+enum { GCK_PENDING = 0, GCK_FITS = 1, GCK_REFUSED = 2 };
+
+/* Bytes of a payload: exactly value n + group ceil(n / 128) + block ceil(n / 4096). */
+typedef struct {
+    int value, group, block;
+} gck_size;
+
 /* What a codec is.  One per line of codec/codecs.def. */
 typedef struct {
     const char *name;            /* what Python calls it; never renamed           */
     const char *summary;         /* one line, for humans                          */
     uint32_t    dtypes;          /* set of GCK_BIT(dtype) it accepts              */
-    double      bits_per_value;  /* scales included; 0 means "those of the dtype" */
     double      max_error;       /* |x - x'| / absmax of x's group; 0: bit-exact  */
-    int64_t   (*nbytes)(int64_t numel, gck_dtype dtype);   /* exact, not a bound  */
+    gck_size    size[GCK_NDTYPES];
     int64_t     unit;            /* values per independent unit of host work      */
-    void      (*encode_host)(const gck_tensor *x, void *payload, int64_t first, int64_t last);
+    int         stochastic;      /* takes a gck_dither                            */
+    int         refuses;         /* may answer GCK_E_FIT                          */
+    /* Units [first, last).  GCK_OK or GCK_E_FIT. */
+    int       (*encode_host)(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last);
     void      (*decode_host)(const void *payload, const gck_tensor *out, int64_t first, int64_t last);
-    int       (*encode)(const gck_tensor *x, void *payload);         /* device;    */
-    int       (*decode)(const void *payload, const gck_tensor *out); /* NULL: none */
+    /* The device: n tensors of one device and stream, none empty.  NULL: no kernel. */
+    int       (*encode)(const gck_tensor *x, void *const *payloads, const gck_how *how, int n);
+    int       (*decode)(const void *const *payloads, const gck_tensor *out, int n);
 } gck_codec;
 
 /* Borrowed, live for ever.  NULL when there is no such name, id or index. */
@@ -81,11 +109,19 @@ const gck_codec *gck_codec_by_id(int id);
 const gck_codec *gck_codec_at(int index);                  /* in the order of codecs.def */
 int              gck_codec_id(const gck_codec *codec);
 
+/* Exact size of the payload, for a dtype that the codec takes. */
+int64_t gck_nbytes(const gck_codec *codec, int64_t numel, gck_dtype dtype);
+
+/* The part of it that grows with numel, scales included. */
+double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype);
+
 /* Write the payload of x, or the values of a payload.  Host work is finished on
  * return; device work is queued on x->stream (out->stream) and never waited for.
- * `payload` is 16-byte aligned and codec->nbytes(numel, dtype) long.
- * x is never written.  out must be dense or strided without overlap. */
-int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, gck_parallel_for *parallel);
+ * `payload` is 16-byte aligned and gck_nbytes(codec, numel, dtype) long.
+ * x is never written.  out must be dense or strided without overlap.
+ * how: NULL means to nearest.  GCK_E_FIT leaves rubbish in the payload. */
+int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
+               gck_parallel_for *parallel);
 int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel);
 
 /* A sentence without a final full stop; borrowed, lives for ever. */

@@ -31,29 +31,62 @@ static PyObject *codecs(PyObject *module, PyObject *unused)
     return names;
 }
 
+static const char *const dtype_names[GCK_NDTYPES] = {"float32", "float16", "bfloat16", "bool"};
+
+/* {dtype: (bits per value, bytes per value, per group of 128, per block of 4096)}, or NULL. */
+static PyObject *sizes_of(const gck_codec *codec)
+{
+    PyObject *sizes = PyDict_New();
+
+    for (int d = 0; sizes != NULL && d < GCK_NDTYPES; d++) {
+        const gck_size size = codec->size[d];
+        PyObject *item = NULL;
+        if (!(codec->dtypes & GCK_BIT(d))) {
+            continue;
+        }
+        item = Py_BuildValue("(diii)", gck_bits_per_value(codec, (gck_dtype)d), size.value, size.group, size.block);
+        if (item == NULL || PyDict_SetItemString(sizes, dtype_names[d], item) < 0) {
+            Py_CLEAR(sizes);
+        }
+        Py_XDECREF(item);
+    }
+    return sizes;
+}
+
+/* Of bfloat16, where it depends on the dtype; 0 when it is the dtype's own. */
+static double bits_per_value(const gck_codec *codec)
+{
+    const gck_dtype order[GCK_NDTYPES] = {GCK_BF16, GCK_F32, GCK_F16, GCK_BOOL};
+
+    for (int i = 0; i < GCK_NDTYPES; i++) {
+        if (codec->dtypes & GCK_BIT(order[i])) {
+            const double bits = gck_bits_per_value(codec, order[i]);
+            return bits == 16 && order[i] == GCK_BF16 ? 0 : bits;
+        }
+    }
+    return 0;
+}
+
 static PyObject *codec_info(PyObject *module, PyObject *arg)
 {
-    static const char *const dtypes[GCK_NDTYPES] = {"float32", "float16", "bfloat16"};
     const char *name = PyUnicode_Check(arg) ? PyUnicode_AsUTF8AndSize(arg, NULL) : NULL;
     const gck_codec *codec = name != NULL ? gck_codec_find(name) : NULL;
-    PyObject *accepted = NULL;
+    PyObject *accepted = NULL, *sizes = NULL;
 
     (void)module;
     if (codec == NULL) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec %R", arg);
     }
-    accepted = PyList_New(0);
-    for (int d = 0; accepted != NULL && d < GCK_NDTYPES; d++) {
-        PyObject *text = codec->dtypes & GCK_BIT(d) ? PyUnicode_FromString(dtypes[d]) : NULL;
-        if (text != NULL && PyList_Append(accepted, text) < 0) {
-            Py_CLEAR(accepted);
-        }
-        Py_XDECREF(text);
+    sizes = sizes_of(codec);
+    accepted = sizes != NULL ? PyDict_Keys(sizes) : NULL;
+    if (accepted == NULL) {
+        Py_XDECREF(sizes);
+        return NULL;
     }
-    return accepted == NULL ? NULL
-        : Py_BuildValue("{ss si ss sN sd sd sO}", "name", codec->name, "id", gck_codec_id(codec), "summary",
-                        codec->summary, "dtypes", accepted, "bits_per_value", codec->bits_per_value, "max_error",
-                        codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False);
+    return Py_BuildValue("{ss si ss sN sd sd sO sO sN}", "name", codec->name, "id", gck_codec_id(codec), "summary",
+                         codec->summary, "dtypes", accepted, "bits_per_value", bits_per_value(codec), "max_error",
+                         codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False, "stochastic",
+                         codec->stochastic ? Py_True : Py_False, "sizes", sizes);
 }
 
 /* ---- instruction set, build ---- */

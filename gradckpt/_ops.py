@@ -6,20 +6,20 @@ import torch
 
 from gradckpt import _C
 
-_GROUP = 128
 
-
-def payload_nbytes(numel: int | torch.SymInt, itemsize: int, codec: str) -> int | torch.SymInt:
-    """Bytes of a payload: what the C descriptor's ``nbytes`` says, also for a symbolic size."""
-    bits = _C.codec_info(codec)["bits_per_value"]
-    if bits == 0:
-        return numel * itemsize
-    return (numel + _GROUP - 1) // _GROUP * int(bits * _GROUP // 8)
+def payload_nbytes(numel: int | torch.SymInt, dtype: torch.dtype, codec: str) -> int | torch.SymInt:
+    """Bytes of a payload: C's ``gck_nbytes``, also for a symbolic size."""
+    sizes = _C.codec_info(codec)["sizes"]
+    name = str(dtype).removeprefix("torch.")
+    if name not in sizes:
+        raise RuntimeError(f"gradckpt: codec {codec!r} does not take {dtype}")
+    _, value, group, block = sizes[name]
+    return value * numel + group * ((numel + 127) // 128) + block * ((numel + 4095) // 4096)
 
 
 @torch.library.register_fake("gradckpt::encode")  # type: ignore[untyped-decorator]
 def _encode(x: torch.Tensor, codec: str) -> torch.Tensor:
-    return x.new_empty((payload_nbytes(x.numel(), x.element_size(), codec),), dtype=torch.uint8)
+    return x.new_empty((payload_nbytes(x.numel(), x.dtype, codec),), dtype=torch.uint8)
 
 
 @torch.library.register_fake("gradckpt::decode")  # type: ignore[untyped-decorator]

@@ -189,7 +189,7 @@ def test_operator_errors():
         torch.ops.gradckpt.encode(x, "zip")
     with pytest.raises(RuntimeError, match="unknown codec 'zip'"):
         torch.ops.gradckpt.decode(data, "zip", [300], torch.float32)
-    with pytest.raises(RuntimeError, match="float32, float16 and bfloat16"):
+    with pytest.raises(RuntimeError, match="float32, float16, bfloat16 and bool"):
         torch.ops.gradckpt.encode(x.double(), "int8")
     for size, payload in (([300], data[:-1]), ([400], data), ([3], data), ([0], data)):
         with pytest.raises(RuntimeError, match=f"has [0-9]+ bytes, not {payload.numel()}"):
@@ -197,7 +197,7 @@ def test_operator_errors():
     for payload in (data.int(), data.repeat(2)[::2]):
         with pytest.raises(RuntimeError, match="contiguous uint8"):
             torch.ops.gradckpt.decode(payload, "int8", [300], torch.float32)
-    with pytest.raises(RuntimeError, match="float32, float16 or bfloat16"):
+    with pytest.raises(RuntimeError, match="float32, float16, bfloat16 or bool"):
         torch.ops.gradckpt.decode(data, "int8", [300], torch.float64)
 
 

@@ -195,6 +195,16 @@ def expected(reference, codec, bits, dtype):
     return payload, decoded
 
 
+def encode_on(kernels, codec, x, payload):
+    payloads = (ctypes.c_void_p * 1)(payload.ctypes.data)
+    return getattr(kernels, f"gck_{codec}_encode_cuda")(ctypes.byref(x), payloads, None, 1)
+
+
+def decode_on(kernels, codec, payload, out):
+    payloads = (ctypes.c_void_p * 1)(payload.ctypes.data)
+    return getattr(kernels, f"gck_{codec}_decode_cuda")(payloads, ctypes.byref(out), 1)
+
+
 def check(kernels, reference, codec, dtype, bits, misaligned=0, sizes=None, strides=None):
     """Encode and decode `bits`, laid out as asked, with the emulated kernels."""
     n, item = bits.size, bits.itemsize
@@ -211,7 +221,7 @@ def check(kernels, reference, codec, dtype, bits, misaligned=0, sizes=None, stri
     source[misaligned * item :].view(bits.dtype)[where] = bits
     payload = aligned(want_payload.size + 32)
     x = view(source, misaligned * item, n, dtype, sizes, strides)
-    assert getattr(kernels, f"gck_{codec}_encode_cuda")(ctypes.byref(x), pointer(payload)) == 0
+    assert encode_on(kernels, codec, x, payload) == 0
     np.testing.assert_array_equal(payload[: want_payload.size], want_payload)
     assert (payload[want_payload.size :] == FILL).all(), "wrote past the payload"
 
@@ -220,7 +230,7 @@ def check(kernels, reference, codec, dtype, bits, misaligned=0, sizes=None, stri
     want[misaligned * item : (misaligned + extent) * item].view(bits.dtype)[where] = want_bits
     payload[: want_payload.size] = want_payload
     out = view(target, misaligned * item, n, dtype, sizes, strides)
-    assert getattr(kernels, f"gck_{codec}_decode_cuda")(pointer(payload), ctypes.byref(out)) == 0
+    assert decode_on(kernels, codec, payload, out) == 0
     np.testing.assert_array_equal(target, want)
     assert launches.value - before == (2 if n else 0)
 
@@ -296,8 +306,6 @@ def test_strided(kernels, reference, codec, dtype, layout):
 @every_codec
 def test_refusals(kernels, codec):
     buffer = aligned(8192)
-    payload = pointer(buffer)
-    encode, decode = (getattr(kernels, f"gck_{codec}_{what}_cuda") for what in ("encode", "decode"))
     launches = ctypes.c_int.in_dll(kernels, "emulated_launches")
     before = launches.value
     nine = view(buffer, 0, 512, "float32", [2] * 9, [1 << d for d in range(9)])
@@ -306,8 +314,8 @@ def test_refusals(kernels, codec):
     absent = view(buffer, 0, 512, "float32")
     absent.device = 7
     for x, status in ((nine, E_DEVICE), (unknown, E_DTYPE), (absent, 101)):
-        assert encode(ctypes.byref(x), payload) == status
-        assert decode(payload, ctypes.byref(x)) == status
+        assert encode_on(kernels, codec, x, buffer) == status
+        assert decode_on(kernels, codec, buffer, x) == status
     assert launches.value == before
 
 

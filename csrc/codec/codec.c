@@ -2,6 +2,7 @@
  * device. */
 #include "../gradckpt.h"
 
+#include <stdatomic.h>
 #include <string.h>
 
 #if defined(__SSE2__)
@@ -59,6 +60,22 @@ int gck_codec_id(const gck_codec *codec)
     return -1;
 }
 
+static int64_t ceil_div(int64_t n, int64_t by) { return n / by + (n % by != 0); }
+
+int64_t gck_nbytes(const gck_codec *codec, int64_t numel, gck_dtype dtype)
+{
+    const gck_size size = codec->size[dtype];
+
+    return size.value * numel + size.group * ceil_div(numel, 128) + size.block * ceil_div(numel, 4096);
+}
+
+double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype)
+{
+    const gck_size size = codec->size[dtype];
+
+    return 8.0 * size.value + size.group / 16.0 + size.block / 512.0;
+}
+
 /* Codecs are defined on IEEE arithmetic: a program that flushes subnormals
  * (torch.set_flush_denormal) must get the same bytes.  Rounding mode likewise. */
 static unsigned enter_ieee(void)
@@ -86,6 +103,8 @@ typedef struct {
     const gck_tensor *tensor;
     void             *written;                /* payload, when encoding        */
     const void       *read;                   /* payload, when decoding        */
+    const gck_how    *how;
+    _Atomic int      *status;                 /* the parts that fail agree on why */
 } work;
 
 static void encode_part(int64_t first, int64_t last, void *ctx)
@@ -93,7 +112,10 @@ static void encode_part(int64_t first, int64_t last, void *ctx)
     const work *w = ctx;
     const unsigned saved = enter_ieee();
 
-    w->codec->encode_host(w->tensor, w->written, first, last);
+    const int status = w->codec->encode_host(w->tensor, w->written, w->how, first, last);
+    if (status != GCK_OK) {
+        atomic_store(w->status, status);
+    }
     leave_ieee(saved);
 }
 
@@ -109,7 +131,7 @@ static void decode_part(int64_t first, int64_t last, void *ctx)
 static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
 {
     const int64_t unit = w->codec->unit, numel = w->tensor->numel;
-    const int64_t units = numel / unit + (numel % unit != 0);
+    const int64_t units = ceil_div(numel, unit);
 
     if (parallel == NULL || numel <= GRAIN) {
         body(0, units, (void *)w);
@@ -118,26 +140,31 @@ static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
     }
 }
 
-int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, gck_parallel_for *parallel)
+int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
+               gck_parallel_for *parallel)
 {
-    const work w = {codec, x, payload, NULL};
+    _Atomic int status = GCK_OK;
+    const work w = {codec, x, payload, NULL, how, &status};
 
     if (!(codec->dtypes & GCK_BIT(x->dtype))) {
         return GCK_E_DTYPE;
+    }
+    if (how != NULL && how->dither != NULL && !codec->stochastic) {
+        return GCK_E_DITHER;
     }
     if (x->numel == 0) {
         return GCK_OK;
     }
     if (x->device >= 0) {
-        return codec->encode ? codec->encode(x, payload) : GCK_E_DEVICE;
+        return codec->encode ? codec->encode(x, &payload, how, 1) : GCK_E_DEVICE;
     }
     run(&w, encode_part, parallel);
-    return GCK_OK;
+    return status;
 }
 
 int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel)
 {
-    const work w = {codec, out, NULL, payload};
+    const work w = {codec, out, NULL, payload, NULL, NULL};
 
     if (!(codec->dtypes & GCK_BIT(out->dtype))) {
         return GCK_E_DTYPE;
@@ -146,7 +173,7 @@ int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *ou
         return GCK_OK;
     }
     if (out->device >= 0) {
-        return codec->decode ? codec->decode(payload, out) : GCK_E_DEVICE;
+        return codec->decode ? codec->decode(&payload, out, 1) : GCK_E_DEVICE;
     }
     run(&w, decode_part, parallel);
     return GCK_OK;
@@ -159,6 +186,8 @@ const char *gck_status_text(int status)
     case GCK_E_DTYPE:  return "this codec does not take this dtype";
     case GCK_E_DEVICE: return "this build of gradckpt has no kernel for this device";
     case GCK_E_DRIVER: return "the CUDA driver is older than the CUDA runtime built into gradckpt";
+    case GCK_E_FIT:    return "it cannot hold these values";
+    case GCK_E_DITHER: return "this codec never rounds, so there is no stochastic rounding";
     default:           return status > 0 ? "CUDA error" : "unknown status";
     }
 }

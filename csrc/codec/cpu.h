@@ -5,7 +5,8 @@
 #include "group.h"
 
 /* `ngroups` whole groups: 128 x ngroups contiguous values at x (aligned to their
- * own size, no more), codes 16-byte aligned.  `streaming`: the output is too large
+ * own size, no more), codes 16-byte aligned.  They are groups `first` and on of their
+ * tensor, which matters to `dither` (NULL: round to nearest) only.  `streaming`: the output is too large
  * to stay in cache, so non-temporal stores win.
  * The bytes are those of gck_encode_group() / gck_decode_group(), to the last bit.
  * Called with the default floating-point environment (nearest, no FTZ, no DAZ). */
@@ -14,8 +15,8 @@ typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *scales, int
 
 typedef struct {
     const char        *name;
-    gck_encode_groups *encode[GCK_NFORMATS][GCK_NDTYPES];
-    gck_decode_groups *decode[GCK_NFORMATS][GCK_NDTYPES];
+    gck_encode_groups *encode[GCK_NFORMATS][GCK_NFLOATS];
+    gck_decode_groups *decode[GCK_NFORMATS][GCK_NFLOATS];
 } gck_isa;
 
 extern const gck_isa gck_isa_scalar;     /* scalar.c: group.h in a loop; the oracle */

@@ -7,9 +7,9 @@
 GCK_DECLARE_CUDA(fp8_e4m3)
 GCK_DECLARE_CUDA(fp8_e5m2)
 
-static void fp8_e4m3_encode(const gck_tensor *x, void *payload, int64_t first, int64_t last)
+static int fp8_e4m3_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
 {
-    gck_group_encode(GCK_E4M3, x, payload, first, last);
+    return gck_group_encode(GCK_E4M3, x, payload, how, first, last);
 }
 
 static void fp8_e4m3_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
@@ -21,19 +21,19 @@ const gck_codec gck_codec_fp8_e4m3 = {
     .name = "fp8_e4m3",
     .summary = "OCP FP8 E4M3, 16-bit scale per 128 values",
     .dtypes = GCK_FLOATS,
-    .bits_per_value = 8.125,
     .max_error = 16.0 / 384 * (1 + 0x1p-7),
-    .nbytes = gck_group_nbytes,
+    .size = GCK_GROUP_SIZE(GCK_GROUP),
     .unit = GCK_GROUP,
+    .stochastic = 1,
     .encode_host = fp8_e4m3_encode,
     .decode_host = fp8_e4m3_decode,
     .encode = GCK_CUDA(gck_fp8_e4m3_encode_cuda),
     .decode = GCK_CUDA(gck_fp8_e4m3_decode_cuda),
 };
 
-static void fp8_e5m2_encode(const gck_tensor *x, void *payload, int64_t first, int64_t last)
+static int fp8_e5m2_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
 {
-    gck_group_encode(GCK_E5M2, x, payload, first, last);
+    return gck_group_encode(GCK_E5M2, x, payload, how, first, last);
 }
 
 static void fp8_e5m2_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
@@ -45,10 +45,10 @@ const gck_codec gck_codec_fp8_e5m2 = {
     .name = "fp8_e5m2",
     .summary = "OCP FP8 E5M2, 16-bit scale per 128 values",
     .dtypes = GCK_FLOATS,
-    .bits_per_value = 8.125,
     .max_error = 4096.0 / 57344 * (1 + 0x1p-7),
-    .nbytes = gck_group_nbytes,
+    .size = GCK_GROUP_SIZE(GCK_GROUP),
     .unit = GCK_GROUP,
+    .stochastic = 1,
     .encode_host = fp8_e5m2_encode,
     .decode_host = fp8_e5m2_decode,
     .encode = GCK_CUDA(gck_fp8_e5m2_encode_cuda),

@@ -38,24 +38,26 @@ GCK_LANE_FN void lane_decode(const uint32_t (&codes)[4], uint32_t scale, float (
 
 extern "C" {
 
-int gck_fp8_e4m3_encode_cuda(const gck_tensor *x, void *payload)
+int gck_fp8_e4m3_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
 {
-    return run_groups<GCK_E4M3>(true, x, payload);
+    (void)how;
+    return run_groups<GCK_E4M3>(true, x, (const void *const *)payloads, n);
 }
 
-int gck_fp8_e4m3_decode_cuda(const void *payload, const gck_tensor *x)
+int gck_fp8_e4m3_decode_cuda(const void *const *payloads, const gck_tensor *x, int n)
 {
-    return run_groups<GCK_E4M3>(false, x, payload);
+    return run_groups<GCK_E4M3>(false, x, payloads, n);
 }
 
-int gck_fp8_e5m2_encode_cuda(const gck_tensor *x, void *payload)
+int gck_fp8_e5m2_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
 {
-    return run_groups<GCK_E5M2>(true, x, payload);
+    (void)how;
+    return run_groups<GCK_E5M2>(true, x, (const void *const *)payloads, n);
 }
 
-int gck_fp8_e5m2_decode_cuda(const void *payload, const gck_tensor *x)
+int gck_fp8_e5m2_decode_cuda(const void *const *payloads, const gck_tensor *x, int n)
 {
-    return run_groups<GCK_E5M2>(false, x, payload);
+    return run_groups<GCK_E5M2>(false, x, payloads, n);
 }
 
 }

@@ -11,9 +11,9 @@
 GCK_DECLARE_CUDA(int8)
 GCK_DECLARE_CUDA(int8_plain)
 
-static void int8_encode(const gck_tensor *x, void *payload, int64_t first, int64_t last)
+static int int8_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
 {
-    gck_group_encode(GCK_INT8, x, payload, first, last);
+    return gck_group_encode(GCK_INT8, x, payload, how, first, last);
 }
 
 static void int8_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
@@ -25,19 +25,19 @@ const gck_codec gck_codec_int8 = {
     .name = "int8",
     .summary = "sign-randomised Hadamard-128, int8, 16-bit scale per 128 values",
     .dtypes = GCK_FLOATS,
-    .bits_per_value = 8.125,
     .max_error = 128.0 / 254 * (1 + 0x1p-6),
-    .nbytes = gck_group_nbytes,
+    .size = GCK_GROUP_SIZE(GCK_GROUP),
     .unit = GCK_GROUP,
+    .stochastic = 1,
     .encode_host = int8_encode,
     .decode_host = int8_decode,
     .encode = GCK_CUDA(gck_int8_encode_cuda),
     .decode = GCK_CUDA(gck_int8_decode_cuda),
 };
 
-static void int8_plain_encode(const gck_tensor *x, void *payload, int64_t first, int64_t last)
+static int int8_plain_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
 {
-    gck_group_encode(GCK_INT8_PLAIN, x, payload, first, last);
+    return gck_group_encode(GCK_INT8_PLAIN, x, payload, how, first, last);
 }
 
 static void int8_plain_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
@@ -49,10 +49,10 @@ const gck_codec gck_codec_int8_plain = {
     .name = "int8_plain",
     .summary = "int8, 16-bit scale per 128 values, no rotation",
     .dtypes = GCK_FLOATS,
-    .bits_per_value = 8.125,
     .max_error = 1.0 / 250 * (1 + 0x1p-6),
-    .nbytes = gck_group_nbytes,
+    .size = GCK_GROUP_SIZE(GCK_GROUP),
     .unit = GCK_GROUP,
+    .stochastic = 1,
     .encode_host = int8_plain_encode,
     .decode_host = int8_plain_decode,
     .encode = GCK_CUDA(gck_int8_plain_encode_cuda),

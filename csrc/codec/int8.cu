@@ -134,24 +134,26 @@ GCK_LANE_FN void lane_decode(const uint32_t (&codes)[4], uint32_t scale, float (
 
 extern "C" {
 
-int gck_int8_encode_cuda(const gck_tensor *x, void *payload)
+int gck_int8_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
 {
-    return run_groups<GCK_INT8>(true, x, payload);
+    (void)how;
+    return run_groups<GCK_INT8>(true, x, (const void *const *)payloads, n);
 }
 
-int gck_int8_decode_cuda(const void *payload, const gck_tensor *x)
+int gck_int8_decode_cuda(const void *const *payloads, const gck_tensor *x, int n)
 {
-    return run_groups<GCK_INT8>(false, x, payload);
+    return run_groups<GCK_INT8>(false, x, payloads, n);
 }
 
-int gck_int8_plain_encode_cuda(const gck_tensor *x, void *payload)
+int gck_int8_plain_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
 {
-    return run_groups<GCK_INT8_PLAIN>(true, x, payload);
+    (void)how;
+    return run_groups<GCK_INT8_PLAIN>(true, x, (const void *const *)payloads, n);
 }
 
-int gck_int8_plain_decode_cuda(const void *payload, const gck_tensor *x)
+int gck_int8_plain_decode_cuda(const void *const *payloads, const gck_tensor *x, int n)
 {
-    return run_groups<GCK_INT8_PLAIN>(false, x, payload);
+    return run_groups<GCK_INT8_PLAIN>(false, x, payloads, n);
 }
 
 }

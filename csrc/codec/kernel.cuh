@@ -458,12 +458,9 @@ static int run_as(bool encode, const gck_tensor *t, uint8_t *codes)
     }
 }
 
-/* Write the payload of t, or the values of the payload.  What is read is not written. */
 template <gck_format FORMAT>
-static int run_groups(bool encode, const gck_tensor *t, const void *payload)
+static int run_group(bool encode, const gck_tensor *t, uint8_t *codes)
 {
-    uint8_t *codes = (uint8_t *)payload;
-
     if (t->numel == 0) {
         return GCK_OK;                             /* an empty grid is a launch error */
     }
@@ -475,6 +472,19 @@ static int run_groups(bool encode, const gck_tensor *t, const void *payload)
         default:       return (int)GCK_E_DTYPE;
         }
     });
+}
+
+/* Write the payloads of n tensors, or the values of the payloads.  What is read is not written. */
+template <gck_format FORMAT>
+static int run_groups(bool encode, const gck_tensor *t, const void *const *payloads, int n)
+{
+    for (int i = 0; i < n; i++) {
+        const int status = run_group<FORMAT>(encode, t + i, (uint8_t *)payloads[i]);
+        if (status != GCK_OK) {
+            return status;
+        }
+    }
+    return GCK_OK;
 }
 
 #endif

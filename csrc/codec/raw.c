@@ -4,8 +4,6 @@
 
 GCK_DECLARE_CUDA(raw)
 
-static int64_t raw_nbytes(int64_t numel, gck_dtype dtype) { return numel * (int64_t)gck_itemsize(dtype); }
-
 /* Units are runs of 128 values, as everywhere; the last may be shorter. */
 static int64_t count_of(const gck_tensor *x, int64_t first, int64_t last)
 {
@@ -14,11 +12,13 @@ static int64_t count_of(const gck_tensor *x, int64_t first, int64_t last)
     return left < most ? left : most;
 }
 
-static void raw_encode(const gck_tensor *x, void *payload, int64_t first, int64_t last)
+static int raw_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
 {
     char *to = (char *)payload + (size_t)first * GCK_GROUP * gck_itemsize(x->dtype);
 
+    (void)how;
     gck_gather(x, first * GCK_GROUP, count_of(x, first, last), to);
+    return GCK_OK;
 }
 
 static void raw_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
@@ -32,9 +32,8 @@ const gck_codec gck_codec_raw = {
     .name = "raw",
     .summary = "bit-exact copy, the control in benchmarks",
     .dtypes = GCK_FLOATS,
-    .bits_per_value = 0,
     .max_error = 0,
-    .nbytes = raw_nbytes,
+    .size = {[GCK_F32] = {4, 0, 0}, [GCK_F16] = {2, 0, 0}, [GCK_BF16] = {2, 0, 0}},
     .unit = GCK_GROUP,
     .encode_host = raw_encode,
     .decode_host = raw_decode,

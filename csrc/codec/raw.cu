@@ -89,8 +89,28 @@ static int raw_copy(const gck_tensor *t, void *payload)
     });
 }
 
+template <bool ENCODE>
+static int raw_copies(const gck_tensor *t, void *const *payloads, int n)
+{
+    for (int i = 0; i < n; i++) {
+        const int status = raw_copy<ENCODE>(t + i, payloads[i]);
+        if (status != GCK_OK) {
+            return status;
+        }
+    }
+    return GCK_OK;
+}
+
 extern "C" {
-int gck_raw_encode_cuda(const gck_tensor *x, void *payload) { return raw_copy<true>(x, payload); }
-/* The payload is only read: strided_copy_kernel<T, false> never writes to it. */
-int gck_raw_decode_cuda(const void *payload, const gck_tensor *out) { return raw_copy<false>(out, (void *)payload); }
+int gck_raw_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
+{
+    (void)how;
+    return raw_copies<true>(x, payloads, n);
+}
+
+/* The payloads are only read: strided_copy_kernel<T, false> never writes to them. */
+int gck_raw_decode_cuda(const void *const *payloads, const gck_tensor *out, int n)
+{
+    return raw_copies<false>(out, (void *const *)payloads, n);
+}
 }

@@ -50,6 +50,10 @@ static void copy_run(char *dst, int64_t dst_stride, const char *src, int64_t src
 {
     if (dst_stride == 1 && src_stride == 1) {
         memcpy(dst, src, (size_t)count * item);
+    } else if (item == 1) {
+        for (int64_t i = 0; i < count; i++) {
+            dst[i * dst_stride] = src[i * src_stride];
+        }
     } else if (item == 2) {
         for (int64_t i = 0; i < count; i++) {
             memcpy(dst + i * dst_stride * 2, src + i * src_stride * 2, 2);

@@ -68,6 +68,7 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     gck_tensor view;
     const int verdict = judge(p, x, &view);
     PyObject *payload;
+    int fits = 1;
 
     if (verdict < 0) {
         return -1;
@@ -80,8 +81,8 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
         state->stats.shared++;
     } else if (PyErr_Occurred()
                || (payload = gck_payload_new(state, p->plan.codec, x, &view,
-                                             p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION)) == NULL) {
-        return -1;
+                                             p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, &fits)) == NULL) {
+        return fits ? -1 : count_kept(p, x, GCK_KEEP_FIT);
     }
     if (replay(p, x, payload, forward) < 0) {
         Py_DECREF(payload);

@@ -106,6 +106,8 @@ static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
     return 0;
 }
 
+static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
+
 static void count_encoded(gck_state *state, const gck_payload *self)
 {
     gck_stats *s = &state->stats;
@@ -126,27 +128,32 @@ static void remember(gck_state *state, gck_payload *self)
 }
 
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                          gck_payload_use use)
+                          gck_payload_use use, int *fits)
 {
     gck_payload *self = PyObject_New(gck_payload, state->Payload);
     const gck_py *py = &state->py;
     void *bytes;
-    int ok = 0;
+    int ok = 0, refused;
 
+    *fits = 1;
     if (self == NULL) {
         return NULL;
     }
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->state = state;
     self->codec = codec;
-    self->bytes_in = view->numel * (view->dtype == GCK_F32 ? 4 : 2);
+    self->bytes_in = view->numel * itemsize(view->dtype);
     if (describe(self, x, view) < 0) {
         goto exit;
     }
-    const int64_t nbytes = codec->nbytes(view->numel, view->dtype);
+    const int64_t nbytes = gck_nbytes(codec, view->numel, view->dtype);
     self->buffer = gck_bytes_empty(py, nbytes, self->device, view->device < 0);
     if (self->buffer == NULL || view_bytes(self, self->buffer, nbytes, &bytes) < 0
-        || gck_run_codec(&state->py, codec, view, bytes, 0) < 0) {
+        || (refused = gck_run_encode(&state->py, codec, view, bytes, NULL)) < 0) {
+        goto exit;
+    }
+    if (refused) {
+        *fits = 0;
         goto exit;
     }
     self->nbytes = nbytes;
@@ -235,7 +242,7 @@ static int cross_stream(gck_payload *self, PyObject *buffer, const gck_tensor *o
 PyObject *gck_payload_decode(gck_payload *self)
 {
     gck_state *state = self->state;
-    const uint32_t any = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16);
+    const uint32_t any = (1u << GCK_NDTYPES) - 1;
     PyObject *buffer = payload_bytes(self);
     PyObject *out = NULL;
     gck_tensor view;
@@ -257,7 +264,7 @@ PyObject *gck_payload_decode(gck_payload *self)
         }
         goto exit;
     }
-    ok = cross_stream(self, buffer, &view) == 0 && gck_run_codec(&state->py, self->codec, &view, bytes, 1) == 0;
+    ok = cross_stream(self, buffer, &view) == 0 && gck_run_decode(&state->py, self->codec, bytes, &view) == 0;
 
 exit:
     Py_DECREF(buffer);
@@ -387,6 +394,12 @@ PyType_Spec gck_payload_spec = {
     .slots = payload_slots,
 };
 
+static const char *accepted_dtypes(uint32_t dtypes)
+{
+    return dtypes == GCK_BIT(GCK_BOOL) ? "bool" : dtypes == GCK_BIT(GCK_F32) ? "float32"
+                                                                             : "float32, float16 and bfloat16";
+}
+
 PyObject *gck_encode_py(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
@@ -413,11 +426,16 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
     if (verdict != GCK_COMPRESS) {
         PyObject *dtype = PyObject_GetAttr(x, state->py.names.dtype);
         PyErr_Format(PyExc_TypeError, "gradckpt.encode: cannot encode this %s of dtype %S with codec '%s': %s; it takes "
-                     "plain strided float32, float16 and bfloat16 tensors on CPU and CUDA",
+                     "plain strided %s tensors on CPU and CUDA",
                      ((PyTypeObject *)Py_TYPE(x)) == (PyTypeObject *)state->py.Tensor ? "tensor" : "tensor subclass",
-                     dtype ? dtype : Py_None, codec->name, gck_reason_text[verdict]);
+                     dtype ? dtype : Py_None, codec->name, gck_reason_text[verdict], accepted_dtypes(codec->dtypes));
         Py_XDECREF(dtype);
         return NULL;
     }
-    return gck_payload_new(state, codec, x, &view, GCK_FOR_USER);
+    int fits;
+    PyObject *payload = gck_payload_new(state, codec, x, &view, GCK_FOR_USER, &fits);
+    if (payload == NULL && !fits) {
+        PyErr_Format(PyExc_ValueError, "gradckpt.encode: codec '%s' cannot hold these values", codec->name);
+    }
+    return payload;
 }

@@ -12,9 +12,10 @@ typedef enum {
     GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks get to see the bytes, and keep them  */
 } gck_payload_use;
 
-/* New reference: the payload of x, whose view was taken just now. */
+/* New reference: the payload of x, whose view was taken just now.  NULL with *fits = 0
+ * and no exception: the codec cannot hold these values. */
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                          gck_payload_use use);
+                          gck_payload_use use, int *fits);
 
 /* New reference to a payload of this very tensor, unchanged since; NULL without an
  * exception when there is none. */

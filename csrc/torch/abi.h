@@ -29,6 +29,7 @@ typedef void gck_boxed_kernel(StableIValue *stack, uint64_t nargs, uint64_t nret
     SYMBOL(REQUIRED, int32_t, aoti_torch_dtype_float32, (void))                                                  \
     SYMBOL(REQUIRED, int32_t, aoti_torch_dtype_float16, (void))                                                  \
     SYMBOL(REQUIRED, int32_t, aoti_torch_dtype_bfloat16, (void))                                                 \
+    SYMBOL(REQUIRED, int32_t, aoti_torch_dtype_bool, (void))                                                     \
     SYMBOL(REQUIRED, int32_t, aoti_torch_dtype_uint8, (void))                                                    \
     SYMBOL(REQUIRED, int32_t, aoti_torch_get_dim, (AtenTensorHandle, int64_t *))                                 \
     SYMBOL(REQUIRED, int32_t, aoti_torch_get_numel, (AtenTensorHandle, int64_t *))                               \
@@ -97,7 +98,7 @@ typedef struct {
     uint64_t      byte_offset;
 } gck_dl_tensor;
 
-enum { GCK_DL_CPU = 1, GCK_DL_CUDA = 2, GCK_DL_UINT = 1, GCK_DL_FLOAT = 2, GCK_DL_BFLOAT = 4 };
+enum { GCK_DL_CPU = 1, GCK_DL_CUDA = 2, GCK_DL_UINT = 1, GCK_DL_FLOAT = 2, GCK_DL_BFLOAT = 4, GCK_DL_BOOL = 6 };
 
 typedef struct gck_dl_exchange {
     struct { uint32_t major, minor; } version;

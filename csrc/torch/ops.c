@@ -49,6 +49,8 @@ static int dtype_of(int32_t shim, gck_dtype *dtype)
         *dtype = GCK_F16;
     } else if (shim == gck_torch.aoti_torch_dtype_bfloat16()) {
         *dtype = GCK_BF16;
+    } else if (shim == gck_torch.aoti_torch_dtype_bool()) {
+        *dtype = GCK_BOOL;
     } else {
         return -1;
     }
@@ -87,7 +89,7 @@ static int describe(operand *o)
 static int run(const gck_codec *codec, const gck_tensor *x, void *payload, int decode, char *error, size_t size)
 {
     const int status = decode ? gck_decode(codec, payload, x, gck_torch_parallel_for)
-                              : gck_encode(codec, x, payload, gck_torch_parallel_for);
+                              : gck_encode(codec, x, payload, NULL, gck_torch_parallel_for);
 
     if (status != GCK_OK) {
         snprintf(error, size, "gradckpt: codec '%s': %s (status %d)", codec->name, gck_status_text(status), status);
@@ -110,10 +112,14 @@ static AtenTensorHandle encode(const gck_codec *codec, operand *x, char *error, 
     const int64_t one = 1;
 
     if (describe(x) != 0 || dtype_of(x->dtype, &x->view.dtype) != 0) {
-        snprintf(error, size, "gradckpt: encode takes float32, float16 and bfloat16 tensors on CPU and CUDA");
+        snprintf(error, size, "gradckpt: encode takes float32, float16, bfloat16 and bool tensors on CPU and CUDA");
         return NULL;
     }
-    const int64_t nbytes = codec->nbytes(x->view.numel, x->view.dtype);
+    if (!(codec->dtypes & GCK_BIT(x->view.dtype))) {
+        snprintf(error, size, "gradckpt: codec '%s': %s", codec->name, gck_status_text(GCK_E_DTYPE));
+        return NULL;
+    }
+    const int64_t nbytes = gck_nbytes(codec, x->view.numel, x->view.dtype);
     if (gck_torch.torch_get_const_data_ptr(x->tensor, &data)
         || gck_torch.aoti_torch_empty_strided(1, &nbytes, &one, gck_torch.aoti_torch_dtype_uint8(), x->device_type,
                                               x->device_index, &out)
@@ -188,7 +194,11 @@ static AtenTensorHandle decode(const gck_codec *codec, operand *payload, int ndi
         return NULL;
     }
     if (ndim < 0 || dtype_of(dtype, &out.view.dtype) != 0) {
-        snprintf(error, size, "gradckpt: decode gives float32, float16 or bfloat16 tensors of at most 64 dimensions");
+        snprintf(error, size, "gradckpt: decode gives float32, float16, bfloat16 or bool tensors of at most 64 dimensions");
+        return NULL;
+    }
+    if (!(codec->dtypes & GCK_BIT(out.view.dtype))) {
+        snprintf(error, size, "gradckpt: codec '%s': %s", codec->name, gck_status_text(GCK_E_DTYPE));
         return NULL;
     }
     nbytes = payload->view.numel;
@@ -198,9 +208,9 @@ static AtenTensorHandle decode(const gck_codec *codec, operand *payload, int ndi
         || describe(&out) != 0 || gck_torch.torch_get_mutable_data_ptr(out.tensor, &out.view.data)
         || gck_torch.torch_get_const_data_ptr(payload->tensor, &bytes)) {
         snprintf(error, size, "gradckpt: could not allocate the decoded tensor");
-    } else if (codec->nbytes(out.view.numel, out.view.dtype) != nbytes) {
+    } else if (gck_nbytes(codec, out.view.numel, out.view.dtype) != nbytes) {
         snprintf(error, size, "gradckpt: a payload of codec '%s' for this size and dtype has %lld bytes, not %lld",
-                 codec->name, (long long)codec->nbytes(out.view.numel, out.view.dtype), (long long)nbytes);
+                 codec->name, (long long)gck_nbytes(codec, out.view.numel, out.view.dtype), (long long)nbytes);
     } else {
         run(codec, &out.view, (void *)bytes, 1, error, size);
     }

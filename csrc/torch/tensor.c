@@ -243,6 +243,8 @@ static int view_dtype(gck_dl_dtype dtype, uint32_t accepted, gck_dtype *out)
         *out = GCK_F16;
     } else if (dtype.code == GCK_DL_BFLOAT && dtype.bits == 16) {
         *out = GCK_BF16;
+    } else if (dtype.code == GCK_DL_BOOL && dtype.bits == 8) {
+        *out = GCK_BOOL;
     } else {
         return -1;
     }
@@ -393,7 +395,8 @@ static int check_cuda(gck_py *py, const gck_codec *codec)
     return -1;
 }
 
-int gck_run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, int decode)
+static int run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
+                     int decode)
 {
     int status;
 
@@ -403,11 +406,14 @@ int gck_run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void 
     if (x->device < 0 && x->numel >= GIL_RELEASE_NUMEL) {
         Py_BEGIN_ALLOW_THREADS
         status = decode ? gck_decode(codec, payload, x, gck_torch_parallel_for)
-                        : gck_encode(codec, x, payload, gck_torch_parallel_for);
+                        : gck_encode(codec, x, payload, how, gck_torch_parallel_for);
         Py_END_ALLOW_THREADS
     } else {
         /* Device work is only queued here; the allocator works in stream order, as we do. */
-        status = decode ? gck_decode(codec, payload, x, NULL) : gck_encode(codec, x, payload, NULL);
+        status = decode ? gck_decode(codec, payload, x, NULL) : gck_encode(codec, x, payload, how, NULL);
+    }
+    if (status == GCK_E_FIT) {
+        return 1;
     }
     if (status != GCK_OK) {
         PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s (status %d)", codec->name,
@@ -415,4 +421,14 @@ int gck_run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void 
         return -1;
     }
     return 0;
+}
+
+int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how)
+{
+    return run_codec(py, codec, x, payload, how, 0);
+}
+
+int gck_run_decode(gck_py *py, const gck_codec *codec, const void *payload, const gck_tensor *out)
+{
+    return run_codec(py, codec, out, (void *)payload, NULL, 1);
 }

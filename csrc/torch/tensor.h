@@ -85,6 +85,7 @@ void gck_py_clear(gck_py *py);
     REASON(GCK_KEEP_LEAF, "leaf")                                       \
     REASON(GCK_KEEP_NO_GRAD, "does not require grad")                   \
     REASON(GCK_KEEP_DTYPE, "dtype the codec does not take")             \
+    REASON(GCK_KEEP_FIT, "values the codec cannot hold")                \
     REASON(GCK_KEEP_SMALL, "smaller than min_numel")                    \
     REASON(GCK_KEEP_SUBCLASS, "tensor subclass")                        \
     REASON(GCK_KEEP_LAYOUT, "not a plain strided tensor with data")     \
@@ -119,8 +120,9 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
                     PyObject *dtype, PyObject *device);
 
 /* Encode or decode with the GIL released for long host work.  0, or -1 with an
- * exception that names the codec. */
-int gck_run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, int decode);
+ * exception that names the codec; encode: 1 when the codec cannot hold these values. */
+int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how);
+int gck_run_decode(gck_py *py, const gck_codec *codec, const void *payload, const gck_tensor *out);
 
 /* Make pack and unpack, bound to `self`, the saved-tensor hooks of this thread.  0 or -1. */
 int gck_hooks_push(const gck_py *py, PyMethodDef *pack, PyMethodDef *unpack, PyObject *self);
