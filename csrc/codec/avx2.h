@@ -181,7 +181,7 @@ INLINE batch_steps steps_of_batch(gck_format format, __m256i amax, uint32_t top)
     const __m256i low = _mm256_cmpgt_epi32(_mm256_castps_si256(_mm256_set1_ps(GCK_TINY)), amax);
     const __m256i high = _mm256_cmpgt_epi32(amax, _mm256_set1_epi32((int)top));
     const __m256i t = _mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(amax),
-                                                        _mm256_set1_ps(gck_step_factor(format, 0))));
+                                                        _mm256_set1_ps(gck_step_factor(format, 0, 0))));
     const __m256i carry = fp8
         ? _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), _mm256_and_si256(_mm256_srli_epi32(t, 16), _mm256_set1_epi32(1)))
         : _mm256_set1_epi32(0xFFFF);

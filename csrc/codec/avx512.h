@@ -57,7 +57,9 @@ COLD uint16_t encode_rare(gck_format format, const void *x, gck_dtype dtype, uin
         memset(codes, 0, GCK_GROUP);
         return 0;
     }
-    return gck_encode_group(format, x, dtype, GCK_GROUP, codes);
+    uint16_t scale;
+    gck_encode_group(format, x, dtype, GCK_GROUP, NULL, codes, &scale);
+    return scale;
 }
 
 COLD void decode_rare(gck_format format, const uint8_t *codes, uint16_t scale, void *x, gck_dtype dtype)
@@ -68,7 +70,7 @@ COLD void decode_rare(gck_format format, const uint8_t *codes, uint16_t scale, v
         memset(x, 0, group_bytes(dtype));
         return;
     }
-    gck_decode_group(format, codes, scale, x, dtype, GCK_GROUP);
+    gck_decode_group(format, codes, &scale, x, dtype, GCK_GROUP);
 }
 
 /* ---- memory ---- */
@@ -331,7 +333,7 @@ INLINE void tile_scales(tile *t, gck_format format, gck_dtype dtype)
     const uint32_t end = fp8 ? gck_bits(GCK_LARGE) : gck_limit(dtype) + 1u;
     const __m512i amax = _mm512_loadu_si512(t->amax);
     const __m512i u = _mm512_castps_si512(
-        _mm512_mul_ps(_mm512_castsi512_ps(amax), _mm512_set1_ps(gck_step_factor(format, 0))));
+        _mm512_mul_ps(_mm512_castsi512_ps(amax), _mm512_set1_ps(gck_step_factor(format, 0, 0))));
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), all32(1));
     const __m512i up = fp8 ? _mm512_add_epi32(all32(0x7FFFu), odd) : all32(0xFFFFu);
     const __m512i stored = _mm512_srli_epi32(_mm512_add_epi32(u, up), 16);

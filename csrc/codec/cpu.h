@@ -4,19 +4,26 @@
 
 #include "group.h"
 
+#define GCK_FLOAT_BYTES(dtype) ((dtype) == GCK_F32 ? 4 : 2)
+
 /* `ngroups` whole groups: 128 x ngroups contiguous values at x (aligned to their
- * own size, no more), codes 16-byte aligned.  They are groups `first` and on of their
- * tensor, which matters to `dither` (NULL: round to nearest) only.  `streaming`: the output is too large
- * to stay in cache, so non-temporal stores win.
+ * own size, no more), codes 16-byte aligned; side: GCK_SIDE_WORDS for each group.
+ * `streaming`: the output is too large to stay in cache, so non-temporal stores win.
  * The bytes are those of gck_encode_group() / gck_decode_group(), to the last bit.
  * Called with the default floating-point environment (nearest, no FTZ, no DAZ). */
-typedef void gck_encode_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *scales, int streaming);
-typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *scales, int64_t ngroups, void *x, int streaming);
+typedef void gck_encode_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side, int streaming);
+typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *side, int64_t ngroups, void *x, int streaming);
 
+/* The same with stochastic rounding; `first`: which group of its tensor the first one is. */
+typedef void gck_encode_noisy_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side,
+                                     const gck_dither *dither, int64_t first);
+
+/* NULL: as in gck_isa_scalar. */
 typedef struct {
-    const char        *name;
-    gck_encode_groups *encode[GCK_NFORMATS][GCK_NFLOATS];
-    gck_decode_groups *decode[GCK_NFORMATS][GCK_NFLOATS];
+    const char              *name;
+    gck_encode_groups       *encode[GCK_NFORMATS][GCK_NFLOATS];
+    gck_encode_noisy_groups *encode_noisy[GCK_NFORMATS][GCK_NFLOATS];
+    gck_decode_groups       *decode[GCK_NFORMATS][GCK_NFLOATS];
 } gck_isa;
 
 extern const gck_isa gck_isa_scalar;     /* scalar.c: group.h in a loop; the oracle */

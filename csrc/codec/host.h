@@ -7,9 +7,14 @@
 /* The dtypes every codec of this build takes. */
 enum { GCK_FLOATS = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16) };
 
-/* Sizes of a group codec: so many bytes of codes and one scale for each group. */
-#define GCK_GROUP_SIZE(codes)                                                        \
-    {[GCK_F32] = {0, (codes) + 2, 0}, [GCK_F16] = {0, (codes) + 2, 0}, [GCK_BF16] = {0, (codes) + 2, 0}}
+/* Bytes per group: codes, and the words beside them. */
+#define GCK_GROUP_BYTES(format) (GCK_CODE_BYTES(format) + 2 * GCK_SIDE_WORDS(format))
+#define GCK_GROUP_SIZE(format)                                            \
+    {                                                                     \
+        [GCK_F32] = {0, GCK_GROUP_BYTES(format), 0},                      \
+        [GCK_F16] = {0, GCK_GROUP_BYTES(format), 0},                      \
+        [GCK_BF16] = {0, GCK_GROUP_BYTES(format), 0},                     \
+    }
 
 /* Groups [first, last) of x into payload, or back. */
 int gck_group_encode(gck_format format, const gck_tensor *x, void *payload, const gck_how *how, int64_t first,

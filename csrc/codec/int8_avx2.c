@@ -116,6 +116,12 @@ INLINE __m256i rotate_between(__m256 *y, __m256i abs)
     return max;
 }
 
+/* How many of 32 codes have different upper two bits. */
+INLINE int count_large(__m256i t)
+{
+    return __builtin_popcount((uint32_t)_mm256_movemask_epi8(_mm256_xor_si256(t, _mm256_add_epi8(t, t))));
+}
+
 /* All ones where a value of the group escapes, which the sums of float16 do not tell. */
 INLINE __m256i f16_escapes(const char *group, load_constants c)
 {
@@ -155,11 +161,17 @@ INLINE void encode_rotated(gck_dtype dtype, const void *x, int64_t ngroups, uint
                 continue;
             }
             const __m256 inverse = _mm256_set1_ps(s.multiplier[j]);
+            int large = 0;
             prefetch(group, stride);
             scales[first + j] = s.stored[j];
             for (int k = 0; k < 8; k += 2) {
-                store(out + 16 * k, codes_of(quantised((v16){y[j][k], y[j][k + 8]}, inverse, rounder),
-                                             quantised((v16){y[j][k + 1], y[j][k + 9]}, inverse, rounder)), stream);
+                const __m256i t = codes_of(quantised((v16){y[j][k], y[j][k + 8]}, inverse, rounder),
+                                           quantised((v16){y[j][k + 1], y[j][k + 9]}, inverse, rounder));
+                large += count_large(t);
+                store(out + 16 * k, t, stream);
+            }
+            if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
+                scales[first + j] = encode_odd(GCK_INT8, dtype, group, out);
             }
         }
     }

@@ -159,16 +159,28 @@ INLINE uint32_t rotate_and_measure(const constants *c, gck_dtype dtype, const vo
     return dtype == GCK_F16 && escapes_f16(c, x) ? ~0u : rotated_max_bits(y);
 }
 
+/* How many of 64 codes have different upper two bits. */
+INLINE int count_large(__m512i t)
+{
+    const __m512i differ = _mm512_xor_si512(t, _mm512_slli_epi16(t, 1));   /* bit 7 of each byte */
+
+    return __builtin_popcountll(_mm512_movepi8_mask(differ));
+}
+
 INLINE uint16_t encode_rotated(const constants *c, gck_dtype dtype, const void *x, const __m512 y[8],
                                uint32_t amax, uint8_t *codes, int stream)
 {
     if (!ordinary_rotated(amax)) {
         return encode_rare(GCK_INT8, x, dtype, amax, codes);
     }
-    const uint32_t stored = gck_stored(GCK_INT8, 0, gck_float(amax));
+    const uint32_t stored = gck_stored(GCK_INT8, 0, 0, gck_float(amax));
     const __m512 inverse = _mm512_set1_ps(gck_inverse(GCK_INT8, 0, stored));
-    put(codes, quantise(c, dtype, y, inverse), stream);
-    put(codes + 64, quantise(c, dtype, y + 4, inverse), stream);
+    const __m512i t0 = quantise(c, dtype, y, inverse), t1 = quantise(c, dtype, y + 4, inverse);
+    put(codes, t0, stream);
+    put(codes + 64, t1, stream);
+    if (__builtin_expect(count_large(t0) + count_large(t1) >= GCK_MOST_LARGE, 0)) {
+        return encode_rare(GCK_INT8, x, dtype, amax, codes);
+    }
     return (uint16_t)stored;
 }
 
