@@ -31,7 +31,8 @@ GCK_FN int gck_top_code(gck_format format, int escaped)
     return !escaped ? 127 : format == GCK_INT6 ? 29 : format == GCK_INT4 ? 5 : 125;
 }
 
-/* amax maps to `top`: this is 2^32 / top in float32 (E5M2: 2^40); of y, which is 128 times as coarse: 2^25.
+/* amax maps to `top`: this is 2^32 / top in float32 (E5M2: 2^40; int4 in form A: 2^28, or
+ * 1e30 would overflow); of y, which is 128 times as coarse: 2^25.
  * noisy: nothing may lie beyond the last level, or its rounding could not be unbiased.
  * Spelled out, so that no compiler divides doubles on a device. */
 GCK_FN float gck_step_factor(gck_format format, int escaped, int noisy)
@@ -41,7 +42,7 @@ GCK_FN float gck_step_factor(gck_format format, int escaped, int noisy)
     case GCK_E5M2: return (float)(0x1p40 / 57344);
     case GCK_INT8: return escaped ? (float)(0x1p32 / 125) : (float)(0x1p25 / 127);
     case GCK_INT6: return escaped ? (float)(0x1p32 / 29) : noisy ? (float)(0x1p25 / 125.5) : (float)(0x1p25 / 127);
-    case GCK_INT4: return escaped ? (float)(0x1p32 / 5) : noisy ? (float)(0x1p25 / 115.5) : (float)(0x1p25 / 127);
+    case GCK_INT4: return escaped ? (float)(0x1p28 / 5) : noisy ? (float)(0x1p25 / 115.5) : (float)(0x1p25 / 127);
     default:       return escaped ? (float)(0x1p32 / 125) : (float)(0x1p32 / 127);
     }
 }
@@ -64,12 +65,13 @@ GCK_FN uint32_t gck_stored(gck_format format, int escaped, int noisy, float amax
         : ((t + below) & ~below) >> 16;              /* up: no code is beyond the top    */
 }
 
-/* 1 / s, where s = stored * 2^-32 (E5M2: 2^-40; the step of y: 2^-25). */
+/* 1 / s, where s = stored * 2^-32 (E5M2: 2^-40; int4 in form A: 2^-28; the step of y: 2^-25). */
 GCK_FN float gck_inverse(gck_format format, int escaped, uint32_t stored)
 {
-    return 1.0f / (gck_float(stored << 16) * (format == GCK_E5M2                       ? 0x1p-40f
-                                              : gck_is_rotated(format) && !escaped     ? 0x1p-25f
-                                                                                       : 0x1p-32f));
+    return 1.0f / (gck_float(stored << 16) * (format == GCK_E5M2                   ? 0x1p-40f
+                                              : gck_is_rotated(format) && !escaped ? 0x1p-25f
+                                              : format == GCK_INT4                 ? 0x1p-28f
+                                                                                   : 0x1p-32f));
 }
 
 GCK_FN float gck_fp8_shift(gck_format format) { return format == GCK_E4M3 ? 0x1p-120f : 0x1p-112f; }
@@ -244,7 +246,8 @@ GCK_FN float gck_code_value(gck_format format, uint8_t code)
  * product is exact unless the result itself is subnormal. */
 GCK_FN float gck_times_step(gck_format format, float value, uint32_t stored)
 {
-    return (value * (gck_float(stored << 16) * 0x1p-16f)) * (format == GCK_E5M2 ? 0x1p-24f : 0x1p-16f);
+    return (value * (gck_float(stored << 16) * 0x1p-16f))
+        * (format == GCK_E5M2 ? 0x1p-24f : format == GCK_INT4 ? 0x1p-12f : 0x1p-16f);
 }
 
 /* ---- codes in memory ---- */

@@ -13,7 +13,7 @@
  *
  *      15    14 ........ 7   6 ....... 0
  *     [esc] [ exponent    ] [ mantissa   ]     stored = 2^32 x the group's step s
- *                                              (fp8_e5m2: 2^40 x s)
+ *                                              (fp8_e5m2: 2^40 x s; int4, form A: 2^28 x s)
  *
  * The offset lets the steps of every float32 amax, subnormal ones included, be normal
  * numbers of 8 exponent bits; 0 is the step of a zero group.
@@ -49,12 +49,12 @@
  *     (MAX: the dtype's largest finite value).
  *   B (scale = 0xFF80): some value lies between 1e30 and MAX.  In bytes, b = 7 (int6: 5):
  *       0 .. 16 b - 1   128 codes of b bits, little-endian bit order
- *       16 b ..         float32, 2^32 x the step amax / 59 (int6: 11)
+ *       16 b ..         float32, 2^32 x the step amax / 59 (int6: 2^24 x amax / 11)
  *       16 b + 4 ..     float32 table[3]: the distinct such values, by first appearance
  *     code c: c <= 118 is c - 59 steps; 119 NaN, 120 +Inf, 121 -Inf, 122 +MAX,
  *     123 -MAX, 124..126 table[c - 124] (int6: 22, 11, 23, ...).  A fourth distinct value
  *     becomes +-MAX.
- *     int4: b = 3; c <= 2 is c - 1 steps of amax; 3 NaN, 4 +Inf, 5 -Inf, 6, 7 table[2],
+ *     int4: b = 3; c <= 2 is c - 1 steps amax, stored x 2^24; 3 NaN, 4 +Inf, 5 -Inf, 6, 7 table[2],
  *     which has +-MAX too; a third distinct value becomes +-Inf.
  * The rotated formats also use form A for a group whose amax(y) (int4: amax) is below 2^-80.
  *

@@ -68,14 +68,18 @@ GCK_FN int gck_table_half(gck_format format) { return format == GCK_INT4 ? 1 : f
 GCK_FN int gck_table_kinds(gck_format format) { return format == GCK_INT4 ? 3 : 5; }
 GCK_FN int gck_table_size(gck_format format) { return format == GCK_INT4 ? 2 : 3; }
 
+/* Stored: 2^32 s; of int6 and int4 2^24 s, or 1e30 would overflow. */
 GCK_FN float gck_table_factor(gck_format format)
 {
-    return format == GCK_INT4 ? 0x1p32f : format == GCK_INT6 ? (float)(0x1p32 / 11) : (float)(0x1p32 / 59);
+    return format == GCK_INT4 ? 0x1p24f : format == GCK_INT6 ? (float)(0x1p24 / 11) : (float)(0x1p32 / 59);
 }
+
+/* The square root of what undoes that: in two steps, so that nothing underflows on the way. */
+GCK_FN float gck_table_unit(gck_format format) { return format == GCK_INT4 || format == GCK_INT6 ? 0x1p-12f : 0x1p-16f; }
 
 /* What form B stores in the last 16 bytes of a group's codes. */
 typedef struct {
-    float    step;           /* 2^32 x s */
+    float    step;           /* stored   */
     float    table[3];
     int      used;           /* entries of the table */
 } gck_escape_table;
@@ -113,7 +117,8 @@ GCK_SLOW_FN void gck_encode_table(gck_format format, const void *x, gck_dtype dt
     const int k = amax < GCK_TINY ? 64 : 0;
     const float scale = gck_pow2(k);
     const float step = amax * scale * gck_table_factor(format);    /* of the scaled values */
-    const float inv = amax > 0.f ? 1.0f / (step * 0x1p-32f) : 0.f;
+    const float unit = gck_table_unit(format);
+    const float inv = amax > 0.f ? 1.0f / (step * (unit * unit)) : 0.f;
     gck_escape_table t = {step * (k ? 0x1p-64f : 1.f), {0.f, 0.f, 0.f}, 0};
     uint32_t pending = 0;                                          /* bits not yet written */
     int npending = 0, at = 0;
@@ -143,14 +148,14 @@ GCK_SLOW_FN void gck_decode_table(gck_format format, const uint8_t *codes, void 
 {
     const int bits = gck_table_bits(format), half = gck_table_half(format), kinds = gck_table_kinds(format);
     const uint8_t *table = codes + 16 * bits;
-    const float step = gck_read_f32(table);
+    const float step = gck_read_f32(table), unit = gck_table_unit(format);
 
     for (int i = 0; i < count; i++) {
         const int bit = bits * i, byte = bit / 8;
         const uint32_t two = codes[byte] | (byte + 1 < 16 * bits ? (uint32_t)codes[byte + 1] << 8 : 0u);
         const int c = (int)(two >> (bit % 8) & ((1u << bits) - 1u)) - half, special = c - half - 1;
         if (special < 0) {
-            gck_store(x, dtype, i, ((float)c * (step * 0x1p-16f)) * 0x1p-16f);
+            gck_store(x, dtype, i, ((float)c * (step * unit)) * unit);
         } else if (special < kinds) {
             gck_store_escape(x, dtype, i, gck_escape_value(special, dtype));
         } else {
@@ -241,12 +246,13 @@ GCK_FN int gck_spike_value(gck_format format, uint8_t code, int i)
     return code & 32 ? -value : value;
 }
 
-/* y: the rotated group with a zero in place of value `at`, v; amax: the largest of y. */
+/* y: the rotated group with a zero in place of value `at`, v; amax: the largest of y, too
+ * small beside v to be kept when it is tiny. */
 GCK_SLOW_FN void gck_encode_spike(gck_format format, const float *y, float amax, int at, float v, uint8_t *codes,
                                   uint16_t *side)
 {
-    const uint32_t stored = amax > 0.f ? gck_stored(format, 0, 0, amax) : 0u;
-    const float inv = amax > 0.f ? gck_inverse(format, 0, stored) : 0.f;
+    const uint32_t stored = amax >= GCK_TINY ? gck_stored(format, 0, 0, amax) : 0u;
+    const float inv = stored > 0 ? gck_inverse(format, 0, stored) : 0.f;
     const uint64_t spike = (uint64_t)at | (uint64_t)stored << 8 | (uint64_t)gck_bits(v) << 24;
     uint8_t code[GCK_GROUP];
 

@@ -1,0 +1,224 @@
+"""The rotated formats of the codec oracle: rotation, levels, int6, int4, the spike form."""
+
+import numpy as np
+from oracle_values import F32, FORMATS, LIMIT, TINY, power, round_up, uniform, upper_half
+
+GROUP = 128
+
+# ---- the rotation ----
+
+
+def hadamard_matrix():
+    """Natural order: the sign of entry (i, j) is the parity of i & j."""
+    both = np.arange(GROUP)[:, None] & np.arange(GROUP)[None, :]
+    return 1 - 2 * (np.array([[bin(v).count("1") for v in row] for row in both]) % 2)
+
+
+def stage_matrix(bit):
+    """One stage: row i adds (bit clear) or subtracts (bit set) the two values whose indices differ in `bit`."""
+    stage = np.zeros((GROUP, GROUP), np.int64)
+    for i in range(GROUP):
+        stage[i, i & ~(1 << bit)] = 1
+        stage[i, i | 1 << bit] = -1 if i >> bit & 1 else 1
+    return stage
+
+
+HADAMARD = hadamard_matrix()
+STAGES = [stage_matrix(bit) for bit in range(7)]
+PI = (
+    0x243F6A8885A308D313198A2E03707344  # the fraction of pi, 128 bits; each word of 32 counts its bits from the low end
+)
+SIGNS = np.array([-1.0 if PI >> (96 - i // 32 * 32 + i % 32) & 1 else 1.0 for i in range(GROUP)], F32)
+
+
+def rotate(x):
+    """H (d o x), in float32, stage by stage."""
+    y = x * SIGNS
+    for stage in STAGES:
+        pairs = [np.flatnonzero(row) for row in stage]
+        first, second = [p[0] for p in pairs], [p[1] for p in pairs]
+        signs = stage[np.arange(GROUP), second].astype(F32)
+        y = y[:, first] + signs * y[:, second]  # float32: one rounding; the product is exact
+    return y
+
+
+# ---- levels ----
+
+#: Lower ends of the cells of |t| and what a cell's values become, from the smallest.
+INT4_CELLS = [0, 12, 24, 36, 49, 64, 81, 103]
+INT4_LEVELS = [5.5, 17.5, 29.5, 41.5, 55.5, 71.5, 89.5, 115.5]
+INT6_CELLS = [0, 3, 5, 7, 9, 11, 13, 15, 17, *range(20, 96, 4), 96, 104, 112, 120]
+INT6_LEVELS = [*(a + 0.5 for a in (1, 3, 5, 7, 9, 11, 13, 15, 17)), *(a + 1.5 for a in range(20, 96, 4)), 99.5, 107.5,
+               115.5, 123.5]  # fmt: skip
+UNIFORM_CELLS = list(range(0, 128, 4))
+UNIFORM_LEVELS = [a + 1.5 for a in UNIFORM_CELLS]
+
+
+def cells_of(codec, even):
+    """(cells, levels) of one group."""
+    if codec == "int4":
+        return np.array(INT4_CELLS), np.array(INT4_LEVELS)
+    return np.array(UNIFORM_CELLS if even else INT6_CELLS), np.array(UNIFORM_LEVELS if even else INT6_LEVELS)
+
+
+def level_codes(codec, t, even):
+    """Codes of integers t [G, 128]; even [G]: uniform levels."""
+    out = np.empty(t.shape, np.uint8)
+    odd_place = np.arange(GROUP) % 2 == 1
+    for choice in (False, True):
+        rows = even == choice
+        cells, _ = cells_of(codec, choice)
+        index = np.searchsorted(cells, np.abs(t[rows]), side="right") - 1
+        negative = np.where(odd_place, t[rows] <= 0, t[rows] < 0)
+        out[rows] = index + np.where(negative, len(cells), 0)
+    return out
+
+
+def noisy_level_codes(codec, p, even, noise):
+    """Codes of float32 p [G, 128], one of the two levels around, by the noise."""
+    out = np.empty(p.shape, np.uint8)
+    for choice in (False, True):
+        rows = even == choice
+        _, levels = cells_of(codec, choice)
+        n = len(levels)
+        all_levels = np.concatenate([-levels[::-1], levels]).astype(F32)
+        below = np.clip(np.searchsorted(all_levels, p[rows], side="right") - 1, 0, 2 * n - 1)
+        above = np.minimum(below + 1, 2 * n - 1)
+        reached = p[rows] + (all_levels[above] - all_levels[below]) * uniform(noise[rows]) >= all_levels[above]
+        which = np.where(reached, above, below)
+        out[rows] = np.where(which >= n, which - n, n + (n - 1 - which))
+    return out
+
+
+def level_values(codec, codes, even):
+    out = np.empty(codes.shape)
+    for choice in (False, True):
+        rows = even == choice
+        _, levels = cells_of(codec, choice)
+        out[rows] = np.concatenate([levels, -levels])[codes[rows]]
+    return out
+
+
+# ---- int8 and int6 ----
+
+DROPPED = {"int8": 16, "int6": 17, "int4": 19}
+NOISY_TOP = {"int8": 127, "int6": 125.5, "int4": 115.5}
+
+
+def step_of(codec, amax, noise):
+    """The upper half of the step of y, and its reciprocal; 0 and 0 for amax = 0."""
+    top = 127 if noise is None else NOISY_TOP[codec]
+    stored = np.where(amax > 0, round_up(amax * F32(2.0**25 / top), DROPPED[codec]), 0).astype(np.uint32)
+    return stored, np.where(amax > 0, F32(1) / (upper_half(stored) * power(-25)), F32(0)).astype(F32)
+
+
+def integers(y, inverse):
+    return np.rint(y.astype(np.float64) * inverse.astype(np.float64)[:, None]).astype(np.int64)
+
+
+def spike_group(codec, v, at, y):
+    """128 codes of a spike group; y: rotated with a zero in the place of v."""
+    amax = np.abs(y).max(keepdims=True)
+    stored, inverse = step_of(codec, np.where(amax < TINY, F32(0), amax), None)
+    t = integers(y[None, :], inverse)[0]
+    codes = (t & 255 if codec == "int8" else level_codes(codec, t[None, :], np.array([True]))[0]).astype(np.uint8)
+    spike = at | int(stored[0]) << 8 | int(F32(v).view(np.uint32)) << 24
+    for b in range(56):
+        codes[b] = (int(codes[b]) & ~1) | (spike >> b & 1)
+    return codes
+
+
+def encode_rotated(codec, x, dtype, noise=None):
+    """(codes, scales, groups that are encoded otherwise)."""
+    ordinary = (np.abs(x) <= LIMIT[dtype]).all(axis=1)
+    x = np.where(ordinary[:, None], x, F32(0))
+    y = rotate(x)
+    amax = np.abs(y).max(axis=1, initial=0)
+    stored, inverse = step_of(codec, amax, noise)
+    t, p = integers(y, inverse), y * inverse[:, None]
+    large = ((t >= 64) | (t < -64) if noise is None else (p >= 63.5) | (p < -64.5)).sum(axis=1)
+    even = (large > 48) & (codec == "int6")
+    if codec == "int6":
+        codes = level_codes(codec, t, even) if noise is None else noisy_level_codes(codec, p, even, noise)
+    else:
+        codes = FORMATS["int8"].codes(y, inverse[:, None], np.zeros(len(x), bool), noise)
+    codes[stored == 0] = 0
+    scales = stored + even
+    for g in np.flatnonzero(large >= 124):
+        at = int(np.argmax(np.abs(x[g])))
+        rest = x[g].copy()
+        rest[at] = 0
+        rotated = rotate(rest[None, :])[0]
+        if F32(4) * np.abs(rotated).max() < amax[g]:
+            codes[g], scales[g] = spike_group(codec, x[g, at], at, rotated), 0xFF81
+    return codes, scales.astype(np.uint16), ~ordinary | ((amax > 0) & (amax < TINY))
+
+
+def decode_rotated(codec, codes, scales):
+    """float32 [G, 128] of ordinary groups."""
+    stored = (scales & 0x7FFE if codec == "int6" else scales).astype(np.uint32)
+    value = level_values(codec, codes, scales & 1 == 1) if codec == "int6" else FORMATS["int8"].value(codes)
+    return unrotate(value, upper_half(stored)[:, None] * power(-32))
+
+
+def unrotate(value, step):
+    """d o (H value) * step; values in half steps are integers twice as large and half the step."""
+    return SIGNS * ((2 * value @ HADAMARD).astype(F32) * (step * F32(0.5)))
+
+
+def decode_spike(codec, codes):
+    """One group: 128 values, and where the exact one is."""
+    spike = sum((int(codes[b]) & 1) << b for b in range(56))
+    if codec == "int8":
+        value = FORMATS["int8"].value(codes)
+        value[:56] = np.floor(value[:56] / 2) * 2 + 0.5
+    else:
+        index = (codes & 31).astype(np.int64)
+        value = np.where(np.arange(128) < 56, 4 * (index & ~1) + 3.5, 4 * index + 1.5) * np.where(codes & 32, -1, 1)
+    out = unrotate(value[None, :], upper_half(spike >> 8 & 0x7FFF) * power(-32))[0]
+    out[spike & 127] = np.uint32(spike >> 24).view(F32)
+    return out, spike & 127
+
+
+# ---- int4 ----
+
+
+def encode_int4(x, dtype, noise=None):
+    """(codes, words [G, 2], groups that are encoded otherwise)."""
+    rows = np.arange(len(x))
+    largest = np.abs(x).max(axis=1)
+    other = ~(largest <= LIMIT[dtype]) | ((largest > 0) & (largest < TINY))
+    x = np.where(other[:, None], F32(0), x)
+    at = np.argmax(np.abs(x), axis=1)
+    v = x[rows, at]
+    bits = v.view(np.uint32).astype(np.uint64)
+    carry = 0x7FFF + (bits >> 16 & 1) if noise is None else noise[rows, at].astype(np.uint64)
+    outlier = np.where(v == 0, 0, (bits + carry) >> 16).astype(np.int64)
+    rest = x.copy()
+    rest[rows, at] = 0
+    y = rotate(rest)
+    amax = np.abs(y).max(axis=1)
+    stored, _ = step_of("int4", amax, noise)
+    low = ((outlier >> 7 & 255) - 5) * 16
+    q = np.maximum(stored.astype(np.int64) >> 3, low)
+    none = amax == 0
+    inverse = np.where(none, F32(0), F32(1) / (upper_half(np.where(none, 1, q) << 3) * power(-25))).astype(F32)
+    even = np.zeros(len(x), bool)
+    if noise is None:
+        codes = level_codes("int4", integers(y, inverse), even)
+    else:
+        codes = noisy_level_codes("int4", y * inverse[:, None], even, noise)
+    codes[none] = 0
+    field = np.where(none, 0, q - low + 1)
+    words = np.stack([np.where(v == 0, 0, at) << 9 | field, outlier], axis=1)
+    return codes, words.astype(np.uint16), other
+
+
+def decode_int4(codes, words):
+    """float32 [G, 128], the large value as it is stored."""
+    words = words.astype(np.int64)
+    field, at, outlier = words[:, 0] & 511, words[:, 0] >> 9, words[:, 1]
+    q = np.where(field > 0, field - 1 + ((outlier >> 7 & 255) - 5) * 16, 0)
+    out = unrotate(level_values("int4", codes, np.zeros(len(codes), bool)), upper_half(q << 3)[:, None] * power(-32))
+    out[np.arange(len(codes)), at] = (outlier.astype(np.uint32) << 16).view(F32)
+    return out
