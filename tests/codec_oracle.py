@@ -145,10 +145,11 @@ def encode_groups(codec, x, dtype, noise):
         codes, scales, other = encode_rotated(codec, x, dtype, noise)
         words = scales[:, None]
     packed = pack(codec, codes)
-    packed[other], scales = encode_unrotated(codec, x[other], dtype, True, None if noise is None else noise[other])
-    words[other, 0] = scales
-    if codec == "int4":
-        words[other, 1] = 0x7F80
+    if other.any():
+        packed[other], scales = encode_unrotated(codec, x[other], dtype, True, None if noise is None else noise[other])
+        words[other, 0] = scales
+        if codec == "int4":
+            words[other, 1] = 0x7F80
     return packed, words
 
 
@@ -156,6 +157,8 @@ def encode(codec, bits, dtype, noise=None):
     """The payload, as bytes."""
     if codec == "raw":
         return bits.view(np.uint8).copy()
+    if bits.size == 0:
+        return np.zeros(0, np.uint8)
     groups = -(-bits.size // GROUP)
     x = np.zeros(groups * GROUP, F32)
     x[: bits.size] = to_float(bits, dtype)
@@ -205,7 +208,8 @@ def decode_groups(codec, packed, words, dtype):
     other = words[:, 1] & 0x7F80 == 0x7F80 if codec == "int4" else scales >= 0x8000
     out = decode_int4(codes, words) if codec == "int4" else decode_rotated(codec, codes, scales)
     escape = np.zeros(out.shape, bool)
-    out[other], escape[other] = decode_unrotated(codec, packed[other], scales[other], dtype)
+    if other.any():
+        out[other], escape[other] = decode_unrotated(codec, packed[other], scales[other], dtype)
     for g in np.flatnonzero((scales == 0xFF81) & (codec != "int4")):
         out[g], at = decode_spike(codec, codes[g])
         escape[g] = np.arange(GROUP) == at
