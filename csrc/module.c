@@ -176,11 +176,30 @@ static PyObject *reset_stats(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *rounding_state(PyObject *module, PyObject *unused)
+{
+    const gck_rounding *r = &gck_state_of(module)->rounding;
+
+    (void)unused;
+    return Py_BuildValue("II", r->restored ? r->step + 1 : r->step, r->restored ? 0u : r->tensor);
+}
+
+static PyObject *set_rounding_state(PyObject *module, PyObject *args)
+{
+    gck_rounding r = {0, 0, 0};
+
+    if (!PyArg_ParseTuple(args, "II:set_rounding_state", &r.step, &r.tensor)) {
+        return NULL;
+    }
+    gck_state_of(module)->rounding = r;
+    Py_RETURN_NONE;
+}
+
 /* ---- the module ---- */
 
 static PyMethodDef methods[] = {
     {"checkpoint", (PyCFunction)(void (*)(void))gck_checkpoint, METH_FASTCALL | METH_KEYWORDS, gck_checkpoint_doc},
-    {"encode", gck_encode_py, METH_VARARGS, "encode(x, codec, /)\n--\n\nThe Payload of a tensor; codec: a full name."},
+    {"encode", gck_encode_py, METH_VARARGS, "encode(x, codec, dither=None, /)\n--\n\nThe Payload of a tensor; codec: a full name; dither: (seed, step, tensor)."},
     {"codecs", codecs, METH_NOARGS, "codecs()\n--\n\nNames of the codecs."},
     {"codec_info", codec_info, METH_O, "codec_info(name, /)\n--\n\nWhat a codec is, as a dict."},
     {"isa", isa, METH_NOARGS, "isa()\n--\n\nInstruction set of the CPU codecs."},
@@ -192,6 +211,9 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},
+    {"set_rounding_state", set_rounding_state, METH_VARARGS,
+     "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.set_rounding_state()."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
     {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
     {NULL, NULL, 0, NULL},

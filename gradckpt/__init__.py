@@ -15,6 +15,7 @@ from gradckpt._C import Payload, checkpoint, codecs, is_recomputing
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
+from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import reset_stats, stats
 
@@ -33,8 +34,10 @@ __all__ = [
     "disable",
     "enable",
     "encode",
+    "get_rounding_state",
     "is_recomputing",
     "reset_stats",
+    "set_rounding_state",
     "stats",
 ]
 
@@ -42,25 +45,34 @@ logging.getLogger("gradckpt").addHandler(logging.NullHandler())
 trainer_guard.watch()
 
 
-def encode(x: Any, codec: str = "int8") -> Payload:
+def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None = None) -> Payload:
     """Encode a tensor.
 
     Args:
-        x: A plain strided float32, float16 or bfloat16 tensor, CPU or CUDA, any shape and strides.
+        x: A plain strided tensor, CPU or CUDA, any shape and strides, of a dtype that the codec takes.
         codec: A name in :func:`codecs`, or ``"fp8"``.
+        dither: ``(seed, step, tensor)``: round stochastically with that noise (see
+            :func:`get_rounding_state`); the same key gives the same bytes. None: to nearest.
 
     Returns:
         A payload: ``.decode()``, ``.nbytes`` (bytes), ``.codec``, ``.shape``, ``.dtype``, ``.data`` (uint8).
 
     Raises:
-        ValueError: unknown codec.
+        ValueError: unknown codec; ``dither`` for a codec that does not round, or out of range (64, 32 and 32 bits);
+            values that the codec cannot hold.
         TypeError: not a tensor, or one the codec cannot take (dtype, sparse, meta, subclass).
     """
-    return _C.encode(x, resolve_codec(codec))
+    codec = resolve_codec(codec)
+    if dither is not None:
+        if not _C.codec_info(codec)["stochastic"]:
+            raise ValueError(f"gradckpt.encode: codec {codec!r} does not round, so dither= would do nothing")
+        check_key(dither)
+    return _C.encode(x, codec, dither)
 
 
 def codec_info(codec: str) -> dict[str, Any]:
     """What a codec is: name, id, summary, dtypes, ``bits_per_value`` (scales included; 0: those of the
-    dtype), ``max_error`` (largest |x - x'| over the largest |x| of its group of 128; 0: bit-exact) and
-    ``cuda`` (this build has kernels for it). ``ValueError`` for an unknown name."""
+    dtype), ``max_error`` (largest |x - x'| over the largest |x| of its group of 128; 0: bit-exact), ``cuda`` (this
+    build has kernels for it), ``stochastic`` (it can round so) and ``sizes`` ({dtype: (bits per value, and the
+    bytes per value, per group of 128 and per block of 4096)}). ``ValueError`` for an unknown name."""
     return _C.codec_info(resolve_codec(codec))

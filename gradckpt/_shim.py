@@ -21,14 +21,15 @@ logger = logging.getLogger("gradckpt")
 # ---- compress= ----
 
 
-def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool] | None:
-    """What C needs of ``compress=``: codec, min_numel, replay, floating, leaves."""
+def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, bool, int] | None:
+    """What C needs of ``compress=``: codec, min_numel, replay, floating, leaves, stochastic, seed."""
     from gradckpt.config import parse_compress
 
     config = parse_compress(compress)
     if config is None:
         return None
-    return config.codec, config.min_numel, config.replay, config.include == "floating", config.leaves
+    floating = config.include == "floating"
+    return config.codec, config.min_numel, config.replay, floating, config.leaves, config.stochastic, config.seed
 
 
 def tracing_mode_active() -> bool:

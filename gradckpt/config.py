@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Union
 
 from gradckpt import _C
+from gradckpt.rounding import check_key
 
 __all__ = ["Compress", "CompressionConfig", "parse_compress"]
 
@@ -50,9 +51,15 @@ class CompressionConfig:
         leaves: Also tensors that require grad and are leaves but no parameters, which by default
             stay as they are, since somebody wants their ``.grad``; :func:`gradckpt.enable` sets it
             for the one leaf that ``enable_input_require_grads`` makes.
+        stochastic: Round up or down at random, in proportion, so that restored values have no bias
+            (:func:`gradckpt.set_rounding_state` says from which noise). Doubles the error's variance:
+            for low bits and short gradients only, measure it. For the codecs whose
+            ``codec_info(name)["stochastic"]`` is true.
+        seed: Of that noise; 0 to 2^64 - 1. torch's generators are neither read nor advanced.
 
     Raises:
-        ValueError: unknown codec or ``include``, negative ``min_numel``.
+        ValueError: unknown codec or ``include``, negative ``min_numel``, a ``seed`` out of range,
+            ``stochastic`` with a codec that does not round.
         TypeError: a field of the wrong type.
     """
 
@@ -61,16 +68,21 @@ class CompressionConfig:
     min_numel: int = 1024
     include: str = "activations"
     leaves: bool = False
+    stochastic: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec", resolve_codec(self.codec))
-        for flag in ("replay", "leaves"):
+        for flag in ("replay", "leaves", "stochastic"):
             if not isinstance(getattr(self, flag), bool):
                 raise TypeError(f"gradckpt: {flag} is True or False, not {getattr(self, flag)!r}")
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int):
             raise TypeError(f"gradckpt: min_numel is an int, not {self.min_numel!r}")
         if self.min_numel < 0:
             raise ValueError(f"gradckpt: min_numel counts values and cannot be {self.min_numel}")
+        check_key((self.seed, 0, 0))
+        if self.stochastic and not _C.codec_info(self.codec)["stochastic"]:
+            raise ValueError(f"gradckpt: codec {self.codec!r} does not round, so stochastic=True would do nothing")
         if self.include not in _INCLUDES:
             raise ValueError(f"gradckpt: include is one of {', '.join(_INCLUDES)}; not {self.include!r}")
 

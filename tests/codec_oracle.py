@@ -11,6 +11,7 @@ from fractions import Fraction
 import numpy as np
 from oracle_rotation import (
     HADAMARD,
+    SIGNS,
     STAGES,
     decode_int4,
     decode_rotated,
@@ -37,7 +38,7 @@ from oracle_values import (
     upper_half,
 )
 
-__all__ = ["FORMATS", "HADAMARD", "LIMIT", "MAX", "STAGES", "WORDS", "decode", "encode", "to_bits", "to_float"]
+__all__ = ["FORMATS", "HADAMARD", "LIMIT", "MAX", "SIGNS", "STAGES", "WORDS", "decode", "encode", "to_bits", "to_float"]
 
 GROUP = 128
 #: Form B: bits of a code, half the range of its integers, kinds that have codes, table entries, offset of the step.

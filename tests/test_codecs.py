@@ -188,7 +188,7 @@ def test_raw_is_exact(dtype):
 @every_grouped
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bound_beside_values_beyond_1e30(codec, dtype):
-    """Form B: up to three such values (int4: two) come back exactly; the rest within half a step: amax / 118 or more."""
+    """Form B: up to three such values (int4: two) come back exactly; the rest within half a step."""
     most = {"int6": 1 / 22, "int4": 1 / 2}.get(codec, 1 / 118) * (1 + 2**-20)
     table = 2 if codec == "int4" else 3
     x = np.random.default_rng(4).standard_normal((200, 128)).astype(np.float32)

@@ -61,6 +61,21 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
+/* The noise of the next tensor in *dither; NULL: to nearest. */
+static const gck_dither *next_dither(const gck_packing *p, gck_dither *dither)
+{
+    gck_rounding *r = &p->state->rounding;
+
+    if (!p->plan.stochastic) {
+        return NULL;
+    }
+    if (r->restored) {
+        *r = (gck_rounding){r->step + 1, 0, 0};
+    }
+    *dither = (gck_dither){p->plan.seed, r->step, r->tensor++};
+    return dither;
+}
+
 /* x becomes a payload: 1; or may not: 0; or -1. */
 static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
 {
@@ -68,6 +83,7 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     gck_tensor view;
     const int verdict = judge(p, x, &view);
     PyObject *payload;
+    gck_dither dither;
     int fits = 1;
 
     if (verdict < 0) {
@@ -76,11 +92,11 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     if (verdict != GCK_COMPRESS) {
         return count_kept(p, x, verdict);
     }
-    payload = p->outer ? NULL : gck_payload_find(state, p->plan.codec, x, &view);
+    payload = p->outer ? NULL : gck_payload_find(state, p->plan.codec, x, &view, p->plan.stochastic);
     if (payload != NULL) {
         state->stats.shared++;
     } else if (PyErr_Occurred()
-               || (payload = gck_payload_new(state, p->plan.codec, x, &view,
+               || (payload = gck_payload_new(state, p->plan.codec, x, &view, next_dither(p, &dither),
                                              p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, &fits)) == NULL) {
         return fits ? -1 : count_kept(p, x, GCK_KEEP_FIT);
     }

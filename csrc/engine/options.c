@@ -131,9 +131,10 @@ static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
     PyObject *parsed = PyObject_CallMethod(state->py.shim, "parse_plan", "(O)", compress);   /* a tuple stays one */
     const char *codec = NULL;
     long long min_numel = 0;
+    unsigned long long seed = 0;
     int ok;
 
-    *plan = (gck_plan){NULL, 0, 0, 0, 0};
+    *plan = (gck_plan){.codec = NULL};
     if (parsed == NULL) {
         return -1;
     }
@@ -141,9 +142,11 @@ static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
         Py_DECREF(parsed);
         return 0;
     }
-    ok = PyArg_ParseTuple(parsed, "sLppp", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves);
+    ok = PyArg_ParseTuple(parsed, "sLppppK", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves,
+                          &plan->stochastic, &seed);
     if (ok) {
         plan->min_numel = min_numel;
+        plan->seed = seed;
         plan->codec = gck_codec_find(codec);
     }
     Py_DECREF(parsed);
@@ -155,7 +158,7 @@ static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
 int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan)
 {
     if (compress == NULL || compress == Py_None || compress == Py_False) {
-        *plan = (gck_plan){NULL, 0, 0, 0, 0};
+        *plan = (gck_plan){.codec = NULL};
         return 0;
     }
     for (int i = 0; i < GCK_NPLANS; i++) {

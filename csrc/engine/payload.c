@@ -19,6 +19,7 @@ struct gck_payload {
     const void      *data;         /* its memory then: compared, never followed          */
     int64_t          nbytes, bytes_in;
     int              requires_grad, leaf;
+    int              stochastic;   /* rounded so                                         */
     int              counted;      /* in stats()                                         */
     int              ndim;
     int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
@@ -128,10 +129,11 @@ static void remember(gck_state *state, gck_payload *self)
 }
 
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                          gck_payload_use use, int *fits)
+                          const gck_dither *dither, gck_payload_use use, int *fits)
 {
     gck_payload *self = PyObject_New(gck_payload, state->Payload);
     const gck_py *py = &state->py;
+    const gck_how how = {dither, NULL};
     void *bytes;
     int ok = 0, refused;
 
@@ -142,6 +144,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->state = state;
     self->codec = codec;
+    self->stochastic = dither != NULL;
     self->bytes_in = view->numel * itemsize(view->dtype);
     if (describe(self, x, view) < 0) {
         goto exit;
@@ -149,7 +152,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
     const int64_t nbytes = gck_nbytes(codec, view->numel, view->dtype);
     self->buffer = gck_bytes_empty(py, nbytes, self->device, view->device < 0);
     if (self->buffer == NULL || view_bytes(self, self->buffer, nbytes, &bytes) < 0
-        || (refused = gck_run_encode(&state->py, codec, view, bytes, NULL)) < 0) {
+        || (refused = gck_run_encode(&state->py, codec, view, bytes, &how)) < 0) {
         goto exit;
     }
     if (refused) {
@@ -193,7 +196,8 @@ static int same_view(const gck_payload *p, const gck_tensor *view)
     return 1;
 }
 
-PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view)
+PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
+                           int stochastic)
 {
     PyObject *version = NULL;
     gck_payload *found = NULL;
@@ -201,7 +205,7 @@ PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x
 
     for (int i = 0; i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
-        if (p == NULL || p->codec != codec || PyWeakref_GetObject(p->original) != x || !same_view(p, view)) {
+        if (p == NULL || p->codec != codec || p->stochastic != stochastic || PyWeakref_GetObject(p->original) != x || !same_view(p, view)) {
             continue;                            /* a dead original gives None: no match */
         }
         if (version == NULL
@@ -283,6 +287,7 @@ PyObject *gck_payload_restore(gck_payload *self)
     if (out == NULL) {
         return NULL;
     }
+    state->rounding.restored = 1;
     if (PyWeakref_GetObject(self->original) != Py_None) {
         state->stats.originals_alive++;
         state->stats.originals_alive_bytes += self->bytes_in;
@@ -403,20 +408,23 @@ static const char *accepted_dtypes(uint32_t dtypes)
 PyObject *gck_encode_py(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
-    PyObject *x;
+    PyObject *x, *key = Py_None;
     const char *name;
     gck_tensor view;
+    unsigned long long seed;
+    unsigned int step, tensor;
 
-    if (!PyArg_ParseTuple(args, "Os:encode", &x, &name)) {
+    if (!PyArg_ParseTuple(args, "Os|O:encode", &x, &name, &key)
+        || (key != Py_None && !PyArg_ParseTuple(key, "KII:encode", &seed, &step, &tensor))) {
         return NULL;
     }
     const gck_codec *codec = gck_codec_find(name);
     if (codec == NULL) {
         return PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec '%s'", name);
     }
-    const int tensor = gck_is_tensor(&state->py, x);
-    if (tensor <= 0) {
-        return tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt.encode: expected a tensor, not %R", Py_TYPE(x));
+    const int is_tensor = gck_is_tensor(&state->py, x);
+    if (is_tensor <= 0) {
+        return is_tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt.encode: expected a tensor, not %R", Py_TYPE(x));
     }
     int verdict = gck_tracing(&state->py);
     verdict = verdict < 0 ? -1 : verdict ? GCK_KEEP_TRACING : gck_tensor_view(&state->py, x, codec->dtypes, &view);
@@ -433,7 +441,8 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
         return NULL;
     }
     int fits;
-    PyObject *payload = gck_payload_new(state, codec, x, &view, GCK_FOR_USER, &fits);
+    const gck_dither dither = key != Py_None ? (gck_dither){seed, step, tensor} : (gck_dither){0, 0, 0};
+    PyObject *payload = gck_payload_new(state, codec, x, &view, key != Py_None ? &dither : NULL, GCK_FOR_USER, &fits);
     if (payload == NULL && !fits) {
         PyErr_Format(PyExc_ValueError, "gradckpt.encode: codec '%s' cannot hold these values", codec->name);
     }

@@ -12,14 +12,15 @@ typedef enum {
     GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks get to see the bytes, and keep them  */
 } gck_payload_use;
 
-/* New reference: the payload of x, whose view was taken just now.  NULL with *fits = 0
- * and no exception: the codec cannot hold these values. */
+/* New reference: the payload of x, whose view was taken just now.  dither: NULL rounds to
+ * nearest.  NULL with *fits = 0 and no exception: the codec cannot hold these values. */
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                          gck_payload_use use, int *fits);
+                          const gck_dither *dither, gck_payload_use use, int *fits);
 
-/* New reference to a payload of this very tensor, unchanged since; NULL without an
- * exception when there is none. */
-PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view);
+/* New reference to a payload of this very tensor, unchanged since, rounded as asked; NULL
+ * without an exception when there is none. */
+PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
+                           int stochastic);
 
 /* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */
 PyObject *gck_payload_decode(gck_payload *payload);
@@ -27,7 +28,7 @@ PyObject *gck_payload_decode(gck_payload *payload);
 /* The same, counted as a restore, requiring grad when the original did. */
 PyObject *gck_payload_restore(gck_payload *payload);
 
-/* gradckpt.encode(x, codec). */
+/* gradckpt.encode(x, codec, (seed, step, tensor) or None). */
 PyObject *gck_encode_py(PyObject *module, PyObject *args);
 
 #endif

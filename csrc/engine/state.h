@@ -13,6 +13,8 @@ typedef struct {
     int              replay;
     int              floating;     /* include="floating": not only what requires grad    */
     int              leaves;       /* also leaves that are no parameters                 */
+    int              stochastic;   /* round by noise keyed by `seed` and a gck_rounding  */
+    uint64_t         seed;
 } gck_plan;
 
 typedef struct {
@@ -30,6 +32,13 @@ typedef struct {
     int64_t kept_bytes;            /* of those that require grad and are no parameters   */
     int64_t steps;                 /* backwards that met a region with compression, <= 2 */
 } gck_stats;
+
+/* Which noise the next tensor gets that is rounded stochastically.  A new step begins with
+ * the first tensor encoded after one was restored: after a backward. */
+typedef struct {
+    uint32_t step, tensor;
+    int      restored;             /* since the last encode                              */
+} gck_rounding;
 
 typedef struct gck_payload gck_payload;
 
@@ -50,6 +59,7 @@ typedef struct {
 #undef OPTION
     } option_names;                /* interned                                           */
     gck_stats     stats;
+    gck_rounding  rounding;
     int64_t       last_task;       /* graph task of the last recompute with compression  */
     int64_t       watched_task;    /* graph task at whose end our callback runs          */
     struct gck_frame *with_tables; /* borrowed: first of the frames that have tables     */
