@@ -200,8 +200,10 @@ def encode_int4(x, dtype, noise=None):
     amax = np.abs(y).max(axis=1)
     stored, _ = step_of("int4", amax, noise)
     low = ((outlier >> 7 & 255) - 5) * 16
-    q = np.maximum(stored.astype(np.int64) >> 3, low)
-    none = amax == 0
+    q = stored.astype(np.int64) >> 3
+    least = F32(1) / (upper_half(np.maximum(low, 1) << 3) * power(-25))
+    none = (amax == 0) | ((q < low) & (amax * least < 12))
+    q = np.maximum(q, low)
     inverse = np.where(none, F32(0), F32(1) / (upper_half(np.where(none, 1, q) << 3) * power(-25))).astype(F32)
     even = np.zeros(len(x), bool)
     if noise is None:

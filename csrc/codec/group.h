@@ -33,7 +33,8 @@
  *                   side[0]  [at: 7 bits][field: 9 bits]
  *                   side[1]  x[at]; E its 8 bits of exponent
  *               The upper 12 bits of stored are q = field - 1 + 16 (E - 5): S reaches from
- *               2^-31 to twice what it can be.  field 0: the rest is zero.
+ *               2^-31 to twice what it can be.  field 0: the rest is zero, or so small that
+ *               amax(y) is less than 12 of the least steps: all in the innermost cells.
  *
  * A value escapes when it is NaN, infinite, beyond 1e30, or the dtype's largest
  * finite value: no activation, but masks merged into biases hold such things.
@@ -241,6 +242,8 @@ GCK_SLOW_FN void gck_decode_spike(gck_format format, const uint8_t *codes, void 
 
 /* ---- int4 ---- */
 
+#define GCK_INT4_LOST 12.f       /* steps: the end of the innermost cell */
+
 /* Field of side[0] for a step, and back. */
 GCK_FN uint32_t gck_int4_low(uint32_t outlier) { return ((outlier >> 7 & 0xFFu) - 5u) << 4; }
 
@@ -269,10 +272,12 @@ GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, cons
     const float v = largest > 0 ? gck_load(x, dtype, at) : 0.f;
     const uint32_t outlier = largest > 0 ? gck_int4_outlier(v, noise != NULL ? noise[at] : GCK_NEAREST) : 0u;
     const float amax = gck_rotate(x, dtype, count, at, y);
-    const uint32_t low = largest > 0 ? gck_int4_low(outlier) << 3 : 0u;
+    const uint32_t low = largest > 0 ? gck_int4_low(outlier) << 3 : 0u;  /* the least step a field has */
     uint32_t stored = amax > 0.f ? gck_stored(GCK_INT4, 0, noise != NULL, amax) : 0u;
 
-    stored = amax > 0.f && stored < low ? low : stored;
+    if (stored < low) {                                  /* 2^28 and more below the outlier */
+        stored = amax * gck_inverse(GCK_INT4, 0, low) < GCK_INT4_LOST ? 0u : low;
+    }
     gck_encode_codes(GCK_INT4, y, stored, 0, stored > 0 ? gck_inverse(GCK_INT4, 0, stored) : 0.f, noise, codes);
     side[0] = (uint16_t)((largest > 0 ? at << 9 : 0) | (stored > 0 ? (int)((stored - low) >> 3) + 1 : 0));
     side[1] = (uint16_t)outlier;

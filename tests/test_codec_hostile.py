@@ -1,0 +1,159 @@
+"""What no codec may do to anybody: huge values, tensors beyond 2^31, wrong bytes, wrong payloads."""
+
+import ctypes
+import mmap
+
+import codec_inputs
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from codec_inputs import DTYPES, bits_of, tensor
+from codec_isas import ISAS, forced
+from codec_library import CodecLibrary
+
+import gradckpt
+
+LOSSY = [c for c in gradckpt.codecs() if c in oracle.FORMATS]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return CodecLibrary(tmp_path_factory.mktemp("host"))
+
+
+# ---- one huge value ----
+
+#: dB that the other values of the group keep beside a value 10^4 to 10^5 times as large, and which is stored exactly.
+BESIDE_HUGE = {"int8": 39, "int6": 27, "int4": 20, "fp8_e4m3": 17, "fp8_e5m2": 25}
+
+
+@pytest.mark.parametrize("codec", BESIDE_HUGE)
+@pytest.mark.parametrize("ratio", [1e4, 1e5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_massive_activation(codec, ratio, dtype):
+    x = torch.randn(512, 128, generator=torch.Generator().manual_seed(1))
+    x[torch.arange(512), torch.arange(512) * 37 % 128] = ratio * (1 - 2.0 * (torch.arange(512) % 2))
+    x = x.to(DTYPES[dtype])
+    huge = x.abs() > 100
+    for isa in ISAS:
+        with forced(isa):
+            restored = gradckpt.encode(x, codec).decode()
+    noise = (restored - x)[~huge].double().square().sum()
+    assert 10 * torch.log10(x[~huge].double().square().sum() / noise) >= BESIDE_HUGE[codec]
+    exact = {"int4": torch.bfloat16, "int8": x.dtype, "int6": x.dtype}.get(codec)
+    if exact is not None:
+        assert torch.equal(restored[huge], x[huge].to(exact).to(x.dtype))
+    else:
+        torch.testing.assert_close(restored[huge], x[huge], rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int6", "int4"])
+def test_huge_at_every_place(codec):
+    """1e30 beside values around 1: whatever becomes of them, nothing becomes large."""
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(2))
+    x[torch.arange(128), torch.arange(128)] = 9e29
+    restored = gradckpt.encode(x, codec).decode()
+    rest = ~torch.eye(128, dtype=torch.bool)
+    assert restored[rest].abs().max() < 5
+    torch.testing.assert_close(restored[~rest], x[~rest], rtol=2**-8, atol=0)
+
+
+# ---- beyond 2^31 values, without the memory ----
+
+FAR = 2**31 + 4097
+
+
+class Sparse:
+    """Address space without memory: pages that nobody writes are zero and cost nothing."""
+
+    def __init__(self, nbytes):
+        noreserve = 0x4000  # Linux; Python 3.11 has no name for it
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve
+        self.map = mmap.mmap(-1, nbytes, flags=flags)
+        self.bytes = np.frombuffer(self.map, np.uint8)
+        self.address = self.bytes.ctypes.data
+
+
+@pytest.mark.parametrize("codec", gradckpt.codecs())
+def test_last_values_of_a_tensor_beyond_2_31(library, codec):
+    """Only the last units are worked on; their bytes are those of a small tensor with the same values."""
+    info = gradckpt.codec_info(codec)
+    dtype = next(d for d in ("bfloat16", "float32", "bool") if d in info["dtypes"])
+    item = {"bfloat16": 2, "float32": 4, "bool": 1}[dtype]
+    tail = FAR % 4096 + 4096  # the last block, which is not full, and the one before
+    x, payload = Sparse(FAR * item), Sparse(library.nbytes(codec, FAR, dtype))
+    values = np.random.default_rng(3).standard_normal(tail)
+    bits = (values > 0).astype(np.uint8) if dtype == "bool" else oracle.to_bits(values.astype(np.float32), dtype)
+    x.bytes[(FAR - tail) * item :] = bits.view(np.uint8)
+    units = library.units(codec, FAR), library.units(codec, FAR - tail)
+    assert library.encode_units(codec, x.address, FAR, dtype, payload.address, units[1], units[0]) == 0
+    small = np.empty(library.nbytes(codec, tail, dtype), np.uint8)
+    block = np.ascontiguousarray(bits)
+    assert library.encode(codec, block.ctypes.data, tail, dtype, small.ctypes.data) == 0
+    restored = np.zeros_like(bits)
+    library.decode(codec, small.ctypes.data, tail, dtype, restored.ctypes.data)
+    x.bytes[(FAR - tail) * item :] = 0
+    library.decode_units(codec, payload.address, FAR, dtype, x.address, units[1], units[0])
+    np.testing.assert_array_equal(x.bytes[(FAR - tail) * item :], restored.view(np.uint8))
+    assert restored.any()
+
+
+# ---- wrong bytes ----
+
+
+@pytest.mark.parametrize("codec", gradckpt.codecs())
+def test_any_bytes_decode(codec):
+    """A payload of rubbish gives rubbish and touches nothing else (test_soak.py repeats this under ASan)."""
+    rng = np.random.default_rng(4)
+    for dtype in gradckpt.codec_info(codec)["dtypes"]:
+        for n in (1, 127, 128, 1000, 4096, 9001):
+            kind = getattr(torch, dtype)
+            nbytes = gradckpt.encode(torch.zeros(n, dtype=kind), codec).nbytes
+            for fill in (None, 0xFF, 0x7F, 0x80):
+                data = rng.integers(0, 256, nbytes, np.uint8) if fill is None else np.full(nbytes, fill, np.uint8)
+                restored = torch.ops.gradckpt.decode(torch.from_numpy(data), codec, [n], kind)
+                assert restored.shape == (n,)
+
+
+@pytest.mark.parametrize("codec", gradckpt.codecs())
+def test_wrong_payloads_are_named(codec):
+    """Truncated, of another codec, for another dtype: an error that says which, never values."""
+    kind = getattr(torch, gradckpt.codec_info(codec)["dtypes"][0])
+    x = torch.ones(5000).to(kind)
+    data = torch.ops.gradckpt.encode(x, codec)
+    for wrong in (data[:-1], data[:0], torch.cat([data, data[:1]])):
+        with pytest.raises(RuntimeError, match=f"payload of codec '{codec}' .* has {data.numel()} bytes"):
+            torch.ops.gradckpt.decode(wrong, codec, [5000], kind)
+    for other in gradckpt.codecs():
+        info = gradckpt.codec_info(other)
+        if str(kind).removeprefix("torch.") not in info["dtypes"]:
+            with pytest.raises(RuntimeError, match=f"codec '{other}': this codec does not take this dtype"):
+                torch.ops.gradckpt.decode(data, other, [5000], kind)
+        elif torch.ops.gradckpt.encode(x, other).numel() != data.numel():
+            with pytest.raises(RuntimeError, match=f"payload of codec '{other}'"):
+                torch.ops.gradckpt.decode(data, other, [5000], kind)
+
+
+# ---- again and again ----
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_encoding_many_times(codec, dtype):
+    """No round errs by more than the first one did, so that n rounds err by n times as much at most."""
+    bits = codec_inputs.gaussian(dtype, 128 * 200)
+    x = tensor(bits, dtype)
+    now, first = x, None
+    for _ in range(6):
+        again = gradckpt.encode(now, codec).decode()
+        error = (again - now).double().norm()
+        first = error if first is None else first
+        assert error <= 1.05 * first
+        now = again
+    np.testing.assert_array_equal(bits_of(x), bits)
+
+
+def test_ctypes_mirror(library):
+    """The struct these tests pass is the library's own."""
+    assert ctypes.sizeof(library.Tensor) == library.sizeof_tensor()
