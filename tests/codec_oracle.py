@@ -11,13 +11,13 @@ from fractions import Fraction
 import numpy as np
 from oracle_rotation import (
     HADAMARD,
-    SIGNS,
     STAGES,
     decode_int4,
     decode_rotated,
     decode_spike,
     encode_int4,
     encode_rotated,
+    signs_of,
 )
 from oracle_values import (
     F32,
@@ -38,7 +38,19 @@ from oracle_values import (
     upper_half,
 )
 
-__all__ = ["FORMATS", "HADAMARD", "LIMIT", "MAX", "SIGNS", "STAGES", "WORDS", "decode", "encode", "to_bits", "to_float"]
+__all__ = [
+    "FORMATS",
+    "HADAMARD",
+    "LIMIT",
+    "MAX",
+    "STAGES",
+    "WORDS",
+    "decode",
+    "encode",
+    "signs_of",
+    "to_bits",
+    "to_float",
+]
 
 GROUP = 128
 #: Form B: bits of a code, half the range of its integers, kinds that have codes, table entries, offset of the step.
@@ -141,9 +153,9 @@ def encode_groups(codec, x, dtype, noise):
         codes, scales = encode_unrotated(codec, x, dtype, False, noise)
         return codes, scales[:, None]
     if codec == "int4":
-        codes, words, other = encode_int4(x, dtype, noise)
+        codes, words, other = encode_int4(x, dtype, signs_of(len(x)), noise)
     else:
-        codes, scales, other = encode_rotated(codec, x, dtype, noise)
+        codes, scales, other = encode_rotated(codec, x, dtype, signs_of(len(x)), noise)
         words = scales[:, None]
     packed = pack(codec, codes)
     if other.any():
@@ -207,12 +219,13 @@ def decode_groups(codec, packed, words, dtype):
         return decode_unrotated(codec, packed, scales, dtype)
     codes = unpack(codec, packed)
     other = words[:, 1] & 0x7F80 == 0x7F80 if codec == "int4" else scales >= 0x8000
-    out = decode_int4(codes, words) if codec == "int4" else decode_rotated(codec, codes, scales)
+    signs = signs_of(len(codes))
+    out = decode_int4(codes, words, signs) if codec == "int4" else decode_rotated(codec, codes, scales, signs)
     escape = np.zeros(out.shape, bool)
     if other.any():
         out[other], escape[other] = decode_unrotated(codec, packed[other], scales[other], dtype)
     for g in np.flatnonzero((scales == 0xFF81) & (codec != "int4")):
-        out[g], at = decode_spike(codec, codes[g])
+        out[g], at = decode_spike(codec, codes[g], signs[g])
         escape[g] = np.arange(GROUP) == at
     return out, escape
 

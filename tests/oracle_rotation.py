@@ -25,15 +25,35 @@ def stage_matrix(bit):
 
 HADAMARD = hadamard_matrix()
 STAGES = [stage_matrix(bit) for bit in range(7)]
-PI = (
-    0x243F6A8885A308D313198A2E03707344  # the fraction of pi, 128 bits; each word of 32 counts its bits from the low end
-)
-SIGNS = np.array([-1.0 if PI >> (96 - i // 32 * 32 + i % 32) & 1 else 1.0 for i in range(GROUP)], F32)
 
 
-def rotate(x):
+def fraction_of_pi(bits):
+    """Machin's formula."""
+    one = 1 << bits + 32
+
+    def arctan_of_inverse(n):
+        term = total = one // n
+        for k in range(3, bits, 2):
+            term //= -n * n
+            total += term // k
+        return total
+
+    return (4 * (4 * arctan_of_inverse(5) - arctan_of_inverse(239)) - 3 * one) >> 32
+
+
+#: 16 patterns of 128 signs: the fraction of pi in words of 32 bits, each of which counts from its low end.
+PI = fraction_of_pi(2048)
+SIGNS = np.array([[1 - 2 * (PI >> (2047 - i // 32 * 32 - 31 + i % 32) & 1) for i in range(2048)]], F32).reshape(16, 128)
+
+
+def signs_of(groups, first=0):
+    """[G, 128], for groups `first` and on."""
+    return SIGNS[(np.arange(first, first + groups, dtype=np.uint64) * 0x9E3779B1 & 0xFFFFFFFF) >> 28]
+
+
+def rotate(x, signs):
     """H (d o x), in float32, stage by stage."""
-    y = x * SIGNS
+    y = x * signs
     for stage in STAGES:
         pairs = [np.flatnonzero(row) for row in stage]
         first, second = [p[0] for p in pairs], [p[1] for p in pairs]
@@ -128,11 +148,11 @@ def spike_group(codec, v, at, y):
     return codes
 
 
-def encode_rotated(codec, x, dtype, noise=None):
+def encode_rotated(codec, x, dtype, signs, noise=None):
     """(codes, scales, groups that are encoded otherwise)."""
     ordinary = (np.abs(x) <= LIMIT[dtype]).all(axis=1)
     x = np.where(ordinary[:, None], x, F32(0))
-    y = rotate(x)
+    y = rotate(x, signs)
     amax = np.abs(y).max(axis=1, initial=0)
     stored, inverse = step_of(codec, amax, noise)
     t, p = integers(y, inverse), y * inverse[:, None]
@@ -148,25 +168,25 @@ def encode_rotated(codec, x, dtype, noise=None):
         at = int(np.argmax(np.abs(x[g])))
         rest = x[g].copy()
         rest[at] = 0
-        rotated = rotate(rest[None, :])[0]
+        rotated = rotate(rest[None, :], signs[g : g + 1])[0]
         if F32(4) * np.abs(rotated).max() < amax[g]:
             codes[g], scales[g] = spike_group(codec, x[g, at], at, rotated), 0xFF81
     return codes, scales.astype(np.uint16), ~ordinary | ((amax > 0) & (amax < TINY))
 
 
-def decode_rotated(codec, codes, scales):
+def decode_rotated(codec, codes, scales, signs):
     """float32 [G, 128] of ordinary groups."""
     stored = (scales & 0x7FFE if codec == "int6" else scales).astype(np.uint32)
     value = level_values(codec, codes, scales & 1 == 1) if codec == "int6" else FORMATS["int8"].value(codes)
-    return unrotate(value, upper_half(stored)[:, None] * power(-32))
+    return unrotate(value, upper_half(stored)[:, None] * power(-32), signs)
 
 
-def unrotate(value, step):
+def unrotate(value, step, signs):
     """d o (H value) * step; values in half steps are integers twice as large and half the step."""
-    return SIGNS * ((2 * value @ HADAMARD).astype(F32) * (step * F32(0.5)))
+    return signs * ((2 * value @ HADAMARD).astype(F32) * (step * F32(0.5)))
 
 
-def decode_spike(codec, codes):
+def decode_spike(codec, codes, signs):
     """One group: 128 values, and where the exact one is."""
     spike = sum((int(codes[b]) & 1) << b for b in range(56))
     if codec == "int8":
@@ -175,7 +195,7 @@ def decode_spike(codec, codes):
     else:
         index = (codes & 31).astype(np.int64)
         value = np.where(np.arange(128) < 56, 4 * (index & ~1) + 3.5, 4 * index + 1.5) * np.where(codes & 32, -1, 1)
-    out = unrotate(value[None, :], upper_half(spike >> 8 & 0x7FFF) * power(-32))[0]
+    out = unrotate(value[None, :], upper_half(spike >> 8 & 0x7FFF) * power(-32), signs[None, :])[0]
     out[spike & 127] = np.uint32(spike >> 24).view(F32)
     return out, spike & 127
 
@@ -183,7 +203,7 @@ def decode_spike(codec, codes):
 # ---- int4 ----
 
 
-def encode_int4(x, dtype, noise=None):
+def encode_int4(x, dtype, signs, noise=None):
     """(codes, words [G, 2], groups that are encoded otherwise)."""
     rows = np.arange(len(x))
     largest = np.abs(x).max(axis=1)
@@ -196,7 +216,7 @@ def encode_int4(x, dtype, noise=None):
     outlier = np.where(v == 0, 0, (bits + carry) >> 16).astype(np.int64)
     rest = x.copy()
     rest[rows, at] = 0
-    y = rotate(rest)
+    y = rotate(rest, signs)
     amax = np.abs(y).max(axis=1)
     stored, _ = step_of("int4", amax, noise)
     low = ((outlier >> 7 & 255) - 5) * 16
@@ -216,11 +236,12 @@ def encode_int4(x, dtype, noise=None):
     return codes, words.astype(np.uint16), other
 
 
-def decode_int4(codes, words):
+def decode_int4(codes, words, signs):
     """float32 [G, 128], the large value as it is stored."""
     words = words.astype(np.int64)
     field, at, outlier = words[:, 0] & 511, words[:, 0] >> 9, words[:, 1]
     q = np.where(field > 0, field - 1 + ((outlier >> 7 & 255) - 5) * 16, 0)
-    out = unrotate(level_values("int4", codes, np.zeros(len(codes), bool)), upper_half(q << 3)[:, None] * power(-32))
+    value = level_values("int4", codes, np.zeros(len(codes), bool))
+    out = unrotate(value, upper_half(q << 3)[:, None] * power(-32), signs)
     out[np.arange(len(codes)), at] = (outlier.astype(np.uint32) << 16).view(F32)
     return out

@@ -280,25 +280,25 @@ INLINE int all_zero(const void *p, size_t nbytes, __m256i mask)
     return _mm256_testz_si256(any, mask);
 }
 
-/* One group by the reference; returns its scale.  Zeros, which padding and masks leave
+/* Group `index` of its tensor by the reference; returns its scale.  Zeros, which padding and masks leave
  * in numbers, must not cost that much. */
 static __attribute__((noinline, cold, unused)) uint16_t
-encode_odd(gck_format format, gck_dtype dtype, const char *group, uint8_t *codes)
+encode_odd(gck_format format, gck_dtype dtype, const char *group, int64_t index, uint8_t *codes)
 {
     uint16_t scale = 0;
 
     if (all_zero(group, group_nbytes(dtype), _mm256_set1_epi32(dtype == GCK_F32 ? 0x7FFFFFFF : 0x7FFF7FFF))) {
         memset(codes, 0, GCK_GROUP);
     } else {
-        gck_isa_scalar.encode[format][dtype](group, 1, codes, &scale, 0);
+        gck_isa_scalar.encode[format][dtype](group, 1, codes, &scale, index, 0);
     }
     return scale;
 }
 
 static __attribute__((noinline, cold, unused)) void
-decode_odd(gck_format format, gck_dtype dtype, const uint8_t *codes, uint16_t scale, char *group)
+decode_odd(gck_format format, gck_dtype dtype, const uint8_t *codes, uint16_t scale, int64_t index, char *group)
 {
-    gck_isa_scalar.decode[format][dtype](codes, &scale, 1, group, 0);
+    gck_isa_scalar.decode[format][dtype](codes, &scale, 1, group, index, 0);
 }
 
 /* The group of zeros that encode_odd() writes: as good as an ordinary one. */

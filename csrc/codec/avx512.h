@@ -36,33 +36,34 @@ GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT8_PLAIN)
 /* Their bodies: one per format and dtype, both constants to the compiler. */
 #define GCK_AVX512_BODY(format, dtype)                                                              \
     void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,       \
-                                              uint16_t *scales, int streaming)                      \
+                                              uint16_t *scales, int64_t index, int streaming)       \
     {                                                                                               \
-        encode_groups(format, dtype, x, ngroups, codes, scales, streaming);                         \
+        encode_groups(format, dtype, x, ngroups, codes, scales, index, streaming);                  \
     }                                                                                               \
     void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *scales,         \
-                                              int64_t ngroups, void *x, int streaming)              \
+                                              int64_t ngroups, void *x, int64_t index, int streaming) \
     {                                                                                               \
-        decode_groups(format, dtype, codes, scales, ngroups, x, streaming);                         \
+        decode_groups(format, dtype, codes, scales, ngroups, x, index, streaming);                  \
     }
 
 INLINE size_t group_bytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) * (size_t)GCK_GROUP; }
 
 /* ---- groups that are not ordinary ---- */
 
-/* amax: its float32 bits, exact if 0; else unused. */
-COLD uint16_t encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, uint8_t *codes)
+/* Group `index` of its tensor.  amax: its float32 bits, exact if 0; else unused. */
+COLD uint16_t encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
+                          uint8_t *codes)
 {
     if (amax == 0) {                               /* padding and dead channels: not so rare */
         memset(codes, 0, GCK_GROUP);
         return 0;
     }
     uint16_t scale;
-    gck_encode_group(format, x, dtype, GCK_GROUP, NULL, codes, &scale);
+    gck_encode_group(format, x, dtype, GCK_GROUP, index, NULL, codes, &scale);
     return scale;
 }
 
-COLD void decode_rare(gck_format format, const uint8_t *codes, uint16_t scale, void *x, gck_dtype dtype)
+COLD void decode_rare(gck_format format, const uint8_t *codes, uint16_t scale, int64_t index, void *x, gck_dtype dtype)
 {
     static const uint8_t zeros[GCK_GROUP];
 
@@ -70,7 +71,7 @@ COLD void decode_rare(gck_format format, const uint8_t *codes, uint16_t scale, v
         memset(x, 0, group_bytes(dtype));
         return;
     }
-    gck_decode_group(format, codes, &scale, x, dtype, GCK_GROUP);
+    gck_decode_group(format, codes, &scale, index, x, dtype, GCK_GROUP);
 }
 
 /* ---- memory ---- */
@@ -118,7 +119,6 @@ typedef struct {
     __m512  magic, step, minus_384_steps;          /* int8                                  */
     __m512i field, bias;
     __m512i plus_bytes, plus_minus_bytes, plus_words, plus_minus_words;
-    __m512i negated[4];                            /* GCK_SIGNS as sign bits of words       */
 } constants;
 
 INLINE constants make_constants(gck_format format, gck_dtype dtype)
@@ -152,9 +152,6 @@ INLINE constants make_constants(gck_format format, gck_dtype dtype)
         .plus_words = keep(all32(0x00010001u)),
         .plus_minus_words = keep(all32(0xFFFF0001u)),
     };
-    for (int k = 0; k < 4; k++) {
-        c.negated[k] = keep(_mm512_slli_epi16(_mm512_movm_epi16(gck_sign_word(k)), 15));
-    }
     return c;
 }
 

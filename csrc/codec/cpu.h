@@ -8,13 +8,16 @@
 
 /* `ngroups` whole groups: 128 x ngroups contiguous values at x (aligned to their
  * own size, no more), codes 16-byte aligned; side: GCK_SIDE_WORDS for each group.
+ * `first`: which group of its tensor the first one is.
  * `streaming`: the output is too large to stay in cache, so non-temporal stores win.
  * The bytes are those of gck_encode_group() / gck_decode_group(), to the last bit.
  * Called with the default floating-point environment (nearest, no FTZ, no DAZ). */
-typedef void gck_encode_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side, int streaming);
-typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *side, int64_t ngroups, void *x, int streaming);
+typedef void gck_encode_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side, int64_t first,
+                               int streaming);
+typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *side, int64_t ngroups, void *x, int64_t first,
+                               int streaming);
 
-/* The same with stochastic rounding; `first`: which group of its tensor the first one is. */
+/* The same with stochastic rounding. */
 typedef void gck_encode_noisy_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side,
                                      const gck_dither *dither, int64_t first);
 

@@ -77,7 +77,7 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
             uint8_t *out = codes + (first + j) * GCK_GROUP;
             prefetch(group, stride);
             if (s.odd >> j & 1) {
-                scales[first + j] = encode_odd(format, dtype, group, out);
+                scales[first + j] = encode_odd(format, dtype, group, 0, out);
                 continue;
             }
             scales[first + j] = s.stored[j];
@@ -203,7 +203,7 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
 
     for (int64_t g = 0; g < ngroups; g++, codes += GCK_GROUP, group += stride) {
         if (!step_is_ordinary(format, scales[g]) && !is_zero_group(codes, scales[g])) {
-            decode_odd(format, dtype, codes, scales[g], group);
+            decode_odd(format, dtype, codes, scales[g], 0, group);
         } else if (dtype == GCK_BF16) {
             decode_bf16(format, codes, step_of(format, scales[g]), group, q, stream);
         } else {
@@ -216,13 +216,15 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
 
 #define KERNELS(format, dtype)                                                                      \
     void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
-                                            uint16_t *scales, int streaming)                        \
+                                            uint16_t *scales, int64_t index, int streaming)         \
     {                                                                                               \
+        (void)index;                                                                                \
         STREAMED(encode, codes, format, dtype, x, ngroups, codes, scales)                           \
     }                                                                                               \
     void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *scales,           \
-                                            int64_t ngroups, void *x, int streaming)                \
+                                            int64_t ngroups, void *x, int64_t index, int streaming) \
     {                                                                                               \
+        (void)index;                                                                                \
         STREAMED(decode, x, format, dtype, codes, scales, ngroups, x)                               \
     }
 KERNELS(GCK_E4M3, GCK_F32)

@@ -48,7 +48,7 @@ INLINE __m512i encode_half(const constants *c, gck_dtype dtype, const void *x, i
 }
 
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
-                          uint8_t *codes, uint16_t *scales, int streaming)
+                          uint8_t *codes, uint16_t *scales, int64_t index, int streaming)
 {
     const int stream = may_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
@@ -67,7 +67,7 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
             uint8_t *cg = codes + (first + i) * GCK_GROUP;
 
             if (!(t.ordinary >> i & 1)) {
-                scales[first + i] = encode_rare(format, xg, dtype, t.amax[i], cg);
+                scales[first + i] = encode_rare(format, xg, dtype, t.amax[i], index, cg);
                 continue;
             }
             const __m512 m = _mm512_set1_ps(t.multiplier[i]);
@@ -155,7 +155,7 @@ INLINE void decode_group(const constants *c, gck_format format, gck_dtype dtype,
 }
 
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales,
-                          int64_t ngroups, void *x, int streaming)
+                          int64_t ngroups, void *x, int64_t index, int streaming)
 {
     const int stream = may_stream(x, streaming);
     const constants c = make_constants(format, dtype);
@@ -166,7 +166,7 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
         if (ordinary_scale(format, scales[g])) {
             decode_group(&c, format, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
         } else {
-            decode_rare(format, codes + g * GCK_GROUP, scales[g], xg, dtype);
+            decode_rare(format, codes + g * GCK_GROUP, scales[g], index, xg, dtype);
         }
     }
     if (stream) {

@@ -22,7 +22,7 @@
  *   fp8_*       value(code) is the OCP FP8 value; s = amax / MAX, nearest.
  *   int8_plain  value(code) is the signed byte;   s = amax / 127, rounded up.
  *   int8        y = H (d o x) with H the 128-point Hadamard matrix (natural order,
- *               entries +-1) and d the signs below; the codes are those of y with
+ *               entries +-1) and d the signs of the group's pattern, below; the codes are those of y with
  *               step S = 128 s = amax(y) / 127, rounded up;
  *               x' = d o (H code) * s: integers until the last multiplication.
  *   int6        the same y and S; the codes name levels (code.h).  S has 6 bits of
@@ -73,23 +73,39 @@
 
 #include "odd.h"
 
-/* Hadamard signs: bit i set means value i is negated.  The first 128 bits of the
- * fraction of pi, so that nobody wonders. */
-#define GCK_SIGNS_0 0x243F6A88u
-#define GCK_SIGNS_1 0x85A308D3u
-#define GCK_SIGNS_2 0x13198A2Eu
-#define GCK_SIGNS_3 0x03707344u
+/* Hadamard signs, 16 patterns: bit i % 32 of word i / 32 set means value i is negated.  The
+ * first 2048 bits of the fraction of pi, so that nobody wonders. */
+#define GCK_SIGN_PATTERNS(PATTERN) \
+    PATTERN(0x243F6A88u, 0x85A308D3u, 0x13198A2Eu, 0x03707344u) \
+    PATTERN(0xA4093822u, 0x299F31D0u, 0x082EFA98u, 0xEC4E6C89u) \
+    PATTERN(0x452821E6u, 0x38D01377u, 0xBE5466CFu, 0x34E90C6Cu) \
+    PATTERN(0xC0AC29B7u, 0xC97C50DDu, 0x3F84D5B5u, 0xB5470917u) \
+    PATTERN(0x9216D5D9u, 0x8979FB1Bu, 0xD1310BA6u, 0x98DFB5ACu) \
+    PATTERN(0x2FFD72DBu, 0xD01ADFB7u, 0xB8E1AFEDu, 0x6A267E96u) \
+    PATTERN(0xBA7C9045u, 0xF12C7F99u, 0x24A19947u, 0xB3916CF7u) \
+    PATTERN(0x0801F2E2u, 0x858EFC16u, 0x636920D8u, 0x71574E69u) \
+    PATTERN(0xA458FEA3u, 0xF4933D7Eu, 0x0D95748Fu, 0x728EB658u) \
+    PATTERN(0x718BCD58u, 0x82154AEEu, 0x7B54A41Du, 0xC25A59B5u) \
+    PATTERN(0x9C30D539u, 0x2AF26013u, 0xC5D1B023u, 0x286085F0u) \
+    PATTERN(0xCA417918u, 0xB8DB38EFu, 0x8E79DCB0u, 0x603A180Eu) \
+    PATTERN(0x6C9E0E8Bu, 0xB01E8A3Eu, 0xD71577C1u, 0xBD314B27u) \
+    PATTERN(0x78AF2FDAu, 0x55605C60u, 0xE65525F3u, 0xAA55AB94u) \
+    PATTERN(0x57489862u, 0x63E81440u, 0x55CA396Au, 0x2AAB10B6u) \
+    PATTERN(0xB4CC5C34u, 0x1141E8CEu, 0xA15486AFu, 0x7C72E993u)
+enum { GCK_NPATTERNS = 16 };
+
+#define GCK_FOUR_WORDS(a, b, c, d) {a, b, c, d},
+GCK_TABLE uint32_t gck_sign_words[GCK_NPATTERNS][4] = {GCK_SIGN_PATTERNS(GCK_FOUR_WORDS)};
+
+/* Which pattern a group of a tensor has.  They differ from token to token at any width:
+ * equal vectors (the same word's embedding) then have errors that do not add up. */
+GCK_FN int gck_pattern(int64_t group) { return (int)((uint32_t)group * 0x9E3779B1u >> 28); }
 
 /* Of 128 t: more than so many large ones mean uniform levels; at least so many, a spike.
  * Large: t >= 64 or t < -64, so that the upper two bits differ. */
 enum { GCK_MANY_LARGE = 48, GCK_MOST_LARGE = 124 };
 
-GCK_FN uint32_t gck_sign_word(int word)
-{
-    return word == 0 ? GCK_SIGNS_0 : word == 1 ? GCK_SIGNS_1 : word == 2 ? GCK_SIGNS_2 : GCK_SIGNS_3;
-}
-
-GCK_FN int gck_negated(int i) { return (int)(gck_sign_word(i / 32) >> (i % 32)) & 1; }
+GCK_FN int gck_negated(int pattern, int i) { return (int)(gck_sign_words[pattern][i / 32] >> (i % 32)) & 1; }
 
 /* ---- rotation ---- */
 
@@ -109,13 +125,13 @@ GCK_FN void gck_hadamard(float *y)
 }
 
 /* y = H (d o x), x[at] taken as zero (at < 0: none); returns amax(y). */
-GCK_SLOW_FN float gck_rotate(const void *x, gck_dtype dtype, int count, int at, float *y)
+GCK_SLOW_FN float gck_rotate(const void *x, gck_dtype dtype, int count, int at, int pattern, float *y)
 {
     float amax = 0.f;
 
     for (int i = 0; i < GCK_GROUP; i++) {
         const float v = i < count && i != at ? gck_load(x, dtype, i) : 0.f;
-        y[i] = gck_negated(i) ? -v : v;
+        y[i] = gck_negated(pattern, i) ? -v : v;
     }
     gck_hadamard(y);
     for (int i = 0; i < GCK_GROUP; i++) {
@@ -158,7 +174,7 @@ GCK_FN int gck_count_large(const float *y, float inv, int noisy)
 }
 
 /* x' = d o (H value) * unit, value integers: |sums| <= 128 * 255, exact in any order. */
-GCK_FN void gck_unrotate(int32_t *value, float unit, void *x, gck_dtype dtype, int count)
+GCK_FN void gck_unrotate(int32_t *value, float unit, int pattern, void *x, gck_dtype dtype, int count)
 {
     for (int h = 1; h < GCK_GROUP; h *= 2) {
         for (int i = 0; i < GCK_GROUP; i++) {
@@ -171,7 +187,7 @@ GCK_FN void gck_unrotate(int32_t *value, float unit, void *x, gck_dtype dtype, i
     }
     for (int i = 0; i < count; i++) {
         const float v = (float)value[i] * unit;
-        gck_store(x, dtype, i, gck_negated(i) ? -v : v);
+        gck_store(x, dtype, i, gck_negated(pattern, i) ? -v : v);
     }
 }
 
@@ -193,14 +209,14 @@ GCK_SLOW_FN void gck_encode_codes(gck_format format, const float *y, uint32_t st
     gck_pack_codes(format, code, codes);
 }
 
-GCK_SLOW_FN void gck_encode_rotated(gck_format format, const void *x, gck_dtype dtype, int count,
+GCK_SLOW_FN void gck_encode_rotated(gck_format format, const void *x, gck_dtype dtype, int count, int pattern,
                                     const uint16_t *noise, uint8_t *codes, uint16_t *side)
 {
     uint32_t largest;
     const int at = gck_largest(x, dtype, count, &largest);
     const int special = largest > gck_limit(dtype);
     float y[GCK_GROUP];
-    float amax = special ? 0.f : gck_rotate(x, dtype, count, -1, y);
+    float amax = special ? 0.f : gck_rotate(x, dtype, count, -1, pattern, y);
 
     if (special || (amax > 0.f && amax < GCK_TINY)) {
         gck_encode_unrotated(format, x, dtype, count, 1, noise, codes, side);
@@ -212,18 +228,19 @@ GCK_SLOW_FN void gck_encode_rotated(gck_format format, const void *x, gck_dtype 
     const int uniform = format == GCK_INT6 && large > GCK_MANY_LARGE;
 
     if (large >= GCK_MOST_LARGE) {
-        const float rest = gck_rotate(x, dtype, count, at, y);
+        const float rest = gck_rotate(x, dtype, count, at, pattern, y);
         if (4.f * rest < amax) {
             gck_encode_spike(format, y, rest, at, gck_load(x, dtype, at), codes, side);
             return;
         }
-        gck_rotate(x, dtype, count, -1, y);
+        gck_rotate(x, dtype, count, -1, pattern, y);
     }
     gck_encode_codes(format, y, stored, uniform, inv, noise, codes);
     side[0] = (uint16_t)(stored | (uint32_t)uniform);
 }
 
-GCK_SLOW_FN void gck_decode_spike(gck_format format, const uint8_t *codes, void *x, gck_dtype dtype, int count)
+GCK_SLOW_FN void gck_decode_spike(gck_format format, const uint8_t *codes, int pattern, void *x, gck_dtype dtype,
+                                  int count)
 {
     int32_t value[GCK_GROUP];
     uint64_t spike = 0;
@@ -234,7 +251,7 @@ GCK_SLOW_FN void gck_decode_spike(gck_format format, const uint8_t *codes, void 
         spike |= i < GCK_STOLEN ? (uint64_t)(code & 1u) << i : 0u;
     }
     const int at = (int)(spike & 127u);
-    gck_unrotate(value, gck_float((uint32_t)(spike >> 8 & 0x7FFFu) << 16) * 0x1p-33f, x, dtype, count);
+    gck_unrotate(value, gck_float((uint32_t)(spike >> 8 & 0x7FFFu) << 16) * 0x1p-33f, pattern, x, dtype, count);
     if (at < count) {
         gck_store_escape(x, dtype, at, gck_float((uint32_t)(spike >> 24)));
     }
@@ -258,8 +275,8 @@ GCK_FN uint32_t gck_int4_outlier(float v, int noise)
     return noise < 0 ? gck_to_bf16(v) : (gck_bits(v) + (uint32_t)noise) >> 16;
 }
 
-GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, const uint16_t *noise, uint8_t *codes,
-                                 uint16_t *side)
+GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, int pattern, const uint16_t *noise,
+                                 uint8_t *codes, uint16_t *side)
 {
     uint32_t largest;
     const int at = gck_largest(x, dtype, count, &largest);
@@ -271,7 +288,7 @@ GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, cons
     }
     const float v = largest > 0 ? gck_load(x, dtype, at) : 0.f;
     const uint32_t outlier = largest > 0 ? gck_int4_outlier(v, noise != NULL ? noise[at] : GCK_NEAREST) : 0u;
-    const float amax = gck_rotate(x, dtype, count, at, y);
+    const float amax = gck_rotate(x, dtype, count, at, pattern, y);
     const uint32_t low = largest > 0 ? gck_int4_low(outlier) << 3 : 0u;  /* the least step a field has */
     uint32_t stored = amax > 0.f ? gck_stored(GCK_INT4, 0, noise != NULL, amax) : 0u;
 
@@ -286,21 +303,21 @@ GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, cons
 /* ---- every group ---- */
 
 /* The reference encoder: GCK_CODE_BYTES codes and GCK_SIDE_WORDS words beside them, from
- * `count` values.  noise: 16 bits for each of 128 values, or NULL: to nearest. */
-GCK_FN void gck_encode_group(gck_format format, const void *x, gck_dtype dtype, int count, const uint16_t *noise,
-                             uint8_t *codes, uint16_t *side)
+ * `count` values.  group: its index in the tensor.  noise: 16 bits for each of 128 values, or NULL: to nearest. */
+GCK_FN void gck_encode_group(gck_format format, const void *x, gck_dtype dtype, int count, int64_t group,
+                             const uint16_t *noise, uint8_t *codes, uint16_t *side)
 {
     if (format == GCK_INT4) {
-        gck_encode_int4(x, dtype, count, noise, codes, side);
+        gck_encode_int4(x, dtype, count, gck_pattern(group), noise, codes, side);
     } else if (gck_is_rotated(format)) {
-        gck_encode_rotated(format, x, dtype, count, noise, codes, side);
+        gck_encode_rotated(format, x, dtype, count, gck_pattern(group), noise, codes, side);
     } else {
         gck_encode_unrotated(format, x, dtype, count, 0, noise, codes, side);
     }
 }
 
 /* Ordinary rotated groups. */
-GCK_FN void gck_decode_rotated(gck_format format, const uint8_t *codes, const uint16_t *side, void *x,
+GCK_FN void gck_decode_rotated(gck_format format, const uint8_t *codes, const uint16_t *side, int pattern, void *x,
                                gck_dtype dtype, int count)
 {
     const uint32_t scale = side[0];
@@ -312,23 +329,24 @@ GCK_FN void gck_decode_rotated(gck_format format, const uint8_t *codes, const ui
         const uint8_t code = gck_packed_code(format, codes, i);
         value[i] = gck_has_levels(format) ? gck_level_value(format, (int)(scale & 1u), code) : (int8_t)code;
     }
-    gck_unrotate(value, gck_float(stored << 16) * (gck_has_levels(format) ? 0x1p-33f : 0x1p-32f), x, dtype, count);
+    gck_unrotate(value, gck_float(stored << 16) * (gck_has_levels(format) ? 0x1p-33f : 0x1p-32f), pattern, x, dtype,
+                 count);
     if (format == GCK_INT4 && (int)(scale >> 9) < count) {
         gck_store(x, dtype, (int)(scale >> 9), gck_float((uint32_t)side[1] << 16));
     }
 }
 
 /* The reference decoder of one group: writes its first `count` values to x. */
-GCK_FN void gck_decode_group(gck_format format, const uint8_t *codes, const uint16_t *side, void *x, gck_dtype dtype,
-                             int count)
+GCK_FN void gck_decode_group(gck_format format, const uint8_t *codes, const uint16_t *side, int64_t group, void *x,
+                             gck_dtype dtype, int count)
 {
     const int unrotated = format == GCK_INT4 ? (side[1] & 0x7F80u) == GCK_INT4_UNROTATED
                         : !gck_is_rotated(format) || side[0] & GCK_ESC;
 
     if (!unrotated) {
-        gck_decode_rotated(format, codes, side, x, dtype, count);
+        gck_decode_rotated(format, codes, side, gck_pattern(group), x, dtype, count);
     } else if (side[0] == GCK_ESC_SPIKE && (format == GCK_INT8 || format == GCK_INT6)) {
-        gck_decode_spike(format, codes, x, dtype, count);
+        gck_decode_spike(format, codes, gck_pattern(group), x, dtype, count);
     } else {
         gck_decode_unrotated(format, codes, side[0], x, dtype, count);
     }

@@ -45,7 +45,7 @@ static void encode_run(gck_format format, const gck_tensor *x, const void *value
         (encode ? encode : gck_isa_scalar.encode_noisy[format][x->dtype])(values, n, codes, side, dither, g);
     } else {
         gck_encode_groups *encode = isa->encode[format][x->dtype];
-        (encode ? encode : gck_isa_scalar.encode[format][x->dtype])(values, n, codes, side, streaming);
+        (encode ? encode : gck_isa_scalar.encode[format][x->dtype])(values, n, codes, side, g, streaming);
     }
 }
 
@@ -55,7 +55,7 @@ static void decode_run(gck_format format, const void *payload, const gck_tensor 
     gck_decode_groups *decode = gck_isa_current()->decode[format][out->dtype];
 
     (decode ? decode : gck_isa_scalar.decode[format][out->dtype])(codes_at(format, payload, g),
-                                                                  side_at(format, payload, out->numel, g), n, values,
+                                                                  side_at(format, payload, out->numel, g), n, values, g,
                                                                   streaming);
 }
 

@@ -3,16 +3,16 @@
 
 #include "avx2.h"
 
-/* The Hadamard signs as the sign bits of 128 16-bit values. */
+/* The Hadamard signs as the sign bits of 128 16-bit values, for each pattern. */
 #define SIGN(word, bit) (((word) >> (bit) & 1u) << 15)
 #define SIGNS_4(word, bit) SIGN(word, bit), SIGN(word, bit + 1), SIGN(word, bit + 2), SIGN(word, bit + 3)
 #define SIGNS_16(word, bit) SIGNS_4(word, bit), SIGNS_4(word, bit + 4), SIGNS_4(word, bit + 8), SIGNS_4(word, bit + 12)
 #define SIGNS_32(word) SIGNS_16(word, 0), SIGNS_16(word, 16)
-static const _Alignas(32) uint16_t signs[GCK_GROUP] = {
-    SIGNS_32(GCK_SIGNS_0), SIGNS_32(GCK_SIGNS_1), SIGNS_32(GCK_SIGNS_2), SIGNS_32(GCK_SIGNS_3),
-};
+#define SIGNS_128(a, b, c, d) {SIGNS_32(a), SIGNS_32(b), SIGNS_32(c), SIGNS_32(d)},
+static const _Alignas(32) uint16_t signs[GCK_NPATTERNS][GCK_GROUP] = {GCK_SIGN_PATTERNS(SIGNS_128)};
 
-INLINE __m256i signs16(int k) { return _mm256_load_si256((const __m256i *)signs + k); }
+/* Of group `index`. */
+INLINE const __m256i *signs_of(int64_t index) { return (const __m256i *)signs[gck_pattern(index)]; }
 
 /* ---- encode ---- */
 
@@ -29,7 +29,7 @@ INLINE __m256i quantised(v16 v, __m256 inverse, __m256 rounder)
 INLINE __m256i codes_of(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xD8); }
 
 INLINE void encode_plain(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes, uint16_t *scales,
-                         int stream)
+                         int64_t index, int stream)
 {
     const size_t stride = group_nbytes(dtype);
     const __m256i no_flip = _mm256_setzero_si256();
@@ -51,7 +51,7 @@ INLINE void encode_plain(gck_dtype dtype, const void *x, int64_t ngroups, uint8_
             uint8_t *out = codes + (first + j) * GCK_GROUP;
             prefetch(group, stride);
             if (s.odd >> j & 1) {
-                scales[first + j] = encode_odd(GCK_INT8_PLAIN, dtype, group, out);
+                scales[first + j] = encode_odd(GCK_INT8_PLAIN, dtype, group, index + first + j, out);
                 continue;
             }
             const __m256 inverse = _mm256_set1_ps(s.multiplier[j]);
@@ -86,10 +86,10 @@ INLINE __m256 stages_of_lanes(__m256 y)
 }
 
 /* The first four stages of y = H (d o x): y has the even values first. */
-INLINE void rotate_in_lanes(const char *group, gck_dtype dtype, __m256 y[16], load_constants c)
+INLINE void rotate_in_lanes(const char *group, gck_dtype dtype, const __m256i *signs, __m256 y[16], load_constants c)
 {
     for (int k = 0; k < 8; k++) {
-        const v16 v = load16(group, dtype, k, signs16(k), c);
+        const v16 v = load16(group, dtype, k, _mm256_load_si256(signs + k), c);
         y[k] = stages_of_lanes(_mm256_add_ps(v.even, v.odd));
         y[k + 8] = stages_of_lanes(_mm256_sub_ps(v.even, v.odd));
     }
@@ -129,7 +129,7 @@ INLINE __m256i f16_escapes(const char *group, load_constants c)
 }
 
 INLINE void encode_rotated(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes, uint16_t *scales,
-                           int stream)
+                           int64_t index, int stream)
 {
     /* max |y| >= max |x| but for rounding: below half the limit, nothing escapes. */
     const uint32_t top = dtype == GCK_F16 ? 0x7F7FFFFFu : gck_limit(dtype) - 0x00800000u;
@@ -145,7 +145,7 @@ INLINE void encode_rotated(gck_dtype dtype, const void *x, int64_t ngroups, uint
         const char *group = (const char *)x + (size_t)first * stride;
 
         for (int j = 0; j < n; j++) {
-            rotate_in_lanes(group + (size_t)j * stride, dtype, y[j], c);
+            rotate_in_lanes(group + (size_t)j * stride, dtype, signs_of(index + first + j), y[j], c);
         }
         for (int j = 0; j < n; j++) {
             maxima[j] = rotate_between(y[j], abs);
@@ -157,7 +157,7 @@ INLINE void encode_rotated(gck_dtype dtype, const void *x, int64_t ngroups, uint
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
             if (s.odd >> j & 1) {
-                scales[first + j] = encode_odd(GCK_INT8, dtype, group, out);
+                scales[first + j] = encode_odd(GCK_INT8, dtype, group, index + first + j, out);
                 continue;
             }
             const __m256 inverse = _mm256_set1_ps(s.multiplier[j]);
@@ -171,7 +171,7 @@ INLINE void encode_rotated(gck_dtype dtype, const void *x, int64_t ngroups, uint
                 store(out + 16 * k, t, stream);
             }
             if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
-                scales[first + j] = encode_odd(GCK_INT8, dtype, group, out);
+                scales[first + j] = encode_odd(GCK_INT8, dtype, group, index + first + j, out);
             }
         }
     }
@@ -195,7 +195,7 @@ INLINE __m256 biased(__m256i codes, __m256i bytes, __m256i exponent)
 }
 
 INLINE void decode_plain(gck_dtype dtype, const uint8_t *codes, const uint16_t *scales, int64_t ngroups, void *x,
-                         int stream)
+                         int64_t index, int stream)
 {
     const size_t stride = group_nbytes(dtype);
     const store_constants c = store_constants_of();
@@ -209,7 +209,7 @@ INLINE void decode_plain(gck_dtype dtype, const uint8_t *codes, const uint16_t *
 
     for (int64_t g = 0; g < ngroups; g++, codes += GCK_GROUP, group += stride) {
         if (!step_is_ordinary(scales[g]) && !is_zero_group(codes, scales[g])) {
-            decode_odd(GCK_INT8_PLAIN, dtype, codes, scales[g], group);
+            decode_odd(GCK_INT8_PLAIN, dtype, codes, scales[g], index + g, group);
             continue;
         }
         const __m256 step = step_of(scales[g]);
@@ -266,7 +266,7 @@ INLINE void rotate_codes(const uint8_t *codes, __m256i w[8])
 }
 
 INLINE void decode_rotated(gck_dtype dtype, const uint8_t *codes, const uint16_t *scales, int64_t ngroups, void *x,
-                           int stream)
+                           int64_t index, int stream)
 {
     const __m256i sum = kept(0x00010001u), difference = kept(0xFFFF0001u);
     const size_t stride = group_nbytes(dtype);
@@ -282,14 +282,16 @@ INLINE void decode_rotated(gck_dtype dtype, const uint8_t *codes, const uint16_t
         const __m256i *now = w[g & 1];
         rotate_codes(codes + (g + 1 < ngroups ? GCK_GROUP : 0), w[~g & 1]);
         if (!step_is_ordinary(scales[g]) && !is_zero_group(codes, scales[g])) {
-            decode_odd(GCK_INT8, dtype, codes, scales[g], group);
+            decode_odd(GCK_INT8, dtype, codes, scales[g], index + g, group);
             continue;
         }
         const __m256 step = step_of(scales[g]);
+        const __m256i *flips = signs_of(index + g);
         for (int k = 0; k < 8; k++) {                                   /* bit 0, and to 32 bits */
             const __m256 even = _mm256_cvtepi32_ps(_mm256_madd_epi16(now[k], sum));
             const __m256 odd = _mm256_cvtepi32_ps(_mm256_madd_epi16(now[k], difference));
-            store16(group, dtype, k, (v16){_mm256_mul_ps(even, step), _mm256_mul_ps(odd, step)}, signs16(k), c, stream);
+            store16(group, dtype, k, (v16){_mm256_mul_ps(even, step), _mm256_mul_ps(odd, step)},
+                    _mm256_load_si256(flips + k), c, stream);
         }
     }
 }
@@ -298,14 +300,14 @@ INLINE void decode_rotated(gck_dtype dtype, const uint8_t *codes, const uint16_t
 
 #define KERNELS(format, dtype, encode, decode)                                                      \
     void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
-                                            uint16_t *scales, int streaming)                        \
+                                            uint16_t *scales, int64_t index, int streaming)         \
     {                                                                                               \
-        STREAMED(encode, codes, dtype, x, ngroups, codes, scales)                                   \
+        STREAMED(encode, codes, dtype, x, ngroups, codes, scales, index)                                   \
     }                                                                                               \
     void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *scales,           \
-                                            int64_t ngroups, void *x, int streaming)                \
+                                            int64_t ngroups, void *x, int64_t index, int streaming) \
     {                                                                                               \
-        STREAMED(decode, x, dtype, codes, scales, ngroups, x)                                       \
+        STREAMED(decode, x, dtype, codes, scales, ngroups, x, index)                                       \
     }
 KERNELS(GCK_INT8, GCK_F32, encode_rotated, decode_rotated)
 KERNELS(GCK_INT8, GCK_F16, encode_rotated, decode_rotated)

@@ -31,7 +31,7 @@ INLINE void encode_plain(const constants *c, gck_dtype dtype, const void *x, flo
 }
 
 INLINE void encode_groups_plain(const constants *c, gck_dtype dtype, const void *x, int64_t ngroups,
-                                uint8_t *codes, uint16_t *scales, int stream)
+                                uint8_t *codes, uint16_t *scales, int64_t index, int stream)
 {
     tile t = {.ordinary = 0};
 
@@ -48,7 +48,7 @@ INLINE void encode_groups_plain(const constants *c, gck_dtype dtype, const void 
             uint8_t *cg = codes + (first + i) * GCK_GROUP;
 
             if (!(t.ordinary >> i & 1)) {
-                scales[first + i] = encode_rare(GCK_INT8_PLAIN, xg, dtype, t.amax[i], cg);
+                scales[first + i] = encode_rare(GCK_INT8_PLAIN, xg, dtype, t.amax[i], index + first + i, cg);
                 continue;
             }
             encode_plain(c, dtype, xg, t.multiplier[i], cg, stream);
@@ -59,10 +59,13 @@ INLINE void encode_groups_plain(const constants *c, gck_dtype dtype, const void 
 
 /* ---- encode: rotation ---- */
 
+/* The signs of 32 words. */
+INLINE __m512i negated_words(uint32_t signs) { return _mm512_slli_epi16(_mm512_movm_epi16(signs), 15); }
+
 /* d o v for natural register j of 16 float32. */
-INLINE __m512 flip_natural(__m512 v, int j)
+INLINE __m512 flip_natural(__m512 v, const uint32_t *signs, int j)
 {
-    const __mmask16 negated = (__mmask16)(gck_sign_word(j / 2) >> (j % 2 * 16));
+    const __mmask16 negated = (__mmask16)(signs[j / 2] >> (j % 2 * 16));
     const __m512i bits = _mm512_castps_si512(v);
 
     return _mm512_castsi512_ps(_mm512_mask_xor_epi32(bits, negated, bits, all32(0x80000000u)));
@@ -96,16 +99,16 @@ INLINE __m512 lane_stages(__m512 v)
 
 /* y = H (d o x), in pairs.  Index bit 0 is between lo and hi for bfloat16 (then come
  * the lanes, then the pairs); for others the lanes are first. */
-INLINE void rotate(const constants *c, gck_dtype dtype, const void *x, __m512 y[8])
+INLINE void rotate(const constants *c, gck_dtype dtype, const void *x, const uint32_t *signs, __m512 y[8])
 {
     for (int k = 0; k < 4; k++) {
         if (dtype == GCK_BF16) {
             const __m512i w = _mm512_loadu_si512((const char *)x + 64 * k);
-            split_bf16(c, _mm512_xor_si512(w, c->negated[k]), &y[2 * k], &y[2 * k + 1]);
+            split_bf16(c, _mm512_xor_si512(w, negated_words(signs[k])), &y[2 * k], &y[2 * k + 1]);
             butterfly(&y[2 * k], &y[2 * k + 1]);
         } else {
-            y[2 * k] = flip_natural(load16(x, dtype, 2 * k), 2 * k);
-            y[2 * k + 1] = flip_natural(load16(x, dtype, 2 * k + 1), 2 * k + 1);
+            y[2 * k] = flip_natural(load16(x, dtype, 2 * k), signs, 2 * k);
+            y[2 * k + 1] = flip_natural(load16(x, dtype, 2 * k + 1), signs, 2 * k + 1);
         }
         y[2 * k] = lane_stages(y[2 * k]);
         y[2 * k + 1] = lane_stages(y[2 * k + 1]);
@@ -153,9 +156,9 @@ INLINE int escapes_f16(const constants *c, const void *x)
 }
 
 /* y, and the bits of max |y|; ~0 if x is known to be no ordinary group. */
-INLINE uint32_t rotate_and_measure(const constants *c, gck_dtype dtype, const void *x, __m512 y[8])
+INLINE uint32_t rotate_and_measure(const constants *c, gck_dtype dtype, const void *x, int64_t index, __m512 y[8])
 {
-    rotate(c, dtype, x, y);
+    rotate(c, dtype, x, gck_sign_words[gck_pattern(index)], y);
     return dtype == GCK_F16 && escapes_f16(c, x) ? ~0u : rotated_max_bits(y);
 }
 
@@ -168,10 +171,10 @@ INLINE int count_large(__m512i t)
 }
 
 INLINE uint16_t encode_rotated(const constants *c, gck_dtype dtype, const void *x, const __m512 y[8],
-                               uint32_t amax, uint8_t *codes, int stream)
+                               uint32_t amax, int64_t index, uint8_t *codes, int stream)
 {
     if (!ordinary_rotated(amax)) {
-        return encode_rare(GCK_INT8, x, dtype, amax, codes);
+        return encode_rare(GCK_INT8, x, dtype, amax, index, codes);
     }
     const uint32_t stored = gck_stored(GCK_INT8, 0, 0, gck_float(amax));
     const __m512 inverse = _mm512_set1_ps(gck_inverse(GCK_INT8, 0, stored));
@@ -179,7 +182,7 @@ INLINE uint16_t encode_rotated(const constants *c, gck_dtype dtype, const void *
     put(codes, t0, stream);
     put(codes + 64, t1, stream);
     if (__builtin_expect(count_large(t0) + count_large(t1) >= GCK_MOST_LARGE, 0)) {
-        return encode_rare(GCK_INT8, x, dtype, amax, codes);
+        return encode_rare(GCK_INT8, x, dtype, amax, index, codes);
     }
     return (uint16_t)stored;
 }
@@ -187,34 +190,34 @@ INLINE uint16_t encode_rotated(const constants *c, gck_dtype dtype, const void *
 /* Two groups at a time: the second is rotated while the scale of the first, a long
  * chain of scalar operations, is on its way. */
 INLINE void encode_groups_rotated(const constants *c, gck_dtype dtype, const char *x, int64_t ngroups,
-                                  uint8_t *codes, uint16_t *scales, int stream)
+                                  uint8_t *codes, uint16_t *scales, int64_t index, int stream)
 {
     const size_t stride = group_bytes(dtype);
     __m512 y0[8], y1[8];
     int64_t g = 0;
 
     for (; g + 2 <= ngroups; g += 2, x += 2 * stride, codes += 2 * GCK_GROUP) {
-        const uint32_t amax0 = rotate_and_measure(c, dtype, x, y0);
-        const uint32_t amax1 = rotate_and_measure(c, dtype, x + stride, y1);
-        scales[g] = encode_rotated(c, dtype, x, y0, amax0, codes, stream);
-        scales[g + 1] = encode_rotated(c, dtype, x + stride, y1, amax1, codes + GCK_GROUP, stream);
+        const uint32_t amax0 = rotate_and_measure(c, dtype, x, index + g, y0);
+        const uint32_t amax1 = rotate_and_measure(c, dtype, x + stride, index + g + 1, y1);
+        scales[g] = encode_rotated(c, dtype, x, y0, amax0, index + g, codes, stream);
+        scales[g + 1] = encode_rotated(c, dtype, x + stride, y1, amax1, index + g + 1, codes + GCK_GROUP, stream);
     }
     if (g < ngroups) {
-        const uint32_t amax = rotate_and_measure(c, dtype, x, y0);
-        scales[g] = encode_rotated(c, dtype, x, y0, amax, codes, stream);
+        const uint32_t amax = rotate_and_measure(c, dtype, x, index + g, y0);
+        scales[g] = encode_rotated(c, dtype, x, y0, amax, index + g, codes, stream);
     }
 }
 
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
-                          uint8_t *codes, uint16_t *scales, int streaming)
+                          uint8_t *codes, uint16_t *scales, int64_t index, int streaming)
 {
     const int stream = may_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
 
     if (format == GCK_INT8_PLAIN) {
-        encode_groups_plain(&c, dtype, x, ngroups, codes, scales, stream);
+        encode_groups_plain(&c, dtype, x, ngroups, codes, scales, index, stream);
     } else {
-        encode_groups_rotated(&c, dtype, x, ngroups, codes, scales, stream);
+        encode_groups_rotated(&c, dtype, x, ngroups, codes, scales, index, stream);
     }
     if (stream) {
         _mm_sfence();
@@ -337,7 +340,7 @@ TABLE uint32_t last_of_pair[16] = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29,
 
 /* Signs last: a zero y under a negative sign is -0. */
 INLINE void decode_rotated(const constants *c, gck_dtype dtype, const uint8_t *codes, uint32_t scale,
-                           void *x, int stream)
+                           const uint32_t *signs, void *x, int stream)
 {
     const __m512 step = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_set1_epi32((int)(scale << 16))), c->step);
     __m512i y[8];
@@ -347,11 +350,11 @@ INLINE void decode_rotated(const constants *c, gck_dtype dtype, const uint8_t *c
         const __m512 even = _mm512_mul_ps(_mm512_cvtepi32_ps(y[2 * k]), step);
         const __m512 odd = _mm512_mul_ps(_mm512_cvtepi32_ps(y[2 * k + 1]), step);
         if (dtype == GCK_BF16) {
-            put((char *)x + 64 * k, _mm512_xor_si512(to_bf16(c, even, odd), c->negated[k]), stream);
+            put((char *)x + 64 * k, _mm512_xor_si512(to_bf16(c, even, odd), negated_words(signs[k])), stream);
         } else {
             const __m512 lo = _mm512_permutex2var_ps(even, _mm512_loadu_si512(first_of_pair), odd);
             const __m512 hi = _mm512_permutex2var_ps(even, _mm512_loadu_si512(last_of_pair), odd);
-            put_pair(c, x, dtype, k, flip_natural(lo, 2 * k), flip_natural(hi, 2 * k + 1), stream);
+            put_pair(c, x, dtype, k, flip_natural(lo, signs, 2 * k), flip_natural(hi, signs, 2 * k + 1), stream);
         }
     }
 }
@@ -367,7 +370,7 @@ INLINE int ordinary_scale(gck_format format, uint32_t scale)
 }
 
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales,
-                          int64_t ngroups, void *x, int streaming)
+                          int64_t ngroups, void *x, int64_t index, int streaming)
 {
     const int stream = may_stream(x, streaming);
     const constants c = make_constants(format, dtype);
@@ -376,9 +379,9 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
         char *xg = (char *)x + (size_t)g * group_bytes(dtype);
 
         if (!ordinary_scale(format, scales[g])) {
-            decode_rare(format, codes + g * GCK_GROUP, scales[g], xg, dtype);
+            decode_rare(format, codes + g * GCK_GROUP, scales[g], index + g, xg, dtype);
         } else if (format == GCK_INT8) {
-            decode_rotated(&c, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
+            decode_rotated(&c, dtype, codes + g * GCK_GROUP, scales[g], gck_sign_words[gck_pattern(index + g)], xg, stream);
         } else {
             decode_plain(&c, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
         }

@@ -6,12 +6,12 @@
  * constants and folds the switches of group.h away. */
 #define SCALAR(format, dtype)                                                                       \
     static void encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,           \
-                                          uint16_t *side, int streaming)                            \
+                                          uint16_t *side, int64_t first, int streaming)             \
     {                                                                                               \
         (void)streaming;                                                                            \
         for (int64_t g = 0; g < ngroups; g++) {                                                     \
             gck_encode_group(format, (const char *)x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype, \
-                             GCK_GROUP, NULL, codes + g * GCK_CODE_BYTES(format),                   \
+                             GCK_GROUP, first + g, NULL, codes + g * GCK_CODE_BYTES(format),                   \
                              side + g * GCK_SIDE_WORDS(format));                                    \
         }                                                                                           \
     }                                                                                               \
@@ -23,17 +23,17 @@
         for (int64_t g = 0; g < ngroups; g++) {                                                     \
             gck_noise_of_group(dither, first + g, noise);                                           \
             gck_encode_group(format, (const char *)x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype, \
-                             GCK_GROUP, noise, codes + g * GCK_CODE_BYTES(format),                  \
+                             GCK_GROUP, first + g, noise, codes + g * GCK_CODE_BYTES(format),                  \
                              side + g * GCK_SIDE_WORDS(format));                                    \
         }                                                                                           \
     }                                                                                               \
     static void decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,               \
-                                          int64_t ngroups, void *x, int streaming)                  \
+                                          int64_t ngroups, void *x, int64_t first, int streaming)   \
     {                                                                                               \
         (void)streaming;                                                                            \
         for (int64_t g = 0; g < ngroups; g++) {                                                     \
             gck_decode_group(format, codes + g * GCK_CODE_BYTES(format),                            \
-                             side + g * GCK_SIDE_WORDS(format),                                     \
+                             side + g * GCK_SIDE_WORDS(format), first + g,                          \
                              (char *)x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype, GCK_GROUP); \
         }                                                                                           \
     }

@@ -12,9 +12,11 @@
 #ifdef __CUDACC__
 #define GCK_FN static __device__ __forceinline__
 #define GCK_SLOW_FN static __device__ __noinline__
+#define GCK_TABLE static __constant__ const
 #else
 #define GCK_FN static inline
 #define GCK_SLOW_FN static inline
+#define GCK_TABLE static const __attribute__((unused))
 #endif
 
 enum { GCK_GROUP = 128 };
