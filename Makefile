@@ -23,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: $(VENV)/.built  ## train a small Llama under six kinds of checkpoints; table and demo.png (minutes)
+demo: $(VENV)/.built  ## train a small Llama under eight kinds of checkpoints; table and demo.png (minutes)
 	@$(BIN)/python examples/train_llama.py $(DEMO_ARGS)
 
 # Ends with pytest's closing line.

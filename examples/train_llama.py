@@ -1,7 +1,7 @@
 """Trains a small byte-level Llama on Python's own standard library, with checkpoints kept in several ways.
 
 The same seeds, batches and steps under: no checkpointing, torch's checkpointing, and gradckpt with
-compress=None, fp8, int8 and int8 in replay mode. Prints a table, draws demo.png, and checks what
+compress=None, fp8, int8, int6, int4 and int8 in replay mode. Prints a table, draws demo.png, and checks what
 must be equal to the last bit; the exit status is 1 when it is not.
 
     python examples/train_llama.py --steps 60 --runs none,torch,int8
@@ -39,10 +39,12 @@ RUNS = {
     "gradckpt": ("gradckpt None", None, False),
     "fp8": ("gradckpt fp8", "fp8", False),
     "int8": ("gradckpt int8", "int8", False),
+    "int6": ("gradckpt int6", "int6", False),
+    "int4": ("gradckpt int4", "int4", False),
     "int8-replay": ("gradckpt int8 replay", "int8", True),
 }
-#: Bits per value by arithmetic: 8 and one 16-bit scale for each group of 128 values.
-BITS = {"fp8": 8 + 16 / 128, "int8": 8 + 16 / 128}
+#: Bits per value by arithmetic: the code, and a 16-bit scale (int4: 32 bits) for each group of 128 values.
+BITS = {"fp8": 8 + 16 / 128, "int8": 8 + 16 / 128, "int6": 6 + 16 / 128, "int4": 4 + 32 / 128}
 #: A parameter with less than this share of the gradient's norm does not count for the worst cosine.
 NOISE = 0.01
 #: Modules inside a layer whose outputs show whether a recompute repeats the forward.
@@ -220,7 +222,7 @@ def train(name: str, text: torch.Tensor, held_out: torch.Tensor, args: argparse.
         result.recompute_equal = recompute_equals_forward(model, batches[0])
     mode = gradients(model, batches[0])
     model.activation_checkpointing_disable()
-    if name in ("fp8", "int8", "int8-replay", "gradckpt"):
+    if name not in ("none", "torch"):
         gradckpt.disable(model)
     result.error, result.cosine = gradient_error(mode, gradients(model, batches[0]))
     return result
@@ -275,7 +277,7 @@ def checks(results: dict[str, Result], args: argparse.Namespace) -> list[tuple[b
         words = f"gradckpt None: loss equal to torch's checkpointing to the last bit in all {args.steps} steps"
         found.append((same, words))
     if "none" in results:
-        for name in ("gradckpt", "fp8", "int8"):
+        for name in ("gradckpt", "fp8", "int8", "int6", "int4"):
             if name in results:
                 same = results[name].losses[0] == results["none"].losses[0]
                 found.append((same, f"{results[name].title}: first loss bit-equal to no checkpointing"))
@@ -298,7 +300,8 @@ def draw(results: dict[str, Result], args: argparse.Namespace, total: int | None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colors = dict(zip(RUNS, ("#9aa0a6", "#202124", "#1a73e8", "#e37400", "#188038", "#a142f4"), strict=True))
+    shades = ("#9aa0a6", "#202124", "#1a73e8", "#e37400", "#188038", "#d93025", "#795548", "#a142f4")
+    colors = dict(zip(RUNS, shades, strict=True))
     figure = plt.figure(figsize=(11, 4.6), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1), height_ratios=(2, 1))
     top = figure.add_subplot(grid[0, 0])
@@ -350,7 +353,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 32 (%(default)s)")
     parser.add_argument("--seq", type=int, default=256, help="bytes per sequence (%(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per step (%(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)")
     parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated, of: %(default)s")
