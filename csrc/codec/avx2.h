@@ -36,6 +36,8 @@ GCK_AVX2_KERNELS(GCK_E4M3)
 GCK_AVX2_KERNELS(GCK_E5M2)
 GCK_AVX2_KERNELS(GCK_INT8)
 GCK_AVX2_KERNELS(GCK_INT8_PLAIN)
+GCK_AVX2_KERNELS(GCK_INT6)
+GCK_AVX2_KERNELS(GCK_INT4)
 
 /* Two copies of a loop, that it need not ask at every store. */
 #define STREAMED(loop, to, ...)                                                                     \
@@ -164,43 +166,8 @@ INLINE __m256i maxima_of_batch(const __m256i m[BATCH])
                             _mm256_permute2x128_si256(four[0], four[1], 0x31));
 }
 
-/* ---- steps ---- */
-
-/* What a batch of groups is quantised with. */
-typedef struct {
-    _Alignas(32) float    multiplier[BATCH];   /* as gck_multiplier() gives it            */
-    _Alignas(16) uint16_t stored[BATCH];
-    int                   odd;                 /* bit j: group j is not an ordinary one   */
-} batch_steps;
-
-/* amax: float32 bits; ordinary when GCK_TINY <= amax <= top. */
-INLINE batch_steps steps_of_batch(gck_format format, __m256i amax, uint32_t top)
-{
-    const int fp8 = format == GCK_E4M3 || format == GCK_E5M2;
-    const float unit = format == GCK_E5M2 ? 0x1p-40f : format == GCK_INT8 ? 0x1p-25f : 0x1p-32f;
-    const __m256i low = _mm256_cmpgt_epi32(_mm256_castps_si256(_mm256_set1_ps(GCK_TINY)), amax);
-    const __m256i high = _mm256_cmpgt_epi32(amax, _mm256_set1_epi32((int)top));
-    const __m256i t = _mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(amax),
-                                                        _mm256_set1_ps(gck_step_factor(format, 0, 0))));
-    const __m256i carry = fp8
-        ? _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), _mm256_and_si256(_mm256_srli_epi32(t, 16), _mm256_set1_epi32(1)))
-        : _mm256_set1_epi32(0xFFFF);
-    const __m256i stored = _mm256_srli_epi32(_mm256_add_epi32(t, carry), 16);
-    const __m256 step = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(stored, 16)), _mm256_set1_ps(unit));
-    const __m256 inverse = _mm256_div_ps(_mm256_set1_ps(1.f), step);
-    const __m256i packed = _mm256_packus_epi32(stored, stored);
-    batch_steps s;
-
-    _mm256_store_ps(s.multiplier, fp8 ? _mm256_mul_ps(inverse, _mm256_set1_ps(gck_fp8_shift(format))) : inverse);
-    _mm_store_si128((__m128i *)s.stored, _mm_unpacklo_epi64(_mm256_castsi256_si128(packed),
-                                                            _mm256_extracti128_si256(packed, 1)));
-    s.odd = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_or_si256(low, high)));
-    return s;
-}
-
-/* The same from the first groups of `left`; none is fine. */
-INLINE batch_steps steps_of_groups(gck_format format, gck_dtype dtype, const char *group, int64_t left, uint32_t top,
-                                   load_constants c)
+/* Of each of the first groups of `left`, group_maxima() in one lane. */
+INLINE __m256i maxima_of_groups(const char *group, gck_dtype dtype, int64_t left, load_constants c)
 {
     __m256i m[BATCH];
 
@@ -216,8 +183,66 @@ INLINE batch_steps steps_of_groups(gck_format format, gck_dtype dtype, const cha
             m[j] = group_maxima(group + (size_t)j * group_nbytes(dtype), dtype, c);
         }
     }
-    const __m256i amax = maxima_of_batch(m);
-    return steps_of_batch(format, dtype == GCK_F16 ? _mm256_castps_si256(from_f16_upper(amax, c)) : amax, top);
+    return maxima_of_batch(m);
+}
+
+/* Maxima as float32. */
+INLINE __m256i as_floats(__m256i maxima, gck_dtype dtype, load_constants c)
+{
+    return dtype == GCK_F16 ? _mm256_castps_si256(from_f16_upper(maxima, c)) : maxima;
+}
+
+/* ---- steps ---- */
+
+/* What a batch of groups is quantised with. */
+typedef struct {
+    _Alignas(32) float    multiplier[BATCH];   /* as gck_multiplier() gives it            */
+    _Alignas(16) uint16_t stored[BATCH];
+    int                   odd;                 /* bit j: group j is not an ordinary one   */
+} batch_steps;
+
+/* amax: float32 bits; ordinary when GCK_TINY <= amax <= top. */
+INLINE int odd_groups(__m256i amax, uint32_t top)
+{
+    const __m256i low = _mm256_cmpgt_epi32(_mm256_castps_si256(_mm256_set1_ps(GCK_TINY)), amax);
+    const __m256i high = _mm256_cmpgt_epi32(amax, _mm256_set1_epi32((int)top));
+    return _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_or_si256(low, high)));
+}
+
+/* Without `odd`. */
+INLINE batch_steps steps_of_batch(gck_format format, __m256i amax)
+{
+    const int fp8 = format == GCK_E4M3 || format == GCK_E5M2;
+    const float unit = format == GCK_E5M2 ? 0x1p-40f : gck_is_rotated(format) ? 0x1p-25f : 0x1p-32f;
+    const uint32_t below = (1u << gck_dropped_bits(format, 0)) - 1u;
+    const __m256i t = _mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(amax),
+                                                        _mm256_set1_ps(gck_step_factor(format, 0, 0))));
+    const __m256i carry = fp8
+        ? _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), _mm256_and_si256(_mm256_srli_epi32(t, 16), _mm256_set1_epi32(1)))
+        : _mm256_set1_epi32((int)below);
+    const __m256i rounded = _mm256_and_si256(_mm256_add_epi32(t, carry), _mm256_set1_epi32((int)~below));
+    const __m256i stored = _mm256_srli_epi32(rounded, 16);
+    const __m256 step = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(stored, 16)), _mm256_set1_ps(unit));
+    const __m256 inverse = _mm256_div_ps(_mm256_set1_ps(1.f), step);
+    const __m256i packed = _mm256_packus_epi32(stored, stored);
+    batch_steps s;
+
+    _mm256_store_ps(s.multiplier, fp8 ? _mm256_mul_ps(inverse, _mm256_set1_ps(gck_fp8_shift(format))) : inverse);
+    _mm_store_si128((__m128i *)s.stored, _mm_unpacklo_epi64(_mm256_castsi256_si128(packed),
+                                                            _mm256_extracti128_si256(packed, 1)));
+    s.odd = 0;
+    return s;
+}
+
+/* The same from the first groups of `left`; none is fine. */
+INLINE batch_steps steps_of_groups(gck_format format, gck_dtype dtype, const char *group, int64_t left, uint32_t top,
+                                   load_constants c)
+{
+    const __m256i amax = as_floats(maxima_of_groups(group, dtype, left, c), dtype, c);
+    batch_steps s = steps_of_batch(format, amax);
+
+    s.odd = odd_groups(amax, top);
+    return s;
 }
 
 /* ---- results ---- */
@@ -280,31 +305,29 @@ INLINE int all_zero(const void *p, size_t nbytes, __m256i mask)
     return _mm256_testz_si256(any, mask);
 }
 
-/* Group `index` of its tensor by the reference; returns its scale.  Zeros, which padding and masks leave
- * in numbers, must not cost that much. */
-static __attribute__((noinline, cold, unused)) uint16_t
-encode_odd(gck_format format, gck_dtype dtype, const char *group, int64_t index, uint8_t *codes)
+/* Group `index` of its tensor by the reference.  Zeros, which padding and masks leave in
+ * numbers, must not cost that much. */
+static __attribute__((noinline, cold, unused)) void
+encode_odd(gck_format format, gck_dtype dtype, const char *group, int64_t index, uint8_t *codes, uint16_t *side)
 {
-    uint16_t scale = 0;
-
     if (all_zero(group, group_nbytes(dtype), _mm256_set1_epi32(dtype == GCK_F32 ? 0x7FFFFFFF : 0x7FFF7FFF))) {
-        memset(codes, 0, GCK_GROUP);
+        memset(codes, 0, GCK_CODE_BYTES(format));
+        memset(side, 0, 2 * GCK_SIDE_WORDS(format));
     } else {
-        gck_isa_scalar.encode[format][dtype](group, 1, codes, &scale, index, 0);
+        gck_isa_scalar.encode[format][dtype](group, 1, codes, side, index, 0);
     }
-    return scale;
 }
 
 static __attribute__((noinline, cold, unused)) void
-decode_odd(gck_format format, gck_dtype dtype, const uint8_t *codes, uint16_t scale, int64_t index, char *group)
+decode_odd(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t index, char *group)
 {
-    gck_isa_scalar.decode[format][dtype](codes, &scale, 1, group, index, 0);
+    gck_isa_scalar.decode[format][dtype](codes, side, 1, group, index, 0);
 }
 
-/* The group of zeros that encode_odd() writes: as good as an ordinary one. */
-INLINE int is_zero_group(const uint8_t *codes, uint16_t scale)
+/* A group of zeros as encode_odd() writes it: as good as an ordinary one. */
+INLINE int is_zero_group(gck_format format, const uint8_t *codes, uint32_t stored)
 {
-    return scale == 0 && all_zero(codes, GCK_GROUP, _mm256_set1_epi32(-1));
+    return stored == 0 && all_zero(codes, GCK_CODE_BYTES(format), _mm256_set1_epi32(-1));
 }
 
 #endif

@@ -22,7 +22,8 @@
 #define COLD static __attribute__((noinline, cold, unused))
 #define TABLE static const __attribute__((aligned(64), unused))
 
-/* The kernels, for the table in isa_avx512.c.  FORMATS: fp8_avx512.c, int8_avx512.c. */
+/* The kernels, for the table in isa_avx512.c.  FORMATS: fp8_avx512.c,
+ * int8_plain_avx512.c, rotated_avx512.c. */
 #define GCK_AVX512_OF(format, dtype)                         \
     gck_encode_groups gck_avx512_encode_##format##_##dtype;  \
     gck_decode_groups gck_avx512_decode_##format##_##dtype;
@@ -32,18 +33,20 @@ GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_E4M3)
 GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_E5M2)
 GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT8)
 GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT8_PLAIN)
+GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT6)
+GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT4)
 
 /* Their bodies: one per format and dtype, both constants to the compiler. */
 #define GCK_AVX512_BODY(format, dtype)                                                              \
     void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,       \
-                                              uint16_t *scales, int64_t index, int streaming)       \
+                                              uint16_t *side, int64_t index, int streaming)         \
     {                                                                                               \
-        encode_groups(format, dtype, x, ngroups, codes, scales, index, streaming);                  \
+        encode_groups(format, dtype, x, ngroups, codes, side, index, streaming);                    \
     }                                                                                               \
-    void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *scales,         \
+    void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,           \
                                               int64_t ngroups, void *x, int64_t index, int streaming) \
     {                                                                                               \
-        decode_groups(format, dtype, codes, scales, ngroups, x, index, streaming);                  \
+        decode_groups(format, dtype, codes, side, ngroups, x, index, streaming);                    \
     }
 
 INLINE size_t group_bytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) * (size_t)GCK_GROUP; }
@@ -51,27 +54,27 @@ INLINE size_t group_bytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) *
 /* ---- groups that are not ordinary ---- */
 
 /* Group `index` of its tensor.  amax: its float32 bits, exact if 0; else unused. */
-COLD uint16_t encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
-                          uint8_t *codes)
+COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index, uint8_t *codes,
+                      uint16_t *side)
 {
     if (amax == 0) {                               /* padding and dead channels: not so rare */
-        memset(codes, 0, GCK_GROUP);
-        return 0;
+        memset(codes, 0, GCK_CODE_BYTES(format));
+        memset(side, 0, 2 * GCK_SIDE_WORDS(format));
+        return;
     }
-    uint16_t scale;
-    gck_encode_group(format, x, dtype, GCK_GROUP, index, NULL, codes, &scale);
-    return scale;
+    gck_encode_group(format, x, dtype, GCK_GROUP, index, NULL, codes, side);
 }
 
-COLD void decode_rare(gck_format format, const uint8_t *codes, uint16_t scale, int64_t index, void *x, gck_dtype dtype)
+COLD void decode_rare(gck_format format, const uint8_t *codes, const uint16_t *side, int64_t index, void *x,
+                      gck_dtype dtype)
 {
     static const uint8_t zeros[GCK_GROUP];
 
-    if (scale == 0 && format != GCK_INT8 && memcmp(codes, zeros, GCK_GROUP) == 0) {
+    if (!gck_is_rotated(format) && side[0] == 0 && memcmp(codes, zeros, GCK_GROUP) == 0) {
         memset(x, 0, group_bytes(dtype));
         return;
     }
-    gck_decode_group(format, codes, &scale, index, x, dtype, GCK_GROUP);
+    gck_decode_group(format, codes, side, index, x, dtype, GCK_GROUP);
 }
 
 /* ---- memory ---- */
@@ -85,6 +88,16 @@ INLINE void put(void *at, __m512i v, int stream)
         _mm512_stream_si512((__m512i *)at, v);
     } else {
         _mm512_storeu_si512(at, v);
+    }
+}
+
+/* Half a register, aligned to 32 bytes if streaming. */
+INLINE void put_half(void *at, __m256i v, int stream)
+{
+    if (stream) {
+        _mm256_stream_si256((__m256i *)at, v);
+    } else {
+        _mm256_storeu_si256((__m256i *)at, v);
     }
 }
 
@@ -119,6 +132,10 @@ typedef struct {
     __m512  magic, step, minus_384_steps;          /* int8                                  */
     __m512i field, bias;
     __m512i plus_bytes, plus_minus_bytes, plus_words, plus_minus_words;
+    __m512i odd_bytes;                             /* 0, 1, 0, 1 ...                        */
+    __m512i low_nibble, high_nibble, low_six;      /* int6, int4: bits of bytes             */
+    __m512i weights_1_16, weights_1_4, words_1_16;
+    __m512i fifth_even, sign_even, fifth_odd, sign_odd;   /* see int6_values()              */
 } constants;
 
 INLINE constants make_constants(gck_format format, gck_dtype dtype)
@@ -151,6 +168,17 @@ INLINE constants make_constants(gck_format format, gck_dtype dtype)
         .plus_minus_bytes = keep(all32(0xFF01FF01u)),
         .plus_words = keep(all32(0x00010001u)),
         .plus_minus_words = keep(all32(0xFFFF0001u)),
+        .odd_bytes = keep(all16(0x0100u)),
+        .low_nibble = keep(all32(0x0F0F0F0Fu)),
+        .high_nibble = keep(all32(0xF0F0F0F0u)),
+        .low_six = keep(all32(0x3F3F3F3Fu)),
+        .weights_1_16 = keep(all16(0x1001u)),
+        .weights_1_4 = keep(all16(0x0401u)),
+        .words_1_16 = keep(all32(0x00100001u)),
+        .fifth_even = keep(_mm512_set1_epi64(0x1010101001010101)),
+        .sign_even = keep(_mm512_set1_epi64(0x2020202002020202)),
+        .fifth_odd = keep(_mm512_set1_epi64(0x4040404004040404)),
+        .sign_odd = keep(_mm512_set1_epi64(0x8080808008080808u)),
     };
     return c;
 }
@@ -241,12 +269,11 @@ INLINE uint32_t largest_u32(__m512i v)
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(d, _mm_shuffle_epi32(d, 0xB1)));
 }
 
-/* Bits of max |x| as float32.  Integers, so that NaN and Inf come out largest. */
-INLINE uint32_t abs_max_bits(const constants *c, const void *x, gck_dtype dtype)
+/* max |x| in the bits of its dtype.  Integers, so that NaN and Inf come out largest. */
+INLINE uint32_t abs_max_raw(const constants *c, const void *x, gck_dtype dtype)
 {
     if (dtype != GCK_F32) {
-        const uint32_t word = largest_u16(abs_max_words(c, x)) & 0xFFFFu;
-        return dtype == GCK_BF16 ? word << 16 : gck_bits(gck_from_f16((uint16_t)word));
+        return largest_u16(abs_max_words(c, x)) & 0xFFFFu;
     }
     __m512i max = all32(0);
     for (int j = 0; j < 8; j++) {
@@ -254,6 +281,17 @@ INLINE uint32_t abs_max_bits(const constants *c, const void *x, gck_dtype dtype)
         max = _mm512_max_epu32(max, _mm512_and_si512(bits, c->abs));
     }
     return largest_u32(max);
+}
+
+/* The same as float32. */
+INLINE uint32_t bits_of_raw(uint32_t raw, gck_dtype dtype)
+{
+    return dtype == GCK_F32 ? raw : dtype == GCK_BF16 ? raw << 16 : gck_bits(gck_from_f16((uint16_t)raw));
+}
+
+INLINE uint32_t abs_max_bits(const constants *c, const void *x, gck_dtype dtype)
+{
+    return bits_of_raw(abs_max_raw(c, x, dtype), dtype);
 }
 
 /* ---- codes out ---- */

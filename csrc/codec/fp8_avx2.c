@@ -77,7 +77,7 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
             uint8_t *out = codes + (first + j) * GCK_GROUP;
             prefetch(group, stride);
             if (s.odd >> j & 1) {
-                scales[first + j] = encode_odd(format, dtype, group, 0, out);
+                encode_odd(format, dtype, group, 0, out, scales + first + j);
                 continue;
             }
             scales[first + j] = s.stored[j];
@@ -202,8 +202,8 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
     char *group = x;
 
     for (int64_t g = 0; g < ngroups; g++, codes += GCK_GROUP, group += stride) {
-        if (!step_is_ordinary(format, scales[g]) && !is_zero_group(codes, scales[g])) {
-            decode_odd(format, dtype, codes, scales[g], 0, group);
+        if (!step_is_ordinary(format, scales[g]) && !is_zero_group(format, codes, scales[g])) {
+            decode_odd(format, dtype, codes, scales + g, 0, group);
         } else if (dtype == GCK_BF16) {
             decode_bf16(format, codes, step_of(format, scales[g]), group, q, stream);
         } else {

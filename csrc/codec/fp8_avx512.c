@@ -67,7 +67,7 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
             uint8_t *cg = codes + (first + i) * GCK_GROUP;
 
             if (!(t.ordinary >> i & 1)) {
-                scales[first + i] = encode_rare(format, xg, dtype, t.amax[i], index, cg);
+                encode_rare(format, xg, dtype, t.amax[i], index + first + i, cg, scales + first + i);
                 continue;
             }
             const __m512 m = _mm512_set1_ps(t.multiplier[i]);
@@ -166,7 +166,7 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
         if (ordinary_scale(format, scales[g])) {
             decode_group(&c, format, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
         } else {
-            decode_rare(format, codes + g * GCK_GROUP, scales[g], index, xg, dtype);
+            decode_rare(format, codes + g * GCK_GROUP, scales + g, index + g, xg, dtype);
         }
     }
     if (stream) {

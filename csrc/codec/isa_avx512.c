@@ -6,11 +6,18 @@
     [format] = {gck_avx512_##what##_##format##_GCK_F32, gck_avx512_##what##_##format##_GCK_F16,     \
                 gck_avx512_##what##_##format##_GCK_BF16}
 
+#define ROWS(what)                                                                                  \
+    {                                                                                               \
+        ROW(what, GCK_E4M3), ROW(what, GCK_E5M2), ROW(what, GCK_INT8), ROW(what, GCK_INT8_PLAIN),   \
+        ROW(what, GCK_INT6), ROW(what, GCK_INT4)                                                    \
+    }
+
 const gck_isa gck_isa_avx512 = {
     .name = "avx512",
-    .encode = {ROW(encode, GCK_E4M3), ROW(encode, GCK_E5M2), ROW(encode, GCK_INT8), ROW(encode, GCK_INT8_PLAIN)},
-    .decode = {ROW(decode, GCK_E4M3), ROW(decode, GCK_E5M2), ROW(decode, GCK_INT8), ROW(decode, GCK_INT8_PLAIN)},
+    .encode = ROWS(encode),
+    .decode = ROWS(decode),
 };
+#undef ROWS
 #undef ROW
 
 #else

@@ -24,9 +24,10 @@ typedef union {
     uint64_t u64[8];
 } __m512i;
 typedef struct { float f[16]; } __m512;
-typedef union { int8_t i8[32]; uint16_t u16[16]; uint64_t u64[4]; } __m256i;
+typedef union { int8_t i8[32]; uint8_t u8[32]; uint16_t u16[16]; uint64_t u64[4]; } __m256i;
 typedef uint16_t __mmask16;
 typedef uint32_t __mmask32;
+typedef uint64_t __mmask64;
 
 #define OP static inline __attribute__((unused))
 
@@ -82,6 +83,33 @@ OP void _mm512_stream_si512(__m512i *p, __m512i v)
     memcpy(p, &v, sizeof v);
 }
 
+OP void _mm256_storeu_si256(__m256i *p, __m256i v) { memcpy((void *)p, &v, sizeof v); }
+
+OP void _mm256_stream_si256(__m256i *p, __m256i v)
+{
+    if (((uintptr_t)p & 31u) != 0) {
+        __builtin_trap();
+    }
+    memcpy((void *)p, &v, sizeof v);
+}
+
+/* Lanes that the mask leaves out are not touched: they need not be there. */
+#define LOAD_SOME(name, R, lanes, M, n)                     \
+    OP R name(M m, const void *p)                           \
+    {                                                       \
+        R r;                                                \
+        for (int i = 0; i < n; i++) {                       \
+            r.lanes[i] = 0;                                 \
+            if (m >> i & 1) {                               \
+                memcpy(&r.lanes[i], (const char *)p + i * sizeof r.lanes[i], sizeof r.lanes[i]); \
+            }                                               \
+        }                                                   \
+        return r;                                           \
+    }
+LOAD_SOME(_mm512_maskz_loadu_epi16, __m512i, u16, __mmask32, 32)
+LOAD_SOME(_mm512_maskz_loadu_epi32, __m512i, u32, __mmask16, 16)
+LOAD_SOME(_mm256_maskz_loadu_epi16, __m256i, u16, __mmask16, 16)
+
 OP __m256i _mm256_loadu_si256(const __m256i *p)
 {
     __m256i r;
@@ -97,6 +125,17 @@ OP __m512i _mm512_set1_epi32(int v)
     }
     return r;
 }
+
+OP __m512i _mm512_set1_epi64(long long v)
+{
+    __m512i r;
+    for (int i = 0; i < 8; i++) {
+        r.u64[i] = (uint64_t)v;
+    }
+    return r;
+}
+
+OP __m512i _mm512_setzero_si512(void) { return _mm512_set1_epi32(0); }
 
 OP __m512 _mm512_set1_ps(float v)
 {
@@ -130,6 +169,20 @@ OP __m512i _mm512_castsi256_si512(__m256i v)
     return r;
 }
 
+OP __m256i _mm512_castsi512_si256(__m512i v)
+{
+    __m256i r;
+    memcpy(&r, &v, sizeof r);
+    return r;
+}
+
+OP __m256i _mm512_extracti64x4_epi64(__m512i a, int half)
+{
+    __m256i r;
+    memcpy(&r, a.u64 + 4 * (half & 1), sizeof r);
+    return r;
+}
+
 OP __m512i _mm512_inserti64x4(__m512i a, __m256i b, int half)
 {
     memcpy(a.u64 + 4 * (half & 1), &b, sizeof b);
@@ -147,6 +200,7 @@ INTEGERS(_mm512_and_si512, u64, 8, a.u64[i] & b.u64[i])
 INTEGERS(_mm512_xor_si512, u64, 8, a.u64[i] ^ b.u64[i])
 SHIFT(_mm512_slli_epi32, u32, 16, b > 31 ? 0 : a.u32[i] << b)
 SHIFT(_mm512_srli_epi32, u32, 16, b > 31 ? 0 : a.u32[i] >> b)
+SHIFT(_mm512_srli_epi16, u16, 32, (uint16_t)(b > 15 ? 0 : a.u16[i] >> b))
 SHIFT(_mm512_slli_epi16, u16, 32, (uint16_t)(b > 15 ? 0 : (uint32_t)a.u16[i] << b))
 
 /* Bit 4 a + 2 b + c of `table` for every three bits a, b, c. */
@@ -169,6 +223,11 @@ OP __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table)
 INTEGERS(_mm512_add_epi32, u32, 16, a.u32[i] + b.u32[i])
 INTEGERS(_mm512_add_epi16, u16, 32, (uint16_t)(a.u16[i] + b.u16[i]))
 INTEGERS(_mm512_sub_epi16, u16, 32, (uint16_t)(a.u16[i] - b.u16[i]))
+INTEGERS(_mm512_add_epi8, u8, 64, (uint8_t)(a.u8[i] + b.u8[i]))
+INTEGERS(_mm512_sub_epi8, u8, 64, (uint8_t)(a.u8[i] - b.u8[i]))
+INTEGERS(_mm512_subs_epu8, u8, 64, (uint8_t)(a.u8[i] > b.u8[i] ? a.u8[i] - b.u8[i] : 0))
+INTEGERS(_mm512_avg_epu8, u8, 64, (uint8_t)((a.u8[i] + b.u8[i] + 1) >> 1))
+INTEGERS(_mm512_min_epu8, u8, 64, a.u8[i] < b.u8[i] ? a.u8[i] : b.u8[i])
 INTEGERS(_mm512_max_epu32, u32, 16, a.u32[i] > b.u32[i] ? a.u32[i] : b.u32[i])
 INTEGERS(_mm512_min_epu32, u32, 16, a.u32[i] < b.u32[i] ? a.u32[i] : b.u32[i])
 INTEGERS(_mm512_max_epu16, u16, 32, a.u16[i] > b.u16[i] ? a.u16[i] : b.u16[i])
@@ -201,6 +260,39 @@ OP __m512i _mm512_mask_sub_epi16(__m512i otherwise, __mmask32 m, __m512i a, __m5
     return otherwise;
 }
 
+OP __m512i _mm512_mask_add_epi8(__m512i otherwise, __mmask64 m, __m512i a, __m512i b)
+{
+    for (int i = 0; i < 64; i++) {
+        otherwise.u8[i] = m >> i & 1 ? (uint8_t)(a.u8[i] + b.u8[i]) : otherwise.u8[i];
+    }
+    return otherwise;
+}
+
+OP __m512i _mm512_mask_sub_epi8(__m512i otherwise, __mmask64 m, __m512i a, __m512i b)
+{
+    for (int i = 0; i < 64; i++) {
+        otherwise.u8[i] = m >> i & 1 ? (uint8_t)(a.u8[i] - b.u8[i]) : otherwise.u8[i];
+    }
+    return otherwise;
+}
+
+/* b where the mask has a bit. */
+OP __m512i _mm512_mask_blend_epi16(__mmask32 m, __m512i a, __m512i b)
+{
+    for (int i = 0; i < 32; i++) {
+        a.u16[i] = m >> i & 1 ? b.u16[i] : a.u16[i];
+    }
+    return a;
+}
+
+OP __m512 _mm512_mask_blend_ps(__mmask16 m, __m512 a, __m512 b)
+{
+    for (int i = 0; i < 16; i++) {
+        a.f[i] = m >> i & 1 ? b.f[i] : a.f[i];
+    }
+    return a;
+}
+
 OP __m512i _mm512_mask_xor_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m512i b)
 {
     for (int i = 0; i < 16; i++) {
@@ -214,6 +306,20 @@ OP __m512i _mm512_mask_xor_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m5
 MASK(_mm512_testn_epi32_mask, __mmask16, 16, (a.u32[i] & b.u32[i]) == 0)
 MASK(_mm512_cmplt_epu32_mask, __mmask16, 16, a.u32[i] < b.u32[i])
 MASK(_mm512_cmpgt_epu16_mask, __mmask32, 32, a.u16[i] > b.u16[i])
+
+MASK(_mm512_cmpeq_epi32_mask, __mmask16, 16, a.u32[i] == b.u32[i])
+MASK(_mm512_cmpeq_epi16_mask, __mmask32, 32, a.u16[i] == b.u16[i])
+MASK(_mm512_cmpgt_epi8_mask, __mmask64, 64, a.i8[i] > b.i8[i])
+MASK(_mm512_test_epi8_mask, __mmask64, 64, (a.u8[i] & b.u8[i]) != 0)
+
+OP __mmask64 _mm512_movepi8_mask(__m512i a)
+{
+    __mmask64 m = 0;
+    for (int i = 0; i < 64; i++) {
+        m |= (__mmask64)(a.u8[i] >> 7) << i;
+    }
+    return m;
+}
 
 OP __m512i _mm512_movm_epi16(__mmask32 m)
 {
@@ -232,11 +338,27 @@ INTEGERS(_mm512_packs_epi16, i8, 64, (int8_t)saturate(PACKED(a, b, i), -128, 127
 INTEGERS(_mm512_packus_epi16, u8, 64, (uint8_t)saturate(PACKED(a, b, i), 0, 255))
 #undef PACKED
 
+#define PACKED(a, b, i) (i % 8 < 4 ? a : b).i32[i / 8 * 4 + i % 4]
+INTEGERS(_mm512_packus_epi32, u16, 32, (uint16_t)saturate(PACKED(a, b, i), 0, 65535))
+#undef PACKED
+
 INTEGERS(_mm512_shuffle_epi8, u8, 64, (b.u8[i] & 0x80 ? 0 : a.u8[i / 16 * 16 + (b.u8[i] & 15)]))
 INTEGERS(_mm512_permutexvar_epi32, u32, 16, b.u32[a.u32[i] & 15])          /* a: the index */
 INTEGERS(_mm512_permutexvar_epi16, u16, 32, b.u16[a.u16[i] & 31])
+INTEGERS(_mm512_permutexvar_epi64, u64, 8, b.u64[a.u64[i] & 7])
+INTEGERS(_mm512_unpacklo_epi16, u16, 32, (i % 2 ? b : a).u16[i / 8 * 8 + i % 8 / 2])
+INTEGERS(_mm512_unpackhi_epi16, u16, 32, (i % 2 ? b : a).u16[i / 8 * 8 + 4 + i % 8 / 2])
 INTEGERS(_mm512_unpacklo_epi32, u32, 16, (i % 2 ? b : a).u32[i / 4 * 4 + i % 4 / 2])
 INTEGERS(_mm512_unpackhi_epi32, u32, 16, (i % 2 ? b : a).u32[i / 4 * 4 + 2 + i % 4 / 2])
+
+OP __m512i _mm512_mask_shuffle_epi8(__m512i otherwise, __mmask64 m, __m512i a, __m512i b)
+{
+    const __m512i r = _mm512_shuffle_epi8(a, b);
+    for (int i = 0; i < 64; i++) {
+        otherwise.u8[i] = m >> i & 1 ? r.u8[i] : otherwise.u8[i];
+    }
+    return otherwise;
+}
 
 /* Four 128-bit lanes: two of a, two of b, numbered by two bits each of `which`. */
 OP __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, int which)
@@ -274,6 +396,8 @@ OP __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b)
 /* ---- conversions ---- */
 
 UNARY(_mm512_cvtepi8_epi16, __m512i, i16, __m256i, 32, a.i8[i])
+UNARY(_mm512_cvtepi16_epi8, __m256i, u8, __m512i, 32, (uint8_t)a.u16[i])
+UNARY(_mm512_abs_epi8, __m512i, u8, __m512i, 64, (uint8_t)(a.i8[i] < 0 ? -a.i8[i] : a.i8[i]))
 UNARY(_mm512_cvtepi32_epi16, __m256i, u16, __m512i, 16, (uint16_t)a.u32[i])
 UNARY(_mm512_cvtepi32_ps, __m512, f, __m512i, 16, (float)a.i32[i])
 
@@ -373,6 +497,7 @@ OP __m512 _mm512_range_ps(__m512 a, __m512 b, int control)
 #undef BINARY
 #undef INTEGERS
 #undef SHIFT
+#undef LOAD_SOME
 #undef FLOATS
 #undef MASK
 #endif

@@ -1,0 +1,25 @@
+/* levels_simd.h: the levels of int6 and int4 as tables of 16 bytes, for byte shuffles. */
+#ifndef GRADCKPT_LEVELS_SIMD_H
+#define GRADCKPT_LEVELS_SIMD_H
+
+/* What brings |t| = 8 h + r, entry h, to 16 x its index of int4 and less than 16 more: no 8
+ * neighbours have more than one threshold of gck_index(). */
+#define GCK_INT4_OFFSETS 0, 4, 0, 8, 12, 8, 15, 8, 16, 8, 15, 8, 9, 8, 0, 0xF8
+
+/* gck_level() of the codes of int4; ~L below zero. */
+#define GCK_INT4_LEVELS 5, 17, 29, 41, 55, 71, 89, 115, ~5, ~17, ~29, ~41, ~55, ~71, ~89, ~115
+
+/* gck_level() of the indices of int6: 0..15 and 16..31, not uniform and uniform. */
+#define GCK_LARGER(a, b) ((a) > (b) ? (a) : (b))
+#define GCK_INT6_LEVEL(i) GCK_LARGER(2 * (i) + 1, GCK_LARGER(4 * (i) - 15, 8 * (i) - 125))
+#define GCK_UNIFORM_LEVEL(i) (4 * (i) + 1)
+#define GCK_4_OF(level, i) level(i), level(i + 1), level(i + 2), level(i + 3)
+#define GCK_16_OF(level, i) GCK_4_OF(level, i), GCK_4_OF(level, i + 4), GCK_4_OF(level, i + 8), GCK_4_OF(level, i + 12)
+#define GCK_INT6_LOW     GCK_16_OF(GCK_INT6_LEVEL, 0)
+#define GCK_INT6_HIGH    GCK_16_OF(GCK_INT6_LEVEL, 16)
+#define GCK_UNIFORM_LOW  GCK_16_OF(GCK_UNIFORM_LEVEL, 0)
+#define GCK_UNIFORM_HIGH GCK_16_OF(GCK_UNIFORM_LEVEL, 16)
+
+#define GCK_FOUR_TIMES(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
+
+#endif

@@ -1,0 +1,359 @@
+/* rotated_avx2.c: int8, int6 and int4 for AVX2. */
+#if defined(__x86_64__)
+
+#include "integer_avx2.h"
+#include "levels_avx2.h"
+#include "rotate_avx2.h"
+
+/* ---- encode ---- */
+
+/* y, the even values first, to integers as levels_avx2.h wants them. */
+INLINE void integers_of(const __m256 y[16], float multiplier, __m256 rounder, __m256i t[4])
+{
+    const __m256 inverse = _mm256_set1_ps(multiplier);
+
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_packs_epi16(quantised((v16){y[2 * i], y[2 * i + 8]}, inverse, rounder),
+                                  quantised((v16){y[2 * i + 1], y[2 * i + 9]}, inverse, rounder));
+    }
+}
+
+/* How many of 128 have different upper two bits. */
+INLINE int count_large(const __m256i t[4])
+{
+    int n = 0;
+
+    for (int i = 0; i < 4; i++) {
+        const __m256i differ = _mm256_xor_si256(t[i], _mm256_add_epi8(t[i], t[i]));
+        n += __builtin_popcount((uint32_t)_mm256_movemask_epi8(differ));
+    }
+    return n;
+}
+
+/* All ones where a value of the group escapes, which the sums of float16 do not tell. */
+INLINE __m256i f16_escapes(const char *group, load_constants c)
+{
+    return _mm256_srli_epi32(_mm256_cmpgt_epi32(group_maxima(group, GCK_F16, c), _mm256_set1_epi32(0x7BFE0000)), 1);
+}
+
+/* The codes of t; returns the side word, or -1 for a group that may be in spike form. */
+INLINE int put_group(gck_format format, const __m256i t[4], uint16_t stored, uint8_t *out, int stream)
+{
+    const int large = count_large(t);
+
+    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
+        return -1;
+    }
+    if (format == GCK_INT6) {
+        const int uniform = large > GCK_MANY_LARGE;
+        if (uniform) {
+            pack_int6(t, 1, out, stream);
+        } else {
+            pack_int6(t, 0, out, stream);
+        }
+        return stored | uniform;
+    }
+    for (int i = 0; i < 4; i++) {
+        store(out + 32 * i, _mm256_permute4x64_epi64(t[i], 0xD8), stream);
+    }
+    return stored;
+}
+
+/* int8 and int6. */
+INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
+                   uint16_t *scales, int64_t index, int stream)
+{
+    /* max |y| >= max |x| but for rounding: below half the limit, nothing escapes. */
+    const uint32_t top = dtype == GCK_F16 ? 0x7F7FFFFFu : gck_limit(dtype) - 0x00800000u;
+    const size_t stride = group_nbytes(dtype);
+    const load_constants c = constants_of(dtype);
+    const __m256 rounder = kept_ps(ROUNDER);
+    const __m256i abs = kept(0x7FFFFFFFu);
+    __m256i maxima[BATCH] = {0};
+    __m256 y[BATCH][16];
+
+    for (int64_t first = 0; first < ngroups; first += BATCH) {
+        const int n = ngroups - first < BATCH ? (int)(ngroups - first) : BATCH;
+        const char *group = (const char *)x + (size_t)first * stride;
+
+        for (int j = 0; j < n; j++) {
+            rotate_in_lanes(group + (size_t)j * stride, dtype, signs_of(index + first + j), y[j], c);
+        }
+        for (int j = 0; j < n; j++) {
+            maxima[j] = rotate_between(y[j], abs);
+            if (dtype == GCK_F16) {
+                maxima[j] = _mm256_or_si256(maxima[j], f16_escapes(group + (size_t)j * stride, c));
+            }
+        }
+        const __m256i amax = maxima_of_batch(maxima);
+        const batch_steps s = steps_of_batch(format, amax);
+        const int odd = odd_groups(amax, top);
+        for (int j = 0; j < n; j++, group += stride) {
+            uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(format);
+            __m256i t[4];
+            int side = -1;
+            prefetch(group, stride);
+            if (!(odd >> j & 1)) {
+                integers_of(y[j], s.multiplier[j], rounder, t);
+                side = put_group(format, t, s.stored[j], out, stream);
+            }
+            if (side >= 0) {
+                scales[first + j] = (uint16_t)side;
+            } else {
+                encode_odd(format, dtype, group, index + first + j, out, scales + first + j);
+            }
+        }
+    }
+}
+
+/* ---- encode: int4 ---- */
+
+/* What a batch of int4 stores beside the codes. */
+typedef struct {
+    int              at[BATCH];
+    uint16_t         outlier[BATCH];
+    _Alignas(16) uint16_t least[BATCH];  /* the step that field 1 stands for, as stored */
+} batch_outliers;
+
+/* The first value whose bits without the sign are `largest`, as group_maxima() gives them. */
+INLINE int first_equal(const char *group, gck_dtype dtype, uint32_t largest, load_constants c)
+{
+    const __m256i *p = (const __m256i *)group;
+    const __m256i key = dtype == GCK_F32 ? _mm256_set1_epi32((int)largest) : _mm256_set1_epi16((short)(largest >> 16));
+    uint64_t equal[2] = {0, 0};
+
+    if (dtype == GCK_F32) {
+        for (int k = 0; k < 16; k++) {
+            const __m256i e = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_loadu_si256(p + k), c.abs), key);
+            equal[k / 8] |= (uint64_t)(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(e)) << (8 * (k % 8));
+        }
+    } else {
+        for (int k = 0; k < 8; k += 2) {
+            const __m256i a = _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_loadu_si256(p + k), c.abs), key);
+            const __m256i b = _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_loadu_si256(p + k + 1), c.abs), key);
+            const __m256i e = _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xD8);
+            equal[k / 4] |= (uint64_t)(uint32_t)_mm256_movemask_epi8(e) << (16 * (k % 4));
+        }
+    }
+    return equal[0] ? __builtin_ctzll(equal[0]) : 64 + __builtin_ctzll(equal[1]);
+}
+
+/* Takes the outliers out of n groups: copies them to `rest` with zeros there.  largest: the
+ * maxima of the groups; all values are finite where it matters. */
+INLINE void take_outliers(const char *group, gck_dtype dtype, int n, const uint32_t largest[BATCH], load_constants c,
+                          char *rest, batch_outliers *o)
+{
+    const size_t stride = group_nbytes(dtype), item = stride / GCK_GROUP;
+
+    for (int j = 0; j < n; j++, group += stride, rest += stride) {
+        const int at = first_equal(group, dtype, largest[j], c);
+        const uint32_t outlier = dtype == GCK_BF16 ? ((const uint16_t *)group)[at]
+                                                   : gck_int4_outlier(gck_load(group, dtype, at), GCK_NEAREST);
+        o->at[j] = at;
+        o->outlier[j] = (uint16_t)outlier;
+        o->least[j] = (uint16_t)(gck_int4_low(outlier) << 3);
+        memcpy(rest, group, stride);
+        memset(rest + (size_t)at * item, 0, item);
+    }
+}
+
+/* Bit j: the step of group j is too small for a field, or zero. */
+INLINE int beyond_fields(batch_steps s, const uint16_t least[BATCH])
+{
+    const __m128i stored = _mm_load_si128((const __m128i *)s.stored);
+    const __m128i enough = _mm_cmpeq_epi16(_mm_max_epu16(stored, _mm_load_si128((const __m128i *)least)), stored);
+    const __m128i some = _mm_andnot_si128(_mm_cmpeq_epi16(stored, _mm_setzero_si128()), enough);
+    return ~_mm_movemask_epi8(_mm_packs_epi16(some, some)) & 0xFF;
+}
+
+INLINE void encode_int4(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side,
+                        int64_t index, int stream)
+{
+    const size_t stride = group_nbytes(dtype);
+    const load_constants c = constants_of(dtype);
+    const __m256 rounder = kept_ps(ROUNDER);
+    const __m256i abs = kept(0x7FFFFFFFu);
+    _Alignas(32) uint32_t largest[BATCH];
+    _Alignas(32) char rest[BATCH * GCK_GROUP * 4];
+    batch_outliers o = {.least = {0}};
+    __m256i maxima[BATCH] = {0};
+    __m256 y[BATCH][16];
+
+    for (int64_t first = 0; first < ngroups; first += BATCH) {
+        const int n = ngroups - first < BATCH ? (int)(ngroups - first) : BATCH;
+        const char *group = (const char *)x + (size_t)first * stride;
+        const __m256i raw = maxima_of_groups(group, dtype, n, c);
+        int odd = odd_groups(as_floats(raw, dtype, c), gck_limit(dtype));
+
+        _mm256_store_si256((__m256i *)largest, raw);
+        take_outliers(group, dtype, n, largest, c, rest, &o);
+        for (int j = 0; j < n; j++) {
+            rotate_in_lanes(rest + (size_t)j * stride, dtype, signs_of(index + first + j), y[j], c);
+        }
+        for (int j = 0; j < n; j++) {
+            maxima[j] = rotate_between(y[j], abs);
+        }
+        const __m256i amax = maxima_of_batch(maxima);
+        const batch_steps s = steps_of_batch(GCK_INT4, amax);
+        odd |= beyond_fields(s, o.least);
+        for (int j = 0; j < n; j++, group += stride) {
+            uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(GCK_INT4);
+            uint16_t *words = side + 2 * (first + j);
+            __m256i t[4];
+            prefetch(group, stride);
+            if (odd >> j & 1) {
+                encode_odd(GCK_INT4, dtype, group, index + first + j, out, words);
+                continue;
+            }
+            integers_of(y[j], s.multiplier[j], rounder, t);
+            pack_int4(t, out, stream);
+            words[0] = (uint16_t)(o.at[j] << 9 | (((s.stored[j] - o.least[j]) >> 3) + 1));
+            words[1] = o.outlier[j];
+        }
+    }
+}
+
+/* ---- decode ---- */
+
+/* H code, in 16-bit lanes: w[k] holds values 16 k .. 16 k + 15 but for the stage of bit 0. */
+INLINE void sums_of_group(gck_format format, const uint8_t *codes, int uniform, __m256i w[8])
+{
+    __m256i value[4];
+
+    if (format == GCK_INT8) {
+        int8_values(codes, value);
+        unrotate(value, w);
+        return;
+    }
+    if (format == GCK_INT4) {
+        int4_values(codes, value);
+    } else if (uniform) {
+        int6_values(codes, 1, value);
+    } else {
+        int6_values(codes, 0, value);
+    }
+    unrotate(value, w);
+    for (int k = 0; k < 8; k += 4) {     /* bit 4 of the index is bit 1 of k, bit 5 is bit 0 */
+        const __m256i swapped = w[k + 1];
+        w[k + 1] = w[k + 2];
+        w[k + 2] = swapped;
+    }
+    /* 128 halves: 64 at value 0, 32 in each of the words whose sum it is. */
+    w[0] = _mm256_add_epi16(w[0], _mm256_setr_epi32(0x00200020, 0, 0, 0, 0, 0, 0, 0));
+}
+
+/* The step of an ordinary group as stored, 0 of others. */
+INLINE uint32_t ordinary_step(gck_format format, const uint8_t *codes, const uint16_t *side)
+{
+    uint32_t stored = side[0];
+
+    if (format == GCK_INT6) {
+        stored &= ~1u;
+    }
+    if (format == GCK_INT4) {
+        if ((side[1] & 0x7F80u) == GCK_INT4_UNROTATED) {
+            return ~0u;
+        }
+        stored = gck_int4_stored(side[0] & 511u, side[1]);
+    }
+    return step_is_ordinary(stored) || is_zero_group(format, codes, stored) ? stored : ~0u;
+}
+
+INLINE void put_sums(gck_dtype dtype, const __m256i w[8], uint32_t stored, const __m256i *signs, char *group,
+                     store_constants c, int stream)
+{
+    const __m256i sum = kept(0x00010001u), difference = kept(0xFFFF0001u);
+    const __m256 step = step_of(stored);
+
+    for (int k = 0; k < 8; k++) {                                       /* bit 0, and to 32 bits */
+        const __m256 even = _mm256_cvtepi32_ps(_mm256_madd_epi16(w[k], sum));
+        const __m256 odd = _mm256_cvtepi32_ps(_mm256_madd_epi16(w[k], difference));
+        store16(group, dtype, k, (v16){_mm256_mul_ps(even, step), _mm256_mul_ps(odd, step)},
+                _mm256_load_si256(signs + k), c, stream);
+    }
+}
+
+INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales, int64_t ngroups,
+                   void *x, int64_t index, int stream)
+{
+    const size_t stride = group_nbytes(dtype);
+    const store_constants c = store_constants_of();
+    char *group = x;
+
+    for (int64_t g = 0; g < ngroups; g++, codes += GCK_CODE_BYTES(format), group += stride) {
+        const uint32_t stored = ordinary_step(format, codes, scales + g);
+        __m256i w[8];
+        if (stored == ~0u) {
+            decode_odd(format, dtype, codes, scales + g, index + g, group);
+            continue;
+        }
+        sums_of_group(format, codes, scales[g] & 1, w);
+        put_sums(dtype, w, stored, signs_of(index + g), group, c, stream);
+    }
+}
+
+INLINE void copy_group(char *to, const char *from, gck_dtype dtype, int stream)
+{
+    for (size_t at = 0; at < group_nbytes(dtype); at += 32) {
+        store(to + at, _mm256_loadu_si256((const __m256i *)(from + at)), stream);
+    }
+}
+
+/* The outlier is written over the value in its place.  Not in memory that is written past
+ * the caches: by way of a buffer, one group later, when the stores are done. */
+INLINE void decode_int4(gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t ngroups, void *x,
+                        int64_t index, int stream)
+{
+    const size_t stride = group_nbytes(dtype);
+    const store_constants c = store_constants_of();
+    _Alignas(32) char held[2][GCK_GROUP * 4];
+    char *group = x;
+
+    for (int64_t g = 0; g < ngroups; g++, codes += GCK_CODE_BYTES(GCK_INT4), side += 2, group += stride) {
+        const uint32_t stored = ordinary_step(GCK_INT4, codes, side);
+        char *to = stream ? held[g & 1] : group;
+        if (stored == ~0u) {
+            decode_odd(GCK_INT4, dtype, codes, side, index + g, to);
+        } else {
+            __m256i w[8];
+            sums_of_group(GCK_INT4, codes, 0, w);
+            put_sums(dtype, w, stored, signs_of(index + g), to, c, 0);
+            gck_store(to, dtype, side[0] >> 9, gck_float((uint32_t)side[1] << 16));
+        }
+        if (stream && g > 0) {
+            copy_group(group - stride, held[~g & 1], dtype, stream);
+        }
+    }
+    if (stream && ngroups > 0) {
+        copy_group(group - stride, held[~ngroups & 1], dtype, stream);
+    }
+}
+
+/* ---- kernels ---- */
+
+#define KERNELS(format, dtype, encode, decode)                                                      \
+    void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
+                                            uint16_t *side, int64_t index, int streaming)           \
+    {                                                                                               \
+        STREAMED(encode, codes, dtype, x, ngroups, codes, side, index)                              \
+    }                                                                                               \
+    void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,             \
+                                            int64_t ngroups, void *x, int64_t index, int streaming) \
+    {                                                                                               \
+        STREAMED(decode, x, dtype, codes, side, ngroups, x, index)                                  \
+    }
+#define ENCODE_INT8(...) encode(GCK_INT8, __VA_ARGS__)
+#define DECODE_INT8(...) decode(GCK_INT8, __VA_ARGS__)
+#define ENCODE_INT6(...) encode(GCK_INT6, __VA_ARGS__)
+#define DECODE_INT6(...) decode(GCK_INT6, __VA_ARGS__)
+#define DTYPES(format, encode, decode)                                                              \
+    KERNELS(format, GCK_F32, encode, decode)                                                        \
+    KERNELS(format, GCK_F16, encode, decode)                                                        \
+    KERNELS(format, GCK_BF16, encode, decode)
+DTYPES(GCK_INT8, ENCODE_INT8, DECODE_INT8)
+DTYPES(GCK_INT6, ENCODE_INT6, DECODE_INT6)
+DTYPES(GCK_INT4, encode_int4, decode_int4)
+
+#else
+typedef int gck_rotated_avx2_is_empty;   /* C wants something in every file */
+#endif
