@@ -1,0 +1,403 @@
+"""Small models trained for a few hundred steps, their layer inputs, and what a codec does to their gradients.
+
+    import trained_models
+    trained_models.boundaries("llama")                  # bf16 layer inputs [tokens, hidden] of a held-out batch
+    trained_models.gradient_error("llama", round_trip)  # round_trip: bf16 tensor -> bf16 tensor
+
+Training is plain fp32 on the CPU. The states are kept in build/trained_models, so that only the first
+call trains (minutes); `python benchmarks/trained_models.py` trains whatever is missing.
+
+The gradients compared: the stream between the layers is rounded to bf16 in the forward, all else is
+fp32; the backward runs each layer again from its input (exact) or from round_trip(input). Both start
+from the same bf16 values and the same loss, so their difference is the codec's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import inspect
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import train_llama
+import transformers
+
+FOLDER = ROOT / "build" / "trained_models"
+BATCHES = 3  # held-out batches over which gradients are compared
+#: A parameter with less than this share of the gradient's norm has no gradient but rounding noise: the keys'
+#: biases, which softmax ignores (1e-8 to 1e-7 here; the smallest of all others is above 1e-4).
+NO_GRADIENT = 1e-6
+OUTLIERS, OUTLIER_SIZE = 4, 20.0
+
+Batch = dict[str, torch.Tensor]
+RoundTrip = Callable[[torch.Tensor], torch.Tensor]
+
+
+class GradientError(NamedTuple):
+    relative: float  # L2 over all parameters, mean over the batches
+    cosine: float  # over all parameters, worst batch
+    worst: float  # of one parameter, worst batch
+    parameter: str
+
+
+# ---- data: the seed alone decides what is in a batch; negative seeds draw from what is held out
+
+
+@functools.cache
+def text() -> tuple[torch.Tensor, torch.Tensor]:
+    return train_llama.read_text()
+
+
+def windows(seed: int, seq: int, batch: int) -> torch.Tensor:
+    return train_llama.take(text()[seed < 0], argparse.Namespace(seq=seq, batch=batch), seed)
+
+
+def next_byte(seed: int) -> Batch:
+    ids = windows(seed, 256, 4)
+    return {"input_ids": ids, "labels": ids}
+
+
+def masked_bytes(seed: int) -> Batch:
+    """15 % of the bytes are hidden behind token 256 and asked for."""
+    ids = windows(seed, 128, 8)
+    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.15
+    return {"input_ids": ids.masked_fill(hidden, 256), "labels": ids.masked_fill(~hidden, -100)}
+
+
+#: Rows of digits 0 to 9, 5 x 7 dots.
+FONT = """
+.###. ..#.. .###. .###. ...#. ##### .###. ##### .###. .###.
+#...# .##.. #...# #...# ..##. #.... #.... ....# #...# #...#
+#..## ..#.. ....# ....# .#.#. ####. #.... ...#. #...# #...#
+#.#.# ..#.. ...#. ..##. #..#. ....# ####. ..#.. .###. .####
+##..# ..#.. ..#.. ....# ##### ....# #...# ..#.. #...# ....#
+#...# ..#.. .#... #...# ...#. #...# #...# ..#.. #...# ....#
+.###. .###. ##### .###. ...#. .###. .###. ..#.. .###. .###.
+"""
+
+
+@functools.cache
+def glyphs() -> torch.Tensor:
+    rows = [[[c == "#" for c in digit] for digit in row.split()] for row in FONT.split("\n") if row]
+    return torch.tensor(rows, dtype=torch.float32).transpose(0, 1)[:, None]  # [10, 1, 7, 5]
+
+
+def digits(seed: int) -> Batch:
+    """128 noisy digits of 24 x 24 pixels, turned, stretched and shifted at random."""
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 10, (128,), generator=g)
+    turn = 0.3 * torch.randn(128, generator=g)
+    grow = torch.exp(0.15 * torch.randn(128, 2, generator=g)) * torch.tensor([2.4, 1.7])
+    shift = 0.4 * torch.randn(128, 2, 1, generator=g)
+    rotation = torch.stack([turn.cos(), -turn.sin(), turn.sin(), turn.cos()], -1).view(-1, 2, 2)
+    grid = torch.nn.functional.affine_grid(
+        torch.cat([rotation * grow[:, :, None], shift], -1), [128, 1, 24, 24], align_corners=False
+    )
+    images = torch.nn.functional.grid_sample(glyphs()[labels], grid, align_corners=False)
+    return {"pixel_values": images + 0.15 * torch.randn(images.shape, generator=g), "labels": labels}
+
+
+# ---- models
+
+
+@dataclass(frozen=True)
+class Model:
+    make: Callable[[], torch.nn.Module]
+    layers: str  # the path of the list of layers
+    batch: Callable[[int], Batch]
+    steps: int
+    lr: float = 3e-3
+    after: str = ""  # the model this one is made of, by scaling channels and fine-tuning
+
+
+def llama(*arguments: str) -> torch.nn.Module:
+    """The demo's, with its defaults."""
+    return train_llama.build(train_llama.parse([*arguments]))
+
+
+def gpt2() -> torch.nn.Module:
+    torch.manual_seed(0)
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=256, n_positions=256, n_embd=256, n_layer=6, n_head=8, bos_token_id=0, eos_token_id=0, **none
+        )
+    )
+
+
+ENCODER = {"num_hidden_layers": 6, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def bert() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=257,
+            hidden_size=256,
+            num_attention_heads=8,
+            intermediate_size=1024,
+            max_position_embeddings=128,
+            **ENCODER,
+        )
+    )
+
+
+def vit() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            image_size=24,
+            patch_size=4,
+            num_channels=1,
+            hidden_size=128,
+            num_attention_heads=4,
+            intermediate_size=512,
+            num_labels=10,
+            **ENCODER,
+        )
+    )
+
+
+WIDE = ("--layers", "8", "--hidden", "256")
+MODELS = {
+    "llama": Model(llama, "model.layers", next_byte, train_llama.parse([]).steps),
+    "llama-outliers": Model(llama, "model.layers", next_byte, 50, 3e-4, "llama"),
+    "llama-wide": Model(lambda: llama(*WIDE), "model.layers", next_byte, 400, 1e-3),
+    "llama-wide-outliers": Model(lambda: llama(*WIDE), "model.layers", next_byte, 50, 1e-4, "llama-wide"),
+    "gpt2": Model(gpt2, "transformer.h", next_byte, 120, 1e-3),
+    "bert": Model(bert, "bert.encoder.layer", masked_bytes, 150, 3e-4),
+    "vit": Model(vit, "vit.layers", digits, 250, 2e-3),
+}
+
+
+def layers_of(name: str, model: torch.nn.Module) -> torch.nn.ModuleList:
+    return model.get_submodule(MODELS[name].layers)
+
+
+def fit(model: torch.nn.Module, batch: Callable[[int], Batch], steps: int, lr: float, tick: Callable[[int, float], None]):
+    """The demo's optimizer and schedule."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95))
+    warmup = max(1, min(10, steps // 5))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min(1, (i + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * i / max(1, steps))))
+    )
+    torch.manual_seed(0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch(step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        tick(step + 1, loss.item())
+
+
+@torch.no_grad()
+def scale_channels(name: str, model: torch.nn.Module) -> None:
+    """A few channels of a Llama's stream become OUTLIER_SIZE times as large on every token.
+
+    What writes them is scaled; the norms' gains give back that factor and the change of the rms, as
+    measured on one batch, so that the function stays nearly the same.
+    """
+    norms = [m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"]
+    width = model.config.hidden_size
+    chosen = torch.randperm(width, generator=torch.Generator().manual_seed(5))[: OUTLIERS * width // 256]
+    factor = torch.ones(width)
+    factor[chosen] = OUTLIER_SIZE
+    change: dict[torch.nn.Module, torch.Tensor] = {}
+
+    def note(norm: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        change[norm] = (args[0] * factor).pow(2).mean(-1).sqrt().div(args[0].pow(2).mean(-1).sqrt()).mean()
+
+    hooks = [norm.register_forward_pre_hook(note) for norm in norms]
+    model(**MODELS[name].batch(0))
+    for hook in hooks:
+        hook.remove()
+    for norm in norms:
+        norm.weight *= change[norm] / factor
+    model.get_input_embeddings().weight *= factor
+    for layer in layers_of(name, model):
+        layer.self_attn.o_proj.weight *= factor[:, None]
+        layer.mlp.down_proj.weight *= factor[:, None]
+
+
+def state_file(name: str, folder: Path) -> Path:
+    """The name says what the state depends on."""
+    recipe = MODELS[name]
+    code = [recipe.make, recipe.batch, fit, scale_channels, train_llama.build, train_llama.parse, train_llama.take]
+    facts = [recipe.steps, recipe.lr, recipe.after, torch.__version__, transformers.__version__, len(text()[0])]
+    facts += [inspect.getsource(function) for function in code]
+    return folder / f"{name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}.pt"
+
+
+def load(name: str, tick: Callable[[int, float], None] = lambda step, loss: None, folder: Path = FOLDER) -> torch.nn.Module:
+    """The trained model; trains it where its state is not yet in the folder."""
+    recipe = MODELS[name]
+    model = recipe.make()
+    file = state_file(name, folder)
+    if file.exists():
+        model.load_state_dict(torch.load(file, weights_only=True))
+        return model.train()
+    if recipe.after:
+        model.load_state_dict(load(recipe.after, folder=folder).state_dict())
+        scale_channels(name, model)
+    fit(model.train(), recipe.batch, recipe.steps, recipe.lr, tick)
+    folder.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    torch.save(model.state_dict(), part)
+    part.replace(file)
+    return model
+
+
+# ---- boundaries
+
+
+class Recomputed(torch.autograd.Function):
+    """A layer that keeps round_trip(x) alone and runs again from it in backward."""
+
+    @staticmethod
+    def forward(ctx, x, layer, round_trip):
+        ctx.layer = layer
+        rounded = x.bfloat16()
+        ctx.kept = round_trip(rounded)
+        return layer(rounded.float())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.kept.float().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        y.backward(gradient)
+        return x.grad, None, None
+
+
+@contextmanager
+def rebuilt(layers: torch.nn.ModuleList, round_trip: Callable[[int, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Within, every layer's input is rounded to bf16, and its backward starts from round_trip(number, input)."""
+    for number, layer in enumerate(layers):
+        plain = layer.forward
+
+        def forward(x, *args, plain=plain, number=number, **kwargs):
+            run = lambda x: plain(x, *args, **kwargs)  # noqa: E731
+            return Recomputed.apply(x, run, functools.partial(round_trip, number))
+
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def gradients(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return {name: p.grad.double().flatten() for name, p in model.named_parameters()}
+
+
+def held_out(name: str, number: int) -> Batch:
+    return MODELS[name].batch(-1 - number)
+
+
+@functools.cache
+def trained(name: str) -> torch.nn.Module:
+    return load(name)
+
+
+@functools.cache
+def exact(name: str, number: int) -> dict[str, torch.Tensor]:
+    model = trained(name)
+    with rebuilt(layers_of(name, model), lambda layer, x: x):
+        return gradients(model, held_out(name, number))
+
+
+@functools.cache
+def boundaries(name: str) -> list[torch.Tensor]:
+    """The layers' inputs, bf16 [tokens, hidden], for the first held-out batch."""
+    seen: list[torch.Tensor] = []
+
+    def keep(layer: int, x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.flatten(0, -2).clone())
+        return x
+
+    model = trained(name)
+    with torch.no_grad(), rebuilt(layers_of(name, model), keep):
+        model(**held_out(name, 0))
+    return seen
+
+
+def compare(pairs: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]) -> GradientError:
+    """Of (gradients, exact gradients), one pair for each batch."""
+    relative, cosines, worst = [], [], []
+    for got, want in pairs:
+        both = [torch.cat(list(g.values())) for g in (got, want)]
+        norm = both[1].norm()
+        relative.append(((both[0] - both[1]).norm() / norm).item())
+        cosines.append(torch.cosine_similarity(*both, dim=0).item())
+        named = [n for n in want if want[n].norm() > NO_GRADIENT * norm]
+        worst += [(torch.cosine_similarity(got[n], want[n], dim=0).item(), n) for n in named]
+    return GradientError(statistics.fmean(relative), min(cosines), *min(worst))
+
+
+def layered_gradient_error(name: str, round_trip: Callable[[int, torch.Tensor], torch.Tensor]) -> GradientError:
+    """gradient_error with a round trip that is told the layer's number."""
+    model = trained(name)
+    pairs = []
+    for number in range(BATCHES):
+        want = exact(name, number)
+        with rebuilt(layers_of(name, model), round_trip):
+            pairs.append((gradients(model, held_out(name, number)), want))
+    return compare(pairs)
+
+
+def gradient_error(name: str, round_trip: RoundTrip) -> GradientError:
+    return layered_gradient_error(name, lambda layer, x: round_trip(x))
+
+
+def autocast_floor(name: str) -> GradientError:
+    """bf16 autocast against fp32, boundaries in whatever each makes of them."""
+    model, pairs = trained(name), []
+    for number in range(BATCHES):
+        want = gradients(model, held_out(name, number))
+        with torch.autocast("cpu", torch.bfloat16):
+            pairs.append((gradients(model, held_out(name, number)), want))
+    return compare(pairs)
+
+
+def rounding_floor(name: str) -> GradientError:
+    """Boundaries rounded to bf16 against fp32 boundaries, fp32 maths in both."""
+    model = trained(name)
+    return compare([(exact(name, n), gradients(model, held_out(name, n))) for n in range(BATCHES)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(MODELS)}")
+    for name in parser.parse_args().models or MODELS:
+
+        def tick(step: int, loss: float, name: str = name) -> None:
+            if step % 25 == 0:
+                print(f"{name:20} {step:4}/{MODELS[name].steps} loss {loss:.3f}", flush=True)
+
+        load(name, tick)
+        print(f"{name}: {state_file(name, FOLDER)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
