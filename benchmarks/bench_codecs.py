@@ -13,8 +13,9 @@ own part of the buffers (ctypes releases the GIL). The scalar kernels are timed 
 
 CUDA. torch.ops.gradckpt.encode and decode, timed by CUDA events beside a device copy.
 
-SQNR: of Gaussian values, and of the small channels of an outlier-heavy set (channel and token
-sizes lognormal, six channels 20 to 45 times larger, two massive values), bfloat16.
+SQNR: of Gaussian values, and of the ordinary channels of set X of tests/codec_inputs.py (channel and
+token sizes lognormal, six channels 20 to 45 times larger, two massive values), bfloat16. What codecs do
+to real layer inputs and to gradients: bench_fidelity.py.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
+
 import machine
 import torch
+from codec_inputs import noise_set, sqnr
 
 import gradckpt
 
@@ -220,34 +224,15 @@ def row(options: argparse.Namespace, codec: str, isa: str, threads: int, numel: 
     }
 
 
-def outliers(seed: int, rows: int = 256, columns: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outlier-heavy set (as in tests/test_codecs.py), and which channels are ordinary."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=g, dtype=torch.float64)
-    x *= torch.exp(0.6 * torch.randn(columns, generator=g)) * torch.exp(0.3 * torch.randn(rows, 1, generator=g))
-    chosen = torch.randperm(columns, generator=g)[:8]
-    x[:, chosen[:6]] *= 20 + 25 * torch.rand(6, generator=g)
-    x[::128, chosen[6]], x[::128, chosen[7]] = 1500.0, -900.0
-    rest = torch.ones(columns, dtype=torch.bool)
-    rest[chosen] = False
-    return x.to(torch.bfloat16), rest
-
-
-def sqnr(x: torch.Tensor, codec: str, keep: torch.Tensor | slice = slice(None)) -> float:
-    restored = gradckpt.encode(x, codec).decode().double()[:, keep]
-    signal = x.double()[:, keep]
-    noise = ((signal - restored) ** 2).sum()
-    return float("inf") if noise == 0 else (10 * torch.log10((signal**2).sum() / noise)).item()
-
-
 def quality(codecs: list[str]) -> list[dict[str, Any]]:
-    gaussian = torch.randn(512, 4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    sets = [outliers(seed) for seed in range(8)]
+    sets = [noise_set("X", seed) for seed in range(8)]
     rows = []
     for codec in codecs:
         info = gradckpt.codec_info(codec)
-        bulk = statistics.mean(sqnr(x, codec, rest) for x, rest in sets)
-        values = {"sqnr_gaussian_db": sqnr(gaussian, codec), "sqnr_outliers_db": bulk}
+        gaussian, *bulk = [
+            sqnr(x, gradckpt.encode(x, codec).decode(), ordinary) for x, ordinary in [noise_set("Gaussian"), *sets]
+        ]
+        values = {"sqnr_gaussian_db": gaussian, "sqnr_outliers_db": statistics.mean(bulk)}
         figures = {key: round(value, 1) if value < 1e9 else None for key, value in values.items()}
         rows.append({"codec": codec, "bits": info["bits_per_value"] or 16.0, "max_error": info["max_error"], **figures})
     return rows

@@ -1,4 +1,4 @@
-"""Values for the codec tests, as bits of a dtype (see codec_oracle)."""
+"""Values for the codec tests, as bits of a dtype (see codec_oracle); the four sets on which noise is measured."""
 
 import codec_oracle as oracle
 import numpy as np
@@ -106,3 +106,36 @@ def hostile(dtype, seed=0, groups=40):
     values[5] = 0.0
     values[6, 1:] = -0.0
     return oracle.to_bits(values.ravel(), dtype)
+
+
+# ---- sets on which signal to noise is measured ----
+
+#: Gaussian and Laplace values; R: channels and tokens of lognormal size; X: R with outlier channels.
+SETS = ("Gaussian", "Laplace", "R", "X")
+
+
+def noise_set(name, seed=0, rows=256, columns=4096):
+    """bfloat16 [tokens, channels], and the ordinary channels.
+
+    X has six channels 20 to 45 times larger and two massive values in 1 token of 128, in two channels more;
+    "bulk" is what remains of it. Which channels meet in a group of 128 matters: take the mean of several seeds.
+    """
+    rng = np.random.default_rng(seed)
+    ordinary = np.arange(columns)
+    x = rng.laplace(size=(rows, columns)) if name == "Laplace" else rng.standard_normal((rows, columns))
+    if name in ("R", "X"):
+        x *= np.exp(0.6 * rng.standard_normal(columns))
+        x *= np.exp(0.3 * rng.standard_normal((rows, 1)))
+    if name == "X":
+        chosen = rng.choice(columns, 8, replace=False)
+        x[:, chosen[:6]] *= rng.uniform(20, 45, 6)
+        x[::128, chosen[6]], x[::128, chosen[7]] = 1500.0, -900.0
+        ordinary = np.setdiff1d(ordinary, chosen)
+    return torch.from_numpy(x).to(torch.bfloat16), ordinary
+
+
+def sqnr(x, restored, keep=slice(None)):
+    """Signal to noise in dB, of some channels; infinite if nothing is lost."""
+    x, restored = x.double()[..., keep], restored.double()[..., keep]
+    noise = ((x - restored) ** 2).sum()
+    return 10 * torch.log10((x**2).sum() / noise).item() if noise else float("inf")
