@@ -15,10 +15,10 @@ from the same bf16 values and the same loss, so their difference is the codec's 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import hashlib
 import inspect
-import math
 import os
 import statistics
 import sys
@@ -26,27 +26,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import train_llama
 import transformers
 
-FOLDER = ROOT / "build" / "trained_models"
+FOLDER = Path(__file__).resolve().parent.parent / "build" / "trained_models"
 BATCHES = 3  # held-out batches over which gradients are compared
 #: A parameter with less than this share of the gradient's norm has no gradient but rounding noise: the keys'
-#: biases, which softmax ignores (1e-8 to 1e-7 here; the smallest of all others is above 1e-4).
+#: biases, which softmax ignores.
 NO_GRADIENT = 1e-6
-OUTLIERS, OUTLIER_SIZE = 4, 20.0
+OUTLIERS, OUTLIER_SIZE = 4, 20.0  # channels of 256, and their factor
 
 Batch = dict[str, torch.Tensor]
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
+Tick = Callable[[str, int, float], None]  # model, steps done, loss
 
 
 class GradientError(NamedTuple):
@@ -118,11 +118,12 @@ def digits(seed: int) -> Batch:
 
 @dataclass(frozen=True)
 class Model:
+    about: str
     make: Callable[[], torch.nn.Module]
     layers: str  # the path of the list of layers
     batch: Callable[[int], Batch]
     steps: int
-    lr: float = 3e-3
+    lr: float
     after: str = ""  # the model this one is made of, by scaling channels and fine-tuning
 
 
@@ -175,14 +176,38 @@ def vit() -> torch.nn.Module:
 
 
 WIDE = ("--layers", "8", "--hidden", "256")
+DEMO = train_llama.parse([])
 MODELS = {
-    "llama": Model(llama, "model.layers", next_byte, train_llama.parse([]).steps),
-    "llama-outliers": Model(llama, "model.layers", next_byte, 50, 3e-4, "llama"),
-    "llama-wide": Model(lambda: llama(*WIDE), "model.layers", next_byte, 400, 1e-3),
-    "llama-wide-outliers": Model(lambda: llama(*WIDE), "model.layers", next_byte, 50, 1e-4, "llama-wide"),
-    "gpt2": Model(gpt2, "transformer.h", next_byte, 120, 1e-3),
-    "bert": Model(bert, "bert.encoder.layer", masked_bytes, 150, 3e-4),
-    "vit": Model(vit, "vit.layers", digits, 250, 2e-3),
+    "llama": Model(
+        f"the demo's, {DEMO.layers} x {DEMO.hidden}, {DEMO.steps} steps",
+        llama,
+        "model.layers",
+        next_byte,
+        DEMO.steps,
+        DEMO.lr,
+    ),
+    "llama-outliers": Model(
+        f"the same, {OUTLIERS * DEMO.hidden // 256} of {DEMO.hidden} channels x {OUTLIER_SIZE:g}, then 50 steps",
+        llama,
+        "model.layers",
+        next_byte,
+        50,
+        DEMO.lr / 10,
+        "llama",
+    ),
+    "llama-wide": Model("8 x 256, 400 steps", lambda: llama(*WIDE), "model.layers", next_byte, 400, 1e-3),
+    "llama-wide-outliers": Model(
+        f"the same, {OUTLIERS} of 256 channels x {OUTLIER_SIZE:g}, then 50 steps",
+        lambda: llama(*WIDE),
+        "model.layers",
+        next_byte,
+        50,
+        1e-4,
+        "llama-wide",
+    ),
+    "gpt2": Model("6 x 256, 120 steps", gpt2, "transformer.h", next_byte, 120, 1e-3),
+    "bert": Model("masked bytes, 6 x 256, 150 steps", bert, "bert.encoder.layer", masked_bytes, 150, 3e-4),
+    "vit": Model("drawn digits, 6 x 128, 250 steps", vit, "vit.layers", digits, 250, 2e-3),
 }
 
 
@@ -190,17 +215,12 @@ def layers_of(name: str, model: torch.nn.Module) -> torch.nn.ModuleList:
     return model.get_submodule(MODELS[name].layers)
 
 
-def fit(model: torch.nn.Module, batch: Callable[[int], Batch], steps: int, lr: float, tick: Callable[[int, float], None]):
-    """The demo's optimizer and schedule."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95))
-    warmup = max(1, min(10, steps // 5))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min(1, (i + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * i / max(1, steps))))
-    )
+def fit(model: torch.nn.Module, recipe: Model, tick: Callable[[int, float], None]) -> None:
+    optimizer, schedule = train_llama.optimizer_of(model, recipe.steps, recipe.lr)
     torch.manual_seed(0)
-    for step in range(steps):
+    for step in range(recipe.steps):
         optimizer.zero_grad()
-        loss = model(**batch(step)).loss
+        loss = model(**recipe.batch(step)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -240,28 +260,32 @@ def scale_channels(name: str, model: torch.nn.Module) -> None:
 def state_file(name: str, folder: Path) -> Path:
     """The name says what the state depends on."""
     recipe = MODELS[name]
-    code = [recipe.make, recipe.batch, fit, scale_channels, train_llama.build, train_llama.parse, train_llama.take]
-    facts = [recipe.steps, recipe.lr, recipe.after, torch.__version__, transformers.__version__, len(text()[0])]
+    code = [recipe.make, recipe.batch, fit, scale_channels, train_llama.build, train_llama.take, train_llama.parse]
+    code.append(train_llama.optimizer_of)
+    facts = [recipe.steps, recipe.lr, torch.__version__, transformers.__version__, len(text()[0])]
     facts += [inspect.getsource(function) for function in code]
+    facts += [state_file(recipe.after, folder).name] if recipe.after else []
     return folder / f"{name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}.pt"
 
 
-def load(name: str, tick: Callable[[int, float], None] = lambda step, loss: None, folder: Path = FOLDER) -> torch.nn.Module:
-    """The trained model; trains it where its state is not yet in the folder."""
+def load(name: str, tick: Tick = lambda name, step, loss: None, folder: Path = FOLDER) -> torch.nn.Module:
+    """The trained model; trains it where its state is not yet in the folder. A second process waits for the first."""
     recipe = MODELS[name]
-    model = recipe.make()
+    model = recipe.make().train()
     file = state_file(name, folder)
-    if file.exists():
-        model.load_state_dict(torch.load(file, weights_only=True))
-        return model.train()
-    if recipe.after:
-        model.load_state_dict(load(recipe.after, folder=folder).state_dict())
-        scale_channels(name, model)
-    fit(model.train(), recipe.batch, recipe.steps, recipe.lr, tick)
     folder.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    torch.save(model.state_dict(), part)
-    part.replace(file)
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if file.exists():
+            model.load_state_dict(torch.load(file, weights_only=True))
+            return model
+        if recipe.after:
+            model.load_state_dict(load(recipe.after, tick, folder).state_dict())
+            scale_channels(name, model)
+        fit(model, recipe, functools.partial(tick, name))
+        part = file.with_suffix(".part")
+        torch.save(model.state_dict(), part)
+        part.replace(file)
     return model
 
 
@@ -317,7 +341,7 @@ def held_out(name: str, number: int) -> Batch:
 
 @functools.cache
 def trained(name: str) -> torch.nn.Module:
-    return load(name)
+    return load(name, print_step)
 
 
 @functools.cache
@@ -389,14 +413,18 @@ def rounding_floor(name: str) -> GradientError:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(MODELS)}")
-    for name in parser.parse_args().models or MODELS:
-
-        def tick(step: int, loss: float, name: str = name) -> None:
-            if step % 25 == 0:
-                print(f"{name:20} {step:4}/{MODELS[name].steps} loss {loss:.3f}", flush=True)
-
-        load(name, tick)
+    names = parser.parse_args().models or list(MODELS)
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        parser.error(f"unknown model {unknown[0]!r}; choose from {', '.join(MODELS)}")
+    for name in names:
+        load(name, print_step)
         print(f"{name}: {state_file(name, FOLDER)}", flush=True)
+
+
+def print_step(name: str, step: int, loss: float) -> None:
+    if step % 25 == 0:
+        print(f"{name:20} {step:4}/{MODELS[name].steps} loss {loss:.3f}", flush=True)
 
 
 if __name__ == "__main__":

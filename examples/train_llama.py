@@ -109,6 +109,16 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).train()
 
 
+def optimizer_of(model: torch.nn.Module, steps: int, lr: float):
+    """AdamW, and its schedule: a short warm-up, then half a cosine down to a tenth."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95))
+    warmup = max(1, min(10, steps // 5))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min(1, (i + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * i / max(1, steps))))
+    )
+    return optimizer, schedule
+
+
 def switch_on(model: LlamaForCausalLM, name: str) -> None:
     _, compress, replay = RUNS[name]
     if name == "torch":
@@ -192,12 +202,7 @@ def train(name: str, text: torch.Tensor, held_out: torch.Tensor, args: argparse.
     model = build(args)
     switch_on(model, name)
     inputs = RegionInputs(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1, betas=(0.9, 0.95))
-    warmup = max(1, min(10, args.steps // 5))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda i: min(1, (i + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * i / max(1, args.steps)))),
-    )
+    optimizer, schedule = optimizer_of(model, args.steps, args.lr)
     torch.manual_seed(args.seed)
     for step in range(args.steps):
         ids = take(text, args, args.seed * 1_000_003 + step)
