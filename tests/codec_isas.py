@@ -13,9 +13,11 @@ import numpy as np
 from gradckpt import _C
 
 CODEC = pathlib.Path(__file__).resolve().parent.parent / "csrc" / "codec"
-FORMATS = {"fp8_e4m3": 0, "fp8_e5m2": 1, "int8": 2, "int8_plain": 3}  # gck_format
+FORMATS = {"fp8_e4m3": 0, "fp8_e5m2": 1, "int8": 2, "int8_plain": 3, "int6": 4, "int4": 5}  # gck_format
+#: Bytes of codes per group, and of the words beside them.
+LAYOUT = dict.fromkeys(FORMATS, (128, 2)) | {"int6": (96, 2), "int4": (64, 4)}
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}  # gck_dtype
-KERNELS = (ctypes.c_void_p * 3) * 4
+KERNELS = (ctypes.c_void_p * 3) * len(FORMATS)
 
 
 @contextlib.contextmanager
@@ -45,7 +47,7 @@ FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -mavx2 -mfma -mf16c -D
 class Table(ctypes.Structure):
     """gck_isa."""
 
-    _fields_ = [("name", ctypes.c_char_p), ("encode", KERNELS), ("decode", KERNELS)]
+    _fields_ = [("name", ctypes.c_char_p), ("encode", KERNELS), ("encode_noisy", KERNELS), ("decode", KERNELS)]
 
 
 def aligned(nbytes):
@@ -60,7 +62,7 @@ class EmulatedAvx512:
     def __init__(self, folder):
         gcc = shutil.which("gcc")
         path = folder / "avx512.so"
-        sources = [CODEC / f"{name}.c" for name in ("fp8_avx512", "int8_avx512", "isa_avx512", "scalar")]
+        sources = [*sorted(CODEC.glob("*_avx512.c")), CODEC / "scalar.c"]
         objects = [folder / f"{s.stem}.o" for s in sources]
         running = [subprocess.Popen([gcc, *FLAGS, "-c", s, "-o", o]) for s, o in zip(sources, objects, strict=True)]
         assert [p.wait() for p in running] == [0] * len(sources)
@@ -70,20 +72,35 @@ class EmulatedAvx512:
 
     def encode(self, codec, bits, dtype, streaming=0):
         groups = bits.size // 128
+        codes, side = LAYOUT[codec]
         kernel = ctypes.CFUNCTYPE(
-            None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
+            None,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int,
         )(self.table.encode[FORMATS[codec]][NUMBERS[dtype]])
-        payload = aligned(groups * 130)
-        kernel(bits.ctypes.data, groups, payload.ctypes.data, payload.ctypes.data + groups * 128, streaming)
+        payload = aligned(groups * (codes + side))
+        start = payload.ctypes.data
+        kernel(bits.ctypes.data, groups, start, start + groups * codes, 0, streaming)
         return payload
 
     def decode(self, codec, payload, numel, dtype, streaming=0):
         groups = numel // 128
         kernel = ctypes.CFUNCTYPE(
-            None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+            None,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int,
         )(self.table.decode[FORMATS[codec]][NUMBERS[dtype]])
         source = aligned(payload.size)
         source[:] = payload
+        start = source.ctypes.data
         out = aligned(numel * np.dtype(oracle.WORDS[dtype]).itemsize)
-        kernel(source.ctypes.data, source.ctypes.data + groups * 128, groups, out.ctypes.data, streaming)
+        kernel(start, start + groups * LAYOUT[codec][0], groups, out.ctypes.data, 0, streaming)
         return out.view(oracle.WORDS[dtype])
