@@ -53,24 +53,15 @@ def sanitized(tmp_path_factory):
         ["test_checkpoint.py", "test_checkpoint_errors.py"],
         ["test_compress.py", "test_compress_config.py"],
         ["test_threads.py", "test_reentrancy.py", "test_interrupts.py"],
+        ["test_codec_tensors.py", "test_codec_hostile.py", "test_stochastic.py"],
     ],
-    ids=["checkpoint", "compress", "threads"],
+    ids=["checkpoint", "compress", "threads", "codecs"],
 )
-def test_engine_under_sanitizers(sanitized, files):
+def test_under_sanitizers(sanitized, files):
     tree, env = sanitized
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["-m", "not soak", *[str(tree / "tests" / f) for f in files]]
     out = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
-    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-5000:]
-
-
-@pytest.mark.timeout(3000)
-def test_codecs_under_sanitizers(sanitized):
-    tree, env = sanitized
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    out = subprocess.run(
-        [*command, str(tree / "tests" / "test_codec_tensors.py")], cwd=tree, env=env, capture_output=True, text=True
-    )
     assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-5000:]
 
 
