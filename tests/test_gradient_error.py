@@ -1,0 +1,59 @@
+"""What each codec may do to the gradients of trained Llamas, with and without outlier channels (see bench_fidelity.py).
+
+Bounds: relative L2 error over all parameters, and the worst parameter's cosine; None: not promised.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradckpt
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+pytest.importorskip("transformers")
+import trained_models
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]  # the models are trained at the first call
+
+PLAIN, OUTLIERS = ("llama", "llama-wide"), ("llama-outliers", "llama-wide-outliers")
+#: codec -> bounds without outlier channels, bounds with them
+BOUNDS = {
+    "int8": ((0.01, 0.9998), (0.015, 0.999)),
+    "fp8_e4m3": ((0.025, None), (0.04, None)),
+    "int6": ((0.025, 0.997), (None, None)),
+    "int4": ((0.07, None), (0.18, None)),
+}
+EXACT = [c for c in gradckpt.codecs() if "bfloat16" in (i := gradckpt.codec_info(c))["dtypes"] and i["max_error"] == 0]
+
+
+def error_of(codec, model):
+    return trained_models.gradient_error(model, lambda x: gradckpt.encode(x, codec).decode())
+
+
+@pytest.mark.parametrize("model", PLAIN + OUTLIERS)
+@pytest.mark.parametrize("codec", BOUNDS)
+def test_gradients_are_near(codec, model):
+    relative, cosine = BOUNDS[codec][model in OUTLIERS]
+    error = error_of(codec, model)
+    assert error.relative <= (relative or 1)
+    assert error.worst >= (cosine or -1), error.parameter
+
+
+@pytest.mark.parametrize("model", PLAIN + OUTLIERS)
+@pytest.mark.parametrize("codec", EXACT)
+def test_gradients_are_equal(codec, model):
+    assert error_of(codec, model).relative == 0
+
+
+def test_outlier_channels_need_the_rotation():
+    """The control: a codec that outlier channels harm is seen to harm gradients."""
+    assert error_of("int8_plain", "llama-wide-outliers").relative > 2 * error_of("int8", "llama-wide-outliers").relative
+
+
+@pytest.mark.parametrize("model", OUTLIERS)
+def test_outliers_are_there(model):
+    """Some channels are 10 and more times as large as the median channel, in every layer's input."""
+    for x in trained_models.boundaries(model):
+        size = x.double().pow(2).mean(0).sqrt()
+        assert size.max() >= 10 * size.median()
