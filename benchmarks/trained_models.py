@@ -74,7 +74,7 @@ def next_byte(seed: int) -> Batch:
 
 
 def masked_bytes(seed: int) -> Batch:
-    """15 % of the bytes are hidden behind token 256 and asked for; in short windows, since long ones take more steps to learn."""
+    """15 % of the bytes are hidden behind token 256 and asked for. Short windows: they are learned in few steps."""
     ids = windows(seed, 16, 64)
     hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.15
     return {"input_ids": ids.masked_fill(hidden, 256), "labels": ids.masked_fill(~hidden, -100)}
