@@ -73,9 +73,9 @@ typedef struct {
 /* How to encode one tensor. */
 typedef struct {
     const gck_dither *dither;    /* NULL: to nearest                              */
-    /* Device work of a codec that may refuse (`refuses`): a word that the device can
-     * write and the host can read, 0 before; becomes GCK_FITS or GCK_REFUSED when the
-     * work is done.  NULL: a payload that was refused decodes to NaN. */
+    /* Device work of a codec that may refuse (`refuses`): a word of gck_verdict_take();
+     * becomes GCK_FITS or GCK_REFUSED when the work is done.  NULL: nobody is told.  What a
+     * payload could not hold decodes to NaN either way. */
     uint32_t         *verdict;
 } gck_how;
 enum { GCK_PENDING = 0, GCK_FITS = 1, GCK_REFUSED = 2 };
@@ -123,6 +123,13 @@ double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype);
 int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
                gck_parallel_for *parallel);
 int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel);
+
+/* A word for gck_how.verdict, GCK_PENDING; of plain host memory for device -1, else one
+ * that every CUDA device can write.  NULL: none is left, or there is no CUDA in this
+ * build.  Give it back at any time: it is not used again before it was written, or ever,
+ * if the work was captured in a CUDA graph. */
+uint32_t *gck_verdict_take(int device);
+void      gck_verdict_give(uint32_t *verdict);
 
 /* A sentence without a final full stop; borrowed, lives for ever. */
 const char *gck_status_text(int status);

@@ -7,8 +7,10 @@
  * come to it; if one cannot come, because it has returned or waits at another, the
  * program says so and aborts: hardware would hang or answer with rubbish.
  *
- * Warps run one after the other: there is no shared memory and no __syncthreads() here,
- * because the kernels use none.  Memory is the host's, so sanitizers see every access.
+ * The warps of a block run one after the other, each until its lanes have returned or wait
+ * in __syncthreads(), which is a meeting of all lanes of the block; blocks run one after
+ * the other, so shared memory is static memory.  Memory is the host's, so sanitizers see
+ * every access.
  * __CUDA_ARCH__ is 750: the branches without newer instructions are those that run. */
 #ifndef CUDA_EMULATION_H
 #define CUDA_EMULATION_H
@@ -32,6 +34,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __shared__ static
 
 /* ---- types ---- */
 
@@ -55,14 +58,42 @@ template <typename T> static inline T __ldg(const T *p) { return *p; }
 template <typename T> static inline T __ldcs(const T *p) { return *p; }
 template <typename T> static inline void __stcs(T *p, T v) { *p = v; }
 
+static inline int __popc(unsigned v) { return __builtin_popcount(v); }
+
+/* Blocks run one after the other: nothing comes in between. */
+static inline uint32_t atomicOr(uint32_t *p, uint32_t v)
+{
+    const uint32_t old = *p;
+    *p = old | v;
+    return old;
+}
+
+static inline uint32_t atomicExch(uint32_t *p, uint32_t v)
+{
+    const uint32_t old = *p;
+    *p = v;
+    return old;
+}
+
+static inline uint32_t atomicInc(uint32_t *p, uint32_t limit)
+{
+    const uint32_t old = *p;
+    *p = old >= limit ? 0 : old + 1;
+    return old;
+}
+
+static inline void __threadfence(void) {}
+static inline void __threadfence_system(void) {}
+
 /* ---- lanes ---- */
 
 namespace emulation {
 
-enum { LANES_OF_WARP = 32, STACK = 256 * 1024 };
-enum meeting { NONE, SHUFFLE_XOR, BALLOT, SYNCWARP, RETURNED };
+enum { LANES_OF_WARP = 32, MOST_THREADS = 1024, STACK = 256 * 1024 };
+enum meeting { NONE, SHUFFLE, SHUFFLE_XOR, BALLOT, SYNCWARP, SYNCTHREADS, RETURNED };
 
-static const char *const meeting_names[] = {"nothing", "__shfl_xor_sync", "__ballot_sync", "__syncwarp", "return"};
+static const char *const meeting_names[] = {"nothing", "__shfl_sync", "__shfl_xor_sync", "__ballot_sync",
+                                            "__syncwarp", "__syncthreads", "return"};
 
 struct lane {
     ucontext_t context;
@@ -70,11 +101,13 @@ struct lane {
     dim3       thread;
     meeting    at;                        /* NONE: it can run */
     unsigned   mask;
-    int        argument;                  /* the lane mask of a shuffle: the same for all */
+    int        argument;                  /* of __shfl_xor_sync(): the same for all */
+    int        source;                    /* of __shfl_sync(): each its own         */
     uint32_t   value, result;
 };
 
-static lane       lanes[LANES_OF_WARP];
+static lane       lanes[MOST_THREADS];
+static lane      *warp;                   /* the first of its 32 lanes */
 static lane      *current;
 static ucontext_t scheduler;
 static void     (*body)(void *);
@@ -121,21 +154,21 @@ static void lane_main(void)
 
 static void die(const char *what)
 {
-    fprintf(stderr, "cuda_emulation: %s; block %u, warp of thread %u\n", what, block.x, lanes[0].thread.x);
+    fprintf(stderr, "cuda_emulation: %s; block %u, warp of thread %u\n", what, block.x, warp[0].thread.x);
     for (int i = 0; i < LANES_OF_WARP; i++) {
-        fprintf(stderr, "    lane %2d: %s, mask %08x, argument %d\n", i, meeting_names[lanes[i].at],
-                lanes[i].mask, lanes[i].argument);
+        fprintf(stderr, "    lane %2d: %s, mask %08x, argument %d\n", i, meeting_names[warp[i].at],
+                warp[i].mask, warp[i].argument);
     }
     abort();
 }
 
 /* Called by a lane. */
-static uint32_t meet(meeting at, unsigned mask, int argument, uint32_t value)
+static uint32_t meet(meeting at, unsigned mask, int argument, uint32_t value, int source = 0)
 {
     lane *me = current;
 
-    me->at = at, me->mask = mask, me->argument = argument, me->value = value;
-    if (!(mask >> (me - lanes) & 1u)) {
+    me->at = at, me->mask = mask, me->argument = argument, me->value = value, me->source = source;
+    if (!(mask >> (me - warp) & 1u)) {
         die("a lane is not in its own mask");
     }
     switch_to(&me->context, &scheduler, false, false);
@@ -146,8 +179,8 @@ static uint32_t meet(meeting at, unsigned mask, int argument, uint32_t value)
 static bool complete(const lane *first)
 {
     for (int i = 0; i < LANES_OF_WARP; i++) {
-        if (first->mask >> i & 1u && (lanes[i].at != first->at || lanes[i].mask != first->mask
-                                      || lanes[i].argument != first->argument)) {
+        if (first->mask >> i & 1u && (warp[i].at != first->at || warp[i].mask != first->mask
+                                      || warp[i].argument != first->argument)) {
             return false;
         }
     }
@@ -159,36 +192,38 @@ static void finish(meeting at, unsigned mask, int argument)
     unsigned votes = 0;
 
     for (int i = 0; i < LANES_OF_WARP; i++) {
-        votes |= (unsigned)(mask >> i & 1u && lanes[i].value != 0) << i;
+        votes |= (unsigned)(mask >> i & 1u && warp[i].value != 0) << i;
     }
     for (int i = 0; i < LANES_OF_WARP; i++) {
         if (mask >> i & 1u) {
-            const int other = i ^ argument;
-            if (at == SHUFFLE_XOR && (other >= LANES_OF_WARP || !(mask >> other & 1u))) {
+            const bool shuffle = at == SHUFFLE || at == SHUFFLE_XOR;
+            const int other = at == SHUFFLE ? warp[i].source : i ^ argument;
+            if (shuffle && (other < 0 || other >= LANES_OF_WARP || !(mask >> other & 1u))) {
                 die("a shuffle reads a lane that is not in the mask");
             }
-            lanes[i].result = at == SHUFFLE_XOR ? lanes[other].value : votes;
-            lanes[i].at = NONE;
+            warp[i].result = shuffle ? warp[other].value : votes;
+            warp[i].at = NONE;
         }
     }
 }
 
-/* Run every lane that can; then hold one meeting.  False when all have returned. */
+/* Run every lane of the warp that can; then hold one meeting.  False when all have
+ * returned or wait for the rest of the block. */
 static bool step(void)
 {
     bool waiting = false;
 
     for (int i = 0; i < LANES_OF_WARP; i++) {
-        if (lanes[i].at == NONE) {
-            current = &lanes[i];
-            switch_to(&scheduler, &lanes[i].context, true, false);
+        if (warp[i].at == NONE) {
+            current = &warp[i];
+            switch_to(&scheduler, &warp[i].context, true, false);
         }
     }
     for (int i = 0; i < LANES_OF_WARP; i++) {
-        if (lanes[i].at != RETURNED) {
+        if (warp[i].at != RETURNED && warp[i].at != SYNCTHREADS) {
             waiting = true;
-            if (complete(&lanes[i])) {
-                finish(lanes[i].at, lanes[i].mask, lanes[i].argument);
+            if (complete(&warp[i])) {
+                finish(warp[i].at, warp[i].mask, warp[i].argument);
                 return true;
             }
         }
@@ -199,7 +234,7 @@ static bool step(void)
     return false;
 }
 
-/* Stacks are kept from warp to warp.  A function of its own: getcontext() returns
+/* Stacks are kept from block to block.  A function of its own: getcontext() returns
  * twice as far as compilers know. */
 static __attribute__((noinline)) void prepare(lane *l, unsigned thread)
 {
@@ -215,19 +250,47 @@ static __attribute__((noinline)) void prepare(lane *l, unsigned thread)
     makecontext(&l->context, lane_main, 0);
 }
 
-static void run_warp(unsigned first_thread)
+/* All threads have come to the barrier: true, they may go on, and each knows whether any
+ * brought a predicate.  All have returned: false. */
+static bool pass_barrier(unsigned threads)
 {
-    for (int i = 0; i < LANES_OF_WARP; i++) {
-        prepare(&lanes[i], first_thread + (unsigned)i);
+    uint32_t any = 0;
+
+    for (unsigned t = 0; t < threads; t++) {
+        warp = &lanes[t / LANES_OF_WARP * LANES_OF_WARP];
+        if (lanes[t].at != lanes[0].at) {
+            die("a lane waits in __syncthreads() for one that does not come");
+        }
+        any |= lanes[t].value;
     }
-    while (step()) {
+    if (lanes[0].at == RETURNED) {
+        return false;
     }
+    for (unsigned t = 0; t < threads; t++) {
+        lanes[t].result = any;
+        lanes[t].at = NONE;
+    }
+    return true;
+}
+
+static void run_block(unsigned threads)
+{
+    for (unsigned t = 0; t < threads; t++) {
+        prepare(&lanes[t], t);
+    }
+    do {
+        for (unsigned t = 0; t < threads; t += LANES_OF_WARP) {
+            warp = &lanes[t];
+            while (step()) {
+            }
+        }
+    } while (pass_barrier(threads));
 }
 
 template <typename F>
 static void launch(unsigned grid, unsigned threads, F f)
 {
-    if (grid == 0 || threads == 0 || threads > 1024 || threads % LANES_OF_WARP != 0) {
+    if (grid == 0 || threads == 0 || threads > MOST_THREADS || threads % LANES_OF_WARP != 0) {
         launch_error = 9;                 /* cudaErrorInvalidConfiguration */
         return;
     }
@@ -237,9 +300,7 @@ static void launch(unsigned grid, unsigned threads, F f)
     nblocks = {grid, 1, 1}, nthreads = {threads, 1, 1};
     for (unsigned b = 0; b < grid; b++) {
         block = {b, 0, 0};
-        for (unsigned t = 0; t < threads; t += LANES_OF_WARP) {
-            run_warp(t);
-        }
+        run_block(threads);
     }
     body_argument = NULL;
 }
@@ -254,15 +315,31 @@ static void launch(unsigned grid, unsigned threads, F f)
 #define GCK_LAUNCH(kernel, grid, threads, stream, ...) \
     ((void)(stream), emulation::launch(grid, threads, [=]() { kernel(__VA_ARGS__); }))
 
+namespace emulation {
+
 template <typename T>
-static inline T __shfl_xor_sync(unsigned mask, T v, int lanes)
+static inline T shuffle(meeting at, unsigned mask, T v, int argument, int source)
 {
     uint32_t word;
     static_assert(sizeof v == sizeof word, "one word at a time");
     memcpy(&word, &v, sizeof word);
-    word = emulation::meet(emulation::SHUFFLE_XOR, mask, lanes, word);
+    word = meet(at, mask, argument, word, source);
     memcpy(&v, &word, sizeof word);
     return v;
+}
+
+}  /* namespace emulation */
+
+template <typename T>
+static inline T __shfl_xor_sync(unsigned mask, T v, int lanes)
+{
+    return emulation::shuffle(emulation::SHUFFLE_XOR, mask, v, lanes, 0);
+}
+
+template <typename T>
+static inline T __shfl_sync(unsigned mask, T v, int source)
+{
+    return emulation::shuffle(emulation::SHUFFLE, mask, v, 0, source);
 }
 
 static inline unsigned __ballot_sync(unsigned mask, int predicate)
@@ -270,13 +347,21 @@ static inline unsigned __ballot_sync(unsigned mask, int predicate)
     return emulation::meet(emulation::BALLOT, mask, 0, predicate != 0);
 }
 
+static inline int __syncthreads_or(int predicate)
+{
+    return emulation::meet(emulation::SYNCTHREADS, 0xFFFFFFFFu, 0, predicate != 0) != 0;
+}
+
+static inline void __syncthreads(void) { (void)__syncthreads_or(0); }
 static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { (void)emulation::meet(emulation::SYNCWARP, mask, 0, 0); }
 
 /* ---- runtime: two devices, and whatever driver the test says ---- */
 
 typedef int cudaError_t;
 typedef void *cudaStream_t;
-enum { cudaSuccess = 0, EMULATED_DEVICES = 2 };
+typedef enum { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive } cudaStreamCaptureStatus;
+typedef enum { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed } cudaStreamCaptureMode;
+enum { cudaSuccess = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, EMULATED_DEVICES = 2 };
 
 /* Shared by the .cu files of one library; the test reads and writes them. */
 extern "C" {
@@ -284,6 +369,9 @@ __attribute__((weak, visibility("default"))) int emulated_device = 0;
 __attribute__((weak, visibility("default"))) int emulated_driver = 13000;
 __attribute__((weak, visibility("default"))) int emulated_launches = 0;
 __attribute__((weak, visibility("default"))) int emulated_launch_device = -1;
+__attribute__((weak, visibility("default"))) int emulated_capture = 0;      /* streams are being captured      */
+__attribute__((weak, visibility("default"))) int emulated_host_allocs = 0;  /* < 0: the next ones fail         */
+__attribute__((weak, visibility("default"))) int emulated_capture_mode = cudaStreamCaptureModeGlobal;
 }
 
 static inline cudaError_t cudaGetDevice(int *device)
@@ -309,6 +397,31 @@ static inline cudaError_t cudaGetLastError(void)
     emulated_launch_device = emulated_device;
     emulation::launches = emulation::launch_error = 0;
     return error;
+}
+
+static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status)
+{
+    *status = emulated_capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode)
+{
+    const cudaStreamCaptureMode before = (cudaStreamCaptureMode)emulated_capture_mode;
+    emulated_capture_mode = *mode;
+    *mode = before;
+    return cudaSuccess;
+}
+
+/* As CUDA does, refuses while a capture in global mode goes on. */
+static inline cudaError_t cudaHostAlloc(void **p, size_t nbytes, unsigned)
+{
+    if (emulated_host_allocs < 0 || (emulated_capture && emulated_capture_mode == cudaStreamCaptureModeGlobal)) {
+        return 2;                         /* cudaErrorMemoryAllocation */
+    }
+    emulated_host_allocs++;
+    *p = malloc(nbytes);
+    return cudaSuccess;
 }
 
 static inline cudaError_t cudaDriverGetVersion(int *version)
