@@ -44,14 +44,15 @@ static gck_isa chosen;
 const gck_isa *gck_isa_current(void) { return &chosen; }
 void shim_isa(const char *name) { chosen.name = name; }
 
-int shim_encode(const gck_codec *codec, const gck_tensor *x, void *payload)
+/* From unit `first` on. */
+int shim_encode(const gck_codec *codec, const gck_tensor *x, void *payload, int64_t first)
 {
-    return codec->encode_host(x, payload, NULL, 0, (x->numel + codec->unit - 1) / codec->unit);
+    return codec->encode_host(x, payload, NULL, first, (x->numel + codec->unit - 1) / codec->unit);
 }
 
-void shim_decode(const gck_codec *codec, const void *payload, const gck_tensor *out)
+void shim_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, int64_t first)
 {
-    codec->decode_host(payload, out, 0, (out->numel + codec->unit - 1) / codec->unit);
+    codec->decode_host(payload, out, first, (out->numel + codec->unit - 1) / codec->unit);
 }
 
 /* Whole blocks, with the stores of large tensors. */
@@ -188,11 +189,13 @@ class HostKernels:
     def codec(self, name):
         return ctypes.byref(ctypes.c_char.in_dll(self.library, f"gck_codec_{name}"))
 
-    def encode(self, codec, x, payload, verdict=None):
-        return self.library.shim_encode(self.codec(codec), ctypes.byref(x), ctypes.c_void_p(payload.ctypes.data))
+    def encode(self, codec, x, payload, first=0):
+        at = ctypes.c_void_p(payload.ctypes.data)
+        return self.library.shim_encode(self.codec(codec), ctypes.byref(x), at, ctypes.c_int64(first))
 
-    def decode(self, codec, payload, out):
-        self.library.shim_decode(self.codec(codec), ctypes.c_void_p(payload.ctypes.data), ctypes.byref(out))
+    def decode(self, codec, payload, out, first=0):
+        at = ctypes.c_void_p(payload.ctypes.data)
+        self.library.shim_decode(self.codec(codec), at, ctypes.byref(out), ctypes.c_int64(first))
 
     def stream(self, codec, dtype, bits):
         """Payload and decoded values of whole blocks by the kernels for large tensors, and the status."""
@@ -264,8 +267,34 @@ def check(kernels, codec, dtype, bits, what, offset=0, sizes=None, strides=None)
     return fits
 
 
+def everywhere(host, device):
+    """Each instruction set, chosen, and the device: (name, kernels)."""
+    for isa in host.isas:
+        yield isa, host.choose(isa)
+    yield "cuda", device
+
+
 def check_everywhere(host, device, codec, dtype, bits, **layout):
     """On every instruction set and the device; says whether the values fit."""
+    return [check(kernels, codec, dtype, bits, name, **layout) for name, kernels in everywhere(host, device)][-1]
+
+
+def check_last_values_of_a_huge_tensor(host, codec, dtype, value):
+    """2^31 + 4097 values, all of them one: index arithmetic; only pages that are touched exist."""
+    n, layout = 2**31 + 4097, Layout(1, dtype)
+    memory = layout.memory()
+    payload = np.empty(nbytes(codec, dtype, n) + 64, np.uint8)
+    payload = payload[-payload.ctypes.data % 64 :][: nbytes(codec, dtype, n)]
+    small = np.full(n % 4096 + 4096, value, oracle.WORDS[dtype])
+    want, _ = oracle.encode(codec, small, dtype)
+    x = layout.tensor(memory, -1)
+    x.numel, x.ndim, x.sizes, x.strides = n, 1, (ctypes.c_int64 * 1)(n), (ctypes.c_int64 * 1)(0)
     for isa in host.isas:
-        check(host.choose(isa), codec, dtype, bits, isa, **layout)
-    return check(device, codec, dtype, bits, "cuda", **layout)
+        layout.values(memory)[:] = value
+        payload[-want.size :] = FILL
+        assert host.choose(isa).encode(codec, x, payload, n // 4096 - 1) == 0
+        tail = SIZES[codec, dtype][0] * 4096 or -(-small.size // 128)  # casts: the last values; else the last bytes
+        assert_same(payload[-tail:], want[-tail:], isa)
+        layout.values(memory)[:] = 0
+        host.decode(codec, payload, x, n // 4096 - 1)
+        assert layout.values(memory)[0] == oracle.decode(codec, want, small.size, dtype)[-1]

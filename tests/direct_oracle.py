@@ -54,18 +54,16 @@ def rotated(bits, dtype):
 
 
 def escapes_from(exponent, base):
-    return (exponent > 0) & ((exponent > base[:, None]) | (exponent < base[:, None] - 13))
+    return (exponent > 0) & ((exponent > base) | (exponent < base - 13))
 
 
-def bases_of(exponent, special):
-    """exponent: [groups, 128]. The base of each group."""
-    finite = np.where(exponent < special, exponent, 0)
-    top = finite.max(axis=1)
-    base = np.maximum(np.where(top > 0, top, exponent.max(axis=1)), 14)
-    below = np.where(finite < base[:, None] - 13, finite, 0).max(axis=1)
-    other = np.maximum(below, 14)
-    first, second = (escapes_from(exponent, b).sum(axis=1) for b in (base, other))
-    return np.where((top > 0) & (first > 2) & (below > 0) & (second < first), other, base)
+def base_of(exponent, special):
+    """Of one group. The first of the candidates from which the fewest escape, unless the very first will do."""
+    found = sorted({int(e) for e in exponent if e > 0}, reverse=True)
+    finite = [e for e in found if e < special]
+    candidates = [max(e, 14) for e in ((finite or found or [0])[0], *found)]
+    counts = [escapes_from(exponent, base).sum() for base in candidates]
+    return candidates[0 if counts[0] <= 2 else int(np.argmin(counts))]
 
 
 def lossless_encode(bits, dtype):
@@ -75,8 +73,8 @@ def lossless_encode(bits, dtype):
     rows, groups = width // spare, -(-bits.size // GROUP)
     words = rotated(padded(bits, GROUP), dtype).reshape(groups, GROUP).astype(np.int64)
     exponent, low = words >> low_bits, words & (2**low_bits - 1)
-    base = bases_of(exponent, 2**exponent_bits - 1)
-    escaped = escapes_from(exponent, base)
+    base = np.array([base_of(group, 2**exponent_bits - 1) for group in exponent], np.int64)
+    escaped = escapes_from(exponent, base[:, None])
     code = np.where(exponent == 0, 0, np.where(escaped, 1, exponent - base[:, None] + 15))
     coded = (code << low_bits | low).reshape(groups, rows, GROUP // rows)
     pieces = np.stack([coded[:, -1] >> spare * r & (2**spare - 1) for r in range(rows - 1)], axis=1)

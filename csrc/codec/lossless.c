@@ -19,23 +19,11 @@ static void put_word(void *p, gck_dtype dtype, int i, uint32_t word)
     }
 }
 
-/* The largest exponent from 1 to `most`, or 0. */
-static uint32_t largest_up_to(uint32_t most, const uint8_t *exponent)
+/* How many of `n` exponents above 0 escape from a base. */
+static int count_escapes(const uint8_t *with_exponent, int n, uint32_t base)
 {
-    uint32_t largest = 0;
-
-    for (int i = 0; i < GCK_GROUP; i++) {
-        largest = exponent[i] <= most && exponent[i] > largest ? exponent[i] : largest;
-    }
-    return largest;
-}
-
-static int count_escapes(const uint8_t *exponent, uint32_t base)
-{
-    int n = 0;
-
-    for (int i = 0; i < GCK_GROUP; i++) {
-        n += gck_is_escaped(exponent[i], base);
+    for (uint32_t e = base - GCK_WINDOW + 1; e <= base; e++) {
+        n -= with_exponent[e];
     }
     return n;
 }
@@ -43,15 +31,26 @@ static int count_escapes(const uint8_t *exponent, uint32_t base)
 static uint32_t choose_base(const uint8_t *exponent, gck_dtype dtype)
 {
     const uint32_t special = gck_special(dtype);
-    const uint32_t top = largest_up_to(special - 1, exponent);
+    uint8_t with_exponent[256] = {0};
+    uint32_t top = 0;
 
-    if (top == 0) {
-        return gck_base_of(largest_up_to(special, exponent));
+    for (int i = 0; i < GCK_GROUP; i++) {
+        with_exponent[exponent[i]]++;
+        top = exponent[i] != special && exponent[i] > top ? exponent[i] : top;
     }
-    const uint32_t base = gck_base_of(top), below = largest_up_to(base - GCK_WINDOW, exponent);
-    const int escapes = count_escapes(exponent, base);
-    if (escapes > 2 && below > 0 && count_escapes(exponent, gck_base_of(below)) < escapes) {
-        return gck_base_of(below);
+    const int n = GCK_GROUP - with_exponent[0];
+    uint32_t base = gck_base_of(top == 0 && n > 0 ? special : top);
+    int least = count_escapes(with_exponent, n, base);
+
+    if (least <= 2) {
+        return base;
+    }
+    for (uint32_t e = special; e > 0; e--) {
+        const int escapes = with_exponent[e] != 0 ? count_escapes(with_exponent, n, gck_base_of(e)) : n;
+        if (escapes < least) {
+            least = escapes;
+            base = gck_base_of(e);
+        }
     }
     return base;
 }

@@ -106,9 +106,40 @@ GCK_LANE_FN uint32_t escapes_from(uint32_t base, const uint32_t (&c)[N])
     return escapes;
 }
 
+/* For the groups from whose base more than two values escape: the exponent from which the
+ * fewest do.  `e`: the exponents of this lane's values.  Rare, hence in memory and in loops,
+ * so that it takes no registers from the others.  The groups of a warp go down their
+ * exponents together, each until as many lie above the next one as escape from the best. */
+GCK_LANE_FN uint32_t search_base(const uint8_t *e, uint32_t next, uint32_t base, int least)
+{
+    bool searching = least > 2;
+
+    while (__ballot_sync(ALL_LANES, searching) != 0) {
+        uint32_t exponent = 0;
+        int escapes = 0, above = 0;
+#pragma unroll 1
+        for (int j = 0; j < VALUES; j++) {
+            exponent = e[j] < next && e[j] > exponent ? e[j] : exponent;
+        }
+        next = group_max(exponent);
+#pragma unroll 1
+        for (int j = 0; j < VALUES; j++) {
+            escapes += gck_is_escaped(e[j], gck_base_of(next));
+            above += e[j] > next;
+        }
+        escapes = group_sum(escapes), above = group_sum(above);
+        if (searching && next != 0 && escapes < least) {
+            base = gck_base_of(next);
+            least = escapes;
+        }
+        searching = searching && next != 0 && above < least;
+    }
+    return base;
+}
+
 /* The base of a group, and which of this lane's values escape from it. */
 template <gck_dtype DTYPE, int N>
-GCK_LANE_FN uint32_t choose_base(uint32_t (&c)[N], uint32_t *escapes)
+GCK_LANE_FN uint32_t choose_base(uint32_t (&c)[N], uint8_t (&exponents)[VALUES], uint32_t *escapes)
 {
     const uint32_t top = largest_up_to<DTYPE>(gck_special(DTYPE) - 1, c);
     uint32_t base = gck_base_of(top);
@@ -120,17 +151,18 @@ GCK_LANE_FN uint32_t choose_base(uint32_t (&c)[N], uint32_t *escapes)
         unpack_again(c);
     }
     *escapes = escapes_from<DTYPE>(base, c);
-    if (__ballot_sync(ALL_LANES, *escapes != 0) == 0) {
-        return base;
-    }
-    const int count = group_sum(__popc(*escapes));
-    unpack_again(c);
-    const uint32_t below = largest_up_to<DTYPE>(base - GCK_WINDOW, c);
-    unpack_again(c);
-    const uint32_t others = escapes_from<DTYPE>(gck_base_of(below), c);
-    if (group_sum(__popc(others)) < count && top != 0 && count > 2 && below != 0) {
-        base = gck_base_of(below);
-        *escapes = others;
+    if (__ballot_sync(ALL_LANES, *escapes != 0) != 0) {
+        const int count = group_sum(__popc(*escapes));
+        unpack_again(c);
+        if (__ballot_sync(ALL_LANES, count > 2) != 0) {
+#pragma unroll
+            for (int j = 0; j < VALUES; j++) {
+                exponents[j] = (uint8_t)(word_of(c, j) >> gck_low_bits(DTYPE));
+            }
+            base = search_base(exponents, gck_special(DTYPE) + 1, base, count);
+            unpack_again(c);
+            *escapes = escapes_from<DTYPE>(base, c);
+        }
     }
     return base;
 }
@@ -249,14 +281,14 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
     typedef packed<DTYPE> P;
     __shared__ uint4 arena[GCK_ARENA / 16];
     __shared__ int of_warp[WARPS];
-    __shared__ uint8_t bases[GCK_BLOCK_GROUPS];
+    __shared__ uint8_t bases[GCK_BLOCK_GROUPS], exponents[THREADS][VALUES];
     const int groups = groups_of_block(ngroups);
     uint32_t c[P::N], escapes;
     int all;
 
     load_words(x, first_of_lane(), c);
     map_words(c, [](uint32_t word, int) { return gck_rotated(word, DTYPE); });
-    const uint32_t base = choose_base<DTYPE>(c, &escapes);
+    const uint32_t base = choose_base<DTYPE>(c, exponents[threadIdx.x], &escapes);
     bases[threadIdx.x / LANES] = (uint8_t)base;
     if (threadIdx.x < GCK_ARENA / 4) {
         ((uint32_t *)arena)[threadIdx.x] = 0;

@@ -30,11 +30,12 @@
  *                            row 1  [ 7..4  of row 3 ][ 12 bits of row 1 ]
  *                            row 2  [ 11..8 of row 3 ][ 12 bits of row 2 ]
  *
- * The base of a group is at least 14, so that 14 exponents from 1 on have a code.  It is the
- * largest exponent of its finite values; when more than two values escape from that, the
- * largest exponent below those 14 instead, if fewer escape from it: one huge value does not
- * push the others out.  Infinity and NaN are not finite, and escape, unless the group has
- * no other values with an exponent: then they are the base.
+ * The base of a group is an exponent of the group, but at least 14, so that the 14
+ * exponents that have a code are all above 0.  It is the largest exponent of its finite
+ * values (if it has none above 0, that of infinity and NaN, if it has those).  When more
+ * than two values escape from that, it is the one of all the group's exponents from which
+ * the fewest do: one huge value does not push the others out.  Among equals the first one
+ * counts, then the larger.
  *
  * More than 64 escapes in a block: the tensor does not fit. */
 #ifndef GRADCKPT_LOSSLESS_H
