@@ -4,6 +4,7 @@
 
 #include "engine/checkpoint.h"
 #include "engine/function.h"
+#include "engine/pending.h"
 #include "engine/rerun.h"
 #include "torch/ops.h"
 
@@ -83,10 +84,11 @@ static PyObject *codec_info(PyObject *module, PyObject *arg)
         Py_XDECREF(sizes);
         return NULL;
     }
-    return Py_BuildValue("{ss si ss sN sd sd sO sO sN}", "name", codec->name, "id", gck_codec_id(codec), "summary",
+    return Py_BuildValue("{ss si ss sN sd sd sO sO sO sN}", "name", codec->name, "id", gck_codec_id(codec), "summary",
                          codec->summary, "dtypes", accepted, "bits_per_value", bits_per_value(codec), "max_error",
                          codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False, "stochastic",
-                         codec->stochastic ? Py_True : Py_False, "sizes", sizes);
+                         codec->stochastic ? Py_True : Py_False, "refuses", codec->refuses ? Py_True : Py_False, "sizes",
+                         sizes);
 }
 
 /* ---- instruction set, build ---- */
@@ -144,11 +146,13 @@ static int set_counter(PyObject *dict, const char *key, int64_t value)
 
 static PyObject *stats(PyObject *module, PyObject *unused)
 {
-    const gck_stats *s = &gck_state_of(module)->stats;
+    gck_state *state = gck_state_of(module);
+    const gck_stats *s = &state->stats;
     PyObject *dict = PyDict_New(), *kept = PyDict_New();
     int status = dict == NULL || kept == NULL ? -1 : 0;
 
     (void)unused;
+    gck_pending_poll(state);
 #define COUNTER(name) if (status == 0) { status = set_counter(dict, #name, s->name); }
     COUNTERS(COUNTER)
 #undef COUNTER
@@ -173,6 +177,7 @@ static PyObject *reset_stats(PyObject *module, PyObject *unused)
     (void)unused;
     state->stats = (gck_stats){.live_bytes = live, .peak_live_bytes = live};   /* payloads live on */
     state->last_task = state->watched_task = -1;
+    state->epoch++;
     Py_RETURN_NONE;
 }
 
@@ -214,6 +219,10 @@ static PyMethodDef methods[] = {
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,
      "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.set_rounding_state()."},
+    {"late_verdicts", gck_late_verdicts, METH_O,
+     "late_verdicts(on, /)\n--\n\nFor tests: CPU codecs say as late as a device whether they can hold the values."},
+    {"settle_verdicts", gck_settle_verdicts, METH_NOARGS,
+     "settle_verdicts()\n--\n\nFor tests: the late verdicts come."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
     {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
     {NULL, NULL, 0, NULL},

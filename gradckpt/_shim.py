@@ -180,6 +180,13 @@ def device_context() -> Any:
     return next((m for m in modes if isinstance(m, DeviceContext)), None)
 
 
+def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool) -> None:
+    """The values of the original into ``out``: all, or those that a codec which rounds could not hold."""
+    with torch.no_grad():
+        x = original.detach()
+        out.copy_(torch.where(out.isnan(), x, out) if only_nan else x)
+
+
 def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
     if buffer.device.type == "cuda":
         buffer.record_stream(torch.cuda.current_stream(device))

@@ -7,7 +7,7 @@
 #ifndef GRADCKPT_CAST_H
 #define GRADCKPT_CAST_H
 
-#include "group.h"
+#include "values.h"
 
 /* |x| as bits: from here on a finite x would round to infinity. */
 #define GCK_BF16_END 0x7F7F8000u

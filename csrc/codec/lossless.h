@@ -41,7 +41,7 @@
 #ifndef GRADCKPT_LOSSLESS_H
 #define GRADCKPT_LOSSLESS_H
 
-#include "group.h"
+#include "values.h"
 
 /* What launchers ask, too. */
 #ifdef __CUDACC__

@@ -2,31 +2,11 @@
  * looked like. */
 #include "payload.h"
 
+#include "pending.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
-
-struct gck_payload {
-    PyObject_HEAD
-    PyObject        *weakrefs;
-    gck_state       *state;        /* borrowed: the type keeps the module alive          */
-    const gck_codec *codec;
-    PyObject        *buffer;       /* uint8 tensor; NULL when `saved` has it             */
-    PyObject        *saved;        /* torch's SavedTensor of the buffer; else NULL       */
-    PyObject        *dtype, *device, *shape;
-    PyObject        *original;     /* weak reference                                     */
-    PyObject        *version;      /* of the original then; NULL: inference tensor, never shared */
-    const void      *data;         /* its memory then: compared, never followed          */
-    int64_t          nbytes, bytes_in;
-    int              requires_grad, leaf;
-    int              stochastic;   /* rounded so                                         */
-    int              counted;      /* in stats()                                         */
-    int              ndim;
-    int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
-    int              strided;      /* the strides are meant                              */
-    int              device_index; /* -1: CPU                                            */
-    void            *stream;       /* that wrote the bytes                               */
-};
 
 /* The memory of a payload's bytes.  Outer saved-tensor hooks may have given us this
  * tensor, so it is looked at: a wrong one would be read out of bounds, or as nonsense. */
@@ -120,6 +100,16 @@ static void count_encoded(gck_state *state, const gck_payload *self)
     s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
 }
 
+/* A region uses it, which counts as compressed until the contrary is known. */
+static void count_use(gck_state *state, gck_payload *self)
+{
+    if (self->epoch != state->epoch) {
+        self->epoch = state->epoch;
+        self->uses = self->fresh = 0;
+    }
+    self->uses++;
+}
+
 static void remember(gck_state *state, gck_payload *self)
 {
     for (int i = GCK_NRECENT - 1; i > 0; i--) {
@@ -133,11 +123,12 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
 {
     gck_payload *self = PyObject_New(gck_payload, state->Payload);
     const gck_py *py = &state->py;
-    const gck_how how = {dither, NULL};
+    gck_how how = {dither, NULL};
     void *bytes;
-    int ok = 0, refused;
+    int ok = 0, status;
 
     *fits = 1;
+    gck_pending_poll(state);
     if (self == NULL) {
         return NULL;
     }
@@ -151,18 +142,25 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
     }
     const int64_t nbytes = gck_nbytes(codec, view->numel, view->dtype);
     self->buffer = gck_bytes_empty(py, nbytes, self->device, view->device < 0);
-    if (self->buffer == NULL || view_bytes(self, self->buffer, nbytes, &bytes) < 0
-        || (refused = gck_run_encode(&state->py, codec, view, bytes, &how)) < 0) {
+    if (self->buffer == NULL || view_bytes(self, self->buffer, nbytes, &bytes) < 0) {
         goto exit;
     }
-    if (refused) {
-        *fits = 0;
+    if (gck_pending_begin(self, view, &how) < 0 && use != GCK_FOR_USER) {
+        *fits = 0;                               /* nobody would say: keep it as it is */
+        goto exit;
+    }
+    status = gck_run_encode(&state->py, codec, view, bytes, &how);
+    gck_pending_encoded(self, x, status);
+    if (status < 0 || (status > 0 && self->verdict == NULL)) {
+        *fits = status < 0;
         goto exit;
     }
     self->nbytes = nbytes;
     if (use != GCK_FOR_USER) {
         self->counted = 1;                       /* from here on dealloc takes it off */
         count_encoded(state, self);
+        count_use(state, self);
+        self->fresh = 1;
     }
     if (use == GCK_FOR_REGION_SAVED) {
         self->saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, self->buffer, Py_False, NULL);
@@ -220,12 +218,19 @@ PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x
         found = PyObject_RichCompareBool(version, p->version, Py_EQ) == 1 ? p : NULL;
     }
     Py_XDECREF(version);
+    if (found != NULL) {
+        count_use(state, found);
+    }
     return Py_XNewRef((PyObject *)found);
 }
 
 /* The buffer, new reference; through the outer hooks when those have it. */
 static PyObject *payload_bytes(gck_payload *self)
 {
+    if (self->saved == NULL && self->buffer == NULL) {
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' cannot hold these values; the payload keeps the "
+                            "tensor itself, and has no bytes", self->codec->name);
+    }
     return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
                                : Py_NewRef(self->buffer);
 }
@@ -243,22 +248,47 @@ static int cross_stream(gck_payload *self, PyObject *buffer, const gck_tensor *o
     return result == NULL ? -1 : 0;
 }
 
+/* The values of the bytes.  0 or -1. */
+static int decode_bytes(gck_payload *self, const gck_tensor *out)
+{
+    PyObject *buffer = payload_bytes(self);
+    void *bytes;
+    int status = -1;
+
+    if (buffer != NULL && view_bytes(self, buffer, self->nbytes, &bytes) == 0 && cross_stream(self, buffer, out) == 0) {
+        status = gck_run_decode(&self->state->py, self->codec, bytes, out);
+    }
+    Py_XDECREF(buffer);
+    return status;
+}
+
+/* The values of the original, all of them or those that decoded to NaN.  0 or -1. */
+static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const gck_tensor *view)
+{
+    PyObject *filled;
+
+    if (cross_stream(self, original, view) < 0) {
+        return -1;
+    }
+    filled = PyObject_CallMethod(self->state->py.shim, "fill_from", "OOi", out, original, self->codec->max_error > 0);
+    Py_XDECREF(filled);
+    return filled == NULL ? -1 : 0;
+}
+
 PyObject *gck_payload_decode(gck_payload *self)
 {
     gck_state *state = self->state;
     const uint32_t any = (1u << GCK_NDTYPES) - 1;
-    PyObject *buffer = payload_bytes(self);
-    PyObject *out = NULL;
+    PyObject *out, *original;
     gck_tensor view;
-    void *bytes;
     int ok = 0;
 
-    if (buffer == NULL) {
+    if (gck_pending_original(self, &original) < 0) {
         return NULL;
     }
     out = gck_empty(&state->py, self->ndim, self->sizes, self->strided ? self->sizes + self->ndim : NULL,
                     self->dtype, self->device);
-    if (out == NULL || view_bytes(self, buffer, self->nbytes, &bytes) < 0) {
+    if (out == NULL) {
         goto exit;
     }
     if (gck_tensor_view(&state->py, out, any, &view) != GCK_COMPRESS) {
@@ -268,10 +298,11 @@ PyObject *gck_payload_decode(gck_payload *self)
         }
         goto exit;
     }
-    ok = cross_stream(self, buffer, &view) == 0 && gck_run_decode(&state->py, self->codec, bytes, &view) == 0;
+    ok = (original != NULL && self->codec->max_error == 0) || decode_bytes(self, &view) == 0;
+    ok = ok && (original == NULL || fill_from(self, original, out, &view) == 0);
 
 exit:
-    Py_DECREF(buffer);
+    Py_XDECREF(original);
     if (!ok) {
         Py_CLEAR(out);
     }
@@ -288,7 +319,7 @@ PyObject *gck_payload_restore(gck_payload *self)
         return NULL;
     }
     state->rounding.restored = 1;
-    if (PyWeakref_GetObject(self->original) != Py_None) {
+    if (self->kept == NULL && PyWeakref_GetObject(self->original) != Py_None) {
         state->stats.originals_alive++;
         state->stats.originals_alive_bytes += self->bytes_in;
     }
@@ -314,6 +345,7 @@ static void payload_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
 
     /* First: clearing weak references runs Python, which must not find us there. */
+    gck_pending_forget(self);
     for (int i = 0; i < GCK_NRECENT; i++) {
         if (self->state->recent[i] == self) {
             self->state->recent[i] = NULL;
@@ -331,6 +363,7 @@ static void payload_dealloc(PyObject *op)
     Py_XDECREF(self->shape);
     Py_XDECREF(self->original);
     Py_XDECREF(self->version);
+    Py_XDECREF(self->kept);
     PyObject_Free(op);
     Py_DECREF(type);
 }

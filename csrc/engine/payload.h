@@ -12,6 +12,37 @@ typedef enum {
     GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks get to see the bytes, and keep them  */
 } gck_payload_use;
 
+/* For payload.c and pending.c. */
+struct gck_payload {
+    PyObject_HEAD
+    PyObject        *weakrefs;
+    gck_state       *state;        /* borrowed: the type keeps the module alive          */
+    const gck_codec *codec;
+    PyObject        *buffer;       /* uint8 tensor; NULL when `saved` has it             */
+    PyObject        *saved;        /* torch's SavedTensor of the buffer; else NULL       */
+    PyObject        *dtype, *device, *shape;
+    PyObject        *original;     /* weak reference                                     */
+    PyObject        *version;      /* of the original then; NULL: inference tensor, never shared */
+    const void      *data;         /* its memory then: compared, never followed          */
+    int64_t          nbytes, bytes_in;
+    int              requires_grad, leaf;
+    int              stochastic;   /* rounded so                                         */
+    int              counted;      /* in stats()                                         */
+    int              ndim;
+    int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
+    int              strided;      /* the strides are meant                              */
+    int              device_index; /* -1: CPU                                            */
+    void            *stream;       /* that wrote the bytes                               */
+    /* See pending.h. */
+    uint32_t        *verdict;      /* not NULL: open, and this is in state->pending      */
+    uint32_t         late;         /* tests: what the device would write                 */
+    int              refused;      /* buffer and saved may be NULL then                  */
+    PyObject        *kept;         /* the original itself, while open and when refused   */
+    gck_payload     *next_pending;
+    int64_t          epoch;        /* of the counters below: reset_stats() begins a new one */
+    int              uses, fresh;  /* regions that use it; it was encoded in this epoch  */
+};
+
 /* New reference: the payload of x, whose view was taken just now.  dither: NULL rounds to
  * nearest.  NULL with *fits = 0 and no exception: the codec cannot hold these values. */
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,

@@ -66,6 +66,9 @@ typedef struct {
     int64_t       outside;         /* counter behind ids for unpacking outside backward  */
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */
+    gck_payload  *pending;         /* likewise: the first of those with an open verdict  */
+    int           late_verdicts;   /* tests: see pending.h                               */
+    int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;
 
 gck_state *gck_state_of(PyObject *module);

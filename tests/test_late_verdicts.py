@@ -1,0 +1,362 @@
+"""Devices say late whether a codec could hold the values: what is kept until then, and what comes back.
+
+`_C.late_verdicts(True)` makes the CPU codecs do the same; `_C.settle_verdicts()` is the moment at which
+the device has written its words."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+
+import gradckpt
+from gradckpt import _C
+
+pytestmark = pytest.mark.filterwarnings("ignore::gradckpt.GradckptInactiveWarning")  # nothing fits here and there
+
+SAID = "values the codec cannot hold"
+
+
+@pytest.fixture(autouse=True)
+def _late():
+    gradckpt.reset_stats()
+    _C.late_verdicts(True)
+    yield
+    _C.late_verdicts(False)
+    _C.settle_verdicts()
+    gc.collect()
+    assert gradckpt.stats()["live_bytes"] == 0
+
+
+def fitting(n=5000, dtype=torch.float32):
+    return torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_() * 1
+
+
+def hostile(n=5000):
+    """`lossless` cannot hold these exponents, `bf16` not the largest of them."""
+    x = torch.randn(n, generator=torch.Generator().manual_seed(2))
+    x = x * 2.0 ** (torch.arange(n) % 250 - 125)
+    x[7] = torch.finfo(torch.float32).max
+    return x.requires_grad_() * 1
+
+
+def run(x, codec="lossless", function=torch.sin, **options):
+    return gradckpt.checkpoint(function, x, compress={"codec": codec, "min_numel": 0, **options})
+
+
+def gradient(y, x):
+    return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+
+
+def compressed():
+    s = gradckpt.stats()
+    return s["compressed"], s["encoded"], s["kept"]
+
+
+# ---- the original lives until the verdict ----
+
+
+def another_payload():
+    run(torch.ones(10, requires_grad=True) * 1)
+
+
+@pytest.mark.parametrize("look", [another_payload, gradckpt.stats])
+def test_fitting_original_is_let_go(look):
+    x = fitting()
+    original, leaf = weakref.ref(x), x.grad_fn.next_functions[0][0].variable
+    want = gradient(x.sin(), leaf)
+    y = run(x)
+    del x
+    look()
+    assert original() is not None
+    _C.settle_verdicts()
+    assert original() is not None  # nobody has looked
+    look()
+    assert original() is None
+    assert gradckpt.stats()["kept"] == {}
+    assert torch.equal(gradient(y, leaf), want)
+    assert gradckpt.stats()["originals_alive"] == 0
+
+
+def test_restore_looks_too():
+    x = fitting()
+    original, leaf = weakref.ref(x), x.grad_fn.next_functions[0][0].variable
+    y = run(x)
+    del x
+    _C.settle_verdicts()
+    gradient(y, leaf)
+    assert original() is None
+
+
+@pytest.mark.parametrize("make", [fitting, hostile])
+def test_verdict_is_open_at_backward(make):
+    """A fresh copy of the original; nobody waits."""
+    x = make()
+    seen = []
+
+    def function(h):
+        seen.append(h)
+        h = h * 1
+        return h.mul_(0.5).sin()
+
+    y = run(x, function=function)
+    assert torch.equal(gradient(y, x), gradient((x * 0.5).sin(), x))
+    assert torch.equal(seen[1], x)
+    assert seen[1].data_ptr() != x.data_ptr()
+    assert seen[1].requires_grad
+    assert not seen[1].is_leaf
+    _C.settle_verdicts()
+    assert compressed()[0] == (make is fitting)
+
+
+def test_refused_original_is_kept():
+    x = hostile()
+    y = run(x)
+    before = compressed()
+    _C.settle_verdicts()
+    assert before == (1, 1, {})
+    assert compressed() == (0, 0, {SAID: 1})
+    s = gradckpt.stats()
+    assert (s["live_bytes"], s["bytes_in"], s["bytes_out"], s["kept_bytes"]) == (0, 0, 0, 20000)
+    assert (s["asked"], s["originals_alive"]) == (1, 0)
+    for _ in range(2):
+        assert torch.equal(gradient(y, x), gradient(x.sin(), x))
+    assert gradckpt.stats()["originals_alive"] == 0
+
+
+@pytest.mark.parametrize("layout", [lambda x: x.view(50, 100).t(), lambda x: x[::2], lambda x: x[:0], lambda x: x[3]])
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("make", [fitting, hostile])
+def test_layouts(layout, settled, make):
+    """What comes from the original looks like what comes from a payload."""
+    x = layout(make())
+    seen = []
+    y = run(x, function=lambda h: seen.append((h.detach().clone(), h.stride())) or h.exp())
+    if settled:
+        _C.settle_verdicts()
+    gradient(y, x)
+    assert torch.equal(seen[1][0], x)
+    _C.late_verdicts(False)
+    fits = layout(fitting())
+    payload = gradckpt.encode(fits, "lossless").decode()
+    assert seen[1][1] == payload.stride()
+
+
+# ---- changes in place ----
+
+
+def test_change_before_a_fitting_verdict():
+    """The payload has the values of the forward, whatever happened since."""
+    x = fitting()
+    y, want = run(x), gradient(x.sin(), x)
+    with torch.no_grad():
+        x.mul_(2)
+    _C.settle_verdicts()
+    assert torch.equal(gradient(y, x), want)
+
+
+def test_change_while_the_verdict_is_open():
+    """The payload is taken: right, or NaN where it could not hold the values."""
+    for make, right in ((fitting, True), (hostile, False)):
+        x = make()
+        y, want = run(x), gradient(x.sin(), x)
+        with torch.no_grad():
+            x.mul_(2)
+        got = gradient(y, x)
+        assert torch.equal(got, want) == right
+        assert right or got.isnan().any()
+
+
+def test_change_before_a_refusal():
+    """torch's words, as for any input that is kept by reference."""
+    x = hostile()
+    y = run(x)
+    with torch.no_grad():
+        x.mul_(2)
+    _C.settle_verdicts()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
+        gradient(y, x)
+    with torch.no_grad():
+        torch._C._autograd._unsafe_set_version_counter((x,), (0,))
+    gradient(y, x)
+
+
+def test_region_that_changes_its_input():
+    def change(h):
+        h.mul_(2)
+        return h.sin()
+
+    x = fitting()
+    want = gradient((x * 2).sin(), x)
+    leaf = x.grad_fn.next_functions[0][0].variable
+    y = run(x, function=change)
+    _C.settle_verdicts()
+    assert torch.equal(gradient(y, leaf), want)
+    x = hostile()
+    leaf = x.grad_fn.next_functions[0][0].variable
+    y = run(x, function=change)
+    _C.settle_verdicts()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient(y, leaf)
+
+
+# ---- codecs that round ----
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_rounding_does_not_depend_on_the_moment(settled):
+    """What fits is rounded, before the verdict and after it, and what does not is the original's."""
+    x = hostile().detach()
+    want = x.to(torch.bfloat16).float()
+    want[7] = x[7]
+    payload = gradckpt.encode(x, "bf16")
+    if settled:
+        _C.settle_verdicts()
+    for _ in range(2):
+        assert torch.equal(payload.decode(), want)
+        _C.settle_verdicts()
+    x = fitting().detach()
+    payload = gradckpt.encode(x, "bf16")
+    for _ in range(2):
+        assert torch.equal(payload.decode(), x.to(torch.bfloat16).float())
+        _C.settle_verdicts()
+
+
+@pytest.mark.parametrize("make", [fitting, hostile])
+@pytest.mark.parametrize("codec", ["lossless", "bf16"])
+def test_replay_recomputes_the_forward(make, codec):
+    seen = []
+    y = run(make(), codec, lambda h: seen.append(h.detach().clone()) or h.sin(), replay=True)
+    _C.settle_verdicts()
+    y.sum().backward()
+    assert torch.equal(*seen)
+
+
+# ---- counting ----
+
+
+def test_shared_payload_of_a_refusal():
+    x = hostile()
+    regions = run(x), run(x)
+    assert (gradckpt.stats()["shared"], compressed()) == (1, (2, 1, {}))
+    _C.settle_verdicts()
+    assert compressed() == (0, 0, {SAID: 2})
+    assert gradckpt.stats()["shared"] == 0
+    assert gradckpt.stats()["kept_bytes"] == 40000
+    del regions
+
+
+def test_counters_reset_before_the_verdict():
+    x = hostile()
+    y = run(x)
+    gradckpt.reset_stats()
+    again = run(x)
+    _C.settle_verdicts()
+    s = gradckpt.stats()
+    assert (s["compressed"], s["encoded"], s["shared"], s["bytes_in"], s["kept"]) == (0, 0, 0, 0, {SAID: 1})
+    gradckpt.reset_stats()
+    y2 = run(hostile())
+    gradckpt.reset_stats()
+    _C.settle_verdicts()
+    assert gradckpt.stats()["kept"] == {}
+    assert gradckpt.stats()["live_bytes"] == 0
+    del y, again, y2
+
+
+# ---- surroundings ----
+
+
+@pytest.mark.parametrize("make", [fitting, hostile])
+def test_outer_hooks(make):
+    x = make()
+    with save_on_cpu():
+        y = run(x)
+    for _ in range(2):
+        assert torch.equal(gradient(y, x), gradient(x.sin(), x))
+        _C.settle_verdicts()
+
+
+def test_payload_dies_first():
+    x = hostile()
+    for _ in range(5000):  # more than there are words
+        del_me = gradckpt.encode(x, "lossless")
+    original = weakref.ref(x)
+    del x, del_me
+    assert original() is None
+    _C.settle_verdicts()
+    gradckpt.stats()
+
+
+def test_no_word_is_left():
+    """Then the input is kept by reference: nobody would say whether the payload holds it."""
+    x = torch.randn(100, requires_grad=True) * 1
+    payloads = [gradckpt.encode(x, "lossless") for _ in range(4096)]
+    y = run(x)
+    assert compressed() == (0, 0, {SAID: 1})
+    assert torch.equal(gradient(y, x), gradient(x.sin(), x))
+    assert torch.equal(gradckpt.encode(x, "lossless").decode(), x)  # asked for by the user: without a word
+    _C.settle_verdicts()
+    del payloads
+    run(x)
+    assert compressed()[0] == 1
+
+
+def test_encode_for_users():
+    x = hostile().detach()
+    payload = gradckpt.encode(x, "lossless")
+    assert torch.equal(payload.decode(), x)
+    _C.settle_verdicts()
+    assert torch.equal(payload.decode(), x)
+    with pytest.raises(RuntimeError, match="'lossless' cannot hold these values; the payload keeps the tensor itself"):
+        payload.data  # noqa: B018
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        payload.decode()
+    with torch.inference_mode():
+        inference = hostile().detach().clone()
+    payload = gradckpt.encode(inference, "lossless")
+    _C.settle_verdicts()
+    assert torch.equal(payload.decode(), inference)
+
+
+def test_letting_go_may_run_python():
+    """A callback of the dying original makes and kills payloads: the list of open verdicts changes meanwhile."""
+    others = [gradckpt.encode(fitting(), "lossless") for _ in range(5)]
+    callbacks = []
+
+    def died(reference):
+        callbacks.append(reference)
+        others.clear()
+        others.extend(gradckpt.encode(fitting(), "lossless") for _ in range(3))
+        gradckpt.stats()
+
+    x = fitting()
+    reference = weakref.ref(x, died)
+    payload = gradckpt.encode(x, "lossless")
+    more = [gradckpt.encode(fitting(), "lossless") for _ in range(5)]
+    del x
+    _C.settle_verdicts()
+    gradckpt.stats()
+    assert callbacks == [reference]
+    assert all(torch.equal(p.decode(), fitting()) for p in (payload, *more, *others))
+
+
+def test_nothing_leaks():
+    def step():
+        for make in (fitting, hostile):
+            x = make()
+            y = run(x)
+            with contextlib.suppress(RuntimeError):
+                gradient(y, x)
+            _C.settle_verdicts()
+            gradient(y, x)
+
+    step()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(20):
+        step()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 20

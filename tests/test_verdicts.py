@@ -1,0 +1,111 @@
+"""How a device says whether it could hold the values: the kernels and their words, emulated."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from direct_kernels import E_DEVICE, FITS, PENDING, REFUSED, Layout, aligned, nbytes
+from test_lossless import with_escapes
+
+NO_MEMORY = 2  # of the emulated cudaHostAlloc
+
+
+@pytest.fixture
+def device(device_kernels):
+    device_kernels.integer("emulated_capture").value = 0
+    yield device_kernels
+    device_kernels.integer("emulated_capture").value = 0
+
+
+def value_of(word):
+    return ctypes.c_uint32.from_address(word)
+
+
+def values_of(codec, fits):
+    if codec == "lossless":
+        return with_escapes([3, 64, 64 if fits else 65, 1, 0], "bfloat16"), "bfloat16"
+    bits = np.random.default_rng(1).standard_normal(20000).astype(np.float32).view(np.uint32).copy()
+    bits[9000] = 0x3F800000 if fits else 0x7F7FFFFF
+    return bits, "float32"
+
+
+def encode(device, codec, fits, word):
+    bits, dtype = values_of(codec, fits)
+    layout = Layout(bits.size, dtype)
+    source, payload = layout.memory(), aligned(nbytes(codec, dtype, bits.size))
+    layout.values(source)[:] = bits
+    return device.encode(codec, layout.tensor(source, 1), payload, word)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "bf16", "fp16"])
+def test_verdicts(device, codec):
+    """One launch; the counters are back at 0 after it, whatever it said."""
+    launches = device.integer("emulated_launches")
+    word = device.library.gck_verdict_take(1)
+    for fits in (True, False, False, True, True, False):
+        value_of(word).value = PENDING
+        before = launches.value
+        assert encode(device, codec, fits, word) == 0
+        assert value_of(word).value == (FITS if fits else REFUSED)
+        assert launches.value == before + 1
+    device.library.gck_verdict_give(word)
+
+
+def test_words(device):
+    """Each is pending, and its own; one that was given back early is not used before it is written."""
+    take, give = device.library.gck_verdict_take, device.library.gck_verdict_give
+    words = [take(0) for _ in range(4096)]
+    assert len(set(words)) == 4096
+    assert all(value_of(w).value == PENDING for w in words)
+    assert take(0) is None
+    give(words[7])
+    assert take(1) is None
+    assert encode(device, "lossless", True, words[7]) == 0  # the launch that was queued before
+    assert take(1) == words[7]
+    assert value_of(words[7]).value == PENDING
+    for w in words:
+        value_of(w).value = FITS
+        give(w)
+    assert take(0) in words
+    give(words[0] + 4 * 5000)  # no word at all
+    give(0)
+    assert device.integer("emulated_host_allocs").value == 1
+
+
+def test_captured_work_keeps_its_word(device):
+    """A graph may run again whenever it likes."""
+    take, give = device.library.gck_verdict_take, device.library.gck_verdict_give
+    word = take(0)
+    device.integer("emulated_capture").value = 1
+    assert encode(device, "bf16", True, word) == 0
+    device.integer("emulated_capture").value = 0
+    give(word)
+    rest = [take(0) for _ in range(4096)]
+    assert None in rest
+    assert word not in rest
+    for w in filter(None, rest):
+        value_of(w).value = FITS
+        give(w)
+
+
+def test_word_of_the_host_is_no_word_of_a_device(device):
+    word = device.library.gck_verdict_take(-1)
+    assert value_of(word).value == PENDING
+    assert encode(device, "lossless", True, word) == E_DEVICE
+    assert encode(device, "fp16", True, word) == E_DEVICE
+    device.library.gck_verdict_give(word)
+
+
+def test_first_word_while_capturing(tmp_path):
+    """Pinned memory may be allocated then; when there is none, there are no words, and it is tried again."""
+    from direct_kernels import DeviceKernels
+
+    device = DeviceKernels(tmp_path)
+    allocs = device.integer("emulated_host_allocs")
+    allocs.value = -1
+    assert device.library.gck_verdict_take(0) is None
+    allocs.value = 0
+    device.integer("emulated_capture").value = 1
+    assert device.library.gck_verdict_take(1) is not None
+    assert device.integer("emulated_capture_mode").value == 0
+    assert device.integer("emulated_device").value == 0
