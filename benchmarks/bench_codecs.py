@@ -46,7 +46,12 @@ import gradckpt
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CODEC = ROOT / "csrc" / "codec"
-DTYPES = {"float32": (0, torch.float32), "float16": (1, torch.float16), "bfloat16": (2, torch.bfloat16)}
+DTYPES = {
+    "float32": (0, torch.float32),
+    "float16": (1, torch.float16),
+    "bfloat16": (2, torch.bfloat16),
+    "bool": (3, torch.bool),
+}
 FLAGS = shlex.split(
     "-std=c11 -O3 -fPIC -fexceptions -ffp-contract=off -fno-math-errno -fstack-protector-strong -D_FORTIFY_SOURCE=2"
 )
@@ -105,7 +110,8 @@ class Parts:
         self.each = self.numel // threads
         self.library = library
         self.pool = ThreadPoolExecutor(threads)
-        x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1)).to(kind)
+        x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
+        x = x > 0 if kind == torch.bool else x.to(kind)
         self.x = x.repeat(self.numel // x.numel() + 1)[: self.numel].clone()
         self.out = torch.zeros_like(self.x)
         self.payload = torch.zeros(self.numel * self.item + 4096, dtype=torch.uint8)
@@ -180,7 +186,8 @@ def cpu_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def cuda_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     dtype = DTYPES[options.dtype][1]
-    x = torch.randn((options.mib << 20) // dtype.itemsize // 128 * 128, device="cuda").to(dtype)
+    x = torch.randn((options.mib << 20) // dtype.itemsize // 128 * 128, device="cuda")
+    x = x > 0 if dtype == torch.bool else x.to(dtype)
     out = torch.empty_like(x)
     rows = []
     for codec in options.codecs:
@@ -209,7 +216,7 @@ def cuda_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def row(options: argparse.Namespace, codec: str, isa: str, threads: int, numel: int, times: Times) -> dict[str, Any]:
     item = DTYPES[options.dtype][1].itemsize
-    bits = gradckpt.codec_info(codec)["bits_per_value"] or 8 * item
+    bits = gradckpt.codec_info(codec)["sizes"][options.dtype][0]
     moved = {"memcpy": 2 * item * numel, "encode": (item + bits / 8) * numel, "decode": (item + bits / 8) * numel}
     speed = {what: moved[what] / statistics.median(times[what]) / 1e9 for what in times}
     return {
@@ -273,16 +280,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=256, help="size of the tensor in MiB (default 256)")
     parser.add_argument("--repeat", type=int, default=9, help="timed rounds; the median counts (default 9)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--codecs", default=",".join(gradckpt.codecs()), help="comma-separated (default: all)")
+    parser.add_argument("--codecs", help="comma-separated (default: all that take the dtype)")
     parser.add_argument("--isa", help="comma-separated instruction sets (default: all that this CPU has)")
     parser.add_argument("--threads", default="1" if cores == 1 else f"1,{min(cores, 8)}", help="e.g. 1,2")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     options = parser.parse_args()
-    options.codecs = options.codecs.split(",")
-    unknown = [c for c in options.codecs if c not in gradckpt.codecs()]
+    taking = [c for c in gradckpt.codecs() if options.dtype in gradckpt.codec_info(c)["dtypes"]]
+    options.codecs = options.codecs.split(",") if options.codecs else taking
+    unknown = [c for c in options.codecs if c not in taking]
     if unknown:
-        parser.error(f"unknown codec {unknown[0]!r}; choose from {', '.join(gradckpt.codecs())}")
+        parser.error(f"no codec {unknown[0]!r} that takes {options.dtype}; choose from {', '.join(taking)}")
     try:
         options.threads = [int(n) for n in options.threads.split(",")]
     except ValueError:
@@ -298,12 +306,13 @@ def main() -> None:
     options = parse()
     found = machine.facts(options.device)
     rows = cuda_rows(options) if options.device == "cuda" else cpu_rows(options)
-    values = quality(options.codecs)
+    values = quality([c for c in options.codecs if "bfloat16" in gradckpt.codec_info(c)["dtypes"]])
     if not options.json:
         title = f"codecs: {options.mib} MiB of {options.dtype}, median of {options.repeat}, warmed"
         machine.print_head(title, found)
         print_speed(rows, "device copy" if options.device == "cuda" else "memcpy")
-        print_quality(values)
+        if values:
+            print_quality(values)
     setting = {"mib": options.mib, "repeat": options.repeat, "dtype": options.dtype, "device": options.device}
     machine.print_json({"benchmark": "codecs", **found, **setting, "speed": rows, "quality": values})
 

@@ -59,7 +59,7 @@ def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None =
 
     Raises:
         ValueError: unknown codec; ``dither`` for a codec that does not round, or out of range (64, 32 and 32 bits);
-            values that the codec cannot hold.
+            values that the codec cannot hold (on CUDA nobody waits to know: the payload keeps ``x`` then).
         TypeError: not a tensor, or one the codec cannot take (dtype, sparse, meta, subclass).
     """
     codec = resolve_codec(codec)
@@ -73,6 +73,7 @@ def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None =
 def codec_info(codec: str) -> dict[str, Any]:
     """What a codec is: name, id, summary, dtypes, ``bits_per_value`` (scales included; 0: those of the
     dtype), ``max_error`` (largest |x - x'| over the largest |x| of its group of 128; 0: bit-exact), ``cuda`` (this
-    build has kernels for it), ``stochastic`` (it can round so) and ``sizes`` ({dtype: (bits per value, and the
-    bytes per value, per group of 128 and per block of 4096)}). ``ValueError`` for an unknown name."""
+    build has kernels for it), ``stochastic`` (it can round so), ``refuses`` (there are values that it
+    cannot hold) and ``sizes`` ({dtype: (bits per value, and the bytes per value, per group of 128 and per block
+    of 4096)}). ``ValueError`` for an unknown name."""
     return _C.codec_info(resolve_codec(codec))

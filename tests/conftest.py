@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(config, items):
     from gradckpt import codec_info, codecs
 
     def exists(item):
-        params = getattr(item, "callspec", None) and item.callspec.params or {}
+        params = item.callspec.params if hasattr(item, "callspec") else {}
         codec, dtype = params.get("codec"), str(params.get("dtype", "")).removeprefix("torch.")
         dtypes = ("float32", "float16", "bfloat16", "bool")
         return codec not in codecs() or dtype not in dtypes or dtype in codec_info(codec)["dtypes"]

@@ -29,6 +29,16 @@ SIZES = {
 PAIRS = list(SIZES)
 every_pair = pytest.mark.parametrize(("codec", "dtype"), PAIRS)
 
+#: Sizes and strides of views.
+STRIDED = {
+    "transposed": ((70, 90), (1, 70)),
+    "every third": ((5000,), (3,)),
+    "padded rows": ((4, 15, 100), (2100, 140, 1)),
+    "permuted": ((8, 25, 30), (1, 240, 8)),
+    "8 dimensions": ((2, 2, 2, 2, 2, 2, 2, 40), (1, 2, 4, 8, 16, 32, 64, 128)),
+}
+every_layout = pytest.mark.parametrize(("sizes", "strides"), STRIDED.values(), ids=STRIDED)
+
 C_FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -Wall -Wextra")
 ISA_FLAGS = {"avx2": "-mavx2 -mfma -mf16c", "avx512": "-mavx2 -mfma -mf16c -DGCK_EMULATE_AVX512", "": ""}
 CXX_FLAGS = shlex.split(
@@ -168,7 +178,7 @@ class HostKernels:
         gcc = shutil.which("gcc")
         if gcc is None:
             pytest.skip("gcc not found")
-        names = {name: "" for name in ("cast", "mask", "lossless", "direct", "strided")}
+        names = dict.fromkeys(("cast", "mask", "lossless", "direct", "strided"), "")
         names |= {f"{name}_{isa}": isa for name in ("cast", "mask", "lossless") for isa in ("avx2", "avx512")}
         (folder / "shim.c").write_text(SHIM)
         sources = [(CODEC / f"{name}.c", isa) for name, isa in names.items()] + [(folder / "shim.c", "")]

@@ -7,14 +7,15 @@ import torch
 from codec_inputs import bits_of
 from direct_kernels import (
     E_FIT,
+    Layout,
     aligned,
     assert_same,
     check_everywhere,
     check_last_values_of_a_huge_tensor,
+    every_layout,
     everywhere,
     nbytes,
 )
-from direct_kernels import Layout as Place
 
 import gradckpt
 
@@ -86,7 +87,8 @@ def test_nan_and_infinity(same, codec):
     same(np.resize(special, 4096), codec)
     payload, _ = oracle.encode(codec, special, "float32")
     nan, first, shift = (0x7FC0, 0x7F, 16) if codec == "bf16" else (0x7E00, 0x3FF, 13)
-    want = np.where(special << 1 > 0xFF000000, nan | (special >> shift & first), {"bf16": 0x7F80, "fp16": 0x7C00}[codec])
+    infinity = {"bf16": 0x7F80, "fp16": 0x7C00}[codec]
+    want = np.where(special << 1 > 0xFF000000, nan | (special >> shift & first), infinity)
     np.testing.assert_array_equal(payload.view(np.uint16), want | (special >> 16 & 0x8000))
 
 
@@ -140,10 +142,7 @@ def test_tails_and_alignment(same, codec, n):
 
 
 @every_codec
-@pytest.mark.parametrize(
-    ("sizes", "strides"),
-    [((70, 90), (1, 70)), ((5000,), (3,)), ((4, 15, 100), (2100, 140, 1)), ((2,) * 7 + (40,), tuple(2**k for k in range(8)))],
-)
+@every_layout
 def test_strides(same, codec, sizes, strides):
     bits = np.random.default_rng(5).standard_normal(int(np.prod(sizes))).astype(np.float32).view(np.uint32)
     same(bits, codec, offset=1, sizes=sizes, strides=strides)
@@ -174,10 +173,10 @@ def test_any_payload_decodes(host_kernels, device_kernels, codec):
     payload[:] = np.arange(65536, dtype=np.uint32).astype(np.uint16).view(np.uint8)
     want = oracle.decode(codec, payload, 65536, "float32")
     for name, kernels in everywhere(host_kernels, device_kernels):
-        place = Place(65536, "float32")
-        out = place.memory()
-        kernels.decode(codec, payload, place.tensor(out, kernels.device))
-        assert_same(place.values(out), want, name)
+        layout = Layout(65536, "float32")
+        out = layout.memory()
+        kernels.decode(codec, payload, layout.tensor(out, kernels.device))
+        assert_same(layout.values(out), want, name)
 
 
 @every_codec

@@ -10,13 +10,15 @@ import subprocess
 import pytest
 
 CODEC = pathlib.Path(__file__).resolve().parent.parent / "csrc" / "codec"
-SOURCES = ["fp8", "int8", "raw", "cuda"]
+DIRECT = ["cast", "lossless", "mask"]  # kernels of their own, see direct.h
+SOURCES = ["fp8", "int8", "raw", *DIRECT, "verdict", "cuda"]
 FLAGS = shlex.split(
     """-std=c++17 -O3 -fmad=false -cudart static -gencode arch=compute_90,code=sm_90
     -Xcompiler -fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra,-Werror
     -Werror all-warnings -Xptxas -v '-DGCK_CUDA_ARCHS="90"'"""
 )
-KERNELS = {"fp8": 24, "int8": 24, "raw": 6, "cuda": 0}  # formats x dtypes x layouts x directions; raw: by item size
+# Formats x dtypes x layouts x directions; raw: by item size.
+KERNELS = {"fp8": 24, "int8": 24, "raw": 6, "cast": 8, "lossless": 12, "mask": 4, "verdict": 0, "cuda": 0}
 PROPERTIES = re.compile(
     r"properties for (\S+)\s+\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
@@ -71,6 +73,30 @@ def test_registers_leave_room_for_48_kib_in_flight(built, name):
     assert max(contiguous.values()) <= 40
 
 
+@pytest.mark.parametrize("name", DIRECT)
+def test_registers_of_the_direct_codecs(built, name):
+    """64 at most; 16-bit lossless, one block of 256 threads x 32 bytes: 40, so that 48 KiB are in flight."""
+    used = re.findall(r"Compiling entry function '(\S+)' for.*?Used (\d+) registers", built[name][1], re.DOTALL)
+    assert len(used) == KERNELS[name]
+    assert max(int(registers) for _, registers in used) <= 64
+    if name == "lossless":
+        half = [int(registers) for kernel, registers in used if re.search(r"5denseIt", kernel)]
+        assert len(half) == 4
+        assert max(half) <= 40
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_wide_accesses(built, name, tmp_path):
+    """16 bytes at a time; the payload by stores that leave the cache to others."""
+    made = tmp_path / f"{name}.ptx"
+    flags = [f for f in FLAGS if f not in ("-Xptxas", "-v")]
+    subprocess.run([built["nvcc"], *flags, "-ptx", CODEC / f"{name}.cu", "-o", made], check=True, capture_output=True)
+    ptx = made.read_text()
+    assert re.search(r"ld\.global\.nc\.v4", ptx)
+    assert re.search(r"st\.global\.cs\.v4", ptx)
+    assert re.search(r"st\.global\.v4", ptx)
+
+
 def test_links_without_a_cxx_runtime(built, tmp_path):
     """gcc links the objects; the result needs the C library only and can be loaded without a driver."""
     gcc, readelf = shutil.which("gcc"), shutil.which("readelf")
@@ -86,7 +112,8 @@ def test_links_without_a_cxx_runtime(built, tmp_path):
     (tmp_path / "probe.c").write_text(SHIM)
     library = tmp_path / "probe.so"
     objects = [built[name][0] for name in SOURCES]
-    subprocess.run([gcc, "-shared", "-fPIC", "-Wl,--no-undefined", f"-I{CODEC.parent}", tmp_path / "probe.c",
+    subprocess.run([gcc, "-shared", "-fPIC", "-Wl,--no-undefined", "-DGCK_WITH_CUDA=1", f"-I{CODEC.parent}",
+                    tmp_path / "probe.c", CODEC / "verdict.c",
                     *objects, cudart, "-lpthread", "-ldl", "-lrt", "-o", library], check=True)  # fmt: skip
     dynamic = subprocess.run([readelf, "-d", library], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)

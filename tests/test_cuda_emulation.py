@@ -346,6 +346,16 @@ MISTAKES = {
     "two shuffles": ("__shfl_xor_sync(0xFFFFFFFFu, 1, threadIdx.x < 8 ? 1 : 2);", "does not come"),
     "not in its mask": ("__ballot_sync(0xFFFFFFFEu, 1);", "not in its own mask"),
     "reads outside the mask": ("if (threadIdx.x < 8) __shfl_xor_sync(0xFFu, 1, 16);", "not in the mask"),
+    "reads a lane outside the mask": ("if (threadIdx.x < 8) __shfl_sync(0xFFu, 1, 9);", "not in the mask"),
+    "a lane misses the barrier": ("if (threadIdx.x != 5) __syncthreads();", "does not come"),
+    "a lane votes instead": (
+        "if (threadIdx.x != 5) __syncthreads(); else __ballot_sync(0xFFFFFFFFu, 1);",
+        "does not come",
+    ),
+    "none at a barrier": (
+        "__shared__ int s; if (threadIdx.x == 31) s = 7; if (!__syncthreads_or(threadIdx.x == 3) || s != 7) abort();",
+        "",
+    ),
     "none": ("if (threadIdx.x < 8 && __shfl_xor_sync(0xFFu, threadIdx.x, 4) != (threadIdx.x ^ 4u)) abort();", ""),
 }
 

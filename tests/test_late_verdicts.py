@@ -176,7 +176,7 @@ def test_change_before_a_refusal():
     with torch.no_grad():
         x.mul_(2)
     _C.settle_verdicts()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
         gradient(y, x)
     with torch.no_grad():
         torch._C._autograd._unsafe_set_version_counter((x,), (0,))

@@ -4,8 +4,14 @@ import direct_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from direct_kernels import assert_same, check_everywhere, check_last_values_of_a_huge_tensor, everywhere
-from direct_kernels import Layout as Place
+from direct_kernels import (
+    Layout,
+    assert_same,
+    check_everywhere,
+    check_last_values_of_a_huge_tensor,
+    every_layout,
+    everywhere,
+)
 
 import gradckpt
 
@@ -55,10 +61,7 @@ def test_tails_and_alignment(same, n):
         same(random_bools(n, n), offset=offset)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "strides"),
-    [((70, 90), (1, 70)), ((5000,), (3,)), ((4, 15, 100), (2100, 140, 1)), ((2,) * 7 + (40,), tuple(2**k for k in range(8)))],
-)
+@every_layout
 def test_strides(same, sizes, strides):
     same(random_bools(int(np.prod(sizes))), offset=1, sizes=sizes, strides=strides)
 
@@ -85,10 +88,10 @@ def test_index_arithmetic(host_kernels):
 def test_any_payload_decodes(host_kernels, device_kernels):
     payload = np.tile(np.arange(256, dtype=np.uint8), 4)
     for name, kernels in everywhere(host_kernels, device_kernels):
-        place = Place(8192, "bool")
-        out = place.memory()
-        kernels.decode("mask", payload, place.tensor(out, kernels.device))
-        assert_same(place.values(out), oracle.decode("mask", payload, 8192, "bool"), name)
+        layout = Layout(8192, "bool")
+        out = layout.memory()
+        kernels.decode("mask", payload, layout.tensor(out, kernels.device))
+        assert_same(layout.values(out), oracle.decode("mask", payload, 8192, "bool"), name)
 
 
 def test_truncated_payload():
