@@ -494,20 +494,12 @@ OP __m512 _mm512_range_ps(__m512 a, __m512 b, int control)
 
 /* ---- lossless, mask, casts ---- */
 
-typedef uint64_t __mmask64;
-
 INTEGERS(_mm512_or_si512, u64, 8, a.u64[i] | b.u64[i])
 INTEGERS(_mm512_andnot_si512, u64, 8, ~a.u64[i] & b.u64[i])
-SHIFT(_mm512_srli_epi16, u16, 32, (uint16_t)(b > 15 ? 0 : a.u16[i] >> b))
-INTEGERS(_mm512_add_epi8, u8, 64, (uint8_t)(a.u8[i] + b.u8[i]))
 INTEGERS(_mm512_sub_epi32, u32, 16, a.u32[i] - b.u32[i])
-INTEGERS(_mm512_subs_epu8, u8, 64, (uint8_t)(a.u8[i] > b.u8[i] ? a.u8[i] - b.u8[i] : 0))
 INTEGERS(_mm512_subs_epu16, u16, 32, (uint16_t)(a.u16[i] > b.u16[i] ? a.u16[i] - b.u16[i] : 0))
-INTEGERS(_mm512_min_epu8, u8, 64, a.u8[i] < b.u8[i] ? a.u8[i] : b.u8[i])
 INTEGERS(_mm512_mullo_epi16, u16, 32, (uint16_t)((uint32_t)a.u16[i] * b.u16[i]))
 MASK(_mm512_cmpeq_epi8_mask, __mmask64, 64, a.u8[i] == b.u8[i])
-MASK(_mm512_cmpeq_epi16_mask, __mmask32, 32, a.u16[i] == b.u16[i])
-MASK(_mm512_test_epi8_mask, __mmask64, 64, (a.u8[i] & b.u8[i]) != 0)
 MASK(_mm512_test_epi16_mask, __mmask32, 32, (a.u16[i] & b.u16[i]) != 0)
 UNARY(_mm512_cvtepu16_epi32, __m512i, u32, __m256i, 16, a.u16[i])
 
@@ -518,15 +510,6 @@ OP __m512i _mm512_movm_epi8(__mmask64 m)
         r.u8[i] = m >> i & 1 ? 0xFFu : 0;
     }
     return r;
-}
-
-OP __mmask64 _mm512_movepi8_mask(__m512i v)
-{
-    __mmask64 m = 0;
-    for (int i = 0; i < 64; i++) {
-        m |= (__mmask64)(v.u8[i] >> 7) << i;
-    }
-    return m;
 }
 
 OP __m512i _mm512_maskz_mov_epi8(__mmask64 m, __m512i v) { return _mm512_and_si512(_mm512_movm_epi8(m), v); }
@@ -547,19 +530,6 @@ OP __m512i _mm512_mask_or_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m51
         otherwise.u32[i] = m >> i & 1 ? a.u32[i] | b.u32[i] : otherwise.u32[i];
     }
     return otherwise;
-}
-
-/* Lanes outside the mask are not read. */
-OP __m512i _mm512_maskz_loadu_epi32(__mmask16 m, const void *p)
-{
-    __m512i r;
-    for (int i = 0; i < 16; i++) {
-        r.u32[i] = 0;
-        if (m >> i & 1) {
-            memcpy(r.u32 + i, (const char *)p + 4 * i, 4);
-        }
-    }
-    return r;
 }
 
 OP __m512i _mm512_inserti32x4(__m512i a, __m128i b, int lane)
