@@ -164,13 +164,13 @@ def encode_rotated(codec, x, dtype, signs, noise=None):
         codes = FORMATS["int8"].codes(y, inverse[:, None], np.zeros(len(x), bool), noise)
     codes[stored == 0] = 0
     scales = stored + even
-    for g in np.flatnonzero(large >= 124):
-        at = int(np.argmax(np.abs(x[g])))
-        rest = x[g].copy()
-        rest[at] = 0
-        rotated = rotate(rest[None, :], signs[g : g + 1])[0]
-        if F32(4) * np.abs(rotated).max() < amax[g]:
-            codes[g], scales[g] = spike_group(codec, x[g, at], at, rotated), 0xFF81
+    most = np.flatnonzero(large >= 124)
+    at = np.argmax(np.abs(x[most]), axis=1)
+    rest = np.where(np.arange(GROUP) == at[:, None], F32(0), x[most])
+    rotated = rotate(rest, signs[most])
+    for i in np.flatnonzero(F32(4) * np.abs(rotated).max(axis=1, initial=0) < amax[most]):
+        codes[most[i]] = spike_group(codec, x[most[i], at[i]], int(at[i]), rotated[i])
+        scales[most[i]] = 0xFF81
     return codes, scales.astype(np.uint16), ~ordinary | ((amax > 0) & (amax < TINY))
 
 
