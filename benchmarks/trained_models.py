@@ -134,7 +134,8 @@ def llama(*arguments: str) -> torch.nn.Module:
 
 def gpt2() -> torch.nn.Module:
     torch.manual_seed(0)
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    # Nor a cache: a block that runs again would attend to its keys twice.
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=256, n_positions=256, n_embd=256, n_layer=6, n_head=8, bos_token_id=0, eos_token_id=0, **none
