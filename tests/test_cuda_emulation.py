@@ -1,113 +1,53 @@
 """The device kernels, run on the CPU (tests/emulation), against the scalar reference.
 
 Both are built here from the sources and compared byte by byte: payloads, decoded
-values, and the bytes around them."""
+values, and the bytes around them.  The kernels are built twice: as the oldest
+architecture runs them and with models of the instructions that newer ones have."""
 
 import ctypes
-import pathlib
-import shlex
+import mmap
+import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import numpy as np
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-CODEC = ROOT / "csrc" / "codec"
-EMULATION = ROOT / "tests" / "emulation"
-
-CODECS = {"fp8_e4m3": 0, "fp8_e5m2": 1, "int8": 2, "int8_plain": 3, "raw": None}  # gck_format
-DTYPES = {"float32": (0, np.uint32), "float16": (1, np.uint16), "bfloat16": (2, np.uint16)}
-GROUP = 128
-FILL = 0xA5
-E_DTYPE, E_DEVICE, E_DRIVER = -1, -2, -3
-
-GXX_FLAGS = shlex.split(
-    f"""-x c++ -std=c++17 -O1 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off
-    -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-function
-    -fsanitize=undefined -fsanitize-undefined-trap-on-error
-    -DGCK_EMULATE_CUDA '-DGCK_CUDA_ARCHS="emulated"' -include '{EMULATION / "cuda_emulation.h"}'"""
+from cuda_kernels import (
+    CODECS,
+    DTYPES,
+    EMULATION,
+    FORMATS,
+    GROUP,
+    SANITIZERS,
+    Case,
+    Dither,
+    aligned,
+    build_kernels,
+    build_reference,
+    check,
+    check_together,
+    decode_many,
+    encode_many,
+    expected,
+    launches,
+    nbytes_of,
+    view,
 )
-REFERENCE = """
-#include "cpu.h"
 
-/* `count` of the last group's values exist. */
-void reference_encode(int format, int dtype, const char *x, int64_t n, uint8_t *codes)
-{
-    const int64_t whole = n / GCK_GROUP, groups = (n + GCK_GROUP - 1) / GCK_GROUP;
-    uint16_t *scales = (uint16_t *)(codes + groups * GCK_GROUP);
-
-    gck_isa_scalar.encode[format][dtype](x, whole, codes, scales, 0);
-    if (groups > whole) {
-        scales[whole] = gck_encode_group(format, x + whole * GCK_GROUP * (dtype == GCK_F32 ? 4 : 2), dtype,
-                                         (int)(n % GCK_GROUP), codes + whole * GCK_GROUP);
-    }
-}
-
-void reference_decode(int format, int dtype, const uint8_t *codes, int64_t n, char *x)
-{
-    const int64_t whole = n / GCK_GROUP, groups = (n + GCK_GROUP - 1) / GCK_GROUP;
-    const uint16_t *scales = (const uint16_t *)(codes + groups * GCK_GROUP);
-
-    gck_isa_scalar.decode[format][dtype](codes, scales, whole, x, 0);
-    if (groups > whole) {
-        gck_decode_group(format, codes + whole * GCK_GROUP, scales[whole],
-                         x + whole * GCK_GROUP * (dtype == GCK_F32 ? 4 : 2), dtype, (int)(n % GCK_GROUP));
-    }
-}
-"""
+E_DTYPE, E_DEVICE, E_DRIVER = -1, -2, -3
+MOST_JOBS = 32  # of kernel.cuh
 
 
-class Tensor(ctypes.Structure):
-    """gck_tensor."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("ndim", ctypes.c_int),
-        ("sizes", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("dtype", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("stream", ctypes.c_void_p),
-    ]
-
-
-# ---- building ----
-
-
-def compile_all(commands):
-    """Run the compilers side by side; fail with what they said."""
-    running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
-    said = [p.communicate()[0] for p in running]
-    for command, p, text in zip(commands, running, said, strict=True):
-        assert (p.returncode, "warning" in text) == (0, False), f"{' '.join(map(str, command))}\n{text}"
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    """The .cu files as a host library.  UBSan traps: a library under ctypes has nobody to report to."""
-    gxx = shutil.which("g++")
-    if gxx is None:
-        pytest.skip("g++ not found: the CUDA emulation is C++")
-    out = tmp_path_factory.mktemp("emulation")
-    names = ["fp8", "int8", "raw", "cuda"]
-    compile_all([[gxx, *GXX_FLAGS, "-c", CODEC / f"{n}.cu", "-o", out / f"{n}.o"] for n in names])
-    compile_all([[gxx, "-shared", "-o", out / "kernels.so", *(out / f"{n}.o" for n in names), "-lm"]])
-    return ctypes.CDLL(str(out / "kernels.so"))
+@pytest.fixture(scope="module", params=[750, 900])
+def kernels(request, tmp_path_factory):
+    return build_kernels(tmp_path_factory.mktemp("emulation"), request.param)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    gcc = shutil.which("gcc")
-    if gcc is None:
-        pytest.skip("gcc not found")
-    out = tmp_path_factory.mktemp("reference")
-    (out / "reference.c").write_text(REFERENCE)
-    compile_all([[gcc, "-std=c11", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{CODEC}",
-                  CODEC / "scalar.c", out / "reference.c", "-o", out / "reference.so", "-lm"]])  # fmt: skip
-    return ctypes.CDLL(str(out / "reference.so"))
+    return build_reference(tmp_path_factory.mktemp("reference"))
 
 
 # ---- values ----
@@ -147,6 +87,20 @@ def gaussian(dtype, n, magnitude, special=0.0, seed=0):
     return bits
 
 
+def spikes(dtype, groups=240, seed=0):
+    """Groups with one value 2 to 10^6 times the others, at every place; some with a second, some with nothing else."""
+    rng = np.random.default_rng([4, seed])
+    values = rng.standard_normal((groups, GROUP)).astype(np.float32)
+    values[::7] = np.float32(1e-3)  # constant but for the spike
+    values[5::11] = 0.0
+    sizes = np.geomspace(2, 1e6 if dtype != "float16" else 6e4, groups) * rng.choice([-1, 1], groups)
+    at = (np.arange(groups) * 37 + seed) % GROUP
+    values[np.arange(groups), at] = sizes
+    values[np.arange(2, groups, 9), (at[2::9] + 64) % GROUP] = sizes[2::9] / 3
+    values[np.arange(4, groups, 13), (at[4::13] + 1) % GROUP] = sizes[4::13]  # twice the same
+    return to_bits((values * np.float32(1.0 if dtype == "float16" else 0.37)).ravel(), dtype)
+
+
 def patterns(dtype):
     """Every 16-bit pattern, neighbours together and then mixed; float32: every binade three ways."""
     if dtype != "float32":
@@ -160,83 +114,12 @@ def patterns(dtype):
     return sign << 31 | exponent << 23 | mantissa
 
 
-# ---- comparing ----
-
-
-def view(buffer, offset, n, dtype, sizes=None, strides=None):
-    def array(values):
-        return None if values is None else (ctypes.c_int64 * len(values))(*values)
-
-    return Tensor(
-        buffer.ctypes.data + offset, n, len(sizes or ()), array(sizes), array(strides), DTYPES[dtype][0], 1, None
-    )
-
-
-def pointer(array):
-    return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def aligned(nbytes):
-    """nbytes at a 16-byte boundary, filled with FILL."""
-    block = np.full(nbytes + 16, FILL, np.uint8)
-    start = -block.ctypes.data % 16
-    return block[start : start + nbytes]
-
-
-def expected(reference, codec, bits, dtype):
-    """The reference's payload and the bits it decodes to."""
-    fmt, number, n = CODECS[codec], DTYPES[dtype][0], bits.size
-    if fmt is None:
-        return bits.view(np.uint8), bits
-    payload = np.empty(-(-n // GROUP) * (GROUP + 2), np.uint8)
-    decoded = np.empty_like(bits)
-    reference.reference_encode(fmt, number, pointer(bits), ctypes.c_int64(n), pointer(payload))
-    reference.reference_decode(fmt, number, pointer(payload), ctypes.c_int64(n), pointer(decoded))
-    return payload, decoded
-
-
-def encode_on(kernels, codec, x, payload):
-    payloads = (ctypes.c_void_p * 1)(payload.ctypes.data)
-    return getattr(kernels, f"gck_{codec}_encode_cuda")(ctypes.byref(x), payloads, None, 1)
-
-
-def decode_on(kernels, codec, payload, out):
-    payloads = (ctypes.c_void_p * 1)(payload.ctypes.data)
-    return getattr(kernels, f"gck_{codec}_decode_cuda")(payloads, ctypes.byref(out), 1)
-
-
-def check(kernels, reference, codec, dtype, bits, misaligned=0, sizes=None, strides=None):
-    """Encode and decode `bits`, laid out as asked, with the emulated kernels."""
-    n, item = bits.size, bits.itemsize
-    bits = np.ascontiguousarray(bits)
-    want_payload, want_bits = expected(reference, codec, bits, dtype)
-    where = np.arange(n)
-    if strides is not None:
-        where = np.ravel(sum(np.indices(sizes)[d] * s for d, s in enumerate(strides)))
-    extent = int(where.max()) + 1 if n else 0
-    launches = ctypes.c_int.in_dll(kernels, "emulated_launches")
-    before = launches.value
-
-    source = aligned((misaligned + extent) * item)
-    source[misaligned * item :].view(bits.dtype)[where] = bits
-    payload = aligned(want_payload.size + 32)
-    x = view(source, misaligned * item, n, dtype, sizes, strides)
-    assert encode_on(kernels, codec, x, payload) == 0
-    np.testing.assert_array_equal(payload[: want_payload.size], want_payload)
-    assert (payload[want_payload.size :] == FILL).all(), "wrote past the payload"
-
-    target = aligned((misaligned + extent) * item + 32)
-    want = target.copy()
-    want[misaligned * item : (misaligned + extent) * item].view(bits.dtype)[where] = want_bits
-    payload[: want_payload.size] = want_payload
-    out = view(target, misaligned * item, n, dtype, sizes, strides)
-    assert decode_on(kernels, codec, payload, out) == 0
-    np.testing.assert_array_equal(target, want)
-    assert launches.value - before == (2 if n else 0)
-
-
 every_codec = pytest.mark.parametrize("codec", CODECS)
+every_format = pytest.mark.parametrize("codec", FORMATS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+# ---- parity ----
 
 
 @every_codec
@@ -253,6 +136,25 @@ def test_magnitudes_and_specials(kernels, reference, codec, dtype):
             check(kernels, reference, codec, dtype, gaussian(dtype, 2000, magnitude, special, seed))
 
 
+@every_format
+@every_dtype
+def test_spikes(kernels, reference, codec, dtype):
+    for seed in range(3):
+        check(kernels, reference, codec, dtype, spikes(dtype, seed=seed))
+
+
+@every_format
+@every_dtype
+def test_alone_and_constant(kernels, reference, codec, dtype):
+    """One value and zeros, and 128 equal ones: of every binade."""
+    with np.errstate(over="ignore", under="ignore"):
+        sizes = np.float32(1.37) * np.float32(2.0) ** np.arange(-149, 100).astype(np.float32)
+    alone = np.zeros((sizes.size, GROUP), np.float32)
+    alone[np.arange(sizes.size), np.arange(sizes.size) * 11 % GROUP] = sizes
+    equal = np.repeat(-sizes[:, None], GROUP, axis=1)
+    check(kernels, reference, codec, dtype, to_bits(np.concatenate([alone, equal]).ravel(), dtype))
+
+
 @every_codec
 @every_dtype
 def test_at_the_limit(kernels, reference, codec, dtype):
@@ -262,7 +164,8 @@ def test_at_the_limit(kernels, reference, codec, dtype):
     check(kernels, reference, codec, dtype, to_bits(np.clip(values, -limit, limit), dtype))
 
 
-def test_order_of_the_rotation(kernels, reference):
+@pytest.mark.parametrize("codec", ["int8", "int6", "int4"])
+def test_order_of_the_rotation(kernels, reference, codec):
     """Rotated values a rounding error away from ties: another order of the additions gives other codes."""
     words = np.array([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], np.uint32)
     signs = 1.0 - 2.0 * ((words[:, None] >> np.arange(32, dtype=np.uint32)) & 1).reshape(GROUP)
@@ -272,7 +175,7 @@ def test_order_of_the_rotation(kernels, reference):
     y = np.random.default_rng(3).integers(-120, 120, (40, GROUP)) + 0.5
     y[:, 0] = 127 - 1e-4  # the step becomes 1
     x = signs * (y @ hadamard) / GROUP
-    check(kernels, reference, "int8", "float32", to_bits(x.ravel(), "float32"))
+    check(kernels, reference, codec, "float32", to_bits(x.ravel(), "float32"))
 
 
 @every_codec
@@ -298,25 +201,135 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided(kernels, reference, codec, dtype, layout):
     sizes, strides = LAYOUTS[layout]
-    for special in (0.0, 0.01):
-        bits = gaussian(dtype, int(np.prod(sizes)), 1.0, special)
+    n = int(np.prod(sizes))
+    for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), spikes(dtype)[:n]):
         check(kernels, reference, codec, dtype, bits, 1, sizes, strides)
+
+
+@every_format
+@every_dtype
+def test_stochastic_rounding(kernels, reference, codec, dtype):
+    dither = Dither(0x123456789ABCDEF0, 7, 3)
+    for bits in (patterns(dtype), gaussian(dtype, 3001, 1.0, 0.002), gaussian(dtype, 2000, 1e-30), spikes(dtype)):
+        check(kernels, reference, codec, dtype, bits, dither=dither)
+    check(kernels, reference, codec, dtype, gaussian(dtype, 2000, 1.0, 0.01), 1, *LAYOUTS["permuted"], dither=dither)
+
+
+# ---- several tensors ----
+
+
+@every_codec
+@every_dtype
+def test_contiguous_tensors_share_a_launch(kernels, reference, codec, dtype):
+    sizes = [1, 4096, 4097, 128 * 32 * 3, 100, 8191, 2]
+    cases = [Case(reference, codec, dtype, gaussian(dtype, n, 1.0, 0.001, k)) for k, n in enumerate(sizes)]
+    cases.append(Case(reference, codec, dtype, spikes(dtype), 1))
+    assert check_together(kernels, codec, cases) == 2
+
+
+@every_codec
+def test_more_tensors_than_a_launch_takes(kernels, reference, codec):
+    cases = [Case(reference, codec, "bfloat16", gaussian("bfloat16", 130 + k, 1.0, 0, k)) for k in range(MOST_JOBS + 3)]
+    assert check_together(kernels, codec, cases) == 4
+    assert check_together(kernels, codec, cases[:MOST_JOBS]) == 2
+
+
+@every_codec
+def test_dtypes_and_strides_apart(kernels, reference, codec):
+    """One launch for each dtype, or width where only that matters, and one for each strided tensor."""
+    cases = [Case(reference, codec, d, gaussian(d, 777, 1.0, 0.001, k), k % 3) for k, d in enumerate([*DTYPES] * 3)]
+    cases += [Case(reference, codec, d, gaussian(d, 2000, 1.0), 0, *LAYOUTS["transposed"]) for d in DTYPES]
+    assert check_together(kernels, codec, cases) == 2 * ((2 if codec == "raw" else 3) + 3)
+
+
+@every_format
+def test_each_tensor_has_its_own_noise(kernels, reference, codec):
+    bits = gaussian("bfloat16", 1000, 1.0)
+    noises = [Dither(1, 2, 3), Dither(1, 2, 4), None, Dither(9, 2, 3), None]
+    cases = [Case(reference, codec, "bfloat16", bits, dither=d) for d in noises]
+    assert check_together(kernels, codec, cases) == 2 + 1
+    assert len({case.payload.tobytes() for case in cases}) == 4
+
+
+# ---- index arithmetic ----
+
+
+class Sparse:
+    """Address space without memory behind it; pages appear when written."""
+
+    def __init__(self, nbytes):
+        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+        self.bytes = np.frombuffer(self.map, np.uint8)
+
+
+@pytest.mark.skipif(bool(SANITIZERS), reason="sanitizers cannot shadow a sparse mapping")
+@every_codec
+@pytest.mark.parametrize("layout", ["contiguous", "second of two", "strided"])
+def test_beyond_two_to_the_31(kernels, reference, codec, layout):
+    """The last 33 groups of 2^31 + 4097 values and their noise: only the blocks that hold them run."""
+    n, tail = 2**31 + 4097, 4097
+    first = (n - tail) // GROUP
+    bits = gaussian("bfloat16", tail, 1.0, 0.001)
+    dither = Dither(5, 6, 7) if codec in FORMATS and layout != "strided" else None
+    want, want_bits = expected(reference, codec, bits, "bfloat16", dither, first)
+    strided = layout == "strided"
+    sizes, strides = ([5, n // 5], [1, 6]) if strided else (None, None)
+    assert n % 5 == 0
+    step = 1 if not strided else None
+
+    source = Sparse(n * 2 if not strided else n // 5 * 6 * 2)
+    words = source.bytes.view(np.uint16)
+    where = np.arange(n - tail, n)
+    if strided:
+        where = where // (n // 5) + where % (n // 5) * 6
+    words[where if step is None else slice(n - tail, n)] = bits
+    payload, target = Sparse(nbytes_of(codec, n, "bfloat16") + 16), Sparse(source.bytes.size)
+    x, out = (view(s.bytes, 0, n, "bfloat16", sizes, strides) for s in (source, target))
+    per_block = GROUP * 32 if codec in FORMATS else 256 if strided else 256 * 32
+    blocks = -(-n // per_block)
+
+    small = Case(reference, codec, "bfloat16", gaussian("bfloat16", 2 * GROUP, 1.0), dither=dither)
+    before_it = layout == "second of two"
+    start = -(-2 * GROUP // per_block) if before_it else 0
+    window = (ctypes.c_uint.in_dll(kernels, f"emulated_{end}_block") for end in ("first", "last"))
+    low, high = window
+    low.value, high.value = start + (n - tail) // per_block, start + blocks - 1
+    try:
+        others, small_payload = ([small.view(small.source)], [small.payload]) if before_it else ([], [])
+        assert encode_many(kernels, codec, [*others, x], [*small_payload, payload.bytes],
+                           [dither] * (1 + before_it) if dither else None) == 0  # fmt: skip
+        outs = [small.view(small.target)] if before_it else []
+        assert decode_many(kernels, codec, [*small_payload, payload.bytes], [*outs, out]) == 0
+    finally:
+        low.value, high.value = 0, 0xFFFFFFFF
+
+    if codec in FORMATS:
+        _, codes, side = FORMATS[codec]
+        groups, last = -(-n // GROUP), -(-tail // GROUP)
+        np.testing.assert_array_equal(payload.bytes[first * codes : groups * codes], want[: last * codes])
+        at = groups * codes + first * side
+        np.testing.assert_array_equal(payload.bytes[at : at + last * side], want[last * codes :])
+    else:
+        np.testing.assert_array_equal(payload.bytes[2 * (n - tail) : 2 * n], want)
+    np.testing.assert_array_equal(target.bytes.view(np.uint16)[where], want_bits)
+
+
+# ---- refusals ----
 
 
 @every_codec
 def test_refusals(kernels, codec):
     buffer = aligned(8192)
-    launches = ctypes.c_int.in_dll(kernels, "emulated_launches")
-    before = launches.value
+    before = launches(kernels)
     nine = view(buffer, 0, 512, "float32", [2] * 9, [1 << d for d in range(9)])
     unknown = view(buffer, 0, 512, "float32")
     unknown.dtype = 3
     absent = view(buffer, 0, 512, "float32")
     absent.device = 7
     for x, status in ((nine, E_DEVICE), (unknown, E_DTYPE), (absent, 101)):
-        assert encode_on(kernels, codec, x, buffer) == status
-        assert decode_on(kernels, codec, buffer, x) == status
-    assert launches.value == before
+        assert encode_many(kernels, codec, [x], [buffer]) == status
+        assert decode_many(kernels, codec, [buffer], [x]) == status
+    assert launches(kernels) == before
 
 
 def test_device_is_put_back(kernels, reference):
@@ -333,6 +346,31 @@ def test_driver_check(kernels, driver, status):
     seen, runtime = ctypes.c_int(-1), ctypes.c_int(-1)
     assert kernels.gck_cuda_check(ctypes.byref(seen), ctypes.byref(runtime)) == status
     assert (seen.value, runtime.value) == (driver, 13000)
+
+
+# ---- sanitizers ----
+
+
+@pytest.mark.skipif(bool(SANITIZERS), reason="this is the run under sanitizers")
+def test_under_sanitizers():
+    """The same kernels over exact blocks of memory with AddressSanitizer and UBSan: this file once more."""
+    gxx = shutil.which("g++")
+    if gxx is None:
+        pytest.skip("g++ not found: the CUDA emulation is C++")
+    found = subprocess.run([gxx, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip("libasan not found")
+    env = os.environ | {
+        "GRADCKPT_TEST_SANITIZERS": "address,undefined",
+        "LD_PRELOAD": found,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "halt_on_error=1",
+    }
+    chosen = "(specials or spikes or tails or strided or share_a_launch or stochastic) and not raw and 750"
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__],
+                          env=env, capture_output=True, text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "passed" in done.stdout
 
 
 # ---- the emulation itself ----

@@ -1,13 +1,12 @@
-/* kernel.cuh: what the device kernels share: views, the work of one lane, launches.
+/* kernel.cuh: what the device kernels share: views, launches, the lanes of a group.
  *
  * A group of 128 values is 8 lanes x 16 consecutive values: bits 0..3 of a value's
  * index choose a register, bits 4..6 a lane.  A warp carries four groups, holds them
  * in registers and touches memory once per byte: 1536 threads x 32 bytes (float32:
  * 768 x 64) keep the 48 KiB in flight that an SM needs.
  *
- * A .cu file includes this, defines lane_encode() and lane_decode() for its formats,
- * and calls run_groups().  tests/emulation compiles the same text as C++; everything
- * that is not C++ goes through the macros below. */
+ * tests/emulation compiles the same text as C++; everything that is not C++ goes
+ * through the macros below and through ptx.cuh. */
 #ifndef GRADCKPT_KERNEL_CUH
 #define GRADCKPT_KERNEL_CUH
 
@@ -17,6 +16,7 @@
 #endif
 
 #include "group.h"
+#include "ptx.cuh"
 
 #define GCK_LANE_FN static __device__ __forceinline__
 
@@ -26,18 +26,9 @@ constexpr int LANES = GCK_GROUP / VALUES;
 constexpr int GROUPS_PER_BLOCK = THREADS / LANES;
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
-static inline int64_t groups_of(int64_t numel) { return numel / GCK_GROUP + (numel % GCK_GROUP != 0); }
-
-/* Blocks an SM must hold to have 48 KiB in flight: what bounds the registers.  sm_75
- * holds 1024 threads only; strided kernels are bound by latency, not by this. */
-constexpr int blocks_per_sm(gck_dtype dtype, bool contiguous)
+static inline __host__ __device__ int64_t groups_of(int64_t numel)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-    const int wide = 4;
-#else
-    const int wide = 6;
-#endif
-    return !contiguous ? 2 : dtype == GCK_F32 ? 4 : wide;
+    return numel / GCK_GROUP + (numel % GCK_GROUP != 0);
 }
 
 /* ---- views, passed to kernels by value ---- */
@@ -110,10 +101,13 @@ GCK_LANE_FN void for_each_value(const strided<T> &x, int64_t i, int64_t count, F
 template <int N, typename T, typename F>
 GCK_LANE_FN void for_each_value(const dense<T> &x, int64_t i, int64_t count, F f)
 {
+    const int few = count < N ? (int)count : N;
+    T *first = x.data + i;
+
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        if (j < count) {
-            f(j, x.data + i + j);
+        if (j < few) {
+            f(j, first + j);
         }
     }
 }
@@ -128,116 +122,7 @@ GCK_LANE_FN bool by_vectors(const dense<T> &x, int64_t i)
 template <typename T>
 GCK_LANE_FN bool by_vectors(const strided<T> &, int64_t) { return false; }
 
-/* ---- dtypes ---- */
-
-/* The halves of a word as float32 and back.  Hardware where it rounds as group.h does
- * (to nearest even, subnormals kept); the NaN bits differ, but NaN is an escape and
- * never comes here.  sm_75 and the emulation run group.h. */
-template <gck_dtype DTYPE>
-GCK_LANE_FN float half_value(uint32_t word, int upper)
-{
-    if (DTYPE == GCK_BF16) {
-        return gck_float(upper ? word & 0xFFFF0000u : word << 16);
-    }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((uint16_t)(upper ? word >> 16 : word)));
-    return f;
-#else
-    return gck_from_f16((uint16_t)(upper ? word >> 16 : word));
-#endif
-}
-
-template <gck_dtype DTYPE>
-GCK_LANE_FN uint32_t pack_halves(float lower, float upper)
-{
-    if (DTYPE == GCK_F16) {                        /* as gck_store(): never an escape */
-        lower = fminf(fmaxf(lower, -65472.f), 65472.f);
-        upper = fminf(fmaxf(upper, -65472.f), 65472.f);
-    }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    uint32_t word;
-    if (DTYPE == GCK_F16) {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(upper), "f"(lower));
-    } else {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(upper), "f"(lower));
-    }
-    return word;
-#else
-    return DTYPE == GCK_F16 ? gck_to_f16(lower) | (uint32_t)gck_to_f16(upper) << 16
-                            : gck_to_bf16(lower) | (uint32_t)gck_to_bf16(upper) << 16;
-#endif
-}
-
-/* Values i .. i + 15 of x; zeros past its end. */
-template <gck_dtype DTYPE, typename VIEW>
-GCK_LANE_FN void load_values(const VIEW &x, int64_t i, float (&v)[VALUES])
-{
-    constexpr int WORDS = DTYPE == GCK_F32 ? VALUES : VALUES / 2;
-    uint32_t w[WORDS] = {};
-
-    if (by_vectors(x, i)) {
-#pragma unroll
-        for (int k = 0; k < WORDS; k += 4) {
-            const uint4 q = __ldg((const uint4 *)(x.data + i) + k / 4);
-            w[k] = q.x, w[k + 1] = q.y, w[k + 2] = q.z, w[k + 3] = q.w;
-        }
-    } else {
-        for_each_value<VALUES>(x, i, x.numel - i, [&](int j, const typename element<DTYPE>::type *at) {
-            if constexpr (DTYPE == GCK_F32) {
-                w[j] = gck_bits(*at);
-            } else {
-                w[j / 2] |= (uint32_t)*at << (16 * (j % 2));
-            }
-        });
-    }
-#pragma unroll
-    for (int j = 0; j < VALUES; j++) {
-        v[j] = DTYPE == GCK_F32 ? gck_float(w[j * WORDS / VALUES]) : half_value<DTYPE>(w[j * WORDS / VALUES], j % 2);
-    }
-}
-
-/* The inverse, of values that are not escapes. */
-template <gck_dtype DTYPE, typename VIEW>
-GCK_LANE_FN void store_values(const VIEW &x, int64_t i, const float (&v)[VALUES])
-{
-    constexpr int WORDS = DTYPE == GCK_F32 ? VALUES : VALUES / 2;
-    uint32_t w[WORDS];
-
-#pragma unroll
-    for (int k = 0; k < WORDS; k++) {
-        w[k] = DTYPE == GCK_F32 ? gck_bits(v[k]) : pack_halves<DTYPE>(v[k * VALUES / WORDS], v[k * VALUES / WORDS + 1]);
-    }
-    if (by_vectors(x, i)) {
-#pragma unroll
-        for (int k = 0; k < WORDS; k += 4) {
-            ((uint4 *)(x.data + i))[k / 4] = make_uint4(w[k], w[k + 1], w[k + 2], w[k + 3]);
-        }
-    } else {
-        for_each_value<VALUES>(x, i, x.numel - i, [&](int j, typename element<DTYPE>::type *at) {
-            if constexpr (DTYPE == GCK_F32) {
-                *at = v[j];
-            } else {
-                *at = (uint16_t)(w[j / 2] >> (16 * (j % 2)));
-            }
-        });
-    }
-}
-
 /* ---- lanes ---- */
-
-/* The largest magnitude of 16 values, as bits: NaN and infinity are larger than any. */
-GCK_LANE_FN uint32_t lane_amax(const float (&v)[VALUES])
-{
-    uint32_t amax = 0;
-
-#pragma unroll
-    for (int j = 0; j < VALUES; j++) {
-        const uint32_t abs = gck_bits(v[j]) & 0x7FFFFFFFu;
-        amax = abs > amax ? abs : amax;
-    }
-    return amax;
-}
 
 /* The largest of the 8 lanes of a group, in each of them. */
 GCK_LANE_FN uint32_t group_max(uint32_t amax)
@@ -250,119 +135,15 @@ GCK_LANE_FN uint32_t group_max(uint32_t amax)
     return amax;
 }
 
-/* True in the 8 lanes of a group when it is true in one of them. */
-GCK_LANE_FN bool group_any(bool here)
-{
-    const unsigned first = threadIdx.x % 32 / LANES * LANES;
-
-    return (__ballot_sync(ALL_LANES, here) >> first & ((1u << LANES) - 1u)) != 0;
-}
-
-/* What a format does with one lane's share of an ordinary group.  Called by all lanes
- * of a warp.  lane_encode: the 16 codes, four to a word, and the scale; false when the
- * group is not ordinary (the same in its 8 lanes).  lane_decode: the 16 values of a scale
- * without escape bit. */
-template <gck_format FORMAT>
-GCK_LANE_FN bool lane_encode(float (&v)[VALUES], uint32_t limit, uint32_t (&codes)[4], uint32_t *scale);
-template <gck_format FORMAT>
-GCK_LANE_FN void lane_decode(const uint32_t (&codes)[4], uint32_t scale, float (&v)[VALUES]);
-
-/* A group that is not ordinary: one lane, the reference, memory only.  Such groups are
- * rare (masks merged into biases), so they may be slow but must be right. */
-template <gck_format FORMAT, gck_dtype DTYPE, typename T>
-GCK_LANE_FN uint16_t slow_encode(const dense<T> &x, int64_t i, int count, uint8_t *codes)
-{
-    return gck_encode_unrotated(FORMAT, x.data + i, DTYPE, count, FORMAT == GCK_INT8, codes);
-}
-
-template <gck_format FORMAT, gck_dtype DTYPE, typename T>
-static __device__ __noinline__ uint16_t slow_encode(const strided<T> &x, int64_t i, int count, uint8_t *codes)
-{
-    T buffer[GCK_GROUP];
-
-    for (int j = 0; j < count; j++) {
-        int64_t run;
-        buffer[j] = x.data[offset_of(x, i + j, &run)];
-    }
-    return gck_encode_unrotated(FORMAT, buffer, DTYPE, count, FORMAT == GCK_INT8, codes);
-}
-
-template <gck_format FORMAT, gck_dtype DTYPE, typename T>
-GCK_LANE_FN void slow_decode(const uint8_t *codes, uint16_t scale, const dense<T> &x, int64_t i, int count)
-{
-    gck_decode_unrotated(FORMAT, codes, scale, x.data + i, DTYPE, count);
-}
-
-template <gck_format FORMAT, gck_dtype DTYPE, typename T>
-static __device__ __noinline__ void slow_decode(const uint8_t *codes, uint16_t scale, const strided<T> &x,
-                                                int64_t i, int count)
-{
-    T buffer[GCK_GROUP];
-
-    gck_decode_unrotated(FORMAT, codes, scale, buffer, DTYPE, count);
-    for (int j = 0; j < count; j++) {
-        int64_t run;
-        x.data[offset_of(x, i + j, &run)] = buffer[j];
-    }
-}
-
-/* ---- kernels ---- */
-
 /* One group per 8 lanes, and no loop: it would cost registers, and a grid of 2^31 - 1
  * blocks holds 2^43 values.  All lanes of a warp meet in the shuffles; those past the
  * last group carry zeros and store nothing. */
-GCK_LANE_FN int64_t group_of_lane(void)
+GCK_LANE_FN int64_t group_of_lane(unsigned block)
 {
-    return (int64_t)blockIdx.x * GROUPS_PER_BLOCK + (int)threadIdx.x / LANES;
+    return (int64_t)block * GROUPS_PER_BLOCK + (int)threadIdx.x / LANES;
 }
 
-GCK_LANE_FN int count_of(int64_t numel, int64_t first)
-{
-    return numel - first < GCK_GROUP ? (int)(numel - first) : GCK_GROUP;
-}
-
-/* The payload is read again in the backward pass only, x perhaps at once: stores of
- * the payload are streaming, loads of x are not. */
-template <gck_format FORMAT, gck_dtype DTYPE, typename VIEW>
-static __global__ void __launch_bounds__(THREADS, blocks_per_sm(DTYPE, VIEW::CONTIGUOUS))
-encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, uint8_t *codes, uint16_t *scales)
-{
-    const int64_t g = group_of_lane(), first = g * GCK_GROUP;
-    const int lane = (int)threadIdx.x % LANES;
-    float v[VALUES];
-    uint32_t word[4], scale;
-
-    load_values<DTYPE>(x, first + lane * VALUES, v);
-    const bool ordinary = lane_encode<FORMAT>(v, gck_limit(DTYPE), word, &scale);
-    if (g < ngroups && ordinary) {
-        __stcs((uint4 *)(codes + first) + lane, make_uint4(word[0], word[1], word[2], word[3]));
-        if (lane == 0) {
-            scales[g] = (uint16_t)scale;
-        }
-    } else if (g < ngroups && lane == 0) {
-        scales[g] = slow_encode<FORMAT, DTYPE>(x, first, count_of(x.numel, first), codes + first);
-    }
-}
-
-template <gck_format FORMAT, gck_dtype DTYPE, typename VIEW>
-static __global__ void __launch_bounds__(THREADS, blocks_per_sm(DTYPE, VIEW::CONTIGUOUS))
-decode_kernel(const uint8_t *codes, const uint16_t *scales, int64_t ngroups, const __grid_constant__ VIEW x)
-{
-    const int64_t g = group_of_lane(), first = g * GCK_GROUP;
-    const int lane = (int)threadIdx.x % LANES;
-    const uint4 q = g < ngroups ? __ldcs((const uint4 *)(codes + first) + lane) : make_uint4(0, 0, 0, 0);
-    const uint16_t scale = g < ngroups ? __ldg(scales + g) : (uint16_t)0;
-    const bool ordinary = (scale & GCK_ESC) == 0;
-    const uint32_t word[4] = {q.x, q.y, q.z, q.w};
-    float v[VALUES];
-
-    lane_decode<FORMAT>(word, ordinary ? scale : 0u, v);
-    if (g < ngroups && ordinary) {
-        store_values<DTYPE>(x, first + lane * VALUES, v);
-    } else if (g < ngroups && lane == 0) {
-        slow_decode<FORMAT, DTYPE>(codes + first, scale, x, first, count_of(x.numel, first));
-    }
-}
+GCK_LANE_FN int64_t group_of_lane(void) { return group_of_lane(blockIdx.x); }
 
 /* ---- launchers ---- */
 
@@ -406,6 +187,16 @@ static inline unsigned grid_for(int64_t work, int64_t per_block)
     return blocks <= 0x7FFFFFFF ? (unsigned)blocks : 0u;     /* 0: the launch reports it */
 }
 
+static inline bool are_floats(const gck_tensor *t, int n)
+{
+    bool all = true;
+
+    for (int i = 0; i < n; i++) {
+        all &= t[i].dtype == GCK_F32 || t[i].dtype == GCK_F16 || t[i].dtype == GCK_BF16;
+    }
+    return all;
+}
+
 /* Call launch() with `device` current; launch errors only: never synchronise. */
 template <typename F>
 static int launch_on(int device, F launch)
@@ -429,62 +220,82 @@ static int launch_on(int device, F launch)
     return status;
 }
 
-template <gck_format FORMAT, gck_dtype DTYPE, typename VIEW>
-static int launch_groups(bool encode, const VIEW &x, uint8_t *codes, cudaStream_t stream)
-{
-    const int64_t ngroups = groups_of(x.numel);
-    const unsigned grid = grid_for(ngroups, GROUPS_PER_BLOCK);
-    uint16_t *scales = (uint16_t *)(codes + ngroups * GCK_GROUP);
+/* ---- several tensors in one launch ---- */
 
-    if (encode) {
-        GCK_LAUNCH((encode_kernel<FORMAT, DTYPE, VIEW>), grid, THREADS, stream, x, ngroups, codes, scales);
-    } else {
-        GCK_LAUNCH((decode_kernel<FORMAT, DTYPE, VIEW>), grid, THREADS, stream, codes, scales, ngroups, x);
-    }
-    return GCK_OK;
+/* A tensor and its payload. */
+template <typename VIEW> struct job {
+    typedef VIEW view;
+    VIEW       x;
+    uint8_t   *payload;
+    gck_dither dither;                   /* for kernels that round stochastically */
+};
+
+/* Blocks first[k] .. first[k + 1] - 1 work at item k.  Where there is none, first[k] is
+ * a block that no grid has. */
+enum { MOST_JOBS = 32 };
+template <typename VIEW> struct jobs {
+    typedef VIEW view;
+    unsigned  first[MOST_JOBS];
+    job<VIEW> item[MOST_JOBS];
+};
+
+/* The job of this block, and the block's place in it.  One job alone pays nothing. */
+template <typename VIEW>
+GCK_LANE_FN const job<VIEW> &job_of_block(const job<VIEW> &work, unsigned *block)
+{
+    *block = blockIdx.x;
+    return work;
 }
 
-template <gck_format FORMAT, gck_dtype DTYPE>
-static int run_as(bool encode, const gck_tensor *t, uint8_t *codes)
+template <typename VIEW>
+GCK_LANE_FN const job<VIEW> &job_of_block(const jobs<VIEW> &work, unsigned *block)
 {
-    typedef typename element<DTYPE>::type T;
-    const dense<T> flat = {(T *)t->data, t->numel};
-    strided<T> view;
+    unsigned k = 0;
 
-    switch (strided_view(t, &view)) {
-    case 0:  return launch_groups<FORMAT, DTYPE>(encode, flat, codes, (cudaStream_t)t->stream);
-    case 1:  return launch_groups<FORMAT, DTYPE>(encode, view, codes, (cudaStream_t)t->stream);
-    default: return GCK_E_DEVICE;
+#pragma unroll 1
+    for (unsigned step = MOST_JOBS / 2; step > 0; step /= 2) {
+        k += work.first[k + step] <= blockIdx.x ? step : 0;
     }
+    *block = blockIdx.x - work.first[k];
+    return work.item[k];
 }
 
-template <gck_format FORMAT>
-static int run_group(bool encode, const gck_tensor *t, uint8_t *codes)
-{
-    if (t->numel == 0) {
-        return GCK_OK;                             /* an empty grid is a launch error */
-    }
-    return launch_on(t->device, [=]() {
-        switch (t->dtype) {
-        case GCK_F32:  return run_as<FORMAT, GCK_F32>(encode, t, codes);
-        case GCK_F16:  return run_as<FORMAT, GCK_F16>(encode, t, codes);
-        case GCK_BF16: return run_as<FORMAT, GCK_BF16>(encode, t, codes);
-        default:       return (int)GCK_E_DTYPE;
+/* Collects jobs on the host; launch(work, grid) gets a job<VIEW> or a jobs<VIEW>. */
+template <typename VIEW>
+struct collector {
+    jobs<VIEW> many;
+    unsigned   blocks = 0;
+    int        count = 0;
+
+    template <typename F>
+    void add(const job<VIEW> &one, unsigned grid, F launch)
+    {
+        if (count == MOST_JOBS || grid > 0x7FFFFFFFu - blocks) {
+            flush(launch);
         }
-    });
-}
-
-/* Write the payloads of n tensors, or the values of the payloads.  What is read is not written. */
-template <gck_format FORMAT>
-static int run_groups(bool encode, const gck_tensor *t, const void *const *payloads, int n)
-{
-    for (int i = 0; i < n; i++) {
-        const int status = run_group<FORMAT>(encode, t + i, (uint8_t *)payloads[i]);
-        if (status != GCK_OK) {
-            return status;
+        if (grid == 0) {
+            launch(one, grid);                     /* which reports it */
+            return;
         }
+        many.first[count] = blocks;
+        many.item[count++] = one;
+        blocks += grid;
     }
-    return GCK_OK;
-}
+
+    template <typename F>
+    void flush(F launch)
+    {
+        if (count == 1) {
+            launch(many.item[0], blocks);
+        } else if (count > 1) {
+            for (int k = count; k < MOST_JOBS; k++) {
+                many.first[k] = 0xFFFFFFFFu;
+            }
+            launch(many, blocks);
+        }
+        count = 0;
+        blocks = 0;
+    }
+};
 
 #endif

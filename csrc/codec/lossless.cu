@@ -14,7 +14,12 @@ static_assert(GROUPS_PER_BLOCK == GCK_BLOCK_GROUPS, "a block of threads is a blo
  * in flight. */
 constexpr int lossless_per_sm(gck_dtype dtype, bool contiguous)
 {
-    return contiguous ? blocks_per_sm(dtype, true) : 4;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800      /* which holds 1024 threads only */
+    (void)dtype, (void)contiguous;
+    return 4;
+#else
+    return contiguous && dtype != GCK_F32 ? 6 : 4;
+#endif
 }
 
 typedef gck_lossless_parts parts;

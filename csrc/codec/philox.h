@@ -45,7 +45,7 @@ GCK_FN void gck_noise_of_group(const gck_dither *d, int64_t group, uint16_t nois
 }
 
 /* Noise of one value where codes are made: to nearest, or 16 bits. */
-enum { GCK_NEAREST = -1 };
+static const int GCK_NEAREST = -1;
 
 /* The middle of the noise's interval in (0, 1): exact. */
 GCK_FN float gck_uniform(int noise) { return ((float)noise + 0.5f) * 0x1p-16f; }

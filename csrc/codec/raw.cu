@@ -4,113 +4,113 @@
 
 constexpr int VECTORS = 4;               /* of 16 bytes, per thread */
 
-/* 64 bytes a thread, 64 KiB or more in flight per SM.  Element by element where one side is not 16-byte
- * aligned, and for the last ones. */
-template <typename T>
+template <typename T> constexpr int BLOCK_VALUES = THREADS * VECTORS * (int)(16 / sizeof(T));
+
+/* 64 bytes a thread, 64 KiB or more in flight per SM.  Element by element where one side
+ * is not 16-byte aligned, and in the last block. */
+template <typename T, bool ENCODE, typename WORK>
 static __global__ void __launch_bounds__(THREADS)
-copy_kernel(T *__restrict__ to, const T *__restrict__ from, int64_t numel)
+copy_kernel(const __grid_constant__ WORK work)
 {
-    const bool aligned = ((uintptr_t)to | (uintptr_t)from) % 16 == 0;
-    const int64_t nvectors = aligned ? numel / (int64_t)(16 / sizeof(T)) : 0;
-    const int64_t nthreads = (int64_t)gridDim.x * THREADS;
+    constexpr int MANY = BLOCK_VALUES<T>;
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t first = (int64_t)block * MANY, left = job.x.numel - first;
+    T *to = (ENCODE ? (T *)job.payload : job.x.data) + first;
+    const T *from = (ENCODE ? job.x.data : (const T *)job.payload) + first;
 
-    const int64_t mine = (int64_t)blockIdx.x * THREADS * VECTORS + threadIdx.x;
-    uint4 q[VECTORS];
-
+    if (left >= MANY && ((uintptr_t)to | (uintptr_t)from) % 16 == 0) {
+        uint4 q[VECTORS];
 #pragma unroll
-    for (int k = 0; k < VECTORS; k++) {
-        const int64_t at = mine + k * THREADS;
-        q[k] = at < nvectors ? __ldg((const uint4 *)from + at) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int k = 0; k < VECTORS; k++) {
-        const int64_t at = mine + k * THREADS;
-        if (at < nvectors) {
-            ((uint4 *)to)[at] = q[k];
+        for (int k = 0; k < VECTORS; k++) {
+            q[k] = __ldg((const uint4 *)from + k * THREADS + threadIdx.x);
         }
-    }
-    for (int64_t i = nvectors * (int64_t)(16 / sizeof(T)) + (int64_t)blockIdx.x * THREADS + threadIdx.x; i < numel;
-         i += nthreads) {
-        to[i] = from[i];
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            ((uint4 *)to)[k * THREADS + threadIdx.x] = q[k];
+        }
+    } else {
+        for (int i = (int)threadIdx.x; i < MANY && i < left; i += THREADS) {
+            to[i] = from[i];
+        }
     }
 }
 
 template <typename T, bool ENCODE>
 static __global__ void __launch_bounds__(THREADS)
-strided_copy_kernel(const __grid_constant__ strided<T> x, T *payload)
+strided_copy_kernel(const __grid_constant__ job<strided<T>> job)
 {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
 
-    if (i < x.numel) {
+    if (i < job.x.numel) {
         int64_t run;
-        T *at = x.data + offset_of(x, i, &run);
+        T *at = job.x.data + offset_of(job.x, i, &run);
         if (ENCODE) {
-            payload[i] = *at;
+            ((T *)job.payload)[i] = *at;
         } else {
-            *at = payload[i];
+            *at = ((const T *)job.payload)[i];
         }
     }
 }
 
+template <typename T, bool ENCODE, typename WORK>
+static void launch_copy(const WORK &work, unsigned grid, cudaStream_t stream)
+{
+    GCK_LAUNCH((copy_kernel<T, ENCODE, WORK>), grid, THREADS, stream, work);
+}
+
+/* Of n tensors those whose values are Ts. */
 template <typename T, bool ENCODE>
-static int copy_as(const gck_tensor *t, void *payload)
+static int copy_as(const gck_tensor *t, const void *const *payloads, int n)
 {
     const cudaStream_t stream = (cudaStream_t)t->stream;
-    const int64_t per_block = (int64_t)THREADS * VECTORS * (int64_t)(16 / sizeof(T));
-    strided<T> view;
+    const auto launch = [=](const auto &work, unsigned grid) { launch_copy<T, ENCODE>(work, grid, stream); };
+    collector<dense<T>> all;
 
-    switch (strided_view(t, &view)) {
-    case 0:
-        GCK_LAUNCH((copy_kernel<T>), grid_for(t->numel, per_block), THREADS, stream,
-                   (T *)(ENCODE ? payload : t->data), (const T *)(ENCODE ? t->data : payload), t->numel);
-        return GCK_OK;
-    case 1:
-        GCK_LAUNCH((strided_copy_kernel<T, ENCODE>), grid_for(t->numel, THREADS), THREADS, stream,
-                   view, (T *)payload);
-        return GCK_OK;
-    default:
-        return GCK_E_DEVICE;
-    }
-}
-
-template <bool ENCODE>
-static int raw_copy(const gck_tensor *t, void *payload)
-{
-    if (t->numel == 0) {
-        return GCK_OK;
-    }
-    return launch_on(t->device, [=]() {
-        switch (t->dtype) {
-        case GCK_F32:  return copy_as<uint32_t, ENCODE>(t, payload);
-        case GCK_F16:  return copy_as<uint16_t, ENCODE>(t, payload);
-        case GCK_BF16: return copy_as<uint16_t, ENCODE>(t, payload);
-        default:       return (int)GCK_E_DTYPE;
-        }
-    });
-}
-
-template <bool ENCODE>
-static int raw_copies(const gck_tensor *t, void *const *payloads, int n)
-{
     for (int i = 0; i < n; i++) {
-        const int status = raw_copy<ENCODE>(t + i, payloads[i]);
-        if (status != GCK_OK) {
-            return status;
+        job<strided<T>> one = {{}, (uint8_t *)payloads[i], {}};
+        if (t[i].numel == 0 || (t[i].dtype == GCK_F32) != (sizeof(T) == 4)) {
+            continue;
+        }
+        switch (strided_view(t + i, &one.x)) {
+        case 0:
+            all.add({{(T *)t[i].data, t[i].numel}, (uint8_t *)payloads[i], {}},
+                    grid_for(t[i].numel, BLOCK_VALUES<T>), launch);
+            break;
+        case 1:
+            GCK_LAUNCH((strided_copy_kernel<T, ENCODE>), grid_for(t[i].numel, THREADS), THREADS, stream, one);
+            break;
+        default:
+            return GCK_E_DEVICE;
         }
     }
+    all.flush(launch);
     return GCK_OK;
 }
 
+template <bool ENCODE>
+static int copy_all(const gck_tensor *t, const void *const *payloads, int n)
+{
+    if (!are_floats(t, n)) {
+        return GCK_E_DTYPE;
+    }
+    return launch_on(t->device, [=]() {
+        const int status = copy_as<uint32_t, ENCODE>(t, payloads, n);
+        return status != GCK_OK ? status : copy_as<uint16_t, ENCODE>(t, payloads, n);
+    });
+}
+
 extern "C" {
+
 int gck_raw_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
 {
     (void)how;
-    return raw_copies<true>(x, payloads, n);
+    return copy_all<true>(x, (const void *const *)payloads, n);
 }
 
-/* The payloads are only read: strided_copy_kernel<T, false> never writes to them. */
 int gck_raw_decode_cuda(const void *const *payloads, const gck_tensor *out, int n)
 {
-    return raw_copies<false>(out, (void *const *)payloads, n);
+    return copy_all<false>(out, payloads, n);
 }
+
 }

@@ -11,7 +11,9 @@
  * in __syncthreads(), which is a meeting of all lanes of the block; blocks run one after
  * the other, so shared memory is static memory.  Memory is the host's, so sanitizers see
  * every access.
- * __CUDA_ARCH__ is 750: the branches without newer instructions are those that run. */
+ * __CUDA_ARCH__ is 750, where the branches without newer instructions run, or what
+ * EMULATED_ARCH says: of the instructions of csrc/codec/ptx.cuh there are models below,
+ * written from the PTX manual by other means than the codecs. */
 #ifndef CUDA_EMULATION_H
 #define CUDA_EMULATION_H
 
@@ -26,22 +28,29 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-#define __CUDA_ARCH__ 750
+#ifndef EMULATED_ARCH
+#define EMULATED_ARCH 750
+#endif
+#define __CUDA_ARCH__ EMULATED_ARCH
 
 #define __global__
+#define __host__
 #define __device__
+#define __shared__ static
+#define __constant__
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __shared__ static
 
 /* ---- types ---- */
 
 struct __attribute__((aligned(16), may_alias)) uint4 { unsigned x, y, z, w; };
+struct __attribute__((aligned(8), may_alias)) uint2 { unsigned x, y; };
 struct dim3 { unsigned x, y, z; };
 
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 
 /* ---- arithmetic and memory ---- */
 
@@ -54,11 +63,24 @@ static inline int __float_as_int(float f)
     return i;
 }
 
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+/* Only the lower three bits of a selector are promised. */
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
+{
+    const uint64_t bytes = (uint64_t)y << 32 | x;
+    unsigned r = 0;
+
+    for (int b = 0; b < 4; b++) {
+        r |= (unsigned)(bytes >> (8 * (selectors >> (4 * b) & 7)) & 0xFF) << (8 * b);
+    }
+    return r;
+}
+
 template <typename T> static inline T __ldg(const T *p) { return *p; }
 template <typename T> static inline T __ldcs(const T *p) { return *p; }
 template <typename T> static inline void __stcs(T *p, T v) { *p = v; }
 
-static inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
 /* Blocks run one after the other: nothing comes in between. */
 static inline uint32_t atomicOr(uint32_t *p, uint32_t v)
@@ -84,6 +106,114 @@ static inline uint32_t atomicInc(uint32_t *p, uint32_t limit)
 
 static inline void __threadfence(void) {}
 static inline void __threadfence_system(void) {}
+
+/* ---- models of ptx.cuh ---- */
+
+static inline uint32_t ptx_byte_signs(uint32_t w)
+{
+    uint32_t r = 0;
+
+    for (int b = 0; b < 4; b++) {
+        r |= w >> (8 * b + 7) & 1 ? 0xFFu << (8 * b) : 0;
+    }
+    return r;
+}
+
+static inline float ptx_max_abs(float a, float b)
+{
+    return isnan(a) || isnan(b) ? __builtin_nanf("0x3FFFFF") : fmaxf(fabsf(a), fabsf(b));
+}
+
+/* What a format of `exponent` and `mantissa` bits calls the magnitude `code`, infinities
+ * and NaN as if they were finite. */
+static inline double emulated_value(unsigned code, int exponent, int mantissa)
+{
+    const int bias = (1 << (exponent - 1)) - 1, e = (int)(code >> mantissa);
+    const unsigned m = code & ((1u << mantissa) - 1u);
+
+    return e == 0 ? ldexp(m, 1 - bias - mantissa) : ldexp(m + (1u << mantissa), e - bias - mantissa);
+}
+
+/* To nearest even by bisection over the codes 0 .. last + 1. */
+static inline unsigned emulated_round(float v, int exponent, int mantissa, unsigned last)
+{
+    const double magnitude = fabs((double)v);
+    unsigned low = 0, high = last + 1;
+
+    while (high - low > 1) {
+        const unsigned middle = (low + high) / 2;
+        *(emulated_value(middle, exponent, mantissa) <= magnitude ? &low : &high) = middle;
+    }
+    const double below = magnitude - emulated_value(low, exponent, mantissa);
+    const double above = emulated_value(low + 1, exponent, mantissa) - magnitude;
+    return above < below || (above == below && low % 2 != 0) ? low + 1 : low;
+}
+
+static inline unsigned emulated_float16(float v)
+{
+    return isnan(v) ? 0x7FFFu : emulated_round(v, 5, 10, 0x7BFF) | (signbit(v) ? 0x8000u : 0u);
+}
+
+static inline unsigned emulated_bfloat16(float v)
+{
+    return isnan(v) ? 0x7FFFu : emulated_round(v, 8, 7, 0x7F7F) | (signbit(v) ? 0x8000u : 0u);
+}
+
+static inline uint32_t ptx_f16x2(float lower, float upper)
+{
+    return emulated_float16(lower) | (uint32_t)emulated_float16(upper) << 16;
+}
+
+static inline uint32_t ptx_bf16x2(float lower, float upper)
+{
+    return emulated_bfloat16(lower) | (uint32_t)emulated_bfloat16(upper) << 16;
+}
+
+static inline float ptx_f32_f16(uint16_t h)
+{
+    const unsigned magnitude = h & 0x7FFFu;
+    const double v = magnitude > 0x7C00 ? NAN : magnitude == 0x7C00 ? INFINITY : emulated_value(magnitude, 5, 10);
+
+    return (float)(h & 0x8000u ? -v : v);
+}
+
+static inline unsigned emulated_fp8(float v, int exponent, int mantissa, unsigned last)
+{
+    if (isnan(v)) {
+        return 0x7F;
+    }
+    const unsigned code = emulated_round(v, exponent, mantissa, last);
+    return (code > last ? last : code) | (signbit(v) ? 0x80u : 0u);
+}
+
+static inline uint32_t ptx_e4m3x2(float lower, float upper)
+{
+    return emulated_fp8(lower, 4, 3, 0x7E) | emulated_fp8(upper, 4, 3, 0x7E) << 8;
+}
+
+static inline uint32_t ptx_e5m2x2(float lower, float upper)
+{
+    return emulated_fp8(lower, 5, 2, 0x7B) | emulated_fp8(upper, 5, 2, 0x7B) << 8;
+}
+
+static inline unsigned emulated_half_of_fp8(unsigned code, int exponent, int mantissa, unsigned last)
+{
+    const unsigned magnitude = code & 0x7Fu;
+    const float v = magnitude > last + (exponent == 5) ? NAN
+                  : magnitude > last ? INFINITY : (float)emulated_value(magnitude, exponent, mantissa);
+
+    return emulated_float16(code & 0x80u ? -v : v);
+}
+
+static inline uint32_t ptx_f16x2_e4m3x2(uint32_t two)
+{
+    return emulated_half_of_fp8(two, 4, 3, 0x7E) | emulated_half_of_fp8(two >> 8, 4, 3, 0x7E) << 16;
+}
+
+static inline uint32_t ptx_f16x2_e5m2x2(uint32_t two)
+{
+    return emulated_half_of_fp8(two, 5, 2, 0x7B) | emulated_half_of_fp8(two >> 8, 5, 2, 0x7B) << 16;
+}
 
 /* ---- lanes ---- */
 
@@ -287,6 +417,21 @@ static void run_block(unsigned threads)
     } while (pass_barrier(threads));
 }
 
+}  /* namespace emulation */
+
+/* Shared by the .cu files of one library; the test reads and writes them.  Of a grid only
+ * the blocks from emulated_first_block to emulated_last_block run: tests of index arithmetic. */
+extern "C" {
+__attribute__((weak, visibility("default"))) int emulated_device = 0;
+__attribute__((weak, visibility("default"))) int emulated_driver = 13000;
+__attribute__((weak, visibility("default"))) int emulated_launches = 0;
+__attribute__((weak, visibility("default"))) int emulated_launch_device = -1;
+__attribute__((weak, visibility("default"))) unsigned emulated_first_block = 0;
+__attribute__((weak, visibility("default"))) unsigned emulated_last_block = 0xFFFFFFFFu;
+}
+
+namespace emulation {
+
 template <typename F>
 static void launch(unsigned grid, unsigned threads, F f)
 {
@@ -298,7 +443,7 @@ static void launch(unsigned grid, unsigned threads, F f)
     body = [](void *p) { (*(F *)p)(); };
     body_argument = &f;
     nblocks = {grid, 1, 1}, nthreads = {threads, 1, 1};
-    for (unsigned b = 0; b < grid; b++) {
+    for (unsigned b = emulated_first_block; b < grid && b <= emulated_last_block; b++) {
         block = {b, 0, 0};
         run_block(threads);
     }
@@ -365,10 +510,6 @@ enum { cudaSuccess = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, EMUL
 
 /* Shared by the .cu files of one library; the test reads and writes them. */
 extern "C" {
-__attribute__((weak, visibility("default"))) int emulated_device = 0;
-__attribute__((weak, visibility("default"))) int emulated_driver = 13000;
-__attribute__((weak, visibility("default"))) int emulated_launches = 0;
-__attribute__((weak, visibility("default"))) int emulated_launch_device = -1;
 __attribute__((weak, visibility("default"))) int emulated_capture = 0;      /* streams are being captured      */
 __attribute__((weak, visibility("default"))) int emulated_host_allocs = 0;  /* < 0: the next ones fail         */
 __attribute__((weak, visibility("default"))) int emulated_capture_mode = cudaStreamCaptureModeGlobal;
