@@ -2,9 +2,8 @@
  * of them stores its 16 bytes.  The payload is an eighth of the bools: only those count. */
 #include "words.cuh"
 
-constexpr int MASK_PER_SM = 6;
-constexpr int ROUNDS = 4;                        /* loads of 16 bools in flight for each lane */
-constexpr int64_t BOOLS_PER_BLOCK = (int64_t)THREADS * VALUES * ROUNDS;
+/* Loads of 16 bools in flight for each lane; strides take the registers for more than one. */
+template <typename VIEW> struct rounds { enum { N = VIEW::CONTIGUOUS ? 4 : 1, BOOLS_PER_BLOCK = THREADS * VALUES * N }; };
 
 /* 4 bools, bytes of a word, to 4 bits, and back. */
 GCK_LANE_FN uint32_t bits_of_word(uint32_t w)
@@ -17,24 +16,26 @@ GCK_LANE_FN uint32_t bits_of_word(uint32_t w)
 GCK_LANE_FN uint32_t word_of_bits(uint32_t bits) { return (bits & 0xFu) * 0x00204081u & 0x01010101u; }
 
 /* The first bool of this lane in a round. */
+template <typename VIEW>
 GCK_LANE_FN int64_t first_of_round(int round)
 {
-    return blockIdx.x * BOOLS_PER_BLOCK + (round * THREADS + (int)threadIdx.x) * VALUES;
+    return (int64_t)blockIdx.x * rounds<VIEW>::BOOLS_PER_BLOCK + (round * THREADS + (int)threadIdx.x) * VALUES;
 }
 
 template <typename VIEW>
-static __global__ void __launch_bounds__(THREADS, VIEW::CONTIGUOUS ? MASK_PER_SM : 4)
+static __global__ void __launch_bounds__(THREADS, VIEW::CONTIGUOUS ? blocks_per_sm(GCK_BF16, true) : 4)
 mask_encode_kernel(const __grid_constant__ VIEW x, uint8_t *payload)
 {
+    constexpr int ROUNDS = rounds<VIEW>::N;
     uint32_t w[ROUNDS][VALUES / 4];
 
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-        load_words(x, first_of_round(r), w[r]);
+        load_words(x, first_of_round<VIEW>(r), w[r]);
     }
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-        const int64_t i = first_of_round(r);
+        const int64_t i = first_of_round<VIEW>(r);
         uint32_t bits = 0;
 #pragma unroll
         for (int k = 0; k < VALUES / 4; k++) {
@@ -51,14 +52,15 @@ mask_encode_kernel(const __grid_constant__ VIEW x, uint8_t *payload)
 }
 
 template <typename VIEW>
-static __global__ void __launch_bounds__(THREADS, VIEW::CONTIGUOUS ? MASK_PER_SM : 4)
+static __global__ void __launch_bounds__(THREADS, VIEW::CONTIGUOUS ? blocks_per_sm(GCK_BF16, true) : 4)
 mask_decode_kernel(const uint8_t *payload, const __grid_constant__ VIEW x)
 {
+    constexpr int ROUNDS = rounds<VIEW>::N;
     uint32_t bits[ROUNDS];
 
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-        const int64_t i = first_of_round(r);
+        const int64_t i = first_of_round<VIEW>(r);
         bits[r] = i < x.numel ? __ldg((const uint16_t *)(payload + i / 8)) : 0u;
     }
 #pragma unroll
@@ -68,14 +70,14 @@ mask_decode_kernel(const uint8_t *payload, const __grid_constant__ VIEW x)
         for (int k = 0; k < VALUES / 4; k++) {
             w[k] = word_of_bits(bits[r] >> (4 * k));
         }
-        store_words(x, first_of_round(r), w);
+        store_words(x, first_of_round<VIEW>(r), w);
     }
 }
 
 template <typename VIEW>
 static void launch_mask(bool encode, const VIEW &x, void *payload, cudaStream_t stream)
 {
-    const unsigned grid = grid_for(x.numel, BOOLS_PER_BLOCK);
+    const unsigned grid = grid_for(x.numel, rounds<VIEW>::BOOLS_PER_BLOCK);
 
     if (encode) {
         GCK_LAUNCH((mask_encode_kernel<VIEW>), grid, THREADS, stream, x, (uint8_t *)payload);
