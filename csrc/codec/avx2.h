@@ -247,23 +247,31 @@ INLINE batch_steps steps_of_groups(gck_format format, gck_dtype dtype, const cha
 
 /* ---- results ---- */
 
-/* float32 rounded to bfloat16, as float32.  v is 0 or 2^-126 <= |v| < 2^111, and not -0:
- * the sum with 2^16 times the power of two in v has bfloat16's last place. */
+/* (2^16 + 1) v less the rounding error of that: v rounded to bfloat16, as float32, to nearest
+ * even.  So Dekker splits a number (1971); that ties go to even is peculiar to these 8 of 24
+ * bits.  v is 0 or 2^-126 <= |v| < 2^111. */
+#define SPLITTER 65537.f
+
 typedef struct {
-    __m256 sign_exponent, two_16;        /* bfloat16 */
+    __m256 splitter;                     /* bfloat16 */
     __m256 max, min;                     /* float16  */
 } store_constants;
 
 INLINE store_constants store_constants_of(void)
 {
-    return (store_constants){_mm256_castsi256_ps(kept(0xFF800000u)), kept_ps(0x1p16f), kept_ps(65472.f),
-                             kept_ps(-65472.f)};
+    return (store_constants){kept_ps(SPLITTER), kept_ps(65472.f), kept_ps(-65472.f)};
 }
 
 INLINE __m256 round_to_bf16(__m256 v, store_constants c)
 {
-    const __m256 power = _mm256_and_ps(v, c.sign_exponent);
-    return _mm256_fnmadd_ps(power, c.two_16, _mm256_fmadd_ps(power, c.two_16, v));
+    const __m256 p = _mm256_mul_ps(v, c.splitter);
+    return _mm256_sub_ps(p, _mm256_sub_ps(p, v));
+}
+
+/* 16 words of values that are bfloat16. */
+INLINE __m256i words_of_bf16(v16 v)
+{
+    return _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(v.even), 16), _mm256_castps_si256(v.odd), 0xAA);
 }
 
 INLINE __m256i to_f16(v16 v, store_constants c)
@@ -288,8 +296,7 @@ INLINE void store16(char *group, gck_dtype dtype, int k, v16 v, __m256i flip, st
         return;
     }
     const __m256i w = dtype == GCK_F16 ? to_f16(v, c)
-        : _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(round_to_bf16(v.even, c)), 16),
-                             _mm256_castps_si256(round_to_bf16(v.odd, c)), 0xAA);
+        : words_of_bf16((v16){round_to_bf16(v.even, c), round_to_bf16(v.odd, c)});
     store(group + 32 * k, _mm256_xor_si256(w, flip), stream);
 }
 

@@ -259,17 +259,29 @@ INLINE uint32_t ordinary_step(gck_format format, const uint8_t *codes, const uin
     return step_is_ordinary(stored) || is_zero_group(format, codes, stored) ? stored : ~0u;
 }
 
+/* Sum x step, rounded to bfloat16 as round_to_bf16() does it; up: step x SPLITTER, exact. */
+INLINE __m256 bf16_product(__m256 sum, __m256 step, __m256 up)
+{
+    const __m256 p = _mm256_mul_ps(sum, up);
+    return _mm256_sub_ps(p, _mm256_fnmadd_ps(sum, step, p));
+}
+
 INLINE void put_sums(gck_dtype dtype, const __m256i w[8], uint32_t stored, const __m256i *signs, char *group,
                      store_constants c, int stream)
 {
-    const __m256i sum = kept(0x00010001u), difference = kept(0xFFFF0001u);
-    const __m256 step = step_of(stored);
+    const __m256i plus = kept(0x00010001u), plus_minus = kept(0xFFFF0001u);
+    const __m256 step = step_of(stored), up = _mm256_mul_ps(step, c.splitter);
 
     for (int k = 0; k < 8; k++) {                                       /* bit 0, and to 32 bits */
-        const __m256 even = _mm256_cvtepi32_ps(_mm256_madd_epi16(w[k], sum));
-        const __m256 odd = _mm256_cvtepi32_ps(_mm256_madd_epi16(w[k], difference));
-        store16(group, dtype, k, (v16){_mm256_mul_ps(even, step), _mm256_mul_ps(odd, step)},
-                _mm256_load_si256(signs + k), c, stream);
+        const __m256 even = _mm256_cvtepi32_ps(_mm256_madd_epi16(w[k], plus));
+        const __m256 odd = _mm256_cvtepi32_ps(_mm256_madd_epi16(w[k], plus_minus));
+        const __m256i flip = _mm256_load_si256(signs + k);
+        if (dtype == GCK_BF16) {
+            const v16 v = {bf16_product(even, step, up), bf16_product(odd, step, up)};
+            store(group + 32 * k, _mm256_xor_si256(words_of_bf16(v), flip), stream);
+        } else {
+            store16(group, dtype, k, (v16){_mm256_mul_ps(even, step), _mm256_mul_ps(odd, step)}, flip, c, stream);
+        }
     }
 }
 
