@@ -151,6 +151,14 @@ INLINE __m256i int6_value(int6_levels levels, __m256i low, __m256i fifth, __m256
     return _mm256_xor_si256(level, _mm256_cmpgt_epi8(_mm256_setzero_si256(), sign));
 }
 
+/* Bit `bit` of the bytes in even 32-bit lanes, and bit + 4 of those in odd ones, to bit 7.  By
+ * multiplication: shuffles and shifts share two units, which have enough to do. */
+INLINE __m256i to_top(__m256i bytes, int bit)
+{
+    const int even = (128 >> bit) * 0x10001, odd = (8 >> bit) * 0x10001;
+    return _mm256_mullo_epi16(bytes, _mm256_setr_epi32(even, odd, even, odd, even, odd, even, odd));
+}
+
 INLINE void int6_values(const uint8_t *codes, int uniform, __m256i value[4])
 {
     const __m256i places = _mm256_setr_epi8(0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7,
@@ -162,11 +170,9 @@ INLINE void int6_values(const uint8_t *codes, int uniform, __m256i value[4])
         const __m256i upper = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(half), places);
         __m256i even, odd;
         nibbles(codes, i, &even, &odd);
-        /* Bits 0..3 of values with index bit 1 = 0, 4..7 of the others: those are in every second 32-bit lane. */
-        even = int6_value(levels, even, _mm256_sllv_epi32(upper, _mm256_set1_epi64x(0x300000007)),
-                          _mm256_sllv_epi32(upper, _mm256_set1_epi64x(0x200000006)));
-        odd = int6_value(levels, odd, _mm256_sllv_epi32(upper, _mm256_set1_epi64x(0x100000005)),
-                         _mm256_sllv_epi32(upper, _mm256_set1_epi64x(0x000000004)));
+        /* Values with index bit 1 = 0 have bits 0..3, in even lanes; the others bits 4..7, in odd ones. */
+        even = int6_value(levels, even, to_top(upper, 0), to_top(upper, 1));
+        odd = int6_value(levels, odd, to_top(upper, 2), to_top(upper, 3));
         interleaved(even, odd, value + 2 * i);
     }
 }

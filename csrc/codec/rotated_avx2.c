@@ -166,7 +166,7 @@ INLINE int beyond_fields(batch_steps s, const uint16_t least[BATCH])
     return ~_mm_movemask_epi8(_mm_packs_epi16(some, some)) & 0xFF;
 }
 
-INLINE void encode_int4(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side,
+INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side,
                         int64_t index, int stream)
 {
     const size_t stride = group_nbytes(dtype);
@@ -194,15 +194,15 @@ INLINE void encode_int4(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t
             maxima[j] = rotate_between(y[j], abs);
         }
         const __m256i amax = maxima_of_batch(maxima);
-        const batch_steps s = steps_of_batch(GCK_INT4, amax);
+        const batch_steps s = steps_of_batch(format, amax);
         odd |= beyond_fields(s, o.least);
         for (int j = 0; j < n; j++, group += stride) {
-            uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(GCK_INT4);
+            uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(format);
             uint16_t *words = side + 2 * (first + j);
             __m256i t[4];
             prefetch(group, stride);
             if (odd >> j & 1) {
-                encode_odd(GCK_INT4, dtype, group, index + first + j, out, words);
+                encode_odd(format, dtype, group, index + first + j, out, words);
                 continue;
             }
             integers_of(y[j], s.multiplier[j], rounder, t);
@@ -285,25 +285,6 @@ INLINE void put_sums(gck_dtype dtype, const __m256i w[8], uint32_t stored, const
     }
 }
 
-INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales, int64_t ngroups,
-                   void *x, int64_t index, int stream)
-{
-    const size_t stride = group_nbytes(dtype);
-    const store_constants c = store_constants_of();
-    char *group = x;
-
-    for (int64_t g = 0; g < ngroups; g++, codes += GCK_CODE_BYTES(format), group += stride) {
-        const uint32_t stored = ordinary_step(format, codes, scales + g);
-        __m256i w[8];
-        if (stored == ~0u) {
-            decode_odd(format, dtype, codes, scales + g, index + g, group);
-            continue;
-        }
-        sums_of_group(format, codes, scales[g] & 1, w);
-        put_sums(dtype, w, stored, signs_of(index + g), group, c, stream);
-    }
-}
-
 INLINE void copy_group(char *to, const char *from, gck_dtype dtype, int stream)
 {
     for (size_t at = 0; at < group_nbytes(dtype); at += 32) {
@@ -311,60 +292,65 @@ INLINE void copy_group(char *to, const char *from, gck_dtype dtype, int stream)
     }
 }
 
-/* The outlier is written over the value in its place.  Not in memory that is written past
- * the caches: by way of a buffer, one group later, when the stores are done. */
-INLINE void decode_int4(gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t ngroups, void *x,
-                        int64_t index, int stream)
+/* One group ahead: while a group is multiplied and stored, the next one is added up.
+ *
+ * int4's outlier is written over the value in its place.  Not in memory that is written past
+ * the caches: there a group goes by way of a buffer, one group later, when the stores are done. */
+INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t ngroups,
+                   void *x, int64_t index, int stream)
 {
-    const size_t stride = group_nbytes(dtype);
+    const size_t stride = group_nbytes(dtype), ncodes = GCK_CODE_BYTES(format), words = GCK_SIDE_WORDS(format);
+    const int late = format == GCK_INT4 && stream;
     const store_constants c = store_constants_of();
     _Alignas(32) char held[2][GCK_GROUP * 4];
+    __m256i w[2][8];
     char *group = x;
 
-    for (int64_t g = 0; g < ngroups; g++, codes += GCK_CODE_BYTES(GCK_INT4), side += 2, group += stride) {
-        const uint32_t stored = ordinary_step(GCK_INT4, codes, side);
-        char *to = stream ? held[g & 1] : group;
+    if (ngroups > 0) {
+        sums_of_group(format, codes, side[0] & 1, w[0]);
+    }
+    for (int64_t g = 0; g < ngroups; g++, codes += ncodes, side += words, group += stride) {
+        const uint32_t stored = ordinary_step(format, codes, side);
+        const int more = g + 1 < ngroups;
+        char *to = late ? held[g & 1] : group;
+        sums_of_group(format, codes + (more ? ncodes : 0), side[more ? words : 0] & 1, w[~g & 1]);
         if (stored == ~0u) {
-            decode_odd(GCK_INT4, dtype, codes, side, index + g, to);
+            decode_odd(format, dtype, codes, side, index + g, to);
         } else {
-            __m256i w[8];
-            sums_of_group(GCK_INT4, codes, 0, w);
-            put_sums(dtype, w, stored, signs_of(index + g), to, c, 0);
-            gck_store(to, dtype, side[0] >> 9, gck_float((uint32_t)side[1] << 16));
+            put_sums(dtype, w[g & 1], stored, signs_of(index + g), to, c, stream && !late);
+            if (format == GCK_INT4) {
+                gck_store(to, dtype, side[0] >> 9, gck_float((uint32_t)side[1] << 16));
+            }
         }
-        if (stream && g > 0) {
+        if (late && g > 0) {
             copy_group(group - stride, held[~g & 1], dtype, stream);
         }
     }
-    if (stream && ngroups > 0) {
+    if (late && ngroups > 0) {
         copy_group(group - stride, held[~ngroups & 1], dtype, stream);
     }
 }
 
 /* ---- kernels ---- */
 
-#define KERNELS(format, dtype, encode, decode)                                                      \
+#define KERNELS(format, dtype, encode)                                                              \
     void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
                                             uint16_t *side, int64_t index, int streaming)           \
     {                                                                                               \
-        STREAMED(encode, codes, dtype, x, ngroups, codes, side, index)                              \
+        STREAMED(encode, codes, format, dtype, x, ngroups, codes, side, index)                      \
     }                                                                                               \
     void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,             \
                                             int64_t ngroups, void *x, int64_t index, int streaming) \
     {                                                                                               \
-        STREAMED(decode, x, dtype, codes, side, ngroups, x, index)                                  \
+        STREAMED(decode, x, format, dtype, codes, side, ngroups, x, index)                          \
     }
-#define ENCODE_INT8(...) encode(GCK_INT8, __VA_ARGS__)
-#define DECODE_INT8(...) decode(GCK_INT8, __VA_ARGS__)
-#define ENCODE_INT6(...) encode(GCK_INT6, __VA_ARGS__)
-#define DECODE_INT6(...) decode(GCK_INT6, __VA_ARGS__)
-#define DTYPES(format, encode, decode)                                                              \
-    KERNELS(format, GCK_F32, encode, decode)                                                        \
-    KERNELS(format, GCK_F16, encode, decode)                                                        \
-    KERNELS(format, GCK_BF16, encode, decode)
-DTYPES(GCK_INT8, ENCODE_INT8, DECODE_INT8)
-DTYPES(GCK_INT6, ENCODE_INT6, DECODE_INT6)
-DTYPES(GCK_INT4, encode_int4, decode_int4)
+#define DTYPES(format, encode)                                                                      \
+    KERNELS(format, GCK_F32, encode)                                                                \
+    KERNELS(format, GCK_F16, encode)                                                                \
+    KERNELS(format, GCK_BF16, encode)
+DTYPES(GCK_INT8, encode)
+DTYPES(GCK_INT6, encode)
+DTYPES(GCK_INT4, encode_int4)
 
 #else
 typedef int gck_rotated_avx2_is_empty;   /* C wants something in every file */
