@@ -257,7 +257,7 @@ GCK_FN float gck_times_step(gck_format format, float value, uint32_t stored)
  *     4 bits   byte b: code 2 b below, code 2 b + 1 above
  *     6 bits   64 bytes as with 4 bits; then 32 bytes of the upper two bits, byte b:
  *              codes 4 b, 4 b + 1, 4 b + 2, 4 b + 3 from the lowest bits on. */
-GCK_FN void gck_pack_codes(gck_format format, const uint8_t *code, uint8_t *packed)
+GCK_SLOW_FN void gck_pack_codes(gck_format format, const uint8_t *code, uint8_t *packed)
 {
     if (gck_code_bits(format) == 8) {
         memcpy(packed, code, GCK_GROUP);

@@ -70,29 +70,6 @@ GCK_LANE_FN void spread(const untyped &x, int64_t g, int count, const void *valu
     for_each_address(x, g * GCK_GROUP, count, [&](int j, uint8_t *at) { copy_value(x.kind, at, 0, values, j); });
 }
 
-template <gck_format FORMAT, bool NOISY, typename VIEW>
-GCK_LANE_FN void odd_encode(const VIEW &x, int64_t g, int count, const gck_dither &dither, uint8_t *codes,
-                            uint16_t *side)
-{
-    uint16_t *noise = NULL;
-
-    if constexpr (NOISY) {
-        noise = scratch<uint16_t>();
-        gck_noise_of_group(&dither, g, noise);
-    }
-    gck_encode_unrotated(FORMAT, side_by_side(x, g, count, true), x.dtype(), count, gck_is_rotated(FORMAT), noise,
-                         codes, side);
-}
-
-template <gck_format FORMAT, typename VIEW>
-GCK_LANE_FN void odd_decode(const uint8_t *codes, uint32_t side, const VIEW &x, int64_t g, int count)
-{
-    void *values = side_by_side(x, g, count, false);
-
-    gck_decode_unrotated(FORMAT, codes, side & 0xFFFFu, values, x.dtype(), count);
-    spread(x, g, count, values);
-}
-
 /* ---- kernels ---- */
 
 /* Where a group lies in a payload. */
@@ -110,6 +87,38 @@ GCK_LANE_FN int count_of(int64_t numel, int64_t g)
     return numel - g * GCK_GROUP < GCK_GROUP ? (int)(numel - g * GCK_GROUP) : GCK_GROUP;
 }
 
+/* Called by one lane: its group in an odd form. */
+template <gck_format FORMAT, bool NOISY, typename WORK>
+static __device__ __noinline__ void encode_odd(const WORK &work)
+{
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int count = count_of(job.x.numel, g);
+    uint16_t *noise = NULL;
+
+    if constexpr (NOISY) {
+        noise = scratch<uint16_t>();
+        gck_noise_of_group(&job.dither, g, noise);
+    }
+    gck_encode_unrotated(FORMAT, side_by_side(job.x, g, count, true), job.x.dtype(), count, gck_is_rotated(FORMAT),
+                         noise, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g));
+}
+
+template <gck_format FORMAT, typename WORK>
+static __device__ __noinline__ void decode_odd(const WORK &work)
+{
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int count = count_of(job.x.numel, g);
+    void *values = side_by_side(job.x, g, count, false);
+
+    gck_decode_unrotated(FORMAT, codes_of<FORMAT>(job.payload, g), *side_of<FORMAT>(job.payload, ngroups, g), values,
+                         job.x.dtype(), count);
+    spread(job.x, g, count, values);
+}
+
 /* The last thing a warp does, so that the usual ones keep their registers to themselves. */
 template <gck_format FORMAT, bool NOISY, typename WORK>
 static __device__ __noinline__ void encode_unusual(const WORK &work, uint32_t doubt)
@@ -121,20 +130,17 @@ static __device__ __noinline__ void encode_unusual(const WORK &work, uint32_t do
     share<FORMAT> s;
 
     const answer found = reconsider<FORMAT>(job.x, g * GCK_GROUP + lane * VALUES, doubt, s);
+    if (g < ngroups && found == BETTER) {
+        store_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+    }
     __syncwarp(ALL_LANES);                         /* one lane overwrites what eight have stored */
-    if (g < ngroups && found != RIGHT) {
-        uint8_t *codes = codes_of<FORMAT>(job.payload, g);
-        uint16_t *side = side_of<FORMAT>(job.payload, ngroups, g);
-        if (found == BETTER) {
-            store_share(s, codes, side, lane);
-        } else if (lane == 0) {
-            odd_encode<FORMAT, NOISY>(job.x, g, count_of(job.x.numel, g), job.dither, codes, side);
-        }
+    if (g < ngroups && found == ODD && lane == 0) {
+        encode_odd<FORMAT, NOISY>(work);
     }
 }
 
 template <gck_format FORMAT, bool NOISY, typename WORK>
-static __global__ void __launch_bounds__(THREADS, blocks_per_sm((const typename WORK::view *)NULL, NOISY))
+static __global__ void __launch_bounds__(THREADS, blocks_of((const WORK *)NULL, NOISY))
 encode_kernel(const __grid_constant__ WORK work)
 {
     unsigned block;
@@ -170,12 +176,12 @@ static __device__ __noinline__ void decode_unusual(const WORK &work)
         store_values(job.x, g * GCK_GROUP + lane * VALUES, v);
     }
     if (g < ngroups && found == ODD && lane == 0) {
-        odd_decode<FORMAT>(codes_of<FORMAT>(job.payload, g), s.side, job.x, g, count_of(job.x.numel, g));
+        decode_odd<FORMAT>(work);
     }
 }
 
 template <gck_format FORMAT, typename WORK>
-static __global__ void __launch_bounds__(THREADS, blocks_per_sm((const typename WORK::view *)NULL, false))
+static __global__ void __launch_bounds__(THREADS, blocks_of((const WORK *)NULL, false))
 decode_kernel(const __grid_constant__ WORK work)
 {
     unsigned block;

@@ -32,6 +32,17 @@ static constexpr int blocks_per_sm(const typed<DTYPE> *, bool noisy)
 
 static constexpr int blocks_per_sm(const untyped *, bool) { return 4; }
 
+/* Several tensors in one launch: finding one's own takes registers. */
+template <typename VIEW> static constexpr int blocks_of(const job<VIEW> *, bool noisy)
+{
+    return blocks_per_sm((const VIEW *)NULL, noisy);
+}
+
+template <typename VIEW> static constexpr int blocks_of(const jobs<VIEW> *, bool noisy)
+{
+    return blocks_per_sm((const VIEW *)NULL, noisy) > 5 ? 5 : blocks_per_sm((const VIEW *)NULL, noisy);
+}
+
 /* Memory for each group of a block.  Shared, since local memory is taken for every thread
  * that a device can hold; static, so that only kernels that use it have it. */
 template <typename T>

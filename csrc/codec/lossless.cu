@@ -10,18 +10,6 @@ constexpr int WARPS = THREADS / 32;
 
 static_assert(GROUPS_PER_BLOCK == GCK_BLOCK_GROUPS, "a block of threads is a block of the format");
 
-/* Blocks on an SM: at most 64 registers, and 40 where it takes 1536 threads to have 48 KiB
- * in flight. */
-constexpr int lossless_per_sm(gck_dtype dtype, bool contiguous)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800      /* which holds 1024 threads only */
-    (void)dtype, (void)contiguous;
-    return 4;
-#else
-    return contiguous && dtype != GCK_F32 ? 6 : 4;
-#endif
-}
-
 typedef gck_lossless_parts parts;
 
 /* ---- a lane's values ---- */
@@ -279,7 +267,7 @@ GCK_LANE_FN void gather_last_row(uint32_t (&c)[N])
 /* ---- kernels ---- */
 
 template <gck_dtype DTYPE, typename VIEW>
-static __global__ void __launch_bounds__(THREADS, lossless_per_sm(DTYPE, VIEW::CONTIGUOUS))
+static __global__ void __launch_bounds__(THREADS, wide_blocks(DTYPE, VIEW::CONTIGUOUS))
 lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __grid_constant__ parts out,
                        const __grid_constant__ listener to)
 {
@@ -334,7 +322,7 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
 }
 
 template <gck_dtype DTYPE, typename VIEW>
-static __global__ void __launch_bounds__(THREADS, lossless_per_sm(DTYPE, VIEW::CONTIGUOUS))
+static __global__ void __launch_bounds__(THREADS, wide_blocks(DTYPE, VIEW::CONTIGUOUS))
 lossless_decode_kernel(const __grid_constant__ parts in, int64_t ngroups, const __grid_constant__ VIEW x)
 {
     typedef packed<DTYPE> P;

@@ -23,7 +23,7 @@ GCK_LANE_FN int64_t first_of_round(int round)
 }
 
 template <typename VIEW>
-static __global__ void __launch_bounds__(THREADS, VIEW::CONTIGUOUS ? blocks_per_sm(GCK_BF16, true) : 4)
+static __global__ void __launch_bounds__(THREADS, wide_blocks(GCK_BF16, VIEW::CONTIGUOUS))
 mask_encode_kernel(const __grid_constant__ VIEW x, uint8_t *payload)
 {
     constexpr int ROUNDS = rounds<VIEW>::N;
@@ -52,7 +52,7 @@ mask_encode_kernel(const __grid_constant__ VIEW x, uint8_t *payload)
 }
 
 template <typename VIEW>
-static __global__ void __launch_bounds__(THREADS, VIEW::CONTIGUOUS ? blocks_per_sm(GCK_BF16, true) : 4)
+static __global__ void __launch_bounds__(THREADS, wide_blocks(GCK_BF16, VIEW::CONTIGUOUS))
 mask_decode_kernel(const uint8_t *payload, const __grid_constant__ VIEW x)
 {
     constexpr int ROUNDS = rounds<VIEW>::N;

@@ -179,8 +179,8 @@ GCK_FN void gck_put_scale(gck_format format, uint16_t *side, uint32_t scale)
 }
 
 /* noise: of the group's values, or NULL.  A group in form B is rounded to nearest. */
-GCK_SLOW_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dtype, int count, int escaped,
-                                      const uint16_t *noise, uint8_t *codes, uint16_t *side)
+GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dtype, int count, int escaped,
+                                 const uint16_t *noise, uint8_t *codes, uint16_t *side)
 {
     uint8_t code[GCK_GROUP];
     float amax = 0.f;
@@ -214,8 +214,8 @@ GCK_SLOW_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtyp
     gck_put_scale(format, side, (amax > 0.f ? stored - (uint32_t)(k * 128) : 0u) | (escaped ? GCK_ESC : 0u));
 }
 
-GCK_SLOW_FN void gck_decode_unrotated(gck_format format, const uint8_t *codes, uint32_t scale, void *x,
-                                      gck_dtype dtype, int count)
+GCK_FN void gck_decode_unrotated(gck_format format, const uint8_t *codes, uint32_t scale, void *x, gck_dtype dtype,
+                                 int count)
 {
     if (scale == GCK_ESC_TABLE) {
         gck_decode_table(format, codes, x, dtype, count);

@@ -4,6 +4,17 @@
 
 #include "kernel.cuh"
 
+/* Blocks on an SM: 1536 threads have 48 KiB of 16-bit values in flight.  sm_75 holds 1024. */
+constexpr int wide_blocks(gck_dtype dtype, bool contiguous)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    (void)dtype, (void)contiguous;
+    return 4;
+#else
+    return contiguous && dtype != GCK_F32 ? 6 : 4;
+#endif
+}
+
 /* Values i .. i + 15 of x; zeros past its end. */
 template <typename VIEW, int N>
 GCK_LANE_FN void load_words(const VIEW &x, int64_t i, uint32_t (&w)[N])
