@@ -352,6 +352,8 @@ def test_driver_check(kernels, driver, status):
 
 
 @pytest.mark.skipif(bool(SANITIZERS), reason="this is the run under sanitizers")
+@pytest.mark.soak
+@pytest.mark.timeout(2000)
 def test_under_sanitizers():
     """The same kernels over exact blocks of memory with AddressSanitizer and UBSan: this file once more."""
     gxx = shutil.which("g++")
@@ -367,8 +369,8 @@ def test_under_sanitizers():
         "UBSAN_OPTIONS": "halt_on_error=1",
     }
     chosen = "(specials or spikes or tails or strided or share_a_launch or stochastic) and not raw and 750"
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__],
-                          env=env, capture_output=True, text=True, timeout=600)  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "passed" in done.stdout
 
