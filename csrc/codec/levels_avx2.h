@@ -66,7 +66,8 @@ INLINE __m256i packed_upper(const __m256i code[4])
 {
     __m256i four[4];
     for (int i = 0; i < 4; i++) {
-        const __m256i two = _mm256_maddubs_epi16(_mm256_and_si256(code[i], _mm256_set1_epi8(0x30)), every_second_byte(1, 4));
+        const __m256i upper = _mm256_and_si256(code[i], _mm256_set1_epi8(0x30));
+        const __m256i two = _mm256_maddubs_epi16(upper, every_second_byte(1, 4));
         four[i] = _mm256_madd_epi16(two, _mm256_set1_epi32(1 | 16 << 16));          /* 16 x the byte */
     }
     const __m256i a = _mm256_srli_epi16(_mm256_packus_epi32(four[0], four[1]), 4);
@@ -147,7 +148,8 @@ INLINE int6_levels int6_levels_of(int uniform)
 /* Lower four bits -> value; bit 7 of a byte of `fifth`: bit 4 of the index; of `sign`: below zero. */
 INLINE __m256i int6_value(int6_levels levels, __m256i low, __m256i fifth, __m256i sign)
 {
-    const __m256i level = _mm256_blendv_epi8(_mm256_shuffle_epi8(levels.low, low), _mm256_shuffle_epi8(levels.high, low), fifth);
+    const __m256i level = _mm256_blendv_epi8(_mm256_shuffle_epi8(levels.low, low),
+                                             _mm256_shuffle_epi8(levels.high, low), fifth);
     return _mm256_xor_si256(level, _mm256_cmpgt_epi8(_mm256_setzero_si256(), sign));
 }
 

@@ -150,8 +150,10 @@ INLINE void int6_values(const constants *c, const uint8_t *codes, int uniform, _
 
     nibbles(c, codes, &even, &odd);
     /* Bits 0..3 belong to values with bit 1 = 0, bits 4..7 to the others: every second 32-bit lane. */
-    even = int6_value(c, uniform, even, _mm512_test_epi8_mask(upper, c->fifth_even), _mm512_test_epi8_mask(upper, c->sign_even));
-    odd = int6_value(c, uniform, odd, _mm512_test_epi8_mask(upper, c->fifth_odd), _mm512_test_epi8_mask(upper, c->sign_odd));
+    even = int6_value(c, uniform, even, _mm512_test_epi8_mask(upper, c->fifth_even),
+                      _mm512_test_epi8_mask(upper, c->sign_even));
+    odd = int6_value(c, uniform, odd, _mm512_test_epi8_mask(upper, c->fifth_odd),
+                     _mm512_test_epi8_mask(upper, c->sign_odd));
     interleaved(even, odd, value);
 }
 

@@ -69,7 +69,8 @@ INLINE __m512 load_natural(const void *x, gck_dtype dtype, int j, const uint64_t
 
 /* y = H (d o x), in pairs.  Index bit 0 is between lo and hi for bfloat16 (then come
  * the lanes, then the pairs); for others the lanes are first. */
-INLINE void rotate(const constants *c, gck_dtype dtype, const void *x, const uint64_t *kept, const uint32_t *signs, __m512 y[8])
+INLINE void rotate(const constants *c, gck_dtype dtype, const void *x, const uint64_t *kept, const uint32_t *signs,
+                   __m512 y[8])
 {
     for (int k = 0; k < 4; k++) {
         if (dtype == GCK_BF16) {

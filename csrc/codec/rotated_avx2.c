@@ -166,8 +166,8 @@ INLINE int beyond_fields(batch_steps s, const uint16_t least[BATCH])
     return ~_mm_movemask_epi8(_mm_packs_epi16(some, some)) & 0xFF;
 }
 
-INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side,
-                        int64_t index, int stream)
+INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
+                        uint16_t *side, int64_t index, int stream)
 {
     const size_t stride = group_nbytes(dtype);
     const load_constants c = constants_of(dtype);

@@ -47,7 +47,8 @@ INLINE uint32_t first_equal(const constants *c, gck_dtype dtype, const void *x, 
     return (uint32_t)(equal[0] ? __builtin_ctzll(equal[0]) : 64 + __builtin_ctzll(equal[1]));
 }
 
-INLINE void rotate_without_outlier(const constants *c, gck_dtype dtype, const void *x, const uint32_t *signs, rotated *r)
+INLINE void rotate_without_outlier(const constants *c, gck_dtype dtype, const void *x, const uint32_t *signs,
+                                   rotated *r)
 {
     const uint32_t raw = abs_max_raw(c, x, dtype), largest = bits_of_raw(raw, dtype);
 
@@ -61,7 +62,8 @@ INLINE void rotate_without_outlier(const constants *c, gck_dtype dtype, const vo
     r->least = gck_int4_low(r->outlier) << 3;
 }
 
-INLINE void rotate_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, int64_t index, rotated *r)
+INLINE void rotate_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, int64_t index,
+                         rotated *r)
 {
     const uint32_t *signs = gck_sign_words[gck_pattern(index)];
 
@@ -110,7 +112,7 @@ INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype,
     const int ordinary = format == GCK_INT4 ? r->amax - 1u < ~0u - 1u && stored >= r->least : ordinary_rotated(r->amax);
 
     if (!ordinary) {
-        encode_rare(format, x, dtype, r->amax == 0 && format != GCK_INT4 ? 0 : abs_max_raw(c, x, dtype), index, codes, side);
+        encode_rare(format, x, dtype, abs_max_raw(c, x, dtype), index, codes, side);
         return;
     }
     const __m512 inverse = _mm512_set1_ps(gck_inverse(format, 0, stored));
@@ -199,8 +201,9 @@ INLINE void decode_group(const constants *c, gck_format format, gck_dtype dtype,
             const __m512i w = _mm512_xor_si512(to_bf16(c, even, odd), negated_words(signs[k]));
             put((char *)x + 64 * k, format == GCK_INT4 ? _mm512_mask_blend_epi16(here, w, outlier) : w, stream);
         } else {
-            __m512 lo = flip_natural(_mm512_permutex2var_ps(even, _mm512_loadu_si512(first_of_pair), odd), signs, 2 * k);
-            __m512 hi = flip_natural(_mm512_permutex2var_ps(even, _mm512_loadu_si512(last_of_pair), odd), signs, 2 * k + 1);
+            const __m512i first = _mm512_loadu_si512(first_of_pair), last = _mm512_loadu_si512(last_of_pair);
+            __m512 lo = flip_natural(_mm512_permutex2var_ps(even, first, odd), signs, 2 * k);
+            __m512 hi = flip_natural(_mm512_permutex2var_ps(even, last, odd), signs, 2 * k + 1);
             if (format == GCK_INT4) {
                 lo = _mm512_mask_blend_ps((__mmask16)here, lo, wide);
                 hi = _mm512_mask_blend_ps((__mmask16)(here >> 16), hi, wide);
