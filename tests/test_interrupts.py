@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils import _device
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+from tracing import forget_handled_exception
 
 import gradckpt
 from gradckpt import buffers
@@ -163,6 +164,7 @@ def plain_world():
         torch._C._pop_torch_function_stack()
     set_autocast(False)
     _device.CURRENT_DEVICE = None
+    forget_handled_exception()
 
 
 def set_autocast(on):
@@ -319,6 +321,7 @@ class At:
             pass
         finally:
             sys.settrace(before)
+        forget_handled_exception()
 
 
 def saved(loss):
