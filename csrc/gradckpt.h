@@ -124,6 +124,14 @@ int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const
                gck_parallel_for *parallel);
 int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel);
 
+/* The same for n tensors; how: NULL or one each.  Neighbours on one device and stream share
+ * a launch, if they are contiguous and of one dtype.  The first status that is not good;
+ * what follows is not done then. */
+int gck_encode_many(const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
+                    gck_parallel_for *parallel);
+int gck_decode_many(const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n,
+                    gck_parallel_for *parallel);
+
 /* A word for gck_how.verdict, GCK_PENDING; of plain host memory for device -1, else one
  * that every CUDA device can write.  NULL: none is left, or there is no CUDA in this
  * build.  Give it back at any time: it is not used again before it was written, or ever,

@@ -1,6 +1,11 @@
-"""Fake implementations of torch.ops.gradckpt: shapes without data, for FakeTensor and tracing."""
+"""What torch.ops.gradckpt needs from Python.
+
+Fake implementations: shapes without data, for FakeTensor and tracing; and the version counters of what is written.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -25,3 +30,26 @@ def _encode(x: torch.Tensor, codec: str) -> torch.Tensor:
 @torch.library.register_fake("gradckpt::decode")  # type: ignore[untyped-decorator]
 def _decode(payload: torch.Tensor, codec: str, size: list[int], dtype: torch.dtype) -> torch.Tensor:
     return payload.new_empty(size, dtype=dtype)
+
+
+@torch.library.register_fake("gradckpt::encode_many")  # type: ignore[untyped-decorator]
+def _encode_many(xs: list[torch.Tensor], codec: str) -> list[torch.Tensor]:
+    return [_encode(x, codec) for x in xs]
+
+
+@torch.library.register_fake("gradckpt::decode_many")  # type: ignore[untyped-decorator]
+def _decode_many(payloads: list[torch.Tensor], codec: str, out: list[torch.Tensor]) -> None:
+    return None
+
+
+def _decode_many_counted(keys: Any, payloads: list[torch.Tensor], codec: str, out: list[torch.Tensor]) -> None:
+    """Autograd then refuses what it saved of a tensor that was written since."""
+    torch.autograd.graph.increment_version(out)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        torch.ops.gradckpt.decode_many.default.redispatch(
+            keys & torch._C._after_ADInplaceOrView_keyset, payloads, codec, out
+        )
+
+
+_library = torch.library.Library("gradckpt", "FRAGMENT")  # kept: what it registers goes with it
+_library.impl("decode_many", _decode_many_counted, "ADInplaceOrView", with_keyset=True)

@@ -196,6 +196,82 @@ def test_opcheck(codec):
         )
 
 
+def several(codec):
+    """Tensors of every dtype the codec takes, and of every kind of shape."""
+    return [
+        x
+        for d in gradckpt.codec_info(codec)["dtypes"]
+        for b in [base(d, 40000) if d != "bool" else torch.arange(40000) % 3 == 1]
+        for x in (b[:1000], b[:6000].view(60, 100).t(), b[:0], b[4], b)
+    ]
+
+
+@every_codec
+def test_operators_on_several_tensors(codec):
+    xs = several(codec)
+    payloads = torch.ops.gradckpt.encode_many(xs, codec)
+    assert len(payloads) == len(xs) >= 5
+    for x, payload in zip(xs, payloads, strict=True):
+        assert torch.equal(payload, torch.ops.gradckpt.encode(x, codec))
+    outs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in xs]
+    versions = [out._version for out in outs]
+    assert torch.ops.gradckpt.decode_many(payloads, codec, outs) is None
+    for x, payload, out, version in zip(xs, payloads, outs, versions, strict=True):
+        want = torch.ops.gradckpt.decode(payload, codec, list(x.shape), x.dtype)
+        assert torch.equal(out, want)
+        assert out._version == version + 1
+    assert torch.ops.gradckpt.encode_many(xs[:1], codec)[0].equal(payloads[0])
+
+
+@every_codec
+def test_opcheck_of_several_tensors(codec):
+    tests = ("test_schema", "test_faketensor")
+    xs = several(codec)
+    torch.library.opcheck(torch.ops.gradckpt.encode_many.default, (xs, codec), test_utils=tests)
+    payloads = torch.ops.gradckpt.encode_many(xs, codec)
+    outs = [torch.empty_like(x) for x in xs]
+    torch.library.opcheck(torch.ops.gradckpt.decode_many.default, (payloads, codec, outs), test_utils=tests)
+
+
+def test_operators_on_several_tensors_keep_no_memory():
+    """Handles that stay behind would hold the storages: of inputs, of payloads, of outputs, also after an error."""
+    xs = [torch.randn(300) for _ in range(3)]
+    payloads = torch.ops.gradckpt.encode_many(xs, "int8")
+    torch.ops.gradckpt.decode_many(payloads, "int8", xs)
+    for wrong in ("zip", "mask"):
+        with pytest.raises(RuntimeError, match=wrong):
+            torch.ops.gradckpt.encode_many(xs, wrong)
+        with pytest.raises(RuntimeError, match=wrong):
+            torch.ops.gradckpt.decode_many(payloads, wrong, xs)
+    with pytest.raises(RuntimeError, match="as many"):
+        torch.ops.gradckpt.decode_many(payloads[:2], "int8", xs)
+    storages = [t.untyped_storage() for t in (*xs, *payloads)]
+    del xs, payloads
+    assert [torch._C._storage_Use_Count(storage._cdata) for storage in storages] == [1] * 6
+
+
+def test_errors_of_operators_on_several_tensors():
+    x = torch.randn(300)
+    data = torch.ops.gradckpt.encode(x, "int8")
+    with pytest.raises(RuntimeError, match="unknown codec 'zip'"):
+        torch.ops.gradckpt.encode_many([x], "zip")
+    with pytest.raises(RuntimeError, match="unknown codec 'zip'"):
+        torch.ops.gradckpt.decode_many([data], "zip", [x])
+    with pytest.raises(RuntimeError, match="float32, float16, bfloat16 and bool"):
+        torch.ops.gradckpt.encode_many([x, x.double()], "int8")
+    with pytest.raises(RuntimeError, match=r"as many payloads \(2\) as tensors to write \(1\)"):
+        torch.ops.gradckpt.decode_many([data, data], "int8", [x])
+    with pytest.raises(RuntimeError, match=r"has [0-9]+ bytes, not 389"):
+        torch.ops.gradckpt.decode_many([data, data[:-1]], "int8", [x, x.clone()])
+    with pytest.raises(RuntimeError, match="contiguous uint8"):
+        torch.ops.gradckpt.decode_many([data.int()], "int8", [x])
+    with pytest.raises(RuntimeError, match="float32, float16, bfloat16 or bool"):
+        torch.ops.gradckpt.decode_many([data], "int8", [x.double()])
+    huge = torch.full((5000,), torch.finfo(torch.float32).max)
+    with pytest.raises(RuntimeError, match="'fp16': it cannot hold these values"):
+        torch.ops.gradckpt.encode_many([x, huge], "fp16")
+
+
 def test_operator_errors():
     x = torch.randn(300)
     data = torch.ops.gradckpt.encode(x, "int8")

@@ -140,43 +140,104 @@ static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
     }
 }
 
-int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
-               gck_parallel_for *parallel)
+/* One tensor in host memory. */
+static int encode_here(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
+                       gck_parallel_for *parallel)
 {
     _Atomic int status = GCK_OK;
     const work w = {codec, x, payload, NULL, how, &status};
 
-    if (!(codec->dtypes & GCK_BIT(x->dtype))) {
-        return GCK_E_DTYPE;
-    }
-    if (how != NULL && how->dither != NULL && !codec->stochastic) {
-        return GCK_E_DITHER;
-    }
-    if (x->numel == 0) {
-        return GCK_OK;
-    }
-    if (x->device >= 0) {
-        return codec->encode ? codec->encode(x, &payload, how, 1) : GCK_E_DEVICE;
-    }
     run(&w, encode_part, parallel);
     return status;
 }
 
-int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel)
+static int decode_here(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel)
 {
     const work w = {codec, out, NULL, payload, NULL, NULL};
 
-    if (!(codec->dtypes & GCK_BIT(out->dtype))) {
-        return GCK_E_DTYPE;
-    }
-    if (out->numel == 0) {
-        return GCK_OK;
-    }
-    if (out->device >= 0) {
-        return codec->decode ? codec->decode(&payload, out, 1) : GCK_E_DEVICE;
-    }
     run(&w, decode_part, parallel);
     return GCK_OK;
+}
+
+/* How many tensors from the first on the device can take together. */
+static int neighbours(const gck_tensor *x, int n)
+{
+    int count = 1;
+
+    while (count < n && x[count].device == x->device && x[count].stream == x->stream && x[count].numel > 0) {
+        count++;
+    }
+    return count;
+}
+
+static int check(const gck_codec *codec, const gck_tensor *x, const gck_how *how)
+{
+    if (!(codec->dtypes & GCK_BIT(x->dtype))) {
+        return GCK_E_DTYPE;
+    }
+    return how != NULL && how->dither != NULL && !codec->stochastic ? GCK_E_DITHER : GCK_OK;
+}
+
+static int check_all(const gck_codec *codec, const gck_tensor *x, const gck_how *how, int n)
+{
+    int status = GCK_OK;
+
+    for (int i = 0; i < n && status == GCK_OK; i++) {
+        status = check(codec, x + i, how != NULL ? how + i : NULL);
+    }
+    return status;
+}
+
+int gck_encode_many(const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
+                    gck_parallel_for *parallel)
+{
+    int status = check_all(codec, x, how, n);
+
+    for (int i = 0, count; i < n && status == GCK_OK; i += count) {
+        const gck_how *hows = how != NULL ? how + i : NULL;
+        count = 1;
+        if (x[i].numel == 0) {
+            continue;
+        }
+        if (x[i].device < 0) {
+            status = encode_here(codec, x + i, payloads[i], hows, parallel);
+            continue;
+        }
+        count = neighbours(x + i, n - i);
+        status = codec->encode ? codec->encode(x + i, payloads + i, hows, count) : GCK_E_DEVICE;
+    }
+    return status;
+}
+
+int gck_decode_many(const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n,
+                    gck_parallel_for *parallel)
+{
+    int status = check_all(codec, out, NULL, n);
+
+    for (int i = 0, count; i < n && status == GCK_OK; i += count) {
+        count = 1;
+        if (out[i].numel == 0) {
+            continue;
+        }
+        if (out[i].device < 0) {
+            status = decode_here(codec, payloads[i], out + i, parallel);
+            continue;
+        }
+        count = neighbours(out + i, n - i);
+        status = codec->decode ? codec->decode(payloads + i, out + i, count) : GCK_E_DEVICE;
+    }
+    return status;
+}
+
+int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
+               gck_parallel_for *parallel)
+{
+    return gck_encode_many(codec, x, &payload, how, 1, parallel);
+}
+
+int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel)
+{
+    return gck_decode_many(codec, &payload, out, 1, parallel);
 }
 
 const char *gck_status_text(int status)

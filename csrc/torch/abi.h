@@ -59,6 +59,8 @@ typedef void gck_boxed_kernel(StableIValue *stack, uint64_t nargs, uint64_t nret
            void (*body)(int64_t, int64_t, void *), void *ctx))                                                   \
     SYMBOL(REQUIRED, int32_t, torch_list_size, (StableListHandle, size_t *))                                     \
     SYMBOL(REQUIRED, int32_t, torch_list_get_item, (StableListHandle, size_t, StableIValue *))                   \
+    SYMBOL(REQUIRED, int32_t, torch_new_list_reserve_size, (size_t, StableListHandle *owned))                    \
+    SYMBOL(REQUIRED, int32_t, torch_list_push_back, (StableListHandle, StableIValue))                            \
     SYMBOL(REQUIRED, int32_t, torch_delete_list, (StableListHandle))                                             \
     SYMBOL(REQUIRED, int32_t, torch_string_c_str, (StringHandle, const char **borrowed))                         \
     SYMBOL(REQUIRED, int32_t, torch_delete_string, (StringHandle))                                               \
