@@ -92,7 +92,7 @@ static int outer_hooks(const gck_py *py)
 
 /* Entries for all arguments.  *fed_args, *fed_kwargs: what the forward gets, owned by the
  * caller.  0 or -1. */
-static int keep_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
+static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
                           PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
 {
     const Py_ssize_t nkw = kwargs != NULL ? PyDict_Size(kwargs) : 0;
@@ -142,6 +142,23 @@ static int keep_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
         }
     }
     return 0;
+}
+
+/* The same, with the bytes of the payloads.  Before the forward runs: it may change them in place. */
+static int keep_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
+                          PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
+{
+    gck_batch batch;
+    int status;
+
+    gck_batch_begin(&batch, frame->state, 0);
+    packing->batch = &batch;
+    status = pack_arguments(frame, packing, args, nargs, kwargs, fed_args, fed_kwargs);
+    packing->batch = NULL;
+    if (status < 0) {
+        gck_batch_drop(&batch);
+    }
+    return status < 0 ? -1 : gck_batch_flush(&batch);
 }
 
 static PyObject *pack(PyObject *frame, PyObject *x) { return (PyObject *)gck_frame_add((gck_frame *)frame, x); }
@@ -220,7 +237,7 @@ static void count_region(gck_state *state, const gck_plan *plan)
 static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
-    gck_packing packing = {state, *plan, outer_hooks(&state->py), 0};
+    gck_packing packing = {state, *plan, outer_hooks(&state->py), 0, NULL};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
     int initialized = 0;

@@ -84,6 +84,8 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     const int verdict = judge(p, x, &view);
     PyObject *payload;
     gck_dither dither;
+    /* Outer hooks and the replay read the bytes at once. */
+    gck_batch *batch = p->outer || p->plan.replay ? NULL : p->batch;
     int fits = 1;
 
     if (verdict < 0) {
@@ -92,12 +94,12 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     if (verdict != GCK_COMPRESS) {
         return count_kept(p, x, verdict);
     }
-    payload = p->outer ? NULL : gck_payload_find(state, p->plan.codec, x, &view, p->plan.stochastic);
+    payload = p->outer ? NULL : gck_payload_find(state, p->plan.codec, x, &view, p->plan.stochastic, batch);
     if (payload != NULL) {
         state->stats.shared++;
     } else if (PyErr_Occurred()
                || (payload = gck_payload_new(state, p->plan.codec, x, &view, next_dither(p, &dither),
-                                             p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, &fits)) == NULL) {
+                                             p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, batch, &fits)) == NULL) {
         return fits ? -1 : count_kept(p, x, GCK_KEEP_FIT);
     }
     if (replay(p, x, payload, forward) < 0) {
@@ -283,33 +285,34 @@ static PyObject *restore_versioned(gck_state *state, const gck_entry *entry)
     return Py_NewRef(entry->value);
 }
 
-static PyObject *restore_tree(gck_state *state, const gck_entry *entry)
+/* Containers are put together by code of the user, which may look at the values. */
+static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch)
 {
     PyObject *leaves = PyList_New(entry->nleaves);
     PyObject *tree = NULL;
 
     for (Py_ssize_t i = 0; leaves != NULL && i < entry->nleaves; i++) {
-        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i]);
+        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i], batch);
         if (leaf == NULL) {
             Py_CLEAR(leaves);
         } else {
             PyList_SetItem(leaves, i, leaf);
         }
     }
-    if (leaves != NULL) {
+    if (leaves != NULL && gck_batch_flush(batch) == 0) {
         tree = PyObject_CallFunctionObjArgs(state->py.tree_unflatten, leaves, entry->value, NULL);
-        Py_DECREF(leaves);
     }
+    Py_XDECREF(leaves);
     return tree;
 }
 
-PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry)
+PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch)
 {
     switch (entry->kind) {
     case GCK_SAVED:     return PyObject_CallMethodObjArgs(entry->value, state->py.names.unpack, NULL);
     case GCK_VERSIONED: return restore_versioned(state, entry);
-    case GCK_PAYLOAD:   return gck_payload_restore((gck_payload *)entry->value);
-    case GCK_TREE:      return restore_tree(state, entry);
+    case GCK_PAYLOAD:   return gck_payload_restore((gck_payload *)entry->value, batch);
+    case GCK_TREE:      return restore_tree(state, entry, batch);
     default:            return Py_NewRef(entry->value);
     }
 }

@@ -27,6 +27,7 @@ typedef struct {
     gck_plan   plan;
     int        outer;        /* outer saved-tensor hooks are active: payloads go through them */
     int        payloads;     /* out: how many entries became payloads                         */
+    gck_batch *batch;        /* where encoding may wait                                       */
 } gck_packing;
 
 /* Keep x in *entry.  positional: torch version-checks such tensors.  *forward takes a new
@@ -34,8 +35,8 @@ typedef struct {
  * payload gives back.  0, or -1 with an exception and *entry empty. */
 int gck_entry_pack(gck_packing *packing, PyObject *x, int positional, gck_entry *entry, PyObject **forward);
 
-/* New reference: the argument for the recompute. */
-PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry);
+/* New reference: the argument for the recompute; its values may wait in `batch`. */
+PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch);
 
 int  gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg);
 void gck_entry_clear(gck_entry *entry);

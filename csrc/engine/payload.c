@@ -118,8 +118,40 @@ static void remember(gck_state *state, gck_payload *self)
     state->recent[0] = self;
 }
 
+void gck_payload_wait(gck_payload *self, const gck_batch *batch) { self->waits = batch; }
+
+static void forget(gck_payload *self)
+{
+    for (int i = 0; i < GCK_NRECENT; i++) {
+        if (self->state->recent[i] == self) {
+            self->state->recent[i] = NULL;
+        }
+    }
+}
+
+void gck_payload_arrived(gck_payload *self, int done)
+{
+    self->waits = NULL;
+    if (!done) {
+        forget(self);
+    }
+}
+
+/* Writes the bytes, or lets that wait.  0; 1 when the codec cannot hold the values; -1. */
+static int fill(gck_payload *self, PyObject *x, const gck_tensor *view, gck_batch *batch, void *bytes, gck_how *how)
+{
+    int status;
+
+    if (gck_batch_takes(batch, self->codec, view)) {
+        return gck_batch_add(batch, self->codec, x, view, (PyObject *)self, bytes, how->dither);
+    }
+    status = gck_run_encode(&self->state->py, self->codec, view, &bytes, how, 1);
+    gck_pending_encoded(self, x, status);
+    return status > 0 && self->verdict != NULL ? 0 : status;
+}
+
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                          const gck_dither *dither, gck_payload_use use, int *fits)
+                          const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
 {
     gck_payload *self = PyObject_New(gck_payload, state->Payload);
     const gck_py *py = &state->py;
@@ -149,9 +181,8 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
         *fits = 0;                               /* nobody would say: keep it as it is */
         goto exit;
     }
-    status = gck_run_encode(&state->py, codec, view, bytes, &how);
-    gck_pending_encoded(self, x, status);
-    if (status < 0 || (status > 0 && self->verdict == NULL)) {
+    status = fill(self, x, view, batch, bytes, &how);
+    if (status != 0) {
         *fits = status < 0;
         goto exit;
     }
@@ -195,7 +226,7 @@ static int same_view(const gck_payload *p, const gck_tensor *view)
 }
 
 PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                           int stochastic)
+                           int stochastic, const gck_batch *batch)
 {
     PyObject *version = NULL;
     gck_payload *found = NULL;
@@ -203,7 +234,8 @@ PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x
 
     for (int i = 0; i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
-        if (p == NULL || p->codec != codec || p->stochastic != stochastic || PyWeakref_GetObject(p->original) != x || !same_view(p, view)) {
+        if (p == NULL || p->codec != codec || p->stochastic != stochastic || (p->waits != NULL && p->waits != batch)
+            || PyWeakref_GetObject(p->original) != x || !same_view(p, view)) {
             continue;                            /* a dead original gives None: no match */
         }
         if (version == NULL
@@ -248,15 +280,19 @@ static int cross_stream(gck_payload *self, PyObject *buffer, const gck_tensor *o
     return result == NULL ? -1 : 0;
 }
 
-/* The values of the bytes.  0 or -1. */
-static int decode_bytes(gck_payload *self, const gck_tensor *out)
+/* The values of the bytes into out, whose view this is.  0 or -1. */
+static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
     PyObject *buffer = payload_bytes(self);
     void *bytes;
     int status = -1;
 
-    if (buffer != NULL && view_bytes(self, buffer, self->nbytes, &bytes) == 0 && cross_stream(self, buffer, out) == 0) {
-        status = gck_run_decode(&self->state->py, self->codec, bytes, out);
+    if (buffer != NULL && view_bytes(self, buffer, self->nbytes, &bytes) == 0 && cross_stream(self, buffer, view) == 0) {
+        if (gck_batch_takes(batch, self->codec, view)) {
+            status = gck_batch_add(batch, self->codec, out, view, buffer, bytes, NULL);
+        } else {
+            status = gck_run_decode(&self->state->py, self->codec, (const void *const *)&bytes, view, 1);
+        }
     }
     Py_XDECREF(buffer);
     return status;
@@ -275,7 +311,7 @@ static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const
     return filled == NULL ? -1 : 0;
 }
 
-PyObject *gck_payload_decode(gck_payload *self)
+static PyObject *decode(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
     const uint32_t any = (1u << GCK_NDTYPES) - 1;
@@ -298,7 +334,8 @@ PyObject *gck_payload_decode(gck_payload *self)
         }
         goto exit;
     }
-    ok = (original != NULL && self->codec->max_error == 0) || decode_bytes(self, &view) == 0;
+    batch = original == NULL ? batch : NULL;
+    ok = (original != NULL && self->codec->max_error == 0) || decode_bytes(self, out, &view, batch) == 0;
     ok = ok && (original == NULL || fill_from(self, original, out, &view) == 0);
 
 exit:
@@ -309,10 +346,12 @@ exit:
     return out;
 }
 
-PyObject *gck_payload_restore(gck_payload *self)
+PyObject *gck_payload_decode(gck_payload *self) { return decode(self, NULL); }
+
+PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
-    PyObject *out = gck_payload_decode(self);
+    PyObject *out = decode(self, batch);
     PyObject *result;
 
     if (out == NULL) {
@@ -346,11 +385,7 @@ static void payload_dealloc(PyObject *op)
 
     /* First: clearing weak references runs Python, which must not find us there. */
     gck_pending_forget(self);
-    for (int i = 0; i < GCK_NRECENT; i++) {
-        if (self->state->recent[i] == self) {
-            self->state->recent[i] = NULL;
-        }
-    }
+    forget(self);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }
@@ -431,53 +466,3 @@ PyType_Spec gck_payload_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = payload_slots,
 };
-
-static const char *accepted_dtypes(uint32_t dtypes)
-{
-    return dtypes == GCK_BIT(GCK_BOOL) ? "bool" : dtypes == GCK_BIT(GCK_F32) ? "float32"
-                                                                             : "float32, float16 and bfloat16";
-}
-
-PyObject *gck_encode_py(PyObject *module, PyObject *args)
-{
-    gck_state *state = gck_state_of(module);
-    PyObject *x, *key = Py_None;
-    const char *name;
-    gck_tensor view;
-    unsigned long long seed;
-    unsigned int step, tensor;
-
-    if (!PyArg_ParseTuple(args, "Os|O:encode", &x, &name, &key)
-        || (key != Py_None && !PyArg_ParseTuple(key, "KII:encode", &seed, &step, &tensor))) {
-        return NULL;
-    }
-    const gck_codec *codec = gck_codec_find(name);
-    if (codec == NULL) {
-        return PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec '%s'", name);
-    }
-    const int is_tensor = gck_is_tensor(&state->py, x);
-    if (is_tensor <= 0) {
-        return is_tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt.encode: expected a tensor, not %R", Py_TYPE(x));
-    }
-    int verdict = gck_tracing(&state->py);
-    verdict = verdict < 0 ? -1 : verdict ? GCK_KEEP_TRACING : gck_tensor_view(&state->py, x, codec->dtypes, &view);
-    if (verdict < 0) {
-        return NULL;
-    }
-    if (verdict != GCK_COMPRESS) {
-        PyObject *dtype = PyObject_GetAttr(x, state->py.names.dtype);
-        PyErr_Format(PyExc_TypeError, "gradckpt.encode: cannot encode this %s of dtype %S with codec '%s': %s; it takes "
-                     "plain strided %s tensors on CPU and CUDA",
-                     ((PyTypeObject *)Py_TYPE(x)) == (PyTypeObject *)state->py.Tensor ? "tensor" : "tensor subclass",
-                     dtype ? dtype : Py_None, codec->name, gck_reason_text[verdict], accepted_dtypes(codec->dtypes));
-        Py_XDECREF(dtype);
-        return NULL;
-    }
-    int fits;
-    const gck_dither dither = key != Py_None ? (gck_dither){seed, step, tensor} : (gck_dither){0, 0, 0};
-    PyObject *payload = gck_payload_new(state, codec, x, &view, key != Py_None ? &dither : NULL, GCK_FOR_USER, &fits);
-    if (payload == NULL && !fits) {
-        PyErr_Format(PyExc_ValueError, "gradckpt.encode: codec '%s' cannot hold these values", codec->name);
-    }
-    return payload;
-}

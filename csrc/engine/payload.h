@@ -2,6 +2,7 @@
 #ifndef GRADCKPT_PAYLOAD_H
 #define GRADCKPT_PAYLOAD_H
 
+#include "batch.h"
 #include "state.h"
 
 extern PyType_Spec gck_payload_spec;
@@ -25,6 +26,7 @@ struct gck_payload {
     PyObject        *version;      /* of the original then; NULL: inference tensor, never shared */
     const void      *data;         /* its memory then: compared, never followed          */
     int64_t          nbytes, bytes_in;
+    const gck_batch *waits;        /* for its bytes, in this batch; else NULL            */
     int              requires_grad, leaf;
     int              stochastic;   /* rounded so                                         */
     int              counted;      /* in stats()                                         */
@@ -44,20 +46,25 @@ struct gck_payload {
 };
 
 /* New reference: the payload of x, whose view was taken just now.  dither: NULL rounds to
- * nearest.  NULL with *fits = 0 and no exception: the codec cannot hold these values. */
+ * nearest.  batch: where the work may wait, or NULL.  NULL with *fits = 0 and no exception:
+ * the codec cannot hold these values. */
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                          const gck_dither *dither, gck_payload_use use, int *fits);
+                          const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits);
 
 /* New reference to a payload of this very tensor, unchanged since, rounded as asked; NULL
- * without an exception when there is none. */
+ * without an exception when there is none.  Of payloads that wait, only those in `batch`. */
 PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                           int stochastic);
+                           int stochastic, const gck_batch *batch);
+
+/* For batch.c: its bytes are not there yet; they are now, or (`done` 0) never will be. */
+void gck_payload_wait(gck_payload *payload, const gck_batch *batch);
+void gck_payload_arrived(gck_payload *payload, int done);
 
 /* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */
 PyObject *gck_payload_decode(gck_payload *payload);
 
-/* The same, counted as a restore, requiring grad when the original did. */
-PyObject *gck_payload_restore(gck_payload *payload);
+/* The same, counted as a restore, requiring grad when the original did.  Its values may wait in `batch`. */
+PyObject *gck_payload_restore(gck_payload *payload, gck_batch *batch);
 
 /* gradckpt.encode(x, codec, (seed, step, tensor) or None). */
 PyObject *gck_encode_py(PyObject *module, PyObject *args);

@@ -116,30 +116,39 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 
 /* ---- running the function again ---- */
 
-/* Arguments from the entries.  0 or -1; both owned by the caller.  A list first: restoring
- * runs Python, and whoever finds a half-made tuple through gc makes it unchangeable. */
-static int restore_arguments(gck_frame *frame, PyObject **args, PyObject **kwargs)
+/* Arguments from the entries, in *args and *kwargs, which are there; values may wait in `batch`. */
+static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *args, PyObject *kwargs)
 {
-    PyObject *list = PyList_New(0);
-    int status = list == NULL ? -1 : 0;
+    int status = 0;
 
-    *args = NULL;
-    *kwargs = frame->nkwargs ? PyDict_New() : NULL;
-    if (frame->nkwargs && *kwargs == NULL) {
-        status = -1;
-    }
     for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
-        PyObject *value = gck_entry_restore(frame->state, &frame->args[i]);
+        PyObject *value = gck_entry_restore(frame->state, &frame->args[i], batch);
         if (value == NULL) {
             status = -1;
         } else if (i < frame->nargs) {
-            status = PyList_Append(list, value);
+            status = PyList_Append(args, value);
         } else {
-            status = PyDict_SetItem(*kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+            status = PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
         }
         Py_XDECREF(value);
     }
-    if (status == 0) {
+    if (status < 0) {
+        gck_batch_drop(batch);
+    }
+    return status < 0 ? -1 : gck_batch_flush(batch);
+}
+
+/* 0 or -1; both owned by the caller.  A list first: restoring runs Python, and whoever finds a half-made tuple
+ * through gc makes it unchangeable. */
+static int restore_arguments(gck_frame *frame, PyObject **args, PyObject **kwargs)
+{
+    PyObject *list = PyList_New(0);
+    gck_batch batch;
+
+    gck_batch_begin(&batch, frame->state, 1);
+    *args = NULL;
+    *kwargs = frame->nkwargs ? PyDict_New() : NULL;
+    if (list != NULL && (*kwargs != NULL || !frame->nkwargs) && restore_entries(frame, &batch, list, *kwargs) == 0) {
         *args = PyList_AsTuple(list);
     }
     Py_XDECREF(list);

@@ -395,40 +395,63 @@ static int check_cuda(gck_py *py, const gck_codec *codec)
     return -1;
 }
 
-static int run_codec(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
-                     int decode)
+static int result_of(const gck_codec *codec, int status, const char *verb)
 {
-    int status;
+    if (status == GCK_OK || status == GCK_E_FIT) {
+        return status == GCK_E_FIT;
+    }
+    PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s (status %d)", codec->name, verb,
+                 gck_status_text(status), status);
+    return -1;
+}
 
-    if (x->device >= 0 && !py->cuda_checked && check_cuda(py, codec) < 0) {
-        return -1;
+/* Is there work on the device for which the driver was not looked at?  Is it long enough on the host to let
+ * others run?  Device work is only queued here; the allocator works in stream order, as we do. */
+static int prepare(gck_py *py, const gck_codec *codec, const gck_tensor *x, int n, int *release)
+{
+    int64_t here = 0;
+
+    for (int i = 0; i < n; i++) {
+        if (x[i].device >= 0 && !py->cuda_checked && check_cuda(py, codec) < 0) {
+            return -1;
+        }
+        here += x[i].device < 0 ? x[i].numel : 0;
     }
-    if (x->device < 0 && x->numel >= GIL_RELEASE_NUMEL) {
-        Py_BEGIN_ALLOW_THREADS
-        status = decode ? gck_decode(codec, payload, x, gck_torch_parallel_for)
-                        : gck_encode(codec, x, payload, how, gck_torch_parallel_for);
-        Py_END_ALLOW_THREADS
-    } else {
-        /* Device work is only queued here; the allocator works in stream order, as we do. */
-        status = decode ? gck_decode(codec, payload, x, NULL) : gck_encode(codec, x, payload, how, NULL);
-    }
-    if (status == GCK_E_FIT) {
-        return 1;
-    }
-    if (status != GCK_OK) {
-        PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s (status %d)", codec->name,
-                     decode ? "decode" : "encode", gck_status_text(status), status);
-        return -1;
-    }
+    *release = here >= GIL_RELEASE_NUMEL;
     return 0;
 }
 
-int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how)
+int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
+                   int n)
 {
-    return run_codec(py, codec, x, payload, how, 0);
+    int release, status;
+
+    if (prepare(py, codec, x, n, &release) < 0) {
+        return -1;
+    }
+    if (release) {
+        Py_BEGIN_ALLOW_THREADS
+        status = gck_encode_many(codec, x, payloads, how, n, gck_torch_parallel_for);
+        Py_END_ALLOW_THREADS
+    } else {
+        status = gck_encode_many(codec, x, payloads, how, n, NULL);
+    }
+    return result_of(codec, status, "encode");
 }
 
-int gck_run_decode(gck_py *py, const gck_codec *codec, const void *payload, const gck_tensor *out)
+int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n)
 {
-    return run_codec(py, codec, out, (void *)payload, NULL, 1);
+    int release, status;
+
+    if (prepare(py, codec, out, n, &release) < 0) {
+        return -1;
+    }
+    if (release) {
+        Py_BEGIN_ALLOW_THREADS
+        status = gck_decode_many(codec, payloads, out, n, gck_torch_parallel_for);
+        Py_END_ALLOW_THREADS
+    } else {
+        status = gck_decode_many(codec, payloads, out, n, NULL);
+    }
+    return result_of(codec, status, "decode");
 }

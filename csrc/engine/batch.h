@@ -1,0 +1,52 @@
+/* batch.h: codec work of one region that waits to be done together: on a device, one
+ * launch for all of its tensors.
+ *
+ * Only work that cannot be refused waits, on contiguous tensors; the rest is done at once.
+ * Until gck_batch_flush() the bytes of its payloads, or the values of its tensors, are not
+ * there: nobody else may read them. */
+#ifndef GRADCKPT_BATCH_H
+#define GRADCKPT_BATCH_H
+
+#include "state.h"
+
+enum { GCK_BATCH = 16 };                 /* tensors; more are done in several parts */
+
+typedef struct gck_batch {
+    gck_state       *state;
+    const gck_codec *codec;
+    int              decode;             /* what all of them wait for                       */
+    int              n;
+    gck_tensor       view[GCK_BATCH];    /* without sizes and strides: contiguous           */
+    void            *bytes[GCK_BATCH];   /* memory of the payload                           */
+    gck_how          how[GCK_BATCH];
+    gck_dither       dither[GCK_BATCH];
+    PyObject        *tensor[GCK_BATCH];  /* owned: whose memory view is                     */
+    PyObject        *holder[GCK_BATCH];  /* owned: encode: the payload; decode: its buffer  */
+} gck_batch;
+
+/* Empty; the arrays stay as they are. */
+static inline void gck_batch_begin(gck_batch *b, gck_state *state, int decode)
+{
+    b->state = state;
+    b->codec = NULL;
+    b->decode = decode;
+    b->n = 0;
+}
+
+/* May this work wait?  b NULL: no. */
+static inline int gck_batch_takes(const gck_batch *b, const gck_codec *codec, const gck_tensor *view)
+{
+    return b != NULL && view->strides == NULL && (b->decode || !codec->refuses);
+}
+
+/* 0, or -1 with an exception: the batch was full or of another codec, and failed. */
+int gck_batch_add(gck_batch *b, const gck_codec *codec, PyObject *x, const gck_tensor *view, PyObject *holder,
+                  void *bytes, const gck_dither *dither);
+
+/* Do it, and be empty.  0 or -1 with an exception. */
+int gck_batch_flush(gck_batch *b);
+
+/* Be empty without: for when an exception is pending. */
+void gck_batch_drop(gck_batch *b);
+
+#endif

@@ -1,0 +1,274 @@
+"""Codec work that is done together: the arguments of a region, neighbours on a device."""
+
+import ctypes
+import shutil
+import subprocess
+import threading
+
+import pytest
+import torch
+from codec_library import CODEC, FLAGS, NUMBERS, Tensor
+from torch.utils import _pytree
+
+import gradckpt
+
+INT8 = {"codec": "int8", "min_numel": 1}
+
+
+# ---- the arguments of a region ----
+
+
+def restored(x):
+    return gradckpt.encode(x.detach(), "int8").decode()
+
+
+def inputs(n, numel=300):
+    generator = torch.Generator().manual_seed(n)
+    return [torch.randn(numel, generator=generator).requires_grad_() * 1 for _ in range(n)]
+
+
+def seen_by_backward(function, *args, **options):
+    """What the recompute gets for the tensors among args: they are what exp() is differentiated at."""
+    out = gradckpt.checkpoint(function, *args, compress={**INT8, **options})
+    tensors = [x for x in _pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    return [g.log() for g in torch.autograd.grad(out.sum(), tensors)]
+
+
+def exp_of_all(*args):
+    return sum(x.exp() for x in _pytree.tree_leaves(args) if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 40])
+def test_each_argument_gets_its_own_values(n):
+    xs = inputs(n)
+    gradckpt.reset_stats()
+    for x, got in zip(xs, seen_by_backward(exp_of_all, *xs), strict=True):
+        torch.testing.assert_close(got, restored(x), rtol=0, atol=1e-5)
+    assert gradckpt.stats()["compressed"] == n
+
+
+def test_arguments_of_all_kinds():
+    flat, strided, small = torch.randn(40, 50), torch.randn(50, 40).t(), torch.randn(7)
+    large = torch.randn(400, 500)
+    xs = [x.requires_grad_() * 1 for x in (flat, large, small)]
+    xs.insert(1, (strided.requires_grad_() * 1).t().contiguous().t())
+    assert not xs[1].is_contiguous()
+    sums = seen_by_backward(lambda *args: sum(x.exp().sum() for x in args), *xs)
+    for x, got in zip(xs, sums, strict=True):
+        torch.testing.assert_close(got, restored(x), rtol=0, atol=1e-5)
+
+
+def test_the_same_argument_twice_is_encoded_once():
+    x, y = inputs(2)
+    gradckpt.reset_stats()
+    out = gradckpt.checkpoint(lambda a, b, c: a.exp() + b.exp() + c.exp(), x, y, x, compress=INT8)
+    assert gradckpt.stats()["encoded"] == 2
+    assert gradckpt.stats()["shared"] == 1
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], 2 * restored(x).exp())
+
+
+def test_forward_that_writes_into_its_arguments():
+    x, y = inputs(2)
+    before = restored(x), restored(y)
+
+    def function(a, b):
+        result = a.exp() + b.exp()
+        a.detach().zero_()
+        b.detach().zero_()
+        return result
+
+    out = gradckpt.checkpoint(function, x, y, compress=INT8, determinism_check="none")
+    assert not x.any()
+    for want, got in zip(before, torch.autograd.grad(out.sum(), (x, y)), strict=True):
+        torch.testing.assert_close(got, want.exp())
+
+
+class Pair:
+    """A container of the user. `looks`: called when one is taken apart; `found`: sums of those put together."""
+
+    looks, found = None, []
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    @staticmethod
+    def flatten(pair):
+        if Pair.looks:
+            Pair.looks()
+        return [pair.a, pair.b], None
+
+    @staticmethod
+    def unflatten(leaves, _):
+        a, b = leaves
+        if isinstance(a, torch.Tensor):
+            Pair.found.append((a.sum().item(), b.sum().item()))
+        return Pair(a, b)
+
+
+_pytree.register_pytree_node(Pair, Pair.flatten, Pair.unflatten)
+
+
+@pytest.fixture
+def _pair():
+    yield
+    Pair.looks, Pair.found = None, []
+
+
+@pytest.mark.usefixtures("_pair")
+def test_containers_are_put_together_from_finished_values():
+    x, a, b = inputs(3)
+    out = gradckpt.checkpoint(lambda x, pair: x.exp() + pair.a.exp() * pair.b, x, Pair(a, b), compress=INT8)
+    Pair.found.clear()
+    torch.autograd.grad(out.sum(), x)
+    assert Pair.found == [(restored(a).sum().item(), restored(b).sum().item())]
+
+
+@pytest.mark.usefixtures("_pair")
+def test_an_argument_that_fails_leaves_no_payload_without_bytes():
+    x, a, b = inputs(3)
+
+    def fail():
+        raise ZeroDivisionError
+
+    Pair.looks = fail
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            gradckpt.checkpoint(exp_of_all, x, Pair(a, b), compress=INT8)
+    Pair.looks = None
+    torch.testing.assert_close(seen_by_backward(exp_of_all, x)[0], restored(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_pair")
+def test_nobody_shares_bytes_that_are_not_there_yet():
+    """While one thread still looks at its second argument, another one's region takes the first, too."""
+    x, a, b = inputs(3)
+    results, errors = {}, []
+
+    def other():
+        try:
+            results["other"] = seen_by_backward(exp_of_all, x)[0]
+        except BaseException as error:  # whatever it is, it belongs into the main thread
+            errors.append(error)
+
+    def meanwhile():
+        Pair.looks = None
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(60)
+
+    Pair.looks = meanwhile
+    out = gradckpt.checkpoint(lambda x, pair: x.exp() + pair.a, x, Pair(a, b), compress=INT8)
+    assert not errors
+    torch.testing.assert_close(results["other"], restored(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], restored(x).exp())
+
+
+# ---- neighbours on a device ----
+
+STUBS = """
+#include "../gradckpt.h"
+
+/* What was called: host work -1, device work the number of tensors. */
+int calls[64], ncalls, failing;
+
+static int encode_host(const gck_tensor *x, void *p, const gck_how *how, int64_t first, int64_t last)
+{
+    (void)x, (void)p, (void)how, (void)first, (void)last;
+    calls[ncalls++] = -1;
+    return GCK_OK;
+}
+static void decode_host(const void *p, const gck_tensor *out, int64_t first, int64_t last)
+{
+    (void)encode_host(out, (void *)p, NULL, first, last);
+}
+static int device(const gck_tensor *x, int n)
+{
+    for (int i = 0; i < n; i++) {
+        if (x[i].numel == 0 || x[i].device != x->device || x[i].stream != x->stream) {
+            return 99;
+        }
+    }
+    calls[ncalls++] = n;
+    return ncalls == failing ? 77 : GCK_OK;
+}
+static int encode(const gck_tensor *x, void *const *p, const gck_how *how, int n)
+{
+    return p[0] != x[0].data || (how != NULL && how->verdict != x[0].data) ? 98 : device(x, n);
+}
+static int decode(const void *const *p, const gck_tensor *out, int n)
+{
+    return p[0] != out[0].data ? 98 : device(out, n);
+}
+#define GCK_CODEC(name, id)                                                                                    \\
+    const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0, 0, 0}}, 128, id == 1, 0,        \\
+                                        encode_host, decode_host, encode, decode};
+#include "codecs.def"
+int run(const gck_tensor *x, void *const *payloads, const gck_how *how, int n, int decodes)
+{
+    const gck_codec *codec = gck_codec_find("fp8_e4m3");
+
+    ncalls = 0;
+    return decodes ? gck_decode_many(codec, (const void *const *)payloads, x, n, NULL)
+                   : gck_encode_many(codec, x, payloads, how, n, NULL);
+}
+"""
+
+
+class How(ctypes.Structure):
+    """gck_how; the verdict names its tensor here."""
+
+    _fields_ = (("dither", ctypes.c_void_p), ("verdict", ctypes.c_void_p))
+
+
+class Stubs:
+    def __init__(self, folder):
+        (folder / "stubs.c").write_text(STUBS)
+        command = [shutil.which("gcc"), *FLAGS, f"-I{CODEC}", "-shared", folder / "stubs.c", CODEC / "codec.c"]
+        subprocess.run([*command, "-o", folder / "stubs.so"], check=True)
+        self.library = ctypes.CDLL(str(folder / "stubs.so"))
+
+    def run(self, tensors, failing=0, dtype="bfloat16"):
+        """tensors: (device, stream, numel). The calls of encoding, which those of decoding must equal; the status."""
+        n = len(tensors)
+        views = (Tensor * n)(
+            *(
+                Tensor(8 * i + 8, numel, 0, None, None, NUMBERS[dtype], device, stream)
+                for i, (device, stream, numel) in enumerate(tensors)
+            )
+        )
+        payloads = (ctypes.c_void_p * n)(*(8 * i + 8 for i in range(n)))
+        hows = (How * n)(*(How(None, 8 * i + 8) for i in range(n)))
+        ctypes.c_int.in_dll(self.library, "failing").value = failing
+        results = []
+        for how, decodes in ((None, 0), (hows, 0), (None, 1)):
+            status = self.library.run(views, payloads, how, n, decodes)
+            ncalls = ctypes.c_int.in_dll(self.library, "ncalls").value
+            results.append((list((ctypes.c_int * 64).in_dll(self.library, "calls"))[:ncalls], status))
+        assert results[0] == results[1] == results[2]
+        return results[0]
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory):
+    return Stubs(tmp_path_factory.mktemp("stubs"))
+
+
+def test_neighbours_on_one_device_and_stream_go_together(stubs):
+    assert stubs.run([(0, 1, 5)]) == ([1], 0)
+    assert stubs.run([(0, 1, 5)] * 40) == ([40], 0)
+    assert stubs.run([(0, 1, 5), (0, 1, 6), (0, 2, 5), (1, 2, 5), (1, 2, 5), (1, 2, 5)]) == ([2, 1, 3], 0)
+    assert stubs.run([(-1, None, 5), (-1, None, 6), (0, 1, 5), (-1, None, 5), (0, 1, 5)]) == ([-1, -1, 1, -1, 1], 0)
+    assert stubs.run([]) == ([], 0)
+
+
+def test_empty_tensors_are_no_work(stubs):
+    assert stubs.run([(0, 1, 0)]) == ([], 0)
+    assert stubs.run([(-1, None, 0), (0, 1, 0), (0, 1, 3), (0, 1, 0), (0, 1, 3), (0, 1, 3)]) == ([1, 2], 0)
+
+
+def test_the_first_failure_ends_it(stubs):
+    assert stubs.run([(0, 1, 5), (1, 1, 5), (2, 1, 5)], failing=2) == ([1, 1], 77)
+
+
+def test_nothing_is_done_when_one_has_a_wrong_dtype(stubs):
+    assert stubs.run([(0, 1, 5), (-1, None, 5)], dtype="float32") == ([], -1)
