@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import gpu_inputs
 import machine
 import torch
-from gpu_inputs import DTYPES, WORDS, Case
+from gpu_inputs import WORDS, Case
 
 import gradckpt
 from gradckpt import _C
@@ -109,9 +109,7 @@ class Device:
         """A copy of a flat tensor, never the same memory."""
         return host.to("cuda") if self.name == "cuda" else host.clone()
 
-    def encode(
-        self, x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None
-    ) -> tuple[gradckpt.Payload, bool]:
+    def encode(self, x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None) -> tuple[gradckpt.Payload, bool]:
         """The payload, and whether x was refused: then the payload goes on holding x."""
         with self.acting():
             holders = sys.getrefcount(x)

@@ -11,6 +11,7 @@ when a tool reports an error or bytes differ.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import re
@@ -82,15 +83,18 @@ def run(sanitizer: str, tools: list[str], device: str) -> list[tuple[str, str, s
                     env=env,
                     start_new_session=True,
                 )
+        try:
+            for process in running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(1.0, ends - time.monotonic()))
+        finally:
+            for process in running.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it runs
         for tool, process in running.items():
-            try:
-                status = process.wait(max(1.0, ends - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it runs
-                status = process.wait()
             said = logs[tool].read_text(errors="replace")
             summary = SUMMARY.findall(said)
-            found.append((tool, summary[-1] if summary else "-", verdict(status, said), said))
+            found.append((tool, summary[-1] if summary else "-", verdict(process.wait(), said), said))
     return found
 
 

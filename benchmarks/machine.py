@@ -131,7 +131,7 @@ def print_markdown(title: str, columns: list[str], rows: list[list[str]]) -> Non
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar of so many steps; what it yields takes one, with a word on what is next. Nothing without rich or a terminal."""
+    """A bar of so many steps; what it yields takes one, with a word on it. Without rich or a terminal: none."""
     try:
         from rich.progress import Progress
     except ImportError:
