@@ -1,4 +1,4 @@
-"""The scripts of `make gpu`, run dry on the CPU; and what only a device can show (test_on_gpu_...)."""
+"""The scripts of `make gpu`, run dry on the CPU, and what the Makefile makes of them."""
 
 import re
 import subprocess
@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = {m.__name__: m for m in (gpu_parity, gpu_sanitize, gpu_roofline, gpu_memory)}
 PAIRS = [(c, d) for c in gradckpt.codecs() for d in gradckpt.codec_info(c)["dtypes"]]
 every_script = pytest.mark.parametrize("name", SCRIPTS)
-on_gpu = pytest.mark.skipif(machine.why_no_cuda() is not None, reason=f"needs a GPU: {machine.why_no_cuda()}")
 
 
 # ---- all of them ----
@@ -343,136 +342,81 @@ def test_memory_survives_running_out(monkeypatch, capsys):
 # ---- make ----
 
 
-def test_make_gpu_says_that_there_is_no_device(tmp_path):
-    """Exit status 0, one sentence, nothing is set up."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    venv = tmp_path / "venv"
-    ran = subprocess.run(
-        ["make", "-s", "gpu", f"VENV={venv}"],
-        cwd=ROOT, capture_output=True, text=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-    )  # fmt: skip
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout == ("make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run.\n")
-    assert not venv.exists()
+@pytest.fixture
+def make(tmp_path):
+    """make(target, ...) with the Makefile in a tree of its own, whose tools write down what they are called with."""
+    (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "pyproject.toml").touch()
+    tools, venv = tmp_path / "tools", tmp_path / ".venv"
+    smi = 'case "$1" in -L) echo "GPU 0: a card";; *) echo 9.0; echo 8.6; echo 9.0;; esac'
+    scripts = {tools / "nvidia-smi": smi, tools / "nvcc": ""}
+    for name in ("python", "pytest"):
+        scripts[venv / "bin" / name] = f'echo {name} "[$GRADCKPT_CUDA_ARCHS]" "$@" >> log'
+    for path, text in scripts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    (venv / ".torch").touch()
+
+    def run(*arguments):
+        """Exit status, stdout, stderr, and the lines written down."""
+        log = tmp_path / "log"
+        log.write_text("")
+        env = {"PATH": f"{tools}:/usr/bin:/bin", "CUDA_HOME": ""}
+        ran = subprocess.run(["make", "-s", *arguments], cwd=tmp_path, capture_output=True, text=True, env=env)
+        return ran.returncode, ran.stdout, ran.stderr, log.read_text().splitlines()
+
+    run.tools, run.venv = tools, venv
+    return run
 
 
-# ---- on a device ----
+def test_make_gpu_without_a_device(make):
+    """Exit status 0, one sentence, nothing is run."""
+    (make.tools / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    said = "make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run.\n"
+    assert make("gpu") == (0, said, "", [])
 
 
-def inputs(dtype, seed=0):
-    """Ordinary values that every codec holds, of an odd number, on the host."""
-    return gpu_inputs.gaussian(dtype, 100_003, seed)
+def test_make_gpu_looks_for_nvcc_where_setup_does(make):
+    """CUDA_HOME, when it is set, and nowhere else."""
+    status, _, stderr, log = make("gpu_tools", f"CUDA_HOME={make.venv}")
+    assert (status, log) == (2, [])
+    assert "make gpu: nvcc was not found" in stderr
+    assert make("gpu_tools")[0] == 0
 
 
-def decode(payload, codec, x):
-    return torch.ops.gradckpt.decode(payload, codec, [x.numel()], x.dtype)
+def test_make_gpu_with_a_torch_without_cuda(make):
+    (make.venv / "bin/python").write_text("#!/bin/sh\nexit 1\n")
+    status, _, stderr, _ = make("gpu")
+    assert status == 2
+    assert "make gpu: the torch in .venv is built without CUDA" in stderr
+    assert not list(make.venv.glob(".gpu*"))
 
 
-def same(payload, restored, host, codec):
-    """Are these the host's bytes and values?"""
-    wanted = gradckpt.encode(host, codec)
-    word = gpu_inputs.WORDS[host.dtype.itemsize]
-    return torch.equal(payload.cpu(), wanted.data) and torch.equal(
-        restored.cpu().view(word), wanted.decode().view(word)
-    )
+def test_make_gpu_builds_for_the_cards(make):
+    """Once; and again when another target has built for other architectures since, and the other way round."""
+
+    def built(target):
+        status, _, stderr, log = make(target)
+        assert (status, stderr) == (0, "")
+        return [line.split("]")[0].split("[")[1] for line in log if "pip install" in line]
+
+    assert built("gpu") == ["8.6,9.0"]
+    assert built("gpu") == []
+    assert built("soak") == ["8.0;9.0+PTX"]
+    assert built("soak") == []
+    assert built("gpu") == ["8.6,9.0"]
+    assert built("setup") == [""]
+    assert built("setup") == []
+    assert built("gpu") == ["8.6,9.0"]
+    assert built("soak") == ["8.0;9.0+PTX"]
 
 
-@on_gpu
-def test_on_gpu_operators_replay_in_a_graph():
-    """Captured once; the bytes are those of whatever the input holds when it is replayed."""
-    for codec, dtype in PAIRS:
-        x = inputs(dtype).cuda()
-        decode(torch.ops.gradckpt.encode(x, codec), codec, x)  # loads the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            payload = torch.ops.gradckpt.encode(x, codec)
-            restored = decode(payload, codec, x)
-        for seed in (1, 2):
-            host = inputs(dtype, seed)
-            x.copy_(host)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert same(payload, restored, host, codec), (codec, dtype)
-
-
-@on_gpu
-def test_on_gpu_work_is_queued_on_the_current_stream():
-    """Behind a long wait and a write on a side stream: any other stream would see the zeros from before."""
-    for codec, dtype in PAIRS:
-        host = inputs(dtype)
-        filled, x = host.cuda(), torch.zeros_like(host, device="cuda")
-        decode(gradckpt.encode(x, codec).data, codec, x)
-        torch.cuda.synchronize()
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(50_000_000)
-            x.copy_(filled)
-            payload = gradckpt.encode(x, codec).data
-            restored = decode(payload, codec, x)
-        assert not side.query(), (codec, dtype)  # nobody has waited
-        side.synchronize()
-        assert same(payload, restored, host, codec), (codec, dtype)
-
-
-def region_gradients(call):
-    """Loss and gradients of four layers, each called by call(function, input)."""
-    torch.manual_seed(1)
-    layers = [torch.nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1.0
-    for layer in layers:
-        x = call(torch.nn.Sequential(layer, torch.nn.Tanh()), x)
-    loss = x.float().square().mean()
-    loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for layer in layers for p in layer.parameters()]).float()
-
-
-@on_gpu
-def test_on_gpu_regions():
-    """The loss is that of no checkpointing to the last bit; so are the gradients of exact codecs."""
-    plain_loss, plain = region_gradients(lambda function, x: function(x))
-    for codec in [c for c, dtype in PAIRS if dtype == "bfloat16"]:
-        gradckpt.reset_stats()
-        loss, gradients = region_gradients(
-            lambda function, x, codec=codec: gradckpt.checkpoint(function, x, compress=codec)
-        )
-        torch.cuda.synchronize()
-        assert gradckpt.stats()["compressed"] == 4, codec
-        assert torch.equal(loss, plain_loss), codec
-        error = ((gradients - plain).norm() / plain.norm()).item()
-        exact = gradckpt.codec_info(codec)["max_error"] == 0
-        assert error == 0 if exact else 0 < error < 0.3, codec
-
-
-@on_gpu
-def test_on_gpu_refused_inputs_are_kept():
-    """A region whose input the codec cannot hold has the gradients of no compression, and says so."""
-    for codec in ("fp16", "bf16", "lossless"):
-        gradckpt.reset_stats()
-        layer = torch.nn.Linear(4096, 16, device="cuda")
-        x = torch.randn(8, 4096, device="cuda")
-        if codec == "lossless":
-            x *= 2.0 ** torch.randint(-60, 60, x.shape, device="cuda")
-        else:
-            x[0, 0] = torch.finfo(torch.float32).max
-        x.requires_grad_(True)
-        grads = []
-        for compress in (None, codec):
-            layer.zero_grad()
-            y = gradckpt.checkpoint(layer, x * 1.0, compress=compress)
-            torch.cuda.synchronize()
-            stats = gradckpt.stats()  # looks at the verdict
-            y.sum().backward()
-            grads.append(layer.weight.grad.clone())
-        assert (stats["compressed"], stats["kept"]) == (0, {"values the codec cannot hold": 1}), codec
-        assert torch.equal(*grads), codec
-
-
-@on_gpu
-def test_on_gpu_truncated_payload_is_named():
-    x = inputs("bfloat16").cuda()
-    payload = gradckpt.encode(x, "int8").data
-    with pytest.raises(RuntimeError, match="bytes, not"):
-        decode(payload[:-1], "int8", x)
-    assert decode(payload, "int8", x).is_cuda
+def test_make_gpu_runs_everything(make):
+    status, _, _, log = make("gpu")
+    assert status == 0
+    assert [line for line in log if line.startswith("pytest") and "tests/test_gpu_device.py" in line]
+    ran = [re.search(r"benchmarks/(\w+)\.py$", line) for line in log]
+    assert [found[1] for found in ran if found] == list(SCRIPTS)
