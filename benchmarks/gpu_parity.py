@@ -66,7 +66,7 @@ def show(tally: Tally) -> None:
 
 
 def keep_memory() -> None:
-    """glibc gives large blocks back at once, and every page of the next one faults: 10 s more for each codec."""
+    """glibc gives large blocks back at once, and every page of the next one faults: most of the time of a decode."""
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -273,15 +273,15 @@ def several_tensors(codec: str, dtype: str, device: Device, tally: Tally) -> Non
     encode_many = getattr(torch.ops.gradckpt, "encode_many", None)
     if encode_many is None or gradckpt.codec_info(codec)["refuses"]:
         return
-    hosts = [gpu_inputs.gaussian(dtype, 50 + 97 * n, n) for n in range(40)]
-    hosts[7], hosts[20] = gpu_inputs.gaussian(dtype, 6000).view(60, 100).t(), hosts[20][1:]
-    xs = [device.put(host.t()).t() if host.ndim == 2 else device.put(host) for host in hosts]
+    cases = [gpu_inputs.flat(f"tensor {n} of 40", gpu_inputs.gaussian(dtype, 50 + 97 * n, n), n % 2) for n in range(40)]
+    cases[7] = Case("transposed", gpu_inputs.gaussian(dtype, 6000), (60, 100), (1, 60))
     with device.acting():
-        made = encode_many(xs, codec)
-    for n, (host, ours) in enumerate(zip(hosts, made, strict=True)):
+        made = encode_many([case.view(device.put(case.base)) for case in cases], codec)
+    for case, ours in zip(cases, made, strict=True):
+        host = case.view(case.base)
         wanted = gradckpt.encode(host, codec).data
         tally.values += host.numel()
-        Comparison(device).payloads(ours.cpu(), wanted, host, tally, f"tensor {n} of 40")
+        Comparison(device).payloads(ours.cpu(), wanted, host, tally, f"together: {case.name}")
 
 
 # ---- what is compared ----
@@ -355,7 +355,8 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     device = Device(options.device)
     machine.print_head("parity: payloads and decoded values, device = host", machine.facts(options.device))
-    keep_memory()
+    if options.device == "cuda":
+        keep_memory()
     with torch.no_grad():
         tallies = list(compare_views(device, options.codecs, small).values())
         if options.fp32 > 0 and not options.sanitize:
