@@ -269,19 +269,25 @@ def unholdable(codec: str, host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def several_tensors(codec: str, dtype: str, device: Device, tally: Tally) -> None:
-    """In one launch, where there is such an operator; more tensors than one launch takes."""
-    encode_many = getattr(torch.ops.gradckpt, "encode_many", None)
-    if encode_many is None or gradckpt.codec_info(codec)["refuses"]:
-        return
+    """More than one launch takes, each second one misaligned, some strided; decoded into memory of the same layout."""
     cases = [gpu_inputs.flat(f"tensor {n} of 40", gpu_inputs.gaussian(dtype, 50 + 97 * n, n), n % 2) for n in range(40)]
-    cases[7] = Case("transposed", gpu_inputs.gaussian(dtype, 6000), (60, 100), (1, 60))
+    for n, name in ((7, "transposed"), (20, "every third"), (33, "padded rows")):
+        cases[n] = Case(name, gpu_inputs.gaussian(dtype, 6000), *gpu_inputs.LAYOUTS[name], 1)
+    bases = [device.put(case.base) for case in cases]
+    written = [device.put(torch.ones_like(case.base)) for case in cases]
     with device.acting():
-        made = encode_many([case.view(device.put(case.base)) for case in cases], codec)
-    for case, ours in zip(cases, made, strict=True):
-        host = case.view(case.base)
-        wanted = gradckpt.encode(host, codec).data
+        payloads = torch.ops.gradckpt.encode_many([c.view(b) for c, b in zip(cases, bases, strict=True)], codec)
+        outs = [c.view(w) for c, w in zip(cases, written, strict=True)]
+        torch.ops.gradckpt.decode_many(payloads, codec, outs)
+    comparison = Comparison(device)
+    for case, payload, out in zip(cases, payloads, written, strict=True):
+        host, name = case.view(case.base), f"together: {case.name}"
+        wanted = gradckpt.encode(host, codec)
         tally.values += host.numel()
-        Comparison(device).payloads(ours.cpu(), wanted, host, tally, f"together: {case.name}")
+        if comparison.payloads(payload.cpu(), wanted.data, host, tally, name):
+            around = torch.ones_like(case.base)
+            case.view(around).copy_(wanted.decode())
+            comparison.decoded(out.cpu(), around, case.base, tally, f"{name}, and what lies between")
 
 
 # ---- what is compared ----

@@ -229,29 +229,21 @@ def number(value: float | None, digits: int = 0, unit: str = "") -> str:
 
 
 def show(shape: str, rows: list[dict[str, Any]], table: Callable[..., None]) -> None:
-    columns = ["codec", "dtype", "copy GB/s"]
+    columns = ["codec", "dtype", "us", "GB/s", "copy GB/s", "of copy", "torch.compile GB/s"]
     for what in ("encode", "decode"):
-        columns += [f"{what} us", "GB/s", "of copy", "compiled GB/s"]
-    cells = [
-        [r["codec"], r["dtype"], number(r["copy_gbs"])]
-        + [
-            cell
-            for what in ("encode", "decode")
-            for cell in (
-                number(r[f"{what}_us"], 1),
-                number(r[f"{what}_gbs"]),
-                number(r[f"{what}_share"], 2, "x"),
-                number(r[f"{what}_compiled_gbs"]),
-            )
-        ]
-        for r in rows
-    ]
-    table(f"{shape}: {rows[0]['values']:,} values; GB/s of bytes read and written", columns, cells)
+        cells = []
+        for r in rows:
+            cells.append([r["codec"], r["dtype"], number(r[f"{what}_us"], 1), number(r[f"{what}_gbs"])])
+            cells[-1] += [number(r["copy_gbs"]), number(r[f"{what}_share"], 2, "x")]
+            cells[-1].append(number(r[f"{what}_compiled_gbs"]))
+        table(f"{what}, {shape}: {rows[0]['values']:,} values; GB/s of bytes read and written", columns, cells)
     small = [r for r in rows if "encode_graph_us" in r]
     if small:
         keys = ["encode_graph_us", "decode_graph_us", "encode_host_us", "decode_host_us"]
         titles = ["encode us, in a graph", "decode us, in a graph", "encode us, host", "decode us, host"]
-        table(f"{shape}: per call", ["codec", *titles], [[r["codec"], *[number(r[k], 1) for k in keys]] for r in small])
+        table(
+            f"small calls, {shape}", ["codec", *titles], [[r["codec"], *[number(r[k], 1) for k in keys]] for r in small]
+        )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

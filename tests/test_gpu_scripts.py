@@ -263,14 +263,14 @@ def markdown_rows(out, title):
 def test_roofline_table(capsys):
     assert gpu_roofline.main(["--device", "cpu", "--repeat", "1", "--markdown"]) == 0
     out = capsys.readouterr().out
-    rows = markdown_rows(out, "**tiny: 16,384")
-    assert sorted(row[0] for row in rows) == sorted(gradckpt.codecs())
-    for row in rows:
-        figures = [row[n] for n in (2, 3, 4, 5, 7, 8, 9)]
-        assert all(float(cell.rstrip("x")) >= 0 for cell in figures)
-        has_peer = row[0] in ("fp8_e4m3", "int8")
-        assert (row[6] != "-", row[10] != "-") == (has_peer, has_peer)
-    assert len(markdown_rows(out, "**tiny: per call")) == len(gradckpt.codecs())
+    for what in ("encode", "decode"):
+        rows = markdown_rows(out, f"**{what}, tiny: 16,384")
+        assert sorted(row[0] for row in rows) == sorted(gradckpt.codecs())
+        for codec, dtype, *figures, peer in rows:
+            assert dtype in gradckpt.codec_info(codec)["dtypes"]
+            assert all(float(cell.rstrip("x")) >= 0 for cell in figures)
+            assert (peer != "-") == (codec in ("fp8_e4m3", "int8"))
+    assert len(markdown_rows(out, "**small calls, tiny")) == len(gradckpt.codecs())
 
 
 def test_roofline_counts_bytes_read_and_written():
