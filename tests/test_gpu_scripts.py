@@ -171,6 +171,44 @@ def test_parity_finds_a_missing_refusal(monkeypatch, capsys):
     assert "refused by the host alone" in capsys.readouterr().out
 
 
+def test_parity_looks_at_what_is_refused(monkeypatch, capsys):
+    """It comes back from the original, and there must be a reason to refuse."""
+    arguments = ["--device", "cpu", "--codecs", "lossless", "--sanitize"]
+    decode = gpu_parity.Device.decode
+
+    def wrong_if_refused(device, payload):
+        try:
+            assert payload.data is not None
+        except RuntimeError:
+            return decode(device, payload).neg()
+        return decode(device, payload)
+
+    monkeypatch.setattr(gpu_parity.Device, "decode", wrong_if_refused)
+    assert gpu_parity.main(arguments) == 1
+    assert "a refused tensor is not restored from the original" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_parity, "unholdable", lambda codec, host, x: torch.zeros(x.numel(), dtype=torch.bool))
+    assert gpu_parity.main(arguments) == 1
+    assert "refused, but there is no value that the codec cannot hold" in capsys.readouterr().out
+
+
+def test_parity_compares_each_float32_value_once(monkeypatch):
+    """The pieces lie side by side; each is whole when the fraction is 1."""
+    assert gpu_parity.PIECE * gpu_parity.PIECES == 2**32
+    monkeypatch.setattr(gpu_parity, "PIECE", 1024)
+    made, seen = gpu_inputs.float32_of, []
+
+    def float32_of(order, first, count, device):
+        seen.append((order, *range(first, first + count)))
+        return made(order, first, count, device)
+
+    monkeypatch.setattr(gpu_inputs, "float32_of", float32_of)
+    tallies = gpu_parity.compare_float32(gpu_parity.Device("cpu"), ["raw"], 1.0)
+    assert tallies["raw", "float32"].values == 2 * 64 * 1024
+    for order in gpu_inputs.ORDERS:
+        assert [i for o, *piece in seen if o == order for i in piece] == list(range(64 * 1024))
+
+
 @pytest.mark.parametrize(("codec", "dtype"), [("int6", "bfloat16"), ("int4", "float32"), ("lossless", "float16")])
 def test_parity_names_the_value(codec, dtype):
     """value_at() is in the group of the value whose change changed the byte."""
