@@ -318,6 +318,8 @@ def compare_float32(device: Device, codecs: list[str], fraction: float) -> dict[
     tallies = {(c, "float32"): Tally(c, "float32") for c, d in pairs(codecs) if d == "float32"}
     comparison = Comparison(device)
     cuda = device.name == "cuda"
+    if cuda:
+        keep_memory()
     host = torch.empty(count, dtype=torch.float32, pin_memory=cuda)
     with machine.progress(len(gpu_inputs.ORDERS) * PIECES * len(tallies)) as step:
         for order in gpu_inputs.ORDERS:
@@ -361,8 +363,6 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     device = Device(options.device)
     machine.print_head("parity: payloads and decoded values, device = host", machine.facts(options.device))
-    if options.device == "cuda":
-        keep_memory()
     with torch.no_grad():
         tallies = list(compare_views(device, options.codecs, small).values())
         if options.fp32 > 0 and not options.sanitize:
