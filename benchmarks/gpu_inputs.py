@@ -144,7 +144,7 @@ def in_order(i: torch.Tensor) -> torch.Tensor:
 
 
 def spread(i: torch.Tensor) -> torch.Tensor:
-    """Index to bits, each of 2^32 once: a group has both signs and 32 fractions in each of four binades."""
+    """Index to bits, each of 2^32 once: a group has 16 fractions of either sign in each of four binades."""
     place, group = i & 127, i >> 7
     sign, fraction, binade = place & 1, place >> 1 & 15, place >> 5
     return sign << 31 | (group >> 19) << 25 | binade << 23 | fraction << 19 | group & 0x7FFFF
