@@ -201,7 +201,7 @@ static void exhaust(const gck_isa *isa, gck_format format, gck_dtype dtype)
 
     for (int s = 0; s < 4; s++) {
         for (int top = -1; top < 16; top++) {
-            call c = {isa, format, dtype, MOST, 0, s % 2, 0, {0}, 0};
+            call c = {isa, format, dtype, MOST, 0, s % 2, 0, {0x0123456789ABCDEFu, 6, 7}, 0};
             uint16_t *w = (uint16_t *)values;
             for (uint32_t i = 0; i < 65536; i++) {
                 w[i] = (uint16_t)(i * strides[s]);
@@ -210,6 +210,8 @@ static void exhaust(const gck_isa *isa, gck_format format, gck_dtype dtype)
                     w[i] = (uint16_t)(top << 11 | (i & 0x87FF));
                 }
             }
+            compare(&c, 0);
+            c.noisy = 1;
             compare(&c, 0);
         }
     }

@@ -1,7 +1,7 @@
 /* fp8_avx2.c: fp8_e4m3 and fp8_e5m2 for AVX2. */
 #if defined(__x86_64__)
 
-#include "avx2.h"
+#include "noise_avx2.h"
 
 /* ---- encode ---- */
 
@@ -39,16 +39,33 @@ INLINE __m256i rounded16(v16 v, __m256 m, encode_constants c, __m256i *product)
     return _mm256_and_si256(_mm256_mulhrs_epi16(_mm256_add_epi16(high, less), c.shift), c.code);
 }
 
-INLINE void encode_group(gck_dtype dtype, const char *group, float multiplier, uint8_t *out, encode_constants c,
-                         int stream)
+/* The same, stochastically. */
+INLINE __m256i noisy16(gck_format format, v16 v, __m256 m, __m256i noise, encode_constants c, __m256i *product)
+{
+    const int shift = format == GCK_E4M3 ? 4 : 5;            /* the last place: bit 16 + shift */
+    const __m256i half = _mm256_set1_epi32(1 << (shift - 1)), bits = _mm256_set1_epi32(0xFFFF << shift);
+    const __m256i up_even = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi32(noise, shift), bits), half);
+    const __m256i up_odd = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(noise, 16 - shift), bits), half);
+    const __m256i even = _mm256_add_epi32(_mm256_castps_si256(_mm256_mul_ps(v.even, m)), up_even);
+    const __m256i odd = _mm256_add_epi32(_mm256_castps_si256(_mm256_mul_ps(v.odd, m)), up_odd);
+    const __m256i last = _mm256_set1_epi16(format == GCK_E4M3 ? 0x7E : 0x7B);
+    *product = _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xAA);
+    return _mm256_min_epi16(_mm256_and_si256(_mm256_srli_epi16(*product, shift), c.code), last);
+}
+
+/* noise: NULL, to nearest. */
+INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, float multiplier, const __m256i *noise,
+                         uint8_t *out, encode_constants c, int stream)
 {
     const __m256i no_flip = _mm256_setzero_si256();
     const __m256 m = _mm256_set1_ps(multiplier);
 
     for (int k = 0; k < 8; k += 2) {
         __m256i a, b;
-        const __m256i abs_a = rounded16(load16(group, dtype, k, no_flip, c.load), m, c, &a);
-        const __m256i abs_b = rounded16(load16(group, dtype, k + 1, no_flip, c.load), m, c, &b);
+        const v16 first = load16(group, dtype, k, no_flip, c.load);
+        const v16 second = load16(group, dtype, k + 1, no_flip, c.load);
+        const __m256i abs_a = noise ? noisy16(format, first, m, noise[k], c, &a) : rounded16(first, m, c, &a);
+        const __m256i abs_b = noise ? noisy16(format, second, m, noise[k + 1], c, &b) : rounded16(second, m, c, &b);
         const __m256i abs = _mm256_packus_epi16(abs_a, abs_b);
         const __m256i sign = _mm256_and_si256(_mm256_packs_epi16(a, b), c.sign);
         store(out + 16 * k, _mm256_permute4x64_epi64(_mm256_or_si256(abs, sign), 0xD8), stream);
@@ -56,14 +73,17 @@ INLINE void encode_group(gck_dtype dtype, const char *group, float multiplier, u
 }
 
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
-                   uint16_t *scales, int stream)
+                   uint16_t *scales, const gck_dither *dither, int64_t index, int stream)
 {
     const uint32_t limit = gck_limit(dtype), large = 0x45FFFFFFu;   /* the last below GCK_LARGE */
     const uint32_t top = limit < large ? limit : large;
     const size_t stride = group_nbytes(dtype);
     const encode_constants c = encode_constants_of(format, dtype);
+    const int noisy = dither != NULL;
+    const philox p = philox_of(dither);
+    __m256i noise[8];
     const char *group = x;
-    batch_steps next = steps_of_groups(format, dtype, group, ngroups, top, c.load);
+    batch_steps next = steps_of_groups(format, dtype, noisy, group, ngroups, top, c.load);
 
     for (int64_t first = 0; first < ngroups; first += BATCH) {
         const int n = ngroups - first < BATCH ? (int)(ngroups - first) : BATCH;
@@ -71,17 +91,20 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
 
         /* One batch ahead, so that nobody waits for the division. */
         if (n == BATCH) {
-            next = steps_of_groups(format, dtype, group + BATCH * stride, ngroups - first - BATCH, top, c.load);
+            next = steps_of_groups(format, dtype, noisy, group + BATCH * stride, ngroups - first - BATCH, top, c.load);
         }
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
             prefetch(group, stride);
             if (s.odd >> j & 1) {
-                encode_odd(format, dtype, group, 0, out, scales + first + j);
+                encode_odd(format, dtype, group, index + first + j, dither, out, scales + first + j);
                 continue;
             }
             scales[first + j] = s.stored[j];
-            encode_group(dtype, group, s.multiplier[j], out, c, stream);
+            if (noisy) {
+                noise_of_group(&p, index + first + j, noise);
+            }
+            encode_group(format, dtype, group, s.multiplier[j], noisy ? noise : NULL, out, c, stream);
         }
     }
 }
@@ -218,8 +241,13 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
     void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
                                             uint16_t *scales, int64_t index, int streaming)         \
     {                                                                                               \
-        (void)index;                                                                                \
-        STREAMED(encode, codes, format, dtype, x, ngroups, codes, scales)                           \
+        STREAMED(encode, codes, format, dtype, x, ngroups, codes, scales, NULL, index)              \
+    }                                                                                               \
+    void gck_avx2_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,   \
+                                                  uint16_t *scales, const gck_dither *dither,       \
+                                                  int64_t index)                                    \
+    {                                                                                               \
+        encode(format, dtype, x, ngroups, codes, scales, dither, index, 0);                         \
     }                                                                                               \
     void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *scales,           \
                                             int64_t ngroups, void *x, int64_t index, int streaming) \
