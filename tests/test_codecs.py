@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from codec_inputs import DTYPES, bits_of, noise_set, sqnr, tensor
-from codec_isas import ISAS, EmulatedAvx512, forced
+from codec_isas import ISAS, forced
 
 import gradckpt
 from gradckpt import _C
@@ -30,11 +30,6 @@ def _isa_is_put_back():
     before = _C.isa()
     yield
     _C.force_isa(before)
-
-
-@pytest.fixture(scope="module")
-def avx512(tmp_path_factory):
-    return EmulatedAvx512(tmp_path_factory.mktemp("avx512"))
 
 
 def payload_of(bits, codec, dtype):

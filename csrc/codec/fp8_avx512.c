@@ -1,6 +1,6 @@
 /* fp8_avx512.c: fp8_e4m3 and fp8_e5m2 on AVX-512. */
 #if defined(__x86_64__)
-#include "avx512.h"
+#include "noise_avx512.h"
 
 /* ---- encode ---- */
 
@@ -19,8 +19,30 @@ INLINE __m512i fp8_words(const constants *c, __m512 lo, __m512 hi, __m512 m)
     return _mm512_mulhrs_epi16(merge_upper(c, a, b), c->fp8_round);
 }
 
-/* Pair k of x: codes without signs; *signs: words whose top bits are the signs. */
-INLINE __m512i encode_pair(const constants *c, gck_dtype dtype, const void *x, int k, __m512 m, __m512i *signs)
+/* The same, stochastically: the last place of a code is bit 16 + shift. */
+INLINE __m512i noisy_product(gck_format format, __m512 x, __m512 m, __m512i noise)
+{
+    const unsigned shift = format == GCK_E4M3 ? 4 : 5;
+    const __m512i up = _mm512_or_si512(_mm512_slli_epi32(noise, shift), all32(1u << (shift - 1)));
+
+    return _mm512_add_epi32(_mm512_castps_si512(_mm512_mul_ps(x, m)), up);
+}
+
+INLINE __m512i noisy_words(const constants *c, gck_format format, gck_dtype dtype, __m512 lo, __m512 hi, __m512 m,
+                           __m512i noise)
+{
+    __m512i u, v;
+
+    noise_of_pair(c, dtype, noise, &u, &v);
+    const __m512i w = merge_upper(c, noisy_product(format, lo, m, u), noisy_product(format, hi, m, v));
+    return format == GCK_E4M3 ? _mm512_min_epu16(_mm512_srli_epi16(w, 4), all16(0x7E))
+                              : _mm512_min_epu16(_mm512_srli_epi16(w, 5), all16(0x7B));
+}
+
+/* Pair k of x: codes without signs; *signs: words whose top bits are the signs.  noise: of the
+ * group, or NULL. */
+INLINE __m512i encode_pair(const constants *c, gck_format format, gck_dtype dtype, const void *x, int k, __m512 m,
+                           const __m512i *noise, __m512i *signs)
 {
     __m512 lo, hi;
 
@@ -33,26 +55,29 @@ INLINE __m512i encode_pair(const constants *c, gck_dtype dtype, const void *x, i
         lo = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(lo), c->abs32));
         hi = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(hi), c->abs32));
     }
-    return fp8_words(c, lo, hi, m);
+    return noise != NULL ? noisy_words(c, format, dtype, lo, hi, m, noise[k]) : fp8_words(c, lo, hi, m);
 }
 
 /* 64 values: half h of an ordinary group.  Saturation to a byte keeps the sign. */
-INLINE __m512i encode_half(const constants *c, gck_dtype dtype, const void *x, int h, __m512 m)
+INLINE __m512i encode_half(const constants *c, gck_format format, gck_dtype dtype, const void *x, int h, __m512 m,
+                           const __m512i *noise)
 {
     __m512i s0, s1;
-    const __m512i w0 = encode_pair(c, dtype, x, 2 * h, m, &s0);
-    const __m512i w1 = encode_pair(c, dtype, x, 2 * h + 1, m, &s1);
+    const __m512i w0 = encode_pair(c, format, dtype, x, 2 * h, m, noise, &s0);
+    const __m512i w1 = encode_pair(c, format, dtype, x, 2 * h + 1, m, noise, &s1);
     const __m512i signs = _mm512_packs_epi16(s0, s1), codes = _mm512_packus_epi16(w0, w1);
 
     return natural_bytes(blend_one(signs, c->sign_bytes, codes), dtype);
 }
 
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
-                          uint8_t *codes, uint16_t *scales, int64_t index, int streaming)
+                          uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither, int streaming)
 {
     const int stream = may_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
+    const philox p = philox_of(dither);
     tile t = {.ordinary = 0};
+    __m512i noise[4];
 
     for (int64_t first = 0; first < ngroups; first += TILE) {
         const char *xt = (const char *)x + (size_t)first * group_bytes(dtype);
@@ -61,18 +86,21 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
         for (int i = 0; i < count; i++) {
             t.amax[i] = abs_max_bits(&c, xt + (size_t)i * group_bytes(dtype), dtype);
         }
-        tile_scales(&t, format, dtype);
+        tile_scales(&t, format, dtype, dither != NULL);
         for (int i = 0; i < count; i++) {
             const char *xg = xt + (size_t)i * group_bytes(dtype);
             uint8_t *cg = codes + (first + i) * GCK_GROUP;
 
             if (!(t.ordinary >> i & 1)) {
-                encode_rare(format, xg, dtype, t.amax[i], index + first + i, cg, scales + first + i);
+                encode_rare(format, xg, dtype, t.amax[i], index + first + i, dither, cg, scales + first + i);
                 continue;
             }
             const __m512 m = _mm512_set1_ps(t.multiplier[i]);
-            put(cg, encode_half(&c, dtype, xg, 0, m), stream);
-            put(cg + 64, encode_half(&c, dtype, xg, 1, m), stream);
+            if (dither != NULL) {
+                noise_of_group(&p, index + first + i, noise);
+            }
+            put(cg, encode_half(&c, format, dtype, xg, 0, m, dither != NULL ? noise : NULL), stream);
+            put(cg + 64, encode_half(&c, format, dtype, xg, 1, m, dither != NULL ? noise : NULL), stream);
             scales[first + i] = (uint16_t)t.stored[i];
         }
     }

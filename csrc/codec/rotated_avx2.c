@@ -215,9 +215,13 @@ INLINE void take_outliers(const char *group, gck_dtype dtype, int n, const uint3
 
     for (int j = 0; j < n; j++, group += stride, rest += stride) {
         const int at = first_equal(group, dtype, largest[j], c);
-        const int bits = noise ? ((const uint16_t *)noise[j])[at] : GCK_NEAREST;
-        const uint32_t outlier = dtype == GCK_BF16 ? ((const uint16_t *)group)[at]
-                                                   : gck_int4_outlier(gck_load(group, dtype, at), bits);
+        uint16_t bits = 0;
+        if (noise != NULL) {
+            memcpy(&bits, (const char *)noise[j] + 2 * at, sizeof bits);
+        }
+        const uint32_t outlier = dtype == GCK_BF16
+            ? ((const uint16_t *)group)[at]
+            : gck_int4_outlier(gck_load(group, dtype, at), noise != NULL ? bits : GCK_NEAREST);
         o->at[j] = at;
         o->outlier[j] = (uint16_t)outlier;
         o->least[j] = (uint16_t)(gck_int4_low(outlier) << 3);
