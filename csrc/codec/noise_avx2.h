@@ -27,10 +27,32 @@ INLINE philox philox_of(const gck_dither *d)
     return p;
 }
 
+INLINE __m256i kept64(uint32_t lane)
+{
+    __m256i v = _mm256_set1_epi64x(lane);
+    __asm__("" : "+x"(v));
+    return v;
+}
+
 INLINE __m256i upper_word(__m256i v) { return _mm256_srli_epi64(v, 32); }
 
-/* gck_noise_of_group(): noise[k] has the bits of values 16 k .. 16 k + 15.  A counter's words
- * are the lower halves of 64-bit lanes; what the upper ones hold is nothing. */
+/* Four counters: each word in the lower halves of 64-bit lanes; what the upper ones hold is
+ * nothing. */
+typedef struct {
+    __m256i c0, c1, c2, c3;
+} counters;
+
+INLINE void philox_round(counters *c, __m256i m0, __m256i m1, __m256i key0, __m256i key1)
+{
+    const __m256i p0 = _mm256_mul_epu32(c->c0, m0), p1 = _mm256_mul_epu32(c->c2, m1);
+    c->c0 = _mm256_xor_si256(upper_word(p1), _mm256_xor_si256(c->c1, key0));
+    c->c2 = _mm256_xor_si256(upper_word(p0), _mm256_xor_si256(c->c3, key1));
+    c->c1 = p1;
+    c->c3 = p0;
+}
+
+/* gck_noise_of_group(): noise[k] has the bits of values 16 k .. 16 k + 15.  Eight counters side
+ * by side: a round waits for its products. */
 INLINE void noise_of_group(const philox *p, int64_t group, __m256i noise[8])
 {
     const gck_dither *d = p->dither;
@@ -38,29 +60,31 @@ INLINE void noise_of_group(const philox *p, int64_t group, __m256i noise[8])
     const uint32_t k0 = (uint32_t)d->seed, k1 = (uint32_t)(d->seed >> 32);
     const uint64_t first = (uint64_t)GCK_PHILOX_M1 * d->tensor;
     const uint64_t second = (uint64_t)GCK_PHILOX_M0 * ((uint32_t)(first >> 32) ^ (uint32_t)(block >> 32) ^ k0);
-    const __m256i m0 = _mm256_set1_epi64x(GCK_PHILOX_M0), m1 = _mm256_set1_epi64x(GCK_PHILOX_M1);
+    const __m256i m0 = kept64(GCK_PHILOX_M0), m1 = kept64(GCK_PHILOX_M1);
     const __m256i key = _mm256_set1_epi64x(d->step ^ k1);
     const __m256i next0 = _mm256_set1_epi64x((uint32_t)first ^ (k0 + GCK_PHILOX_W0));
     const __m256i next1 = _mm256_set1_epi64x((uint32_t)(second >> 32) ^ (k1 + GCK_PHILOX_W1));
 
-    for (int four = 0; four < 4; four++) {
-        const __m256i number = _mm256_add_epi64(_mm256_set1_epi64x((uint32_t)block + 4u * (uint32_t)four),
-                                                _mm256_setr_epi64x(0, 2, 1, 3));
-        const __m256i a = _mm256_mul_epu32(number, m0);
-        const __m256i b = _mm256_mul_epu32(_mm256_xor_si256(upper_word(a), key), m1);
-        __m256i c0 = _mm256_xor_si256(upper_word(b), next0), c1 = b;
-        __m256i c2 = _mm256_xor_si256(a, next1), c3 = _mm256_set1_epi64x((uint32_t)second);
-        for (int r = 0; r < VECTOR_ROUNDS; r++) {
-            const __m256i p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
-            c0 = _mm256_xor_si256(_mm256_xor_si256(upper_word(p1), p->key0[r]), c1);
-            c2 = _mm256_xor_si256(_mm256_xor_si256(upper_word(p0), p->key1[r]), c3);
-            c1 = p1;
-            c3 = p0;
+    for (int half = 0; half < 2; half++) {
+        counters c[2];
+        for (int i = 0; i < 2; i++) {
+            const __m256i number = _mm256_add_epi64(_mm256_set1_epi64x((uint32_t)block + 8u * (uint32_t)half),
+                                                    _mm256_setr_epi64x(4 * i, 4 * i + 2, 4 * i + 1, 4 * i + 3));
+            const __m256i a = _mm256_mul_epu32(number, m0);
+            const __m256i b = _mm256_mul_epu32(_mm256_xor_si256(upper_word(a), key), m1);
+            c[i] = (counters){_mm256_xor_si256(upper_word(b), next0), b, _mm256_xor_si256(a, next1),
+                              _mm256_set1_epi64x((uint32_t)second)};
         }
-        const __m256i low = _mm256_blend_epi32(c0, _mm256_slli_epi64(c1, 32), 0xAA);
-        const __m256i high = _mm256_blend_epi32(c2, _mm256_slli_epi64(c3, 32), 0xAA);
-        noise[2 * four] = _mm256_unpacklo_epi64(low, high);          /* counters 0, 1 */
-        noise[2 * four + 1] = _mm256_unpackhi_epi64(low, high);      /* 2, 3          */
+        for (int r = 0; r < VECTOR_ROUNDS; r++) {
+            philox_round(&c[0], m0, m1, p->key0[r], p->key1[r]);
+            philox_round(&c[1], m0, m1, p->key0[r], p->key1[r]);
+        }
+        for (int i = 0; i < 2; i++) {
+            const __m256i low = _mm256_blend_epi32(c[i].c0, _mm256_slli_epi64(c[i].c1, 32), 0xAA);
+            const __m256i high = _mm256_blend_epi32(c[i].c2, _mm256_slli_epi64(c[i].c3, 32), 0xAA);
+            noise[4 * half + 2 * i] = _mm256_unpacklo_epi64(low, high);          /* lanes 0, 2: counters 0, 1 */
+            noise[4 * half + 2 * i + 1] = _mm256_unpackhi_epi64(low, high);      /* lanes 1, 3: counters 2, 3 */
+        }
     }
 }
 
