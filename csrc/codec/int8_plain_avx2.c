@@ -36,21 +36,22 @@ INLINE void encode(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *cod
     const int noisy = dither != NULL;
     const philox p = philox_of(dither);
     __m256i noise[8];
-    const char *group = x;
-    batch_steps next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, group, ngroups, gck_limit(dtype), c);
+    batch_steps next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, x, ngroups, gck_limit(dtype), c);
 
-    for (int64_t first = 0; first < ngroups; first += BATCH) {
+    for (int64_t first = 0, after; first < ngroups; first = after) {
         const int n = ngroups - first < BATCH ? (int)(ngroups - first) : BATCH;
+        const char *group = (const char *)x + (size_t)first * stride;
         const batch_steps s = next;
 
         /* One batch ahead, so that nobody waits for the division. */
-        if (n == BATCH) {
-            next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, group + BATCH * stride, ngroups - first - BATCH,
+        after = batch_after(first, ngroups, dtype, stream);
+        if (after < ngroups) {
+            next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, (const char *)x + (size_t)after * stride, ngroups - after,
                                    gck_limit(dtype), c);
         }
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
-            prefetch(group, stride);
+            ask_ahead(group, stride, stream);
             if (s.odd >> j & 1) {
                 encode_odd(GCK_INT8_PLAIN, dtype, group, index + first + j, dither, out, scales + first + j);
                 continue;
