@@ -1,6 +1,7 @@
 /* fp8_avx2.c: fp8_e4m3 and fp8_e5m2 for AVX2. */
 #if defined(__x86_64__)
 
+#include "fp8_offsets.h"
 #include "noise_avx2.h"
 
 /* ---- encode ---- */
@@ -10,6 +11,7 @@ typedef struct {
     __m256i        below;                /* 16-bit lanes: see truncated                  */
     __m256i        shift;                /* 16-bit lanes: the factor of mulhrs           */
     __m256i        code, sign;           /* 16-bit lanes: 7 bits; bytes: bit 7           */
+    __m256i        cell;                 /* 16-bit lanes: 4 bits                         */
 } encode_constants;
 
 /* The last place of a code is bit 4 (E5M2: 5) of the upper half of the product. */
@@ -17,7 +19,8 @@ INLINE encode_constants encode_constants_of(gck_format format, gck_dtype dtype)
 {
     const int e4m3 = format == GCK_E4M3;
     return (encode_constants){constants_of(dtype), kept(e4m3 ? 0x00170017u : 0x002F002Fu),
-                              kept(e4m3 ? 0x08000800u : 0x04000400u), kept(0x007F007Fu), kept(0x80808080u)};
+                              kept(e4m3 ? 0x08000800u : 0x04000400u), kept(0x007F007Fu), kept(0x80808080u),
+                              kept(0x000F000Fu)};
 }
 
 /* gck_fp8_code() of 16 values, in 16-bit lanes.  *product: the upper halves of the
@@ -72,6 +75,57 @@ INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, 
     }
 }
 
+/* Is a value that is not zero below `normal`?  Its code may be a subnormal. */
+INLINE int any_subnormal(const char *group, uint32_t normal, encode_constants c)
+{
+    const __m256i end = _mm256_set1_epi16((short)normal);
+    __m256i any = _mm256_setzero_si256();
+
+    for (int k = 0; k < 8; k++) {
+        const __m256i abs = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)group + k), c.load.abs);
+        any = _mm256_or_si256(any, _mm256_and_si256(abs, _mm256_cmpgt_epi16(end, abs)));
+    }
+    return !_mm256_testz_si256(any, any);
+}
+
+/* fp8_e4m3 of bfloat16 by fp8_offsets.h: (word + byte) >> 4 is the code but for what the two
+ * exponents add.  Zeros are below that, and become 0.  Returns 0, with nothing written, when
+ * some code may be a subnormal. */
+INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier, uint8_t *out, encode_constants c,
+                            int stream)
+{
+    const uint64_t *row = gck_e4m3_offsets[stored & 0x7Fu];
+    const __m256i offsets = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)row));
+    const uint32_t exponent = gck_bits(multiplier) >> 23;
+    /* The upper bytes of the lanes get an offset too: the first. */
+    const __m256i base = _mm256_set1_epi16((short)(((127u - exponent) << 7) + ((uint32_t)row[0] << 8 & 0xFF00u)));
+    __m256i code[4], least = _mm256_set1_epi8(127);
+
+    for (int k = 0; k < 4; k++) {
+        __m256i word[2], abs[2];
+        for (int i = 0; i < 2; i++) {
+            word[i] = _mm256_loadu_si256((const __m256i *)group + 2 * k + i);
+            const __m256i cell = _mm256_and_si256(_mm256_srli_epi16(word[i], 3), c.cell);
+            const __m256i sum = _mm256_add_epi16(_mm256_and_si256(word[i], c.load.abs),
+                                                 _mm256_shuffle_epi8(offsets, cell));
+            abs[i] = _mm256_srli_epi16(_mm256_subs_epu16(sum, base), 4);
+        }
+        const __m256i bytes = _mm256_packus_epi16(abs[0], abs[1]);
+        const __m256i sign = _mm256_and_si256(_mm256_packs_epi16(word[0], word[1]), c.sign);
+        least = _mm256_min_epu8(least, bytes);
+        code[k] = _mm256_permute4x64_epi64(_mm256_or_si256(bytes, sign), 0xD8);
+    }
+    /* The least normal code is 8.  Many a group has zeros below it, few have more. */
+    if (_mm256_movemask_epi8(_mm256_cmpgt_epi8(_mm256_set1_epi8(8), least)) != 0
+        && any_subnormal(group, (128u - exponent) << 7, c)) {
+        return 0;
+    }
+    for (int k = 0; k < 4; k++) {
+        store(out + 32 * k, code[k], stream);
+    }
+    return 1;
+}
+
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
                    uint16_t *scales, const gck_dither *dither, int64_t index, int stream)
 {
@@ -105,6 +159,10 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
             scales[first + j] = s.stored[j];
             if (noisy) {
                 noise_of_group(&p, index + first + j, noise);
+            }
+            if (format == GCK_E4M3 && dtype == GCK_BF16 && !noisy
+                && __builtin_expect(encode_e4m3_bf16(group, s.stored[j], s.multiplier[j], out, c, stream), 1)) {
+                continue;
             }
             encode_group(format, dtype, group, s.multiplier[j], noisy ? noise : NULL, out, c, stream);
         }
