@@ -75,22 +75,22 @@ INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, 
     }
 }
 
-/* Is a value that is not zero below `normal`?  Its code may be a subnormal. */
-INLINE int any_subnormal(const char *group, uint32_t normal, encode_constants c)
+/* Is a bfloat16 that is not zero below `normal` in size?  Its code may be a subnormal. */
+static __attribute__((noinline)) int any_subnormal(const char *group, uint32_t normal)
 {
-    const __m256i end = _mm256_set1_epi16((short)normal);
+    const __m256i end = _mm256_set1_epi16((short)normal), mask = _mm256_set1_epi16(0x7FFF);
     __m256i any = _mm256_setzero_si256();
 
     for (int k = 0; k < 8; k++) {
-        const __m256i abs = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)group + k), c.load.abs);
+        const __m256i abs = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)group + k), mask);
         any = _mm256_or_si256(any, _mm256_and_si256(abs, _mm256_cmpgt_epi16(end, abs)));
     }
     return !_mm256_testz_si256(any, any);
 }
 
 /* fp8_e4m3 of bfloat16 by fp8_offsets.h: (word + byte) >> 4 is the code but for what the two
- * exponents add.  Zeros are below that, and become 0.  Returns 0, with nothing written, when
- * some code may be a subnormal. */
+ * exponents add.  Zeros are below that, and become 0.  Returns 0 for a group that is to be
+ * encoded again: some code may be a subnormal. */
 INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier, uint8_t *out, encode_constants c,
                             int stream)
 {
@@ -99,7 +99,7 @@ INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier
     const uint32_t exponent = gck_bits(multiplier) >> 23;
     /* The upper bytes of the lanes get an offset too: the first. */
     const __m256i base = _mm256_set1_epi16((short)(((127u - exponent) << 7) + ((uint32_t)row[0] << 8 & 0xFF00u)));
-    __m256i code[4], least = _mm256_set1_epi8(127);
+    __m256i least = _mm256_set1_epi8(127);
 
     for (int k = 0; k < 4; k++) {
         __m256i word[2], abs[2];
@@ -113,17 +113,11 @@ INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier
         const __m256i bytes = _mm256_packus_epi16(abs[0], abs[1]);
         const __m256i sign = _mm256_and_si256(_mm256_packs_epi16(word[0], word[1]), c.sign);
         least = _mm256_min_epu8(least, bytes);
-        code[k] = _mm256_permute4x64_epi64(_mm256_or_si256(bytes, sign), 0xD8);
+        store(out + 32 * k, _mm256_permute4x64_epi64(_mm256_or_si256(bytes, sign), 0xD8), stream);
     }
     /* The least normal code is 8.  Many a group has zeros below it, few have more. */
-    if (_mm256_movemask_epi8(_mm256_cmpgt_epi8(_mm256_set1_epi8(8), least)) != 0
-        && any_subnormal(group, (128u - exponent) << 7, c)) {
-        return 0;
-    }
-    for (int k = 0; k < 4; k++) {
-        store(out + 32 * k, code[k], stream);
-    }
-    return 1;
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi8(_mm256_set1_epi8(8), least)) == 0
+        || !any_subnormal(group, (128u - exponent) << 7);
 }
 
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
@@ -151,7 +145,7 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
         }
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
-            ask_ahead(group, stride, stream);
+            prefetch(group, stride, ahead_of(stride, stream));
             if (s.odd >> j & 1) {
                 encode_odd(format, dtype, group, index + first + j, dither, out, scales + first + j);
                 continue;

@@ -51,7 +51,7 @@ INLINE void encode(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *cod
         }
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
-            ask_ahead(group, stride, stream);
+            prefetch(group, stride, ahead_of(stride, stream));
             if (s.odd >> j & 1) {
                 encode_odd(GCK_INT8_PLAIN, dtype, group, index + first + j, dither, out, scales + first + j);
                 continue;

@@ -155,7 +155,7 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
             uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(format);
             __m256i t[4];
             int side;
-            prefetch(group, stride);
+            prefetch(group, stride, AHEAD);
             if (odd >> j & 1) {
                 side = -1;
             } else if (dither != NULL) {
@@ -277,7 +277,7 @@ INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64
             uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(format);
             uint16_t *words = side + 2 * (first + j);
             __m256i t[4];
-            prefetch(group, stride);
+            prefetch(group, stride, AHEAD);
             if (odd >> j & 1) {
                 encode_odd(format, dtype, group, index + first + j, dither, out, words);
                 continue;
