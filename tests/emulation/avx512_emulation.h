@@ -135,6 +135,15 @@ OP __m512i _mm512_set1_epi64(long long v)
     return r;
 }
 
+OP __m512i _mm512_broadcast_i32x4(__m128i a)
+{
+    __m512i r;
+    for (int lane = 0; lane < 4; lane++) {
+        memcpy(r.u32 + 4 * lane, &a, sizeof a);
+    }
+    return r;
+}
+
 OP __m512i _mm512_setzero_si512(void) { return _mm512_set1_epi32(0); }
 
 OP __m512 _mm512_set1_ps(float v)
