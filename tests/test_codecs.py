@@ -116,6 +116,23 @@ def test_bytes_equal_oracle(codec, dtype, avx512):
             assert_same(decoded, oracle.decode(codec, want, some.size, dtype), "avx512 decoded")
 
 
+@every_grouped
+def test_every_step_meets_every_significand(codec, avx512):
+    """bfloat16: all significands of amax and of the values below it, which tables of an instruction set may hold."""
+    values = np.zeros((128, 16, 2, 128), np.uint16)  # significand of amax, exponent below it, half of the significands
+    values[..., 1:65] = np.arange(128, dtype=np.uint16).reshape(2, 64)
+    values += ((127 - np.arange(16, dtype=np.uint16)) << 7)[:, None, None]
+    values[..., 0] = (128 << 7) + np.arange(128, dtype=np.uint16)[:, None, None]
+    values[..., 65:] = values[..., 64:0:-1][..., :63] | 0x8000
+    bits = values.ravel()
+    want = oracle.encode(codec, bits, "bfloat16")
+    for isa in ISAS:
+        with forced(isa):
+            assert_same(payload_of(bits, codec, "bfloat16"), want, isa)
+    if "avx512" not in ISAS:
+        assert_same(avx512.encode(codec, bits, "bfloat16"), want, "avx512")
+
+
 @every_codec
 @every_dtype
 def test_tails(codec, dtype):
