@@ -4,8 +4,8 @@
  *
  * Linked with csrc/codec/ (tests/test_codec_soak.py says how); with GCK_EMULATE_AVX512 its
  * AVX-512 kernels run on any machine.  First every pattern of the 16-bit dtypes, rounded to
- * nearest and stochastically, then random calls of 0 to 17 groups of every format and dtype, aligned or not, streaming or not,
- * rounding to nearest or not, until GROUPS groups or SECONDS seconds are through.  Payloads
+ * nearest and stochastically, then random calls of 0 to 17 groups of every format and dtype,
+ * aligned or not, streaming or not, rounding to nearest or not, until GROUPS groups or SECONDS seconds are through.  Payloads
  * are decoded as well, and now and then one that no encoder has written.  Prints a line per
  * second; the first difference ends it with status 1. */
 #include <stdio.h>

@@ -46,8 +46,8 @@ INLINE void encode(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *cod
         /* One batch ahead, so that nobody waits for the division. */
         after = batch_after(first, ngroups, dtype, stream);
         if (after < ngroups) {
-            next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, (const char *)x + (size_t)after * stride, ngroups - after,
-                                   gck_limit(dtype), c);
+            next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, (const char *)x + (size_t)after * stride,
+                                   ngroups - after, gck_limit(dtype), c);
         }
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
