@@ -42,7 +42,7 @@ every_layout = pytest.mark.parametrize(("sizes", "strides"), STRIDED.values(), i
 C_FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -Wall -Wextra")
 ISA_FLAGS = {"avx2": "-mavx2 -mfma -mf16c", "avx512": "-mavx2 -mfma -mf16c -DGCK_EMULATE_AVX512", "": ""}
 CXX_FLAGS = shlex.split(
-    f"""-x c++ -std=c++17 -O1 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off -Wall -Wno-unknown-pragmas
+    f"""-x c++ -std=c++17 -O1 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off -Wall -Wextra -Wno-unknown-pragmas
     -Wno-unused-function -fsanitize=undefined -fsanitize-undefined-trap-on-error -DGCK_EMULATE_CUDA
     '-DGCK_CUDA_ARCHS="emulated"' -include '{CODEC.parent.parent / "tests/emulation/cuda_emulation.h"}'"""
 )
