@@ -6,6 +6,7 @@
 #include "engine/function.h"
 #include "engine/pending.h"
 #include "engine/rerun.h"
+#include "engine/selective.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -223,6 +224,19 @@ static PyMethodDef methods[] = {
      "late_verdicts(on, /)\n--\n\nFor tests: CPU codecs say as late as a device whether they can hold the values."},
     {"settle_verdicts", gck_settle_verdicts, METH_NOARGS,
      "settle_verdicts()\n--\n\nFor tests: the late verdicts come."},
+    {"make_names", gck_make_names, METH_O,
+     "make_names(rows, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group)."},
+    {"make_store", gck_make_store, METH_VARARGS,
+     "make_store(names, mutation, reusable, /)\n--\n\nAn empty Store for one region."},
+    {"rewind", gck_rewind, METH_O, "rewind(store, /)\n--\n\nThe calls of a recompute are counted from 0."},
+    {"selective_enter", gck_selective_enter, METH_VARARGS,
+     "selective_enter(store, replay, /)\n--\n\nCatch the store's operators in this thread."},
+    {"selective_leave", gck_selective_leave, METH_O, "selective_leave(store, /)\n--\n\nCatch them no more."},
+    {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nThe kernel that catches it."},
+    {"selective_key", gck_selective_key, METH_NOARGS,
+     "selective_key()\n--\n\nThe dispatch key that catchers are registered at, or None."},
+    {"add_dispatch", gck_add_dispatch, METH_VARARGS,
+     "add_dispatch(forward, recompute, /)\n--\n\nGive two modes their __torch_dispatch__."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
     {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
     {NULL, NULL, 0, NULL},
@@ -358,6 +372,9 @@ static int module_exec(PyObject *module)
         || (state->Frame = add_type(module, &gck_frame_spec)) == NULL
         || (state->Holder = add_type(module, &gck_holder_spec)) == NULL
         || (state->Recompute = add_type(module, &gck_recompute_spec)) == NULL
+        || (state->Names = add_type(module, &gck_names_spec)) == NULL
+        || (state->Store = add_type(module, &gck_store_spec)) == NULL
+        || (state->Kept = add_type(module, &gck_kept_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL) {
         return -1;
@@ -375,6 +392,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
+    Py_VISIT(state->Names);
+    Py_VISIT(state->Store);
+    Py_VISIT(state->Kept);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_VISIT(state->plans[i].key);
     }
@@ -395,6 +415,9 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->Frame);
     Py_CLEAR(state->Holder);
     Py_CLEAR(state->Recompute);
+    Py_CLEAR(state->Names);
+    Py_CLEAR(state->Store);
+    Py_CLEAR(state->Kept);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_CLEAR(state->plans[i].key);
     }

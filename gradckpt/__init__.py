@@ -16,6 +16,7 @@ from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
+from gradckpt.selective import create_selective_checkpoint_contexts, save
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import reset_stats, stats
 
@@ -31,12 +32,14 @@ __all__ = [
     "codec_info",
     "codecs",
     "compat",
+    "create_selective_checkpoint_contexts",
     "disable",
     "enable",
     "encode",
     "get_rounding_state",
     "is_recomputing",
     "reset_stats",
+    "save",
     "set_rounding_state",
     "stats",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -253,6 +254,46 @@ def recompute_within(
     """As torch: a recompute context may swallow exceptions, the early stop among them; torch.device is inside it."""
     with context, device or contextlib.nullcontext():
         return function(*args, **(kwargs or {}))
+
+
+# ---- selective recompute ----
+
+
+def read_policy(answer: Any, op: Any) -> tuple[int, Any]:
+    from gradckpt import selective
+
+    return selective.read_policy(answer, op)
+
+
+def selective_key(func: Any, args: Any) -> Any:
+    """Under which torch stores a higher order operator."""
+    key = getattr(torch_checkpoint, "_sac_storage_key", None)
+    return key(func, args) if key else func
+
+
+if "op_output" in inspect.signature(torch_checkpoint.SelectiveCheckpointContext.__init__).parameters:
+
+    def selective_context(out: Any) -> Any:
+        return torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=out)
+
+else:
+
+    def selective_context(out: Any) -> Any:
+        context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = out
+        return context
+
+
+def proxy_mode_active() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def dispatch_as_torch(mode: str, self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    torchs = {
+        "forward": torch_checkpoint._CachingTorchDispatchMode,
+        "recompute": torch_checkpoint._CachedTorchDispatchMode,
+    }
+    return torchs[mode].__torch_dispatch__(self, func, types, args, kwargs or {})
 
 
 # ---- what a recompute must not do twice ----

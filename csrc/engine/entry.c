@@ -61,21 +61,6 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-/* The noise of the next tensor in *dither; NULL: to nearest. */
-static const gck_dither *next_dither(const gck_packing *p, gck_dither *dither)
-{
-    gck_rounding *r = &p->state->rounding;
-
-    if (!p->plan.stochastic) {
-        return NULL;
-    }
-    if (r->restored) {
-        *r = (gck_rounding){r->step + 1, 0, 0};
-    }
-    *dither = (gck_dither){p->plan.seed, r->step, r->tensor++};
-    return dither;
-}
-
 /* x becomes a payload: 1; or may not: 0; or -1. */
 static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
 {
@@ -98,7 +83,7 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     if (payload != NULL) {
         state->stats.shared++;
     } else if (PyErr_Occurred()
-               || (payload = gck_payload_new(state, p->plan.codec, x, &view, next_dither(p, &dither),
+               || (payload = gck_payload_new(state, p->plan.codec, x, &view, gck_next_dither(state, &p->plan, &dither),
                                              p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, batch, &fits)) == NULL) {
         return fits ? -1 : count_kept(p, x, GCK_KEEP_FIT);
     }

@@ -118,6 +118,20 @@ static void remember(gck_state *state, gck_payload *self)
     state->recent[0] = self;
 }
 
+const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither)
+{
+    gck_rounding *r = &state->rounding;
+
+    if (!plan->stochastic) {
+        return NULL;
+    }
+    if (r->restored) {
+        *r = (gck_rounding){r->step + 1, 0, 0};
+    }
+    *dither = (gck_dither){plan->seed, r->step, r->tensor++};
+    return dither;
+}
+
 void gck_payload_wait(gck_payload *self, const gck_batch *batch) { self->waits = batch; }
 
 static void forget(gck_payload *self)

@@ -60,6 +60,9 @@ PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x
 void gck_payload_wait(gck_payload *payload, const gck_batch *batch);
 void gck_payload_arrived(gck_payload *payload, int done);
 
+/* The noise of the next tensor in *dither; NULL: the plan rounds to nearest. */
+const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither);
+
 /* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */
 PyObject *gck_payload_decode(gck_payload *payload);
 

@@ -49,7 +49,7 @@ typedef struct gck_payload gck_payload;
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *stateless;       /* dict: id -> weak reference, of modules without running statistics */
     struct {
@@ -67,6 +67,7 @@ typedef struct {
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */
     gck_payload  *pending;         /* likewise: the first of those with an open verdict  */
+    struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
     int           late_verdicts;   /* tests: see pending.h                               */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;

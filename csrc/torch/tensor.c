@@ -75,6 +75,35 @@ static PyObject *load_queue_callback(void)
     return method;
 }
 
+/* The key `Fake` lies between autograd and the kernels, and nothing uses it; `taken` is
+ * what the shim says when that has changed.  0 or -1. */
+static int load_selective(gck_py *py)
+{
+    PyObject *fallback = import_optional("torch._C", "_dispatch_has_backend_fallback"), *taken = NULL;
+
+    py->recompute_mark = PyUnicode_InternFromString("recomputed");
+    py->consumed_mark = PyUnicode_InternFromString("consumed");
+    py->prefer_recompute = PyObject_GetAttrString(py->CheckpointPolicy, "PREFER_RECOMPUTE");
+    py->must_recompute = PyObject_GetAttrString(py->CheckpointPolicy, "MUST_RECOMPUTE");
+    py->key_inplace = PyObject_CallFunction(py->parse_key, "s", "ADInplaceOrView");
+    py->key = fallback != NULL ? PyObject_CallFunction(py->parse_key, "s", "Fake") : NULL;
+    if (py->key != NULL) {
+        taken = PyObject_CallFunctionObjArgs(fallback, py->key, NULL);
+    }
+    if (taken != Py_False) {                     /* no such key, or it is in use: modes do the work */
+        PyErr_Clear();
+        Py_CLEAR(py->recompute_mark);
+    Py_CLEAR(py->consumed_mark);
+    Py_CLEAR(py->prefer_recompute);
+    Py_CLEAR(py->must_recompute);
+    Py_CLEAR(py->key);
+    }
+    Py_XDECREF(fallback);
+    Py_XDECREF(taken);
+    return py->recompute_mark && py->consumed_mark && py->prefer_recompute && py->must_recompute && py->key_inplace
+        ? 0 : -1;
+}
+
 /* On failure the caller clears what was loaded. */
 int gck_py_load(gck_py *py)
 {
@@ -92,7 +121,8 @@ int gck_py_load(gck_py *py)
 #undef NAME
     py->make_saved_tensor = import_optional("torch._C._autograd", "_make_saved_tensor");
     py->peek_functorch = import_optional("torch._C._functorch", "peek_interpreter_stack");
-    if ((py->queue_callback = load_queue_callback()) == NULL || load_dlpack(py) < 0 || gck_rng_load(&py->rng) < 0) {
+    if ((py->queue_callback = load_queue_callback()) == NULL || load_dlpack(py) < 0 || gck_rng_load(&py->rng) < 0
+        || load_selective(py) < 0) {
         return -1;
     }
     py->cpu_bytes = Py_BuildValue("{sOss}", "dtype", py->uint8, "device", "cpu");
@@ -115,6 +145,12 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
     Py_VISIT(py->as_non_leaf);
     Py_VISIT(py->cpu_bytes);
     Py_VISIT(py->cpu);
+    Py_VISIT(py->recompute_mark);
+    Py_VISIT(py->consumed_mark);
+    Py_VISIT(py->prefer_recompute);
+    Py_VISIT(py->must_recompute);
+    Py_VISIT(py->key);
+    Py_VISIT(py->key_inplace);
     Py_VISIT(py->shim);
     return gck_rng_traverse(&py->rng, visit, arg);
 }
@@ -133,6 +169,8 @@ void gck_py_clear(gck_py *py)
     Py_CLEAR(py->as_non_leaf);
     Py_CLEAR(py->cpu_bytes);
     Py_CLEAR(py->cpu);
+    Py_CLEAR(py->key);
+    Py_CLEAR(py->key_inplace);
     Py_CLEAR(py->shim);
     gck_rng_clear(&py->rng);
 }

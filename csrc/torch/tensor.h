@@ -44,7 +44,12 @@
     OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")   \
     OBJECT(tree_flatten, "torch.utils._pytree", "tree_flatten")            \
     OBJECT(tree_unflatten, "torch.utils._pytree", "tree_unflatten")        \
-    OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")
+    OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")      \
+    OBJECT(set_included, "torch._C", "_dispatch_tls_set_dispatch_key_included") \
+    OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
+    OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
+    OBJECT(CheckpointPolicy, "torch.utils.checkpoint", "CheckpointPolicy") \
+    OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
@@ -63,6 +68,10 @@ typedef struct {
     PyObject *as_non_leaf;         /* a DelayedError node: alias that requires grad    */
     PyObject *cpu_bytes;           /* {"dtype": torch.uint8, "device": cpu}            */
     PyObject *cpu;                 /* the string "cpu"                                  */
+    PyObject *recompute_mark, *consumed_mark;      /* in the storage of a selective region */
+    PyObject *prefer_recompute, *must_recompute;   /* of CheckpointPolicy              */
+    PyObject *key;                 /* the dispatch key that catches operators; NULL: none is free */
+    PyObject *key_inplace;         /* ADInplaceOrView                                  */
     PyObject *shim;                /* gradckpt._shim: the rare paths, in Python        */
     struct {
 #define NAME(name) PyObject *name;

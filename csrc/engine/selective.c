@@ -1,0 +1,236 @@
+/* selective.c: operators caught while a region runs.
+ *
+ * Named operators are caught on a dispatch key that torch does not use, below autograd and
+ * below the key of dispatch modes: operators without a name cost nothing.  Where a mode
+ * of somebody else is active it would see what we replay as if it ran, so one of ours is
+ * put on top of it (mode.c), as for policies that are functions and must see everything. */
+#include "selective.h"
+
+#include <stdlib.h>
+
+/* ---- who catches in this thread ---- */
+
+static gck_active *next_here(gck_active *a, unsigned long thread)
+{
+    while (a != NULL && (a->thread != thread || a->busy)) {
+        a = a->next;
+    }
+    return a;
+}
+
+/* Switches the key for this thread; an exception that is pending survives.  0 or -1. */
+static int set_key(const gck_py *py, int on)
+{
+    PyObject *type, *value, *traceback, *result;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    result = PyObject_CallFunctionObjArgs(py->set_included, py->key, on ? Py_True : Py_False, NULL);
+    Py_XDECREF(result);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+        return -1;
+    }
+    return result == NULL ? -1 : 0;
+}
+
+int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay)
+{
+    *active = (gck_active){(gck_store *)Py_NewRef((PyObject *)store), replay, PyThread_get_thread_ident(), 0, state->active};
+    state->active = active;
+    if (replay) {
+        gck_store_rewind(store);
+    }
+    if (set_key(&state->py, 1) < 0) {
+        gck_selective_end(state, active);
+        return -1;
+    }
+    return 0;
+}
+
+void gck_selective_end(gck_state *state, gck_active *active)
+{
+    gck_active **link = &state->active;
+
+    while (*link != NULL && *link != active) {
+        link = &(*link)->next;
+    }
+    if (*link == active) {
+        *link = active->next;
+    }
+    if (next_here(state->active, active->thread) == NULL) {
+        set_key(&state->py, 0);
+    }
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    Py_CLEAR(active->store);
+    PyErr_Restore(type, value, traceback);
+}
+
+PyObject *gck_selective_enter(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    gck_active *active;
+    PyObject *store;
+    int replay;
+
+    if (!PyArg_ParseTuple(args, "O!p:selective_enter", state->Store, &store, &replay)) {
+        return NULL;
+    }
+    active = malloc(sizeof *active);
+    if (active == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (gck_selective_begin(state, active, (gck_store *)store, replay) < 0) {
+        free(active);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *gck_selective_leave(PyObject *module, PyObject *store)
+{
+    gck_state *state = gck_state_of(module);
+    const unsigned long thread = PyThread_get_thread_ident();
+    gck_active *a = state->active;
+
+    while (a != NULL && (a->thread != thread || (PyObject *)a->store != store)) {
+        a = a->next;
+    }
+    if (a == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a selective context was left in a thread that did not enter it");
+        return NULL;
+    }
+    gck_selective_end(state, a);
+    free(a);
+    Py_RETURN_NONE;
+}
+
+/* ---- named operators ---- */
+
+/* The operator itself, below us: seen by those around `hit` only (NULL: by nobody). */
+static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thread, PyObject *call, PyObject *args,
+                            PyObject *kwargs)
+{
+    PyObject *out;
+    gck_active *a;
+
+    for (a = state->active; a != NULL; a = a->next) {
+        a->busy += a->thread == thread;
+        if (a == hit) {
+            break;
+        }
+    }
+    const int alone = next_here(state->active, thread) == NULL;
+    out = alone && set_key(&state->py, 0) < 0 ? NULL : PyObject_Call(call, args, kwargs);
+    for (a = state->active; a != NULL; a = a->next) {
+        a->busy -= a->thread == thread && a->busy > 0;
+        if (a == hit) {
+            break;
+        }
+    }
+    if (alone && set_key(&state->py, 1) < 0) {
+        Py_CLEAR(out);
+    }
+    return out;
+}
+
+/* Is this output to be kept?  1, 0 or -1. */
+static int wanted(gck_store *store, const gck_named *named, PyObject *out)
+{
+    const int64_t call = store->counters[named->group]++;
+
+    if (named->keep == GCK_DECIDE) {
+        return gck_is_decision(store->state, out);
+    }
+    return named->keep == GCK_SAVE && (named->every <= 1 || call % named->every == named->phase);
+}
+
+int gck_record_call(gck_store *store, int i, PyObject *out)
+{
+    const gck_named *named = &store->names->named[i];
+    gck_line *line = &store->lines[i];
+    PyObject *index;
+    int status;
+
+    if (line->calls == NULL
+        && ((line->calls = PyDict_New()) == NULL || PyDict_SetItem(store->storage, named->op, line->calls) < 0)) {
+        return -1;
+    }
+    if ((index = PyLong_FromLongLong(line->next++)) == NULL) {
+        return -1;
+    }
+    status = wanted(store, named, out);
+    if (status >= 0) {
+        status = status ? gck_store_keep(store, line->calls, index, out, &named->plan)
+                        : gck_store_skip(store, line->calls, index);
+    }
+    Py_DECREF(index);
+    return status;
+}
+
+PyObject *gck_replay_call(gck_store *store, int i, int *again)
+{
+    const gck_named *named = &store->names->named[i];
+    gck_line *line = &store->lines[i];
+    PyObject *index = PyLong_FromLongLong(line->next++);
+    PyObject *out = index != NULL ? gck_store_replay(store, named->op, line->calls, index, again) : NULL;
+
+    Py_XDECREF(index);
+    return out;
+}
+
+/* The kernel of a named operator; self is (module, operator, what calls it). */
+static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    gck_state *state = gck_state_of(PyTuple_GetItem(self, 0));
+    PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
+    const unsigned long thread = PyThread_get_thread_ident();
+    gck_active *hit = next_here(state->active, thread);
+    int i = -1, again = 0;
+
+    while (hit != NULL && (i = gck_store_find(hit->store, op)) < 0) {
+        hit = next_here(hit->next, thread);
+    }
+    const int tracing = hit != NULL ? gck_tracing(&state->py) : 0;
+    if (tracing < 0) {
+        return NULL;
+    }
+    if (hit == NULL || tracing) {                /* a block is compiled inside the region: that is no call */
+        return call_below(state, NULL, thread, call, args, kwargs);
+    }
+    gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
+    if (hit->replay) {
+        out = gck_replay_call(store, i, &again);
+        if (again) {
+            out = call_below(state, hit, thread, call, args, kwargs);
+        }
+    } else {
+        out = call_below(state, hit, thread, call, args, kwargs);
+        if (out != NULL && gck_record_call(store, i, out) < 0) {
+            Py_CLEAR(out);
+        }
+    }
+    Py_DECREF((PyObject *)store);
+    return out;
+}
+
+static PyMethodDef caught_def = {"caught", (PyCFunction)(void (*)(void))caught, METH_VARARGS | METH_KEYWORDS, NULL};
+
+PyObject *gck_catcher(PyObject *module, PyObject *op)
+{
+    PyObject *call = PyObject_GetAttrString(op, "_op");
+    PyObject *self = call != NULL ? PyTuple_Pack(3, module, op, call) : NULL;
+    PyObject *function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
+
+    Py_XDECREF(call);
+    Py_XDECREF(self);
+    return function;
+}
+
+PyObject *gck_selective_key(PyObject *module, PyObject *unused)
+{
+    const gck_py *py = &gck_state_of(module)->py;
+
+    (void)unused;
+    return Py_NewRef(py->key != NULL ? py->key : Py_None);
+}

@@ -1,0 +1,77 @@
+/* store.h: outputs of operators kept between the forward of a region and its recompute. */
+#ifndef GRADCKPT_STORE_H
+#define GRADCKPT_STORE_H
+
+#include "payload.h"
+
+/* What a policy says of an operator's outputs. */
+typedef enum {
+    GCK_RECOMPUTE,           /* run it again                                                 */
+    GCK_SAVE,                /* keep its outputs: as they are, or by the plan's codec        */
+    GCK_DECIDE,              /* keep them, exactly, if they are a decision: no floats, or some that are not */
+} gck_keep;
+
+/* One named operator. */
+typedef struct {
+    PyObject *op;            /* OpOverload, owned                                            */
+    gck_keep  keep;
+    gck_plan  plan;          /* GCK_SAVE: codec NULL keeps exactly                           */
+    int       every, phase;  /* of the calls of its group, those with index % every == phase */
+    int       group;         /* index into the store's counters                              */
+} gck_named;
+
+/* Type gradckpt._C.Names: which operators, made once for all regions that keep alike. */
+typedef struct {
+    PyObject_HEAD
+    int        n, ngroups;
+    gck_named *named;        /* n; malloc                                                    */
+} gck_names;
+
+/* The calls of one named operator in one region. */
+typedef struct {
+    PyObject *calls;         /* dict: call -> what is kept; owned, NULL before the first     */
+    int64_t   next;          /* call                                                         */
+} gck_line;
+
+/* Type gradckpt._C.Store: what one region keeps. */
+typedef struct {
+    PyObject_HEAD
+    gck_state *state;        /* borrowed: the type keeps the module alive                    */
+    PyObject  *storage;      /* dict: operator -> calls, as torch's mode has it              */
+    int        mutation;     /* entries may have been changed in place                       */
+    int        reusable;     /* a call may be replayed more than once                        */
+    gck_names *names;        /* owned                                                        */
+    gck_line  *lines;        /* one per name; malloc                                         */
+    int64_t   *counters;     /* one per group: calls in this forward; malloc                 */
+} gck_store;
+
+extern PyType_Spec gck_names_spec, gck_store_spec, gck_kept_spec;
+
+/* Index of op among the names, or -1. */
+int gck_store_find(const gck_store *store, const PyObject *op);
+
+/* New reference. */
+gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int reusable);
+
+/* The outputs of a call into calls[index]: a tensor as a detached alias or a payload,
+ * anything else as it is, also inside tuples and lists.  0 or -1. */
+int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan);
+int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index);
+
+/* New reference: the outputs of that call; NULL with *again = 1 and no exception: to be
+ * recomputed. */
+PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyObject *index, int *again);
+
+/* Are these outputs a decision?  1, 0 or -1. */
+int gck_is_decision(gck_state *state, PyObject *out);
+
+/* The calls of a recompute are counted from 0. */
+void gck_store_rewind(gck_store *store);
+
+/* gradckpt._C.make_names(rows): a row is (op, keep, what compress= takes, every, phase, group).
+ * gradckpt._C.make_store(names, mutation, reusable). */
+PyObject *gck_make_names(PyObject *module, PyObject *rows);
+PyObject *gck_make_store(PyObject *module, PyObject *args);
+PyObject *gck_rewind(PyObject *module, PyObject *store);
+
+#endif
