@@ -6,7 +6,7 @@
 #include "engine/function.h"
 #include "engine/pending.h"
 #include "engine/rerun.h"
-#include "engine/selective.h"
+#include "engine/selective_function.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -134,7 +134,8 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 #define COUNTERS(COUNTER)                                                                                     \
     COUNTER(regions) COUNTER(regions_asked) COUNTER(recomputes) COUNTER(asked) COUNTER(compressed)            \
     COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) COUNTER(live_bytes)                 \
-    COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes) COUNTER(kept_bytes)
+    COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes) COUNTER(decisions)    \
+    COUNTER(decision_bytes) COUNTER(kept_bytes)
 
 static int set_counter(PyObject *dict, const char *key, int64_t value)
 {
@@ -376,7 +377,9 @@ static int module_exec(PyObject *module)
         || (state->Store = add_type(module, &gck_store_spec)) == NULL
         || (state->Kept = add_type(module, &gck_kept_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
-        || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL) {
+        || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
+        || (state->SelectiveRecompute = gck_selective_class(module, &state->py)) == NULL
+        || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }
     return add_compat(module) < 0 ? -1 : PyModule_AddType(module, state->Payload);
@@ -388,7 +391,10 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 
     Py_VISIT(state->Payload);
     Py_VISIT(state->CheckpointFunction);
+    Py_VISIT(state->SelectiveRecompute);
+    Py_VISIT(state->selective_apply);
     Py_VISIT(state->stateless);
+    Py_VISIT(state->decisions);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
@@ -407,7 +413,10 @@ static int module_clear(PyObject *module)
 
     Py_CLEAR(state->Payload);
     Py_CLEAR(state->CheckpointFunction);
+    Py_CLEAR(state->SelectiveRecompute);
+    Py_CLEAR(state->selective_apply);
     Py_CLEAR(state->stateless);
+    Py_CLEAR(state->decisions);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)
     GCK_OPTIONS(OPTION)

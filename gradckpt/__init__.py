@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gradckpt import _C, buffers, compat
+from gradckpt import _C, buffers, compat, policies
 from gradckpt import _ops as _ops
-from gradckpt._C import Payload, checkpoint, codecs, is_recomputing
+from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
@@ -26,6 +26,7 @@ __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
     "Payload",
+    "SelectiveRecompute",
     "buffers",
     "checkpoint",
     "checkpoint_sequential",
@@ -38,6 +39,7 @@ __all__ = [
     "encode",
     "get_rounding_state",
     "is_recomputing",
+    "policies",
     "reset_stats",
     "save",
     "set_rounding_state",

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,15 +23,25 @@ logger = logging.getLogger("gradckpt")
 # ---- compress= ----
 
 
-def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, bool, int] | None:
-    """What C needs of ``compress=``: codec, min_numel, replay, floating, leaves, stochastic, seed."""
+def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, bool, bool, int] | None:
+    """What C needs of ``compress=``: codec, min_numel, replay, floating, leaves, decisions, stochastic, seed."""
     from gradckpt.config import parse_compress
 
     config = parse_compress(compress)
     if config is None:
         return None
     floating = config.include == "floating"
-    return config.codec, config.min_numel, config.replay, floating, config.leaves, config.stochastic, config.seed
+    decisions = config.decisions and not config.replay and config.lossy
+    return (
+        config.codec,
+        config.min_numel,
+        config.replay,
+        floating,
+        config.leaves,
+        decisions,
+        config.stochastic,
+        config.seed,
+    )
 
 
 def tracing_mode_active() -> bool:
@@ -263,6 +274,65 @@ def read_policy(answer: Any, op: Any) -> tuple[int, Any]:
     from gradckpt import selective
 
     return selective.read_policy(answer, op)
+
+
+def selective_policy(policy: Any) -> tuple[Any, Any]:
+    """Names to catch, and the function to ask, or None."""
+    from gradckpt import policies, selective
+
+    if isinstance(policy, str):
+        policy = policies.by_name(policy)
+    known = selective.as_policy(policy)
+    if known is None:
+        return selective.NOTHING, policy
+    if known.catchable:
+        selective.catch(known)
+        return known.names, None
+    return selective.NOTHING, selective.asker(known)
+
+
+_checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[torch.Tensor]) -> None:
+    """Once for each module and method: nothing outside the targets is differentiated by."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "")
+    checked = _checked.setdefault(owner, set())
+    if method in checked:
+        return
+    known = {id(x) for x in targets}
+    seen, nodes = set(), [x.grad_fn for x in roots if x.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+            raise RuntimeError(
+                f"gradckpt.SelectiveRecompute: {type(owner).__name__} uses a tensor of shape {tuple(variable.shape)} that "
+                "requires grad and is neither a parameter of it nor an argument, so its gradient would be lost; register "
+                "it as a parameter, pass it as an argument, or use gradckpt.checkpoint"
+            )
+        nodes.extend(n for n, _ in node.next_functions if n is not None)
+    checked.add(method)
+
+
+def selective_mode(store: Any, policy_fn: Any, replay: int) -> Any:
+    from gradckpt import selective
+
+    if replay:
+        return selective.RecomputeContext(store, False, False)
+    return selective.ForwardContext(policy_fn, store, False)
+
+
+def decision_names() -> Any:
+    from gradckpt import policies, selective
+
+    selective.catch(policies.decisions)
+    return policies.decisions.names
 
 
 def selective_key(func: Any, args: Any) -> Any:

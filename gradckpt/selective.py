@@ -19,7 +19,7 @@ from gradckpt import _C
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
-RECOMPUTE, SAVE, DECIDE = 0, 1, 2
+RECOMPUTE, SAVE, DECIDE, DECIDE_CAST = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Policy:
     def compressed(self, compress: Compress) -> Policy:
         """The same, with what is kept compressed; decisions stay exact."""
         config = save(compress).config
-        return Policy(r if r.keep == DECIDE else r._replace(config=config) for r in self.rules.values())
+        return Policy(r if r.keep >= DECIDE else r._replace(config=config) for r in self.rules.values())
 
     def __or__(self, other: Any) -> Policy:
         return Policy([*self.rules.values(), *other.rules.values()]) if isinstance(other, Policy) else NotImplemented
@@ -151,10 +151,23 @@ def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
             _check_op(op)
         return Policy(_rule(op, answer) for op, answer in policy_or_ops.items())
     if isinstance(policy_or_ops, (list, tuple, set, frozenset)):
-        return Policy(Rule(op) for op in policy_or_ops)
+        return _of_list(tuple(policy_or_ops))
     if callable(policy_or_ops):
         return None
     raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
+
+
+_lists: dict[tuple[Any, ...], Policy] = {}
+
+
+def _of_list(ops: tuple[Any, ...]) -> Policy:
+    """Remembered: the same list comes with every region of every step."""
+    if any(not isinstance(op, torch._ops.OperatorBase) for op in ops) or ops not in _lists:
+        policy = Policy(Rule(op) for op in ops)
+        if len(_lists) >= 64:
+            _lists.clear()
+        _lists[ops] = policy
+    return _lists[ops]
 
 
 # ---- catching them ----
@@ -171,14 +184,16 @@ def _library(namespace: str, kind: str) -> torch.library.Library:
     return _libraries[namespace, kind]
 
 
-def _catch(ops: Iterable[Any]) -> None:
+def catch(policy: Policy) -> None:
     """Register the kernels, once in a process. They do nothing while no region names their operator."""
+    if _key is None:
+        return
     with _lock:
         if not _caught:
             everything = torch.library.Library("_", "IMPL", "Fake")
             everything.fallback(torch.library.fallthrough_kernel, "Fake")
             _libraries["_", "IMPL"] = everything
-        for op in ops:
+        for op in policy.rules:
             if op not in _caught:
                 _library(op.namespace, "IMPL").impl(op, _C.catcher(op), "Fake")
                 _caught.add(op)
@@ -261,18 +276,18 @@ def create_selective_checkpoint_contexts(
     policy = as_policy(policy_or_ops)
     by_key = policy is not None and policy.catchable and _key is not None
     if policy is None:
-        store, policy_fn = _C.make_store(_nothing, allow_cache_entry_mutation, reusable), policy_or_ops
+        store, policy_fn = _C.make_store(NOTHING, allow_cache_entry_mutation, reusable), policy_or_ops
     else:
-        store, policy_fn = _C.make_store(policy.names, allow_cache_entry_mutation, reusable), _asker(policy)
+        store, policy_fn = _C.make_store(policy.names, allow_cache_entry_mutation, reusable), asker(policy)
         if by_key:
-            _catch(policy.rules)
+            catch(policy)
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
 
 
-_nothing = _C.make_names(())
+NOTHING = _C.make_names(())
 
 
-def _asker(policy: Policy) -> Callable[..., Any]:
+def asker(policy: Policy) -> Callable[..., Any]:
     """The policy as a function, for the mode: under tracing, or where there is no key."""
     counts: dict[str, int] = {}
 
@@ -283,7 +298,7 @@ def _asker(policy: Policy) -> Callable[..., Any]:
         call = counts[rule.group] = counts.get(rule.group, -1) + 1
         if call % rule.every != rule.phase:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if rule.keep == DECIDE and not _is_decision(ctx.op_output):
+        if rule.keep == DECIDE_CAST and not _is_decision(ctx.op_output):
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if rule.config is None or torch.compiler.is_compiling() else Save(rule.config)
 

@@ -98,6 +98,15 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     return 1;
 }
 
+int gck_entry_encode(gck_packing *p, PyObject *x, gck_entry *entry)
+{
+    PyObject *forward = NULL;
+    const int packed = pack_payload(p, x, entry, &forward);
+
+    Py_XDECREF(forward);
+    return packed;
+}
+
 /* -1 with an exception: inference tensors have no version. */
 static int64_t version_of(const gck_py *py, PyObject *x)
 {

@@ -35,6 +35,9 @@ typedef struct {
  * payload gives back.  0, or -1 with an exception and *entry empty. */
 int gck_entry_pack(gck_packing *packing, PyObject *x, int positional, gck_entry *entry, PyObject **forward);
 
+/* *entry becomes a payload: 1; or x may not, and *entry is left alone: 0; or -1. */
+int gck_entry_encode(gck_packing *packing, PyObject *x, gck_entry *entry);
+
 /* New reference: the argument for the recompute; its values may wait in `batch`. */
 PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch);
 

@@ -81,7 +81,7 @@ static PyObject *ask(gck_dispatch *d, PyObject *out)
     const gck_py *py = &d->store->state->py;
     const Py_ssize_t n = PyTuple_Size(d->args);
     PyObject *policy = PyObject_GetAttrString(d->self, "policy_fn");
-    PyObject *context = PyObject_CallMethod(py->shim, "selective_context", "O", out);
+    PyObject *context = PyObject_CallMethod(py->shim, "selective_context", "(O)", out);
     PyObject *all = policy && context ? PyTuple_New(n + 2) : NULL, *answer = NULL;
 
     if (all != NULL) {

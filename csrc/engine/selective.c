@@ -139,10 +139,10 @@ static int wanted(gck_store *store, const gck_named *named, PyObject *out)
 {
     const int64_t call = store->counters[named->group]++;
 
-    if (named->keep == GCK_DECIDE) {
+    if (named->keep == GCK_DECIDE_CAST) {
         return gck_is_decision(store->state, out);
     }
-    return named->keep == GCK_SAVE && (named->every <= 1 || call % named->every == named->phase);
+    return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
 }
 
 int gck_record_call(gck_store *store, int i, PyObject *out)
@@ -161,8 +161,9 @@ int gck_record_call(gck_store *store, int i, PyObject *out)
     }
     status = wanted(store, named, out);
     if (status >= 0) {
-        status = status ? gck_store_keep(store, line->calls, index, out, &named->plan)
-                        : gck_store_skip(store, line->calls, index);
+        status = !status ? gck_store_skip(store, line->calls, index)
+               : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
+                                         : gck_store_decide(store, line->calls, index, out);
     }
     Py_DECREF(index);
     return status;
@@ -225,6 +226,62 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     Py_XDECREF(call);
     Py_XDECREF(self);
     return function;
+}
+
+/* ---- around a region ---- */
+
+int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay)
+{
+    int modes;
+    PyObject *entered;
+
+    c->mode = NULL;
+    c->by_key = 0;
+    if (store == NULL || (modes = gck_ask(state->py.dispatch_stack_len)) < 0) {
+        return store == NULL ? 0 : -1;
+    }
+    if (policy_fn == NULL && !modes && state->py.key != NULL) {
+        c->by_key = gck_selective_begin(state, &c->active, store, replay) == 0;
+        return c->by_key ? 0 : -1;
+    }
+    c->mode = PyObject_CallMethod(state->py.shim, "selective_mode", "OOi", (PyObject *)store,
+                                  policy_fn != NULL ? policy_fn : Py_None, replay);
+    entered = c->mode != NULL ? PyObject_CallMethod(c->mode, "__enter__", NULL) : NULL;
+    if (entered == NULL) {
+        Py_CLEAR(c->mode);
+        return -1;
+    }
+    Py_DECREF(entered);
+    return 0;
+}
+
+/* An exception that is pending survives. */
+int gck_catch_end(gck_state *state, gck_catch *c)
+{
+    PyObject *type, *value, *traceback, *left;
+
+    if (c->by_key) {
+        gck_selective_end(state, &c->active);
+    }
+    if (c->mode == NULL) {
+        return 0;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    left = PyObject_CallMethod(c->mode, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_XDECREF(left);
+    Py_CLEAR(c->mode);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+    return left == NULL ? -1 : 0;
+}
+
+gck_store *gck_decisions(gck_state *state)
+{
+    if (state->decisions == NULL) {
+        state->decisions = PyObject_CallMethod(state->py.shim, "decision_names", NULL);
+    }
+    return state->decisions == NULL ? NULL : gck_store_new(state, (gck_names *)state->decisions, 0, 1);
 }
 
 PyObject *gck_selective_key(PyObject *module, PyObject *unused)

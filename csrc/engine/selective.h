@@ -18,6 +18,19 @@ typedef struct gck_active {
 int  gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay);
 void gck_selective_end(gck_state *state, gck_active *active);
 
+/* The same, by a mode of ours where modes of others watch, or where the policy is a function.
+ * store NULL: nothing is caught.  0 or -1. */
+typedef struct {
+    gck_active active;
+    int        by_key;
+    PyObject  *mode;
+} gck_catch;
+int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay);
+int gck_catch_end(gck_state *state, gck_catch *c);
+
+/* New reference: an empty store for what operators decide.  NULL with an exception. */
+gck_store *gck_decisions(gck_state *state);
+
 /* One call of the store's operator i: keep of its outputs what the policy wants; or give
  * them back, new reference, NULL with *again = 1: run it. */
 int       gck_record_call(gck_store *store, int i, PyObject *out);

@@ -117,11 +117,26 @@ static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
     return payload;
 }
 
+/* New reference; takes over val, also on failure. */
+static PyObject *kept_new(gck_store *store, PyObject *val, int encoded, int64_t version)
+{
+    gck_kept *self = PyObject_GC_New(gck_kept, store->state->Kept);
+
+    if (self == NULL) {
+        Py_DECREF(val);
+        return NULL;
+    }
+    self->val = val;
+    self->encoded = encoded;
+    self->version = version;
+    PyObject_GC_Track((PyObject *)self);
+    return (PyObject *)self;
+}
+
 static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
 {
     const gck_py *py = &store->state->py;
     const int tensor = gck_is_tensor(py, x);
-    gck_kept *self;
     PyObject *val = NULL;
 
     if (tensor < 0) {
@@ -137,15 +152,38 @@ static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
     if (val == NULL) {
         val = tensor ? detached(py, x) : Py_NewRef(x);
     }
-    if (val == NULL || (self = PyObject_GC_New(gck_kept, store->state->Kept)) == NULL) {
-        Py_XDECREF(val);
+    return val == NULL ? NULL : kept_new(store, val, payload, tensor && !payload ? version_of(py, val) : -1);
+}
+
+/* A copy of what an operator decided; bool as bits. */
+static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
+{
+    gck_state *state = store->state;
+    const gck_plan bits = {.codec = gck_codec_find("mask"), .min_numel = 1};
+    const int tensor = gck_is_tensor(&state->py, x);
+    PyObject *val = NULL;
+    gck_tensor view;
+    int fits, verdict;
+
+    (void)unused;
+    if (tensor <= 0) {
+        return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), 0, -1);
+    }
+    verdict = gck_tensor_view(&state->py, x, bits.codec->dtypes, &view);
+    if (verdict < 0) {
         return NULL;
     }
-    self->val = val;
-    self->encoded = payload;
-    self->version = tensor && !payload ? version_of(py, val) : -1;
-    PyObject_GC_Track((PyObject *)self);
-    return (PyObject *)self;
+    if (verdict == GCK_COMPRESS) {
+        val = gck_payload_new(state, bits.codec, x, &view, NULL, GCK_FOR_USER, NULL, &fits);
+        state->stats.decision_bytes += val != NULL ? gck_nbytes(bits.codec, view.numel, view.dtype) : 0;
+    } else {
+        val = PyObject_CallMethod(x, "clone", NULL);
+        PyObject *nbytes = val != NULL ? PyObject_GetAttrString(val, "nbytes") : NULL;
+        state->stats.decision_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
+        Py_XDECREF(nbytes);
+    }
+    state->stats.decisions++;
+    return val != NULL ? kept_new(store, val, verdict == GCK_COMPRESS, -1) : NULL;
 }
 
 /* f(item) for each item of a tuple or list, into a tuple or list. */
@@ -186,12 +224,27 @@ int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject 
     return status;
 }
 
+int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, PyObject *out)
+{
+    PyObject *kept = map(store, out, NULL, copy_one);
+    const int status = kept == NULL ? -1 : PyDict_SetItem(calls, index, kept);
+
+    Py_XDECREF(kept);
+    return status;
+}
+
 int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index)
 {
     return PyDict_SetItem(calls, index, store->state->py.recompute_mark);
 }
 
 /* ---- the other way ---- */
+
+/* Of an entry that stays.  A decision, a copy, is copied again: the recompute may write into it, too. */
+static PyObject *fresh(gck_store *store, const gck_kept *kept)
+{
+    return kept->version >= 0 ? detached(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
+}
 
 static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
 {
@@ -210,7 +263,7 @@ static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
         return NULL;
     }
     /* Autograd writes into the object it gets: an entry that stays gives another one. */
-    return store->reusable && kept->version >= 0 ? detached(py, kept->val) : Py_NewRef(kept->val);
+    return store->reusable && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept) : Py_NewRef(kept->val);
 }
 
 static const char mismatch[] = "This can happen if the operations in the checkpointed region are nondeterministic or "
@@ -263,20 +316,10 @@ static int is_floating(PyObject *x)
 
 int gck_is_decision(gck_state *state, PyObject *out)
 {
-    const Py_ssize_t n = PyTuple_Check(out) || PyList_Check(out) ? PySequence_Size(out) : -1;
-    int tensor, truth = 0;
+    const int tensor = gck_is_tensor(&state->py, out);
+    const int floating = tensor > 0 ? is_floating(out) : tensor;
 
-    if (n < 0) {
-        tensor = gck_is_tensor(&state->py, out);
-        truth = tensor > 0 ? is_floating(out) : tensor;
-        return truth < 0 ? -1 : tensor && !truth;
-    }
-    for (Py_ssize_t i = 0; i < n && truth == 0; i++) {
-        PyObject *item = PySequence_GetItem(out, i);
-        truth = item != NULL ? gck_is_decision(state, item) : -1;
-        Py_XDECREF(item);
-    }
-    return truth;
+    return floating < 0 ? -1 : tensor && !floating;
 }
 
 /* ---- names ---- */

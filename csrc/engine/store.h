@@ -8,7 +8,8 @@
 typedef enum {
     GCK_RECOMPUTE,           /* run it again                                                 */
     GCK_SAVE,                /* keep its outputs: as they are, or by the plan's codec        */
-    GCK_DECIDE,              /* keep them, exactly, if they are a decision: no floats, or some that are not */
+    GCK_DECIDE,              /* keep a copy: nobody who changes them in place is refused     */
+    GCK_DECIDE_CAST,         /* the same, of a cast to something that is not floating        */
 } gck_keep;
 
 /* One named operator. */
@@ -56,13 +57,15 @@ gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int r
 /* The outputs of a call into calls[index]: a tensor as a detached alias or a payload,
  * anything else as it is, also inside tuples and lists.  0 or -1. */
 int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan);
+/* The same as copies; bool as bits. */
+int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, PyObject *out);
 int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index);
 
 /* New reference: the outputs of that call; NULL with *again = 1 and no exception: to be
  * recomputed. */
 PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyObject *index, int *again);
 
-/* Are these outputs a decision?  1, 0 or -1. */
+/* Is this a tensor of integers or bools?  1, 0 or -1. */
 int gck_is_decision(gck_state *state, PyObject *out);
 
 /* The calls of a recompute are counted from 0. */

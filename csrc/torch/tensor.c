@@ -64,15 +64,17 @@ static int load_dlpack(gck_py *py)
     return 0;
 }
 
-static PyObject *load_queue_callback(void)
+/* Methods of the autograd engine.  0 or -1. */
+static int load_engine(gck_py *py)
 {
     PyObject *variable = import_attribute("torch.autograd", "Variable");
     PyObject *engine = variable != NULL ? PyObject_GetAttrString(variable, "_execution_engine") : NULL;
-    PyObject *method = engine != NULL ? PyObject_GetAttrString(engine, "queue_callback") : NULL;
 
+    py->queue_callback = engine != NULL ? PyObject_GetAttrString(engine, "queue_callback") : NULL;
+    py->run_backward = engine != NULL ? PyObject_GetAttrString(engine, "run_backward") : NULL;
     Py_XDECREF(variable);
     Py_XDECREF(engine);
-    return method;
+    return py->queue_callback == NULL || py->run_backward == NULL ? -1 : 0;
 }
 
 /* The key `Fake` lies between autograd and the kernels, and nothing uses it; `taken` is
@@ -121,7 +123,7 @@ int gck_py_load(gck_py *py)
 #undef NAME
     py->make_saved_tensor = import_optional("torch._C._autograd", "_make_saved_tensor");
     py->peek_functorch = import_optional("torch._C._functorch", "peek_interpreter_stack");
-    if ((py->queue_callback = load_queue_callback()) == NULL || load_dlpack(py) < 0 || gck_rng_load(&py->rng) < 0
+    if (load_engine(py) < 0 || load_dlpack(py) < 0 || gck_rng_load(&py->rng) < 0
         || load_selective(py) < 0) {
         return -1;
     }
@@ -141,6 +143,7 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
 #undef OBJECT
     Py_VISIT(py->make_saved_tensor);
     Py_VISIT(py->queue_callback);
+    Py_VISIT(py->run_backward);
     Py_VISIT(py->peek_functorch);
     Py_VISIT(py->as_non_leaf);
     Py_VISIT(py->cpu_bytes);
@@ -165,6 +168,7 @@ void gck_py_clear(gck_py *py)
 #undef NAME
     Py_CLEAR(py->make_saved_tensor);
     Py_CLEAR(py->queue_callback);
+    Py_CLEAR(py->run_backward);
     Py_CLEAR(py->peek_functorch);
     Py_CLEAR(py->as_non_leaf);
     Py_CLEAR(py->cpu_bytes);

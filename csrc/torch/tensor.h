@@ -48,6 +48,7 @@
     OBJECT(set_included, "torch._C", "_dispatch_tls_set_dispatch_key_included") \
     OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
     OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
+    OBJECT(partial, "functools", "partial")                                \
     OBJECT(CheckpointPolicy, "torch.utils.checkpoint", "CheckpointPolicy") \
     OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")
 
@@ -63,6 +64,7 @@ typedef struct {
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
     PyObject *make_saved_tensor;   /* torch's, or the shim's where torch < 2.12 has none */
+    PyObject *run_backward;        /* of the autograd engine                           */
     PyObject *queue_callback;      /* of the autograd engine: at the end of a graph task */
     PyObject *peek_functorch;      /* torch._C._functorch.peek_interpreter_stack       */
     PyObject *as_non_leaf;         /* a DelayedError node: alias that requires grad    */

@@ -1,0 +1,90 @@
+"""Policies ready to use, for :func:`gradckpt.create_selective_checkpoint_contexts` and ``policy=``.
+
+They combine with ``|``, and ``policy.compressed("int8")`` keeps the same outputs compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradckpt.selective import DECIDE, DECIDE_CAST, Policy, Rule
+
+__all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attention", "save_matmuls"]
+
+
+def _overloads(*names: str) -> list[Any]:
+    """Those that this torch has, of ``"mm.default"`` or, for every overload that does not write, ``"topk"``."""
+    found: list[Any] = []
+    for name in names:
+        packet_name, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, packet_name, None)
+        for each in packet.overloads() if packet and not overload else [overload]:
+            op = getattr(packet, each, None)
+            if op is not None and not op._schema.is_mutable:
+                found.append(op)
+    return found
+
+
+MATMULS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "_scaled_mm.default", "_grouped_mm.default")
+ATTENTION = (
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_fused_attention_overrideable.default",
+    "_flash_attention_forward.default",
+    "_efficient_attention_forward.default",
+)
+#: What an operator returns that another value of its input could have changed altogether.
+DECISIONS = (
+    *("topk", "sort", "kthvalue", "mode", "argmax", "argmin", "argsort", "max.dim", "min.dim", "median.dim"),
+    *("nanmedian.dim", "cummax", "cummin", "multinomial", "bernoulli", "nonzero", "nonzero_static", "searchsorted"),
+    *("bucketize", "_unique2", "unique_consecutive", "unique_dim", "gt", "ge", "lt", "le", "eq", "ne"),
+)
+CASTS = ("_to_copy.default",)
+
+
+def _policy(names: Iterable[str], **rule: Any) -> Policy:
+    return Policy(Rule(op, **rule) for op in _overloads(*names))
+
+
+#: Outputs of matrix products are kept.
+save_matmuls = _policy(MATMULS)
+
+#: Outputs of fused attention are kept, its log-sum-exp and random state with them (those exactly).
+save_attention = _policy(ATTENTION)
+
+#: Of a region's matrix products, the second, the fourth and so on are kept (as torchtitan does).
+every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
+
+#: What operators decide is kept, exactly: see ``CompressionConfig.decisions``, which is on by default.
+decisions = Policy(
+    [*(Rule(op, DECIDE) for op in _overloads(*DECISIONS)), *(Rule(op, DECIDE_CAST) for op in _overloads(*CASTS))]
+)
+
+_BY_NAME = {
+    "save_matmuls": save_matmuls,
+    "save_attention": save_attention,
+    "every_other_matmul": every_other_matmul,
+    "decisions": decisions,
+}
+
+
+def by_name(name: str) -> Policy:
+    """``"save_attention"``, ``"save_matmuls:int8"`` (compressed), ``"save_attention|save_matmuls:int8"``.
+
+    Raises:
+        ValueError: there is no such policy or codec; the message lists the names.
+    """
+    combined: Policy | None = None
+    for part in name.split("|"):
+        plain, _, codec = part.strip().partition(":")
+        if plain not in _BY_NAME:
+            raise ValueError(f"gradckpt: unknown policy {plain!r}; choose one of: {', '.join(_BY_NAME)}")
+        policy = _BY_NAME[plain].compressed(codec) if codec else _BY_NAME[plain]
+        combined = policy if combined is None else combined | policy
+    assert combined is not None
+    return combined
