@@ -14,10 +14,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 # Compiling device code for every architecture takes minutes; tests need that it compiles and that one runs.
 TEST_ARCHS := $(or $(GRADCKPT_CUDA_ARCHS),8.0;9.0+PTX)
+VENVS := $(VENV) .venv*
+GPU_STAMPS := $(foreach venv,$(VENVS),$(venv)/.gpu-*)
 # Two test processes share the cores; two threads in each make both crawl.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 
-.PHONY: help demo test soak bench lint gpu clean setup
+.PHONY: help demo test soak bench lint gpu gpu_here gpu_tools clean setup
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -41,11 +43,20 @@ lint: $(VENV)/.strict  ## ruff and mypy
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
 
-gpu:  ## the tests and benchmarks that need CUDA
+gpu:  ## on a CUDA machine: byte parity, sanitizers, speed and memory (under 8 minutes)
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
-	    $(MAKE) --no-print-directory $(VENV)/.strict && \
-	    $(BIN)/pytest -q -k "cuda or gpu" $(TEST_ARGS) && $(BIN)/python benchmarks/bench_codecs.py --device cuda; \
+	    $(MAKE) --no-print-directory gpu_tools && \
+	    $(MAKE) --no-print-directory gpu_here CARDS="$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
+	        | tr -d ' ' | sort -u | paste -sd, -)"; \
 	else echo "make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run."; fi
+
+# CARDS: compute capabilities, e.g. 9.0 or 8.6,9.0.
+gpu_here: $(VENV)/.gpu-$(CARDS)
+	@$(BIN)/pytest -q --timeout 600 tests/test_gpu_device.py $(TEST_ARGS)
+	@$(BIN)/python benchmarks/gpu_parity.py
+	@$(BIN)/python benchmarks/gpu_sanitize.py
+	@$(BIN)/python benchmarks/gpu_roofline.py
+	@$(BIN)/python benchmarks/gpu_memory.py
 
 clean:  ## remove .venv and everything that was built
 	rm -rf .venv .venv-torch-* $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gradckpt/_C*.so
@@ -73,15 +84,34 @@ $(VENV)/.torch: pyproject.toml
 	@$(PIP) "torch==$(TORCH)"
 	@touch $@
 
-# Editable, so that the sources and the installed package are one; C is compiled again when it changed.
+# Editable, so that the sources and the installed package are one; C is compiled again when it changed. There is one
+# extension in the tree, whatever the .venv: who builds it for other architectures takes those stamps away.
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	@echo "building gradckpt"
+	@rm -f $(VENV)/.strict $(GPU_STAMPS)
 	@$(PIP) --editable ".[demo]" "torch==$(TORCH)"
-	@rm -f $(VENV)/.strict
 	@touch $@
 
 # The same with warnings as errors and the tools of the tests; serves the other targets too.
 $(VENV)/.strict: $(VENV)/.torch $(SOURCES)
 	@echo "building gradckpt, warnings are errors"
+	@rm -f $(GPU_STAMPS)
 	@GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(TEST_ARCHS)" $(PIP) --editable ".[demo,test]" "torch==$(TORCH)"
 	@touch $(VENV)/.built $@
+
+# For the cards of this machine alone.
+$(VENV)/.gpu-$(CARDS): $(VENV)/.torch $(SOURCES)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
+	    || { echo "make gpu: the torch in $(VENV) is built without CUDA; install one with CUDA there" >&2; exit 1; }
+	@echo "building gradckpt for compute capability $(CARDS)"
+	@rm -f $(foreach venv,$(VENVS),$(venv)/.built $(venv)/.strict) $(GPU_STAMPS)
+	@GRADCKPT_CUDA=1 GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(CARDS)" $(PIP) --editable ".[demo,test]" "torch==$(TORCH)"
+	@touch $@
+
+# Where setup.py looks for it; asked before anything is downloaded.
+gpu_tools:
+	@home="$${CUDA_HOME:-$$CUDA_PATH}"; \
+	 if [ -n "$$home" ]; then test -x "$$home/bin/nvcc"; \
+	 else command -v nvcc >/dev/null || test -x /usr/local/cuda/bin/nvcc; fi \
+	    || { echo "make gpu: nvcc was not found; install the CUDA toolkit and put nvcc on PATH or set CUDA_HOME" >&2; \
+	         exit 1; }

@@ -1,8 +1,8 @@
-"""Speed and quality of the codecs.
+"""Speed and quality of the codecs on the CPU; gpu_roofline.py has the speed of the CUDA kernels.
 
-    python benchmarks/bench_codecs.py [--device cuda] [--mib 256] [--threads 1,2] [--isa scalar,avx2] ...
+    python benchmarks/bench_codecs.py [--mib 256] [--threads 1,2] [--isa scalar,avx2] ...
 
-CPU. GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same values, timed
+GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same values, timed
 before and after every repeat of every kernel, so that a noisy machine harms both alike. Everything
 is written into warm, preallocated buffers: torch's allocator gives large tensors back to the
 kernel, so gradckpt.encode() pays for page faults that memcpy into a warm buffer does not. The
@@ -10,8 +10,6 @@ extension exports nothing but its module, hence the benchmark compiles csrc/code
 with the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode() by ctypes:
 the shipped C, dispatch and streaming included. Several threads: as many Python threads, each with its
 own part of the buffers (ctypes releases the GIL). The scalar kernels are timed 3 times at most.
-
-CUDA. torch.ops.gradckpt.encode and decode, timed by CUDA events beside a device copy.
 
 SQNR: of Gaussian values, and of the ordinary channels of set X of tests/codec_inputs.py (channel and
 token sizes lognormal, six channels 20 to 45 times larger, two massive values), bfloat16. What codecs do
@@ -97,7 +95,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     return library
 
 
-# ---- CPU ----
+# ---- measuring ----
 
 
 class Parts:
@@ -181,36 +179,6 @@ def cpu_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# ---- CUDA ----
-
-
-def cuda_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    dtype = DTYPES[options.dtype][1]
-    x = torch.randn((options.mib << 20) // dtype.itemsize // 128 * 128, device="cuda")
-    x = x > 0 if dtype == torch.bool else x.to(dtype)
-    out = torch.empty_like(x)
-    rows = []
-    for codec in options.codecs:
-        payload = torch.ops.gradckpt.encode(x, codec)
-        calls: dict[str, Callable[[], Any]] = {
-            "memcpy": lambda: out.copy_(x),
-            "encode": lambda codec=codec: torch.ops.gradckpt.encode(x, codec),
-            "decode": lambda codec=codec, p=payload: torch.ops.gradckpt.decode(p, codec, [x.numel()], dtype),
-        }
-        times: Times = {what: [] for what in calls}
-        for n in range(options.repeat + 3):  # three rounds of warming up
-            for what, call in calls.items():
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                call()
-                end.record()
-                end.synchronize()
-                if n >= 3:
-                    times[what].append(begin.elapsed_time(end) / 1000)
-        rows.append(row(options, codec, "cuda", 1, x.numel(), times))
-    return rows
-
-
 # ---- figures ----
 
 
@@ -245,14 +213,14 @@ def quality(codecs: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def print_speed(rows: list[dict[str, Any]], what: str) -> None:
-    columns = ["codec", "ISA", "threads", f"{what} GB/s", "encode GB/s", "share", "decode GB/s", "share"]
+def print_speed(rows: list[dict[str, Any]]) -> None:
+    columns = ["codec", "ISA", "threads", "memcpy GB/s", "encode GB/s", "share", "decode GB/s", "share"]
     keys = ["codec", "isa", "threads", "memcpy_gbs", "encode_gbs", "encode_share", "decode_gbs", "decode_share"]
 
     def cell(key: str, value: Any) -> str:
         return f"{value:.2f}x" if key.endswith("share") else f"{value:.1f}" if key.endswith("gbs") else str(value)
 
-    title = f"bytes read and written per second; share: of {what} in the same run"
+    title = "bytes read and written per second; share: of memcpy in the same run"
     machine.print_table(title, columns, [[cell(key, r[key]) for key in keys] for r in rows])
 
 
@@ -283,7 +251,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--codecs", help="comma-separated (default: all that take the dtype)")
     parser.add_argument("--isa", help="comma-separated instruction sets (default: all that this CPU has)")
     parser.add_argument("--threads", default="1" if cores == 1 else f"1,{min(cores, 8)}", help="e.g. 1,2")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     options = parser.parse_args()
     taking = [c for c in gradckpt.codecs() if options.dtype in gradckpt.codec_info(c)["dtypes"]]
@@ -297,23 +264,21 @@ def parse() -> argparse.Namespace:
         parser.error(f"--threads takes numbers, not {options.threads!r}")
     if min(options.threads) < 1 or options.mib < 1 or options.repeat < 1:
         parser.error("--threads, --mib and --repeat are at least 1")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch sees no CUDA device")
     return options
 
 
 def main() -> None:
     options = parse()
-    found = machine.facts(options.device)
-    rows = cuda_rows(options) if options.device == "cuda" else cpu_rows(options)
+    found = machine.facts()
+    rows = cpu_rows(options)
     values = quality([c for c in options.codecs if "bfloat16" in gradckpt.codec_info(c)["dtypes"]])
     if not options.json:
         title = f"codecs: {options.mib} MiB of {options.dtype}, median of {options.repeat}, warmed"
         machine.print_head(title, found)
-        print_speed(rows, "device copy" if options.device == "cuda" else "memcpy")
+        print_speed(rows)
         if values:
             print_quality(values)
-    setting = {"mib": options.mib, "repeat": options.repeat, "dtype": options.dtype, "device": options.device}
+    setting = {"mib": options.mib, "repeat": options.repeat, "dtype": options.dtype}
     machine.print_json({"benchmark": "codecs", **found, **setting, "speed": rows, "quality": values})
 
 

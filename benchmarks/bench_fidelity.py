@@ -149,14 +149,8 @@ def cells(row: Row, layers: str) -> list[str]:
     ]
 
 
-def print_markdown(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    print(f"\n**{title}**\n")
-    for row in (columns, ["---"] * len(columns), *rows):
-        print("| " + " | ".join(row) + " |")
-
-
 def show(found: dict[str, Any], markdown: bool) -> None:
-    table = print_markdown if markdown else machine.print_table
+    table = machine.print_markdown if markdown else machine.print_table
     names = [*SETS, "X bulk"]
     rows = [[r["codec"], f"{r['bits']:.3f}", *[decibel(r[n]) for n in names]] for r in found["synthetic"]]
     table("SQNR in dB, synthetic values", ["codec", "bits/value", *names], rows)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import pathlib
 import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +49,56 @@ def facts(device: str = "cpu") -> dict[str, Any]:
     return found
 
 
+# ---- the device ----
+
+
+def covers(archs: str, capability: tuple[int, int]) -> bool:
+    """Does a build for e.g. "8.0;9.0+PTX" run on a card of this compute capability?"""
+    for major, minor, feature, ptx in re.findall(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", archs):
+        arch = int(major), int(minor)
+        if arch == capability or (not feature and arch[0] == capability[0] and arch < capability):
+            return True
+        if ptx and not feature and arch < capability:
+            return True
+    return False
+
+
+def why_no_cuda() -> str | None:
+    """Why nothing can be run on a CUDA device here: a sentence without its end; None: it can."""
+    info = _C.build_info()
+    if torch.version.cuda is None:
+        return "the installed torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not info["cuda_archs"]:
+        return f"gradckpt is {info['build']}"
+    if not info["cuda_usable"]:
+        return f"the driver (CUDA {info['cuda_driver']}) is older than gradckpt's runtime ({info['cuda_runtime']})"
+    capability = torch.cuda.get_device_capability()
+    if not covers(info["cuda_archs"], capability):
+        return f"gradckpt was built for {info['cuda_archs']}, and the card is {capability[0]}.{capability[1]}"
+    return None
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cpu: a dry run of the script itself, tiny; its figures mean nothing (default %(default)s)",
+    )
+
+
+def require(device: str, program: str) -> None:
+    """Ends the program with one sentence when the device cannot be had."""
+    reason = why_no_cuda() if device == "cuda" else None
+    if reason:
+        sys.exit(f"{program}: {reason}; --device cpu makes a dry run")
+
+
+# ---- output ----
+
+
 def print_head(title: str, found: dict[str, Any]) -> None:
     print(title)
     print("  " + ", ".join(f"{key} {value}" for key, value in found.items()))
@@ -66,6 +121,25 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(width=max(100, Console().width)).print(table)
+
+
+def print_markdown(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    print(f"\n**{title}**\n")
+    for row in (columns, ["---"] * len(columns), *rows):
+        print("| " + " | ".join(row) + " |")
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar of so many steps; what it yields takes one, with a word on it. Without rich or a terminal: none."""
+    try:
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda text: None
+        return
+    with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
 
 
 def print_json(found: dict[str, Any]) -> None:

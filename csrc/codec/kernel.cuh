@@ -45,7 +45,7 @@ template <typename T> struct dense {
 };
 
 /* Anything else.  A view of more dimensions, after those that continue each other
- * are merged, has no kernel: GCK_E_DEVICE, and the caller makes it contiguous. */
+ * are merged, has no kernel: GCK_E_DEVICE, and the caller keeps the tensor. */
 enum { STRIDED_DIMS = 8 };
 template <typename T> struct strided {
     enum { CONTIGUOUS = 0 };
