@@ -162,16 +162,18 @@ static PyObject *differentiate(gck_frame *frame, PyObject *roots, PyObject *grad
 /* New reference: x, with a history that raises: who differentiates it hears why. */
 static PyObject *barred(const gck_py *py, PyObject *x)
 {
-    PyObject *node, *result;
+    PyObject *node, *leaf, *result;
 
     if (x == Py_None) {
         return Py_NewRef(x);
     }
+    leaf = PyObject_CallMethodObjArgs(x, py->names.requires_grad_, NULL);   /* fresh: nobody else has it */
     node = PyObject_CallMethod(py->functions, "DelayedError", "si",
                                "gradckpt.SelectiveRecompute is one graph node and has no gradient of its gradient "
                                "(create_graph=True); use gradckpt.checkpoint with context_fn="
                                "gradckpt.create_selective_checkpoint_contexts for that", 1);
-    result = node != NULL ? PyObject_CallFunctionObjArgs(node, x, NULL) : NULL;
+    result = node != NULL && leaf != NULL ? PyObject_CallFunctionObjArgs(node, leaf, NULL) : NULL;
+    Py_XDECREF(leaf);
     Py_XDECREF(node);
     return result;
 }
