@@ -16,7 +16,7 @@ from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
-from gradckpt.selective import create_selective_checkpoint_contexts, save
+from gradckpt.selective import create_selective_checkpoint_contexts, name, save
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import reset_stats, stats
 
@@ -39,6 +39,7 @@ __all__ = [
     "encode",
     "get_rounding_state",
     "is_recomputing",
+    "name",
     "policies",
     "reset_stats",
     "save",

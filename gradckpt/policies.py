@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from gradckpt.selective import DECIDE, DECIDE_CAST, Policy, Rule
+from gradckpt.selective import DECIDE, DECIDE_CAST, NAMED, Policy, Rule
 
-__all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attention", "save_matmuls"]
+__all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attention", "save_matmuls", "save_named"]
 
 
 def _overloads(*names: str) -> list[Any]:
@@ -44,6 +44,7 @@ DECISIONS = (
     *("nanmedian.dim", "cummax", "cummin", "multinomial", "bernoulli", "nonzero", "nonzero_static", "searchsorted"),
     *("bucketize", "_unique2", "unique_consecutive", "unique_dim", "gt", "ge", "lt", "le", "eq", "ne"),
 )
+CONVOLUTIONS = ("convolution.default", "_convolution.default")
 CASTS = ("_to_copy.default",)
 
 
@@ -64,6 +65,23 @@ every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
 decisions = Policy(
     [*(Rule(op, DECIDE) for op in _overloads(*DECISIONS)), *(Rule(op, DECIDE_CAST) for op in _overloads(*CASTS))]
 )
+
+
+def save_named(*names: str) -> Policy:
+    """What :func:`gradckpt.name` gives one of these names inside the region is kept.
+
+    Raises:
+        ValueError: no name.
+        TypeError: a name that is no string.
+    """
+    if not names:
+        raise ValueError('gradckpt: save_named("q", "k") takes the names to keep')
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"gradckpt: a name is a string, not {name!r}")
+    rules = (Rule(op, NAMED) for op in _overloads(*MATMULS, *ATTENTION, *CONVOLUTIONS))
+    return Policy(rules, names)
+
 
 _BY_NAME = {
     "save_matmuls": save_matmuls,
