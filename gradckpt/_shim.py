@@ -329,7 +329,9 @@ def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
         from gradckpt.config import warn_inactive
 
         listed = ", ".join(repr(name) for name in sorted(wanted))
-        warn_inactive(f"save_named({listed}) kept nothing: the region never called gradckpt.name(x, ...) with such a name")
+        warn_inactive(
+            f"save_named({listed}) kept nothing: the region never called gradckpt.name(x, ...) with such a name"
+        )
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()

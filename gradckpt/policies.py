@@ -5,12 +5,22 @@ They combine with ``|``, and ``policy.compressed("int8")`` keeps the same output
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Union
 
 import torch
 
-from gradckpt.selective import DECIDE, DECIDE_CAST, NAMED, Policy, Rule
+from gradckpt.selective import (
+    DECIDE,
+    DECIDE_CAST,
+    NAMED,
+    Policy,
+    PolicyOrOps,
+    Rule,
+    as_policy,
+    create_selective_checkpoint_contexts,
+)
 
 __all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attention", "save_matmuls", "save_named"]
 
@@ -106,3 +116,15 @@ def by_name(name: str) -> Policy:
         combined = policy if combined is None else combined | policy
     assert combined is not None
     return combined
+
+
+#: What every ``policy=`` accepts: nothing, a name for :func:`by_name`, or what makes a pair of contexts.
+PolicyLike = Union[None, str, PolicyOrOps]
+
+
+def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
+    """The ``context_fn`` of a policy, which pickles if the policy does; None for None."""
+    if policy is None:
+        return None
+    known = by_name(policy) if isinstance(policy, str) else as_policy(policy)
+    return functools.partial(create_selective_checkpoint_contexts, policy if known is None else known)

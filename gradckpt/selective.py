@@ -41,7 +41,9 @@ def save(compress: Compress = None) -> Save:
     """
     config = parse_compress(compress)
     if config is not None and (config.replay or config.leaves or config.include != "activations"):
-        raise ValueError("gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs")
+        raise ValueError(
+            "gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs"
+        )
     return Save(config)
 
 
@@ -77,9 +79,7 @@ class Policy:
         """The same, with what is kept compressed; decisions stay exact."""
         config = save(compress).config
         exact = (DECIDE, DECIDE_CAST)
-        return Policy(
-            (r if r.keep in exact else r._replace(config=config) for r in self.rules.values()), self.wanted
-        )
+        return Policy((r if r.keep in exact else r._replace(config=config) for r in self.rules.values()), self.wanted)
 
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
