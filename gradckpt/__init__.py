@@ -12,10 +12,12 @@ from typing import Any
 from gradckpt import _C, buffers, compat
 from gradckpt import _ops as _ops
 from gradckpt._C import Payload, checkpoint, codecs, is_recomputing
+from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
+from gradckpt.selectors import every, m_of_n
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import reset_stats, stats
 
@@ -25,6 +27,7 @@ __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
     "Payload",
+    "apply",
     "buffers",
     "checkpoint",
     "checkpoint_sequential",
@@ -34,11 +37,14 @@ __all__ = [
     "disable",
     "enable",
     "encode",
+    "every",
     "get_rounding_state",
     "is_recomputing",
+    "m_of_n",
     "reset_stats",
     "set_rounding_state",
     "stats",
+    "unapply",
 ]
 
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())
