@@ -143,11 +143,13 @@ class Tree:
             where, inside = MEGATRON[kind]
         if isinstance(where, str):
             return [name for name, module in self.names if self.kinds.get(id(module)) == where]
-        return [
-            name
-            for name, module in self.names
-            if name.rpartition(".")[2] in where and inside in self.within[id(module)]
-        ]
+        found = []
+        for name, module in self.names:
+            *path, last = name.split(".")
+            # What the shared experts hold is theirs, as in Megatron.
+            if last in where and inside in self.within[id(module)] and not set(path) & set(_SHARED_EXPERTS):
+                found.append(name)
+        return found
 
     def counts(self) -> Iterator[tuple[str, int]]:
         """How many modules of each kind there are; kinds without any are left out."""
