@@ -207,25 +207,24 @@ class Region:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The module's own forward, which inspect.signature() reads."""
-        if self.own is not None:
-            return self.own  # type: ignore[no-any-return]
         module = self.module
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """For gradckpt.buffers."""
-        return (self.__wrapped__,)
+        return self.own or type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        forward = self.__wrapped__
-        if not (self.active and self.module.training and torch.is_grad_enabled()):
+        module = self.module
+        forward = self.own or type(module).forward.__get__(module)
+        if not (self.active and module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        if any(_is_cache(value) for value in (*args, *kwargs.values())):
-            forward = _WithCaches(forward)
-            args = tuple(_Cache.hold(value) for value in args)
-            kwargs = {key: _Cache.hold(value) for key, value in kwargs.items()}
-        if not _TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
+        if self.own is None and torch.compiler.is_compiling():
+            # Handed over at a graph break, a method is looked up by its name, under which the module has us.
+            forward = functools.partial(type(module).forward, module)
+        for value in (*args, *kwargs.values()):
+            if _is_cache(value):
+                forward = _WithCaches(forward)
+                args = tuple(_Cache.hold(value) for value in args)
+                kwargs = {key: _Cache.hold(value) for key, value in kwargs.items()}
+                break
+        if kwargs and not _TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
             forward = functools.partial(forward, **{key: kwargs.pop(key) for key in _TAKEN & kwargs.keys()})
         return gradckpt.checkpoint(forward, *args, **self.settings, **kwargs)
 

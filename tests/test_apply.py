@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 import gradckpt  # noqa: E402
+from gradckpt.apply import _WithCaches  # noqa: E402
 from gradckpt.kinds import KINDS, MEGATRON, Tree  # noqa: E402
 
 VOCAB, WIDTH, LENGTH = 96, 32, 16
@@ -99,6 +100,7 @@ MODELS = {
         v_head_dim=8,
         qk_nope_head_dim=8,
     ),
+    "mamba": of_config("MambaForCausalLM", "MambaConfig", **TEXT, hidden_size=WIDTH, num_hidden_layers=2),
     "gpt_oss": of_config("GptOssForCausalLM", "GptOssConfig", **GROUPED, num_local_experts=4),
     "torch": encoder,
 }
@@ -169,12 +171,13 @@ FOUND = {
         "shared_experts": "DeepseekV3MLP 1",
         "mla_up_proj": "Linear 4",
     },
+    "mamba": {"layer": "MambaBlock 2"},
     "gpt_oss": {"layer": "GptOssDecoderLayer 2", "attention": "GptOssAttention 2", "moe": "GptOssMLP 2"},
     "torch": {"layer": "TransformerEncoderLayer 2", "attention": "MultiheadAttention 2"},
 }
 
 #: Norms: outside attention, MLPs and mixtures of experts, final ones included.
-NORMS = {"gemma2": 9, "t5": 12, "clip": 11, "whisper": 12, "torch": 4}
+NORMS = {"gemma2": 9, "mamba": 3, "t5": 12, "clip": 11, "whisper": 12, "torch": 4}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -188,7 +191,7 @@ def test_kinds(name):
         classes = sorted({type(modules[each]).__name__ for each in names})
         if names:
             found[kind] = " ".join([*classes, str(len(names))])
-    assert found.pop("core_attn") == found["attention"]
+    assert found.pop("core_attn", None) == found.get("attention")
     assert found.pop("layernorm") == found["norm"]
     assert found.pop("norm").split()[-1] == str(NORMS.get(name, 5))
     assert found == FOUND[name]
@@ -232,14 +235,33 @@ class Mine(MyBlock):  # its name says nothing, its base does
     pass
 
 
+class ResidualMLP(nn.Module):  # the MLP is the module inside
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), Mlp()
+
+
+class FusedMoE(nn.Module):  # known by its name alone
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 16)
+
+
+class Odd(nn.Module):  # the parts of an MLP, and an attention
+    def __init__(self):
+        super().__init__()
+        self.attn, self.fc1, self.fc2 = Attention(), nn.Linear(8, 16), nn.Linear(16, 8)
+
+
 def test_kinds_of_modules_like_timm_and_own_ones():
-    model = nn.Sequential(Block(Mlp()), MyBlock(Gated()), Mine(Mixture()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(Block(Mlp()), MyBlock(Gated()), Mine(Mixture()), plain, ResidualMLP(), FusedMoE(), Odd())
     tree = Tree(model)
     assert tree.of_kind("layer") == ["0", "1", "2"]
-    assert tree.of_kind("attention") == ["0.attn", "1.attn", "2.attn"]
-    assert tree.of_kind("mlp") == ["0.mlp", "1.mlp"]  # the experts belong to the mixture
-    assert tree.of_kind("moe") == ["2.mlp"]
-    assert tree.of_kind("norm") == [f"{i}.norm{j}" for i in range(3) for j in (1, 2)]
+    assert tree.of_kind("attention") == ["0.attn", "1.attn", "2.attn", "6.attn"]
+    assert tree.of_kind("mlp") == ["0.mlp", "1.mlp", "4.mlp"]  # the experts belong to the mixture
+    assert tree.of_kind("moe") == ["2.mlp", "5"]
+    assert tree.of_kind("norm") == [*(f"{i}.norm{j}" for i in range(3) for j in (1, 2)), "4.norm"]
 
 
 # ---- gradients ----
@@ -319,6 +341,16 @@ def test_a_cache_is_filled_once(name, rules):
     out.loss.backward()  # each recompute gets a copy of its own
 
 
+@pytest.mark.parametrize("rules", ["layer", "moe", ["moe_act", "norm"]])
+def test_what_transformers_records_inside(rules):
+    """The load-balancing loss is of router logits that a hook takes out of the mixtures."""
+    model = build("mixtral")
+    model.config.output_router_logits = True
+    expected = gradients(model)
+    gradckpt.apply(model, rules)
+    assert_same(gradients(model), expected)
+
+
 def test_a_cache_with_a_prefix_keeps_it():
     model = build("llama")
     torch.manual_seed(1)
@@ -364,15 +396,17 @@ def regions_of(model, x=None):
     return gradckpt.stats()["regions"]
 
 
-def test_only_training_with_grad_is_checkpointed():
+def test_only_training_with_grad_is_checkpointed(monkeypatch):
     model = Net()
     gradckpt.apply(model, "layers.*.0")
     assert regions_of(model) == 4
-    with torch.no_grad():
-        assert regions_of(model) == 0
-    assert regions_of(model.eval()) == 0
+    model.eval()
     model.layers[0].train()
     assert regions_of(model) == 1
+    monkeypatch.setattr(gradckpt, "checkpoint", None)
+    with torch.no_grad():
+        model(torch.randn(2, 8))
+    model.eval()(torch.randn(2, 8)).sum().backward()
 
 
 def test_hooks_of_the_module_run_once_and_those_inside_twice():
@@ -445,8 +479,10 @@ def test_pickle(save):
 def test_a_replica_of_dataparallel_runs_its_own_forward():
     model = nn.Linear(8, 8)
     handle = gradckpt.apply(model, model)
-    replica = model._replicate_for_data_parallel()
-    replica = [replica, replica._replicate_for_data_parallel()][1]
+    first = model._replicate_for_data_parallel()
+    first.mark = "first"
+    replica = first._replicate_for_data_parallel()
+    assert replica.mark == "first"
     replica.weight, replica.bias = torch.zeros(8, 8, requires_grad=True), torch.zeros(8, requires_grad=True)
     assert regions_of(replica) == 1
     assert replica.weight.grad is not None
@@ -478,6 +514,11 @@ def test_running_statistics_are_updated_once():
     gradckpt.apply(model, nn.BatchNorm1d, buffers="torch")
     regions_of(model)
     assert model[1].num_batches_tracked == 3
+
+
+def test_a_cache_does_not_hide_the_module_from_the_buffers():
+    """Without running statistics nothing is watched: no hook on every module call."""
+    assert gradckpt.buffers.enter(_WithCaches(nn.Linear(8, 8).forward)) is None
 
 
 class Words(nn.Module):
@@ -584,6 +625,18 @@ def test_repr_is_a_table():
     )
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_inside_torch_compile():
+    torch.manual_seed(0)
+    model, x = Net(2), torch.randn(2, 8)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    gradckpt.apply(model, "layers.?")
+    assert regions_of(torch.compile(model, backend="eager"), x) == 2
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
 # ---- selectors ----
 
 
@@ -621,6 +674,7 @@ def test_a_module_and_the_model_itself():
     assert names_of(model, model.layers[1]) == ["layers.1"]
     assert names_of(model.layers[1], "") == [""]
     assert names_of(model.layers[1], nn.Sequential) == [""]
+    assert names_of(model.layers[1], "*") == ["0", "1"]
     assert names_of(model, "*.0.*") == ["layers.0.0", "layers.0.1"]
 
 
