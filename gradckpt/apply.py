@@ -208,18 +208,18 @@ class Region:
     def __wrapped__(self) -> Callable[..., Any]:
         """The module's own forward, which inspect.signature() reads."""
         module = self.module
-        return self.own or type(module).forward.__get__(module)  # type: ignore[no-any-return]
+        return type(module).forward.__get__(module) if self.own is None else self.own  # type: ignore[no-any-return]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        forward = self.own or type(module).forward.__get__(module)
+        forward = type(module).forward.__get__(module) if self.own is None else self.own
         if not (self.active and module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if self.own is None and torch.compiler.is_compiling():
             # Handed over at a graph break, a method is looked up by its name, under which the module has us.
             forward = functools.partial(type(module).forward, module)
-        for value in (*args, *kwargs.values()):
-            if _is_cache(value):
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if not isinstance(value, _NO_CACHE) and _is_cache(value):
                 forward = _WithCaches(forward)
                 args = tuple(_Cache.hold(value) for value in args)
                 kwargs = {key: _Cache.hold(value) for key, value in kwargs.items()}
@@ -261,6 +261,10 @@ def _region_of(module: Module) -> Region | None:
 
 
 # ---- caches of keys and values ----
+
+
+#: What most arguments are; looked at first, for speed.
+_NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
 
 
 def _is_cache(value: Any) -> bool:

@@ -18,7 +18,7 @@ _MOE = re.compile(r"(moe|sparse_?mlp|(moe|sparse)_?(block|layer))$", re.IGNORECA
 _ATTENTION = re.compile(r"(Attention|Attn)(V?\d+)?$")
 _MLP = re.compile(r"(mlp|feed_?forward(network)?|ffn|actdense|swiglu)$", re.IGNORECASE)
 _LAYER = re.compile(r"(Layer|Block)(V?\d+)?$")
-_NORM = re.compile(r"(Layer|RMS|Rms|Group|Scale|Simple)Norm\w*$")
+_NORM = re.compile(r"(Layer|RMS|Rms|Group|Scale|Simple)Norm(?!\w*(Linear|MLP))\w*$")  # not LayerNormLinear
 
 #: The first and the last projection of an MLP, by the names that models give them.
 _MLP_PARTS = (
@@ -126,7 +126,7 @@ class Tree:
 
     def _walk(self, module: Module, around: frozenset[str]) -> None:
         if id(module) in self.within:
-            return
+            return  # a shared module is what it is where it comes first
         self.within[id(module)] = around
         kind = next((kind for kind, (test, not_in) in _RULES.items() if not around & not_in and test(module)), None)
         if kind is not None:

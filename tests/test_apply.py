@@ -193,6 +193,8 @@ def test_kinds(name):
             found[kind] = " ".join([*classes, str(len(names))])
     assert found.pop("core_attn", None) == found.get("attention")
     assert found.pop("layernorm") == found["norm"]
+    apart = [kind for kind in KINDS if kind != "layer" and kind in found]
+    assert len(names_of(model, apart)) == sum(len(tree.of_kind(kind)) for kind in apart)  # and none inside another
     assert found.pop("norm").split()[-1] == str(NORMS.get(name, 5))
     assert found == FOUND[name]
 
@@ -251,6 +253,27 @@ class Odd(nn.Module):  # the parts of an MLP, and an attention
     def __init__(self):
         super().__init__()
         self.attn, self.fc1, self.fc2 = Attention(), nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+class LayerNormLinear(nn.Module):  # of Transformer Engine
+    def __init__(self):
+        super().__init__()
+        self.layer_norm_weight, self.weight = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8, 8))
+
+
+class PreLayerNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fn = nn.LayerNorm(8), nn.Linear(8, 8)
+
+
+def test_what_is_no_norm_and_no_layer():
+    attention, norm = Attention(), nn.LayerNorm(8)
+    attention.norm = norm
+    pair = type("PairBlock", (nn.Sequential,), {})(Block(Mlp()), Block(Mlp()))
+    tree = Tree(nn.Sequential(LayerNormLinear(), PreLayerNorm(), attention, norm, pair))
+    assert tree.of_kind("norm") == ["1.norm", *(f"4.{i}.norm{j}" for i in range(2) for j in (1, 2))]
+    assert tree.of_kind("layer") == ["4"]
 
 
 def test_kinds_of_modules_like_timm_and_own_ones():
@@ -568,11 +591,15 @@ def test_options_reach_checkpoint():
 
 def test_remove_leaves_everything_as_it_was():
     model = Net()
-    model.layers[1].forward = own = model.layers[1].forward  # on the instance, as accelerate's hooks do
+    inner = model.layers[1].forward
+    model.layers[1].forward = own = lambda x: inner(x) * 2  # on the instance, as accelerate's hooks do
+    x = torch.randn(2, 8)
+    expected = model(x)
     before = [dict(vars(module)) for module in model.modules()]
     handle = gradckpt.apply(model, ["layers.?"])
     assert regions_of(model) == 4
     assert model.layers[1].forward is not own
+    assert torch.equal(model(x), expected)
     handle.remove()
     handle.remove()
     after = [dict(vars(module)) for module in model.modules()]
