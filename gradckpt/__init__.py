@@ -12,11 +12,13 @@ from typing import Any
 from gradckpt import _C, buffers, compat, policies
 from gradckpt import _ops as _ops
 from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
+from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
 from gradckpt.selective import create_selective_checkpoint_contexts, name, save
+from gradckpt.selectors import every, m_of_n
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import reset_stats, stats
 
@@ -27,6 +29,7 @@ __all__ = [
     "GradckptInactiveWarning",
     "Payload",
     "SelectiveRecompute",
+    "apply",
     "buffers",
     "checkpoint",
     "checkpoint_sequential",
@@ -37,14 +40,17 @@ __all__ = [
     "disable",
     "enable",
     "encode",
+    "every",
     "get_rounding_state",
     "is_recomputing",
+    "m_of_n",
     "name",
     "policies",
     "reset_stats",
     "save",
     "set_rounding_state",
     "stats",
+    "unapply",
 ]
 
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())
