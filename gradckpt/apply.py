@@ -26,6 +26,7 @@ import gradckpt
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import Decorated
 from gradckpt.kinds import Tree
+from gradckpt.policies import contexts_of
 from gradckpt.selectors import Selector, describe, select
 
 __all__ = ["Handle", "Region", "apply", "unapply"]
@@ -35,7 +36,7 @@ _REPLICATE = "_replicate_for_data_parallel"
 
 _FLAGS = ("preserve_rng_state", "early_stop", "debug")
 _CHOICES = {"determinism_check": ("default", "none"), "buffers": ("once", "torch")}
-_OPTIONS = ("compress", "context_fn", *_FLAGS, *_CHOICES)
+_OPTIONS = ("compress", "context_fn", "policy", *_FLAGS, *_CHOICES)
 _CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
 
 #: Keywords that gradckpt.checkpoint would take for its own.
@@ -65,8 +66,8 @@ def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any)
             a function of (name, module); :func:`gradckpt.every`, :func:`gradckpt.m_of_n`.
 
             How: ``None`` or ``False`` (torch's checkpointing), ``True``, a codec's name, a
-            :class:`gradckpt.CompressionConfig` or its dict; a dict of ``compress``, ``context_fn``,
-            ``preserve_rng_state``, ``early_stop``, ``determinism_check``, ``debug`` and ``buffers``; or ``"skip"``:
+            :class:`gradckpt.CompressionConfig` or its dict; a dict of ``compress``, ``policy``
+            (see :mod:`gradckpt.policies`) or ``context_fn``, ``preserve_rng_state``, ``early_stop``, ``determinism_check``, ``debug`` and ``buffers``; or ``"skip"``:
             a wider rule further on does not get these modules (those inside them it does).
         nested: Let chosen modules lie inside each other. The inner ones then run once more in each recompute of the
             outer.
@@ -364,6 +365,13 @@ def _parse_options(given: Mapping[str, Any], defaults: Settings) -> Settings:
             raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
     settings = {"compress": None, **defaults, **given}
     settings["compress"] = parse_compress(settings["compress"])
+    if "policy" in given:
+        if "context_fn" in given:
+            raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
+        context_fn = contexts_of(settings.pop("policy"))
+        settings.pop("context_fn", None)  # of the defaults
+        if context_fn is not None:
+            settings["context_fn"] = context_fn
     return settings
 
 
