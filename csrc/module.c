@@ -6,6 +6,7 @@
 #include "engine/function.h"
 #include "engine/pending.h"
 #include "engine/rerun.h"
+#include "engine/saved.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -216,6 +217,10 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"saved_push", gck_saved_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_pop", gck_saved_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_call", gck_saved_call, METH_VARARGS,
+     "saved_call(compress, function, args, kwargs, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,
      "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.set_rounding_state()."},
@@ -358,6 +363,8 @@ static int module_exec(PyObject *module)
         || (state->Frame = add_type(module, &gck_frame_spec)) == NULL
         || (state->Holder = add_type(module, &gck_holder_spec)) == NULL
         || (state->Recompute = add_type(module, &gck_recompute_spec)) == NULL
+        || (state->Saver = add_type(module, &gck_saver_spec)) == NULL
+        || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL) {
         return -1;
@@ -375,6 +382,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
+    Py_VISIT(state->Saver);
+    Py_VISIT(state->Saved);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_VISIT(state->plans[i].key);
     }
@@ -395,6 +404,8 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->Frame);
     Py_CLEAR(state->Holder);
     Py_CLEAR(state->Recompute);
+    Py_CLEAR(state->Saver);
+    Py_CLEAR(state->Saved);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_CLEAR(state->plans[i].key);
     }

@@ -16,6 +16,7 @@ from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
+from gradckpt.saved import compress_saved
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import reset_stats, stats
 
@@ -31,6 +32,7 @@ __all__ = [
     "codec_info",
     "codecs",
     "compat",
+    "compress_saved",
     "disable",
     "enable",
     "encode",

@@ -256,6 +256,20 @@ PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x
     return Py_XNewRef((PyObject *)found);
 }
 
+int gck_payload_adopt(gck_payload *self, PyObject *x)
+{
+    PyObject *old = self->original, *original = PyWeakref_NewRef(x, NULL);
+
+    if (original == NULL) {
+        return -1;
+    }
+    self->original = original;
+    Py_DECREF(old);
+    self->requires_grad = gck_attr_is_true(x, self->state->py.names.requires_grad);
+    self->leaf = 0;
+    return self->requires_grad < 0 ? -1 : 0;
+}
+
 /* The buffer, new reference; through the outer hooks when those have it. */
 static PyObject *payload_bytes(gck_payload *self)
 {
@@ -348,11 +362,11 @@ exit:
 
 PyObject *gck_payload_decode(gck_payload *self) { return decode(self, NULL); }
 
-PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
+/* Decoded, and counted as a restore. */
+static PyObject *revive(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
     PyObject *out = decode(self, batch);
-    PyObject *result;
 
     if (out == NULL) {
         return NULL;
@@ -362,7 +376,18 @@ PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
         state->stats.originals_alive++;
         state->stats.originals_alive_bytes += self->bytes_in;
     }
-    if (!self->requires_grad) {
+    return out;
+}
+
+PyObject *gck_payload_revive(gck_payload *self) { return revive(self, NULL); }
+
+PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
+{
+    gck_state *state = self->state;
+    PyObject *out = revive(self, batch);
+    PyObject *result;
+
+    if (out == NULL || !self->requires_grad) {
         return out;
     }
     result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);

@@ -49,7 +49,7 @@ typedef struct gck_payload gck_payload;
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Saver, *Saved;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *stateless;       /* dict: id -> weak reference, of modules without running statistics */
     struct {
