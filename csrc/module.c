@@ -7,6 +7,7 @@
 #include "engine/pending.h"
 #include "engine/rerun.h"
 #include "engine/saved.h"
+#include "engine/saver.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -217,9 +218,9 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
-    {"saved_push", gck_saved_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
-    {"saved_pop", gck_saved_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
-    {"saved_call", gck_saved_call, METH_VARARGS,
+    {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_pop", gck_saver_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_call", gck_saver_call, METH_VARARGS,
      "saved_call(compress, function, args, kwargs, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,

@@ -1,19 +1,31 @@
-/* saved.h: saved-tensor hooks that keep what autograd saves as payloads. */
+/* saved.h: one tensor as compress_saved() keeps it between forward and backward. */
 #ifndef GRADCKPT_SAVED_H
 #define GRADCKPT_SAVED_H
 
-#include "state.h"
+#include "entry.h"
 
-extern PyType_Spec gck_saver_spec;     /* the pair of hooks, with what was asked for */
-extern PyType_Spec gck_saved_spec;     /* one saved tensor                           */
+extern PyType_Spec gck_saved_spec;
 
-/* saved_push(compress): the hooks become the innermost of this thread. */
-PyObject *gck_saved_push(PyObject *module, PyObject *compress);
+typedef struct {
+    PyObject_HEAD
+    gck_state *state;
+    gck_entry  entry;        /* a payload, or the tensor itself                          */
+    PyObject  *dtype;        /* not NULL: the payload is the mask of x <= 0, x was such  */
+    int        ndim;         /* >= 0: x is a view of what the payload gives:             */
+    int64_t    offset;       /* in values                                                */
+    int64_t   *geometry;     /* ndim sizes, ndim strides; malloc                         */
+} gck_saved;
 
-/* saved_pop(): the innermost ones come off. */
-PyObject *gck_saved_pop(PyObject *module, PyObject *unused);
+/* New reference: empty, no view. */
+gck_saved *gck_saved_new(gck_state *state);
 
-/* saved_call(compress, function, args, kwargs): push, call, pop. */
-PyObject *gck_saved_call(PyObject *module, PyObject *args);
+/* x, of this view, begins `offset` values into what is kept.  0 or -1. */
+int gck_saved_describe(gck_saved *self, const gck_tensor *x, int64_t offset);
+
+/* New reference: the described view of `whole`. */
+PyObject *gck_saved_view(const gck_saved *self, PyObject *whole);
+
+/* New reference: the tensor, without history, which autograd has itself. */
+PyObject *gck_saved_restore(const gck_saved *self);
 
 #endif
