@@ -15,6 +15,7 @@ from gradckpt._C import Payload, checkpoint, codecs, is_recomputing
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
+from gradckpt.residuals import Residual, Residuals, residuals
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
 from gradckpt.saved import compress_saved
 from gradckpt.sequential import checkpoint_sequential
@@ -26,6 +27,8 @@ __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
     "Payload",
+    "Residual",
+    "Residuals",
     "buffers",
     "checkpoint",
     "checkpoint_sequential",
@@ -39,6 +42,7 @@ __all__ = [
     "get_rounding_state",
     "is_recomputing",
     "reset_stats",
+    "residuals",
     "set_rounding_state",
     "stats",
 ]

@@ -16,7 +16,9 @@ __all__ = ["compress_saved"]
 def _config(compress: Compress) -> CompressionConfig | None:
     config = parse_compress(compress)
     if config is not None and config.replay:
-        raise ValueError("gradckpt: replay=True is for regions that are recomputed; compress_saved() recomputes nothing")
+        raise ValueError(
+            "gradckpt: replay=True is for regions that are recomputed; compress_saved() recomputes nothing"
+        )
     if config is not None and config.include != "activations":
         raise ValueError(
             f"gradckpt: include={config.include!r} means the arguments of a region; among saved tensors, floating ones "

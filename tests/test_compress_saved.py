@@ -177,8 +177,9 @@ def test_parameters_are_never_encoded(autocast):
 
     rows = saved_by(run)
     weights = [
-        data for node, name, data in rows if (node, name) in {("MmBackward0", "mat2"), ("BmmBackward0", "mat2"),
-                                                              ("MulBackward0", "other")}
+        data
+        for node, name, data in rows
+        if (node, name) in {("MmBackward0", "mat2"), ("BmmBackward0", "mat2"), ("MulBackward0", "other")}
     ]
     assert len(weights) >= 6
     assert [data for data in weights if payload_of(data)] == []
