@@ -31,9 +31,8 @@ class Residual:
 
     ``operator``: name of the node that holds it, without ``Backward0``; ``"(no node)"`` for what is kept outside the
     graph, as the inputs of a checkpoint region are. ``argument``: what that node calls it. ``source``: ``file:line``
-    of the innermost frame outside torch and gradckpt. ``shape``, ``dtype``, ``device``. ``bytes``: that it adds, its whole
-    storage; 0 when that is alive anyway, which ``shared`` says: ``"parameter"``, ``"input"``, ``"residual"`` (an
-    earlier row has it) or ``""``.
+    of the innermost frame outside torch and gradckpt. ``bytes``: what it adds, its whole storage; 0 when that is
+    alive anyway, which ``shared`` says: ``"parameter"``, ``"input"``, ``"residual"`` (an earlier row has it), ``""``.
     """
 
     operator: str

@@ -27,7 +27,7 @@ def _config(compress: Compress) -> CompressionConfig | None:
     return config
 
 
-class compress_saved:  # noqa: N801
+class compress_saved:
     """Within it, or in what it decorates, autograd keeps activations as payloads until backward.
 
     ``with compress_saved("int8"): loss = model(x)`` and ``@compress_saved("int8")`` above a function or method.
@@ -47,7 +47,11 @@ class compress_saved:  # noqa: N801
     Raises:
         ValueError: unknown codec, ``replay=True`` or ``include="floating"``, which mean nothing here.
         TypeError: it decorates a class, generator or coroutine function.
-        RuntimeError: saved-tensor hooks are disabled here (torch's words), or the code is being compiled.
+        RuntimeError: saved-tensor hooks are disabled here (torch's words).
+
+    ``torch.compile`` cannot trace it: entered inside compiled code, it breaks the graph (or raises, with
+    ``fullgraph=True``). Around a compiled call it sees what the compiled graph saves, which mostly stays exact,
+    for there the grad flags are gone.
     """
 
     def __init__(self, compress: Compress = "int8") -> None:

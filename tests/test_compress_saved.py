@@ -117,7 +117,8 @@ def test_gradients_are_bit_equal_when_nothing_is_lost(make, codec):
     loss, expected = gradients(model, loss_of, contextlib.nullcontext())
     again, got = gradients(model, loss_of, compress_saved({"codec": codec, "min_numel": 16}))
     assert torch.equal(loss, again)
-    assert gradckpt.stats()["compressed"] > 0 and gradckpt.stats()["live_bytes"] == 0
+    assert gradckpt.stats()["compressed"] > 0
+    assert gradckpt.stats()["live_bytes"] == 0
     assert [n for n in got if not torch.equal(got[n], expected[n])] == []
 
 
@@ -202,7 +203,8 @@ def test_a_function_that_hands_out_its_weight_keeps_it_by_reference():
     x = activation(64, 64)
     with compress_saved(SMALL):
         (x @ HandOut.apply(w)).sum().backward()
-    assert gradckpt.stats()["kept"] == {"leaf": 1} and gradckpt.stats()["compressed"] == 1
+    assert gradckpt.stats()["kept"] == {"leaf": 1}
+    assert gradckpt.stats()["compressed"] == 1
 
 
 def test_leaves_of_the_user_stay_exact_unless_asked():
@@ -286,7 +288,8 @@ def test_log_softmax_is_kept_in_half_precision_once():
         loss = F.cross_entropy(logits * 8, torch.randint(0, 100, (64,)))
     payloads = [payload_of(data) for _, _, data in saved_by(lambda: loss) if payload_of(data)]
     assert {(p.codec, p.nbytes) for p in payloads} == {("fp16", 64 * 100 * 2)}
-    assert gradckpt.stats()["encoded"] == 1 and gradckpt.stats()["shared"] == 1
+    assert gradckpt.stats()["encoded"] == 1
+    assert gradckpt.stats()["shared"] == 1
 
 
 def test_values_the_codec_cannot_hold_stay_and_are_counted():
@@ -348,8 +351,10 @@ def test_integers_complex_sparse_and_subclasses_are_kept_as_they_are():
     with compress_saved(SMALL):
         y = F.embedding(index, table).sum() + (z * z).abs().sum() + torch.sparse.mm(sparse, x).sum() + (sub * sub).sum()
     kept = gradckpt.stats()["kept"]
-    assert kept["tensor subclass"] == 2 and kept["dtype the codec does not take"] >= 2
-    assert kept["does not require grad"] >= 1 and gradckpt.stats()["compressed"] == 0
+    assert kept["tensor subclass"] == 2
+    assert kept["dtype the codec does not take"] >= 2
+    assert kept["does not require grad"] >= 1
+    assert gradckpt.stats()["compressed"] == 0
     y.backward()
 
 
@@ -410,7 +415,8 @@ def test_a_view_smaller_than_its_base_is_encoded_by_itself():
         y = x[1:, :63].t().sin()
     assert gradckpt.stats()["live_bytes"] == 63 * 63 * 4
     (got,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(got[1:, :63], x[1:, :63].cos()) and got[0].eq(0).all()
+    assert torch.equal(got[1:, :63], x[1:, :63].cos())
+    assert got[0].eq(0).all()
 
 
 def test_a_view_that_leaves_its_base_is_encoded_by_itself():
@@ -464,7 +470,8 @@ def test_what_is_kept_by_reference_is_checked_as_by_torch():
 
     ours, torchs = run(compress_saved(SMALL)), run(contextlib.nullcontext())
     words = "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    assert ours.startswith(words + "[torch.FloatTensor [64, 64]]") and "is at version 1; expected version 0" in ours
+    assert ours.startswith(words + "[torch.FloatTensor [64, 64]]")
+    assert "is at version 1; expected version 0" in ours
     assert torchs.startswith(words)
 
 
@@ -546,13 +553,13 @@ def test_hooks_around_see_the_bytes():
 
     leaf = torch.randn(64, 64, requires_grad=True)
     w = nn.Parameter(torch.randn(64, 64))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        with compress_saved(SMALL), compress_saved(RAW):
-            y = (leaf * 1).sin() @ w
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), compress_saved(SMALL), compress_saved(RAW):
+        y = (leaf * 1).sin() @ w
     assert sorted(seen, key=str) == [(torch.float32, 64 * 64)] + [(torch.uint8, 64 * 64 * 4)] * 2
     y.sum().backward()
     expected = torch.autograd.grad(((leaf * 1).sin() @ w).sum(), [leaf, w])
-    assert torch.equal(leaf.grad, expected[0]) and torch.equal(w.grad, expected[1])
+    assert torch.equal(leaf.grad, expected[0])
+    assert torch.equal(w.grad, expected[1])
 
 
 def test_save_on_cpu_around():
@@ -610,8 +617,10 @@ def test_as_decorator():
 
     layer = Layer()
     out = layer(activation(64, 64), scale=2)
-    assert out.shape == (64, 64) and gradckpt.stats()["encoded"] == 3
-    assert Layer.forward.__doc__ == "Doc." and Layer.forward.__name__ == "forward"
+    assert out.shape == (64, 64)
+    assert gradckpt.stats()["encoded"] == 3
+    assert Layer.forward.__doc__ == "Doc."
+    assert Layer.forward.__name__ == "forward"
     activation(64, 64).sin()
     assert gradckpt.stats()["encoded"] == 3  # off again
 
@@ -701,7 +710,8 @@ def test_stochastic_rounding_begins_a_step_after_a_backward():
     gradckpt.set_rounding_state((0, 0))
     first, second = run(), run()
     gradckpt.set_rounding_state((0, 0))
-    assert not torch.equal(first, second) and torch.equal(run(), first)
+    assert not torch.equal(first, second)
+    assert torch.equal(run(), first)
 
 
 # ---- bytes ----
@@ -725,7 +735,7 @@ def test_bytes_alive_are_those_of_the_arithmetic():
 
 
 def test_bytes_of_a_llama():
-    model, loss_of = llama(tokens=64)
+    _model, loss_of = llama(tokens=64)
     with compress_saved({"codec": "int8", "min_numel": 64}):
         loss = loss_of()
     n, hidden, ffn, vocab = 2 * 64, 64, 128, 256

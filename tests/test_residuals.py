@@ -36,7 +36,8 @@ def test_a_module(monkeypatch, shows_data):
     model = mlp()
     report = residuals(model, torch.randn(3, 8))
     assert rows_of(report) == MLP
-    assert report.total_bytes == 192 and len(report) == 4
+    assert report.total_bytes == 192
+    assert len(report) == 4
     assert report[1].device == "cpu"
 
 
@@ -173,7 +174,8 @@ def test_what_backward_inside_freed_has_no_node():
 
 def test_nothing_saved():
     report = residuals(lambda: torch.ones(3) + 1)
-    assert len(report) == report.total_bytes == 0 and report.to_dicts() == []
+    assert len(report) == report.total_bytes == 0
+    assert report.to_dicts() == []
     assert str(report).splitlines()[-1] == "0 tensors saved, 0 bytes (0 B)"
 
 
@@ -185,7 +187,9 @@ def test_the_table_and_the_data():
     assert lines[-1] == "4 tensors saved, 192 bytes (192 B)"
     assert len({line.index("float32") for line in lines[1:-1]}) == 1  # aligned
     data = json.loads(json.dumps(report.to_dicts()))
-    assert data[1]["operator"] == "Relu" and data[1]["shape"] == [3, 16] and data[1]["bytes"] == 192
+    assert data[1]["operator"] == "Relu"
+    assert data[1]["shape"] == [3, 16]
+    assert data[1]["bytes"] == 192
 
 
 def test_the_total_is_what_a_forward_keeps():
