@@ -29,8 +29,7 @@ static int view_bytes(gck_payload *self, PyObject *buffer, int64_t nbytes, void 
     return 0;
 }
 
-/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
-static int is_dense(const gck_tensor *x)
+int gck_is_dense(const gck_tensor *x)
 {
     int64_t expected = 1;
     uint64_t used = 0;
@@ -64,7 +63,7 @@ static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
         PyErr_NoMemory();
         return -1;
     }
-    self->strided = view->strides != NULL && view->ndim <= GCK_MAX_DIM && is_dense(view);
+    self->strided = view->strides != NULL && view->ndim <= GCK_MAX_DIM && gck_is_dense(view);
     for (int d = 0; d < view->ndim; d++) {
         self->sizes[d] = view->sizes[d];
         self->sizes[view->ndim + d] = self->strided ? view->strides[d] : 0;
@@ -214,7 +213,7 @@ exit:
 /* Same memory, seen in the same way. */
 static int same_view(const gck_payload *p, const gck_tensor *view)
 {
-    if (p->data != view->data || p->ndim != view->ndim || p->strided != (view->strides != NULL && is_dense(view))) {
+    if (p->data != view->data || p->ndim != view->ndim || p->strided != (view->strides != NULL && gck_is_dense(view))) {
         return 0;
     }
     for (int d = 0; d < p->ndim; d++) {

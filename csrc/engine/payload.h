@@ -45,6 +45,9 @@ struct gck_payload {
     int              uses, fresh;  /* regions that use it; it was encoded in this epoch  */
 };
 
+/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
+int gck_is_dense(const gck_tensor *x);
+
 /* New reference: the payload of x, whose view was taken just now.  dither: NULL rounds to
  * nearest.  batch: where the work may wait, or NULL.  NULL with *fits = 0 and no exception:
  * the codec cannot hold these values. */

@@ -109,6 +109,12 @@ static int encode(const saver *self, const gck_codec *codec, PyObject *x, const 
     return 1;
 }
 
+/* What a payload of x gives back lies in memory as x does. */
+static int keeps_strides(const gck_tensor *x)
+{
+    return x->strides == NULL || (x->ndim <= GCK_MAX_DIM && gck_is_dense(x));
+}
+
 /* x, by the payload of the whole tensor that it is a view of where that costs no more than
  * its own: so all views of it share one.  1, 0, -1 as above. */
 static int encode_view(const saver *self, const gck_codec *codec, PyObject *x, const gck_tensor *view, gck_saved *to)
@@ -125,7 +131,7 @@ static int encode_view(const saver *self, const gck_codec *codec, PyObject *x, c
     plain = base != Py_None ? gck_tensor_view(py, base, codec->dtypes, &whole) : GCK_KEEP_LAYOUT;
     if (plain < 0) {
         done = -1;
-    } else if (plain == GCK_COMPRESS && whole.strides == NULL
+    } else if (plain == GCK_COMPRESS && keeps_strides(&whole)
                && lies_within(view, &whole, view->dtype == GCK_F32 ? 4 : view->dtype == GCK_BOOL ? 1 : 2, &offset)) {
         done = encode(self, codec, base, &whole, view->numel < whole.numel, to);
         if (done == 1 && gck_saved_describe(to, view, offset) < 0) {
