@@ -105,6 +105,7 @@ def main():
         rows.append((f"checkpoint {compress or ''}".strip(), plain_bytes(model, loss_of), nothing, compress or "None"))
         handle.remove()
 
+    step(model, loss_of, nothing)
     times = {name: [] for name, *_ in rows}
     errors = {}
     for _ in range(o.repeat):
