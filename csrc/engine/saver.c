@@ -168,7 +168,8 @@ static int unpack_input(const saver *self, PyObject *x)
     int status = 0;
 
     if (before != NULL && Py_TYPE(before) == self->packing.state->Saved && of->entry.kind == GCK_PAYLOAD) {
-        original = PyWeakref_GetObject(((gck_payload *)of->entry.value)->original);         /* borrowed */
+        original = PyWeakref_GetObject(((gck_payload *)of->entry.value)->original);   /* borrowed */
+        Py_XINCREF(original);
     }
     if (original != NULL && original != Py_None) {
         input = of->ndim >= 0 ? gck_saved_view(of, original) : Py_NewRef(original);
@@ -182,6 +183,7 @@ static int unpack_input(const saver *self, PyObject *x)
         }
     }
     Py_XDECREF(before);
+    Py_XDECREF(original);
     Py_XDECREF(input);
     return status;
 }
