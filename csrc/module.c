@@ -7,6 +7,8 @@
 #include "engine/pending.h"
 #include "engine/rerun.h"
 #include "engine/selective_function.h"
+#include "engine/saved.h"
+#include "engine/saver.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -218,6 +220,10 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_pop", gck_saver_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_call", gck_saver_call, METH_VARARGS,
+     "saved_call(compress, function, args, kwargs, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,
      "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.set_rounding_state()."},
@@ -379,6 +385,8 @@ static int module_exec(PyObject *module)
         || (state->Names = add_type(module, &gck_names_spec)) == NULL
         || (state->Store = add_type(module, &gck_store_spec)) == NULL
         || (state->Kept = add_type(module, &gck_kept_spec)) == NULL
+        || (state->Saver = add_type(module, &gck_saver_spec)) == NULL
+        || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
         || (state->SelectiveRecompute = gck_selective_class(module, &state->py)) == NULL
@@ -404,6 +412,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->Names);
     Py_VISIT(state->Store);
     Py_VISIT(state->Kept);
+    Py_VISIT(state->Saver);
+    Py_VISIT(state->Saved);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_VISIT(state->plans[i].key);
     }
@@ -430,6 +440,8 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->Names);
     Py_CLEAR(state->Store);
     Py_CLEAR(state->Kept);
+    Py_CLEAR(state->Saver);
+    Py_CLEAR(state->Saved);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_CLEAR(state->plans[i].key);
     }

@@ -16,7 +16,9 @@ from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
+from gradckpt.residuals import Residual, Residuals, residuals
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
+from gradckpt.saved import compress_saved
 from gradckpt.selective import create_selective_checkpoint_contexts, name, save
 from gradckpt.selectors import every, m_of_n
 from gradckpt.sequential import checkpoint_sequential
@@ -28,6 +30,8 @@ __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
     "Payload",
+    "Residual",
+    "Residuals",
     "SelectiveRecompute",
     "apply",
     "buffers",
@@ -36,6 +40,7 @@ __all__ = [
     "codec_info",
     "codecs",
     "compat",
+    "compress_saved",
     "create_selective_checkpoint_contexts",
     "disable",
     "enable",
@@ -47,6 +52,7 @@ __all__ = [
     "name",
     "policies",
     "reset_stats",
+    "residuals",
     "save",
     "set_rounding_state",
     "stats",

@@ -1,6 +1,8 @@
 /* store.c: heap types Store and Kept. */
 #include "store.h"
 
+#include "entry.h"
+
 #include <stdlib.h>
 #include <structmember.h>
 
