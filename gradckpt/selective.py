@@ -60,11 +60,13 @@ class Policy:
     """Which operators' outputs a region keeps. Combine two with ``|``: where both name an operator, the second counts."""
 
     def __init__(self, rules: Iterable[Rule]):
+        rules = list(rules)
+        for rule in rules:
+            _check_op(rule.op)
         self.rules = {rule.op: rule for rule in rules}
-        for op in self.rules:
-            _check_op(op)
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
-        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in self.rules.values())
+        caught = [r for r in self.rules.values() if r.op not in torch_checkpoint.SAC_IGNORED_OPS]
+        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in caught)
         self.names = _C.make_names(rows)
         self.catchable = all(_is_overload(op) for op in self.rules)
 
@@ -110,8 +112,6 @@ def _check_op(op: Any) -> None:
 
 
 def _rule(op: Any, answer: Any) -> Rule:
-    if isinstance(answer, (str, CompressionConfig)):
-        answer = save(answer)
     keep, config = read_policy(answer, op)
     return Rule(op, SAVE if keep else RECOMPUTE, config)
 
@@ -124,6 +124,8 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
     """
     if isinstance(answer, Save):
         keep, config = True, answer.config
+    elif isinstance(answer, (str, CompressionConfig)):
+        keep, config = True, save(answer).config
     elif isinstance(answer, bool):
         keep, config = answer, None
     elif isinstance(answer, CheckpointPolicy):
@@ -131,7 +133,7 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
     else:
         raise TypeError(
             f"gradckpt: the policy says {answer!r} of {op}; it must say a CheckpointPolicy, True or False, "
-            'or gradckpt.save("int8")'
+            'gradckpt.save("int8"), or the name of a codec'
         )
     mutates = _is_overload(op) and op._schema.is_mutable
     return int(keep and not mutates), config  # what writes into its arguments has to run again
@@ -162,12 +164,16 @@ _lists: dict[tuple[Any, ...], Policy] = {}
 
 def _of_list(ops: tuple[Any, ...]) -> Policy:
     """Remembered: the same list comes with every region of every step."""
-    if any(not isinstance(op, torch._ops.OperatorBase) for op in ops) or ops not in _lists:
+    try:
+        policy = _lists.get(ops)
+    except TypeError:  # something in it has no hash: no operator
+        policy = None
+    if policy is None:
         policy = Policy(Rule(op) for op in ops)
         if len(_lists) >= 64:
             _lists.clear()
         _lists[ops] = policy
-    return _lists[ops]
+    return policy
 
 
 # ---- catching them ----

@@ -139,7 +139,7 @@ static PyObject *calls_of(gck_dispatch *d, int make)
 /* The operators of a policy that names them: index, -1 for any other; -2: it is a function. */
 static int named(const gck_dispatch *d)
 {
-    return d->store->names->n == 0 ? -2 : gck_store_find(d->store, d->func);
+    return d->store->names->n == 0 ? -2 : gck_store_find(d->store, d->func, d->args, d->kwargs);
 }
 
 static int record_answer(gck_dispatch *d, PyObject *out)
@@ -228,7 +228,7 @@ static PyObject *replay(gck_dispatch *d)
 {
     const int i = named(d);
     int again = i == -1;
-    PyObject *out = i >= 0 ? gck_replay_call(d->store, i, &again) : i == -2 ? replay_answer(d, &again) : NULL;
+    PyObject *out = i >= 0 ? gck_replay_call(d->store, i, d->store->lines[i].next++, &again) : i == -2 ? replay_answer(d, &again) : NULL;
 
     return again ? PyObject_Call(d->call, d->args, d->kwargs) : out;
 }

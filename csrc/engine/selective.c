@@ -13,7 +13,7 @@
 static gck_active *next_here(gck_active *a, unsigned long thread)
 {
     while (a != NULL && (a->thread != thread || a->busy)) {
-        a = a->next;
+        a = a->outer;
     }
     return a;
 }
@@ -35,11 +35,21 @@ static int set_key(const gck_py *py, int on)
 
 int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay)
 {
-    *active = (gck_active){(gck_store *)Py_NewRef((PyObject *)store), replay, PyThread_get_thread_ident(), 0, state->active};
-    state->active = active;
-    if (replay) {
-        gck_store_rewind(store);
+    /* Counted here, not in the store: two threads may recompute one region at once. */
+    int64_t *next = replay ? calloc((size_t)store->names->n + 1, sizeof *next) : NULL;
+
+    if (replay && next == NULL) {
+        PyErr_NoMemory();
+        return -1;
     }
+    *active = (gck_active){
+        .store = (gck_store *)Py_NewRef((PyObject *)store),
+        .replay = replay,
+        .thread = PyThread_get_thread_ident(),
+        .next = next,
+        .outer = state->active,
+    };
+    state->active = active;
     if (set_key(&state->py, 1) < 0) {
         gck_selective_end(state, active);
         return -1;
@@ -52,16 +62,18 @@ void gck_selective_end(gck_state *state, gck_active *active)
     gck_active **link = &state->active;
 
     while (*link != NULL && *link != active) {
-        link = &(*link)->next;
+        link = &(*link)->outer;
     }
     if (*link == active) {
-        *link = active->next;
+        *link = active->outer;
     }
     if (next_here(state->active, active->thread) == NULL) {
         set_key(&state->py, 0);
     }
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    free(active->next);
+    active->next = NULL;
     Py_CLEAR(active->store);
     PyErr_Restore(type, value, traceback);
 }
@@ -94,7 +106,7 @@ PyObject *gck_selective_leave(PyObject *module, PyObject *store)
     gck_active *a = state->active;
 
     while (a != NULL && (a->thread != thread || (PyObject *)a->store != store)) {
-        a = a->next;
+        a = a->outer;
     }
     if (a == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: a selective context was left in a thread that did not enter it");
@@ -114,7 +126,7 @@ static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thr
     PyObject *out;
     gck_active *a;
 
-    for (a = state->active; a != NULL; a = a->next) {
+    for (a = state->active; a != NULL; a = a->outer) {
         a->busy += a->thread == thread;
         if (a == hit) {
             break;
@@ -122,7 +134,7 @@ static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thr
     }
     const int alone = next_here(state->active, thread) == NULL;
     out = alone && set_key(&state->py, 0) < 0 ? NULL : PyObject_Call(call, args, kwargs);
-    for (a = state->active; a != NULL; a = a->next) {
+    for (a = state->active; a != NULL; a = a->outer) {
         a->busy -= a->thread == thread && a->busy > 0;
         if (a == hit) {
             break;
@@ -134,14 +146,19 @@ static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thr
     return out;
 }
 
-/* Is this output to be kept?  1, 0 or -1. */
-static int wanted(gck_store *store, const gck_named *named, PyObject *out)
+/* Operators that we call to keep an output (detach, clone, empty) are nobody's. */
+static void hide(gck_state *state, unsigned long thread, int by)
+{
+    for (gck_active *a = state->active; a != NULL; a = a->outer) {
+        a->busy += a->thread == thread ? by : 0;
+    }
+}
+
+/* Are the outputs of the next call to be kept? */
+static int wanted(gck_store *store, const gck_named *named)
 {
     const int64_t call = store->counters[named->group]++;
 
-    if (named->keep == GCK_DECIDE_CAST) {
-        return gck_is_decision(store->state, out);
-    }
     return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
 }
 
@@ -159,21 +176,18 @@ int gck_record_call(gck_store *store, int i, PyObject *out)
     if ((index = PyLong_FromLongLong(line->next++)) == NULL) {
         return -1;
     }
-    status = wanted(store, named, out);
-    if (status >= 0) {
-        status = !status ? gck_store_skip(store, line->calls, index)
-               : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
-                                         : gck_store_decide(store, line->calls, index, out);
-    }
+    status = !wanted(store, named) ? gck_store_skip(store, line->calls, index)
+           : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
+                                     : gck_store_decide(store, line->calls, index, out);
     Py_DECREF(index);
     return status;
 }
 
-PyObject *gck_replay_call(gck_store *store, int i, int *again)
+PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again)
 {
     const gck_named *named = &store->names->named[i];
     gck_line *line = &store->lines[i];
-    PyObject *index = PyLong_FromLongLong(line->next++);
+    PyObject *index = PyLong_FromLongLong(number);
     PyObject *out = index != NULL ? gck_store_replay(store, named->op, line->calls, index, again) : NULL;
 
     Py_XDECREF(index);
@@ -189,8 +203,8 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     gck_active *hit = next_here(state->active, thread);
     int i = -1, again = 0;
 
-    while (hit != NULL && (i = gck_store_find(hit->store, op)) < 0) {
-        hit = next_here(hit->next, thread);
+    while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
+        hit = next_here(hit->outer, thread);
     }
     const int tracing = hit != NULL ? gck_tracing(&state->py) : 0;
     if (tracing < 0) {
@@ -201,15 +215,20 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
     if (hit->replay) {
-        out = gck_replay_call(store, i, &again);
+        const int64_t number = hit->next[i]++;
+        hide(state, thread, 1);
+        out = gck_replay_call(store, i, number, &again);
+        hide(state, thread, -1);
         if (again) {
             out = call_below(state, hit, thread, call, args, kwargs);
         }
     } else {
         out = call_below(state, hit, thread, call, args, kwargs);
+        hide(state, thread, 1);
         if (out != NULL && gck_record_call(store, i, out) < 0) {
             Py_CLEAR(out);
         }
+        hide(state, thread, -1);
     }
     Py_DECREF((PyObject *)store);
     return out;

@@ -11,7 +11,8 @@ typedef struct gck_active {
     int                replay;
     unsigned long      thread;
     int                busy;         /* its operator runs: nothing below is seen         */
-    struct gck_active *next;         /* in the state's list: inner ones first            */
+    int64_t           *next;         /* replay: the next call of each name; malloc       */
+    struct gck_active *outer;        /* in the state's list: inner ones first            */
 } gck_active;
 
 /* Catch the named operators in this thread until the end.  0 or -1. */
@@ -32,9 +33,9 @@ int gck_catch_end(gck_state *state, gck_catch *c);
 gck_store *gck_decisions(gck_state *state);
 
 /* One call of the store's operator i: keep of its outputs what the policy wants; or give
- * them back, new reference, NULL with *again = 1: run it. */
+ * those of call `number` back, new reference, NULL with *again = 1: run it. */
 int       gck_record_call(gck_store *store, int i, PyObject *out);
-PyObject *gck_replay_call(gck_store *store, int i, int *again);
+PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again);
 
 /* For Python: selective_enter(store, replay), selective_leave(store), catcher(op), selective_key(). */
 PyObject *gck_selective_enter(PyObject *module, PyObject *args);

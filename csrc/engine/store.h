@@ -9,7 +9,8 @@ typedef enum {
     GCK_RECOMPUTE,           /* run it again                                                 */
     GCK_SAVE,                /* keep its outputs: as they are, or by the plan's codec        */
     GCK_DECIDE,              /* keep a copy: nobody who changes them in place is refused     */
-    GCK_DECIDE_CAST,         /* the same, of a cast to something that is not floating        */
+    GCK_DECIDE_CAST,         /* the same, of casts from floating to anything else; other casts
+                                are not even counted: autocast's cache changes their number  */
 } gck_keep;
 
 /* One named operator. */
@@ -31,7 +32,7 @@ typedef struct {
 /* The calls of one named operator in one region. */
 typedef struct {
     PyObject *calls;         /* dict: call -> what is kept; owned, NULL before the first     */
-    int64_t   next;          /* call                                                         */
+    int64_t   next;          /* call of the forward, or of a recompute under a mode          */
 } gck_line;
 
 /* Type gradckpt._C.Store: what one region keeps. */
@@ -48,14 +49,14 @@ typedef struct {
 
 extern PyType_Spec gck_names_spec, gck_store_spec, gck_kept_spec;
 
-/* Index of op among the names, or -1. */
-int gck_store_find(const gck_store *store, const PyObject *op);
+/* Index of op among the names, or -1: not there, or not such a call. */
+int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs);
 
 /* New reference. */
 gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int reusable);
 
-/* The outputs of a call into calls[index]: a tensor as a detached alias or a payload,
- * anything else as it is, also inside tuples and lists.  0 or -1. */
+/* The outputs of a call into calls[index]: a tensor as a detached alias or a payload (of
+ * several return values the first only), anything else as it is.  0 or -1. */
 int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan);
 /* The same as copies; bool as bits. */
 int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, PyObject *out);
@@ -65,10 +66,7 @@ int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index);
  * recomputed. */
 PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyObject *index, int *again);
 
-/* Is this a tensor of integers or bools?  1, 0 or -1. */
-int gck_is_decision(gck_state *state, PyObject *out);
-
-/* The calls of a recompute are counted from 0. */
+/* The calls of a recompute under a mode are counted from 0. */
 void gck_store_rewind(gck_store *store);
 
 /* gradckpt._C.make_names(rows): a row is (op, keep, what compress= takes, every, phase, group).

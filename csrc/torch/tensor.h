@@ -47,6 +47,7 @@
     OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")      \
     OBJECT(set_included, "torch._C", "_dispatch_tls_set_dispatch_key_included") \
     OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
+    OBJECT(is_excluded, "torch._C", "_dispatch_tls_is_dispatch_key_excluded") \
     OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(CheckpointPolicy, "torch.utils.checkpoint", "CheckpointPolicy") \
