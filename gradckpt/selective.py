@@ -209,26 +209,16 @@ def catch(policy: Policy) -> None:
 
 
 class _Keyed:
-    """Enters the key where that is possible, else the mode: where somebody traces, and where somebody's mode watches."""
+    """Enters the key where that is possible, else the mode; ``__enter__`` and ``__exit__`` are C (csrc/engine/mode.c)."""
 
     _store: Any
     _by_key: bool
     _replay: bool
 
-    def __enter__(self) -> Any:
-        if self._by_key and not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling():
-            _C.selective_enter(self._store, self._replay)
-            self._entered.append(True)
-            return self
-        self._entered.append(False)
-        if self._replay:
-            _C.rewind(self._store)
+    def enter_mode(self) -> Any:
         return super().__enter__()  # type: ignore[misc]
 
-    def __exit__(self, *error: Any) -> Any:
-        if self._entered.pop():
-            _C.selective_leave(self._store)
-            return None
+    def exit_mode(self, *error: Any) -> Any:
         return super().__exit__(*error)  # type: ignore[misc]
 
 
@@ -239,7 +229,7 @@ class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):  # typ
 
     def __init__(self, policy_fn: Any, store: Any, by_key: bool):
         super().__init__(policy_fn, store.storage)
-        self._store, self._by_key, self._entered = store, by_key, []
+        self._store, self._by_key = store, by_key
 
 
 class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):  # type: ignore[misc]
@@ -249,7 +239,7 @@ class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):  # ty
 
     def __init__(self, store: Any, by_key: bool, mutation: bool):
         super().__init__(None, store.storage, mutation)
-        self._store, self._by_key, self._entered = store, by_key, []
+        self._store, self._by_key = store, by_key
 
 
 _C.add_dispatch(ForwardContext, RecomputeContext)

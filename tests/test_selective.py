@@ -189,7 +189,6 @@ def kept(context_fn, op, call=0):
 
 @pytest.fixture
 def _gc_off():
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -262,7 +261,7 @@ def test_steps_leave_no_objects(ck, our_way, region):
 def test_a_second_backward_is_refused_in_torchs_words(ck, way):
     y = ck(lambda t: (t @ t).sin(), leaf(8, 8), context_fn=way.contexts([aten.mm.default])).sum()
     y.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="Trying to backward an extra time. You are only allowed to backward once"):
+    with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
         y.backward()
 
 

@@ -78,43 +78,15 @@ void gck_selective_end(gck_state *state, gck_active *active)
     PyErr_Restore(type, value, traceback);
 }
 
-PyObject *gck_selective_enter(PyObject *module, PyObject *args)
+gck_active *gck_active_of(gck_state *state, const PyObject *context)
 {
-    gck_state *state = gck_state_of(module);
-    gck_active *active;
-    PyObject *store;
-    int replay;
-
-    if (!PyArg_ParseTuple(args, "O!p:selective_enter", state->Store, &store, &replay)) {
-        return NULL;
-    }
-    active = malloc(sizeof *active);
-    if (active == NULL) {
-        return PyErr_NoMemory();
-    }
-    if (gck_selective_begin(state, active, (gck_store *)store, replay) < 0) {
-        free(active);
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-PyObject *gck_selective_leave(PyObject *module, PyObject *store)
-{
-    gck_state *state = gck_state_of(module);
     const unsigned long thread = PyThread_get_thread_ident();
     gck_active *a = state->active;
 
-    while (a != NULL && (a->thread != thread || (PyObject *)a->store != store)) {
+    while (a != NULL && (a->thread != thread || a->context != context)) {
         a = a->outer;
     }
-    if (a == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a selective context was left in a thread that did not enter it");
-        return NULL;
-    }
-    gck_selective_end(state, a);
-    free(a);
-    Py_RETURN_NONE;
+    return a;
 }
 
 /* ---- named operators ---- */

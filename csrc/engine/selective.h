@@ -11,6 +11,7 @@ typedef struct gck_active {
     int                replay;
     unsigned long      thread;
     int                busy;         /* its operator runs: nothing below is seen         */
+    PyObject          *context;      /* that Python has entered, borrowed; else NULL     */
     int64_t           *next;         /* replay: the next call of each name; malloc       */
     struct gck_active *outer;        /* in the state's list: inner ones first            */
 } gck_active;
@@ -37,9 +38,10 @@ gck_store *gck_decisions(gck_state *state);
 int       gck_record_call(gck_store *store, int i, PyObject *out);
 PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again);
 
-/* For Python: selective_enter(store, replay), selective_leave(store), catcher(op), selective_key(). */
-PyObject *gck_selective_enter(PyObject *module, PyObject *args);
-PyObject *gck_selective_leave(PyObject *module, PyObject *store);
+/* Borrowed: what this thread has entered with that context; NULL: nothing. */
+gck_active *gck_active_of(gck_state *state, const PyObject *context);
+
+/* For Python: catcher(op), selective_key(). */
 PyObject *gck_catcher(PyObject *module, PyObject *op);
 PyObject *gck_selective_key(PyObject *module, PyObject *unused);
 

@@ -444,12 +444,3 @@ PyObject *gck_make_store(PyObject *module, PyObject *args)
     }
     return (PyObject *)gck_store_new(state, (gck_names *)names, mutation, reusable);
 }
-
-PyObject *gck_rewind(PyObject *module, PyObject *store)
-{
-    if (Py_TYPE(store) != gck_state_of(module)->Store) {
-        return PyErr_Format(PyExc_TypeError, "rewind takes a Store, not %R", store);
-    }
-    gck_store_rewind((gck_store *)store);
-    Py_RETURN_NONE;
-}

@@ -73,6 +73,5 @@ void gck_store_rewind(gck_store *store);
  * gradckpt._C.make_store(names, mutation, reusable). */
 PyObject *gck_make_names(PyObject *module, PyObject *rows);
 PyObject *gck_make_store(PyObject *module, PyObject *args);
-PyObject *gck_rewind(PyObject *module, PyObject *store);
 
 #endif

@@ -37,6 +37,7 @@
     OBJECT(pop_function_mode, "torch._C", "_pop_torch_function_stack")     \
     OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
     OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
+    OBJECT(is_compiling, "torch.compiler", "is_compiling")                 \
     OBJECT(functions, "torch._C", "_functions")                            \
     OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
