@@ -166,6 +166,29 @@ PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again)
     return out;
 }
 
+/* A fake tensor, also in a list, when its mode has stepped aside to compute a shape. */
+static int fake_among(const gck_py *py, PyObject *args)
+{
+    const Py_ssize_t n = PyTuple_Check(args) || PyList_Check(args) ? PySequence_Size(args) : 0;
+    int found = (PyObject *)Py_TYPE(args) == py->FakeTensor;
+
+    for (Py_ssize_t i = 0; !found && i < n; i++) {
+        found = fake_among(py, PyTuple_Check(args) ? PyTuple_GetItem(args, i) : PyList_GetItem(args, i));
+    }
+    return found;
+}
+
+/* Does this thread compile something? */
+static int compiling(const gck_py *py)
+{
+    PyObject *context = PyObject_GetAttrString(py->guards, "tracing_context");
+    const int truth = context != NULL && context != Py_None;
+
+    PyErr_Clear();                               /* no such attribute: it never did */
+    Py_XDECREF(context);
+    return truth;
+}
+
 /* The kernel of a named operator; self is (module, operator, what calls it). */
 static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -178,7 +201,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
         hit = next_here(hit->outer, thread);
     }
-    const int tracing = hit != NULL ? gck_tracing(&state->py) : 0;
+    const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1 : gck_tracing(&state->py);
     if (tracing < 0) {
         return NULL;
     }

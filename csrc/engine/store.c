@@ -422,12 +422,14 @@ gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int r
     self->mutation = mutation;
     self->reusable = reusable;
     self->names = (gck_names *)Py_NewRef((PyObject *)names);
-    self->storage = PyDict_New();
+    self->storage = PyObject_CallFunctionObjArgs(state->py.defaultdict, (PyObject *)&PyDict_Type, NULL);
     self->lines = calloc((size_t)names->n + 1, sizeof *self->lines);
     self->counters = calloc((size_t)names->ngroups + 1, sizeof *self->counters);
     PyObject_GC_Track((PyObject *)self);
     if (self->lines == NULL || self->counters == NULL || self->storage == NULL) {
-        PyErr_NoMemory();
+        if (!PyErr_Occurred()) {
+            PyErr_NoMemory();
+        }
         Py_CLEAR(self);
     }
     return self;

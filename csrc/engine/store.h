@@ -39,7 +39,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     gck_state *state;        /* borrowed: the type keeps the module alive                    */
-    PyObject  *storage;      /* dict: operator -> calls, as torch's mode has it              */
+    PyObject  *storage;      /* defaultdict: operator -> calls; torch's modes write into it, too */
     int        mutation;     /* entries may have been changed in place                       */
     int        reusable;     /* a call may be replayed more than once                        */
     gck_names *names;        /* owned                                                        */

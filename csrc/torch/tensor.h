@@ -50,7 +50,10 @@
     OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
     OBJECT(is_excluded, "torch._C", "_dispatch_tls_is_dispatch_key_excluded") \
     OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
+    OBJECT(FakeTensor, "torch._subclasses.fake_tensor", "FakeTensor")      \
+    OBJECT(guards, "torch._guards", "_TLS")                                \
     OBJECT(partial, "functools", "partial")                                \
+    OBJECT(defaultdict, "collections", "defaultdict")                      \
     OBJECT(CheckpointPolicy, "torch.utils.checkpoint", "CheckpointPolicy") \
     OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")
 
