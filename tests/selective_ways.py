@@ -41,6 +41,11 @@ def halves(x: torch.Tensor) -> list[torch.Tensor]:
     return [each.clone() for each in x.chunk(2)]
 
 
+@torch.library.custom_op("gradckpt_tests::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError
+
+
 def _saves(ctx, inputs, output):
     ctx.save_for_backward(inputs[0])
 
@@ -60,6 +65,8 @@ DOUBLE, SQUARE = torch.ops.gradckpt_tests.double.default, torch.ops.gradckpt_tes
 PAIR, HALVES = torch.ops.gradckpt_tests.pair.default, torch.ops.gradckpt_tests.halves.default
 
 theirs = functools.partial(torchs_checkpoint, use_reentrant=False)
+FAILS = torch.ops.gradckpt_tests.fails.default
+
 CHECKPOINTS = pytest.mark.parametrize("ck", [theirs, gradckpt.checkpoint], ids=["torchs checkpoint", "ours"])
 
 

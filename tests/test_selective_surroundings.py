@@ -9,6 +9,7 @@ import pytest
 import torch
 from selective_ways import (
     DOUBLE,
+    FAILS,
     PAIR,
     SQUARE,
     Watch,
@@ -16,6 +17,7 @@ from selective_ways import (
     calls,
     catches_nothing,
     double,
+    fails,
     gradients,
     key_is_on,
     leaf,
@@ -170,11 +172,7 @@ def test_an_exception_in_the_region_leaves_nothing(our_way, error, when):
 
 @pytest.mark.parametrize("policy", [[SQUARE], lambda ctx, op, *args, **kwargs: op is SQUARE], ids=["list", "function"])
 def test_an_exception_in_a_kept_operator(policy):
-    @torch.library.custom_op("gradckpt_tests::fails", mutates_args=())
-    def fails(x: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-    for each in (policy, [torch.ops.gradckpt_tests.fails.default]):
+    for each in (policy, [FAILS]):
         with pytest.raises(ZeroDivisionError):
             checkpoint(lambda t: fails(square(t)), leaf(4), **kept(each))
         with pytest.raises(ZeroDivisionError):
