@@ -41,7 +41,9 @@ def save(compress: Compress = None) -> Save:
     """
     config = parse_compress(compress)
     if config is not None and (config.replay or config.leaves or config.include != "activations"):
-        raise ValueError("gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs")
+        raise ValueError(
+            "gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs"
+        )
     return Save(config)
 
 
@@ -195,7 +197,7 @@ def catch(policy: Policy) -> None:
     if _key is None:
         return
     with _lock:
-        if not _caught:
+        if ("_", "IMPL") not in _libraries:
             everything = torch.library.Library("_", "IMPL", "Fake")
             everything.fallback(torch.library.fallthrough_kernel, "Fake")
             _libraries["_", "IMPL"] = everything
@@ -272,7 +274,7 @@ def create_selective_checkpoint_contexts(
     policy = as_policy(policy_or_ops)
     by_key = policy is not None and policy.catchable and _key is not None
     if policy is None:
-        store, policy_fn = _C.make_store(NOTHING, allow_cache_entry_mutation, reusable), policy_or_ops
+        store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
     else:
         store, policy_fn = _C.make_store(policy.names, allow_cache_entry_mutation, reusable), asker(policy)
         if by_key:
@@ -280,7 +282,8 @@ def create_selective_checkpoint_contexts(
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
 
 
-NOTHING = _C.make_names(())
+#: No names: a function is asked.
+ASKED = _C.make_names(None)
 
 
 def asker(policy: Policy) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ static PyObject *calls_of(gck_dispatch *d, int make)
 /* The operators of a policy that names them: index, -1 for any other; -2: it is a function. */
 static int named(const gck_dispatch *d)
 {
-    return d->store->names->n == 0 ? -2 : gck_store_find(d->store, d->func, d->args, d->kwargs);
+    return d->store->names->asks ? -2 : gck_store_find(d->store, d->func, d->args, d->kwargs);
 }
 
 static int record_answer(gck_dispatch *d, PyObject *out)

@@ -60,7 +60,7 @@ static int read_row(gck_state *state, PyObject *row, gck_named *named)
 PyObject *gck_make_names(PyObject *module, PyObject *rows)
 {
     gck_state *state = gck_state_of(module);
-    const Py_ssize_t n = PyTuple_Check(rows) ? PyTuple_Size(rows) : -1;
+    const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Check(rows) ? PyTuple_Size(rows) : -1;
     gck_names *self;
     int status = 0;
 
@@ -71,6 +71,7 @@ PyObject *gck_make_names(PyObject *module, PyObject *rows)
         return NULL;
     }
     self->n = self->ngroups = 0;
+    self->asks = rows == Py_None;
     if ((self->named = calloc((size_t)n + 1, sizeof *self->named)) == NULL) {
         PyErr_NoMemory();
         status = -1;

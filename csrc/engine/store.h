@@ -26,6 +26,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     int        n, ngroups;
+    int        asks;         /* no names: a function is asked                                */
     gck_named *named;        /* n; malloc                                                    */
 } gck_names;
 
@@ -69,7 +70,8 @@ PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyOb
 /* The calls of a recompute under a mode are counted from 0. */
 void gck_store_rewind(gck_store *store);
 
-/* gradckpt._C.make_names(rows): a row is (op, keep, what compress= takes, every, phase, group).
+/* gradckpt._C.make_names(rows): a row is (op, keep, what compress= takes, every, phase, group);
+ * None: a function will say.
  * gradckpt._C.make_store(names, mutation, reusable). */
 PyObject *gck_make_names(PyObject *module, PyObject *rows);
 PyObject *gck_make_store(PyObject *module, PyObject *args);
