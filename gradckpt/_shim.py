@@ -285,11 +285,11 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
         policy = policies.by_name(policy)
     known = selective.as_policy(policy)
     if known is None:
-        return selective.NOTHING, policy
+        return selective.ASKED, policy
     if known.catchable:
         selective.catch(known)
         return known.names, None
-    return selective.NOTHING, selective.asker(known)
+    return selective.ASKED, selective.asker(known)
 
 
 def candidate(out: Any) -> tuple[Any, Any]:

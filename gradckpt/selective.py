@@ -65,13 +65,13 @@ class Policy:
     def __init__(self, rules: Iterable[Rule], wanted: Iterable[str] = ()):
         self.rules: dict[Any, Rule] = {}
         for rule in rules:
+            _check_op(rule.op)
             if rule.keep != NAMED or rule.op not in self.rules:
                 self.rules[rule.op] = rule
         self.wanted = frozenset(wanted)
-        for op in self.rules:
-            _check_op(op)
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
-        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in self.rules.values())
+        caught = [r for r in self.rules.values() if r.op not in torch_checkpoint.SAC_IGNORED_OPS]
+        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in caught)
         self.names = _C.make_names(rows, self.wanted)
         self.catchable = all(_is_overload(op) for op in self.rules)
 
@@ -148,8 +148,6 @@ def _check_op(op: Any) -> None:
 
 
 def _rule(op: Any, answer: Any) -> Rule:
-    if isinstance(answer, (str, CompressionConfig)):
-        answer = save(answer)
     keep, config = read_policy(answer, op)
     return Rule(op, SAVE if keep else RECOMPUTE, config)
 
@@ -162,6 +160,8 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
     """
     if isinstance(answer, Save):
         keep, config = True, answer.config
+    elif isinstance(answer, (str, CompressionConfig)):
+        keep, config = True, save(answer).config
     elif isinstance(answer, bool):
         keep, config = answer, None
     elif isinstance(answer, CheckpointPolicy):
@@ -169,7 +169,7 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
     else:
         raise TypeError(
             f"gradckpt: the policy says {answer!r} of {op}; it must say a CheckpointPolicy, True or False, "
-            'or gradckpt.save("int8")'
+            'gradckpt.save("int8"), or the name of a codec'
         )
     mutates = _is_overload(op) and op._schema.is_mutable
     return int(keep and not mutates), config  # what writes into its arguments has to run again
@@ -200,12 +200,16 @@ _lists: dict[tuple[Any, ...], Policy] = {}
 
 def _of_list(ops: tuple[Any, ...]) -> Policy:
     """Remembered: the same list comes with every region of every step."""
-    if any(not isinstance(op, torch._ops.OperatorBase) for op in ops) or ops not in _lists:
+    try:
+        policy = _lists.get(ops)
+    except TypeError:  # something in it has no hash: no operator
+        policy = None
+    if policy is None:
         policy = Policy(Rule(op) for op in ops)
         if len(_lists) >= 64:
             _lists.clear()
         _lists[ops] = policy
-    return _lists[ops]
+    return policy
 
 
 # ---- catching them ----
@@ -227,7 +231,7 @@ def catch(policy: Policy) -> None:
     if _key is None:
         return
     with _lock:
-        if not _caught:
+        if ("_", "IMPL") not in _libraries:
             everything = torch.library.Library("_", "IMPL", "Fake")
             everything.fallback(torch.library.fallthrough_kernel, "Fake")
             _libraries["_", "IMPL"] = everything
@@ -241,29 +245,17 @@ def catch(policy: Policy) -> None:
 
 
 class _Keyed:
-    """Enters the key where that is possible, else the mode: where somebody traces, and where somebody's mode watches."""
+    """Enters the key where that is possible, else the mode; ``__enter__`` and ``__exit__`` are C (csrc/engine/mode.c)."""
 
     _store: Any
     _by_key: bool
     _replay: bool
 
-    def __enter__(self) -> Any:
-        if self._by_key and not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling():
-            _C.selective_enter(self._store, self._replay)
-            self._entered.append(True)
-            return self
-        self._entered.append(False)
-        if self._replay:
-            _C.rewind(self._store)
+    def enter_mode(self) -> Any:
         return super().__enter__()  # type: ignore[misc]
 
-    def __exit__(self, *error: Any) -> Any:
-        if self._entered.pop():
-            _C.selective_leave(self._store)
-        else:
-            super().__exit__(*error)  # type: ignore[misc]
-        if not self._replay and error[0] is None:
-            _C.finish(self._store)
+    def exit_mode(self, *error: Any) -> Any:
+        return super().__exit__(*error)  # type: ignore[misc]
 
 
 class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):  # type: ignore[misc]
@@ -273,7 +265,7 @@ class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):  # typ
 
     def __init__(self, policy_fn: Any, store: Any, by_key: bool):
         super().__init__(policy_fn, store.storage)
-        self._store, self._by_key, self._entered = store, by_key, []
+        self._store, self._by_key = store, by_key
 
 
 class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):  # type: ignore[misc]
@@ -283,7 +275,7 @@ class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):  # ty
 
     def __init__(self, store: Any, by_key: bool, mutation: bool):
         super().__init__(None, store.storage, mutation)
-        self._store, self._by_key, self._entered = store, by_key, []
+        self._store, self._by_key = store, by_key
 
 
 _C.add_dispatch(ForwardContext, RecomputeContext)
@@ -316,7 +308,7 @@ def create_selective_checkpoint_contexts(
     policy = as_policy(policy_or_ops)
     by_key = policy is not None and policy.catchable and _key is not None
     if policy is None:
-        store, policy_fn = _C.make_store(NOTHING, allow_cache_entry_mutation, reusable), policy_or_ops
+        store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
     else:
         store, policy_fn = _C.make_store(policy.names, allow_cache_entry_mutation, reusable), asker(policy)
         if by_key:
@@ -324,7 +316,8 @@ def create_selective_checkpoint_contexts(
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
 
 
-NOTHING = _C.make_names((), frozenset())
+#: No names: a function is asked.
+ASKED = _C.make_names(None, frozenset())
 
 
 def asker(policy: Policy) -> Callable[..., Any]:

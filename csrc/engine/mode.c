@@ -5,6 +5,8 @@
 #include "options.h"
 #include "selective.h"
 
+#include <stdlib.h>
+
 /* What one call of __torch_dispatch__ is about; borrowed, but for `store` and `key`. */
 typedef struct {
     gck_store *store;
@@ -139,7 +141,7 @@ static PyObject *calls_of(gck_dispatch *d, int make)
 /* The operators of a policy that names them: index, -1 for any other; -2: it is a function. */
 static int named(const gck_dispatch *d)
 {
-    return d->store->names->n == 0 ? -2 : gck_store_find(d->store, d->func);
+    return d->store->names->asks ? -2 : gck_store_find(d->store, d->func, d->args, d->kwargs);
 }
 
 static int record_answer(gck_dispatch *d, PyObject *out)
@@ -228,7 +230,7 @@ static PyObject *replay(gck_dispatch *d)
 {
     const int i = named(d);
     int again = i == -1;
-    PyObject *out = i >= 0 ? gck_replay_call(d->store, i, &again) : i == -2 ? replay_answer(d, &again) : NULL;
+    PyObject *out = i >= 0 ? gck_replay_call(d->store, i, d->store->lines[i].next++, &again) : i == -2 ? replay_answer(d, &again) : NULL;
 
     return again ? PyObject_Call(d->call, d->args, d->kwargs) : out;
 }
@@ -252,8 +254,88 @@ static PyObject *dispatch_recompute(PyObject *self, PyObject *all)
     return out;
 }
 
+/* ---- with context: ---- */
+
+/* 1: by key; 0: a mode, where somebody traces and where somebody's mode watches; -1. */
+static int may_use_key(const gck_py *py, PyObject *self)
+{
+    PyObject *by_key = PyObject_GetAttrString(self, "_by_key");
+    const int wanted = by_key == NULL ? -1 : by_key == Py_True;
+    const int modes = wanted > 0 ? gck_ask(py->dispatch_stack_len) : 0;
+    const int compiling = wanted > 0 && modes == 0 ? gck_ask(py->is_compiling) : 0;
+
+    Py_XDECREF(by_key);
+    return wanted < 0 || modes < 0 || compiling < 0 ? -1 : wanted && !modes && !compiling;
+}
+
+/* In C, so that no signal handler runs between the key and the with statement. */
+static PyObject *context_enter(PyObject *self, PyObject *unused)
+{
+    gck_store *store = (gck_store *)PyObject_GetAttrString(self, "_store");
+    PyObject *replay = store != NULL ? PyObject_GetAttrString(self, "_replay") : NULL, *result = NULL;
+    const int by_key = replay != NULL ? may_use_key(&store->state->py, self) : -1;
+    gck_active *active;
+
+    (void)unused;
+    if (by_key > 0) {
+        active = malloc(sizeof *active);
+        if (active == NULL) {
+            PyErr_NoMemory();
+        } else if (gck_selective_begin(store->state, active, store, replay == Py_True) < 0) {
+            free(active);
+        } else {
+            active->context = self;
+            result = Py_NewRef(self);
+        }
+    } else if (by_key == 0) {
+        if (replay == Py_True) {
+            gck_store_rewind(store);
+        }
+        result = PyObject_CallMethod(self, "enter_mode", NULL);
+    }
+    Py_XDECREF((PyObject *)store);
+    Py_XDECREF(replay);
+    return result;
+}
+
+static PyObject *context_exit(PyObject *self, PyObject *error)
+{
+    gck_store *store = (gck_store *)PyObject_GetAttrString(self, "_store");
+    gck_active *active = store != NULL ? gck_active_of(store->state, self) : NULL;
+    PyObject *method, *result;
+
+    if (active != NULL) {
+        gck_selective_end(store->state, active);
+        free(active);
+        result = Py_NewRef(Py_None);
+    } else {
+        method = store != NULL ? PyObject_GetAttrString(self, "exit_mode") : NULL;
+        result = method != NULL ? PyObject_Call(method, error, NULL) : NULL;
+        Py_XDECREF(method);
+    }
+    /* Only a forward has candidates; one that failed leaves none either. */
+    if (result != NULL && PyTuple_Size(error) > 0 && PyTuple_GetItem(error, 0) == Py_None && gck_store_finish(store) < 0) {
+        Py_CLEAR(result);
+    }
+    Py_XDECREF((PyObject *)store);
+    return result;
+}
+
+/* ---- the classes ---- */
+
+static PyMethodDef enter_def = {"__enter__", context_enter, METH_NOARGS, NULL};
+static PyMethodDef exit_def = {"__exit__", context_exit, METH_VARARGS, NULL};
 static PyMethodDef forward_def = {"__torch_dispatch__", dispatch_forward, METH_VARARGS, NULL};
 static PyMethodDef recompute_def = {"__torch_dispatch__", dispatch_recompute, METH_VARARGS, NULL};
+
+static int add_method(PyTypeObject *class, PyMethodDef *def)
+{
+    PyObject *method = PyDescr_NewMethod(class, def);
+    const int status = method != NULL ? PyObject_SetAttrString((PyObject *)class, def->ml_name, method) : -1;
+
+    Py_XDECREF(method);
+    return status;
+}
 
 /* add_dispatch(class of the forward's mode, class of the recompute's): gives them their methods. */
 PyObject *gck_add_dispatch(PyObject *module, PyObject *args)
@@ -266,11 +348,8 @@ PyObject *gck_add_dispatch(PyObject *module, PyObject *args)
         return NULL;
     }
     for (int i = 0; i < 2; i++) {
-        PyObject *method = PyDescr_NewMethod(classes[i], defs[i]);
-        const int status = method != NULL
-            ? PyObject_SetAttrString((PyObject *)classes[i], "__torch_dispatch__", method) : -1;
-        Py_XDECREF(method);
-        if (status < 0) {
+        if (add_method(classes[i], defs[i]) < 0 || add_method(classes[i], &enter_def) < 0
+            || add_method(classes[i], &exit_def) < 0) {
             return NULL;
         }
     }

@@ -66,13 +66,15 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
     gck_names *self;
     int status = 0;
 
-    if (!PyArg_ParseTuple(args, "O!O!:make_names", &PyTuple_Type, &rows, &PyFrozenSet_Type, &wanted)
+    if (!PyArg_ParseTuple(args, "OO!:make_names", &rows, &PyFrozenSet_Type, &wanted)
+        || (rows != Py_None && !PyTuple_Check(rows))
         || (self = PyObject_GC_New(gck_names, state->Names)) == NULL) {
-        return NULL;
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "make_names takes a tuple of rows or None, not %R", rows);
     }
-    const Py_ssize_t n = PyTuple_Size(rows);
+    const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Size(rows);
     self->n = self->ngroups = 0;
     self->wanted = Py_NewRef(wanted);
+    self->asks = rows == Py_None;
     if ((self->named = calloc((size_t)n + 1, sizeof *self->named)) == NULL) {
         PyErr_NoMemory();
         status = -1;

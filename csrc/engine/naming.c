@@ -3,7 +3,9 @@
 
 int gck_store_candidate(gck_store *store, int line, PyObject *index, PyObject *out)
 {
-    PyObject *found = PyObject_CallMethod(store->state->py.shim, "candidate", "(O)", out);
+    /* Until it gets a name it is run again. */
+    PyObject *found = gck_store_skip(store, store->lines[line].calls, index) == 0
+        ? PyObject_CallMethod(store->state->py.shim, "candidate", "(O)", out) : NULL;
     PyObject *row = found != NULL ? Py_BuildValue("(NiO)", found, line, index) : NULL;
     int status = -1;
 
@@ -52,15 +54,4 @@ int gck_store_finish(gck_store *store)
                                  store->names->wanted);
     Py_XDECREF(warned);
     return warned == NULL ? -1 : 0;
-}
-
-PyObject *gck_finish(PyObject *module, PyObject *store)
-{
-    if (Py_TYPE(store) != gck_state_of(module)->Store) {
-        return PyErr_Format(PyExc_TypeError, "finish takes a Store, not %R", store);
-    }
-    if (gck_store_finish((gck_store *)store) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
 }

@@ -13,7 +13,7 @@
 static gck_active *next_here(gck_active *a, unsigned long thread)
 {
     while (a != NULL && (a->thread != thread || a->busy)) {
-        a = a->next;
+        a = a->outer;
     }
     return a;
 }
@@ -35,11 +35,21 @@ static int set_key(const gck_py *py, int on)
 
 int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay)
 {
-    *active = (gck_active){(gck_store *)Py_NewRef((PyObject *)store), replay, PyThread_get_thread_ident(), 0, state->active};
-    state->active = active;
-    if (replay) {
-        gck_store_rewind(store);
+    /* Counted here, not in the store: two threads may recompute one region at once. */
+    int64_t *next = replay ? calloc((size_t)store->names->n + 1, sizeof *next) : NULL;
+
+    if (replay && next == NULL) {
+        PyErr_NoMemory();
+        return -1;
     }
+    *active = (gck_active){
+        .store = (gck_store *)Py_NewRef((PyObject *)store),
+        .replay = replay,
+        .thread = PyThread_get_thread_ident(),
+        .next = next,
+        .outer = state->active,
+    };
+    state->active = active;
     if (set_key(&state->py, 1) < 0) {
         gck_selective_end(state, active);
         return -1;
@@ -52,57 +62,31 @@ void gck_selective_end(gck_state *state, gck_active *active)
     gck_active **link = &state->active;
 
     while (*link != NULL && *link != active) {
-        link = &(*link)->next;
+        link = &(*link)->outer;
     }
     if (*link == active) {
-        *link = active->next;
+        *link = active->outer;
     }
     if (next_here(state->active, active->thread) == NULL) {
         set_key(&state->py, 0);
     }
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    free(active->next);
+    active->next = NULL;
     Py_CLEAR(active->store);
     PyErr_Restore(type, value, traceback);
 }
 
-PyObject *gck_selective_enter(PyObject *module, PyObject *args)
+gck_active *gck_active_of(gck_state *state, const PyObject *context)
 {
-    gck_state *state = gck_state_of(module);
-    gck_active *active;
-    PyObject *store;
-    int replay;
-
-    if (!PyArg_ParseTuple(args, "O!p:selective_enter", state->Store, &store, &replay)) {
-        return NULL;
-    }
-    active = malloc(sizeof *active);
-    if (active == NULL) {
-        return PyErr_NoMemory();
-    }
-    if (gck_selective_begin(state, active, (gck_store *)store, replay) < 0) {
-        free(active);
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-PyObject *gck_selective_leave(PyObject *module, PyObject *store)
-{
-    gck_state *state = gck_state_of(module);
     const unsigned long thread = PyThread_get_thread_ident();
     gck_active *a = state->active;
 
-    while (a != NULL && (a->thread != thread || (PyObject *)a->store != store)) {
-        a = a->next;
+    while (a != NULL && (a->thread != thread || a->context != context)) {
+        a = a->outer;
     }
-    if (a == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a selective context was left in a thread that did not enter it");
-        return NULL;
-    }
-    gck_selective_end(state, a);
-    free(a);
-    Py_RETURN_NONE;
+    return a;
 }
 
 /* ---- named operators ---- */
@@ -114,7 +98,7 @@ static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thr
     PyObject *out;
     gck_active *a;
 
-    for (a = state->active; a != NULL; a = a->next) {
+    for (a = state->active; a != NULL; a = a->outer) {
         a->busy += a->thread == thread;
         if (a == hit) {
             break;
@@ -122,7 +106,7 @@ static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thr
     }
     const int alone = next_here(state->active, thread) == NULL;
     out = alone && set_key(&state->py, 0) < 0 ? NULL : PyObject_Call(call, args, kwargs);
-    for (a = state->active; a != NULL; a = a->next) {
+    for (a = state->active; a != NULL; a = a->outer) {
         a->busy -= a->thread == thread && a->busy > 0;
         if (a == hit) {
             break;
@@ -134,14 +118,19 @@ static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thr
     return out;
 }
 
-/* Is this output to be kept?  1, 0 or -1. */
-static int wanted(gck_store *store, const gck_named *named, PyObject *out)
+/* Operators that we call to keep an output (detach, clone, empty) are nobody's. */
+static void hide(gck_state *state, unsigned long thread, int by)
+{
+    for (gck_active *a = state->active; a != NULL; a = a->outer) {
+        a->busy += a->thread == thread ? by : 0;
+    }
+}
+
+/* Are the outputs of the next call to be kept? */
+static int wanted(gck_store *store, const gck_named *named)
 {
     const int64_t call = store->counters[named->group]++;
 
-    if (named->keep == GCK_DECIDE_CAST) {
-        return gck_is_decision(store->state, out);
-    }
     return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
 }
 
@@ -159,27 +148,46 @@ int gck_record_call(gck_store *store, int i, PyObject *out)
     if ((index = PyLong_FromLongLong(line->next++)) == NULL) {
         return -1;
     }
-    status = wanted(store, named, out);
-    if (status >= 0) {
-        status = !status ? gck_store_skip(store, line->calls, index)
-               : named->keep == GCK_NAMED ? gck_store_skip(store, line->calls, index) < 0
-                                            ? -1 : gck_store_candidate(store, i, index, out)
-               : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
-                                         : gck_store_decide(store, line->calls, index, out);
-    }
+    status = !wanted(store, named) ? gck_store_skip(store, line->calls, index)
+           : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
+           : named->keep == GCK_NAMED ? gck_store_candidate(store, i, index, out)
+                                      : gck_store_decide(store, line->calls, index, out);
     Py_DECREF(index);
     return status;
 }
 
-PyObject *gck_replay_call(gck_store *store, int i, int *again)
+PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again)
 {
     const gck_named *named = &store->names->named[i];
     gck_line *line = &store->lines[i];
-    PyObject *index = PyLong_FromLongLong(line->next++);
+    PyObject *index = PyLong_FromLongLong(number);
     PyObject *out = index != NULL ? gck_store_replay(store, named->op, line->calls, index, again) : NULL;
 
     Py_XDECREF(index);
     return out;
+}
+
+/* A fake tensor, also in a list, when its mode has stepped aside to compute a shape. */
+static int fake_among(const gck_py *py, PyObject *args)
+{
+    const Py_ssize_t n = PyTuple_Check(args) || PyList_Check(args) ? PySequence_Size(args) : 0;
+    int found = (PyObject *)Py_TYPE(args) == py->FakeTensor;
+
+    for (Py_ssize_t i = 0; !found && i < n; i++) {
+        found = fake_among(py, PyTuple_Check(args) ? PyTuple_GetItem(args, i) : PyList_GetItem(args, i));
+    }
+    return found;
+}
+
+/* Does this thread compile something? */
+static int compiling(const gck_py *py)
+{
+    PyObject *context = PyObject_GetAttrString(py->guards, "tracing_context");
+    const int truth = context != NULL && context != Py_None;
+
+    PyErr_Clear();                               /* no such attribute: it never did */
+    Py_XDECREF(context);
+    return truth;
 }
 
 /* The kernel of a named operator; self is (module, operator, what calls it). */
@@ -191,10 +199,10 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     gck_active *hit = next_here(state->active, thread);
     int i = -1, again = 0;
 
-    while (hit != NULL && (i = gck_store_find(hit->store, op)) < 0) {
-        hit = next_here(hit->next, thread);
+    while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
+        hit = next_here(hit->outer, thread);
     }
-    const int tracing = hit != NULL ? gck_tracing(&state->py) : 0;
+    const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1 : gck_tracing(&state->py);
     if (tracing < 0) {
         return NULL;
     }
@@ -203,15 +211,20 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
     if (hit->replay) {
-        out = gck_replay_call(store, i, &again);
+        const int64_t number = hit->next[i]++;
+        hide(state, thread, 1);
+        out = gck_replay_call(store, i, number, &again);
+        hide(state, thread, -1);
         if (again) {
             out = call_below(state, hit, thread, call, args, kwargs);
         }
     } else {
         out = call_below(state, hit, thread, call, args, kwargs);
+        hide(state, thread, 1);
         if (out != NULL && gck_record_call(store, i, out) < 0) {
             Py_CLEAR(out);
         }
+        hide(state, thread, -1);
     }
     Py_DECREF((PyObject *)store);
     return out;
@@ -240,7 +253,7 @@ PyObject *gck_selective_name(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO:selective_name", &x, &name)) {
         return NULL;
     }
-    for (gck_active *a = next_here(state->active, thread); a != NULL; a = next_here(a->next, thread)) {
+    for (gck_active *a = next_here(state->active, thread); a != NULL; a = next_here(a->outer, thread)) {
         if (!a->replay && gck_store_name(a->store, x, name) < 0) {
             return NULL;
         }

@@ -11,7 +11,9 @@ typedef struct gck_active {
     int                replay;
     unsigned long      thread;
     int                busy;         /* its operator runs: nothing below is seen         */
-    struct gck_active *next;         /* in the state's list: inner ones first            */
+    PyObject          *context;      /* that Python has entered, borrowed; else NULL     */
+    int64_t           *next;         /* replay: the next call of each name; malloc       */
+    struct gck_active *outer;        /* in the state's list: inner ones first            */
 } gck_active;
 
 /* Catch the named operators in this thread until the end.  0 or -1. */
@@ -32,13 +34,14 @@ int gck_catch_end(gck_state *state, gck_catch *c);
 gck_store *gck_decisions(gck_state *state);
 
 /* One call of the store's operator i: keep of its outputs what the policy wants; or give
- * them back, new reference, NULL with *again = 1: run it. */
+ * those of call `number` back, new reference, NULL with *again = 1: run it. */
 int       gck_record_call(gck_store *store, int i, PyObject *out);
-PyObject *gck_replay_call(gck_store *store, int i, int *again);
+PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again);
 
-/* For Python: selective_enter(store, replay), selective_leave(store), catcher(op), selective_key(). */
-PyObject *gck_selective_enter(PyObject *module, PyObject *args);
-PyObject *gck_selective_leave(PyObject *module, PyObject *store);
+/* Borrowed: what this thread has entered with that context; NULL: nothing. */
+gck_active *gck_active_of(gck_state *state, const PyObject *context);
+
+/* For Python: catcher(op), selective_key(). */
 PyObject *gck_catcher(PyObject *module, PyObject *op);
 PyObject *gck_selective_key(PyObject *module, PyObject *unused);
 PyObject *gck_selective_name(PyObject *module, PyObject *args);

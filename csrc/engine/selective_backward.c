@@ -126,6 +126,41 @@ static PyObject *targets_of(gck_frame *frame, PyObject *leaves)
     return list;
 }
 
+/* The hooks of these parameters, taken off: they would see the gradient here, where it is
+ * captured, and once more where it is accumulated.  New reference: what restore_hooks needs. */
+static PyObject *hide_hooks(PyObject *parameters)
+{
+    PyObject *hidden = PyList_New(0);
+
+    for (Py_ssize_t i = 0; hidden != NULL && i < PyList_Size(parameters); i++) {
+        PyObject *parameter = PyList_GetItem(parameters, i);
+        PyObject *hooks = PyObject_GetAttrString(parameter, "_backward_hooks");
+        PyObject *row = hooks != NULL && hooks != Py_None ? PyTuple_Pack(2, parameter, hooks) : NULL;
+        if (hooks == NULL || (hooks != Py_None && (row == NULL || PyList_Append(hidden, row) < 0
+                              || PyObject_SetAttrString(parameter, "_backward_hooks", Py_None) < 0))) {
+            PyErr_Clear();                       /* it keeps its hooks */
+        }
+        Py_XDECREF(hooks);
+        Py_XDECREF(row);
+    }
+    return hidden;
+}
+
+/* An exception that is pending survives. */
+static void restore_hooks(PyObject *hidden)
+{
+    PyObject *type, *value, *traceback;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    for (Py_ssize_t i = 0; i < PyList_Size(hidden); i++) {
+        PyObject *row = PyList_GetItem(hidden, i);
+        if (PyObject_SetAttrString(PyTuple_GetItem(row, 0), "_backward_hooks", PyTuple_GetItem(row, 1)) < 0) {
+            PyErr_Clear();
+        }
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
 /* New reference: gradients of the targets, as a tuple. */
 static PyObject *differentiate(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
 {
@@ -135,10 +170,15 @@ static PyObject *differentiate(gck_frame *frame, PyObject *roots, PyObject *grad
 
     if (inputs != NULL && frame->known_leaves) {
         PyObject *checked = PyObject_CallMethod(py->shim, "check_leaves", "OOO", frame->function, roots, targets);
-        done = checked != NULL && PyTuple_Size(inputs) == 0 ? PyTuple_New(0) : checked == NULL ? NULL
-             : PyObject_CallFunction(py->run_backward, "OOOOOOO", roots, grads, Py_False, Py_False, inputs, Py_True,
-                                     Py_False);
+        PyObject *hooks = checked != NULL ? hide_hooks(frame->hidden) : NULL;
+        if (hooks != NULL) {
+            done = PyTuple_Size(inputs) == 0 ? PyTuple_New(0)
+                 : PyObject_CallFunction(py->run_backward, "OOOOOOO", roots, grads, Py_False, Py_False, inputs, Py_True,
+                                         Py_False);
+            restore_hooks(hooks);
+        }
         Py_XDECREF(checked);
+        Py_XDECREF(hooks);
         result = Py_XNewRef(done);
     } else if (inputs != NULL) {
         done = PyObject_CallFunction(py->run_backward, "OOOOOOO", roots, grads, Py_False, Py_False, inputs, Py_True,
@@ -167,7 +207,10 @@ static PyObject *barred(const gck_py *py, PyObject *x)
     if (x == Py_None) {
         return Py_NewRef(x);
     }
-    leaf = PyObject_CallMethodObjArgs(x, py->names.requires_grad_, NULL);   /* fresh: nobody else has it */
+    /* Of an alias: x may be the very gradient that came in. */
+    PyObject *alias = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
+    leaf = alias != NULL ? PyObject_CallMethodObjArgs(alias, py->names.requires_grad_, NULL) : NULL;
+    Py_XDECREF(alias);
     node = PyObject_CallMethod(py->functions, "DelayedError", "si",
                                "gradckpt.SelectiveRecompute is one graph node and has no gradient of its gradient "
                                "(create_graph=True); use gradckpt.checkpoint with context_fn="
@@ -217,7 +260,8 @@ static int check_valid(const gck_frame *frame)
         PyErr_SetString(PyExc_RuntimeError,
                         "gradckpt.SelectiveRecompute: with a callable that is no module, .grad() and backward(inputs=...) "
                         "are not possible: tensors that it uses besides its arguments are not known. Pass the module "
-                        "itself, a bound method or a functools.partial of it, or use gradckpt.checkpoint with context_fn=");
+                        "itself, a bound method or a functools.partial of it, or use gradckpt.checkpoint with context_fn="
+                        "gradckpt.create_selective_checkpoint_contexts");
     }
     return truth > 0 ? 0 : -1;
 }

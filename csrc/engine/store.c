@@ -61,16 +61,24 @@ PyType_Spec gck_kept_spec = {
 };
 
 /* An alias without history that shares x's version counter, as autograd's kernel would
- * make it: below autograd that part is switched off, so it is switched on again. */
+ * make it: below autograd that part is switched off, so it is switched on meanwhile.
+ * Not so in an inference mode inside the region, which stays as it is. */
 static PyObject *detached(const gck_py *py, PyObject *x)
 {
-    PyObject *off = PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL);
-    PyObject *alias = off != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
-    PyObject *type, *value, *traceback, *on;
+    PyObject *excluded = PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL);
+    PyObject *off, *alias, *on, *type, *value, *traceback;
 
+    if (excluded != Py_True) {
+        alias = excluded != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
+        Py_XDECREF(excluded);
+        return alias;
+    }
+    off = PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL);
+    alias = off != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
     PyErr_Fetch(&type, &value, &traceback);
     on = off != NULL ? PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_True, NULL) : NULL;
     PyErr_Restore(type, value, traceback);
+    Py_DECREF(excluded);
     Py_XDECREF(off);
     Py_XDECREF(on);
     return alias;
@@ -186,7 +194,8 @@ static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
     return val != NULL ? kept_new(store, val, verdict == GCK_COMPRESS, -1) : NULL;
 }
 
-/* f(item) for each item of a tuple or list, into a tuple or list. */
+/* f(item) for each item of a tuple or list, into a tuple or list.  What an operator returns
+ * besides its first value (log-sum-exp, mean, state of a generator) has no plan: it stays exact. */
 typedef PyObject *item_function(gck_store *store, PyObject *item, const gck_plan *plan);
 static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_function *f)
 {
@@ -200,7 +209,7 @@ static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_f
     list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
         PyObject *item = PySequence_GetItem(x, i);
-        PyObject *mapped = item != NULL ? map(store, item, plan, f) : NULL;
+        PyObject *mapped = item != NULL ? map(store, item, tuple && i > 0 ? NULL : plan, f) : NULL;
         if (mapped == NULL || PyList_Append(list, mapped) < 0) {
             Py_CLEAR(list);
         }
@@ -302,33 +311,37 @@ PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyOb
     return result;
 }
 
-/* Floating or complex: 1, 0 or -1. */
-static int is_floating(PyObject *x)
-{
-    PyObject *dtype = PyObject_GetAttrString(x, "dtype");
-    PyObject *floating = dtype != NULL ? PyObject_GetAttrString(dtype, "is_floating_point") : NULL;
-    const int truth = floating != NULL ? PyObject_IsTrue(floating) : -1;
+/* ---- the store ---- */
 
-    Py_XDECREF(dtype);
+/* Of a dtype; no dtype and anything odd: 0. */
+static int is_floating(PyObject *dtype)
+{
+    PyObject *floating = dtype != NULL ? PyObject_GetAttrString(dtype, "is_floating_point") : NULL;
+    const int truth = floating == Py_True;
+
     Py_XDECREF(floating);
+    PyErr_Clear();
     return truth;
 }
 
-int gck_is_decision(gck_state *state, PyObject *out)
+/* Does this call of _to_copy make integers or bools of floating values? */
+static int is_rounding_cast(PyObject *args, PyObject *kwargs)
 {
-    const int tensor = gck_is_tensor(&state->py, out);
-    const int floating = tensor > 0 ? is_floating(out) : tensor;
+    PyObject *to = kwargs != NULL ? PyDict_GetItemString(kwargs, "dtype") : NULL;
+    PyObject *x = to != NULL && to != Py_None && PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
+    PyObject *from = x != NULL ? PyObject_GetAttrString(x, "dtype") : NULL;
+    const int truth = is_floating(from) && !is_floating(to);
 
-    return floating < 0 ? -1 : tensor && !floating;
+    Py_XDECREF(from);
+    return truth;
 }
 
-/* ---- the store ---- */
-
-int gck_store_find(const gck_store *store, const PyObject *op)
+int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs)
 {
     for (int i = 0; i < store->names->n; i++) {
-        if (store->names->named[i].op == op) {
-            return i;
+        const gck_named *named = &store->names->named[i];
+        if (named->op == op) {
+            return named->keep != GCK_DECIDE_CAST || is_rounding_cast(args, kwargs) ? i : -1;
         }
     }
     return -1;
@@ -413,14 +426,16 @@ gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int r
     self->mutation = mutation;
     self->reusable = reusable;
     self->names = (gck_names *)Py_NewRef((PyObject *)names);
-    self->storage = PyDict_New();
+    self->storage = PyObject_CallFunctionObjArgs(state->py.defaultdict, (PyObject *)&PyDict_Type, NULL);
     self->lines = calloc((size_t)names->n + 1, sizeof *self->lines);
     self->counters = calloc((size_t)names->ngroups + 1, sizeof *self->counters);
     self->candidates = NULL;
     self->met = 0;
     PyObject_GC_Track((PyObject *)self);
     if (self->lines == NULL || self->counters == NULL || self->storage == NULL) {
-        PyErr_NoMemory();
+        if (!PyErr_Occurred()) {
+            PyErr_NoMemory();
+        }
         Py_CLEAR(self);
     }
     return self;
@@ -436,13 +451,4 @@ PyObject *gck_make_store(PyObject *module, PyObject *args)
         return NULL;
     }
     return (PyObject *)gck_store_new(state, (gck_names *)names, mutation, reusable);
-}
-
-PyObject *gck_rewind(PyObject *module, PyObject *store)
-{
-    if (Py_TYPE(store) != gck_state_of(module)->Store) {
-        return PyErr_Format(PyExc_TypeError, "rewind takes a Store, not %R", store);
-    }
-    gck_store_rewind((gck_store *)store);
-    Py_RETURN_NONE;
 }

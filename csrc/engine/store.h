@@ -9,7 +9,8 @@ typedef enum {
     GCK_RECOMPUTE,           /* run it again                                                 */
     GCK_SAVE,                /* keep its outputs: as they are, or by the plan's codec        */
     GCK_DECIDE,              /* keep a copy: nobody who changes them in place is refused     */
-    GCK_DECIDE_CAST,         /* the same, of a cast to something that is not floating        */
+    GCK_DECIDE_CAST,         /* the same, of casts from floating to anything else; other casts
+                                are not even counted: autocast's cache changes their number  */
     GCK_NAMED,               /* keep them if gradckpt.name() gives them a name that is wanted */
 } gck_keep;
 
@@ -26,6 +27,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     int        n, ngroups;
+    int        asks;         /* no names: a function is asked                                */
     gck_named *named;        /* n; malloc                                                    */
     PyObject  *wanted;       /* frozenset of names, for GCK_NAMED; owned                     */
 } gck_names;
@@ -33,14 +35,14 @@ typedef struct {
 /* The calls of one named operator in one region. */
 typedef struct {
     PyObject *calls;         /* dict: call -> what is kept; owned, NULL before the first     */
-    int64_t   next;          /* call                                                         */
+    int64_t   next;          /* call of the forward, or of a recompute under a mode          */
 } gck_line;
 
 /* Type gradckpt._C.Store: what one region keeps. */
 typedef struct {
     PyObject_HEAD
     gck_state *state;        /* borrowed: the type keeps the module alive                    */
-    PyObject  *storage;      /* dict: operator -> calls, as torch's mode has it              */
+    PyObject  *storage;      /* defaultdict: operator -> calls; torch's modes write into it, too */
     int        mutation;     /* entries may have been changed in place                       */
     int        reusable;     /* a call may be replayed more than once                        */
     gck_names *names;        /* owned                                                        */
@@ -52,14 +54,14 @@ typedef struct {
 
 extern PyType_Spec gck_names_spec, gck_store_spec, gck_kept_spec;
 
-/* Index of op among the names, or -1. */
-int gck_store_find(const gck_store *store, const PyObject *op);
+/* Index of op among the names, or -1: not there, or not such a call. */
+int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs);
 
 /* New reference. */
 gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int reusable);
 
-/* The outputs of a call into calls[index]: a tensor as a detached alias or a payload,
- * anything else as it is, also inside tuples and lists.  0 or -1. */
+/* The outputs of a call into calls[index]: a tensor as a detached alias or a payload (of
+ * several return values the first only), anything else as it is.  0 or -1. */
 int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan);
 /* The same as copies; bool as bits. */
 int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, PyObject *out);
@@ -78,17 +80,13 @@ int gck_store_name(gck_store *store, PyObject *x, PyObject *name);
 /* The forward is over.  0, or -1 with what a warning raised. */
 int gck_store_finish(gck_store *store);
 
-/* Is this a tensor of integers or bools?  1, 0 or -1. */
-int gck_is_decision(gck_state *state, PyObject *out);
-
-/* The calls of a recompute are counted from 0. */
+/* The calls of a recompute under a mode are counted from 0. */
 void gck_store_rewind(gck_store *store);
 
-/* gradckpt._C.make_names(rows, wanted): a row is (op, keep, what compress= takes, every, phase, group).
+/* gradckpt._C.make_names(rows, wanted): a row is (op, keep, what compress= takes, every, phase, group);
+ * None: a function will say.
  * gradckpt._C.make_store(names, mutation, reusable). */
 PyObject *gck_make_names(PyObject *module, PyObject *args);
 PyObject *gck_make_store(PyObject *module, PyObject *args);
-PyObject *gck_rewind(PyObject *module, PyObject *store);
-PyObject *gck_finish(PyObject *module, PyObject *store);
 
 #endif

@@ -94,11 +94,7 @@ static int load_selective(gck_py *py)
     }
     if (taken != Py_False) {                     /* no such key, or it is in use: modes do the work */
         PyErr_Clear();
-        Py_CLEAR(py->recompute_mark);
-    Py_CLEAR(py->consumed_mark);
-    Py_CLEAR(py->prefer_recompute);
-    Py_CLEAR(py->must_recompute);
-    Py_CLEAR(py->key);
+        Py_CLEAR(py->key);
     }
     Py_XDECREF(fallback);
     Py_XDECREF(taken);
@@ -173,6 +169,10 @@ void gck_py_clear(gck_py *py)
     Py_CLEAR(py->as_non_leaf);
     Py_CLEAR(py->cpu_bytes);
     Py_CLEAR(py->cpu);
+    Py_CLEAR(py->recompute_mark);
+    Py_CLEAR(py->consumed_mark);
+    Py_CLEAR(py->prefer_recompute);
+    Py_CLEAR(py->must_recompute);
     Py_CLEAR(py->key);
     Py_CLEAR(py->key_inplace);
     Py_CLEAR(py->shim);

@@ -37,6 +37,7 @@
     OBJECT(pop_function_mode, "torch._C", "_pop_torch_function_stack")     \
     OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
     OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
+    OBJECT(is_compiling, "torch.compiler", "is_compiling")                 \
     OBJECT(functions, "torch._C", "_functions")                            \
     OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
@@ -47,8 +48,12 @@
     OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")      \
     OBJECT(set_included, "torch._C", "_dispatch_tls_set_dispatch_key_included") \
     OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
+    OBJECT(is_excluded, "torch._C", "_dispatch_tls_is_dispatch_key_excluded") \
     OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
+    OBJECT(FakeTensor, "torch._subclasses.fake_tensor", "FakeTensor")      \
+    OBJECT(guards, "torch._guards", "_TLS")                                \
     OBJECT(partial, "functools", "partial")                                \
+    OBJECT(defaultdict, "collections", "defaultdict")                      \
     OBJECT(CheckpointPolicy, "torch.utils.checkpoint", "CheckpointPolicy") \
     OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")
 
