@@ -83,6 +83,12 @@ static int load_selective(gck_py *py)
 {
     PyObject *fallback = import_optional("torch._C", "_dispatch_has_backend_fallback"), *taken = NULL;
 
+    PyObject *ops = import_optional("torch", "ops"), *aten = ops ? PyObject_GetAttrString(ops, "aten") : NULL;
+    PyObject *packet = aten != NULL ? PyObject_GetAttrString(aten, "_to_copy") : NULL;
+    py->cast = packet != NULL ? PyObject_GetAttrString(packet, "default") : NULL;
+    Py_XDECREF(ops);
+    Py_XDECREF(aten);
+    Py_XDECREF(packet);
     py->recompute_mark = PyUnicode_InternFromString("recomputed");
     py->consumed_mark = PyUnicode_InternFromString("consumed");
     py->prefer_recompute = PyObject_GetAttrString(py->CheckpointPolicy, "PREFER_RECOMPUTE");
@@ -94,11 +100,12 @@ static int load_selective(gck_py *py)
     }
     if (taken != Py_False) {                     /* no such key, or it is in use: modes do the work */
         PyErr_Clear();
-        Py_CLEAR(py->key);
+        Py_CLEAR(py->cast);
+    Py_CLEAR(py->key);
     }
     Py_XDECREF(fallback);
     Py_XDECREF(taken);
-    return py->recompute_mark && py->consumed_mark && py->prefer_recompute && py->must_recompute && py->key_inplace
+    return py->cast && py->recompute_mark && py->consumed_mark && py->prefer_recompute && py->must_recompute && py->key_inplace
         ? 0 : -1;
 }
 
@@ -148,6 +155,7 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
     Py_VISIT(py->consumed_mark);
     Py_VISIT(py->prefer_recompute);
     Py_VISIT(py->must_recompute);
+    Py_VISIT(py->cast);
     Py_VISIT(py->key);
     Py_VISIT(py->key_inplace);
     Py_VISIT(py->shim);

@@ -22,6 +22,7 @@
     OBJECT(empty, "torch", "empty")                                        \
     OBJECT(empty_strided, "torch", "empty_strided")                        \
     OBJECT(strided, "torch", "strided")                                    \
+    OBJECT(scalar_tensor, "torch", "scalar_tensor")                        \
     OBJECT(uint8, "torch", "uint8")                                        \
     OBJECT(float32, "torch", "float32")                                    \
     OBJECT(float16, "torch", "float16")                                    \
@@ -60,7 +61,7 @@
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
-    NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack)          \
+    NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
     NAME(_version)                                                                     \
     NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
 
@@ -77,6 +78,7 @@ typedef struct {
     PyObject *cpu;                 /* the string "cpu"                                  */
     PyObject *recompute_mark, *consumed_mark;      /* in the storage of a selective region */
     PyObject *prefer_recompute, *must_recompute;   /* of CheckpointPolicy              */
+    PyObject *cast;                /* torch.ops.aten._to_copy.default                  */
     PyObject *key;                 /* the dispatch key that catches operators; NULL: none is free */
     PyObject *key_inplace;         /* ADInplaceOrView                                  */
     PyObject *shim;                /* gradckpt._shim: the rare paths, in Python        */
