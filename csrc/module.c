@@ -400,7 +400,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->SelectiveRecompute);
     Py_VISIT(state->selective_apply);
     Py_VISIT(state->stateless);
-    Py_VISIT(state->decisions);
+    Py_VISIT(state->decisions[0]);
+    Py_VISIT(state->decisions[1]);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
@@ -424,7 +425,8 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->SelectiveRecompute);
     Py_CLEAR(state->selective_apply);
     Py_CLEAR(state->stateless);
-    Py_CLEAR(state->decisions);
+    Py_CLEAR(state->decisions[0]);
+    Py_CLEAR(state->decisions[1]);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)
     GCK_OPTIONS(OPTION)

@@ -24,7 +24,7 @@ logger = logging.getLogger("gradckpt")
 # ---- compress= ----
 
 
-def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, bool, bool, int] | None:
+def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, int, bool, int] | None:
     """What C needs of ``compress=``: codec, min_numel, replay, floating, leaves, decisions, stochastic, seed."""
     from gradckpt.config import parse_compress
 
@@ -32,7 +32,7 @@ def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, bool, bool, i
     if config is None:
         return None
     floating = config.include == "floating"
-    decisions = config.decisions and not config.replay and config.lossy
+    decisions = 0 if config.replay or not config.lossy else 2 if config.decisions == "casts" else int(config.decisions)
     return (
         config.codec,
         config.min_numel,
@@ -371,11 +371,12 @@ def selective_mode(store: Any, policy_fn: Any, replay: int) -> Any:
     return selective.ForwardContext(policy_fn, store, False)
 
 
-def decision_names() -> Any:
+def decision_names(casts: int) -> Any:
     from gradckpt import policies, selective
 
-    selective.catch(policies.decisions)
-    return policies.decisions.names
+    policy = policies.decisions if casts else policies.decisions_but_casts
+    selective.catch(policy)
+    return policy.names
 
 
 def selective_key(func: Any, args: Any) -> Any:

@@ -71,10 +71,10 @@ save_attention = _policy(ATTENTION)
 #: Of a region's matrix products, the second, the fourth and so on are kept (as torchtitan does).
 every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
 
-#: What operators decide is kept, exactly: see ``CompressionConfig.decisions``, which is on by default.
-decisions = Policy(
-    [*(Rule(op, DECIDE) for op in _overloads(*DECISIONS)), *(Rule(op, DECIDE_CAST) for op in _overloads(*CASTS))]
-)
+decisions_but_casts = _policy(DECISIONS, keep=DECIDE)
+
+#: What operators decide is kept, exactly. On by default, but for the casts: see ``CompressionConfig.decisions``.
+decisions = decisions_but_casts | _policy(CASTS, keep=DECIDE_CAST)
 
 
 def save_named(*names: str) -> Policy:

@@ -344,12 +344,14 @@ int gck_catch_end(gck_state *state, gck_catch *c)
     return left == NULL ? -1 : 0;
 }
 
-gck_store *gck_decisions(gck_state *state)
+gck_store *gck_decisions(gck_state *state, int casts)
 {
-    if (state->decisions == NULL) {
-        state->decisions = PyObject_CallMethod(state->py.shim, "decision_names", NULL);
+    PyObject **names = &state->decisions[casts != 0];
+
+    if (*names == NULL) {
+        *names = PyObject_CallMethod(state->py.shim, "decision_names", "i", casts != 0);
     }
-    return state->decisions == NULL ? NULL : gck_store_new(state, (gck_names *)state->decisions, 0, 1);
+    return *names == NULL ? NULL : gck_store_new(state, (gck_names *)*names, 0, 1);
 }
 
 PyObject *gck_selective_key(PyObject *module, PyObject *unused)

@@ -31,7 +31,7 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
 int gck_catch_end(gck_state *state, gck_catch *c);
 
 /* New reference: an empty store for what operators decide.  NULL with an exception. */
-gck_store *gck_decisions(gck_state *state);
+gck_store *gck_decisions(gck_state *state, int casts);
 
 /* One call of the store's operator i: keep of its outputs what the policy wants; or give
  * those of call `number` back, new reference, NULL with *again = 1: run it. */

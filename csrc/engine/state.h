@@ -13,7 +13,7 @@ typedef struct {
     int              replay;
     int              floating;     /* include="floating": not only what requires grad    */
     int              leaves;       /* also leaves that are no parameters                 */
-    int              decisions;    /* keep what operators decide, see selective.h        */
+    int              decisions;    /* keep what operators decide, see selective.h; 2: casts, too */
     int              stochastic;   /* round by noise keyed by `seed` and a gck_rounding  */
     uint64_t         seed;
 } gck_plan;
@@ -71,7 +71,7 @@ typedef struct {
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */
     gck_payload  *pending;         /* likewise: the first of those with an open verdict  */
-    PyObject     *decisions;       /* Names; NULL before the first region that wants them */
+    PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that wants them */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
     int           late_verdicts;   /* tests: see pending.h                               */
     int64_t       epoch;           /* times the counters were reset                      */
