@@ -59,16 +59,16 @@ class Rule(NamedTuple):
 
 
 class Policy:
-    """Which operators' outputs a region keeps. Combine two with ``|``: where both name an operator, the second counts."""
+    """Which operators' outputs a region keeps. Combine two with ``|``; where both name one, the second counts."""
 
     def __init__(self, rules: Iterable[Rule]):
         rules = list(rules)
         for rule in rules:
             _check_op(rule.op)
-        self.rules = {rule.op: rule for rule in rules}
+        ignored = torch_checkpoint.SAC_IGNORED_OPS  # never caught: torch makes tensors by detaching
+        self.rules = {rule.op: rule for rule in rules if rule.op not in ignored}
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
-        caught = [r for r in self.rules.values() if r.op not in torch_checkpoint.SAC_IGNORED_OPS]
-        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in caught)
+        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in self.rules.values())
         self.names = _C.make_names(rows)
         self.catchable = all(_is_overload(op) for op in self.rules)
 
@@ -211,7 +211,7 @@ def catch(policy: Policy) -> None:
 
 
 class _Keyed:
-    """Enters the key where that is possible, else the mode; ``__enter__`` and ``__exit__`` are C (csrc/engine/mode.c)."""
+    """Enters the key where that is possible, else the mode; by ``__enter__`` and ``__exit__`` in csrc/engine/mode.c."""
 
     _store: Any
     _by_key: bool
