@@ -66,12 +66,13 @@ class Policy:
         self.rules: dict[Any, Rule] = {}
         for rule in rules:
             _check_op(rule.op)
+            if rule.op in torch_checkpoint.SAC_IGNORED_OPS:  # never caught: torch makes tensors by detaching
+                continue
             if rule.keep != NAMED or rule.op not in self.rules:
                 self.rules[rule.op] = rule
         self.wanted = frozenset(wanted)
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
-        caught = [r for r in self.rules.values() if r.op not in torch_checkpoint.SAC_IGNORED_OPS]
-        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in caught)
+        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in self.rules.values())
         self.names = _C.make_names(rows, self.wanted)
         self.catchable = all(_is_overload(op) for op in self.rules)
 
@@ -245,7 +246,7 @@ def catch(policy: Policy) -> None:
 
 
 class _Keyed:
-    """Enters the key where that is possible, else the mode; ``__enter__`` and ``__exit__`` are C (csrc/engine/mode.c)."""
+    """Enters the key where that is possible, else the mode; by ``__enter__`` and ``__exit__`` in csrc/engine/mode.c."""
 
     _store: Any
     _by_key: bool

@@ -18,7 +18,7 @@ def run(policy, region, *inputs, **options):
     """Operators of the recompute, what is kept, and the gradients."""
     pair = contexts(policy)
     out = gradckpt.checkpoint(region, *inputs, context_fn=lambda: pair, **options)
-    storage = {op: [each for each in found.values()] for op, found in pair[0].storage.items()}
+    storage = {op: list(found.values()) for op, found in pair[0].storage.items()}
     with Watch() as watch:
         grads = torch.autograd.grad(out.square().sum(), inputs)
     return watch.seen, storage, grads
@@ -111,7 +111,7 @@ def test_by_name():
     assert policy.rules[aten._scaled_dot_product_flash_attention_for_cpu.default].config is None
     for name in ("save_all", "", "save_matmuls|", "save_matmuls;int8"):
         with pytest.raises(
-            ValueError, match="unknown policy.*save_matmuls, save_attention, every_other_matmul, decisions"
+            ValueError, match=r"unknown policy.*save_matmuls, save_attention, every_other_matmul, decisions"
         ):
             policies.by_name(name)
     with pytest.raises(ValueError, match="unknown codec 'int9'"):

@@ -1,4 +1,4 @@
-"""Selective recompute among threads, interrupts, modes, transforms and compilers; kept outputs under a codec; bad input."""
+"""Selective recompute among threads, interrupts, modes and compilers; outputs under a codec; bad input."""
 
 import contextlib
 import functools
@@ -369,7 +369,7 @@ def stored(policy, region, *inputs):
     """{operator: what is kept of its calls} and the gradients."""
     pair_of = contexts(policy)
     out = checkpoint(region, *inputs, context_fn=lambda: pair_of)
-    storage = {op: [entry for entry in found.values()] for op, found in pair_of[0].storage.items()}
+    storage = {op: list(found.values()) for op, found in pair_of[0].storage.items()}
     return storage, torch.autograd.grad(out.sum(), inputs)
 
 
