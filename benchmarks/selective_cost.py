@@ -6,12 +6,14 @@ that what disturbs the machine disturbs both sides.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench_overhead import with_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
@@ -191,11 +193,14 @@ ONE_NODE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def chain(layers: list[torch.nn.Module], call: Callable[[Any, torch.Tensor], torch.Tensor], shape: Any) -> None:
+def chain(
+    layers: list[torch.nn.Module], call: Callable[[Any, torch.Tensor], torch.Tensor], shape: Any, backward: bool = True
+) -> None:
     h = torch.randn(shape, requires_grad=True) * 1
     for each in layers:
         h = call(each, h)
-    h.sum().backward()
+    if backward:
+        h.sum().backward()
 
 
 def no_grad_forward(layers: list[torch.nn.Module], shape: Any) -> None:
@@ -205,25 +210,41 @@ def no_grad_forward(layers: list[torch.nn.Module], shape: Any) -> None:
             h = each(h)
 
 
+def plain(function: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    return function(h)
+
+
 def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
-    """Microseconds per region of forward and backward, over the region's own step and a forward without grad."""
+    """Microseconds per region of forward and backward, less a forward without grad, the region's own backward, and the
+    recompute: where it runs, inside a backward ("in place"), or as one more forward by itself ("plain")."""
     rows = []
     for case, make in REGIONS.items():
         torch.manual_seed(0)
         layers = [make() for _ in range(depth)]
         shape = (1, 4, 16) if case == "Llama layer" else (4, 8)
+        calls = {
+            "plain": plain,
+            "hook": with_hook(plain, False),
+            "again": with_hook(plain, True),
+            "no-op": lambda f, h: NoOp.apply(f(h)),
+            **ONE_NODE,
+        }
         runs: dict[str, Callable[[], Any]] = {
-            "plain": lambda layers=layers, shape=shape: chain(layers, lambda f, h: f(h), shape),
-            "no grad": lambda layers=layers, shape=shape: no_grad_forward(layers, shape),
-            "no-op": lambda layers=layers, shape=shape: chain(layers, lambda f, h: NoOp.apply(f(h)), shape),
+            name: functools.partial(chain, layers, call, shape) for name, call in calls.items()
         }
-        for name, call in ONE_NODE.items():
-            runs[name] = lambda call=call, layers=layers, shape=shape: chain(layers, call, shape)
+        runs["no grad"] = functools.partial(no_grad_forward, layers, shape)
+        runs["forward"] = functools.partial(chain, layers, plain, shape, False)
         found = rounds_of(runs, rounds)
-        us = {
-            name: median(found, lambda t, name=name: t[name] - t["plain"] - t["no grad"]) / depth * 1e6
-            for name in ONE_NODE
-        }
-        us["a no-op Function alone"] = median(found, lambda t: t["no-op"] - t["plain"]) / depth * 1e6
-        rows.append({"region": case, "us": us, "asked": 1 / 3})
+
+        def in_place(t: dict[str, float], name: str) -> float:
+            return t[name] - t["no grad"] - (t["plain"] - t["forward"]) - (t["again"] - t["hook"])
+
+        row: dict[str, Any] = {"region": case, "asked": 1 / 3}
+        for name in ONE_NODE:
+            over = median(found, lambda t, name=name: in_place(t, name))
+            once_more = median(found, lambda t, name=name: t[name] - t["plain"] - t["no grad"])
+            row[name] = {"in place": over / depth * 1e6, "plain": once_more / depth * 1e6}
+        no_op = median(found, lambda t: t["no-op"] - t["plain"]) / depth * 1e6
+        row["a no-op Function in Python alone"] = {"in place": no_op, "plain": no_op}
+        rows.append(row)
     return rows
