@@ -377,6 +377,7 @@ static int module_exec(PyObject *module)
         || (state->Store = add_type(module, &gck_store_spec)) == NULL
         || (state->Kept = add_type(module, &gck_kept_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
+        || (state->closed = PyDict_New()) == NULL
         || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
         || (state->SelectiveRecompute = gck_selective_class(module, &state->py)) == NULL
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
@@ -394,6 +395,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->SelectiveRecompute);
     Py_VISIT(state->selective_apply);
     Py_VISIT(state->stateless);
+    Py_VISIT(state->closed);
     Py_VISIT(state->decisions);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
@@ -416,6 +418,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->SelectiveRecompute);
     Py_CLEAR(state->selective_apply);
     Py_CLEAR(state->stateless);
+    Py_CLEAR(state->closed);
     Py_CLEAR(state->decisions);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)
