@@ -189,7 +189,7 @@ def catch(policy: Policy) -> None:
     if _key is None:
         return
     with _lock:
-        if not _caught:
+        if ("_", "IMPL") not in _libraries:
             everything = torch.library.Library("_", "IMPL", "Fake")
             everything.fallback(torch.library.fallthrough_kernel, "Fake")
             _libraries["_", "IMPL"] = everything
