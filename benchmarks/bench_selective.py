@@ -3,15 +3,15 @@
     python benchmarks/bench_selective.py [--quick] [--markdown] [--plot FILE] [--json FILE]
 
 Frontier: Llamas, every layer a region, under no checkpointing, torch's and ours. Kept: bytes alive after
-the forward that were not before it, counted by torch's allocator (its profiler sees every allocation and every
-release, so layer inputs, kept outputs, payloads, random states and what lies outside the layers all count). Time: forward and
-backward, all ways in turn, round by round: the median, and the median of the ratio to torch's full
-checkpoint in the same round. Error of the gradient after a few steps of training: relative L2 over all parameters, and the
-cosine of the worst parameter (of those with 1 % of the gradient's norm and more), against no checkpointing.
+the forward that were not before it, counted by torch's profiler, which sees every allocation and every release: layer
+inputs, kept outputs, payloads, random states, and what lies outside the layers. Time: forward and backward,
+all ways in turn, round by round: the median, and the median of the ratio to torch's full checkpoint in the
+same round. Error of the gradient after a few steps of training, against no checkpointing: relative L2 over all
+parameters, and the cosine of the worst parameter (of those with 1 % of the gradient's norm and more).
 
 Saves in int8: bytes kept against arithmetic; operators run, counted by a dispatch mode.
 
-Host cost: benchmarks/selective_cost.py; what the issue of the feature asks for stands beside what was measured.
+Host cost: benchmarks/selective_cost.py, in a table beside what it must not exceed.
 """
 
 from __future__ import annotations
@@ -156,13 +156,18 @@ def frontier(model: Any, ids: torch.Tensor, rounds: int, say: Callable[[str], No
     for i, row in enumerate(rows):
         row["ms"] = statistics.median(t[i] for t in times[1:]) * 1e3
         row["of_torch"] = statistics.median(t[i] / t[1] for t in times[1:])
-    for row in rows:
-        row["dominates"] = [
-            peer["title"] for j, peer in enumerate(rows) if peer["family"] == "torch" and peer["keeps"] != "inputs"
-            and row["family"].startswith("gradckpt") and row["bytes"] < peer["bytes"]
-            and statistics.median(t[rows.index(row)] / t[j] for t in times[1:]) <= 1
-        ]  # fmt: skip
+        row["dominates"] = dominated(rows, times[1:], i) if row["family"].startswith("gradckpt") else []
     return rows
+
+
+def dominated(rows: list[dict[str, Any]], times: list[list[float]], i: int) -> list[str]:
+    """What torch's selective checkpoints keep that need more memory than row i, and are no faster."""
+    return [
+        peer["keeps"]
+        for j, peer in enumerate(rows)
+        if peer["family"] == "torch" and peer["keeps"] != "inputs"
+        if rows[i]["bytes"] < peer["bytes"] and statistics.median(t[i] / t[j] for t in times) <= 1
+    ]
 
 
 # ---- saves in int8 ----
@@ -273,13 +278,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def frontier_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
     return [
         [
-            row["title"],
+            row["family"],
+            "" if row["keeps"] == "inputs" else row["keeps"],
             f"{row['bytes'] / MIB:.2f}",
             f"{row['ms']:.1f}",
             f"{row['of_torch']:.3f}",
             "0" if row["error"] == 0 else f"{row['error']:.2%}",
             f"{row['cosine']:.5f}",
-            ", ".join(title.removeprefix("torch, ") for title in row["dominates"]),
+            ", ".join(row["dominates"]),
         ]
         for row in rows
     ]
@@ -320,7 +326,7 @@ def region_rows(found: list[dict[str, Any]]) -> list[list[str]]:
             if not isinstance(us, dict):
                 continue
             peer = row["torch, reentrant"]
-            cells = [row["region"], name]
+            cells = [row["region"] if us is peer else "", name]
             for reading in ("in place", "plain"):
                 cells += [f"{us[reading]:.1f}", f"{us[reading] / peer[reading]:.3f}"]
             table.append([*cells, f"{row['asked']:.3f}" if name == "SelectiveRecompute" else ""])
@@ -330,13 +336,13 @@ def region_rows(found: list[dict[str, Any]]) -> list[list[str]]:
 def show(found: dict[str, Any], markdown: bool) -> None:
     table = machine.print_markdown if markdown else machine.print_table
     for name, model in found["models"].items():
-        columns = ["", "kept MiB", "step ms", "of torch's full", "gradient error", "worst cosine", "dominates torch's"]
+        columns = ["", "keeps", "MiB", "step ms", "of torch", "gradient error", "worst cosine", "dominates torch's"]
         table(f"{name} Llama: {model['about']}", columns, frontier_rows(model["frontier"]))
         columns = ["kept in int8", "bytes", "by arithmetic", "", "worst cosine", "named run again", "others run again"]
         table(f"{name} Llama: saves in int8", columns, saves_rows(model["saves"]))
-    columns = ["added by forward and recompute, us", "torch", "gradckpt", "of torch's", "asked for at most"]
+    columns = ["added by forward and recompute, us", "torch", "gradckpt", "of torch's", "at most"]
     table("host cost of selective contexts", columns, operator_rows(found["operators"]))
-    columns = ["region", "one node", "in place us", "of torch's", "plain us", "of torch's", "asked for at most"]
+    columns = ["region", "", "in place us", "of torch's", "plain us", "of torch's", "at most"]
     title = "overhead per one-node region with nothing kept; recompute and the forward without grad not counted"
     table(title, columns, region_rows(found["regions"]))
 
@@ -361,12 +367,18 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib.lines import Line2D
 
     models = found["models"]
-    figure, grid = plt.subplots(1, len(models), figsize=(5.2 * len(models) + 2.8, 4.8), layout="constrained", squeeze=False)
+    figure, grid = plt.subplots(
+        1, len(models), figsize=(5.2 * len(models) + 2.8, 4.8), layout="constrained", squeeze=False
+    )
     for axes, (name, model) in zip(grid[0], models.items(), strict=True):
         for row in model["frontier"]:
             style = {"color": COLORS[row["family"]], "marker": MARKERS[row["keeps"]], "edgecolor": "white"}
             axes.scatter(row["bytes"] / MIB, row["of_torch"], s=90, linewidth=0.6, zorder=3, **style)
-        axes.set(xscale="log", xlabel="MiB alive between forward and backward", ylabel="step time, of torch's full checkpoint")
+        axes.set(
+            xscale="log",
+            xlabel="MiB alive between forward and backward",
+            ylabel="step time, of torch's full checkpoint",
+        )
         axes.set_title(f"{name} Llama\n{model['about']}", fontsize=10)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(value)[0] in "25" else "")
@@ -382,7 +394,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="of a step of each way (default: %(default)s)")
     parser.add_argument("--host-rounds", type=int, default=80, help="of the host cost (default: %(default)s)")
-    parser.add_argument("--train", type=int, default=40, help="steps before anything is measured (default: %(default)s)")
+    parser.add_argument(
+        "--train", type=int, default=40, help="steps before anything is measured (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: a trial, no measurement")
     parser.add_argument("--markdown", action="store_true", help="tables in Markdown, as docs/selective.md has them")

@@ -189,7 +189,7 @@ REGIONS: dict[str, Callable[[], torch.nn.Module]] = {
 ONE_NODE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "torch, reentrant": lambda f, h: torch_checkpoint(f, h, use_reentrant=True),
     "SelectiveRecompute": lambda f, h: gradckpt.SelectiveRecompute.apply(f, None, h),
-    "floor: no-op Function, nested backward": Nested.apply,
+    "floor: bare Function, nested backward": Nested.apply,
 }
 
 
@@ -245,6 +245,6 @@ def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
             once_more = median(found, lambda t, name=name: t[name] - t["plain"] - t["no grad"])
             row[name] = {"in place": over / depth * 1e6, "plain": once_more / depth * 1e6}
         no_op = median(found, lambda t: t["no-op"] - t["plain"]) / depth * 1e6
-        row["a no-op Function in Python alone"] = {"in place": no_op, "plain": no_op}
+        row["a no-op Function alone"] = {"in place": no_op, "plain": no_op}
         rows.append(row)
     return rows
