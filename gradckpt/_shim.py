@@ -312,9 +312,9 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor) and id(variable) not in known:
             raise RuntimeError(
-                f"gradckpt.SelectiveRecompute: {type(owner).__name__} uses a tensor of shape {tuple(variable.shape)} that "
-                "requires grad and is neither a parameter of it nor an argument, so its gradient would be lost; register "
-                "it as a parameter, pass it as an argument, or use gradckpt.checkpoint"
+                f"gradckpt.SelectiveRecompute: {type(owner).__name__} uses a tensor of shape {tuple(variable.shape)} "
+                "that requires grad and is neither a parameter of it nor an argument, so its gradient would be lost; "
+                "register it as a parameter, pass it as an argument, or use gradckpt.checkpoint"
             )
         nodes.extend(n for n, _ in node.next_functions if n is not None)
     checked.add(method)

@@ -41,7 +41,9 @@ def save(compress: Compress = None) -> Save:
     """
     config = parse_compress(compress)
     if config is not None and (config.replay or config.leaves or config.include != "activations"):
-        raise ValueError("gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs")
+        raise ValueError(
+            "gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs"
+        )
     return Save(config)
 
 
@@ -57,7 +59,7 @@ class Rule(NamedTuple):
 
 
 class Policy:
-    """Which operators' outputs a region keeps. Combine two with ``|``: where both name an operator, the second counts."""
+    """Which operators' outputs a region keeps. ``a | b``: where both name an operator, b counts."""
 
     def __init__(self, rules: Iterable[Rule]):
         self.rules = {rule.op: rule for rule in rules}
@@ -203,7 +205,7 @@ def catch(policy: Policy) -> None:
 
 
 class _Keyed:
-    """Enters the key where that is possible, else the mode: where somebody traces, and where somebody's mode watches."""
+    """Enters the key where that is possible, else the mode: while tracing, and where somebody's mode watches."""
 
     _store: Any
     _by_key: bool
