@@ -1,6 +1,6 @@
 """Speed and quality of the codecs on the CPU; gpu_roofline.py has the speed of the CUDA kernels.
 
-    python benchmarks/bench_codecs.py [--mib 256] [--threads 1,2] [--isa scalar,avx2] ...
+    python benchmarks/bench_codecs.py [--mib 256] [--threads 1,2] [--isa scalar,avx2] [--stochastic] ...
 
 GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same values, timed
 before and after every repeat of every kernel, so that a noisy machine harms both alike. Everything
@@ -75,6 +75,18 @@ class Tensor(ctypes.Structure):
     )
 
 
+class Dither(ctypes.Structure):
+    """gck_dither."""
+
+    _fields_ = (("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("tensor", ctypes.c_uint32))
+
+
+class How(ctypes.Structure):
+    """gck_how."""
+
+    _fields_ = (("dither", ctypes.POINTER(Dither)), ("verdict", ctypes.c_void_p))
+
+
 def build(folder: pathlib.Path) -> ctypes.CDLL:
     gcc = shutil.which(os.environ.get("CC", "gcc"))
     if gcc is None:
@@ -120,9 +132,11 @@ class Parts:
         data = tensor.data_ptr() + piece * self.each * self.item
         return Tensor(data, self.each, 0, None, None, self.number, -1, None)
 
-    def calls(self, codec: str) -> dict[str, list[Callable[[], Any]]]:
+    def calls(self, codec: str, stochastic: bool) -> dict[str, list[Callable[[], Any]]]:
         """What each thread calls, for copying, encoding and decoding."""
         library = self.library
+        how = How(ctypes.pointer(Dither(1, 2, 3)), None) if stochastic else None
+        rounding = ctypes.byref(how) if how else None
         found = ctypes.c_void_p(library.gck_codec_find(codec.encode()))
         size = self.numel * self.item // len(self.pieces)
         step = -(-size // 64) * 64
@@ -133,7 +147,7 @@ class Parts:
             x, out = self.view(self.x, piece), self.view(self.out, piece)
             payload = ctypes.c_void_p(-(-self.payload.data_ptr() // 64) * 64 + piece * step)
             made["memcpy"].append(lambda x=x, out=out: copy(out.data, x.data, size))
-            made["encode"].append(lambda x=x, p=payload: library.gck_encode(found, ctypes.byref(x), p, None, None))
+            made["encode"].append(lambda x=x, p=payload: library.gck_encode(found, ctypes.byref(x), p, rounding, None))
             made["decode"].append(lambda o=out, p=payload: library.gck_decode(found, p, ctypes.byref(o), None))
         return made
 
@@ -148,9 +162,9 @@ class Parts:
         return time.perf_counter() - start
 
 
-def measure(parts: Parts, codec: str, repeat: int) -> Times:
+def measure(parts: Parts, codec: str, repeat: int, stochastic: bool) -> Times:
     """Seconds; memcpy between all others. The first round warms up and is dropped."""
-    calls = parts.calls(codec)
+    calls = parts.calls(codec, stochastic)
     times: Times = {"memcpy": [], "encode": [], "decode": []}
     for n in range(repeat + 1):
         for what in ("memcpy", "encode", "memcpy", "decode"):
@@ -173,7 +187,8 @@ def cpu_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             for codec in options.codecs:
                 for isa in isas if codec != "raw" else isas[-1:]:
                     library.gck_isa_force(isa.encode())
-                    times = measure(parts, codec, options.repeat if isa != "scalar" else min(options.repeat, 3))
+                    repeat = options.repeat if isa != "scalar" else min(options.repeat, 3)
+                    times = measure(parts, codec, repeat, options.stochastic)
                     rows.append(row(options, codec, isa if codec != "raw" else "-", threads, parts.numel, times))
             parts.pool.shutdown()
     return rows
@@ -251,13 +266,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--codecs", help="comma-separated (default: all that take the dtype)")
     parser.add_argument("--isa", help="comma-separated instruction sets (default: all that this CPU has)")
     parser.add_argument("--threads", default="1" if cores == 1 else f"1,{min(cores, 8)}", help="e.g. 1,2")
+    parser.add_argument("--stochastic", action="store_true", help="encode with stochastic rounding")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     options = parser.parse_args()
-    taking = [c for c in gradckpt.codecs() if options.dtype in gradckpt.codec_info(c)["dtypes"]]
+    taking = [
+        c
+        for c in gradckpt.codecs()
+        if options.dtype in gradckpt.codec_info(c)["dtypes"]
+        and (gradckpt.codec_info(c)["stochastic"] or not options.stochastic)
+    ]
     options.codecs = options.codecs.split(",") if options.codecs else taking
     unknown = [c for c in options.codecs if c not in taking]
     if unknown:
-        parser.error(f"no codec {unknown[0]!r} that takes {options.dtype}; choose from {', '.join(taking)}")
+        rounds = " and rounds" if options.stochastic else ""
+        parser.error(f"no codec {unknown[0]!r} that takes {options.dtype}{rounds}; choose from {', '.join(taking)}")
     try:
         options.threads = [int(n) for n in options.threads.split(",")]
     except ValueError:
@@ -273,12 +295,13 @@ def main() -> None:
     rows = cpu_rows(options)
     values = quality([c for c in options.codecs if "bfloat16" in gradckpt.codec_info(c)["dtypes"]])
     if not options.json:
-        title = f"codecs: {options.mib} MiB of {options.dtype}, median of {options.repeat}, warmed"
+        rounding = ", stochastic rounding" if options.stochastic else ""
+        title = f"codecs: {options.mib} MiB of {options.dtype}{rounding}, median of {options.repeat}, warmed"
         machine.print_head(title, found)
         print_speed(rows)
         if values:
             print_quality(values)
-    setting = {"mib": options.mib, "repeat": options.repeat, "dtype": options.dtype}
+    setting = {"mib": options.mib, "repeat": options.repeat, "dtype": options.dtype, "stochastic": options.stochastic}
     machine.print_json({"benchmark": "codecs", **found, **setting, "speed": rows, "quality": values})
 
 

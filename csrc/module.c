@@ -7,6 +7,8 @@
 #include "engine/pending.h"
 #include "engine/rerun.h"
 #include "engine/selective_function.h"
+#include "engine/saved.h"
+#include "engine/saver.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -218,6 +220,10 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_pop", gck_saver_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_call", gck_saver_call, METH_VARARGS,
+     "saved_call(compress, function, args, kwargs, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,
      "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.set_rounding_state()."},
@@ -225,11 +231,14 @@ static PyMethodDef methods[] = {
      "late_verdicts(on, /)\n--\n\nFor tests: CPU codecs say as late as a device whether they can hold the values."},
     {"settle_verdicts", gck_settle_verdicts, METH_NOARGS,
      "settle_verdicts()\n--\n\nFor tests: the late verdicts come."},
-    {"make_names", gck_make_names, METH_O,
-     "make_names(rows, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group)."},
+    {"make_names", gck_make_names, METH_VARARGS,
+     "make_names(rows, wanted, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group)."},
     {"make_store", gck_make_store, METH_VARARGS,
      "make_store(names, mutation, reusable, /)\n--\n\nAn empty Store for one region."},
     {"rewind", gck_rewind, METH_O, "rewind(store, /)\n--\n\nThe calls of a recompute are counted from 0."},
+    {"finish", gck_finish, METH_O, "finish(store, /)\n--\n\nThe forward is over: no output gets a name now."},
+    {"selective_name", gck_selective_name, METH_VARARGS,
+     "selective_name(x, name, /)\n--\n\nSee gradckpt.name()."},
     {"selective_enter", gck_selective_enter, METH_VARARGS,
      "selective_enter(store, replay, /)\n--\n\nCatch the store's operators in this thread."},
     {"selective_leave", gck_selective_leave, METH_O, "selective_leave(store, /)\n--\n\nCatch them no more."},
@@ -376,6 +385,8 @@ static int module_exec(PyObject *module)
         || (state->Names = add_type(module, &gck_names_spec)) == NULL
         || (state->Store = add_type(module, &gck_store_spec)) == NULL
         || (state->Kept = add_type(module, &gck_kept_spec)) == NULL
+        || (state->Saver = add_type(module, &gck_saver_spec)) == NULL
+        || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->closed = PyDict_New()) == NULL
         || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
@@ -403,6 +414,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->Names);
     Py_VISIT(state->Store);
     Py_VISIT(state->Kept);
+    Py_VISIT(state->Saver);
+    Py_VISIT(state->Saved);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_VISIT(state->plans[i].key);
     }
@@ -430,6 +443,8 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->Names);
     Py_CLEAR(state->Store);
     Py_CLEAR(state->Kept);
+    Py_CLEAR(state->Saver);
+    Py_CLEAR(state->Saved);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_CLEAR(state->plans[i].key);
     }

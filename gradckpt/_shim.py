@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger("gradckpt")
@@ -289,6 +290,48 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
         selective.catch(known)
         return known.names, None
     return selective.NOTHING, selective.asker(known)
+
+
+def candidate(out: Any) -> tuple[Any, Any]:
+    """What finds an output again when a tensor of the same memory gets a name; it keeps a single tensor no longer."""
+    if isinstance(out, torch.Tensor):
+        layout = (out.size(), out.stride(), out.storage_offset(), out.dtype)
+        return [StorageWeakRef(out.untyped_storage())], layout
+    refs = [StorageWeakRef(x.untyped_storage()) for x in out if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return refs, out
+
+
+def find_candidate(candidates: list[Any] | None, x: Any, name: str) -> tuple[Any, int, int]:
+    """(output, line, call) of the last operator that wrote the memory of x."""
+    if isinstance(x, torch.Tensor):
+        cdata = x.untyped_storage()._cdata
+        for (refs, what), line, call in reversed(candidates or []):
+            if not any(ref.cdata == cdata and not ref.expired() for ref in refs):
+                continue
+            if not isinstance(what[-1], torch.dtype):
+                return what, line, call
+            size, stride, offset, dtype = what
+            if dtype == x.dtype:
+                with torch.no_grad():
+                    return x.detach().as_strided(size, stride, offset), line, call
+    raise ValueError(
+        f"gradckpt.name(x, {name!r}): x is not the output of a matrix product, a convolution or fused attention of this "
+        "region, or a view of one, so keeping it would spare no operator; give the name to the output itself"
+    )
+
+
+_warned_ids: set[int] = set()
+
+
+def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
+    if id(names) not in _warned_ids:
+        _warned_ids.add(id(names))
+        from gradckpt.config import warn_inactive
+
+        listed = ", ".join(repr(name) for name in sorted(wanted))
+        warn_inactive(
+            f"save_named({listed}) kept nothing: the region never called gradckpt.name(x, ...) with such a name"
+        )
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()

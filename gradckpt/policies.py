@@ -5,14 +5,24 @@ They combine with ``|``, and ``policy.compressed("int8")`` keeps the same output
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Union
 
 import torch
 
-from gradckpt.selective import DECIDE, DECIDE_CAST, Policy, Rule
+from gradckpt.selective import (
+    DECIDE,
+    DECIDE_CAST,
+    NAMED,
+    Policy,
+    PolicyOrOps,
+    Rule,
+    as_policy,
+    create_selective_checkpoint_contexts,
+)
 
-__all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attention", "save_matmuls"]
+__all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attention", "save_matmuls", "save_named"]
 
 
 def _overloads(*names: str) -> list[Any]:
@@ -44,6 +54,7 @@ DECISIONS = (
     *("nanmedian.dim", "cummax", "cummin", "multinomial", "bernoulli", "nonzero", "nonzero_static", "searchsorted"),
     *("bucketize", "_unique2", "unique_consecutive", "unique_dim", "gt", "ge", "lt", "le", "eq", "ne"),
 )
+CONVOLUTIONS = ("convolution.default", "_convolution.default")
 CASTS = ("_to_copy.default",)
 
 
@@ -64,6 +75,23 @@ every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
 decisions = Policy(
     [*(Rule(op, DECIDE) for op in _overloads(*DECISIONS)), *(Rule(op, DECIDE_CAST) for op in _overloads(*CASTS))]
 )
+
+
+def save_named(*names: str) -> Policy:
+    """What :func:`gradckpt.name` gives one of these names inside the region is kept.
+
+    Raises:
+        ValueError: no name.
+        TypeError: a name that is no string.
+    """
+    if not names:
+        raise ValueError('gradckpt: save_named("q", "k") takes the names to keep')
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"gradckpt: a name is a string, not {name!r}")
+    rules = (Rule(op, NAMED) for op in _overloads(*MATMULS, *ATTENTION, *CONVOLUTIONS))
+    return Policy(rules, names)
+
 
 _BY_NAME = {
     "save_matmuls": save_matmuls,
@@ -88,3 +116,15 @@ def by_name(name: str) -> Policy:
         combined = policy if combined is None else combined | policy
     assert combined is not None
     return combined
+
+
+#: What every ``policy=`` accepts: nothing, a name for :func:`by_name`, or what makes a pair of contexts.
+PolicyLike = Union[None, str, PolicyOrOps]
+
+
+def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
+    """The ``context_fn`` of a policy, which pickles if the policy does; None for None."""
+    if policy is None:
+        return None
+    known = by_name(policy) if isinstance(policy, str) else as_policy(policy)
+    return functools.partial(create_selective_checkpoint_contexts, policy if known is None else known)

@@ -19,7 +19,7 @@ from gradckpt import _C
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
-RECOMPUTE, SAVE, DECIDE, DECIDE_CAST = 0, 1, 2, 3
+RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,63 @@ class Rule(NamedTuple):
 
 
 class Policy:
-    """Which operators' outputs a region keeps. ``a | b``: where both name an operator, b counts."""
+    """Which operators' outputs a region keeps. Combine two with ``|``: where both name an operator, the second counts,
+    but :func:`gradckpt.policies.save_named` takes nothing away from the other."""
 
-    def __init__(self, rules: Iterable[Rule]):
-        self.rules = {rule.op: rule for rule in rules}
+    def __init__(self, rules: Iterable[Rule], wanted: Iterable[str] = ()):
+        self.rules: dict[Any, Rule] = {}
+        for rule in rules:
+            if rule.keep != NAMED or rule.op not in self.rules:
+                self.rules[rule.op] = rule
+        self.wanted = frozenset(wanted)
         for op in self.rules:
             _check_op(op)
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in self.rules.values())
-        self.names = _C.make_names(rows)
+        self.names = _C.make_names(rows, self.wanted)
         self.catchable = all(_is_overload(op) for op in self.rules)
 
     def compressed(self, compress: Compress) -> Policy:
         """The same, with what is kept compressed; decisions stay exact."""
         config = save(compress).config
-        return Policy(r if r.keep >= DECIDE else r._replace(config=config) for r in self.rules.values())
+        exact = (DECIDE, DECIDE_CAST)
+        return Policy((r if r.keep in exact else r._replace(config=config) for r in self.rules.values()), self.wanted)
 
     def __or__(self, other: Any) -> Policy:
-        return Policy([*self.rules.values(), *other.rules.values()]) if isinstance(other, Policy) else NotImplemented
+        if not isinstance(other, Policy):
+            return NotImplemented
+        return Policy([*self.rules.values(), *other.rules.values()], self.wanted | other.wanted)
+
+    def __reduce__(self) -> Any:
+        rows = [(str(r.op), *r[1:]) for r in self.rules.values()]
+        return _policy_of, (rows, self.wanted)
 
     def __repr__(self) -> str:
         return f"<gradckpt policy: {', '.join(str(op) for op in self.rules)}>"
+
+
+def _policy_of(rows: list[Any], wanted: frozenset[str]) -> Policy:
+    """What a pickled policy becomes."""
+    rules = []
+    for name, *rest in rows:
+        namespace, packet, overload = name.split(".")
+        rules.append(Rule(getattr(getattr(getattr(torch.ops, namespace), packet), overload), *rest))
+    return Policy(rules, wanted)
+
+
+def name(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Name a tensor inside a region, for :func:`gradckpt.policies.save_named`. Returns ``x`` itself.
+
+    Args:
+        x: The output of a matrix product, a convolution or fused attention, or a view of one.
+        name: Any string. Does nothing in regions whose policy does not want it, and outside of regions.
+
+    Raises:
+        ValueError: the name is wanted, and ``x`` comes from another operator, whose output would spare no work.
+    """
+    if not torch.compiler.is_compiling():
+        _C.selective_name(x, name)
+    return x
 
 
 Answer = Union[bool, CheckpointPolicy, Save, str, CompressionConfig]
@@ -224,8 +260,10 @@ class _Keyed:
     def __exit__(self, *error: Any) -> Any:
         if self._entered.pop():
             _C.selective_leave(self._store)
-            return None
-        return super().__exit__(*error)  # type: ignore[misc]
+        else:
+            super().__exit__(*error)  # type: ignore[misc]
+        if not self._replay and error[0] is None:
+            _C.finish(self._store)
 
 
 class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):  # type: ignore[misc]
@@ -286,7 +324,7 @@ def create_selective_checkpoint_contexts(
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
 
 
-NOTHING = _C.make_names(())
+NOTHING = _C.make_names((), frozenset())
 
 
 def asker(policy: Policy) -> Callable[..., Any]:
@@ -295,7 +333,7 @@ def asker(policy: Policy) -> Callable[..., Any]:
 
     def policy_fn(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         rule = policy.rules.get(op)
-        if rule is None or rule.keep == RECOMPUTE:
+        if rule is None or rule.keep in (RECOMPUTE, NAMED):
             return CheckpointPolicy.PREFER_RECOMPUTE
         call = counts[rule.group] = counts.get(rule.group, -1) + 1
         if call % rule.every != rule.phase:

@@ -50,6 +50,12 @@ class Table(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("encode", KERNELS), ("encode_noisy", KERNELS), ("decode", KERNELS)]
 
 
+class Dither(ctypes.Structure):
+    """gck_dither."""
+
+    _fields_ = [("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("tensor", ctypes.c_uint32)]
+
+
 def aligned(nbytes):
     block = np.zeros(nbytes + 64, np.uint8)
     start = -block.ctypes.data % 64
@@ -71,6 +77,23 @@ class EmulatedAvx512:
         subprocess.run([gcc, "-shared", "-o", path, *objects, "-lm"], check=True)
         self.library = ctypes.CDLL(str(path))
         self.table = Table.in_dll(self.library, "gck_isa_avx512")
+
+    def encode_noisy(self, codec, bits, dtype, key):
+        groups = bits.size // 128
+        kernel = ctypes.CFUNCTYPE(
+            None,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.POINTER(Dither),
+            ctypes.c_int64,
+        )(self.table.encode_noisy[FORMATS[codec]][NUMBERS[dtype]])
+        codes, side = LAYOUT[codec]
+        payload = aligned(groups * (codes + side))
+        start = payload.ctypes.data
+        kernel(bits.ctypes.data, groups, start, start + groups * codes, Dither(*key), 0)
+        return payload
 
     def encode(self, codec, bits, dtype, streaming=0):
         groups = bits.size // 128

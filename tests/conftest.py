@@ -27,6 +27,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
+def avx512(tmp_path_factory):
+    from codec_isas import EmulatedAvx512
+
+    return EmulatedAvx512(tmp_path_factory.mktemp("avx512"))
+
+
+@pytest.fixture(scope="session")
 def host_kernels(tmp_path_factory):
     from direct_kernels import HostKernels
 

@@ -14,11 +14,11 @@
 
 #ifdef GCK_EMULATE_AVX512
 #include "../../tests/emulation/avx512_emulation.h"
+#define INLINE static inline                       /* or a compiler would need minutes */
 #else
 #include <immintrin.h>
-#endif
-
 #define INLINE static inline __attribute__((always_inline))
+#endif
 #define COLD static __attribute__((noinline, cold, unused))
 #define TABLE static const __attribute__((aligned(64), unused))
 
@@ -26,6 +26,7 @@
  * int8_plain_avx512.c, rotated_avx512.c. */
 #define GCK_AVX512_OF(format, dtype)                         \
     gck_encode_groups gck_avx512_encode_##format##_##dtype;  \
+    gck_encode_noisy_groups gck_avx512_encode_noisy_##format##_##dtype; \
     gck_decode_groups gck_avx512_decode_##format##_##dtype;
 #define GCK_AVX512_DTYPES(of, format) of(format, GCK_F32) of(format, GCK_F16) of(format, GCK_BF16)
 
@@ -41,7 +42,13 @@ GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT4)
     void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,       \
                                               uint16_t *side, int64_t index, int streaming)         \
     {                                                                                               \
-        encode_groups(format, dtype, x, ngroups, codes, side, index, streaming);                    \
+        encode_groups(format, dtype, x, ngroups, codes, side, index, NULL, streaming);              \
+    }                                                                                               \
+    void gck_avx512_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes, \
+                                                    uint16_t *side, const gck_dither *dither,       \
+                                                    int64_t index)                                  \
+    {                                                                                               \
+        encode_groups(format, dtype, x, ngroups, codes, side, index, dither, 0);                    \
     }                                                                                               \
     void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,           \
                                               int64_t ngroups, void *x, int64_t index, int streaming) \
@@ -53,16 +60,22 @@ INLINE size_t group_bytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) *
 
 /* ---- groups that are not ordinary ---- */
 
-/* Group `index` of its tensor.  amax: its float32 bits, exact if 0; else unused. */
-COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index, uint8_t *codes,
-                      uint16_t *side)
+/* Group `index` of its tensor.  amax: its float32 bits, exact if 0; else unused.  dither:
+ * NULL, to nearest. */
+COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
+                      const gck_dither *dither, uint8_t *codes, uint16_t *side)
 {
+    uint16_t noise[GCK_GROUP];
+
     if (amax == 0) {                               /* padding and dead channels: not so rare */
         memset(codes, 0, GCK_CODE_BYTES(format));
         memset(side, 0, 2 * GCK_SIDE_WORDS(format));
         return;
     }
-    gck_encode_group(format, x, dtype, GCK_GROUP, index, NULL, codes, side);
+    if (dither != NULL) {
+        gck_noise_of_group(dither, index, noise);
+    }
+    gck_encode_group(format, x, dtype, GCK_GROUP, index, dither != NULL ? noise : NULL, codes, side);
 }
 
 COLD void decode_rare(gck_format format, const uint8_t *codes, const uint16_t *side, int64_t index, void *x,
@@ -361,16 +374,16 @@ typedef struct {
 
 /* Unrotated formats: gck_stored(), gck_multiplier() of 16 amax.  Escapes are beyond
  * the upper bound: their bits are larger than those of any ordinary value. */
-INLINE void tile_scales(tile *t, gck_format format, gck_dtype dtype)
+INLINE void tile_scales(tile *t, gck_format format, gck_dtype dtype, int noisy)
 {
     const int fp8 = format == GCK_E4M3 || format == GCK_E5M2;
     const uint32_t low = gck_bits(GCK_TINY);
     const uint32_t end = fp8 ? gck_bits(GCK_LARGE) : gck_limit(dtype) + 1u;
     const __m512i amax = _mm512_loadu_si512(t->amax);
     const __m512i u = _mm512_castps_si512(
-        _mm512_mul_ps(_mm512_castsi512_ps(amax), _mm512_set1_ps(gck_step_factor(format, 0, 0))));
+        _mm512_mul_ps(_mm512_castsi512_ps(amax), _mm512_set1_ps(gck_step_factor(format, 0, noisy))));
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), all32(1));
-    const __m512i up = fp8 ? _mm512_add_epi32(all32(0x7FFFu), odd) : all32(0xFFFFu);
+    const __m512i up = fp8 && !noisy ? _mm512_add_epi32(all32(0x7FFFu), odd) : all32(0xFFFFu);
     const __m512i stored = _mm512_srli_epi32(_mm512_add_epi32(u, up), 16);
     const __m512 step = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(stored, 16)),
                                       _mm512_set1_ps(format == GCK_E5M2 ? 0x1p-40f : 0x1p-32f));

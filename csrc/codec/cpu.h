@@ -19,7 +19,7 @@ typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *side, int64
 
 /* The same with stochastic rounding. */
 typedef void gck_encode_noisy_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side,
-                                     const gck_dither *dither, int64_t first);
+                                     const gck_dither *dither, int64_t first) __attribute__((nonnull(5)));
 
 /* NULL: as in gck_isa_scalar. */
 typedef struct {

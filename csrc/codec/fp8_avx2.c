@@ -1,7 +1,8 @@
 /* fp8_avx2.c: fp8_e4m3 and fp8_e5m2 for AVX2. */
 #if defined(__x86_64__)
 
-#include "avx2.h"
+#include "fp8_offsets.h"
+#include "noise_avx2.h"
 
 /* ---- encode ---- */
 
@@ -10,6 +11,7 @@ typedef struct {
     __m256i        below;                /* 16-bit lanes: see truncated                  */
     __m256i        shift;                /* 16-bit lanes: the factor of mulhrs           */
     __m256i        code, sign;           /* 16-bit lanes: 7 bits; bytes: bit 7           */
+    __m256i        cell;                 /* 16-bit lanes: 4 bits                         */
 } encode_constants;
 
 /* The last place of a code is bit 4 (E5M2: 5) of the upper half of the product. */
@@ -17,7 +19,8 @@ INLINE encode_constants encode_constants_of(gck_format format, gck_dtype dtype)
 {
     const int e4m3 = format == GCK_E4M3;
     return (encode_constants){constants_of(dtype), kept(e4m3 ? 0x00170017u : 0x002F002Fu),
-                              kept(e4m3 ? 0x08000800u : 0x04000400u), kept(0x007F007Fu), kept(0x80808080u)};
+                              kept(e4m3 ? 0x08000800u : 0x04000400u), kept(0x007F007Fu), kept(0x80808080u),
+                              kept(0x000F000Fu)};
 }
 
 /* gck_fp8_code() of 16 values, in 16-bit lanes.  *product: the upper halves of the
@@ -39,49 +42,123 @@ INLINE __m256i rounded16(v16 v, __m256 m, encode_constants c, __m256i *product)
     return _mm256_and_si256(_mm256_mulhrs_epi16(_mm256_add_epi16(high, less), c.shift), c.code);
 }
 
-INLINE void encode_group(gck_dtype dtype, const char *group, float multiplier, uint8_t *out, encode_constants c,
-                         int stream)
+/* The same, stochastically. */
+INLINE __m256i noisy16(gck_format format, v16 v, __m256 m, __m256i noise, encode_constants c, __m256i *product)
+{
+    const int shift = format == GCK_E4M3 ? 4 : 5;            /* the last place: bit 16 + shift */
+    const __m256i half = _mm256_set1_epi32(1 << (shift - 1)), bits = _mm256_set1_epi32(0xFFFF << shift);
+    const __m256i up_even = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi32(noise, shift), bits), half);
+    const __m256i up_odd = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(noise, 16 - shift), bits), half);
+    const __m256i even = _mm256_add_epi32(_mm256_castps_si256(_mm256_mul_ps(v.even, m)), up_even);
+    const __m256i odd = _mm256_add_epi32(_mm256_castps_si256(_mm256_mul_ps(v.odd, m)), up_odd);
+    const __m256i last = _mm256_set1_epi16(format == GCK_E4M3 ? 0x7E : 0x7B);
+    *product = _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xAA);
+    return _mm256_min_epi16(_mm256_and_si256(_mm256_srli_epi16(*product, shift), c.code), last);
+}
+
+/* noise: NULL, to nearest. */
+INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, float multiplier, const __m256i *noise,
+                         uint8_t *out, encode_constants c, int stream)
 {
     const __m256i no_flip = _mm256_setzero_si256();
     const __m256 m = _mm256_set1_ps(multiplier);
 
     for (int k = 0; k < 8; k += 2) {
         __m256i a, b;
-        const __m256i abs_a = rounded16(load16(group, dtype, k, no_flip, c.load), m, c, &a);
-        const __m256i abs_b = rounded16(load16(group, dtype, k + 1, no_flip, c.load), m, c, &b);
+        const v16 first = load16(group, dtype, k, no_flip, c.load);
+        const v16 second = load16(group, dtype, k + 1, no_flip, c.load);
+        const __m256i abs_a = noise ? noisy16(format, first, m, noise[k], c, &a) : rounded16(first, m, c, &a);
+        const __m256i abs_b = noise ? noisy16(format, second, m, noise[k + 1], c, &b) : rounded16(second, m, c, &b);
         const __m256i abs = _mm256_packus_epi16(abs_a, abs_b);
         const __m256i sign = _mm256_and_si256(_mm256_packs_epi16(a, b), c.sign);
         store(out + 16 * k, _mm256_permute4x64_epi64(_mm256_or_si256(abs, sign), 0xD8), stream);
     }
 }
 
+/* Is a bfloat16 that is not zero below `normal` in size?  Its code may be a subnormal. */
+static __attribute__((noinline)) int any_subnormal(const char *group, uint32_t normal)
+{
+    const __m256i end = _mm256_set1_epi16((short)normal), mask = _mm256_set1_epi16(0x7FFF);
+    __m256i any = _mm256_setzero_si256();
+
+    for (int k = 0; k < 8; k++) {
+        const __m256i abs = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)group + k), mask);
+        any = _mm256_or_si256(any, _mm256_and_si256(abs, _mm256_cmpgt_epi16(end, abs)));
+    }
+    return !_mm256_testz_si256(any, any);
+}
+
+/* fp8_e4m3 of bfloat16 by fp8_offsets.h: (word + byte) >> 4 is the code but for what the two
+ * exponents add.  Zeros are below that, and become 0.  Returns 0 for a group that is to be
+ * encoded again: some code may be a subnormal. */
+INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier, uint8_t *out, encode_constants c,
+                            int stream)
+{
+    const uint64_t *row = gck_e4m3_offsets[stored & 0x7Fu];
+    const __m256i offsets = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)row));
+    const uint32_t exponent = gck_bits(multiplier) >> 23;
+    /* The upper bytes of the lanes get an offset too: the first. */
+    const __m256i base = _mm256_set1_epi16((short)(((127u - exponent) << 7) + ((uint32_t)row[0] << 8 & 0xFF00u)));
+    __m256i least = _mm256_set1_epi8(127);
+
+    for (int k = 0; k < 4; k++) {
+        __m256i word[2], abs[2];
+        for (int i = 0; i < 2; i++) {
+            word[i] = _mm256_loadu_si256((const __m256i *)group + 2 * k + i);
+            const __m256i cell = _mm256_and_si256(_mm256_srli_epi16(word[i], 3), c.cell);
+            const __m256i sum = _mm256_add_epi16(_mm256_and_si256(word[i], c.load.abs),
+                                                 _mm256_shuffle_epi8(offsets, cell));
+            abs[i] = _mm256_srli_epi16(_mm256_subs_epu16(sum, base), 4);
+        }
+        const __m256i bytes = _mm256_packus_epi16(abs[0], abs[1]);
+        const __m256i sign = _mm256_and_si256(_mm256_packs_epi16(word[0], word[1]), c.sign);
+        least = _mm256_min_epu8(least, bytes);
+        store(out + 32 * k, _mm256_permute4x64_epi64(_mm256_or_si256(bytes, sign), 0xD8), stream);
+    }
+    /* The least normal code is 8.  Many a group has zeros below it, few have more. */
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi8(_mm256_set1_epi8(8), least)) == 0
+        || !any_subnormal(group, (128u - exponent) << 7);
+}
+
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
-                   uint16_t *scales, int stream)
+                   uint16_t *scales, const gck_dither *dither, int64_t index, int stream)
 {
     const uint32_t limit = gck_limit(dtype), large = 0x45FFFFFFu;   /* the last below GCK_LARGE */
     const uint32_t top = limit < large ? limit : large;
     const size_t stride = group_nbytes(dtype);
     const encode_constants c = encode_constants_of(format, dtype);
-    const char *group = x;
-    batch_steps next = steps_of_groups(format, dtype, group, ngroups, top, c.load);
+    const int noisy = dither != NULL;
+    const philox p = philox_of(dither);
+    __m256i noise[8];
+    batch_steps next = steps_of_groups(format, dtype, noisy, x, ngroups, top, c.load);
 
-    for (int64_t first = 0; first < ngroups; first += BATCH) {
+    for (int64_t first = 0, after; first < ngroups; first = after) {
         const int n = ngroups - first < BATCH ? (int)(ngroups - first) : BATCH;
+        const char *group = (const char *)x + (size_t)first * stride;
         const batch_steps s = next;
 
         /* One batch ahead, so that nobody waits for the division. */
-        if (n == BATCH) {
-            next = steps_of_groups(format, dtype, group + BATCH * stride, ngroups - first - BATCH, top, c.load);
+        after = batch_after(first, ngroups, dtype, stream);
+        if (after < ngroups) {
+            next = steps_of_groups(format, dtype, noisy, (const char *)x + (size_t)after * stride, ngroups - after,
+                                   top, c.load);
         }
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
-            prefetch(group, stride);
+            prefetch(group, stride, ahead_of(stride, stream));
             if (s.odd >> j & 1) {
-                encode_odd(format, dtype, group, 0, out, scales + first + j);
+                encode_odd(format, dtype, group, index + first + j, dither, out, scales + first + j);
                 continue;
             }
             scales[first + j] = s.stored[j];
-            encode_group(dtype, group, s.multiplier[j], out, c, stream);
+            if (noisy) {
+                noise_of_group(&p, index + first + j, noise);
+            }
+            if (format == GCK_E4M3 && dtype == GCK_BF16 && !noisy
+                && __builtin_expect(encode_e4m3_bf16(group, s.stored[j], s.multiplier[j], out, c, stream), 1)) {
+                continue;
+            }
+            encode_group(format, dtype, group, s.multiplier[j], noisy ? noise : NULL, out, c, stream);
         }
     }
 }
@@ -218,8 +295,13 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
     void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
                                             uint16_t *scales, int64_t index, int streaming)         \
     {                                                                                               \
-        (void)index;                                                                                \
-        STREAMED(encode, codes, format, dtype, x, ngroups, codes, scales)                           \
+        STREAMED(encode, codes, format, dtype, x, ngroups, codes, scales, NULL, index)              \
+    }                                                                                               \
+    void gck_avx2_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,   \
+                                                  uint16_t *scales, const gck_dither *dither,       \
+                                                  int64_t index)                                    \
+    {                                                                                               \
+        encode(format, dtype, x, ngroups, codes, scales, dither, index, 0);                         \
     }                                                                                               \
     void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *scales,           \
                                             int64_t ngroups, void *x, int64_t index, int streaming) \

@@ -1,6 +1,7 @@
 /* fp8_avx512.c: fp8_e4m3 and fp8_e5m2 on AVX-512. */
 #if defined(__x86_64__)
-#include "avx512.h"
+#include "fp8_offsets.h"
+#include "noise_avx512.h"
 
 /* ---- encode ---- */
 
@@ -19,8 +20,30 @@ INLINE __m512i fp8_words(const constants *c, __m512 lo, __m512 hi, __m512 m)
     return _mm512_mulhrs_epi16(merge_upper(c, a, b), c->fp8_round);
 }
 
-/* Pair k of x: codes without signs; *signs: words whose top bits are the signs. */
-INLINE __m512i encode_pair(const constants *c, gck_dtype dtype, const void *x, int k, __m512 m, __m512i *signs)
+/* The same, stochastically: the last place of a code is bit 16 + shift. */
+INLINE __m512i noisy_product(gck_format format, __m512 x, __m512 m, __m512i noise)
+{
+    const unsigned shift = format == GCK_E4M3 ? 4 : 5;
+    const __m512i up = _mm512_or_si512(_mm512_slli_epi32(noise, shift), all32(1u << (shift - 1)));
+
+    return _mm512_add_epi32(_mm512_castps_si512(_mm512_mul_ps(x, m)), up);
+}
+
+INLINE __m512i noisy_words(const constants *c, gck_format format, gck_dtype dtype, __m512 lo, __m512 hi, __m512 m,
+                           __m512i noise)
+{
+    __m512i u, v;
+
+    noise_of_pair(c, dtype, noise, &u, &v);
+    const __m512i w = merge_upper(c, noisy_product(format, lo, m, u), noisy_product(format, hi, m, v));
+    return format == GCK_E4M3 ? _mm512_min_epu16(_mm512_srli_epi16(w, 4), all16(0x7E))
+                              : _mm512_min_epu16(_mm512_srli_epi16(w, 5), all16(0x7B));
+}
+
+/* Pair k of x: codes without signs; *signs: words whose top bits are the signs.  noise: of the
+ * group, or NULL. */
+INLINE __m512i encode_pair(const constants *c, gck_format format, gck_dtype dtype, const void *x, int k, __m512 m,
+                           const __m512i *noise, __m512i *signs)
 {
     __m512 lo, hi;
 
@@ -33,26 +56,70 @@ INLINE __m512i encode_pair(const constants *c, gck_dtype dtype, const void *x, i
         lo = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(lo), c->abs32));
         hi = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(hi), c->abs32));
     }
-    return fp8_words(c, lo, hi, m);
+    return noise != NULL ? noisy_words(c, format, dtype, lo, hi, m, noise[k]) : fp8_words(c, lo, hi, m);
 }
 
 /* 64 values: half h of an ordinary group.  Saturation to a byte keeps the sign. */
-INLINE __m512i encode_half(const constants *c, gck_dtype dtype, const void *x, int h, __m512 m)
+INLINE __m512i encode_half(const constants *c, gck_format format, gck_dtype dtype, const void *x, int h, __m512 m,
+                           const __m512i *noise)
 {
     __m512i s0, s1;
-    const __m512i w0 = encode_pair(c, dtype, x, 2 * h, m, &s0);
-    const __m512i w1 = encode_pair(c, dtype, x, 2 * h + 1, m, &s1);
+    const __m512i w0 = encode_pair(c, format, dtype, x, 2 * h, m, noise, &s0);
+    const __m512i w1 = encode_pair(c, format, dtype, x, 2 * h + 1, m, noise, &s1);
     const __m512i signs = _mm512_packs_epi16(s0, s1), codes = _mm512_packus_epi16(w0, w1);
 
     return natural_bytes(blend_one(signs, c->sign_bytes, codes), dtype);
 }
 
+/* Is a bfloat16 that is not zero below `normal` in size?  Its code may be a subnormal. */
+static __attribute__((noinline)) int any_subnormal(const void *x, uint32_t normal)
+{
+    __mmask32 any = 0;
+
+    for (int k = 0; k < 4; k++) {
+        const __m512i abs = _mm512_and_si512(_mm512_loadu_si512((const char *)x + 64 * k), all16(0x7FFFu));
+        any |= _mm512_cmpgt_epu16_mask(all16(normal), abs) & _mm512_test_epi16_mask(abs, abs);
+    }
+    return any != 0;
+}
+
+/* fp8_e4m3 of bfloat16 by fp8_offsets.h: (word + byte) >> 4 is the code but for what the two
+ * exponents add.  Zeros are below that, and become 0.  Returns 0 for a group that is to be
+ * encoded again: some code may be a subnormal. */
+INLINE int encode_e4m3_bf16(const constants *c, const void *x, uint32_t stored, float multiplier, uint8_t *codes,
+                            int stream)
+{
+    const uint64_t *row = gck_e4m3_offsets[stored & 0x7Fu];
+    const __m512i offsets = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)row));
+    const uint32_t exponent = gck_bits(multiplier) >> 23;
+    /* The upper bytes of the lanes get an offset too: the first. */
+    const __m512i base = all16(((127u - exponent) << 7) + ((uint32_t)row[0] << 8 & 0xFF00u));
+    __m512i least = c->ones;
+
+    for (int h = 0; h < 2; h++) {
+        __m512i word[2], abs[2];
+        for (int i = 0; i < 2; i++) {
+            word[i] = _mm512_loadu_si512((const char *)x + 128 * h + 64 * i);
+            const __m512i cell = _mm512_and_si512(_mm512_srli_epi16(word[i], 3), all16(15));
+            const __m512i sum = _mm512_add_epi16(_mm512_and_si512(word[i], c->abs), _mm512_shuffle_epi8(offsets, cell));
+            abs[i] = _mm512_srli_epi16(_mm512_subs_epu16(sum, base), 4);
+        }
+        const __m512i bytes = _mm512_packus_epi16(abs[0], abs[1]), signs = _mm512_packs_epi16(word[0], word[1]);
+        least = _mm512_min_epu8(least, bytes);
+        put(codes + 64 * h, natural_bytes(blend_one(signs, c->sign_bytes, bytes), GCK_BF16), stream);
+    }
+    /* The least normal code is 8.  Many a group has zeros below it, few have more. */
+    return _mm512_cmpgt_epi8_mask(all32(0x08080808u), least) == 0 || !any_subnormal(x, (128u - exponent) << 7);
+}
+
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
-                          uint8_t *codes, uint16_t *scales, int64_t index, int streaming)
+                          uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither, int streaming)
 {
     const int stream = may_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
+    const philox p = philox_of(dither);
     tile t = {.ordinary = 0};
+    __m512i noise[4];
 
     for (int64_t first = 0; first < ngroups; first += TILE) {
         const char *xt = (const char *)x + (size_t)first * group_bytes(dtype);
@@ -61,19 +128,26 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
         for (int i = 0; i < count; i++) {
             t.amax[i] = abs_max_bits(&c, xt + (size_t)i * group_bytes(dtype), dtype);
         }
-        tile_scales(&t, format, dtype);
+        tile_scales(&t, format, dtype, dither != NULL);
         for (int i = 0; i < count; i++) {
             const char *xg = xt + (size_t)i * group_bytes(dtype);
             uint8_t *cg = codes + (first + i) * GCK_GROUP;
 
             if (!(t.ordinary >> i & 1)) {
-                encode_rare(format, xg, dtype, t.amax[i], index + first + i, cg, scales + first + i);
+                encode_rare(format, xg, dtype, t.amax[i], index + first + i, dither, cg, scales + first + i);
                 continue;
             }
             const __m512 m = _mm512_set1_ps(t.multiplier[i]);
-            put(cg, encode_half(&c, dtype, xg, 0, m), stream);
-            put(cg + 64, encode_half(&c, dtype, xg, 1, m), stream);
             scales[first + i] = (uint16_t)t.stored[i];
+            if (format == GCK_E4M3 && dtype == GCK_BF16 && dither == NULL
+                && __builtin_expect(encode_e4m3_bf16(&c, xg, t.stored[i], t.multiplier[i], cg, stream), 1)) {
+                continue;
+            }
+            if (dither != NULL) {
+                noise_of_group(&p, index + first + i, noise);
+            }
+            put(cg, encode_half(&c, format, dtype, xg, 0, m, dither != NULL ? noise : NULL), stream);
+            put(cg + 64, encode_half(&c, format, dtype, xg, 1, m, dither != NULL ? noise : NULL), stream);
         }
     }
     if (stream) {

@@ -2,45 +2,65 @@
 #if defined(__x86_64__)
 
 #include "integer_avx2.h"
+#include "noise_avx2.h"
 
 /* ---- encode ---- */
 
-/* 32 codes, in order, of two times 16 in 16-bit lanes. */
-INLINE __m256i codes_of(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xD8); }
+INLINE __m256i noisy_of(v16 v, __m256 inverse, __m256i noise)
+{
+    return rounded_noisy((v16){_mm256_mul_ps(v.even, inverse), _mm256_mul_ps(v.odd, inverse)}, noise);
+}
+
+/* noise: NULL, to nearest. */
+INLINE void encode_group(gck_dtype dtype, const char *group, float multiplier, const __m256i *noise, uint8_t *out,
+                         load_constants c, __m256 rounder, int stream)
+{
+    const __m256i no_flip = _mm256_setzero_si256();
+    const __m256 inverse = _mm256_set1_ps(multiplier);
+
+    for (int k = 0; k < 8; k += 2) {
+        const v16 a = load16(group, dtype, k, no_flip, c), b = load16(group, dtype, k + 1, no_flip, c);
+        const __m256i packed = noise
+            ? noisy_bytes(noisy_of(a, inverse, noise[k]), noisy_of(b, inverse, noise[k + 1]))
+            : _mm256_packs_epi16(quantised(a, inverse, rounder), quantised(b, inverse, rounder));
+        store(out + 16 * k, _mm256_permute4x64_epi64(packed, 0xD8), stream);
+    }
+}
 
 INLINE void encode(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes, uint16_t *scales,
-                   int stream)
+                   const gck_dither *dither, int64_t index, int stream)
 {
     const size_t stride = group_nbytes(dtype);
-    const __m256i no_flip = _mm256_setzero_si256();
     const load_constants c = constants_of(dtype);
     const __m256 rounder = kept_ps(ROUNDER);
-    const char *group = x;
-    batch_steps next = steps_of_groups(GCK_INT8_PLAIN, dtype, group, ngroups, gck_limit(dtype), c);
+    const int noisy = dither != NULL;
+    const philox p = philox_of(dither);
+    __m256i noise[8];
+    batch_steps next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, x, ngroups, gck_limit(dtype), c);
 
-    for (int64_t first = 0; first < ngroups; first += BATCH) {
+    for (int64_t first = 0, after; first < ngroups; first = after) {
         const int n = ngroups - first < BATCH ? (int)(ngroups - first) : BATCH;
+        const char *group = (const char *)x + (size_t)first * stride;
         const batch_steps s = next;
 
         /* One batch ahead, so that nobody waits for the division. */
-        if (n == BATCH) {
-            next = steps_of_groups(GCK_INT8_PLAIN, dtype, group + BATCH * stride, ngroups - first - BATCH,
-                                   gck_limit(dtype), c);
+        after = batch_after(first, ngroups, dtype, stream);
+        if (after < ngroups) {
+            next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, (const char *)x + (size_t)after * stride,
+                                   ngroups - after, gck_limit(dtype), c);
         }
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
-            prefetch(group, stride);
+            prefetch(group, stride, ahead_of(stride, stream));
             if (s.odd >> j & 1) {
-                encode_odd(GCK_INT8_PLAIN, dtype, group, 0, out, scales + first + j);
+                encode_odd(GCK_INT8_PLAIN, dtype, group, index + first + j, dither, out, scales + first + j);
                 continue;
             }
-            const __m256 inverse = _mm256_set1_ps(s.multiplier[j]);
             scales[first + j] = s.stored[j];
-            for (int k = 0; k < 8; k += 2) {
-                store(out + 16 * k, codes_of(quantised(load16(group, dtype, k, no_flip, c), inverse, rounder),
-                                             quantised(load16(group, dtype, k + 1, no_flip, c), inverse, rounder)),
-                      stream);
+            if (noisy) {
+                noise_of_group(&p, index + first + j, noise);
             }
+            encode_group(dtype, group, s.multiplier[j], noisy ? noise : NULL, out, c, rounder, stream);
         }
     }
 }
@@ -89,8 +109,13 @@ INLINE void decode(gck_dtype dtype, const uint8_t *codes, const uint16_t *scales
     void gck_avx2_encode_GCK_INT8_PLAIN_##dtype(const void *x, int64_t ngroups, uint8_t *codes,     \
                                                 uint16_t *scales, int64_t index, int streaming)     \
     {                                                                                               \
-        (void)index;                                                                                \
-        STREAMED(encode, codes, dtype, x, ngroups, codes, scales)                                   \
+        STREAMED(encode, codes, dtype, x, ngroups, codes, scales, NULL, index)                      \
+    }                                                                                               \
+    void gck_avx2_encode_noisy_GCK_INT8_PLAIN_##dtype(const void *x, int64_t ngroups, uint8_t *codes, \
+                                                      uint16_t *scales, const gck_dither *dither,   \
+                                                      int64_t index)                                \
+    {                                                                                               \
+        encode(dtype, x, ngroups, codes, scales, dither, index, 0);                                 \
     }                                                                                               \
     void gck_avx2_decode_GCK_INT8_PLAIN_##dtype(const uint8_t *codes, const uint16_t *scales,       \
                                                 int64_t ngroups, void *x, int64_t index, int streaming) \

@@ -1,27 +1,40 @@
 /* int8_plain_avx512.c: int8_plain on AVX-512. */
 #if defined(__x86_64__)
 #include "integer_avx512.h"
+#include "noise_avx512.h"
 
 /* ---- encode ---- */
 
-INLINE void encode_group(const constants *c, gck_dtype dtype, const void *x, float inverse,
+/* noise: of the group, or NULL, to nearest. */
+INLINE void encode_group(const constants *c, gck_dtype dtype, const void *x, float multiplier, const __m512i *noise,
                          uint8_t *codes, int stream)
 {
+    const __m512 inverse = _mm512_set1_ps(multiplier);
     __m512 y[8];
 
     for (int k = 0; k < 4; k++) {
         load_pair(c, x, dtype, k, &y[2 * k], &y[2 * k + 1]);
     }
-    put(codes, quantise(c, dtype, y, _mm512_set1_ps(inverse)), stream);
-    put(codes + 64, quantise(c, dtype, y + 4, _mm512_set1_ps(inverse)), stream);
+    if (noise != NULL) {
+        for (int j = 0; j < 8; j++) {
+            y[j] = _mm512_mul_ps(y[j], inverse);
+        }
+        put(codes, quantise_noisy(c, dtype, y, noise), stream);
+        put(codes + 64, quantise_noisy(c, dtype, y + 4, noise + 2), stream);
+    } else {
+        put(codes, quantise(c, dtype, y, inverse), stream);
+        put(codes + 64, quantise(c, dtype, y + 4, inverse), stream);
+    }
 }
 
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
-                          uint8_t *codes, uint16_t *scales, int64_t index, int streaming)
+                          uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither, int streaming)
 {
     const int stream = may_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
+    const philox p = philox_of(dither);
     tile t = {.ordinary = 0};
+    __m512i noise[4];
 
     for (int64_t first = 0; first < ngroups; first += TILE) {
         const char *xt = (const char *)x + (size_t)first * group_bytes(dtype);
@@ -30,16 +43,19 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
         for (int i = 0; i < count; i++) {
             t.amax[i] = abs_max_bits(&c, xt + (size_t)i * group_bytes(dtype), dtype);
         }
-        tile_scales(&t, format, dtype);
+        tile_scales(&t, format, dtype, dither != NULL);
         for (int i = 0; i < count; i++) {
             const char *xg = xt + (size_t)i * group_bytes(dtype);
             uint8_t *cg = codes + (first + i) * GCK_GROUP;
 
             if (!(t.ordinary >> i & 1)) {
-                encode_rare(format, xg, dtype, t.amax[i], index + first + i, cg, scales + first + i);
+                encode_rare(format, xg, dtype, t.amax[i], index + first + i, dither, cg, scales + first + i);
                 continue;
             }
-            encode_group(&c, dtype, xg, t.multiplier[i], cg, stream);
+            if (dither != NULL) {
+                noise_of_group(&p, index + first + i, noise);
+            }
+            encode_group(&c, dtype, xg, t.multiplier[i], dither != NULL ? noise : NULL, cg, stream);
             scales[first + i] = (uint16_t)t.stored[i];
         }
     }

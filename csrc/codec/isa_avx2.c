@@ -16,6 +16,7 @@
 const gck_isa gck_isa_avx2 = {
     .name = "avx2",
     .encode = ROWS(encode),
+    .encode_noisy = ROWS(encode_noisy),
     .decode = ROWS(decode),
 };
 

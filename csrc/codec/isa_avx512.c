@@ -15,6 +15,7 @@
 const gck_isa gck_isa_avx512 = {
     .name = "avx512",
     .encode = ROWS(encode),
+    .encode_noisy = ROWS(encode_noisy),
     .decode = ROWS(decode),
 };
 #undef ROWS

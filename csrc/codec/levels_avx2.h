@@ -77,6 +77,16 @@ INLINE __m256i packed_upper(const __m256i code[4])
         _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)));
 }
 
+/* The lower halves of 32 bytes, in the upper ones. */
+INLINE __m256i raised(__m256i code) { return _mm256_slli_epi16(_mm256_and_si256(code, _mm256_set1_epi8(15)), 4); }
+
+INLINE void put_int6(const __m256i code[4], uint8_t *codes, int stream)
+{
+    store(codes + 64, packed_upper(code), stream);
+    store(codes, packed_nibbles(raised(code[0]), raised(code[1])), stream);
+    store(codes + 32, packed_nibbles(raised(code[2]), raised(code[3])), stream);
+}
+
 INLINE void pack_int6(const __m256i t[4], int uniform, uint8_t *codes, int stream)
 {
     __m256i code[4];
@@ -84,12 +94,7 @@ INLINE void pack_int6(const __m256i t[4], int uniform, uint8_t *codes, int strea
     for (int i = 0; i < 4; i++) {
         code[i] = int6_codes(t[i], uniform);
     }
-    store(codes + 64, packed_upper(code), stream);
-    for (int i = 0; i < 4; i++) {
-        code[i] = _mm256_slli_epi16(_mm256_and_si256(code[i], _mm256_set1_epi8(15)), 4);
-    }
-    store(codes, packed_nibbles(code[0], code[1]), stream);
-    store(codes + 32, packed_nibbles(code[2], code[3]), stream);
+    put_int6(code, codes, stream);
 }
 
 /* ---- decode ----

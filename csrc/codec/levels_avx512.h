@@ -62,11 +62,16 @@ INLINE __m512i upper_of_four(const constants *c, __m512i code)
 
 TABLE uint32_t order_of_upper[16] = {0, 2, 4, 6, 1, 3, 5, 7};
 
-INLINE void pack_int6(const constants *c, __m512i t0, __m512i t1, int uniform, uint8_t *codes, int stream)
+/* The lower halves of 64 bytes, in the upper ones. */
+INLINE __m512i raised(const constants *c, __m512i code)
 {
-    const __m512i a = int6_codes(c, t0, uniform), b = int6_codes(c, t1, uniform);
-    const __m512i nibbles = packed_nibbles(c, _mm512_slli_epi16(_mm512_and_si512(a, c->low_nibble), 4),
-                                           _mm512_slli_epi16(_mm512_and_si512(b, c->low_nibble), 4));
+    return _mm512_slli_epi16(_mm512_and_si512(code, c->low_nibble), 4);
+}
+
+/* 2 x 64 codes. */
+INLINE void put_int6(const constants *c, __m512i a, __m512i b, uint8_t *codes, int stream)
+{
+    const __m512i nibbles = packed_nibbles(c, raised(c, a), raised(c, b));
     const __m512i upper = _mm512_srli_epi16(_mm512_packus_epi32(upper_of_four(c, a), upper_of_four(c, b)), 4);
     const __m512i bytes = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(upper));
     const __m512i ordered = _mm512_permutexvar_epi32(_mm512_loadu_si512(order_of_upper), bytes);
@@ -74,6 +79,11 @@ INLINE void pack_int6(const constants *c, __m512i t0, __m512i t1, int uniform, u
     put_half(codes, _mm512_castsi512_si256(nibbles), stream);
     put_half(codes + 32, _mm512_extracti64x4_epi64(nibbles, 1), stream);
     put_half(codes + 64, _mm512_castsi512_si256(ordered), stream);
+}
+
+INLINE void pack_int6(const constants *c, __m512i t0, __m512i t1, int uniform, uint8_t *codes, int stream)
+{
+    put_int6(c, int6_codes(c, t0, uniform), int6_codes(c, t1, uniform), codes, stream);
 }
 
 /* ---- decode ----

@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 
 #include "integer_avx2.h"
-#include "levels_avx2.h"
+#include "noise_avx2.h"
 #include "rotate_avx2.h"
 
 /* ---- encode ---- */
@@ -59,9 +59,71 @@ INLINE int put_group(gck_format format, const __m256i t[4], uint16_t stored, uin
     return stored;
 }
 
-/* int8 and int6. */
+/* ---- encode: stochastically ---- */
+
+INLINE void noisy_levels(gck_format format, int uniform, const __m256 p[16], const __m256i noise[8], __m256i code[4])
+{
+    for (int i = 0; i < 4; i++) {
+        const v16 a = {p[2 * i], p[2 * i + 8]}, b = {p[2 * i + 1], p[2 * i + 9]};
+        code[i] = noisy_codes(format, uniform, a, b, noise[2 * i], noise[2 * i + 1]);
+    }
+}
+
+/* int8's; 0 for a group that may be in spike form: a p that counts as large has |t| >= 63. */
+INLINE int put_noisy_int8(const __m256 p[16], const __m256i noise[8], uint8_t *out)
+{
+    __m256i t[4];
+    int large = 0;
+
+    for (int i = 0; i < 4; i++) {
+        t[i] = noisy_bytes(rounded_noisy((v16){p[2 * i], p[2 * i + 8]}, noise[2 * i]),
+                           rounded_noisy((v16){p[2 * i + 1], p[2 * i + 9]}, noise[2 * i + 1]));
+        const __m256i far = _mm256_cmpgt_epi8(_mm256_abs_epi8(t[i]), _mm256_set1_epi8(62));
+        large += __builtin_popcount((uint32_t)_mm256_movemask_epi8(far));
+        store(out + 32 * i, _mm256_permute4x64_epi64(t[i], 0xD8), 0);
+    }
+    return large < GCK_MOST_LARGE;
+}
+
+/* As put_group(), of y and the step's inverse. */
+INLINE int put_noisy_group(gck_format format, const __m256 y[16], float multiplier, uint16_t stored,
+                           const __m256i noise[8], uint8_t *out)
+{
+    const __m256 inverse = _mm256_set1_ps(multiplier);
+    __m256 p[16];
+    __m256i code[4];
+
+    for (int k = 0; k < 16; k++) {
+        p[k] = _mm256_mul_ps(y[k], inverse);
+    }
+    if (format == GCK_INT8) {
+        return put_noisy_int8(p, noise, out) ? stored : -1;
+    }
+    if (format == GCK_INT4) {
+        noisy_levels(format, 0, p, noise, code);
+        for (int i = 0; i < 4; i += 2) {
+            store(out + 16 * i, packed_nibbles(raised(code[i]), raised(code[i + 1])), 0);
+        }
+        return stored;
+    }
+    const int large = count_large_noisy(p), uniform = large > GCK_MANY_LARGE;
+    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
+        return -1;
+    }
+    if (uniform) {
+        noisy_levels(format, 1, p, noise, code);
+    } else {
+        noisy_levels(format, 0, p, noise, code);
+    }
+    put_int6(code, out, 0);
+    return stored | uniform;
+}
+
+/* ---- encode: groups ---- */
+
+/* int8 and int6.  dither: NULL, to nearest. */
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
-                   uint16_t *scales, int64_t index, int stream)
+                   uint16_t *scales, int64_t index, const gck_dither *dither, int stream)
 {
     /* max |y| >= max |x| but for rounding: below half the limit, nothing escapes. */
     const uint32_t top = dtype == GCK_F16 ? 0x7F7FFFFFu : gck_limit(dtype) - 0x00800000u;
@@ -69,7 +131,8 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
     const load_constants c = constants_of(dtype);
     const __m256 rounder = kept_ps(ROUNDER);
     const __m256i abs = kept(0x7FFFFFFFu);
-    __m256i maxima[BATCH] = {0};
+    const philox p = philox_of(dither);
+    __m256i maxima[BATCH] = {0}, noise[8];
     __m256 y[BATCH][16];
 
     for (int64_t first = 0; first < ngroups; first += BATCH) {
@@ -86,21 +149,26 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
             }
         }
         const __m256i amax = maxima_of_batch(maxima);
-        const batch_steps s = steps_of_batch(format, amax);
+        const batch_steps s = steps_of_batch(format, dither != NULL, amax);
         const int odd = odd_groups(amax, top);
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(format);
             __m256i t[4];
-            int side = -1;
-            prefetch(group, stride);
-            if (!(odd >> j & 1)) {
+            int side;
+            prefetch(group, stride, AHEAD);
+            if (odd >> j & 1) {
+                side = -1;
+            } else if (dither != NULL) {
+                noise_of_group(&p, index + first + j, noise);
+                side = put_noisy_group(format, y[j], s.multiplier[j], s.stored[j], noise, out);
+            } else {
                 integers_of(y[j], s.multiplier[j], rounder, t);
                 side = put_group(format, t, s.stored[j], out, stream);
             }
             if (side >= 0) {
                 scales[first + j] = (uint16_t)side;
             } else {
-                encode_odd(format, dtype, group, index + first + j, out, scales + first + j);
+                encode_odd(format, dtype, group, index + first + j, dither, out, scales + first + j);
             }
         }
     }
@@ -139,16 +207,21 @@ INLINE int first_equal(const char *group, gck_dtype dtype, uint32_t largest, loa
 }
 
 /* Takes the outliers out of n groups: copies them to `rest` with zeros there.  largest: the
- * maxima of the groups; all values are finite where it matters. */
-INLINE void take_outliers(const char *group, gck_dtype dtype, int n, const uint32_t largest[BATCH], load_constants c,
-                          char *rest, batch_outliers *o)
+ * maxima of the groups; all values are finite where it matters.  noise: of the groups, or NULL. */
+INLINE void take_outliers(const char *group, gck_dtype dtype, int n, const uint32_t largest[BATCH],
+                          const __m256i (*noise)[8], load_constants c, char *rest, batch_outliers *o)
 {
     const size_t stride = group_nbytes(dtype), item = stride / GCK_GROUP;
 
     for (int j = 0; j < n; j++, group += stride, rest += stride) {
         const int at = first_equal(group, dtype, largest[j], c);
-        const uint32_t outlier = dtype == GCK_BF16 ? ((const uint16_t *)group)[at]
-                                                   : gck_int4_outlier(gck_load(group, dtype, at), GCK_NEAREST);
+        uint16_t bits = 0;
+        if (noise != NULL) {
+            memcpy(&bits, (const char *)noise[j] + 2 * at, sizeof bits);
+        }
+        const uint32_t outlier = dtype == GCK_BF16
+            ? ((const uint16_t *)group)[at]
+            : gck_int4_outlier(gck_load(group, dtype, at), noise != NULL ? bits : GCK_NEAREST);
         o->at[j] = at;
         o->outlier[j] = (uint16_t)outlier;
         o->least[j] = (uint16_t)(gck_int4_low(outlier) << 3);
@@ -167,7 +240,7 @@ INLINE int beyond_fields(batch_steps s, const uint16_t least[BATCH])
 }
 
 INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
-                        uint16_t *side, int64_t index, int stream)
+                        uint16_t *side, int64_t index, const gck_dither *dither, int stream)
 {
     const size_t stride = group_nbytes(dtype);
     const load_constants c = constants_of(dtype);
@@ -175,8 +248,9 @@ INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64
     const __m256i abs = kept(0x7FFFFFFFu);
     _Alignas(32) uint32_t largest[BATCH];
     _Alignas(32) char rest[BATCH * GCK_GROUP * 4];
+    const philox p = philox_of(dither);
     batch_outliers o = {.least = {0}};
-    __m256i maxima[BATCH] = {0};
+    __m256i maxima[BATCH] = {0}, noise[BATCH][8];
     __m256 y[BATCH][16];
 
     for (int64_t first = 0; first < ngroups; first += BATCH) {
@@ -186,7 +260,10 @@ INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64
         int odd = odd_groups(as_floats(raw, dtype, c), gck_limit(dtype));
 
         _mm256_store_si256((__m256i *)largest, raw);
-        take_outliers(group, dtype, n, largest, c, rest, &o);
+        for (int j = 0; dither != NULL && j < n; j++) {
+            noise_of_group(&p, index + first + j, noise[j]);
+        }
+        take_outliers(group, dtype, n, largest, dither != NULL ? noise : NULL, c, rest, &o);
         for (int j = 0; j < n; j++) {
             rotate_in_lanes(rest + (size_t)j * stride, dtype, signs_of(index + first + j), y[j], c);
         }
@@ -194,19 +271,23 @@ INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64
             maxima[j] = rotate_between(y[j], abs);
         }
         const __m256i amax = maxima_of_batch(maxima);
-        const batch_steps s = steps_of_batch(format, amax);
+        const batch_steps s = steps_of_batch(format, dither != NULL, amax);
         odd |= beyond_fields(s, o.least);
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(format);
             uint16_t *words = side + 2 * (first + j);
             __m256i t[4];
-            prefetch(group, stride);
+            prefetch(group, stride, AHEAD);
             if (odd >> j & 1) {
-                encode_odd(format, dtype, group, index + first + j, out, words);
+                encode_odd(format, dtype, group, index + first + j, dither, out, words);
                 continue;
             }
-            integers_of(y[j], s.multiplier[j], rounder, t);
-            pack_int4(t, out, stream);
+            if (dither != NULL) {
+                put_noisy_group(format, y[j], s.multiplier[j], s.stored[j], noise[j], out);
+            } else {
+                integers_of(y[j], s.multiplier[j], rounder, t);
+                pack_int4(t, out, stream);
+            }
             words[0] = (uint16_t)(o.at[j] << 9 | (((s.stored[j] - o.least[j]) >> 3) + 1));
             words[1] = o.outlier[j];
         }
@@ -337,7 +418,13 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
     void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
                                             uint16_t *side, int64_t index, int streaming)           \
     {                                                                                               \
-        STREAMED(encode, codes, format, dtype, x, ngroups, codes, side, index)                      \
+        STREAMED(encode, codes, format, dtype, x, ngroups, codes, side, index, NULL)                \
+    }                                                                                               \
+    void gck_avx2_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,   \
+                                                  uint16_t *side, const gck_dither *dither,         \
+                                                  int64_t index)                                    \
+    {                                                                                               \
+        encode(format, dtype, x, ngroups, codes, side, index, dither, 0);                           \
     }                                                                                               \
     void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,             \
                                             int64_t ngroups, void *x, int64_t index, int streaming) \

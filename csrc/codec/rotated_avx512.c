@@ -1,7 +1,7 @@
 /* rotated_avx512.c: int8, int6 and int4 on AVX-512. */
 #if defined(__x86_64__)
 #include "integer_avx512.h"
-#include "levels_avx512.h"
+#include "noise_avx512.h"
 #include "rotate_avx512.h"
 
 /* ---- encode ---- */
@@ -11,6 +11,7 @@ typedef struct {
     __m512   y[8];
     uint32_t amax;                                 /* of y, float32 bits; ~0: no ordinary group */
     uint32_t at, outlier, least;                   /* int4: see gck_encode_int4()               */
+    __m512i  noise[4];                             /* of the group, if it is to be dithered     */
 } rotated;
 
 /* Is the group ordinary?  If every y is finite, no stage overflowed, and by Parseval
@@ -48,7 +49,7 @@ INLINE uint32_t first_equal(const constants *c, gck_dtype dtype, const void *x, 
 }
 
 INLINE void rotate_without_outlier(const constants *c, gck_dtype dtype, const void *x, const uint32_t *signs,
-                                   rotated *r)
+                                   int noisy, rotated *r)
 {
     const uint32_t raw = abs_max_raw(c, x, dtype), largest = bits_of_raw(raw, dtype);
 
@@ -57,18 +58,27 @@ INLINE void rotate_without_outlier(const constants *c, gck_dtype dtype, const vo
     const uint64_t kept[2] = {r->at < 64 ? ~place : ~(uint64_t)0, r->at < 64 ? ~(uint64_t)0 : ~place};
     rotate(c, dtype, x, kept, signs, r->y);
     r->amax = largest > gck_limit(dtype) || largest < gck_bits(GCK_TINY) ? ~0u : rotated_max_bits(r->y);
+    uint16_t bits = 0;
+    if (noisy) {
+        memcpy(&bits, (const char *)r->noise + 2 * r->at, sizeof bits);
+    }
     r->outlier = dtype == GCK_BF16 ? ((const uint16_t *)x)[r->at]
-                                   : gck_int4_outlier(gck_load(x, dtype, r->at), GCK_NEAREST);
+                                   : gck_int4_outlier(gck_load(x, dtype, r->at), noisy ? bits : GCK_NEAREST);
     r->least = gck_int4_low(r->outlier) << 3;
 }
 
+/* Group `index` of its tensor. */
 INLINE void rotate_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, int64_t index,
-                         rotated *r)
+                         const philox *p, rotated *r)
 {
     const uint32_t *signs = gck_sign_words[gck_pattern(index)];
 
+    if (p->dither != NULL) {
+        noise_of_group(p, index, r->noise);
+    }
+
     if (format == GCK_INT4) {
-        rotate_without_outlier(c, dtype, x, signs, r);
+        rotate_without_outlier(c, dtype, x, signs, p->dither != NULL, r);
     } else {
         rotate(c, dtype, x, NULL, signs, r->y);
         r->amax = dtype == GCK_F16 && escapes_f16(c, x) ? ~0u : rotated_max_bits(r->y);
@@ -105,48 +115,106 @@ INLINE int pack_group(const constants *c, gck_format format, __m512i t0, __m512i
     return 1;
 }
 
-INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, const rotated *r,
-                         int64_t index, uint8_t *codes, uint16_t *side, int stream)
+/* The codes of a group, stochastically, and the side word of int8 and int6; 0 if it may be in
+ * spike form: a p that counts as large is at least 63 in size as an integer. */
+INLINE int pack_noisy_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
+                            __m512 inverse, uint8_t *codes, uint16_t *side)
 {
-    const uint32_t stored = gck_stored(format, 0, 0, gck_float(r->amax));
+    __m512 p[8];
+    __m512i a, b;
+
+    for (int j = 0; j < 8; j++) {
+        p[j] = _mm512_mul_ps(r->y[j], inverse);
+    }
+    if (format == GCK_INT8) {
+        a = quantise_noisy(c, dtype, p, r->noise);
+        b = quantise_noisy(c, dtype, p + 4, r->noise + 2);
+        const __mmask64 far_a = _mm512_cmpgt_epi8_mask(_mm512_abs_epi8(a), all32(0x3E3E3E3Eu));
+        const __mmask64 far_b = _mm512_cmpgt_epi8_mask(_mm512_abs_epi8(b), all32(0x3E3E3E3Eu));
+        put(codes, a, 0);
+        put(codes + 64, b, 0);
+        side[0] = (uint16_t)stored;
+        return __builtin_popcountll(far_a) + __builtin_popcountll(far_b) < GCK_MOST_LARGE;
+    }
+    if (format == GCK_INT4) {
+        a = level_bytes_noisy(c, format, dtype, 0, p, r->noise);
+        b = level_bytes_noisy(c, format, dtype, 0, p + 4, r->noise + 2);
+        put(codes, packed_nibbles(c, raised(c, a), raised(c, b)), 0);
+        return 1;
+    }
+    const int large = count_large_noisy(p), uniform = large > GCK_MANY_LARGE;
+    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
+        return 0;
+    }
+    if (uniform) {
+        a = level_bytes_noisy(c, format, dtype, 1, p, r->noise);
+        b = level_bytes_noisy(c, format, dtype, 1, p + 4, r->noise + 2);
+    } else {
+        a = level_bytes_noisy(c, format, dtype, 0, p, r->noise);
+        b = level_bytes_noisy(c, format, dtype, 0, p + 4, r->noise + 2);
+    }
+    put_int6(c, a, b, codes, 0);
+    side[0] = (uint16_t)(stored | (uint32_t)uniform);
+    return 1;
+}
+
+/* The same to nearest. */
+INLINE int pack_nearest_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
+                              __m512 inverse, uint8_t *codes, uint16_t *side, int stream)
+{
+    const __m512i t0 = quantise(c, dtype, r->y, inverse), t1 = quantise(c, dtype, r->y + 4, inverse);
+
+    if (format == GCK_INT4) {
+        pack_int4(c, t0, t1, codes, stream);
+        return 1;
+    }
+    return pack_group(c, format, t0, t1, stored, codes, side, stream);
+}
+
+INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, const rotated *r,
+                         int64_t index, const gck_dither *dither, uint8_t *codes, uint16_t *side, int stream)
+{
+    const uint32_t stored = gck_stored(format, 0, dither != NULL, gck_float(r->amax));
     const int ordinary = format == GCK_INT4 ? r->amax - 1u < ~0u - 1u && stored >= r->least : ordinary_rotated(r->amax);
 
     if (!ordinary) {
-        encode_rare(format, x, dtype, abs_max_raw(c, x, dtype), index, codes, side);
+        encode_rare(format, x, dtype, abs_max_raw(c, x, dtype), index, dither, codes, side);
         return;
     }
     const __m512 inverse = _mm512_set1_ps(gck_inverse(format, 0, stored));
-    const __m512i t0 = quantise(c, dtype, r->y, inverse), t1 = quantise(c, dtype, r->y + 4, inverse);
+    const int packed = dither != NULL
+        ? pack_noisy_group(c, format, dtype, r, stored, inverse, codes, side)
+        : pack_nearest_group(c, format, dtype, r, stored, inverse, codes, side, stream);
     if (format == GCK_INT4) {
-        pack_int4(c, t0, t1, codes, stream);
         side[0] = (uint16_t)(r->at << 9 | (((stored - r->least) >> 3) + 1u));
         side[1] = (uint16_t)r->outlier;
-    } else if (!pack_group(c, format, t0, t1, stored, codes, side, stream)) {
-        encode_rare(format, x, dtype, r->amax, index, codes, side);
+    } else if (!packed) {
+        encode_rare(format, x, dtype, r->amax, index, dither, codes, side);
     }
 }
 
 /* Two groups at a time: the second is rotated while the scale of the first, a long
  * chain of scalar operations, is on its way. */
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
-                          uint8_t *codes, uint16_t *side, int64_t index, int streaming)
+                          uint8_t *codes, uint16_t *side, int64_t index, const gck_dither *dither, int streaming)
 {
     const int stream = may_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
     const size_t stride = group_bytes(dtype), ncodes = GCK_CODE_BYTES(format), words = GCK_SIDE_WORDS(format);
+    const philox p = philox_of(dither);
     const char *at = x;
     rotated a, b;
     int64_t g = 0;
 
     for (; g + 2 <= ngroups; g += 2, at += 2 * stride, codes += 2 * ncodes, side += 2 * words) {
-        rotate_group(&c, format, dtype, at, index + g, &a);
-        rotate_group(&c, format, dtype, at + stride, index + g + 1, &b);
-        encode_group(&c, format, dtype, at, &a, index + g, codes, side, stream);
-        encode_group(&c, format, dtype, at + stride, &b, index + g + 1, codes + ncodes, side + words, stream);
+        rotate_group(&c, format, dtype, at, index + g, &p, &a);
+        rotate_group(&c, format, dtype, at + stride, index + g + 1, &p, &b);
+        encode_group(&c, format, dtype, at, &a, index + g, dither, codes, side, stream);
+        encode_group(&c, format, dtype, at + stride, &b, index + g + 1, dither, codes + ncodes, side + words, stream);
     }
     if (g < ngroups) {
-        rotate_group(&c, format, dtype, at, index + g, &a);
-        encode_group(&c, format, dtype, at, &a, index + g, codes, side, stream);
+        rotate_group(&c, format, dtype, at, index + g, &p, &a);
+        encode_group(&c, format, dtype, at, &a, index + g, dither, codes, side, stream);
     }
     if (stream) {
         _mm_sfence();

@@ -12,6 +12,7 @@ static int names_traverse(PyObject *op, visitproc visit, void *arg)
     for (int i = 0; i < self->n; i++) {
         Py_VISIT(self->named[i].op);
     }
+    Py_VISIT(self->wanted);
     return 0;
 }
 
@@ -24,6 +25,7 @@ static void names_dealloc(PyObject *op)
     for (int i = 0; i < self->n; i++) {
         Py_XDECREF(self->named[i].op);
     }
+    Py_XDECREF(self->wanted);
     free(self->named);
     PyObject_GC_Del(op);
     Py_DECREF(type);
@@ -57,20 +59,20 @@ static int read_row(gck_state *state, PyObject *row, gck_named *named)
     return 0;
 }
 
-PyObject *gck_make_names(PyObject *module, PyObject *rows)
+PyObject *gck_make_names(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
-    const Py_ssize_t n = PyTuple_Check(rows) ? PyTuple_Size(rows) : -1;
+    PyObject *rows, *wanted;
     gck_names *self;
     int status = 0;
 
-    if (n < 0) {
-        return PyErr_Format(PyExc_TypeError, "make_names takes a tuple of rows, not %R", rows);
-    }
-    if ((self = PyObject_GC_New(gck_names, state->Names)) == NULL) {
+    if (!PyArg_ParseTuple(args, "O!O!:make_names", &PyTuple_Type, &rows, &PyFrozenSet_Type, &wanted)
+        || (self = PyObject_GC_New(gck_names, state->Names)) == NULL) {
         return NULL;
     }
+    const Py_ssize_t n = PyTuple_Size(rows);
     self->n = self->ngroups = 0;
+    self->wanted = Py_NewRef(wanted);
     if ((self->named = calloc((size_t)n + 1, sizeof *self->named)) == NULL) {
         PyErr_NoMemory();
         status = -1;

@@ -162,6 +162,8 @@ int gck_record_call(gck_store *store, int i, PyObject *out)
     status = wanted(store, named, out);
     if (status >= 0) {
         status = !status ? gck_store_skip(store, line->calls, index)
+               : named->keep == GCK_NAMED ? gck_store_skip(store, line->calls, index) < 0
+                                            ? -1 : gck_store_candidate(store, i, index, out)
                : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
                                          : gck_store_decide(store, line->calls, index, out);
     }
@@ -228,6 +230,24 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     return function;
 }
 
+/* gradckpt._C.selective_name(x, name). */
+PyObject *gck_selective_name(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    const unsigned long thread = PyThread_get_thread_ident();
+    PyObject *x, *name;
+
+    if (!PyArg_ParseTuple(args, "OO:selective_name", &x, &name)) {
+        return NULL;
+    }
+    for (gck_active *a = next_here(state->active, thread); a != NULL; a = next_here(a->next, thread)) {
+        if (!a->replay && gck_store_name(a->store, x, name) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 /* ---- around a region ---- */
 
 int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay)
@@ -261,7 +281,12 @@ int gck_catch_end(gck_state *state, gck_catch *c)
     PyObject *type, *value, *traceback, *left;
 
     if (c->by_key) {
+        gck_store *store = c->active.replay || PyErr_Occurred() ? NULL
+                         : (gck_store *)Py_NewRef((PyObject *)c->active.store);
         gck_selective_end(state, &c->active);
+        const int status = store != NULL ? gck_store_finish(store) : 0;
+        Py_XDECREF((PyObject *)store);
+        return status;
     }
     if (c->mode == NULL) {
         return 0;

@@ -41,6 +41,7 @@ PyObject *gck_selective_enter(PyObject *module, PyObject *args);
 PyObject *gck_selective_leave(PyObject *module, PyObject *store);
 PyObject *gck_catcher(PyObject *module, PyObject *op);
 PyObject *gck_selective_key(PyObject *module, PyObject *unused);
+PyObject *gck_selective_name(PyObject *module, PyObject *args);
 
 /* mode.c: add_dispatch(class, class). */
 PyObject *gck_add_dispatch(PyObject *module, PyObject *args);

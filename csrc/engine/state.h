@@ -51,7 +51,7 @@ typedef struct gck_payload gck_payload;
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept, *Saver, *Saved;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* another one, public                                */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */

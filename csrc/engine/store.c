@@ -1,6 +1,8 @@
 /* store.c: heap types Store and Kept. */
 #include "store.h"
 
+#include "entry.h"
+
 #include <stdlib.h>
 #include <structmember.h>
 
@@ -236,6 +238,72 @@ int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index)
     return PyDict_SetItem(calls, index, store->state->py.recompute_mark);
 }
 
+/* ---- outputs that get a name ---- */
+
+int gck_store_candidate(gck_store *store, int line, PyObject *index, PyObject *out)
+{
+    PyObject *found = PyObject_CallMethod(store->state->py.shim, "candidate", "(O)", out);
+    PyObject *row = found != NULL ? Py_BuildValue("(NiO)", found, line, index) : NULL;
+    int status = -1;
+
+    if (row != NULL && (store->candidates != NULL || (store->candidates = PyList_New(0)) != NULL)) {
+        status = PyList_Append(store->candidates, row);
+    }
+    Py_XDECREF(row);
+    return status;
+}
+
+/* x has the name: what it was made from is kept. */
+static int keep_candidate(gck_store *store, PyObject *x, PyObject *name)
+{
+    PyObject *found = PyObject_CallMethod(store->state->py.shim, "find_candidate", "OOO",
+                                          store->candidates != NULL ? store->candidates : Py_None, x, name);
+    PyObject *out, *index;
+    int line, status = -1;
+
+    if (found != NULL && PyArg_ParseTuple(found, "OiO", &out, &line, &index)) {
+        status = gck_store_keep(store, store->lines[line].calls, index, out, &store->names->named[line].plan);
+        store->met++;
+    }
+    Py_XDECREF(found);
+    return status;
+}
+
+int gck_store_name(gck_store *store, PyObject *x, PyObject *name)
+{
+    const int wanted = PySet_Contains(store->names->wanted, name);
+
+    return wanted > 0 ? keep_candidate(store, x, name) : wanted;
+}
+
+int gck_store_finish(gck_store *store)
+{
+    PyObject *warned;
+
+    if (PySet_Size(store->names->wanted) == 0) {
+        return 0;
+    }
+    Py_CLEAR(store->candidates);
+    if (store->met > 0) {
+        return 0;
+    }
+    warned = PyObject_CallMethod(store->state->py.shim, "warn_unnamed", "OO", (PyObject *)store->names,
+                                 store->names->wanted);
+    Py_XDECREF(warned);
+    return warned == NULL ? -1 : 0;
+}
+
+PyObject *gck_finish(PyObject *module, PyObject *store)
+{
+    if (Py_TYPE(store) != gck_state_of(module)->Store) {
+        return PyErr_Format(PyExc_TypeError, "finish takes a Store, not %R", store);
+    }
+    if (gck_store_finish((gck_store *)store) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 /* ---- the other way ---- */
 
 /* Of an entry that stays.  A decision, a copy, is copied again: the recompute may write into it, too. */
@@ -346,6 +414,7 @@ static int store_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->storage);
     Py_VISIT((PyObject *)self->names);
+    Py_VISIT(self->candidates);
     for (int i = 0; self->lines != NULL && i < self->names->n; i++) {
         Py_VISIT(self->lines[i].calls);
     }
@@ -357,6 +426,7 @@ static int store_clear(PyObject *op)
     gck_store *self = (gck_store *)op;
 
     Py_CLEAR(self->storage);
+    Py_CLEAR(self->candidates);
     for (int i = 0; self->lines != NULL && i < self->names->n; i++) {
         Py_CLEAR(self->lines[i].calls);
     }
@@ -412,6 +482,8 @@ gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int r
     self->storage = PyDict_New();
     self->lines = calloc((size_t)names->n + 1, sizeof *self->lines);
     self->counters = calloc((size_t)names->ngroups + 1, sizeof *self->counters);
+    self->candidates = NULL;
+    self->met = 0;
     PyObject_GC_Track((PyObject *)self);
     if (self->lines == NULL || self->counters == NULL || self->storage == NULL) {
         PyErr_NoMemory();

@@ -10,6 +10,7 @@ typedef enum {
     GCK_SAVE,                /* keep its outputs: as they are, or by the plan's codec        */
     GCK_DECIDE,              /* keep a copy: nobody who changes them in place is refused     */
     GCK_DECIDE_CAST,         /* the same, of a cast to something that is not floating        */
+    GCK_NAMED,               /* keep them if gradckpt.name() gives them a name that is wanted */
 } gck_keep;
 
 /* One named operator. */
@@ -26,6 +27,7 @@ typedef struct {
     PyObject_HEAD
     int        n, ngroups;
     gck_named *named;        /* n; malloc                                                    */
+    PyObject  *wanted;       /* frozenset of names, for GCK_NAMED; owned                     */
 } gck_names;
 
 /* The calls of one named operator in one region. */
@@ -44,6 +46,8 @@ typedef struct {
     gck_names *names;        /* owned                                                        */
     gck_line  *lines;        /* one per name; malloc                                         */
     int64_t   *counters;     /* one per group: calls in this forward; malloc                 */
+    PyObject  *candidates;   /* list of (what the shim needs to find it, line, call), in the forward; or NULL */
+    int        met;          /* names that were wanted and given                             */
 } gck_store;
 
 extern PyType_Spec gck_names_spec, gck_store_spec, gck_kept_spec;
@@ -65,16 +69,26 @@ int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index);
  * recomputed. */
 PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyObject *index, int *again);
 
+/* An output that may get a name later in the forward.  0 or -1. */
+int gck_store_candidate(gck_store *store, int line, PyObject *index, PyObject *out);
+
+/* x got a name; the call that made it is kept if the name is wanted here.  0 or -1. */
+int gck_store_name(gck_store *store, PyObject *x, PyObject *name);
+
+/* The forward is over.  0, or -1 with what a warning raised. */
+int gck_store_finish(gck_store *store);
+
 /* Is this a tensor of integers or bools?  1, 0 or -1. */
 int gck_is_decision(gck_state *state, PyObject *out);
 
 /* The calls of a recompute are counted from 0. */
 void gck_store_rewind(gck_store *store);
 
-/* gradckpt._C.make_names(rows): a row is (op, keep, what compress= takes, every, phase, group).
+/* gradckpt._C.make_names(rows, wanted): a row is (op, keep, what compress= takes, every, phase, group).
  * gradckpt._C.make_store(names, mutation, reusable). */
-PyObject *gck_make_names(PyObject *module, PyObject *rows);
+PyObject *gck_make_names(PyObject *module, PyObject *args);
 PyObject *gck_make_store(PyObject *module, PyObject *args);
 PyObject *gck_rewind(PyObject *module, PyObject *store);
+PyObject *gck_finish(PyObject *module, PyObject *store);
 
 #endif

@@ -99,6 +99,7 @@ void gck_py_clear(gck_py *py);
     REASON(GCK_KEEP_DTYPE, "dtype the codec does not take")             \
     REASON(GCK_KEEP_FIT, "values the codec cannot hold")                \
     REASON(GCK_KEEP_SMALL, "smaller than min_numel")                    \
+    REASON(GCK_KEEP_EXACT, "statistic that backward needs exactly")     \
     REASON(GCK_KEEP_SUBCLASS, "tensor subclass")                        \
     REASON(GCK_KEEP_LAYOUT, "not a plain strided tensor with data")     \
     REASON(GCK_KEEP_DEVICE, "device without kernels")                   \

@@ -135,6 +135,15 @@ OP __m512i _mm512_set1_epi64(long long v)
     return r;
 }
 
+OP __m512i _mm512_broadcast_i32x4(__m128i a)
+{
+    __m512i r;
+    for (int lane = 0; lane < 4; lane++) {
+        memcpy(r.u32 + 4 * lane, &a, sizeof a);
+    }
+    return r;
+}
+
 OP __m512i _mm512_setzero_si512(void) { return _mm512_set1_epi32(0); }
 
 OP __m512 _mm512_set1_ps(float v)
@@ -536,6 +545,78 @@ OP __m512i _mm512_inserti32x4(__m512i a, __m128i b, int lane)
 {
     memcpy(a.u32 + 4 * (lane & 3), &b, sizeof b);
     return a;
+}
+
+/* ---- stochastic rounding ---- */
+
+#ifndef _CMP_LT_OQ                            /* immintrin.h has them too */
+#define _CMP_LT_OQ 0x11
+#define _CMP_GE_OQ 0x1D
+#endif
+
+INTEGERS(_mm512_mul_epu32, u64, 8, (uint64_t)a.u32[2 * i] * b.u32[2 * i])
+INTEGERS(_mm512_add_epi64, u64, 8, a.u64[i] + b.u64[i])
+SHIFT(_mm512_srli_epi64, u64, 8, b > 63 ? 0 : a.u64[i] >> b)
+SHIFT(_mm512_slli_epi64, u64, 8, b > 63 ? 0 : a.u64[i] << b)
+INTEGERS(_mm512_unpacklo_epi64, u64, 8, (i % 2 ? b : a).u64[i / 2 * 2])
+INTEGERS(_mm512_unpackhi_epi64, u64, 8, (i % 2 ? b : a).u64[i / 2 * 2 + 1])
+INTEGERS(_mm512_max_epi8, i8, 64, a.i8[i] > b.i8[i] ? a.i8[i] : b.i8[i])
+MASK(_mm512_test_epi32_mask, __mmask16, 16, (a.u32[i] & b.u32[i]) != 0)
+
+OP __m512i _mm512_mask_blend_epi32(__mmask16 m, __m512i a, __m512i b)
+{
+    for (int i = 0; i < 16; i++) {
+        a.u32[i] = m >> i & 1 ? b.u32[i] : a.u32[i];
+    }
+    return a;
+}
+
+OP __m512i _mm512_mask_sub_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m512i b)
+{
+    return _mm512_mask_blend_epi32(m, otherwise, _mm512_sub_epi32(a, b));
+}
+
+OP __m512 _mm512_mask_sub_ps(__m512 otherwise, __mmask16 m, __m512 a, __m512 b)
+{
+    return _mm512_mask_blend_ps(m, otherwise, _mm512_sub_ps(a, b));
+}
+
+OP __mmask16 _mm512_movepi32_mask(__m512i a)
+{
+    __mmask16 m = 0;
+    for (int i = 0; i < 16; i++) {
+        m |= (__mmask16)(a.u32[i] >> 31 << i);
+    }
+    return m;
+}
+
+OP __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how)
+{
+    __mmask16 m = 0;
+    if (how != _CMP_LT_OQ && how != _CMP_GE_OQ) {
+        __builtin_trap();
+    }
+    for (int i = 0; i < 16; i++) {
+        m |= (__mmask16)((how == _CMP_LT_OQ ? a.f[i] < b.f[i] : a.f[i] >= b.f[i]) << i);
+    }
+    return m;
+}
+
+/* What no int can hold becomes the least one. */
+OP int32_t int_of_float(float f) { return f >= -0x1p31f && f < 0x1p31f ? (int32_t)f : INT32_MIN; }
+
+UNARY(_mm512_cvttps_epi32, __m512i, i32, __m512, 16, int_of_float(a.f[i]))
+
+OP __m512i _mm512_cvt_roundps_epi32(__m512 a, int rounding)
+{
+    __m512i r;
+    if (rounding != (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)) {
+        __builtin_trap();
+    }
+    for (int i = 0; i < 16; i++) {
+        r.i32[i] = int_of_float(floorf(a.f[i]));
+    }
+    return r;
 }
 
 #undef OP
