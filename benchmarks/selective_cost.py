@@ -214,6 +214,20 @@ def plain(function: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> 
     return function(h)
 
 
+def engine_in_engine(function: Any, h: torch.Tensor) -> torch.Tensor:
+    """The plain region, and in its backward one run of the autograd engine over nothing."""
+    out: torch.Tensor = function(h)
+    leaf = torch.zeros((), requires_grad=True)
+    grad = torch.ones(())
+
+    def hook(grads: Any) -> None:
+        run = torch.autograd.Variable._execution_engine.run_backward
+        run((leaf,), (grad,), False, False, (leaf,), True, False)
+
+    out.grad_fn.register_prehook(hook)
+    return out
+
+
 def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
     """Microseconds per region of forward and backward, less a forward without grad, the region's own backward, and the
     recompute: where it runs, inside a backward ("in place"), or as one more forward by itself ("plain")."""
@@ -227,6 +241,7 @@ def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
             "hook": with_hook(plain, False),
             "again": with_hook(plain, True),
             "no-op": lambda f, h: NoOp.apply(f(h)),
+            "engine": engine_in_engine,
             **ONE_NODE,
         }
         runs: dict[str, Callable[[], Any]] = {
@@ -244,7 +259,12 @@ def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
             over = median(found, lambda t, name=name: in_place(t, name))
             once_more = median(found, lambda t, name=name: t[name] - t["plain"] - t["no grad"])
             row[name] = {"in place": over / depth * 1e6, "plain": once_more / depth * 1e6}
-        no_op = median(found, lambda t: t["no-op"] - t["plain"]) / depth * 1e6
-        row["a no-op Function alone"] = {"in place": no_op, "plain": no_op}
+        parts = {
+            "a no-op Function alone": ("no-op", "plain"),
+            "a run of the engine in a backward alone": ("engine", "hook"),
+        }
+        for name, (way, without) in parts.items():
+            us = median(found, lambda t, way=way, without=without: t[way] - t[without]) / depth * 1e6
+            row[name] = {"in place": us, "plain": us}
         rows.append(row)
     return rows

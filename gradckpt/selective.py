@@ -244,6 +244,7 @@ class _Keyed:
     """Enters the key where that is possible, else the mode: while tracing, and where somebody's mode watches."""
 
     _store: Any
+    _entered: list[bool]  # by key?
     _by_key: bool
     _replay: bool
 
