@@ -684,7 +684,6 @@ def test_inside_torch_compile():
         ({"layers.0": "skip", "layers.?": "int8"}, "1 2 3 4 5"),
         ({gradckpt.every(2, "layers.?"): "int8", "layers.?": None}, "0 1 2 3 4 5"),
     ],
-    ids=str,
 )
 def test_selectors(rules, expected):
     assert names_of(Net(6), rules) == [f"layers.{place}" for place in expected.split()]
