@@ -7,6 +7,7 @@ that what disturbs the machine disturbs both sides.
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -36,9 +37,20 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def rounds_of(runs: dict[str, Callable[[], Any]], rounds: int) -> list[dict[str, float]]:
-    """Seconds of each, in turn; the first rounds are left out."""
-    warm = 3
-    return [{name: seconds(run) for name, run in runs.items()} for _ in range(rounds + warm)][warm:]
+    """Seconds of each, in turn; the first rounds are left out. Garbage is collected between the rounds, not in them:
+    what a collection costs depends on what else the process holds."""
+    warm, found = 3, []
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for _ in range(rounds + warm):
+            found.append({name: seconds(run) for name, run in runs.items()})
+            gc.collect()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return found[warm:]
 
 
 def median(found: list[dict[str, float]], what: Callable[[dict[str, float]], float]) -> float:

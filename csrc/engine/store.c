@@ -186,7 +186,8 @@ static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
     return val != NULL ? kept_new(store, val, verdict == GCK_COMPRESS, -1) : NULL;
 }
 
-/* f(item) for each item of a tuple or list, into a tuple or list. */
+/* f(item) for each item of a tuple or list, into a tuple or list.  What an operator returns
+ * besides its first value (log-sum-exp, mean, state of a generator) has no plan: it stays exact. */
 typedef PyObject *item_function(gck_store *store, PyObject *item, const gck_plan *plan);
 static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_function *f)
 {
@@ -200,7 +201,7 @@ static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_f
     list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
         PyObject *item = PySequence_GetItem(x, i);
-        PyObject *mapped = item != NULL ? map(store, item, plan, f) : NULL;
+        PyObject *mapped = item != NULL ? map(store, item, tuple && i > 0 ? NULL : plan, f) : NULL;
         if (mapped == NULL || PyList_Append(list, mapped) < 0) {
             Py_CLEAR(list);
         }
