@@ -238,7 +238,7 @@ def saves(model: Any, ids: torch.Tensor, shape: argparse.Namespace, rows: list[d
 def shapes(quick: bool) -> dict[str, argparse.Namespace]:
     common = {"seed": 0, "lr": 1e-3, "dtype": "float32"}
     if quick:
-        return {"tiny": argparse.Namespace(layers=2, hidden=64, batch=2, seq=32, **common)}
+        return {"tiny": argparse.Namespace(layers=2, hidden=64, batch=2, seq=256, **common)}
     return {
         "the demo's": argparse.Namespace(layers=6, hidden=128, batch=4, seq=256, **common),
         "larger": argparse.Namespace(layers=4, hidden=512, batch=1, seq=512, **common),
@@ -385,7 +385,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
     families = [Line2D([], [], color=c, marker="o", ls="", label=name) for name, c in COLORS.items()]
-    kept = [Line2D([], [], color="#5f6368", marker=m, ls="", label=f"keeps {name}") for name, m in MARKERS.items()]
+    kept = [
+        Line2D([], [], color="#5f6368", marker=m, ls="", label=f"keeps {name}{' only' if name == 'inputs' else ''}")
+        for name, m in MARKERS.items()
+    ]
     figure.legend(handles=families + kept, loc="outside right center", frameon=False, fontsize=9)
     figure.savefig(path, dpi=140)
 
