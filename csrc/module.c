@@ -383,6 +383,7 @@ static int module_exec(PyObject *module)
         || (state->Saver = add_type(module, &gck_saver_spec)) == NULL
         || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
+        || (state->closed = PyDict_New()) == NULL
         || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
         || (state->SelectiveRecompute = gck_selective_class(module, &state->py)) == NULL
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
@@ -402,6 +403,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->stateless);
     Py_VISIT(state->decisions[0]);
     Py_VISIT(state->decisions[1]);
+    Py_VISIT(state->closed);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
@@ -427,6 +429,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->stateless);
     Py_CLEAR(state->decisions[0]);
     Py_CLEAR(state->decisions[1]);
+    Py_CLEAR(state->closed);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)
     GCK_OPTIONS(OPTION)

@@ -315,8 +315,8 @@ def find_candidate(candidates: list[Any] | None, x: Any, name: str) -> tuple[Any
                 with torch.no_grad():
                     return x.detach().as_strided(size, stride, offset), line, call
     raise ValueError(
-        f"gradckpt.name(x, {name!r}): x is not the output of a matrix product, a convolution or fused attention of this "
-        "region, or a view of one, so keeping it would spare no operator; give the name to the output itself"
+        f"gradckpt.name(x, {name!r}): x is not the output of a matrix product, a convolution or fused attention of "
+        "this region, or a view of one, so keeping it would spare no operator; give the name to the output itself"
     )
 
 

@@ -68,7 +68,8 @@ def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any)
             How: ``None`` or ``False`` (torch's checkpointing), ``True``, a codec's name, a
             :class:`gradckpt.CompressionConfig` or its dict; a dict of ``compress``, ``policy``
             (see :mod:`gradckpt.policies`) or ``context_fn``, ``preserve_rng_state``, ``early_stop``,
-            ``determinism_check``, ``debug`` and ``buffers``; or ``"skip"``: a wider rule further on does not get these modules (those inside them it does).
+            ``determinism_check``, ``debug`` and ``buffers``; or ``"skip"``: a wider rule further
+            on does not get these modules (those inside them it does).
         nested: Let chosen modules lie inside each other. The inner ones then run once more in each recompute of the
             outer.
         **defaults: The same keywords, for every rule that does not say otherwise.

@@ -126,5 +126,6 @@ def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
     """The ``context_fn`` of a policy, which pickles if the policy does; None for None."""
     if policy is None:
         return None
-    known = by_name(policy) if isinstance(policy, str) else as_policy(policy)
-    return functools.partial(create_selective_checkpoint_contexts, policy if known is None else known)
+    if isinstance(policy, str):
+        policy = by_name(policy)
+    return functools.partial(create_selective_checkpoint_contexts, as_policy(policy) or policy)

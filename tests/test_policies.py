@@ -218,10 +218,26 @@ def test_a_decision_is_the_same_twice(name, autocast):
     w = leaf(64, 64)
     with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
         torch.randn(64, 64) @ w  # autocast's cast of w is cached by now; in the recompute it is not
-        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress="int4")
+        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "decisions": "casts"})
     out.float().sum().backward()
     assert len(made) == 2
     assert torch.equal(*made)
+
+
+def test_casts_are_kept_only_when_asked_for():
+    """By default they cost nothing: the kernel that catches them is not even registered for the region's sake."""
+    made = []
+
+    def region(t):
+        made.append((t * 1000).long())
+        return t * made[-1]
+
+    gradckpt.reset_stats()
+    gradckpt.checkpoint(region, leaf(64, 64) * 1, compress="int4").sum().backward()
+    assert not torch.equal(*made)
+    assert gradckpt.stats()["decisions"] == 0
+    with pytest.raises(ValueError, match='decisions is True, False or "casts"'):
+        gradckpt.CompressionConfig(decisions="all")
 
 
 def test_casts_that_autocast_remembers_do_not_shift_those_that_decide():
@@ -236,7 +252,7 @@ def test_casts_that_autocast_remembers_do_not_shift_those_that_decide():
     w = leaf(64, 64)
     with torch.autocast("cpu"):
         torch.randn(64, 64) @ w
-        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress="int4")
+        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "decisions": "casts"})
     out.float().sum().backward()
     assert torch.equal(*made)
 

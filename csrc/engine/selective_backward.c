@@ -1,5 +1,6 @@
 /* selective_backward.c: the backward of SelectiveRecompute. */
 #include "leaves.h"
+#include "parameters.h"
 #include "rerun.h"
 #include "selective_function.h"
 
@@ -161,6 +162,20 @@ static void restore_hooks(PyObject *hidden)
     PyErr_Restore(type, value, traceback);
 }
 
+/* Once for each module: nothing outside the targets is differentiated by.  0 or -1. */
+static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
+{
+    gck_state *state = frame->state;
+    PyObject *checked;
+
+    if (gck_module_known(state->closed, frame->function)) {
+        return 0;
+    }
+    checked = PyObject_CallMethod(state->py.shim, "check_leaves", "OOO", frame->function, roots, targets);
+    Py_XDECREF(checked);
+    return checked == NULL ? -1 : gck_module_remember(state, state->closed, frame->function);
+}
+
 /* New reference: gradients of the targets, as a tuple. */
 static PyObject *differentiate(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
 {
@@ -169,20 +184,18 @@ static PyObject *differentiate(gck_frame *frame, PyObject *roots, PyObject *grad
     PyObject *done = NULL, *result = NULL;
 
     if (inputs != NULL && frame->known_leaves) {
-        PyObject *checked = PyObject_CallMethod(py->shim, "check_leaves", "OOO", frame->function, roots, targets);
-        PyObject *hooks = checked != NULL ? hide_hooks(frame->hidden) : NULL;
+        PyObject *hooks = check_leaves(frame, roots, targets) < 0 ? NULL : hide_hooks(frame->hidden);
         if (hooks != NULL) {
             done = PyTuple_Size(inputs) == 0 ? PyTuple_New(0)
-                 : PyObject_CallFunction(py->run_backward, "OOOOOOO", roots, grads, Py_False, Py_False, inputs, Py_True,
-                                         Py_False);
+                 : PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False,
+                                                NULL);
             restore_hooks(hooks);
         }
-        Py_XDECREF(checked);
         Py_XDECREF(hooks);
         result = Py_XNewRef(done);
     } else if (inputs != NULL) {
-        done = PyObject_CallFunction(py->run_backward, "OOOOOOO", roots, grads, Py_False, Py_False, inputs, Py_True,
-                                     Py_True);
+        done = PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_True,
+                                            NULL);
         PyObject *list = done != NULL ? PyList_New(0) : NULL;
         for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(targets); i++) {
             PyObject *grad = PyObject_GetAttrString(PyList_GetItem(targets, i), "grad");
@@ -271,7 +284,7 @@ PyObject *gck_selective_backward(PyObject *module, PyObject *const *all, Py_ssiz
 {
     gck_state *state = gck_state_of(module);
     const gck_py *py = &state->py;
-    PyObject *frame = nall >= 1 ? PyObject_GetAttrString(all[0], "frame") : NULL;
+    PyObject *frame = nall >= 1 ? PyObject_GetAttr(all[0], py->names.frame) : NULL;
     PyObject *saved = NULL, *leaves = NULL, *tensors = NULL, *roots = NULL, *root_grads = NULL, *targets = NULL;
     PyObject *grads = NULL, *result = NULL;
     Py_ssize_t count;
@@ -282,7 +295,7 @@ PyObject *gck_selective_backward(PyObject *module, PyObject *const *all, Py_ssiz
         }
         goto exit;
     }
-    if (check_valid((gck_frame *)frame) < 0 || (saved = PyObject_GetAttrString(all[0], "saved_tensors")) == NULL
+    if (check_valid((gck_frame *)frame) < 0 || (saved = PyObject_GetAttr(all[0], py->names.saved_tensors)) == NULL
         || (tensors = run_again((gck_frame *)frame, saved, &leaves)) == NULL
         || (count = pair_outputs(py, tensors, all + 1, nall - 1, &roots, &root_grads)) < 0) {
         goto exit;

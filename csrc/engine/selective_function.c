@@ -250,7 +250,7 @@ static int keep_inputs(gck_frame *frame, PyObject *ctx, PyObject *const *tensors
     }
     frame->compressed = packing.payloads;
     tuple = status == 0 ? PyList_AsTuple(list) : NULL;
-    method = tuple != NULL ? PyObject_GetAttrString(ctx, "save_for_backward") : NULL;
+    method = tuple != NULL ? PyObject_GetAttr(ctx, frame->state->py.names.save_for_backward) : NULL;
     done = method != NULL ? PyObject_Call(method, tuple, NULL) : NULL;
     Py_XDECREF(list);
     Py_XDECREF(tuple);
@@ -287,8 +287,8 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     gck_frame *frame = (gck_frame *)all[1];
     if ((leaves = fill_leaves(frame, all + 2)) == NULL || (tuple = PyList_AsTuple(leaves)) == NULL
         || gck_ambient_capture(&state->py, &frame->ambient, 1, 0, tuple, NULL) < 0
-        || keep_inputs(frame, all[0], all + 2) < 0 || PyObject_SetAttrString(all[0], "frame", (PyObject *)frame) < 0
-        || (done = PyObject_CallMethod(all[0], "set_materialize_grads", "O", Py_False)) == NULL) {
+        || keep_inputs(frame, all[0], all + 2) < 0 || PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0
+        || (done = PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads, Py_False, NULL)) == NULL) {
         goto exit;
     }
     state->stats.regions++;

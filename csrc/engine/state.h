@@ -55,7 +55,8 @@ typedef struct {
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* another one, public                                */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */
-    PyObject     *stateless;       /* dict: id -> weak reference, of modules without running statistics */
+    PyObject     *stateless;       /* known modules (parameters.h): without running statistics */
+    PyObject     *closed;          /* known modules: use no leaves but parameters and arguments */
     struct {
         PyObject *function;
 #define OPTION(name) PyObject *name;

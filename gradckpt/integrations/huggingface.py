@@ -259,7 +259,7 @@ class _Seam:
         keywords["use_reentrant"] = False
         # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
         compress = dataclasses.replace(config, leaves=True) if config is not None else None
-        selective = {"context_fn": context_fn} if context_fn is not None else {}
+        selective: dict[str, Any] = {"context_fn": context_fn} if context_fn is not None else {}
         function = functools.partial(gradckpt.checkpoint, compress=compress, **selective, **keywords)
         return function, functools.partial(torch_checkpoint, **keywords), config, asked
 
