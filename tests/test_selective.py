@@ -235,6 +235,22 @@ def test_a_reusable_region_keeps_until_the_graph_dies(ck, our_way):
 
 
 @pytest.mark.usefixtures("_gc_off")
+@pytest.mark.parametrize("op", [aten.mm.default, aten.view.default, aten.exp.default], ids=str)
+def test_what_stays_has_no_part_in_the_graphs_of_recomputes(ck, our_way, op):
+    """Autograd writes the history of an output into the object that the operator returns."""
+    context_fn = our_way.contexts([op], reusable=True)
+    x = leaf(8, 8)
+    y = ck(lambda t: (t @ t).view(64).exp().view(8, 8) @ t, x, context_fn=context_fn)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert kept(context_fn, op).grad_fn is None
+    assert not kept(context_fn, op).requires_grad
+    assert same(torch.autograd.grad(y.sum(), x, retain_graph=True), first)
+    alive = weakref.ref(kept(context_fn, op))
+    del context_fn, y
+    assert alive() is None
+
+
+@pytest.mark.usefixtures("_gc_off")
 @pytest.mark.parametrize("region", ["matmuls", "views", "two outputs", "split"])
 def test_steps_leave_no_objects(ck, our_way, region):
     if ck is theirs:
@@ -412,3 +428,18 @@ def test_operators_that_a_policy_runs_itself_do_not_count(ck, ours):
     x = leaf(8)
     want = gradients(chain, (x,))[1]
     assert same(gradients(with_policy(ck, ours, policy), (x,))[1], want)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["torchs contexts", "our contexts"])
+def test_operators_that_torch_ignores_are_not_asked_about(ck, ours):
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return True
+
+    make = gradckpt.create_selective_checkpoint_contexts if ours else torchs_contexts
+    x = leaf(8)
+    y = ck(lambda t: t.detach() * t.sin().exp(), x, context_fn=lambda: make(policy))
+    y.sum().backward()
+    assert asked == [aten.sin.default, aten.exp.default, aten.mul.Tensor]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from selective_ways import DOUBLE, SQUARE, aten, calls, double, leaf, same, square
+from selective_ways import DOUBLE, SQUARE, Watch, aten, calls, double, leaf, same, square
 from selective_ways import _nothing_left_behind as _nothing_left_behind
 
 import gradckpt
@@ -387,6 +387,16 @@ def test_another_number_of_outputs_in_the_recompute():
     out = apply(lambda t: [t.sin()] * next(counts), None, leaf(4))
     with pytest.raises(RuntimeError, match="returned 2 tensors in the forward and 3 in the recompute"):
         out[0].sum().backward()
+
+
+def test_a_mode_around_sees_what_runs():
+    block, x = Block(), leaf(4, 8)
+    with Watch() as watch:
+        out = apply(block, [SQUARE], x)
+        assert watch.seen[SQUARE] == 1
+        (got,) = torch.autograd.grad(out.sum(), x)
+    assert watch.seen[SQUARE] == 1
+    assert torch.equal(got, torch.autograd.grad(block(x).sum(), x)[0])
 
 
 def test_nested_in_each_other_and_in_checkpoint():
