@@ -236,7 +236,7 @@ static PyMethodDef methods[] = {
     {"make_store", gck_make_store, METH_VARARGS,
      "make_store(names, mutation, reusable, /)\n--\n\nAn empty Store for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,
-     "selective_name(x, name, /)\n--\n\nSee gradckpt.name()."},
+     "selective_name(x, name, stores, /)\n--\n\nSee gradckpt.name()."},
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nThe kernel that catches it."},
     {"selective_key", gck_selective_key, METH_NOARGS,
      "selective_key()\n--\n\nThe dispatch key that catchers are registered at, or None."},

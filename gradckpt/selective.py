@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Union
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
@@ -115,7 +116,8 @@ def name(x: torch.Tensor, name: str) -> torch.Tensor:
         ValueError: the name is wanted, and ``x`` comes from another operator, whose output would spare no work.
     """
     if not torch.compiler.is_compiling():
-        _C.selective_name(x, name)
+        modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+        _C.selective_name(x, name, [mode._store for mode in modes if isinstance(mode, ForwardContext)])
     return x
 
 

@@ -273,15 +273,21 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     return function;
 }
 
-/* gradckpt._C.selective_name(x, name). */
+/* gradckpt._C.selective_name(x, name, stores): in regions that catch by key, and in these, of modes. */
 PyObject *gck_selective_name(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     const unsigned long thread = PyThread_get_thread_ident();
-    PyObject *x, *name;
+    PyObject *x, *name, *stores;
 
-    if (!PyArg_ParseTuple(args, "OO:selective_name", &x, &name)) {
+    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &stores)) {
         return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(stores); i++) {
+        PyObject *store = PyList_GetItem(stores, i);
+        if (Py_TYPE(store) == state->Store && gck_store_name((gck_store *)store, x, name) < 0) {
+            return NULL;
+        }
     }
     for (gck_active *a = next_here(state->active, thread); a != NULL; a = next_here(a->outer, thread)) {
         if (!a->replay && gck_store_name(a->store, x, name) < 0) {
