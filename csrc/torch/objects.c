@@ -64,8 +64,8 @@ static int load_engine(gck_py *py)
     return py->queue_callback == NULL || py->run_backward == NULL ? -1 : 0;
 }
 
-/* The key `Fake` lies between autograd and the kernels, and nothing uses it; `taken` is
- * what the shim says when that has changed.  0 or -1. */
+/* The key `Fake` lies between autograd and the kernels, and nothing uses it, as long as it has
+ * no fallback.  0 or -1. */
 static int load_selective(gck_py *py)
 {
     PyObject *fallback = import_optional("torch._C", "_dispatch_has_backend_fallback"), *taken = NULL;
@@ -87,8 +87,7 @@ static int load_selective(gck_py *py)
     }
     if (taken != Py_False) {                     /* no such key, or it is in use: modes do the work */
         PyErr_Clear();
-        Py_CLEAR(py->cast);
-    Py_CLEAR(py->key);
+        Py_CLEAR(py->key);
     }
     Py_XDECREF(fallback);
     Py_XDECREF(taken);
@@ -168,6 +167,7 @@ void gck_py_clear(gck_py *py)
     Py_CLEAR(py->consumed_mark);
     Py_CLEAR(py->prefer_recompute);
     Py_CLEAR(py->must_recompute);
+    Py_CLEAR(py->cast);
     Py_CLEAR(py->key);
     Py_CLEAR(py->key_inplace);
     Py_CLEAR(py->shim);
