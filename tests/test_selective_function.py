@@ -454,7 +454,11 @@ def steps(n, policy, containers):
 
 
 @pytest.mark.parametrize("containers", [False, True])
-@pytest.mark.parametrize("policy", [None, [SQUARE], {SQUARE: "int8"}, lambda ctx, op, *a, **k: op is SQUARE], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [None, [SQUARE], {SQUARE: "int8"}, lambda ctx, op, *a, **k: op is SQUARE],
+    ids=["none", "list", "int8", "function"],
+)
 @pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.soak)])
 def test_no_object_is_left(policy, containers, count):
     def alive():  # torch's tree_flatten leaves a function that refers to itself
