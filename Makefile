@@ -35,9 +35,10 @@ test: lint  ## ruff, mypy, all tests but the long ones
 soak: $(VENV)/.strict  ## the long tests
 	@$(PYTEST) -n 2 -m soak $(TEST_ARGS)
 
-bench: $(VENV)/.built  ## speed of the codecs, host cost per region
+bench: $(VENV)/.built  ## speed of the codecs, host cost per region, selective recompute (minutes)
 	@$(BIN)/python benchmarks/bench_codecs.py
 	@$(BIN)/python benchmarks/bench_overhead.py
+	@$(BIN)/python benchmarks/bench_selective.py
 
 lint: $(VENV)/.strict  ## ruff and mypy
 	@$(BIN)/ruff check --quiet .

@@ -6,6 +6,9 @@
 #include "engine/function.h"
 #include "engine/pending.h"
 #include "engine/rerun.h"
+#include "engine/selective_function.h"
+#include "engine/saved.h"
+#include "engine/saver.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -133,7 +136,8 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 #define COUNTERS(COUNTER)                                                                                     \
     COUNTER(regions) COUNTER(regions_asked) COUNTER(recomputes) COUNTER(asked) COUNTER(compressed)            \
     COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) COUNTER(live_bytes)                 \
-    COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes) COUNTER(kept_bytes)
+    COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes) COUNTER(decisions)    \
+    COUNTER(decision_bytes) COUNTER(kept_bytes)
 
 static int set_counter(PyObject *dict, const char *key, int64_t value)
 {
@@ -216,6 +220,10 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_pop", gck_saver_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
+    {"saved_call", gck_saver_call, METH_VARARGS,
+     "saved_call(compress, function, args, kwargs, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,
      "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.set_rounding_state()."},
@@ -223,6 +231,17 @@ static PyMethodDef methods[] = {
      "late_verdicts(on, /)\n--\n\nFor tests: CPU codecs say as late as a device whether they can hold the values."},
     {"settle_verdicts", gck_settle_verdicts, METH_NOARGS,
      "settle_verdicts()\n--\n\nFor tests: the late verdicts come."},
+    {"make_names", gck_make_names, METH_VARARGS,
+     "make_names(rows, wanted, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group)."},
+    {"make_store", gck_make_store, METH_VARARGS,
+     "make_store(names, mutation, reusable, /)\n--\n\nAn empty Store for one region."},
+    {"selective_name", gck_selective_name, METH_VARARGS,
+     "selective_name(x, name, stores, /)\n--\n\nSee gradckpt.name()."},
+    {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nThe kernel that catches it."},
+    {"selective_key", gck_selective_key, METH_NOARGS,
+     "selective_key()\n--\n\nThe dispatch key that catchers are registered at, or None."},
+    {"add_dispatch", gck_add_dispatch, METH_VARARGS,
+     "add_dispatch(forward, recompute, /)\n--\n\nGive two modes their methods that are C."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
     {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
     {NULL, NULL, 0, NULL},
@@ -358,8 +377,16 @@ static int module_exec(PyObject *module)
         || (state->Frame = add_type(module, &gck_frame_spec)) == NULL
         || (state->Holder = add_type(module, &gck_holder_spec)) == NULL
         || (state->Recompute = add_type(module, &gck_recompute_spec)) == NULL
+        || (state->Names = add_type(module, &gck_names_spec)) == NULL
+        || (state->Store = add_type(module, &gck_store_spec)) == NULL
+        || (state->Kept = add_type(module, &gck_kept_spec)) == NULL
+        || (state->Saver = add_type(module, &gck_saver_spec)) == NULL
+        || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
-        || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL) {
+        || (state->closed = PyDict_New()) == NULL
+        || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
+        || (state->SelectiveRecompute = gck_selective_class(module, &state->py)) == NULL
+        || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }
     return add_compat(module) < 0 ? -1 : PyModule_AddType(module, state->Payload);
@@ -371,10 +398,20 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 
     Py_VISIT(state->Payload);
     Py_VISIT(state->CheckpointFunction);
+    Py_VISIT(state->SelectiveRecompute);
+    Py_VISIT(state->selective_apply);
     Py_VISIT(state->stateless);
+    Py_VISIT(state->decisions[0]);
+    Py_VISIT(state->decisions[1]);
+    Py_VISIT(state->closed);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
+    Py_VISIT(state->Names);
+    Py_VISIT(state->Store);
+    Py_VISIT(state->Kept);
+    Py_VISIT(state->Saver);
+    Py_VISIT(state->Saved);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_VISIT(state->plans[i].key);
     }
@@ -387,7 +424,12 @@ static int module_clear(PyObject *module)
 
     Py_CLEAR(state->Payload);
     Py_CLEAR(state->CheckpointFunction);
+    Py_CLEAR(state->SelectiveRecompute);
+    Py_CLEAR(state->selective_apply);
     Py_CLEAR(state->stateless);
+    Py_CLEAR(state->decisions[0]);
+    Py_CLEAR(state->decisions[1]);
+    Py_CLEAR(state->closed);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)
     GCK_OPTIONS(OPTION)
@@ -395,6 +437,11 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->Frame);
     Py_CLEAR(state->Holder);
     Py_CLEAR(state->Recompute);
+    Py_CLEAR(state->Names);
+    Py_CLEAR(state->Store);
+    Py_CLEAR(state->Kept);
+    Py_CLEAR(state->Saver);
+    Py_CLEAR(state->Saved);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_CLEAR(state->plans[i].key);
     }

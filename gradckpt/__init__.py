@@ -9,13 +9,18 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gradckpt import _C, buffers, compat
+from gradckpt import _C, buffers, compat, policies
 from gradckpt import _ops as _ops
-from gradckpt._C import Payload, checkpoint, codecs, is_recomputing
+from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
+from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
 from gradckpt.integrations.huggingface import disable, enable
+from gradckpt.residuals import Residual, Residuals, residuals
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
+from gradckpt.saved import compress_saved
+from gradckpt.selective import create_selective_checkpoint_contexts, name, save
+from gradckpt.selectors import every, m_of_n
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import reset_stats, stats
 
@@ -25,20 +30,33 @@ __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
     "Payload",
+    "Residual",
+    "Residuals",
+    "SelectiveRecompute",
+    "apply",
     "buffers",
     "checkpoint",
     "checkpoint_sequential",
     "codec_info",
     "codecs",
     "compat",
+    "compress_saved",
+    "create_selective_checkpoint_contexts",
     "disable",
     "enable",
     "encode",
+    "every",
     "get_rounding_state",
     "is_recomputing",
+    "m_of_n",
+    "name",
+    "policies",
     "reset_stats",
+    "residuals",
+    "save",
     "set_rounding_state",
     "stats",
+    "unapply",
 ]
 
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())

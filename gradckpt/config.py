@@ -51,6 +51,11 @@ class CompressionConfig:
         leaves: Also tensors that require grad and are leaves but no parameters, which by default
             stay as they are, since somebody wants their ``.grad``; :func:`gradckpt.enable` sets it
             for the one leaf that ``enable_input_require_grads`` makes.
+        decisions: In exact mode with a codec that rounds: what operators of the region decide (top-k, sort,
+            argmax, comparisons: ``gradckpt.policies.decisions``) is kept from the forward and decides again in the
+            recompute, so that a mixture-of-experts layer routes the same way twice. ``"casts"``: casts from floating
+            to integers and bools, too; they cannot be told from the casts inside other operators, each of which then
+            costs some microseconds. ``False``: nothing.
         stochastic: Round up or down at random, in proportion, so that restored values have no bias
             (:func:`gradckpt.set_rounding_state` says from which noise). Doubles the error's variance:
             for low bits and short gradients only, measure it. For the codecs whose
@@ -68,6 +73,7 @@ class CompressionConfig:
     min_numel: int = 1024
     include: str = "activations"
     leaves: bool = False
+    decisions: bool | str = True
     stochastic: bool = False
     seed: int = 0
 
@@ -76,6 +82,8 @@ class CompressionConfig:
         for flag in ("replay", "leaves", "stochastic"):
             if not isinstance(getattr(self, flag), bool):
                 raise TypeError(f"gradckpt: {flag} is True or False, not {getattr(self, flag)!r}")
+        if not isinstance(self.decisions, bool) and self.decisions != "casts":
+            raise ValueError(f'gradckpt: decisions is True, False or "casts", not {self.decisions!r}')
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int):
             raise TypeError(f"gradckpt: min_numel is an int, not {self.min_numel!r}")
         if self.min_numel < 0:
@@ -85,6 +93,11 @@ class CompressionConfig:
             raise ValueError(f"gradckpt: codec {self.codec!r} does not round, so stochastic=True would do nothing")
         if self.include not in _INCLUDES:
             raise ValueError(f"gradckpt: include is one of {', '.join(_INCLUDES)}; not {self.include!r}")
+
+    @property
+    def lossy(self) -> bool:
+        """Restored values may differ from the original ones."""
+        return bool(_C.codec_info(self.codec)["max_error"])
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict that JSON can carry; :meth:`from_dict` reads it back."""

@@ -2,6 +2,7 @@
  * function once under the hooks. */
 #include "checkpoint.h"
 #include "function.h"
+#include "selective.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -185,14 +186,22 @@ static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *ar
 {
     const gck_py *py = &frame->state->py;
     PyObject *result;
+    gck_catch caught;
 
+    if (gck_catch_begin(frame->state, &caught, frame->store, NULL, 0) < 0) {
+        return NULL;
+    }
     if (gck_hooks_push(py, &pack_def, &unpack_def, (PyObject *)frame) < 0) {
+        gck_catch_end(frame->state, &caught);
         return NULL;
     }
     result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
                              : PyObject_CallMethod(py->shim, "call_within", "OOOO", context, frame->function, args,
                                                    kwargs ? kwargs : Py_None);
     gck_hooks_pop(py);
+    if (gck_catch_end(frame->state, &caught) < 0) {
+        Py_CLEAR(result);
+    }
     if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
         convert_stop_iteration(py);
     }
@@ -264,6 +273,10 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         goto exit;
     }
     frame->compressed = packing.payloads;
+    /* Without a payload the recompute sees what the forward saw, and decides alike. */
+    if (packing.payloads > 0 && plan->decisions && (frame->store = gck_decisions(state, plan->decisions > 1)) == NULL) {
+        goto exit;
+    }
     if (gck_ambient_capture(&state->py, &frame->ambient, preserve, o->exact, fed_args, fed_kwargs) < 0
         || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;

@@ -32,9 +32,9 @@ static int judge(gck_packing *p, PyObject *x, gck_tensor *view)
     return view->numel < p->plan.min_numel ? GCK_KEEP_SMALL : GCK_COMPRESS;
 }
 
-static int count_kept(gck_packing *p, PyObject *x, int verdict)
+int gck_count_kept(gck_state *state, PyObject *x, int verdict)
 {
-    gck_stats *s = &p->state->stats;
+    gck_stats *s = &state->stats;
     PyObject *nbytes;
 
     s->kept[verdict]++;
@@ -61,18 +61,17 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-/* The noise of the next tensor in *dither; NULL: to nearest. */
-static const gck_dither *next_dither(const gck_packing *p, gck_dither *dither)
+const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither)
 {
-    gck_rounding *r = &p->state->rounding;
+    gck_rounding *r = &state->rounding;
 
-    if (!p->plan.stochastic) {
+    if (!plan->stochastic) {
         return NULL;
     }
     if (r->restored) {
         *r = (gck_rounding){r->step + 1, 0, 0};
     }
-    *dither = (gck_dither){p->plan.seed, r->step, r->tensor++};
+    *dither = (gck_dither){plan->seed, r->step, r->tensor++};
     return dither;
 }
 
@@ -92,15 +91,15 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
         return -1;
     }
     if (verdict != GCK_COMPRESS) {
-        return count_kept(p, x, verdict);
+        return gck_count_kept(state, x, verdict);
     }
     payload = p->outer ? NULL : gck_payload_find(state, p->plan.codec, x, &view, p->plan.stochastic, batch);
     if (payload != NULL) {
         state->stats.shared++;
     } else if (PyErr_Occurred()
-               || (payload = gck_payload_new(state, p->plan.codec, x, &view, next_dither(p, &dither),
+               || (payload = gck_payload_new(state, p->plan.codec, x, &view, gck_next_dither(state, &p->plan, &dither),
                                              p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, batch, &fits)) == NULL) {
-        return fits ? -1 : count_kept(p, x, GCK_KEEP_FIT);
+        return fits ? -1 : gck_count_kept(state, x, GCK_KEEP_FIT);
     }
     if (replay(p, x, payload, forward) < 0) {
         Py_DECREF(payload);
@@ -111,6 +110,15 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     state->stats.compressed++;
     p->payloads++;
     return 1;
+}
+
+int gck_entry_encode(gck_packing *p, PyObject *x, gck_entry *entry)
+{
+    PyObject *forward = NULL;
+    const int packed = pack_payload(p, x, entry, &forward);
+
+    Py_XDECREF(forward);
+    return packed;
 }
 
 /* -1 with an exception: inference tensors have no version. */
@@ -137,7 +145,7 @@ static int is_inference(PyObject *x)
  * hooks around us it becomes torch's SavedTensor, which goes through them (R2).  Without,
  * that would only hold the tensor and its version, which we do ourselves for a tenth of
  * the cost.  SavedTensor also refuses inference tensors, with the words users know. */
-static int pack_saved(gck_packing *p, PyObject *x, gck_entry *entry)
+int gck_entry_keep(const gck_packing *p, PyObject *x, gck_entry *entry)
 {
     const gck_py *py = &p->state->py;
     PyObject *saved;
@@ -245,7 +253,7 @@ int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry
     }
     if (packed == 0) {
         if (tensor && positional) {
-            packed = pack_saved(p, x, entry);
+            packed = gck_entry_keep(p, x, entry);
         } else {
             *entry = (gck_entry){GCK_KEPT, Py_NewRef(x), 0, 0, NULL, 0};
         }

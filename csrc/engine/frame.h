@@ -16,6 +16,7 @@
 
 #include "../torch/ambient.h"
 #include "entry.h"
+#include "store.h"
 
 typedef struct gck_frame gck_frame;
 
@@ -76,11 +77,20 @@ struct gck_frame {
     PyObject       *recompute_context;   /* from context_fn; NULL: none                  */
     PyObject       *metadata_fn;         /* reads what the determinism check compares; NULL: ours */
     PyObject       *error_callback;      /* debug=True: gets the CheckpointError         */
-    PyObject       *parameters;          /* debug=True: the region's, with versions      */
+    PyObject       *parameters;          /* debug=True: the region's, with versions */
     int             early_stop, check_metadata, ignore_mismatch;
     int             asked;         /* compression was asked for                          */
     int             buffers_once;  /* put running statistics back after a recompute      */
     int             compressed;    /* entries that are payloads                          */
+    gck_store      *store;         /* outputs that the recompute gets from the forward; NULL: none */
+    PyObject       *policy_fn;     /* owned; NULL: the store's names are the policy      */
+    /* Of SelectiveRecompute only: */
+    gck_plan        plan;          /* of its inputs                                      */
+    PyObject       *spec;          /* how leaves make up (args, kwargs); NULL: they are args */
+    PyObject       *outputs;       /* (leaves, spec) of what it returned; NULL: one tensor */
+    unsigned char  *tensor_at;     /* which of those leaves are tensors; calloc          */
+    PyObject       *hidden;        /* list: parameters that are inputs of the node       */
+    int             known_leaves;  /* `hidden` are all that it uses besides arguments */
     gck_holder    **slots;         /* borrowed; NULL: that part of the graph is freed    */
     gck_meta       *metas;         /* one per slot when check_metadata                   */
     Py_ssize_t      nslots, capacity;

@@ -142,8 +142,8 @@ static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
         Py_DECREF(parsed);
         return 0;
     }
-    ok = PyArg_ParseTuple(parsed, "sLppppK", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves,
-                          &plan->stochastic, &seed);
+    ok = PyArg_ParseTuple(parsed, "sLpppipK", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves,
+                          &plan->decisions, &plan->stochastic, &seed);
     if (ok) {
         plan->min_numel = min_numel;
         plan->seed = seed;

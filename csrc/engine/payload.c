@@ -29,8 +29,7 @@ static int view_bytes(gck_payload *self, PyObject *buffer, int64_t nbytes, void 
     return 0;
 }
 
-/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
-static int is_dense(const gck_tensor *x)
+int gck_is_dense(const gck_tensor *x)
 {
     int64_t expected = 1;
     uint64_t used = 0;
@@ -64,7 +63,7 @@ static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
         PyErr_NoMemory();
         return -1;
     }
-    self->strided = view->strides != NULL && view->ndim <= GCK_MAX_DIM && is_dense(view);
+    self->strided = view->strides != NULL && view->ndim <= GCK_MAX_DIM && gck_is_dense(view);
     for (int d = 0; d < view->ndim; d++) {
         self->sizes[d] = view->sizes[d];
         self->sizes[view->ndim + d] = self->strided ? view->strides[d] : 0;
@@ -214,7 +213,7 @@ exit:
 /* Same memory, seen in the same way. */
 static int same_view(const gck_payload *p, const gck_tensor *view)
 {
-    if (p->data != view->data || p->ndim != view->ndim || p->strided != (view->strides != NULL && is_dense(view))) {
+    if (p->data != view->data || p->ndim != view->ndim || p->strided != (view->strides != NULL && gck_is_dense(view))) {
         return 0;
     }
     for (int d = 0; d < p->ndim; d++) {
@@ -254,6 +253,20 @@ PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x
         count_use(state, found);
     }
     return Py_XNewRef((PyObject *)found);
+}
+
+int gck_payload_adopt(gck_payload *self, PyObject *x)
+{
+    PyObject *old = self->original, *original = PyWeakref_NewRef(x, NULL);
+
+    if (original == NULL) {
+        return -1;
+    }
+    self->original = original;
+    Py_DECREF(old);
+    self->requires_grad = gck_attr_is_true(x, self->state->py.names.requires_grad);
+    self->leaf = 0;
+    return self->requires_grad < 0 ? -1 : 0;
 }
 
 /* The buffer, new reference; through the outer hooks when those have it. */
@@ -348,11 +361,11 @@ exit:
 
 PyObject *gck_payload_decode(gck_payload *self) { return decode(self, NULL); }
 
-PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
+/* Decoded, and counted as a restore. */
+static PyObject *revive(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
     PyObject *out = decode(self, batch);
-    PyObject *result;
 
     if (out == NULL) {
         return NULL;
@@ -362,7 +375,18 @@ PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
         state->stats.originals_alive++;
         state->stats.originals_alive_bytes += self->bytes_in;
     }
-    if (!self->requires_grad) {
+    return out;
+}
+
+PyObject *gck_payload_revive(gck_payload *self) { return revive(self, NULL); }
+
+PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
+{
+    gck_state *state = self->state;
+    PyObject *out = revive(self, batch);
+    PyObject *result;
+
+    if (out == NULL || !self->requires_grad) {
         return out;
     }
     result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);

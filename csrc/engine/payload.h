@@ -45,6 +45,9 @@ struct gck_payload {
     int              uses, fresh;  /* regions that use it; it was encoded in this epoch  */
 };
 
+/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
+int gck_is_dense(const gck_tensor *x);
+
 /* New reference: the payload of x, whose view was taken just now.  dither: NULL rounds to
  * nearest.  batch: where the work may wait, or NULL.  NULL with *fits = 0 and no exception:
  * the codec cannot hold these values. */
@@ -60,11 +63,17 @@ PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x
 void gck_payload_wait(gck_payload *payload, const gck_batch *batch);
 void gck_payload_arrived(gck_payload *payload, int done);
 
+/* The payload was made from a detached alias of x: views of x and x itself may find it.  0 or -1. */
+int gck_payload_adopt(gck_payload *payload, PyObject *x);
+
 /* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */
 PyObject *gck_payload_decode(gck_payload *payload);
 
 /* The same, counted as a restore, requiring grad when the original did.  Its values may wait in `batch`. */
 PyObject *gck_payload_restore(gck_payload *payload, gck_batch *batch);
+
+/* The same for a saved tensor, of which autograd knows the history: none here. */
+PyObject *gck_payload_revive(gck_payload *payload);
 
 /* gradckpt.encode(x, codec, (seed, step, tensor) or None). */
 PyObject *gck_encode_py(PyObject *module, PyObject *args);

@@ -1,5 +1,6 @@
 /* recompute.c: the backward side.  The first unpack of a frame in a backward runs the
  * function again and fills a table; every unpack takes its value out of it. */
+#include "selective.h"
 #include "rerun.h"
 
 /* ---- which table ---- */
@@ -164,8 +165,13 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
 {
     const gck_py *py = &frame->state->py;
     PyObject *result;
+    gck_catch caught;
 
+    if (gck_catch_begin(frame->state, &caught, frame->store, NULL, 1) < 0) {
+        return -1;
+    }
     if (gck_hooks_push(py, &recompute_pack_def, &recompute_unpack_def, (PyObject *)self) < 0) {
+        gck_catch_end(frame->state, &caught);
         return -1;
     }
     if (frame->recompute_context == NULL) {
@@ -176,6 +182,9 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
                                      frame->ambient.device ? frame->ambient.device : Py_None);
     }
     gck_hooks_pop(py);
+    if (gck_catch_end(frame->state, &caught) < 0) {
+        Py_CLEAR(result);
+    }
     Py_XDECREF(result);
     if (result == NULL) {
         /* Ours, or of a region inside: torch swallows both. */

@@ -1,7 +1,7 @@
 /* rerun.c: enters and leaves the state in which a region runs again. */
 #include "rerun.h"
 
-enum { MAX_STATELESS = 4096 };     /* dead modules leave entries behind: start afresh then */
+#include "parameters.h"
 
 /* Recomputes under way on this thread.  A fact about a thread, which no object has. */
 static _Thread_local int depth;
@@ -17,44 +17,11 @@ PyObject *gck_forget_modules(PyObject *module, PyObject *unused)
 {
     (void)unused;
     PyDict_Clear(gck_state_of(module)->stateless);
+    PyDict_Clear(gck_state_of(module)->closed);
     Py_RETURN_NONE;
 }
 
 /* ---- running statistics ---- */
-
-/* 1 when `function` is a module known to have no running statistics; 0.  By identity, with
- * a weak reference to tell a dead module from a new one at its address. */
-static int is_stateless(gck_state *state, PyObject *function)
-{
-    PyObject *key = PyLong_FromVoidPtr(function);
-    PyObject *known = key != NULL ? PyDict_GetItemWithError(state->stateless, key) : NULL;     /* borrowed */
-
-    Py_XDECREF(key);
-    PyErr_Clear();
-    return known != NULL && PyWeakref_GetObject(known) == function;
-}
-
-static int remember_stateless(gck_state *state, PyObject *function)
-{
-    const int module = PyObject_IsInstance(function, state->py.Module);
-    PyObject *key, *reference;
-
-    if (module <= 0) {
-        return module;
-    }
-    if (PyDict_Size(state->stateless) >= MAX_STATELESS) {
-        PyDict_Clear(state->stateless);
-    }
-    key = PyLong_FromVoidPtr(function);
-    reference = PyWeakref_NewRef(function, NULL);
-    if (key != NULL && reference != NULL) {
-        PyDict_SetItem(state->stateless, key, reference);
-    }
-    Py_XDECREF(key);
-    Py_XDECREF(reference);
-    PyErr_Clear();                               /* not remembered: asked again next time */
-    return 0;
-}
 
 /* New reference: (function, *those of its arguments that are no tensors). */
 static PyObject *function_and_others(const gck_frame *frame)
@@ -77,7 +44,7 @@ static int enter_buffers(gck_frame *frame, gck_rerun *r)
     gck_state *state = frame->state;
     PyObject *function, *args;
 
-    if (!frame->buffers_once || is_stateless(state, frame->function)) {
+    if (!frame->buffers_once || gck_module_known(state->stateless, frame->function)) {
         return 0;
     }
     function = PyObject_GetAttrString(state->py.shim, "buffers_enter");
@@ -87,7 +54,7 @@ static int enter_buffers(gck_frame *frame, gck_rerun *r)
     Py_XDECREF(args);
     if (r->buffers == Py_None) {
         Py_CLEAR(r->buffers);
-        return remember_stateless(state, frame->function);
+        return gck_module_remember(state, state->stateless, frame->function);
     }
     return r->buffers == NULL ? -1 : 0;
 }

@@ -13,6 +13,7 @@ typedef struct {
     int              replay;
     int              floating;     /* include="floating": not only what requires grad    */
     int              leaves;       /* also leaves that are no parameters                 */
+    int              decisions;    /* keep what operators decide, see selective.h; 2: casts, too */
     int              stochastic;   /* round by noise keyed by `seed` and a gck_rounding  */
     uint64_t         seed;
 } gck_plan;
@@ -28,6 +29,7 @@ typedef struct {
     int64_t bytes_in, bytes_out;   /* of encoded tensors, of their payloads              */
     int64_t live_bytes, peak_live_bytes;            /* payloads alive                    */
     int64_t originals_alive, originals_alive_bytes; /* at their restore: nothing was saved */
+    int64_t decisions, decision_bytes;              /* copies of what operators decided  */
     int64_t kept[GCK_NREASONS];    /* tensors kept by reference, by reason               */
     int64_t kept_bytes;            /* of those that require grad and are no parameters   */
     int64_t steps;                 /* backwards that met a region with compression, <= 2 */
@@ -49,9 +51,12 @@ typedef struct gck_payload gck_payload;
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept, *Saver, *Saved;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
-    PyObject     *stateless;       /* dict: id -> weak reference, of modules without running statistics */
+    PyObject     *SelectiveRecompute;  /* another one, public                                */
+    PyObject     *selective_apply;     /* autograd's own apply of it                         */
+    PyObject     *stateless;       /* known modules (parameters.h): without running statistics */
+    PyObject     *closed;          /* known modules: use no leaves but parameters and arguments */
     struct {
         PyObject *function;
 #define OPTION(name) PyObject *name;
@@ -67,6 +72,8 @@ typedef struct {
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */
     gck_payload  *pending;         /* likewise: the first of those with an open verdict  */
+    PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that wants them */
+    struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
     int           late_verdicts;   /* tests: see pending.h                               */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;

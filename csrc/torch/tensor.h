@@ -22,6 +22,7 @@
     OBJECT(empty, "torch", "empty")                                        \
     OBJECT(empty_strided, "torch", "empty_strided")                        \
     OBJECT(strided, "torch", "strided")                                    \
+    OBJECT(scalar_tensor, "torch", "scalar_tensor")                        \
     OBJECT(uint8, "torch", "uint8")                                        \
     OBJECT(float32, "torch", "float32")                                    \
     OBJECT(float16, "torch", "float16")                                    \
@@ -37,6 +38,7 @@
     OBJECT(pop_function_mode, "torch._C", "_pop_torch_function_stack")     \
     OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
     OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
+    OBJECT(is_compiling, "torch.compiler", "is_compiling")                 \
     OBJECT(functions, "torch._C", "_functions")                            \
     OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
@@ -44,13 +46,24 @@
     OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")   \
     OBJECT(tree_flatten, "torch.utils._pytree", "tree_flatten")            \
     OBJECT(tree_unflatten, "torch.utils._pytree", "tree_unflatten")        \
-    OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")
+    OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")      \
+    OBJECT(set_included, "torch._C", "_dispatch_tls_set_dispatch_key_included") \
+    OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
+    OBJECT(is_excluded, "torch._C", "_dispatch_tls_is_dispatch_key_excluded") \
+    OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
+    OBJECT(FakeTensor, "torch._subclasses.fake_tensor", "FakeTensor")      \
+    OBJECT(guards, "torch._guards", "_TLS")                                \
+    OBJECT(partial, "functools", "partial")                                \
+    OBJECT(defaultdict, "collections", "defaultdict")                      \
+    OBJECT(CheckpointPolicy, "torch.utils.checkpoint", "CheckpointPolicy") \
+    OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
-    NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack)          \
-    NAME(_version)                                                                     \
+    NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
+    NAME(_version) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(frame)         \
+    NAME(save_for_backward) NAME(saved_tensors) NAME(set_materialize_grads)            \
     NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
 
 typedef struct {
@@ -58,11 +71,17 @@ typedef struct {
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
     PyObject *make_saved_tensor;   /* torch's, or the shim's where torch < 2.12 has none */
+    PyObject *run_backward;        /* of the autograd engine                           */
     PyObject *queue_callback;      /* of the autograd engine: at the end of a graph task */
     PyObject *peek_functorch;      /* torch._C._functorch.peek_interpreter_stack       */
     PyObject *as_non_leaf;         /* a DelayedError node: alias that requires grad    */
     PyObject *cpu_bytes;           /* {"dtype": torch.uint8, "device": cpu}            */
     PyObject *cpu;                 /* the string "cpu"                                  */
+    PyObject *recompute_mark, *consumed_mark;      /* in the storage of a selective region */
+    PyObject *prefer_recompute, *must_recompute;   /* of CheckpointPolicy              */
+    PyObject *cast;                /* torch.ops.aten._to_copy.default                  */
+    PyObject *key;                 /* the dispatch key that catches operators; NULL: none is free */
+    PyObject *key_inplace;         /* ADInplaceOrView                                  */
     PyObject *shim;                /* gradckpt._shim: the rare paths, in Python        */
     struct {
 #define NAME(name) PyObject *name;
@@ -87,6 +106,7 @@ void gck_py_clear(gck_py *py);
     REASON(GCK_KEEP_DTYPE, "dtype the codec does not take")             \
     REASON(GCK_KEEP_FIT, "values the codec cannot hold")                \
     REASON(GCK_KEEP_SMALL, "smaller than min_numel")                    \
+    REASON(GCK_KEEP_EXACT, "statistic that backward needs exactly")     \
     REASON(GCK_KEEP_SUBCLASS, "tensor subclass")                        \
     REASON(GCK_KEEP_LAYOUT, "not a plain strided tensor with data")     \
     REASON(GCK_KEEP_DEVICE, "device without kernels")                   \

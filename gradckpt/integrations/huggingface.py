@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
+from gradckpt.policies import PolicyLike, contexts_of
 
 __all__ = ["Handle", "disable", "enable"]
 
@@ -45,12 +46,19 @@ _OFFLOAD = (
 )
 
 
-def enable(model: Any, compress: Compress = "int8", every_n_layers: int = 1, *, replay: bool = False) -> Handle:
+def enable(
+    model: Any,
+    compress: Compress = "int8",
+    every_n_layers: int = 1,
+    *,
+    replay: bool = False,
+    policy: PolicyLike = None,
+) -> Handle:
     """Turns on activation checkpointing of a transformers model, with compressed checkpoints.
 
     From then on ``gradient_checkpointing_kwargs={"compress": ...}`` (and the new name,
     ``activation_checkpointing_kwargs``) of ``TrainingArguments`` is understood too, and wins over
-    what is said here; it may also carry ``replay`` and ``min_numel``. Leave ``use_reentrant`` out
+    what is said here; it may also carry ``replay``, ``min_numel`` and ``policy``. Leave ``use_reentrant`` out
     of that dict, or ``False``.
 
     Args:
@@ -60,12 +68,15 @@ def enable(model: Any, compress: Compress = "int8", every_n_layers: int = 1, *, 
         every_n_layers: Checkpoint the layers 1, 1 + n, ...; transformers >= 5.17. A value above 1
             that transformers passes later wins over this one.
         replay: Let the forward run on the restored values; see :class:`gradckpt.CompressionConfig`.
+        policy: Which outputs inside a layer are kept instead of computed again: a name
+            (``"save_attention"``, ``"save_attention|save_matmuls:int8"``), a :class:`gradckpt.policies.Policy`, or
+            what :func:`gradckpt.create_selective_checkpoint_contexts` takes. Costs memory, saves time.
 
     Returns:
         A :class:`Handle`, whose ``remove()`` undoes all of it. It may be dropped; :func:`disable` does the same.
 
     Raises:
-        ValueError: unknown codec; a model that transformers cannot checkpoint; enabled twice;
+        ValueError: unknown codec or policy; a model that transformers cannot checkpoint; enabled twice;
             something else in our place. The message says what to do instead.
     """
     config = parse_compress(compress)
@@ -77,12 +88,13 @@ def enable(model: Any, compress: Compress = "int8", every_n_layers: int = 1, *, 
         raise TypeError(f"gradckpt: every_n_layers is an int, not {every_n_layers!r}")
     if every_n_layers < 1:
         raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {every_n_layers}")
+    context_fn = contexts_of(policy)
     model = _unwrap(model)
     _check_model(model, every_n_layers)
 
     was_on = _is_on(model)
     had_input_grads = bool(_input_grad_hooks(model))
-    seam = _Seam(model, config, replay, every_n_layers)
+    seam = _Seam(model, config, replay, every_n_layers, context_fn)
     setattr(model, SEAM, seam)
     model.register_forward_pre_hook(_before_forward)
     model.register_forward_hook(_after_forward)
@@ -161,12 +173,20 @@ class Handle:
 class _Seam:
     """Stands for ``model._set_gradient_checkpointing`` on one instance, with the same parameters."""
 
-    def __init__(self, model: Any, config: CompressionConfig | None, replay: bool, every_n_layers: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: CompressionConfig | None,
+        replay: bool,
+        every_n_layers: int,
+        context_fn: Callable[[], Any] | None = None,
+    ) -> None:
         self._model: Callable[[], Any] = weakref.ref(model)
         self.config = config  # what enable() said
         self.active = config  # what the last call settled on
         self.replay = replay
         self.every_n_layers = every_n_layers
+        self.context_fn = context_fn  # of the policy that enable() was given
         self.function: Callable[..., Any] | None = None  # ours, as the layers hold it; None: not ours
         self.stock: Callable[..., Any] | None = None  # torch's, with the same keywords
         self.undo_on_remove = False
@@ -206,10 +226,18 @@ class _Seam:
         base, keywords = given.func, dict(given.keywords)
         config = self.resolve(keywords)
         asked = keywords.pop("every_n_layers", 1)
+        context_fn = contexts_of(keywords.pop("policy")) if "policy" in keywords else self.context_fn
+        if context_fn is not None and "context_fn" in keywords:
+            raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
         if keywords.pop("offload", False):
             raise ValueError(_OFFLOAD)
         offloads = "checkpointing_enable.<locals>" in getattr(base, "__qualname__", "")
         known = base is torch_checkpoint or base is gradckpt.checkpoint
+        if context_fn is not None and (not known or given.args or keywords.get("use_reentrant")):
+            raise ValueError(
+                "gradckpt: policy= needs torch's checkpoint or gradckpt's, with use_reentrant=False; leave "
+                f"{_describe(base)} and use_reentrant=True out of the checkpointing kwargs"
+            )
         if not known or given.args:
             if config is None:
                 return functools.partial(base, **keywords) if offloads else func, None, None, asked
@@ -231,7 +259,8 @@ class _Seam:
         keywords["use_reentrant"] = False
         # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
         compress = dataclasses.replace(config, leaves=True) if config is not None else None
-        function = functools.partial(gradckpt.checkpoint, compress=compress, **keywords)
+        selective: dict[str, Any] = {"context_fn": context_fn} if context_fn is not None else {}
+        function = functools.partial(gradckpt.checkpoint, compress=compress, **selective, **keywords)
         return function, functools.partial(torch_checkpoint, **keywords), config, asked
 
     def resolve(self, keywords: dict[str, Any]) -> CompressionConfig | None:

@@ -1,0 +1,282 @@
+"""Host cost of selective recompute beside torch's, on tensors so small that nothing else counts.
+
+All ways are run in turn, round by round; of the rounds the lower quartile counts, since other processes only ever
+add time.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bench_overhead import with_hook
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
+
+import gradckpt
+
+aten = torch.ops.aten
+Contexts = Callable[..., Any]
+WAYS: dict[str, Contexts] = {"torch": torch_contexts, "gradckpt": gradckpt.create_selective_checkpoint_contexts}
+#: Of a Llama layer: its matrix products and its attention.
+NAMED = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+
+# ---- timing ----
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def rounds_of(runs: dict[str, Callable[[], Any]], rounds: int) -> list[dict[str, float]]:
+    """Seconds of each, in turn; the first rounds are left out. Garbage is collected between the rounds, not in them:
+    what a collection costs depends on what else the process holds."""
+    warm, found = 3, []
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for _ in range(rounds + warm):
+            found.append({name: seconds(run) for name, run in runs.items()})
+            gc.collect()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return found[warm:]
+
+
+def typical(found: list[dict[str, float]], what: Callable[[dict[str, float]], float]) -> float:
+    """Of the lower quartile of each way."""
+    return what({name: sorted(each[name] for each in found)[len(found) // 4] for name in found[0]})
+
+
+# ---- per operator ----
+
+
+def repeat(op: Callable[[], Any], n: int) -> None:
+    for _ in range(n):
+        op()
+
+
+def within(contexts: Contexts, policy: Any, run: Callable[[], Any]) -> None:
+    forward, recompute = contexts(policy)
+    with forward:
+        run()
+    with recompute:
+        run()
+
+
+def twice(run: Callable[[], Any]) -> None:
+    run()
+    run()
+
+
+def added(policy: Any, run: Callable[[], Any], calls: int, rounds: int) -> dict[str, float]:
+    """Way -> microseconds per call that forward and recompute take longer than without contexts; these not counted."""
+    runs: dict[str, Callable[[], Any]] = {"plain": lambda: twice(run)}
+    for name, contexts in WAYS.items():
+        runs[name] = lambda contexts=contexts: within(contexts, policy, run)
+        runs[f"{name}, nothing inside"] = lambda contexts=contexts: within(contexts, policy, lambda: None)
+    found = rounds_of(runs, rounds)
+    return {
+        name: typical(found, lambda t, name=name: t[name] - t[f"{name}, nothing inside"] - t["plain"]) / calls * 1e6
+        for name in WAYS
+    }
+
+
+def says_save(*named: Any) -> Callable[..., bool]:
+    return lambda ctx, op, *args, **kwargs: op in named
+
+
+def operators(rounds: int, calls: int = 50) -> list[dict[str, Any]]:
+    x = torch.randn(4, 4, requires_grad=True)
+    named = [aten.mm.default]
+    rows = []
+    for kind, policy in (("list", named), ("function", says_save(*named))):
+        for what, op in (("not named", lambda: torch.sin(x)), ("saved", lambda: torch.mm(x, x))):
+            us = added(policy, lambda op=op: repeat(op, calls), calls, rounds)
+            rows.append({"what": f"operator {what}, policy a {kind}", **us, **asked_of(what, kind)})
+    return rows
+
+
+def asked_of(what: str, kind: str) -> dict[str, Any]:
+    if kind == "list":
+        return {"asked_us": 0.5} if what == "not named" else {"asked": 0.6}
+    return {"asked": 0.9} if what == "not named" else {"asked": 0.65}
+
+
+# ---- a layer ----
+
+
+class LlamaLayer(torch.nn.Module):
+    """The operators of a Llama layer, without its framework."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = torch.nn.ParameterList(torch.ones(width) for _ in range(2))
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (torch.nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(2 * width, width, bias=False)
+
+    def norm(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return self.norms[i] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotary positions, at an angle of pi / 4."""
+        a, b = x.chunk(2, -1)
+        return (x + torch.cat((-b, a), -1)) * 0.5**0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        y = self.norm(x, 0)
+        q, k, v = (f(y).view(batch, length, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).reshape(batch, length, width))
+        y = self.norm(x, 1)
+        out: torch.Tensor = x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+def layer(rounds: int, times: int = 10) -> dict[str, Any]:
+    """One pair of contexts for each time the layer runs, as in a model; what they cost is counted."""
+    torch.manual_seed(0)
+    block, x = LlamaLayer(), torch.randn(1, 4, 16, requires_grad=True)
+    runs: dict[str, Callable[[], Any]] = {"plain": lambda: repeat(lambda: twice(lambda: block(x)), times)}
+    for name, contexts in WAYS.items():
+        runs[name] = lambda c=contexts: repeat(lambda: within(c, NAMED, lambda: block(x)), times)
+    found = rounds_of(runs, rounds)
+    us = {name: typical(found, lambda t, name=name: t[name] - t["plain"]) / times * 1e6 for name in WAYS}
+    return {"what": "Llama layer, matrix products and attention saved", **us, "asked": 1 / 6}
+
+
+# ---- a region of one node ----
+
+
+class NoOp(torch.autograd.Function):
+    """What any Function costs that is written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (_,) = ctx.saved_tensors
+        return grads[0]
+
+
+class Nested(torch.autograd.Function):
+    """The least that a reentrant checkpoint can be: no random state, no autocast, no check of anything."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        out: torch.Tensor = function(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        torch.autograd.backward(out, grads[0])
+        return None, x.grad
+
+
+REGIONS: dict[str, Callable[[], torch.nn.Module]] = {
+    "Linear, ReLU": lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()),
+    "Llama layer": LlamaLayer,
+}
+ONE_NODE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "torch, reentrant": lambda f, h: torch_checkpoint(f, h, use_reentrant=True),
+    "SelectiveRecompute": lambda f, h: gradckpt.SelectiveRecompute.apply(f, None, h),
+    "floor: bare Function, nested backward": Nested.apply,
+}
+
+
+def chain(
+    layers: list[torch.nn.Module], call: Callable[[Any, torch.Tensor], torch.Tensor], shape: Any, backward: bool = True
+) -> None:
+    h = torch.randn(shape, requires_grad=True) * 1
+    for each in layers:
+        h = call(each, h)
+    if backward:
+        h.sum().backward()
+
+
+def no_grad_forward(layers: list[torch.nn.Module], shape: Any) -> None:
+    with torch.no_grad():
+        h = torch.randn(shape)
+        for each in layers:
+            h = each(h)
+
+
+def plain(function: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    return function(h)
+
+
+def engine_in_engine(function: Any, h: torch.Tensor) -> torch.Tensor:
+    """The plain region, and in its backward one run of the autograd engine over nothing."""
+    out: torch.Tensor = function(h)
+    leaf = torch.zeros((), requires_grad=True)
+    grad = torch.ones(())
+
+    def hook(grads: Any) -> None:
+        run = torch.autograd.Variable._execution_engine.run_backward
+        run((leaf,), (grad,), False, False, (leaf,), True, False)
+
+    out.grad_fn.register_prehook(hook)
+    return out
+
+
+def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
+    """Microseconds per region of forward and backward, less a forward without grad, the region's own backward, and the
+    recompute: where it runs, inside a backward ("in place"), or as one more forward by itself ("plain")."""
+    rows = []
+    for case, make in REGIONS.items():
+        torch.manual_seed(0)
+        layers = [make() for _ in range(depth)]
+        shape = (1, 4, 16) if case == "Llama layer" else (4, 8)
+        calls = {
+            "plain": plain,
+            "hook": with_hook(plain, False),
+            "again": with_hook(plain, True),
+            "no-op": lambda f, h: NoOp.apply(f(h)),
+            "engine": engine_in_engine,
+            **ONE_NODE,
+        }
+        runs: dict[str, Callable[[], Any]] = {
+            name: functools.partial(chain, layers, call, shape) for name, call in calls.items()
+        }
+        runs["no grad"] = functools.partial(no_grad_forward, layers, shape)
+        runs["forward"] = functools.partial(chain, layers, plain, shape, False)
+        found = rounds_of(runs, rounds)
+
+        def in_place(t: dict[str, float], name: str) -> float:
+            return t[name] - t["no grad"] - (t["plain"] - t["forward"]) - (t["again"] - t["hook"])
+
+        row: dict[str, Any] = {"region": case, "asked": 1 / 3}
+        for name in ONE_NODE:
+            over = typical(found, lambda t, name=name: in_place(t, name))
+            once_more = typical(found, lambda t, name=name: t[name] - t["plain"] - t["no grad"])
+            row[name] = {"in place": over / depth * 1e6, "plain": once_more / depth * 1e6}
+        parts = {
+            "a no-op Function alone": ("no-op", "plain"),
+            "a run of the engine in a backward alone": ("engine", "hook"),
+        }
+        for name, (way, without) in parts.items():
+            us = typical(found, lambda t, way=way, without=without: t[way] - t[without]) / depth * 1e6
+            row[name] = {"in place": us, "plain": us}
+        rows.append(row)
+    return rows

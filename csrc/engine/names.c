@@ -1,0 +1,92 @@
+/* names.c: heap type Names: operators, and what is done with their outputs. */
+#include "options.h"
+#include "store.h"
+
+#include <stdlib.h>
+
+static int names_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    gck_names *self = (gck_names *)op;
+
+    Py_VISIT(Py_TYPE(op));
+    for (int i = 0; i < self->n; i++) {
+        Py_VISIT(self->named[i].op);
+    }
+    Py_VISIT(self->wanted);
+    return 0;
+}
+
+static void names_dealloc(PyObject *op)
+{
+    gck_names *self = (gck_names *)op;
+    PyTypeObject *type = Py_TYPE(op);
+
+    PyObject_GC_UnTrack(op);
+    for (int i = 0; i < self->n; i++) {
+        Py_XDECREF(self->named[i].op);
+    }
+    Py_XDECREF(self->wanted);
+    free(self->named);
+    PyObject_GC_Del(op);
+    Py_DECREF(type);
+}
+
+static PyType_Slot names_slots[] = {
+    {Py_tp_dealloc, names_dealloc},
+    {Py_tp_traverse, names_traverse},
+    {Py_tp_doc, "Operators, and what is done with their outputs."},
+    {0, NULL},
+};
+
+PyType_Spec gck_names_spec = {
+    .name = "gradckpt._C.Names",
+    .basicsize = sizeof(gck_names),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = names_slots,
+};
+
+static int read_row(gck_state *state, PyObject *row, gck_named *named)
+{
+    PyObject *op, *compress;
+    int keep;
+
+    if (!PyArg_ParseTuple(row, "OiOiii", &op, &keep, &compress, &named->every, &named->phase, &named->group)
+        || gck_options_plan(state, compress, &named->plan) < 0) {
+        return -1;
+    }
+    named->op = Py_NewRef(op);
+    named->keep = (gck_keep)keep;
+    return 0;
+}
+
+PyObject *gck_make_names(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    PyObject *rows, *wanted;
+    gck_names *self;
+    int status = 0;
+
+    if (!PyArg_ParseTuple(args, "OO!:make_names", &rows, &PyFrozenSet_Type, &wanted)
+        || (rows != Py_None && !PyTuple_Check(rows))
+        || (self = PyObject_GC_New(gck_names, state->Names)) == NULL) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "make_names takes a tuple of rows or None, not %R", rows);
+    }
+    const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Size(rows);
+    self->n = self->ngroups = 0;
+    self->wanted = Py_NewRef(wanted);
+    self->asks = rows == Py_None;
+    if ((self->named = calloc((size_t)n + 1, sizeof *self->named)) == NULL) {
+        PyErr_NoMemory();
+        status = -1;
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        gck_named *named = &self->named[self->n++];
+        status = read_row(state, PyTuple_GetItem(rows, i), named);
+        self->ngroups = named->group >= self->ngroups ? named->group + 1 : self->ngroups;
+    }
+    PyObject_GC_Track((PyObject *)self);
+    if (status < 0) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}

@@ -1,0 +1,21 @@
+/* parameters.h: the module behind a function, and its parameters. */
+#ifndef GRADCKPT_PARAMETERS_H
+#define GRADCKPT_PARAMETERS_H
+
+#include "state.h"
+
+/* Borrowed: the module whose code the function is: itself, of a bound method, of a partial.
+ * NULL without an exception: it is another callable. */
+PyObject *gck_module_behind(const gck_py *py, PyObject *function);
+
+/* New reference: list of its parameters that require grad, each once, in the order of
+ * Module.parameters(); empty for NULL. */
+PyObject *gck_parameters_of(const gck_py *py, PyObject *module);
+
+/* Facts about modules that hold until one gets another child (gck_forget_modules): in a
+ * dict id -> weak reference, which tells a dead module from a new one at its address. */
+int gck_module_known(PyObject *known, PyObject *function);                       /* 1 or 0 */
+/* Does nothing for what is no module.  0, or -1 with an exception. */
+int gck_module_remember(const gck_state *state, PyObject *known, PyObject *function);
+
+#endif

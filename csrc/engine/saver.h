@@ -1,0 +1,18 @@
+/* saver.h: saved-tensor hooks that keep what autograd saves as payloads. */
+#ifndef GRADCKPT_SAVER_H
+#define GRADCKPT_SAVER_H
+
+#include "state.h"
+
+extern PyType_Spec gck_saver_spec;
+
+/* saved_push(compress): the hooks become the innermost of this thread. */
+PyObject *gck_saver_push(PyObject *module, PyObject *compress);
+
+/* saved_pop(): the innermost ones come off. */
+PyObject *gck_saver_pop(PyObject *module, PyObject *unused);
+
+/* saved_call(compress, function, args, kwargs): push, call, pop. */
+PyObject *gck_saver_call(PyObject *module, PyObject *args);
+
+#endif

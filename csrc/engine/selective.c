@@ -1,0 +1,369 @@
+/* selective.c: operators caught while a region runs.
+ *
+ * Named operators are caught on a dispatch key that torch does not use, below autograd and
+ * below the key of dispatch modes: operators without a name cost nothing.  Where a mode
+ * of somebody else is active it would see what we replay as if it ran, so one of ours is
+ * put on top of it (mode.c), as for policies that are functions and must see everything. */
+#include "selective.h"
+
+#include <stdlib.h>
+
+/* ---- who catches in this thread ---- */
+
+static gck_active *next_here(gck_active *a, unsigned long thread)
+{
+    while (a != NULL && (a->thread != thread || a->busy)) {
+        a = a->outer;
+    }
+    return a;
+}
+
+/* Switches the key for this thread; an exception that is pending survives.  0 or -1. */
+static int set_key(const gck_py *py, int on)
+{
+    PyObject *type, *value, *traceback, *result;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    result = PyObject_CallFunctionObjArgs(py->set_included, py->key, on ? Py_True : Py_False, NULL);
+    Py_XDECREF(result);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+        return -1;
+    }
+    return result == NULL ? -1 : 0;
+}
+
+int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay)
+{
+    /* Counted here, not in the store: two threads may recompute one region at once. */
+    int64_t *next = replay ? calloc((size_t)store->names->n + 1, sizeof *next) : NULL;
+
+    if (replay && next == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *active = (gck_active){
+        .store = (gck_store *)Py_NewRef((PyObject *)store),
+        .replay = replay,
+        .thread = PyThread_get_thread_ident(),
+        .next = next,
+        .outer = state->active,
+    };
+    state->active = active;
+    if (set_key(&state->py, 1) < 0) {
+        gck_selective_end(state, active);
+        return -1;
+    }
+    return 0;
+}
+
+void gck_selective_end(gck_state *state, gck_active *active)
+{
+    gck_active **link = &state->active;
+
+    while (*link != NULL && *link != active) {
+        link = &(*link)->outer;
+    }
+    if (*link == active) {
+        *link = active->outer;
+    }
+    if (next_here(state->active, active->thread) == NULL) {
+        set_key(&state->py, 0);
+    }
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    free(active->next);
+    active->next = NULL;
+    Py_CLEAR(active->store);
+    PyErr_Restore(type, value, traceback);
+}
+
+gck_active *gck_active_of(gck_state *state, const PyObject *context)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    gck_active *a = state->active;
+
+    while (a != NULL && (a->thread != thread || a->context != context)) {
+        a = a->outer;
+    }
+    return a;
+}
+
+/* ---- named operators ---- */
+
+/* A cast to a floating dtype and nothing else is nobody's, and operators make one of every number they are given
+ * (which arrives as that number): done in half the time that the operator itself takes from here.  NULL without
+ * an exception: it is more than that. */
+static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    PyObject *x = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
+    PyObject *dtype, *all, *to, *options, *out = NULL;
+
+    if (op != py->cast || kwargs == NULL || PyDict_Size(kwargs) != 1 || x == NULL
+        || (dtype = PyDict_GetItem(kwargs, py->names.dtype)) == NULL
+        || (dtype != py->float32 && dtype != py->bfloat16 && dtype != py->float16)) {
+        return NULL;
+    }
+    if (PyFloat_Check(x)) {
+        options = Py_BuildValue("{OOsO}", py->names.dtype, dtype, "device", py->cpu);
+        out = options != NULL ? PyObject_Call(py->scalar_tensor, args, options) : NULL;
+        Py_XDECREF(options);
+    } else if ((PyObject *)Py_TYPE(x) == py->Tensor) {
+        to = PyObject_GetAttr(x, py->names.to);
+        all = to != NULL ? PyTuple_Pack(3, dtype, Py_False, Py_True) : NULL;   /* non_blocking, copy */
+        out = all != NULL ? PyObject_Call(to, all, NULL) : NULL;
+        Py_XDECREF(to);
+        Py_XDECREF(all);
+    }
+    return out;
+}
+
+/* The operator itself, below us: seen by those around `hit` only (NULL: by nobody). */
+static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thread, PyObject *op, PyObject *call,
+                            PyObject *args, PyObject *kwargs)
+{
+    PyObject *out;
+    gck_active *a;
+
+    for (a = state->active; a != NULL; a = a->outer) {
+        a->busy += a->thread == thread;
+        if (a == hit) {
+            break;
+        }
+    }
+    const int alone = next_here(state->active, thread) == NULL;
+    out = alone && set_key(&state->py, 0) < 0 ? NULL : alone && hit == NULL ? plain_cast(&state->py, op, args, kwargs) : NULL;
+    if (out == NULL && !PyErr_Occurred()) {
+        out = PyObject_Call(call, args, kwargs);
+    }
+    for (a = state->active; a != NULL; a = a->outer) {
+        a->busy -= a->thread == thread && a->busy > 0;
+        if (a == hit) {
+            break;
+        }
+    }
+    if (alone && set_key(&state->py, 1) < 0) {
+        Py_CLEAR(out);
+    }
+    return out;
+}
+
+/* Operators that we call to keep an output (detach, clone, empty) are nobody's. */
+static void hide(gck_state *state, unsigned long thread, int by)
+{
+    for (gck_active *a = state->active; a != NULL; a = a->outer) {
+        a->busy += a->thread == thread ? by : 0;
+    }
+}
+
+/* Are the outputs of the next call to be kept? */
+static int wanted(gck_store *store, const gck_named *named)
+{
+    const int64_t call = store->counters[named->group]++;
+
+    return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
+}
+
+int gck_record_call(gck_store *store, int i, PyObject *out)
+{
+    const gck_named *named = &store->names->named[i];
+    gck_line *line = &store->lines[i];
+    PyObject *index;
+    int status;
+
+    if (line->calls == NULL
+        && ((line->calls = PyDict_New()) == NULL || PyDict_SetItem(store->storage, named->op, line->calls) < 0)) {
+        return -1;
+    }
+    if ((index = PyLong_FromLongLong(line->next++)) == NULL) {
+        return -1;
+    }
+    status = !wanted(store, named) ? gck_store_skip(store, line->calls, index)
+           : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
+           : named->keep == GCK_NAMED ? gck_store_candidate(store, i, index, out)
+                                      : gck_store_decide(store, line->calls, index, out);
+    Py_DECREF(index);
+    return status;
+}
+
+PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again)
+{
+    const gck_named *named = &store->names->named[i];
+    gck_line *line = &store->lines[i];
+    PyObject *index = PyLong_FromLongLong(number);
+    PyObject *out = index != NULL ? gck_store_replay(store, named->op, line->calls, index, again) : NULL;
+
+    Py_XDECREF(index);
+    return out;
+}
+
+/* A fake tensor, also in a list, when its mode has stepped aside to compute a shape. */
+static int fake_among(const gck_py *py, PyObject *args)
+{
+    const Py_ssize_t n = PyTuple_Check(args) || PyList_Check(args) ? PySequence_Size(args) : 0;
+    int found = (PyObject *)Py_TYPE(args) == py->FakeTensor;
+
+    for (Py_ssize_t i = 0; !found && i < n; i++) {
+        found = fake_among(py, PyTuple_Check(args) ? PyTuple_GetItem(args, i) : PyList_GetItem(args, i));
+    }
+    return found;
+}
+
+/* Does this thread compile something? */
+static int compiling(const gck_py *py)
+{
+    PyObject *context = PyObject_GetAttrString(py->guards, "tracing_context");
+    const int truth = context != NULL && context != Py_None;
+
+    PyErr_Clear();                               /* no such attribute: it never did */
+    Py_XDECREF(context);
+    return truth;
+}
+
+/* The kernel of a named operator; self is (module, operator, what calls it). */
+static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    gck_state *state = gck_state_of(PyTuple_GetItem(self, 0));
+    PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
+    const unsigned long thread = PyThread_get_thread_ident();
+    gck_active *hit = next_here(state->active, thread);
+    int i = -1, again = 0;
+
+    while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
+        hit = next_here(hit->outer, thread);
+    }
+    const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1 : gck_tracing(&state->py);
+    if (tracing < 0) {
+        return NULL;
+    }
+    if (hit == NULL || tracing) {                /* a block is compiled inside the region: that is no call */
+        return call_below(state, NULL, thread, op, call, args, kwargs);
+    }
+    gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
+    if (hit->replay) {
+        const int64_t number = hit->next[i]++;
+        hide(state, thread, 1);
+        out = gck_replay_call(store, i, number, &again);
+        hide(state, thread, -1);
+        if (again) {
+            out = call_below(state, hit, thread, op, call, args, kwargs);
+        }
+    } else {
+        out = call_below(state, hit, thread, op, call, args, kwargs);
+        hide(state, thread, 1);
+        if (out != NULL && gck_record_call(store, i, out) < 0) {
+            Py_CLEAR(out);
+        }
+        hide(state, thread, -1);
+    }
+    Py_DECREF((PyObject *)store);
+    return out;
+}
+
+static PyMethodDef caught_def = {"caught", (PyCFunction)(void (*)(void))caught, METH_VARARGS | METH_KEYWORDS, NULL};
+
+PyObject *gck_catcher(PyObject *module, PyObject *op)
+{
+    PyObject *call = PyObject_GetAttrString(op, "_op");
+    PyObject *self = call != NULL ? PyTuple_Pack(3, module, op, call) : NULL;
+    PyObject *function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
+
+    Py_XDECREF(call);
+    Py_XDECREF(self);
+    return function;
+}
+
+/* gradckpt._C.selective_name(x, name, stores): in regions that catch by key, and in these, of modes. */
+PyObject *gck_selective_name(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    const unsigned long thread = PyThread_get_thread_ident();
+    PyObject *x, *name, *stores;
+
+    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &stores)) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(stores); i++) {
+        PyObject *store = PyList_GetItem(stores, i);
+        if (Py_TYPE(store) == state->Store && gck_store_name((gck_store *)store, x, name) < 0) {
+            return NULL;
+        }
+    }
+    for (gck_active *a = next_here(state->active, thread); a != NULL; a = next_here(a->outer, thread)) {
+        if (!a->replay && gck_store_name(a->store, x, name) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- around a region ---- */
+
+int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay)
+{
+    int modes;
+    PyObject *entered;
+
+    c->mode = NULL;
+    c->by_key = 0;
+    if (store == NULL || (modes = gck_ask(state->py.dispatch_stack_len)) < 0) {
+        return store == NULL ? 0 : -1;
+    }
+    if (policy_fn == NULL && !modes && state->py.key != NULL) {
+        c->by_key = gck_selective_begin(state, &c->active, store, replay) == 0;
+        return c->by_key ? 0 : -1;
+    }
+    c->mode = PyObject_CallMethod(state->py.shim, "selective_mode", "OOi", (PyObject *)store,
+                                  policy_fn != NULL ? policy_fn : Py_None, replay);
+    entered = c->mode != NULL ? PyObject_CallMethod(c->mode, "__enter__", NULL) : NULL;
+    if (entered == NULL) {
+        Py_CLEAR(c->mode);
+        return -1;
+    }
+    Py_DECREF(entered);
+    return 0;
+}
+
+/* An exception that is pending survives. */
+int gck_catch_end(gck_state *state, gck_catch *c)
+{
+    PyObject *type, *value, *traceback, *left;
+
+    if (c->by_key) {
+        gck_store *store = c->active.replay || PyErr_Occurred() ? NULL
+                         : (gck_store *)Py_NewRef((PyObject *)c->active.store);
+        gck_selective_end(state, &c->active);
+        const int status = store != NULL ? gck_store_finish(store) : 0;
+        Py_XDECREF((PyObject *)store);
+        return status;
+    }
+    if (c->mode == NULL) {
+        return 0;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    left = PyObject_CallMethod(c->mode, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_XDECREF(left);
+    Py_CLEAR(c->mode);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+    return left == NULL ? -1 : 0;
+}
+
+gck_store *gck_decisions(gck_state *state, int casts)
+{
+    PyObject **names = &state->decisions[casts != 0];
+
+    if (*names == NULL) {
+        *names = PyObject_CallMethod(state->py.shim, "decision_names", "i", casts != 0);
+    }
+    return *names == NULL ? NULL : gck_store_new(state, (gck_names *)*names, 0, 1);
+}
+
+PyObject *gck_selective_key(PyObject *module, PyObject *unused)
+{
+    const gck_py *py = &gck_state_of(module)->py;
+
+    (void)unused;
+    return Py_NewRef(py->key != NULL ? py->key : Py_None);
+}

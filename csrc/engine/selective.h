@@ -1,0 +1,52 @@
+/* selective.h: operators caught while a region runs, to keep their outputs or to replay them. */
+#ifndef GRADCKPT_SELECTIVE_H
+#define GRADCKPT_SELECTIVE_H
+
+#include "store.h"
+
+/* One store at work in one thread.  On the C stack of the region, or in the heap for
+ * contexts that Python enters. */
+typedef struct gck_active {
+    gck_store         *store;        /* owned                                            */
+    int                replay;
+    unsigned long      thread;
+    int                busy;         /* its operator runs: nothing below is seen         */
+    PyObject          *context;      /* that Python has entered, borrowed; else NULL     */
+    int64_t           *next;         /* replay: the next call of each name; malloc       */
+    struct gck_active *outer;        /* in the state's list: inner ones first            */
+} gck_active;
+
+/* Catch the named operators in this thread until the end.  0 or -1. */
+int  gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay);
+void gck_selective_end(gck_state *state, gck_active *active);
+
+/* The same, by a mode of ours where modes of others watch, or where the policy is a function.
+ * store NULL: nothing is caught.  0 or -1. */
+typedef struct {
+    gck_active active;
+    int        by_key;
+    PyObject  *mode;
+} gck_catch;
+int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay);
+int gck_catch_end(gck_state *state, gck_catch *c);
+
+/* New reference: an empty store for what operators decide.  NULL with an exception. */
+gck_store *gck_decisions(gck_state *state, int casts);
+
+/* One call of the store's operator i: keep of its outputs what the policy wants; or give
+ * those of call `number` back, new reference, NULL with *again = 1: run it. */
+int       gck_record_call(gck_store *store, int i, PyObject *out);
+PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again);
+
+/* Borrowed: what this thread has entered with that context; NULL: nothing. */
+gck_active *gck_active_of(gck_state *state, const PyObject *context);
+
+/* For Python: catcher(op), selective_key(). */
+PyObject *gck_catcher(PyObject *module, PyObject *op);
+PyObject *gck_selective_key(PyObject *module, PyObject *unused);
+PyObject *gck_selective_name(PyObject *module, PyObject *args);
+
+/* mode.c: add_dispatch(class, class). */
+PyObject *gck_add_dispatch(PyObject *module, PyObject *args);
+
+#endif

@@ -1,0 +1,92 @@
+/* store.h: outputs of operators kept between the forward of a region and its recompute. */
+#ifndef GRADCKPT_STORE_H
+#define GRADCKPT_STORE_H
+
+#include "payload.h"
+
+/* What a policy says of an operator's outputs. */
+typedef enum {
+    GCK_RECOMPUTE,           /* run it again                                                 */
+    GCK_SAVE,                /* keep its outputs: as they are, or by the plan's codec        */
+    GCK_DECIDE,              /* keep a copy: nobody who changes them in place is refused     */
+    GCK_DECIDE_CAST,         /* the same, of casts from floating to anything else; other casts
+                                are not even counted: autocast's cache changes their number  */
+    GCK_NAMED,               /* keep them if gradckpt.name() gives them a name that is wanted */
+} gck_keep;
+
+/* One named operator. */
+typedef struct {
+    PyObject *op;            /* OpOverload, owned                                            */
+    gck_keep  keep;
+    gck_plan  plan;          /* GCK_SAVE: codec NULL keeps exactly                           */
+    int       every, phase;  /* of the calls of its group, those with index % every == phase */
+    int       group;         /* index into the store's counters                              */
+} gck_named;
+
+/* Type gradckpt._C.Names: which operators, made once for all regions that keep alike. */
+typedef struct {
+    PyObject_HEAD
+    int        n, ngroups;
+    int        asks;         /* no names: a function is asked                                */
+    gck_named *named;        /* n; malloc                                                    */
+    PyObject  *wanted;       /* frozenset of names, for GCK_NAMED; owned                     */
+} gck_names;
+
+/* The calls of one named operator in one region. */
+typedef struct {
+    PyObject *calls;         /* dict: call -> what is kept; owned, NULL before the first     */
+    int64_t   next;          /* call of the forward, or of a recompute under a mode          */
+} gck_line;
+
+/* Type gradckpt._C.Store: what one region keeps. */
+typedef struct {
+    PyObject_HEAD
+    gck_state *state;        /* borrowed: the type keeps the module alive                    */
+    PyObject  *storage;      /* defaultdict: operator -> calls; torch's modes write into it, too */
+    int        mutation;     /* entries may have been changed in place                       */
+    int        reusable;     /* a call may be replayed more than once                        */
+    gck_names *names;        /* owned                                                        */
+    gck_line  *lines;        /* one per name; malloc                                         */
+    int64_t   *counters;     /* one per group: calls in this forward; malloc                 */
+    PyObject  *candidates;   /* list of (what the shim needs to find it, line, call), in the forward; or NULL */
+    int        met;          /* names that were wanted and given                             */
+} gck_store;
+
+extern PyType_Spec gck_names_spec, gck_store_spec, gck_kept_spec;
+
+/* Index of op among the names, or -1: not there, or not such a call. */
+int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs);
+
+/* New reference. */
+gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int reusable);
+
+/* The outputs of a call into calls[index]: a tensor as a detached alias or a payload (of
+ * several return values the first only), anything else as it is.  0 or -1. */
+int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan);
+/* The same as copies; bool as bits. */
+int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, PyObject *out);
+int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index);
+
+/* New reference: the outputs of that call; NULL with *again = 1 and no exception: to be
+ * recomputed. */
+PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyObject *index, int *again);
+
+/* An output that may get a name later in the forward.  0 or -1. */
+int gck_store_candidate(gck_store *store, int line, PyObject *index, PyObject *out);
+
+/* x got a name; the call that made it is kept if the name is wanted here.  0 or -1. */
+int gck_store_name(gck_store *store, PyObject *x, PyObject *name);
+
+/* The forward is over.  0, or -1 with what a warning raised. */
+int gck_store_finish(gck_store *store);
+
+/* The calls of a recompute under a mode are counted from 0. */
+void gck_store_rewind(gck_store *store);
+
+/* gradckpt._C.make_names(rows, wanted): a row is (op, keep, what compress= takes, every, phase, group);
+ * None: a function will say.
+ * gradckpt._C.make_store(names, mutation, reusable). */
+PyObject *gck_make_names(PyObject *module, PyObject *args);
+PyObject *gck_make_store(PyObject *module, PyObject *args);
+
+#endif

@@ -1,0 +1,476 @@
+"""Checkpointing of chosen modules of any model: :func:`apply`, and the :class:`Handle` that undoes it.
+
+A chosen module gets a :class:`Region` in the place of its ``forward``, on that one instance; no class is changed.
+
+Rules:
+    1. A failed ``apply`` leaves the model as it was: everything is checked before the first module is touched.
+    2. A region refers to its module weakly, and strongly only inside a pickle or a deep copy.
+    3. Copies, pickles and DataParallel's replicas have regions of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Union
+
+import torch
+from torch.nn import Module
+
+import gradckpt
+from gradckpt.config import Compress, CompressionConfig, parse_compress
+from gradckpt.decorator import Decorated
+from gradckpt.kinds import Tree
+from gradckpt.policies import contexts_of
+from gradckpt.selectors import Selector, describe, select
+
+__all__ = ["Handle", "Region", "apply", "unapply"]
+
+#: A module's own method that DataParallel calls; it needs a replica's region bound to the replica.
+_REPLICATE = "_replicate_for_data_parallel"
+
+_FLAGS = ("preserve_rng_state", "early_stop", "debug")
+_CHOICES = {"determinism_check": ("default", "none"), "buffers": ("once", "torch")}
+_OPTIONS = ("compress", "context_fn", "policy", *_FLAGS, *_CHOICES)
+_CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
+
+#: Keywords that gradckpt.checkpoint would take for its own.
+_TAKEN = frozenset({*_OPTIONS, "function", "use_reentrant"})
+
+#: The keywords of gradckpt.checkpoint for one module.
+Settings = dict[str, Any]
+
+#: What a rule says: a codec and the like, a dict of keywords of gradckpt.checkpoint, or "skip".
+Value = Union[Compress, Mapping[str, Any]]
+
+Rules = Union[Mapping[Any, Value], Selector, list[Any]]
+
+
+def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any) -> Handle:
+    """Checkpoints the modules that ``rules`` choose: in training, with grad enabled, each call of such a module's
+    ``forward`` is one region of :func:`gradckpt.checkpoint`.
+
+    Args:
+        model: Any module; the rules see it and everything inside.
+        rules: A mapping from a selector to how its modules are checkpointed; or one selector, or a list of them. A
+            module takes the first rule of the mapping that matches it, so narrow rules come first.
+
+            A selector: a module class or a tuple of them; a pattern for the whole dotted name, ``"*.layers.*.mlp"``
+            (fnmatch; ``*`` also matches dots) or a compiled regular expression (fullmatch); a kind, ``"layer"``,
+            ``"attention"``, ``"mlp"``, ``"moe"`` or ``"norm"``; a word of Megatron's ``recompute_modules``; a module;
+            a function of (name, module); :func:`gradckpt.every`, :func:`gradckpt.m_of_n`.
+
+            How: ``None`` or ``False`` (torch's checkpointing), ``True``, a codec's name, a
+            :class:`gradckpt.CompressionConfig` or its dict; a dict of ``compress``, ``policy``
+            (see :mod:`gradckpt.policies`) or ``context_fn``, ``preserve_rng_state``, ``early_stop``,
+            ``determinism_check``, ``debug`` and ``buffers``; or ``"skip"``: a wider rule further
+            on does not get these modules (those inside them it does).
+        nested: Let chosen modules lie inside each other. The inner ones then run once more in each recompute of the
+            outer.
+        **defaults: The same keywords, for every rule that does not say otherwise.
+
+    Returns:
+        A :class:`Handle`, whose ``remove()`` undoes all of it. It may be dropped; :func:`unapply` does the same.
+
+    Raises:
+        ValueError: a selector that matches nothing, or nothing that an earlier rule has not taken; a module that is
+            chosen inside another, has no forward, is checkpointed already, or has two names with different settings;
+            an unknown option or codec. The message says what to do instead.
+        TypeError: not a module; a selector or an option of another type.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"gradckpt: apply() takes a torch.nn.Module, not {type(model).__name__}")
+    pairs = _parse_rules(rules, _parse_options(defaults, {}))
+    tree = Tree(model)
+    _check_fresh(tree)
+    modules = dict(tree.names)
+    settings = _resolve(pairs, tree)
+    _check_modules(settings, modules)
+    _check_nesting(settings, tree, nested)
+
+    regions: dict[str, Region] = {}
+    for name, chosen in settings.items():
+        regions[name] = Region(modules[name], chosen)
+        regions[name].install()
+    return Handle(type(model).__name__, regions)
+
+
+def unapply(model: Module) -> None:
+    """Undoes :func:`apply` where there is no handle: in a copy, or a model that was unpickled.
+
+    Raises:
+        ValueError: no module of it is checkpointed by :func:`apply`.
+    """
+    regions = [region for module in model.modules() if (region := _region_of(module)) is not None]
+    if not regions:
+        raise ValueError(f"gradckpt: no module of this {type(model).__name__} is checkpointed by gradckpt.apply")
+    for region in regions:
+        region.remove()
+
+
+class Handle:
+    """What :func:`apply` returns: ``remove()`` it, or use it in a ``with`` statement. Keeps no model alive."""
+
+    def __init__(self, name: str, regions: dict[str, Region]) -> None:
+        self._name = name
+        self._regions = regions
+
+    @property
+    def modules(self) -> dict[str, Settings]:
+        """The names of the checkpointed modules, in the model's order, and the keywords that
+        :func:`gradckpt.checkpoint` gets for each. A module with several names is under its first. Empty once removed.
+        """
+        return {name: dict(region.settings) for name, region in self._regions.items() if region.active}
+
+    def remove(self) -> None:
+        """Puts every module's forward back. Again, or after the model died: does nothing."""
+        for region in self._regions.values():
+            region.remove()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        active = {name: region for name, region in self._regions.items() if region.active}
+        if not active:
+            return f"<gradckpt apply: removed from {self._name}>"
+        rows: dict[tuple[str, str, str], int] = {}
+        for name, region in active.items():
+            row = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(itself)", region.kind, _summary(region.settings))
+            rows[row] = rows.get(row, 0) + 1
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [
+            f"  {name:{widths[0]}}  {count:4} x {kind:{widths[1]}}  {how}" for (name, kind, how), count in rows.items()
+        ]
+        return "\n".join([f"<gradckpt apply: {len(active)} modules of {self._name}", *lines]) + ">"
+
+
+def _summary(settings: Settings) -> str:
+    config = settings["compress"]
+    changed = []
+    if config is not None:
+        default = CompressionConfig(config.codec)
+        changed = [f"{key}={value!r}" for key, value in vars(config).items() if value != getattr(default, key)]
+    changed += [f"{key}={describe(value)}" for key, value in settings.items() if key != "compress"]
+    return ", ".join(["uncompressed" if config is None else config.codec, *changed])
+
+
+# ---- the wrapper ----
+
+
+class Region:
+    """Stands for ``module.forward`` on one instance."""
+
+    def __init__(self, module: Module, settings: Settings) -> None:
+        self._module: Callable[[], Any] = weakref.ref(module)
+        self.settings = settings
+        self.kind = type(module).__name__
+        self.own: Any = None  # what stood for forward on the instance before; None: the class's method does
+        self.active = False
+
+    def install(self) -> None:
+        attributes = vars(self.module)
+        self.own = attributes.get("forward")
+        self.active = True
+        attributes["forward"] = self
+        attributes[_REPLICATE] = self.replicate
+
+    def remove(self) -> None:
+        """Where something else has taken our place since, it may still call us, and we do nothing then."""
+        module = self._module()
+        if not self.active or module is None:
+            self.active = False
+            return
+        self.active = False
+        attributes = vars(module)
+        if attributes.get("forward") is self:
+            if self.own is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = self.own
+        if getattr(attributes.get(_REPLICATE), "__self__", None) is self:
+            del attributes[_REPLICATE]
+
+    @property
+    def module(self) -> Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError(f"gradckpt: the {self.kind} of this checkpointed forward is gone")
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, which inspect.signature() reads."""
+        module = self.module
+        return type(module).forward.__get__(module) if self.own is None else self.own  # type: ignore[no-any-return]
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        forward = type(module).forward.__get__(module) if self.own is None else self.own
+        if not (self.active and module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        if self.own is None and torch.compiler.is_compiling():
+            # Handed over at a graph break, a method is looked up by its name, under which the module has us.
+            forward = functools.partial(type(module).forward, module)
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if not isinstance(value, _NO_CACHE) and _is_cache(value):
+                forward = _WithCaches(forward)
+                args = tuple(_Cache.hold(value) for value in args)
+                kwargs = {key: _Cache.hold(value) for key, value in kwargs.items()}
+                break
+        if kwargs and not _TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
+            forward = functools.partial(forward, **{key: kwargs.pop(key) for key in _TAKEN & kwargs.keys()})
+        return gradckpt.checkpoint(forward, *args, **self.settings, **kwargs)
+
+    def replicate(self) -> Module:
+        """DataParallel: a replica's attributes are those of the original, and so would be its forward."""
+        module = self.module
+        replica: Module = getattr(type(module), _REPLICATE).__get__(module)()
+        if vars(replica).get("forward") is self:
+            region = copy.copy(self)
+            region._module = weakref.ref(replica)
+            vars(replica)["forward"] = region
+            vars(replica)[_REPLICATE] = region.replicate
+        return replica
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        module = state["_module"]
+        self._module = weakref.ref(module) if module is not None else _nothing
+
+    def __repr__(self) -> str:
+        return f"<checkpointed forward of {self.kind}: {_summary(self.settings)}>"
+
+
+def _nothing() -> None:
+    """The weak reference of a region that was pickled after its module died."""
+
+
+def _region_of(module: Module) -> Region | None:
+    region = vars(module).get("forward")
+    return region if isinstance(region, Region) else None
+
+
+# ---- caches of keys and values ----
+
+
+#: What most arguments are; looked at first, for speed.
+_NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
+
+
+def _is_cache(value: Any) -> bool:
+    """One of transformers' caches, which the forward writes to."""
+    kind = type(value)
+    return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
+
+
+def _snapshot(value: Any) -> Any:
+    """A copy down to the tensors, which it shares: an update replaces them."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_snapshot, value))
+    if type(value) is dict:
+        return {key: _snapshot(item) for key, item in value.items()}
+    if type(value).__module__.startswith("transformers.cache_utils") or _is_cache(value):
+        twin = copy.copy(value)
+        vars(twin).update({key: _snapshot(item) for key, item in vars(value).items()})
+        return twin
+    return value
+
+
+class _Cache:
+    """Among a region's arguments in the place of a cache: the cache itself for the forward; what it was before the
+    forward for each recompute, which would otherwise append its keys a second time."""
+
+    __slots__ = ("before", "live")
+
+    def __init__(self, cache: Any) -> None:
+        self.live = cache
+        self.before = _snapshot(cache)
+
+    def take(self) -> Any:
+        live, self.live = self.live, None  # or it would hold the keys of all layers until the backward
+        return live if live is not None else _snapshot(self.before)
+
+    @staticmethod
+    def hold(value: Any) -> Any:
+        return _Cache(value) if _is_cache(value) else value
+
+    @staticmethod
+    def release(value: Any) -> Any:
+        return value.take() if isinstance(value, _Cache) else value
+
+
+class _WithCaches:
+    """A forward that is given :class:`_Cache` for caches."""
+
+    __slots__ = ("forward",)
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        given = {key: _Cache.release(value) for key, value in kwargs.items()}
+        return self.forward(*map(_Cache.release, args), **given)
+
+    @property
+    def __gradckpt_functions__(self) -> tuple[Any, ...]:
+        """For gradckpt.buffers."""
+        return (self.forward,)
+
+
+# ---- rules and settings ----
+
+
+def _parse_rules(rules: Any, defaults: Settings) -> list[tuple[Any, Settings | None]]:
+    """Selectors and the settings of each; None: skip."""
+    if isinstance(rules, Mapping):
+        pairs = [(selector, _parse_value(value, defaults)) for selector, value in rules.items()]
+    else:
+        pairs = [(selector, defaults) for selector in (rules if isinstance(rules, list) else [rules])]
+    if not pairs:
+        raise ValueError('gradckpt: apply() was given no rules; {"layer": "int8"} is one')
+    return pairs
+
+
+def _parse_value(value: Any, defaults: Settings) -> Settings | None:
+    if isinstance(value, str) and value == "skip":
+        return None
+    if not isinstance(value, Mapping):
+        return {**defaults, "compress": parse_compress(value)}
+    if value and all(key in _CONFIG_FIELDS for key in value):
+        return {**defaults, "compress": CompressionConfig.from_dict(value)}
+    return _parse_options(value, defaults)
+
+
+def _parse_options(given: Mapping[str, Any], defaults: Settings) -> Settings:
+    for key, value in given.items():
+        if key not in _OPTIONS:
+            of_config = f'; {key!r} belongs into compress={{"{key}": ...}}' if key in _CONFIG_FIELDS else ""
+            raise ValueError(f"gradckpt: unknown option {key!r}; the options are: {', '.join(_OPTIONS)}{of_config}")
+        if key in _FLAGS and not isinstance(value, bool):
+            raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
+        if key in _CHOICES and value not in _CHOICES[key]:
+            raise ValueError(f"gradckpt: {key} is one of {', '.join(_CHOICES[key])}; not {value!r}")
+        if key == "context_fn" and not callable(value):
+            raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
+    settings = {"compress": None, **defaults, **given}
+    settings["compress"] = parse_compress(settings["compress"])
+    if "policy" in given:
+        if "context_fn" in given:
+            raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
+        context_fn = contexts_of(settings.pop("policy"))
+        settings.pop("context_fn", None)  # of the defaults
+        if context_fn is not None:
+            settings["context_fn"] = context_fn
+    return settings
+
+
+def _resolve(pairs: list[tuple[Any, Settings | None]], tree: Tree) -> dict[str, Settings]:
+    """Settings by name, a module with several names once, in the model's order."""
+    by_name: dict[str, Settings | None] = {}
+    for selector, settings in pairs:
+        free = [name for name in select(selector, tree) if name not in by_name]
+        if not free:
+            raise ValueError(
+                f"gradckpt: every module that {describe(selector)} matches is taken by a rule before it; put the "
+                "narrower rule first"
+            )
+        by_name.update(dict.fromkeys(free, settings))
+    first: dict[int, str] = {}
+    for name, module in tree.names:
+        if name not in by_name:
+            continue
+        other = first.setdefault(id(module), name)
+        if by_name[other] != by_name[name]:
+            raise ValueError(
+                f"gradckpt: {other!r} and {name!r} are one {type(module).__name__}, and the rules give it different "
+                "settings; give both names the same"
+            )
+    settled = {name: by_name[name] for name in first.values()}
+    wrapped = {name: settings for name, settings in settled.items() if settings is not None}
+    if not wrapped:
+        raise ValueError('gradckpt: every rule says "skip", so nothing would be checkpointed')
+    return wrapped
+
+
+# ---- checks ----
+
+
+def _check_fresh(tree: Tree) -> None:
+    for name, module in tree.names:
+        if _region_of(module) is not None:
+            raise ValueError(
+                f"gradckpt: {_label(name, module)} is checkpointed by an earlier gradckpt.apply; call its "
+                "handle.remove() first (or gradckpt.unapply(model), when this is a copy), or write all rules in one "
+                "mapping"
+            )
+
+
+def _check_modules(settings: dict[str, Settings], modules: dict[str, Module]) -> None:
+    for name in settings:
+        module = modules[name]
+        if "forward" not in vars(module) and type(module).forward is Module.forward:
+            inside = next((f"{name}.*".lstrip(".") for _ in module.children()), None)
+            hint = f"; select what it holds: {inside!r}" if inside else ""
+            raise ValueError(f"gradckpt: {_label(name, module)} has no forward of its own to checkpoint{hint}")
+        why = _other_checkpointing(module)
+        if why is not None:
+            raise ValueError(f"gradckpt: {_label(name, module)} is checkpointed already: {why}")
+
+
+def _other_checkpointing(module: Module) -> str | None:
+    """What checkpoints this module without our doing, and how to end that."""
+    if vars(module).get("gradient_checkpointing") is True:
+        return (
+            "its gradient_checkpointing is on (gradckpt.enable, or gradient_checkpointing_enable); turn that off with "
+            "gradckpt.disable(model) or model.gradient_checkpointing_disable()"
+        )
+    if any(each.__name__ == "CheckpointWrapper" for each in type(module).__mro__):
+        return "it is torch's CheckpointWrapper; leave it out"
+    if isinstance(inspect.getattr_static(type(module), "forward", None), Decorated):
+        return "its forward is decorated with gradckpt.checkpoint; leave it out"
+    return None
+
+
+def _check_nesting(settings: dict[str, Settings], tree: Tree, nested: bool) -> None:
+    if nested:
+        return
+    by_id = {id(module): name for name, module in tree.names if name in settings}
+    for outer_name, outer in tree.names:
+        chosen = id(outer) in by_id
+        why = _other_checkpointing(outer)
+        for inner in outer.modules() if chosen or why else ():
+            if inner is outer:
+                continue
+            inner_name = by_id.get(id(inner))
+            inner_why = _other_checkpointing(inner) if chosen else None
+            if inner_name is None and inner_why is None:
+                continue
+            outer_label = _label(outer_name, outer)
+            if inner_name is None or not chosen:
+                inner_label = _label(inner_name or next(n for n, m in tree.names if m is inner), inner)
+                which, reason = (outer_label, why) if not chosen else (inner_label, inner_why)
+                raise ValueError(
+                    f"gradckpt: {inner_label} is inside {outer_label}, and {which} is checkpointed already: {reason}; "
+                    "or pass nested=True"
+                )
+            raise ValueError(
+                f"gradckpt: {_label(inner_name, inner)} is inside {outer_label}, and both are to be checkpointed, so "
+                f'that the inner one would run three times; leave one out, put {{{inner_name!r}: "skip"}} before the '
+                "rule, or pass nested=True"
+            )
+
+
+def _label(name: str, module: Module) -> str:
+    return f"{name!r} ({type(module).__name__})" if name else f"the model itself ({type(module).__name__})"

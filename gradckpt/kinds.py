@@ -1,0 +1,157 @@
+"""Which modules of a model are a layer, an attention, an MLP, a mixture of experts, a norm: :class:`Tree`.
+
+A kind is recognised by the name of the module's class (or of a class it derives from) and by its parts, as the table
+in docs/apply.md says. A module has one kind at most, and none lies inside another of its kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.nn import Module
+
+__all__ = ["KINDS", "MEGATRON", "Tree"]
+
+_MOE = re.compile(r"(moe|sparse_?mlp|(moe|sparse)_?(block|layer))$", re.IGNORECASE)
+_ATTENTION = re.compile(r"(Attention|Attn)(V?\d+)?$")
+_MLP = re.compile(r"(mlp|feed_?forward(network)?|ffn|actdense|swiglu)$", re.IGNORECASE)
+_LAYER = re.compile(r"(Layer|Block)(V?\d+)?$")
+_NORM = re.compile(r"(Layer|RMS|Rms|Group|Scale|Simple)Norm(?!\w*(Linear|MLP))\w*$")  # not LayerNormLinear
+
+#: The first and the last projection of an MLP, by the names that models give them.
+_MLP_PARTS = (
+    ("up_proj", "down_proj"),
+    ("fc1", "fc2"),
+    ("c_fc", "c_proj"),
+    ("wi", "wo"),
+    ("w1", "w2"),
+    ("lin1", "lin2"),
+    ("linear_fc1", "linear_fc2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
+
+#: Transformers' own mark of what it would checkpoint.
+_MARKED = "GradientCheckpointingLayer"
+
+
+def _is_called(module: Module, pattern: re.Pattern[str]) -> bool:
+    """By its own class or one that it derives from: subclasses of the user's own and parametrized modules."""
+    classes = type(module).__mro__[: type(module).__mro__.index(Module)]
+    return any(pattern.search(each.__name__) for each in classes)
+
+
+def _is_matrix(value: Any) -> bool:
+    return getattr(value, "ndim", 0) == 2
+
+
+def _holds_matrix(module: Module) -> bool:
+    """Itself, or in a child such as a Linear."""
+    own = any(_is_matrix(parameter) for parameter in module._parameters.values())
+    return own or any(_is_matrix(getattr(child, "weight", None)) for child in module.children())
+
+
+def _is_moe(module: Module) -> bool:
+    if isinstance(getattr(module, "experts", None), Module):
+        return any(isinstance(getattr(module, router, None), Module) for router in ("gate", "router"))
+    return _is_called(module, _MOE) and _holds_matrix(module) and not _holds_attention(module)
+
+
+def _is_attention(module: Module) -> bool:
+    """The module with the projections: not BertAttention or T5LayerSelfAttention, which add a norm and a residual."""
+    return _is_called(module, _ATTENTION) and _holds_matrix(module)
+
+
+def _is_mlp(module: Module) -> bool:
+    if _holds_attention(module):
+        return False  # a layer whose projections are its own, as in OPT
+    if _is_called(module, _MLP) and next(module.parameters(), None) is not None:
+        # Of what only adds a norm and a residual around such a module, the module inside.
+        return not any(_is_called(child, _MLP) for child in module.children())
+    parts = [[getattr(getattr(module, name, None), "weight", None) for name in pair] for pair in _MLP_PARTS]
+    return any(_is_matrix(first) and _is_matrix(last) for first, last in parts)
+
+
+def _is_layer(module: Module) -> bool:
+    if any(each.__name__ == _MARKED for each in type(module).__mro__):
+        return True
+    return _is_called(module, _LAYER) and _holds_attention(module)
+
+
+def _is_norm(module: Module) -> bool:
+    return _is_called(module, _NORM) and not module._modules
+
+
+def _holds_attention(module: Module) -> bool:
+    return any(_is_attention(inside) for inside in module.modules() if inside is not module)
+
+
+#: Kind -> its test, and the kinds inside which it is not looked for (its own among them). First that fits.
+_RULES: dict[str, tuple[Callable[[Module], bool], frozenset[str]]] = {
+    "moe": (_is_moe, frozenset({"moe", "attention", "mlp"})),
+    "attention": (_is_attention, frozenset({"moe", "attention", "mlp"})),
+    "layer": (_is_layer, frozenset({"layer", "moe", "attention", "mlp"})),
+    "mlp": (_is_mlp, frozenset({"moe", "attention", "mlp"})),
+    "norm": (_is_norm, frozenset({"moe", "attention", "mlp"})),
+}
+
+KINDS = ("layer", "attention", "mlp", "moe", "norm")
+
+_SHARED_EXPERTS = ("shared_experts", "shared_expert")
+_UP_PROJECTIONS = ("q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj")
+_ACTIVATIONS = ("act_fn", "act", "activation_fn", "activation", "activation_func")
+
+#: Megatron's names: the kind they stand for, or the last parts of the names of the modules; the kind these lie in.
+MEGATRON: dict[str, tuple[str | tuple[str, ...], str | None]] = {
+    "core_attn": ("attention", None),
+    "layernorm": ("norm", None),
+    "mlp": ("mlp", None),
+    "moe": ("moe", None),
+    "shared_experts": (_SHARED_EXPERTS, "moe"),
+    "moe_act": (_ACTIVATIONS, "moe"),
+    "mla_up_proj": (_UP_PROJECTIONS, "attention"),
+}
+
+
+class Tree:
+    """The modules of a model by their names, shared ones under each of their names, and their kinds."""
+
+    def __init__(self, model: Module) -> None:
+        self.model = model
+        self.names = list(model.named_modules(remove_duplicate=False))
+        self.kinds: dict[int, str] = {}
+        self.within: dict[int, frozenset[str]] = {}  # the kinds of the modules around it
+        self._walk(model, frozenset())
+
+    def _walk(self, module: Module, around: frozenset[str]) -> None:
+        if id(module) in self.within:
+            return  # a shared module is what it is where it comes first
+        self.within[id(module)] = around
+        kind = next((kind for kind, (test, not_in) in _RULES.items() if not around & not_in and test(module)), None)
+        if kind is not None:
+            self.kinds[id(module)] = kind
+            around = around | {kind}
+        for child in module.children():
+            self._walk(child, around)
+
+    def of_kind(self, kind: str) -> list[str]:
+        """The names of the modules of a kind, or of Megatron's name for one; KeyError for an unknown word."""
+        where: str | tuple[str, ...] = kind
+        inside: str | None = None
+        if kind not in KINDS:
+            where, inside = MEGATRON[kind]
+        if isinstance(where, str):
+            return [name for name, module in self.names if self.kinds.get(id(module)) == where]
+        found = []
+        for name, module in self.names:
+            *path, last = name.split(".")
+            # What the shared experts hold is theirs, as in Megatron.
+            if last in where and inside in self.within[id(module)] and not set(path) & set(_SHARED_EXPERTS):
+                found.append(name)
+        return found
+
+    def counts(self) -> Iterator[tuple[str, int]]:
+        """How many modules of each kind there are; kinds without any are left out."""
+        found = list(self.kinds.values())
+        return ((kind, found.count(kind)) for kind in KINDS if kind in found)

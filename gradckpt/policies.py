@@ -1,0 +1,131 @@
+"""Policies ready to use, for :func:`gradckpt.create_selective_checkpoint_contexts` and ``policy=``.
+
+They combine with ``|``, and ``policy.compressed("int8")`` keeps the same outputs compressed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Union
+
+import torch
+
+from gradckpt.selective import (
+    DECIDE,
+    DECIDE_CAST,
+    NAMED,
+    Policy,
+    PolicyOrOps,
+    Rule,
+    as_policy,
+    create_selective_checkpoint_contexts,
+)
+
+__all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attention", "save_matmuls", "save_named"]
+
+
+def _overloads(*names: str) -> list[Any]:
+    """Those that this torch has, of ``"mm.default"`` or, for every overload that does not write, ``"topk"``."""
+    found: list[Any] = []
+    for name in names:
+        packet_name, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, packet_name, None)
+        for each in packet.overloads() if packet and not overload else [overload]:
+            op = getattr(packet, each, None)
+            if op is not None and not op._schema.is_mutable:
+                found.append(op)
+    return found
+
+
+MATMULS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "_scaled_mm.default", "_grouped_mm.default")
+ATTENTION = (
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_fused_attention_overrideable.default",
+    "_flash_attention_forward.default",
+    "_efficient_attention_forward.default",
+)
+#: What an operator returns that another value of its input could have changed altogether.
+DECISIONS = (
+    *("topk", "sort", "kthvalue", "mode", "argmax", "argmin", "argsort", "max.dim", "min.dim", "median.dim"),
+    *("nanmedian.dim", "cummax", "cummin", "multinomial", "bernoulli", "nonzero", "nonzero_static", "searchsorted"),
+    *("bucketize", "_unique2", "unique_consecutive", "unique_dim", "gt", "ge", "lt", "le", "eq", "ne"),
+)
+CONVOLUTIONS = ("convolution.default", "_convolution.default")
+CASTS = ("_to_copy.default",)
+
+
+def _policy(names: Iterable[str], **rule: Any) -> Policy:
+    return Policy(Rule(op, **rule) for op in _overloads(*names))
+
+
+#: Outputs of matrix products are kept.
+save_matmuls = _policy(MATMULS)
+
+#: Outputs of fused attention are kept, its log-sum-exp and random state with them (those exactly).
+save_attention = _policy(ATTENTION)
+
+#: Of a region's matrix products, the second, the fourth and so on are kept (as torchtitan does).
+every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
+
+decisions_but_casts = _policy(DECISIONS, keep=DECIDE)
+
+#: What operators decide is kept, exactly. On by default, but for the casts: see ``CompressionConfig.decisions``.
+decisions = decisions_but_casts | _policy(CASTS, keep=DECIDE_CAST)
+
+
+def save_named(*names: str) -> Policy:
+    """What :func:`gradckpt.name` gives one of these names inside the region is kept.
+
+    Raises:
+        ValueError: no name.
+        TypeError: a name that is no string.
+    """
+    if not names:
+        raise ValueError('gradckpt: save_named("q", "k") takes the names to keep')
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"gradckpt: a name is a string, not {name!r}")
+    rules = (Rule(op, NAMED) for op in _overloads(*MATMULS, *ATTENTION, *CONVOLUTIONS))
+    return Policy(rules, names)
+
+
+_BY_NAME = {
+    "save_matmuls": save_matmuls,
+    "save_attention": save_attention,
+    "every_other_matmul": every_other_matmul,
+    "decisions": decisions,
+}
+
+
+def by_name(name: str) -> Policy:
+    """``"save_attention"``, ``"save_matmuls:int8"`` (compressed), ``"save_attention|save_matmuls:int8"``.
+
+    Raises:
+        ValueError: there is no such policy or codec; the message lists the names.
+    """
+    combined: Policy | None = None
+    for part in name.split("|"):
+        plain, _, codec = part.strip().partition(":")
+        if plain not in _BY_NAME:
+            raise ValueError(f"gradckpt: unknown policy {plain!r}; choose one of: {', '.join(_BY_NAME)}")
+        policy = _BY_NAME[plain].compressed(codec) if codec else _BY_NAME[plain]
+        combined = policy if combined is None else combined | policy
+    assert combined is not None
+    return combined
+
+
+#: What every ``policy=`` accepts: nothing, a name for :func:`by_name`, or what makes a pair of contexts.
+PolicyLike = Union[None, str, PolicyOrOps]
+
+
+def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
+    """The ``context_fn`` of a policy, which pickles if the policy does; None for None."""
+    if policy is None:
+        return None
+    if isinstance(policy, str):
+        policy = by_name(policy)
+    return functools.partial(create_selective_checkpoint_contexts, as_policy(policy) or policy)

@@ -1,0 +1,90 @@
+"""Saved activations kept compressed, nothing recomputed: :class:`compress_saved`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from gradckpt import _C
+from gradckpt.config import Compress, CompressionConfig, parse_compress
+
+__all__ = ["compress_saved"]
+
+
+def _config(compress: Compress) -> CompressionConfig | None:
+    config = parse_compress(compress)
+    if config is not None and config.replay:
+        raise ValueError(
+            "gradckpt: replay=True is for regions that are recomputed; compress_saved() recomputes nothing"
+        )
+    if config is not None and config.include != "activations":
+        raise ValueError(
+            f"gradckpt: include={config.include!r} means the arguments of a region; among saved tensors, floating ones "
+            "that do not require grad are statistics and frozen weights, which compress_saved() keeps exact"
+        )
+    return config
+
+
+class compress_saved:
+    """Within it, or in what it decorates, autograd keeps activations as payloads until backward.
+
+    ``with compress_saved("int8"): loss = model(x)`` and ``@compress_saved("int8")`` above a function or method.
+    Nothing is recomputed: forward is exact, backward computes with restored values. Compressed are floating
+    tensors that require grad and are not leaves; bool masks become ``mask`` payloads and a ReLU's output, of
+    which only the sign is read, one bit per value. Views share the payload of the tensor they are views of. By
+    reference, checked for changes in place as without hooks: parameters and other leaves, what reaches one through
+    views or casts (``w.t()``, the autocast copy), statistics (mean, rstd, log-sum-exp), integers, subclasses.
+
+    The forward decides: backward may run outside. Inner saved-tensor hooks win, as in torch; hooks around it see the
+    payloads' bytes (``torch.autograd.graph.save_on_cpu`` offloads them, a checkpoint region drops and rebuilds
+    them). Hooks belong to a thread: a ``yield`` or ``await`` inside the block leaves them on for whoever runs next.
+
+    Args:
+        compress: As ``compress=`` of :func:`gradckpt.checkpoint`; ``None`` or ``False``: autograd as it is.
+
+    Raises:
+        ValueError: unknown codec, ``replay=True`` or ``include="floating"``, which mean nothing here.
+        TypeError: it decorates a class, generator or coroutine function.
+        RuntimeError: saved-tensor hooks are disabled here (torch's words).
+
+    ``torch.compile`` cannot trace it: entered inside compiled code, it breaks the graph (or raises, with
+    ``fullgraph=True``). Around a compiled call it sees what the compiled graph saves, which mostly stays exact,
+    for there the grad flags are gone.
+    """
+
+    def __init__(self, compress: Compress = "int8") -> None:
+        self.config = _config(compress)
+
+    def __enter__(self) -> None:
+        if self.config is not None:
+            _C.saved_push(self.config)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.config is not None:
+            _C.saved_pop()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(f"gradckpt: compress_saved() decorates a function or a method, not {function!r}")
+        if any(
+            test(function)
+            for test in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        ):
+            raise TypeError(
+                f"gradckpt: compress_saved() cannot decorate {function!r}: its body runs after the call; use "
+                "`with compress_saved(...)` around what it computes between two yields or awaits"
+            )
+        config = self.config
+
+        @functools.wraps(function, updated=())
+        def within(*args: Any, **kwargs: Any) -> Any:
+            if config is None:
+                return function(*args, **kwargs)
+            return _C.saved_call(config, function, args, kwargs)
+
+        return within
+
+    def __repr__(self) -> str:
+        return f"compress_saved({self.config!r})"

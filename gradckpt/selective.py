@@ -1,0 +1,346 @@
+"""Selective recompute: keep what some operators of a region returned, run the others again.
+
+Named operators are caught by C kernels on a dispatch key that torch leaves free, so that the others cost nothing;
+a policy that is a function must be asked about every operator, which takes a dispatch mode, as in torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Union
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy
+
+from gradckpt import _C
+from gradckpt.config import Compress, CompressionConfig, parse_compress
+
+#: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
+RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED = 0, 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Save:
+    """Answer of a policy: keep these outputs; ``config`` says how they are compressed, None: not at all."""
+
+    config: CompressionConfig | None = None
+
+
+def save(compress: Compress = None) -> Save:
+    """What a policy answers to keep an operator's outputs, compressed or as they are.
+
+    Args:
+        compress: As in :func:`gradckpt.checkpoint`. Outputs the codec does not take (integers, fewer than
+            ``min_numel`` values, subclasses) are kept as they are.
+
+    Raises:
+        ValueError: unknown codec; ``replay``, ``include`` or ``leaves``, which say something of a region's inputs.
+    """
+    config = parse_compress(compress)
+    if config is not None and (config.replay or config.leaves or config.include != "activations"):
+        raise ValueError(
+            "gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs"
+        )
+    return Save(config)
+
+
+class Rule(NamedTuple):
+    """What is done with one operator: of the calls of its group, those with ``call % every == phase`` are kept."""
+
+    op: Any
+    keep: int = SAVE
+    config: CompressionConfig | None = None
+    every: int = 1
+    phase: int = 0
+    group: str = ""
+
+
+class Policy:
+    """Which operators' outputs a region keeps. Combine two with ``|``: where both name an operator, the second counts,
+    but :func:`gradckpt.policies.save_named` takes nothing away from the other."""
+
+    def __init__(self, rules: Iterable[Rule], wanted: Iterable[str] = ()):
+        self.rules: dict[Any, Rule] = {}
+        for rule in rules:
+            _check_op(rule.op)
+            if rule.op in torch_checkpoint.SAC_IGNORED_OPS:  # never caught: torch makes tensors by detaching
+                continue
+            if rule.keep != NAMED or rule.op not in self.rules:
+                self.rules[rule.op] = rule
+        self.wanted = frozenset(wanted)
+        groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
+        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in self.rules.values())
+        self.names = _C.make_names(rows, self.wanted)
+        self.catchable = all(_is_overload(op) for op in self.rules)
+
+    def compressed(self, compress: Compress) -> Policy:
+        """The same, with what is kept compressed; decisions stay exact."""
+        config = save(compress).config
+        exact = (DECIDE, DECIDE_CAST)
+        return Policy((r if r.keep in exact else r._replace(config=config) for r in self.rules.values()), self.wanted)
+
+    def __or__(self, other: Any) -> Policy:
+        if not isinstance(other, Policy):
+            return NotImplemented
+        return Policy([*self.rules.values(), *other.rules.values()], self.wanted | other.wanted)
+
+    def __reduce__(self) -> Any:
+        rows = [(str(r.op), *r[1:]) for r in self.rules.values()]
+        return _policy_of, (rows, self.wanted)
+
+    def __repr__(self) -> str:
+        return f"<gradckpt policy: {', '.join(str(op) for op in self.rules)}>"
+
+
+def _policy_of(rows: list[Any], wanted: frozenset[str]) -> Policy:
+    """What a pickled policy becomes."""
+    rules = []
+    for name, *rest in rows:
+        namespace, packet, overload = name.split(".")
+        rules.append(Rule(getattr(getattr(getattr(torch.ops, namespace), packet), overload), *rest))
+    return Policy(rules, wanted)
+
+
+def name(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Name a tensor inside a region, for :func:`gradckpt.policies.save_named`. Returns ``x`` itself.
+
+    Args:
+        x: The output of a matrix product, a convolution or fused attention, or a view of one.
+        name: Any string. Does nothing in regions whose policy does not want it, and outside of regions.
+
+    Raises:
+        ValueError: the name is wanted, and ``x`` comes from another operator, whose output would spare no work.
+    """
+    if not torch.compiler.is_compiling():
+        modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+        _C.selective_name(x, name, [mode._store for mode in modes if isinstance(mode, ForwardContext)])
+    return x
+
+
+Answer = Union[bool, CheckpointPolicy, Save, str, CompressionConfig]
+PolicyOrOps = Union[Policy, list[Any], tuple[Any, ...], set[Any], Mapping[Any, Any], Callable[..., Any]]
+
+
+# ---- what the caller names ----
+
+
+def _is_overload(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload)
+
+
+def _check_op(op: Any) -> None:
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return
+    if not _is_overload(op):
+        hint = (
+            "Please update the OpOverloadPacket to a specific OpOverload."
+            "For example, if you have `torch.ops.aten.mm`, change it to `torch.ops.aten.mm.default`."
+            if isinstance(op, torch._ops.OpOverloadPacket)
+            else ""
+        )
+        raise ValueError(f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}. {hint}")
+    if op._schema.is_mutable:
+        raise ValueError(
+            f"gradckpt: {op} writes into its arguments, so its output cannot be kept in place of running it; name the "
+            f"operator without the underscore, or the one that made its argument"
+        )
+
+
+def _rule(op: Any, answer: Any) -> Rule:
+    keep, config = read_policy(answer, op)
+    return Rule(op, SAVE if keep else RECOMPUTE, config)
+
+
+def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
+    """What a policy says of an operator: to be kept, and how.
+
+    Raises:
+        TypeError: it says nothing that can be understood.
+    """
+    if isinstance(answer, Save):
+        keep, config = True, answer.config
+    elif isinstance(answer, (str, CompressionConfig)):
+        keep, config = True, save(answer).config
+    elif isinstance(answer, bool):
+        keep, config = answer, None
+    elif isinstance(answer, CheckpointPolicy):
+        keep, config = answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE), None
+    else:
+        raise TypeError(
+            f"gradckpt: the policy says {answer!r} of {op}; it must say a CheckpointPolicy, True or False, "
+            'gradckpt.save("int8"), or the name of a codec'
+        )
+    mutates = _is_overload(op) and op._schema.is_mutable
+    return int(keep and not mutates), config  # what writes into its arguments has to run again
+
+
+def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
+    """The policy that a list or mapping means; None: it is a function.
+
+    Raises:
+        ValueError: something in it is no operator, or writes into its arguments.
+        TypeError: neither a function, nor operators, nor a policy.
+    """
+    if isinstance(policy_or_ops, Policy):
+        return policy_or_ops
+    if isinstance(policy_or_ops, Mapping):
+        for op in policy_or_ops:
+            _check_op(op)
+        return Policy(_rule(op, answer) for op, answer in policy_or_ops.items())
+    if isinstance(policy_or_ops, (list, tuple, set, frozenset)):
+        return _of_list(tuple(policy_or_ops))
+    if callable(policy_or_ops):
+        return None
+    raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
+
+
+_lists: dict[tuple[Any, ...], Policy] = {}
+
+
+def _of_list(ops: tuple[Any, ...]) -> Policy:
+    """Remembered: the same list comes with every region of every step."""
+    try:
+        policy = _lists.get(ops)
+    except TypeError:  # something in it has no hash: no operator
+        policy = None
+    if policy is None:
+        policy = Policy(Rule(op) for op in ops)
+        if len(_lists) >= 64:
+            _lists.clear()
+        _lists[ops] = policy
+    return policy
+
+
+# ---- catching them ----
+
+_key: Any = _C.selective_key()
+_lock = threading.Lock()
+_caught: set[Any] = set()
+_libraries: dict[tuple[str, str], torch.library.Library] = {}
+
+
+def _library(namespace: str, kind: str) -> torch.library.Library:
+    if (namespace, kind) not in _libraries:
+        _libraries[namespace, kind] = torch.library.Library(namespace, kind)
+    return _libraries[namespace, kind]
+
+
+def catch(policy: Policy) -> None:
+    """Register the kernels, once in a process. They do nothing while no region names their operator."""
+    if _key is None:
+        return
+    with _lock:
+        if ("_", "IMPL") not in _libraries:
+            everything = torch.library.Library("_", "IMPL", "Fake")
+            everything.fallback(torch.library.fallthrough_kernel, "Fake")
+            _libraries["_", "IMPL"] = everything
+        for op in policy.rules:
+            if op not in _caught:
+                _library(op.namespace, "IMPL").impl(op, _C.catcher(op), "Fake")
+                _caught.add(op)
+
+
+# ---- the two contexts ----
+
+
+class _Keyed:
+    """Enters the key where that is possible, else the mode; by ``__enter__`` and ``__exit__`` in csrc/engine/mode.c."""
+
+    _store: Any
+    _by_key: bool
+    _replay: bool
+
+    def enter_mode(self) -> Any:
+        return super().__enter__()  # type: ignore[misc]
+
+    def exit_mode(self, *error: Any) -> Any:
+        return super().__exit__(*error)  # type: ignore[misc]
+
+
+class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):  # type: ignore[misc]
+    """Of the forward: keeps outputs."""
+
+    _replay = False
+
+    def __init__(self, policy_fn: Any, store: Any, by_key: bool):
+        super().__init__(policy_fn, store.storage)
+        self._store, self._by_key = store, by_key
+
+
+class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):  # type: ignore[misc]
+    """Of the recompute: gives them back."""
+
+    _replay = True
+
+    def __init__(self, store: Any, by_key: bool, mutation: bool):
+        super().__init__(None, store.storage, mutation)
+        self._store, self._by_key = store, by_key
+
+
+_C.add_dispatch(ForwardContext, RecomputeContext)
+
+
+def create_selective_checkpoint_contexts(
+    policy_or_ops: PolicyOrOps, allow_cache_entry_mutation: bool = False, *, reusable: bool = False
+) -> tuple[ForwardContext, RecomputeContext]:
+    """The two contexts of ``context_fn=``, for :func:`gradckpt.checkpoint` or torch's.
+
+    A drop-in for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+
+    Args:
+        policy_or_ops: A list of ``OpOverload``: their outputs are kept. A mapping of them to ``gradckpt.save("int8")``,
+            a codec's name, a ``CheckpointPolicy`` or a bool. A :class:`Policy` (see ``gradckpt.policies``). Or a
+            function ``policy(ctx, op, *args, **kwargs)`` that answers one of these for each operator as it runs; it is
+            asked in the forward only, and costs host time for every operator, where named ones do not.
+        allow_cache_entry_mutation: Do not check whether kept tensors were changed in place since.
+        reusable: Kept outputs serve any number of backwards and go with the graph; False: one backward, as in torch.
+
+    Returns:
+        (for the forward, for the recompute): each of torch's mode classes, with its ``storage`` and ``policy_fn``.
+
+    Raises:
+        ValueError: something in the list is no ``OpOverload``, or writes into its arguments.
+        TypeError: neither a function nor operators; in the forward: a policy that answers something else.
+
+    Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+    policy = as_policy(policy_or_ops)
+    by_key = policy is not None and policy.catchable and _key is not None
+    if policy is None:
+        store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
+    else:
+        store, policy_fn = _C.make_store(policy.names, allow_cache_entry_mutation, reusable), asker(policy)
+        if by_key:
+            catch(policy)
+    return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
+
+
+#: No names: a function is asked.
+ASKED = _C.make_names(None, frozenset())
+
+
+def asker(policy: Policy) -> Callable[..., Any]:
+    """The policy as a function, for the mode: under tracing, or where there is no key."""
+    counts: dict[str, int] = {}
+
+    def policy_fn(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        rule = policy.rules.get(op)
+        if rule is None or rule.keep in (RECOMPUTE, NAMED):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        call = counts[rule.group] = counts.get(rule.group, -1) + 1
+        if call % rule.every != rule.phase:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if rule.keep == DECIDE_CAST and not _is_decision(ctx.op_output):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if rule.config is None or torch.compiler.is_compiling() else Save(rule.config)
+
+    return policy_fn
+
+
+def _is_decision(out: Any) -> bool:
+    leaves = torch.utils._pytree.tree_leaves(out)
+    return any(isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()) for x in leaves)

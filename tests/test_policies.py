@@ -1,0 +1,311 @@
+"""Policies ready to use; and decisions, which keep a mixture of experts on its routes when inputs are compressed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from selective_ways import SQUARE, Watch, aten, leaf, same, square
+from selective_ways import _nothing_left_behind as _nothing_left_behind
+from torch.utils.checkpoint import CheckpointError
+
+import gradckpt
+from gradckpt import policies
+
+pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
+contexts = gradckpt.create_selective_checkpoint_contexts
+
+
+def run(policy, region, *inputs, **options):
+    """Operators of the recompute, what is kept, and the gradients."""
+    pair = contexts(policy)
+    out = gradckpt.checkpoint(region, *inputs, context_fn=lambda: pair, **options)
+    storage = {op: list(found.values()) for op, found in pair[0].storage.items()}
+    with Watch() as watch:
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+    return watch.seen, storage, grads
+
+
+def want(region, *inputs):
+    return torch.autograd.grad(region(*inputs).square().sum(), inputs)
+
+
+def layer(x, w):
+    for _ in range(3):
+        x = (x @ w).tanh()
+    return torch.addmm(x, x, w).sin().view(2, 8, 16).bmm(w.expand(2, 16, 16)).exp()
+
+
+def recomputed(region, policy, *inputs):
+    """How many times each operator ran again, beside a region that keeps nothing."""
+    nothing, some = run([], region, *inputs)[0], run(policy, region, *inputs)[0]
+    return {str(op): nothing[op] - some[op] for op in nothing if nothing[op] != some[op]}
+
+
+# ---- which operators ----
+
+
+def test_save_matmuls():
+    x, w = leaf(16, 16), leaf(16, 16)
+    assert recomputed(layer, policies.save_matmuls, x, w) == {
+        "aten.mm.default": 3, "aten.addmm.default": 1, "aten.bmm.default": 1,
+    }  # fmt: skip
+    assert same(run(policies.save_matmuls, layer, x, w)[2], want(layer, x, w))
+
+
+def test_every_other_matmul():
+    x, w = leaf(16, 16), leaf(16, 16)
+    _, storage, grads = run(policies.every_other_matmul, layer, x, w)
+    kept = {str(op): [type(each).__name__ == "Kept" for each in found] for op, found in storage.items()}
+    assert kept == {
+        "aten.mm.default": [False, True, False], "aten.addmm.default": [True], "aten.bmm.default": [False],
+    }  # fmt: skip
+    assert same(grads, want(layer, x, w))
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q.sin(), k, v, is_causal=True).exp()
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_save_attention(codec):
+    q, k, v = leaf(2, 8, 128, 16), leaf(2, 8, 128, 16), leaf(2, 8, 128, 16)
+    policy = policies.save_attention if codec is None else policies.save_attention.compressed(codec)
+    seen, storage, grads = run(policy, attention, q, k, v)
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert seen[op] == 0
+    ((out, logsumexp),) = storage[op]
+    assert out.val.dtype == torch.float32
+    exact = op(q.sin(), k, v, 0.0, True)
+    assert torch.equal(logsumexp.val, exact[1])
+    if codec is None:
+        assert same(grads, want(attention, q, k, v))
+    else:
+        assert out.val.codec == "int8"
+        for got, right in zip(grads, want(attention, q, k, v), strict=True):
+            assert torch.cosine_similarity(got.flatten(), right.flatten(), 0) > 0.999
+
+
+def test_operators_of_an_attention_are_all_there():
+    names = [str(op) for op in policies.save_attention.rules]
+    for name in ("flash_attention.", "flash_attention_for_cpu.", "efficient_attention.", "cudnn_attention."):
+        assert f"aten._scaled_dot_product_{name}default" in names
+
+
+def test_combined():
+    both = policies.save_matmuls.compressed("int8") | policies.save_attention
+    assert both.rules[aten.mm.default].config.codec == "int8"
+    assert both.rules[aten._scaled_dot_product_flash_attention_for_cpu.default].config is None
+    assert (both | policies.save_matmuls).rules[aten.mm.default].config is None  # the second counts
+    assert (policies.every_other_matmul | policies.save_attention).rules[aten.mm.default].every == 2
+    assert "aten.mm.default" in repr(both)
+    x, w = leaf(16, 16), leaf(16, 16)
+    own = policies.save_matmuls | policies.Policy([gradckpt.selective.Rule(SQUARE)])
+    assert same(run(own, lambda a, b: square(a @ b), x, w)[2], want(lambda a, b: square(a @ b), x, w))
+    with pytest.raises(TypeError):
+        policies.save_matmuls | [aten.mm.default]
+
+
+def test_by_name():
+    assert policies.by_name("save_matmuls") is policies.save_matmuls
+    policy = policies.by_name("save_attention | save_matmuls:int8")
+    assert policy.rules[aten.mm.default].config.codec == "int8"
+    assert policy.rules[aten._scaled_dot_product_flash_attention_for_cpu.default].config is None
+    for name in ("save_all", "", "save_matmuls|", "save_matmuls;int8"):
+        with pytest.raises(
+            ValueError, match=r"unknown policy.*save_matmuls, save_attention, every_other_matmul, decisions"
+        ):
+            policies.by_name(name)
+    with pytest.raises(ValueError, match="unknown codec 'int9'"):
+        policies.by_name("save_matmuls:int9")
+
+
+# ---- decisions ----
+
+
+class Experts(torch.nn.Module):
+    """Mixtral's block, small: the router's rows are one row and a little noise, so that experts nearly tie."""
+
+    def __init__(self, width=64, experts=8, noise=1e-6):
+        super().__init__()
+        self.router = torch.nn.Linear(width, experts, bias=False)
+        with torch.no_grad():
+            row = torch.randn(1, width)
+            self.router.weight.copy_(row + noise * torch.randn(experts, width))
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(experts)])
+        self.chosen = []
+
+    def forward(self, x):
+        weights, chosen = torch.topk(self.router(x).softmax(-1), 2)
+        self.chosen.append(chosen.clone())
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == i)
+            out = out.index_add(0, token, expert(x[token]).tanh() * weights[token, slot, None])
+        return x + out
+
+
+def routed(codec, steps, decisions):
+    """Steps whose recompute chose other experts, and CheckpointErrors."""
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList([Experts() for _ in range(2)])
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=1e-4)
+    changes = errors = 0
+    for _ in range(steps):
+        h = torch.randn(96, 64).requires_grad_() * 1
+        for block in blocks:
+            block.chosen.clear()
+            h = gradckpt.checkpoint(block, h, compress={"codec": codec, "decisions": decisions})
+        try:
+            h.square().mean().backward()
+        except CheckpointError:
+            errors += 1
+        changes += any(len(b.chosen) == 2 and not torch.equal(*b.chosen) for b in blocks)
+        optimizer.step()
+        optimizer.zero_grad()
+    return changes, errors
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_mixture_of_experts_routes_the_same_way_twice(codec, steps):
+    gradckpt.reset_stats()
+    assert routed(codec, steps, decisions=True) == (0, 0)
+    stats = gradckpt.stats()
+    assert stats["compressed"] > 0
+    assert stats["decisions"] > 0
+    assert stats["decision_bytes"] > 0
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_without_decisions_it_does_not(codec):
+    changes, errors = routed(codec, 20, decisions=False)
+    assert changes == 20
+    assert errors > 0
+
+
+DECISIONS = {
+    "topk": lambda t: t.topk(3).indices,
+    "sort": lambda t: t.sort().indices,
+    "argsort": lambda t: t.argsort(),
+    "argmax": lambda t: t.argmax(-1, keepdim=True),
+    "argmin": lambda t: t.argmin(-1, keepdim=True),
+    "max": lambda t: t.max(-1, keepdim=True).indices,
+    "median": lambda t: t.median(-1, keepdim=True).indices,
+    "comparison": lambda t: t > 0.5,
+    "two tensors": lambda t: t.le(t.flip(0)),
+    "nonzero": lambda t: (t > 0.5).nonzero(),
+    "searchsorted": lambda t: torch.searchsorted(t[0].sort().values.detach(), t.detach()),
+    "bucketize": lambda t: torch.bucketize(t, torch.linspace(-1, 1, 99)),
+    "cast": lambda t: (t * 1000).long(),
+    "cast to bool": lambda t: (t * 1000).round().bool(),
+    "multinomial": lambda t: t.softmax(-1).multinomial(3),
+    "bernoulli": lambda t: t.sigmoid().bernoulli(),
+    "unique": lambda t: (t.detach() * 100).round().unique(),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_decision_is_the_same_twice(name, autocast):
+    made = []
+
+    def region(t, w):
+        decision = DECISIONS[name](t @ w if autocast else t)
+        made.append(decision.clone())
+        return (t @ w) * decision.float().sum() * 1e-3
+
+    torch.manual_seed(3)
+    w = leaf(64, 64)
+    with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
+        torch.randn(64, 64) @ w  # autocast's cast of w is cached by now; in the recompute it is not
+        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "decisions": "casts"})
+    out.float().sum().backward()
+    assert len(made) == 2
+    assert torch.equal(*made)
+
+
+def test_casts_are_kept_only_when_asked_for():
+    """By default they cost nothing: the kernel that catches them is not even registered for the region's sake."""
+    made = []
+
+    def region(t):
+        made.append((t * 1000).long())
+        return t * made[-1]
+
+    gradckpt.reset_stats()
+    gradckpt.checkpoint(region, leaf(64, 64) * 1, compress="int4").sum().backward()
+    assert not torch.equal(*made)
+    assert gradckpt.stats()["decisions"] == 0
+    with pytest.raises(ValueError, match='decisions is True, False or "casts"'):
+        gradckpt.CompressionConfig(decisions="all")
+
+
+def test_casts_that_autocast_remembers_do_not_shift_those_that_decide():
+    """The cast of a weight is in autocast's cache in the forward, and is made again in the recompute."""
+    made = []
+
+    def region(t, w):
+        h = t @ w
+        made.append((h.float() * 100).long())
+        return (h @ w) * made[-1].clamp(-1, 1)
+
+    w = leaf(64, 64)
+    with torch.autocast("cpu"):
+        torch.randn(64, 64) @ w
+        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "decisions": "casts"})
+    out.float().sum().backward()
+    assert torch.equal(*made)
+
+
+def test_what_was_decided_may_be_changed_in_place():
+    made = []
+
+    def region(t):
+        mask = (t > 0).logical_not_()
+        order = t.argsort().add_(1)
+        made.append((mask.clone(), order.clone()))
+        return t.masked_fill(mask, 0).exp() * order
+
+    y = gradckpt.checkpoint(region, leaf(64, 64) * 1, compress="int4")
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert len(made) == 3
+    assert all(same(each, made[0]) for each in made)
+
+
+def test_decisions_under_a_mode_and_with_a_policy():
+    made = []
+
+    def region(t, w):
+        made.append((t @ w).argsort())
+        return (t @ w).sin() * made[-1]
+
+    x, w = leaf(64, 64), leaf(64, 64)
+    with Watch():
+        gradckpt.checkpoint(region, x * 1, w, compress="int4").sum().backward()
+    gradckpt.checkpoint(
+        region, x * 1, w, compress="int4", context_fn=lambda: contexts(policies.save_matmuls)
+    ).sum().backward()
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[2], made[3])
+
+
+def test_decisions_are_not_kept_where_nothing_is_approximate():
+    for compress in (None, "raw", {"codec": "int8", "replay": True}, {"codec": "int8", "decisions": False}):
+        gradckpt.reset_stats()
+        gradckpt.checkpoint(lambda t: t * (t > 0), leaf(64, 64) * 1, compress=compress).sum().backward()
+        assert gradckpt.stats()["decisions"] == 0
+    gradckpt.checkpoint(lambda t: t * (t > 0), leaf(64, 64) * 1, compress="int8").sum().backward()
+    assert gradckpt.stats()["decisions"] == 1
+    assert gradckpt.stats()["decision_bytes"] == 64 * 64 // 8  # one bit each
+
+
+def test_decisions_of_regions_in_regions():
+    block = Experts()
+
+    def region(t):
+        return gradckpt.checkpoint(block, t.tanh(), compress="int4") * t.argsort()
+
+    gradckpt.checkpoint(region, leaf(96, 64) * 1, compress="int4").sum().backward()
+    assert len(block.chosen) == 3  # forward, recompute of the outer, recompute of the inner
+    assert all(torch.equal(each, block.chosen[0]) for each in block.chosen)
