@@ -54,8 +54,11 @@ def sanitized(tmp_path_factory):
         ["test_compress.py", "test_compress_config.py", "test_late_verdicts.py"],
         ["test_threads.py", "test_reentrancy.py", "test_interrupts.py"],
         ["test_codec_tensors.py", "test_codec_hostile.py", "test_stochastic.py"],
+        ["test_selective.py", "test_selective_surroundings.py", "test_selective_saves.py", "test_naming.py"],
+        ["test_selective_function.py", "test_policies.py", "test_batch.py"],
+        ["test_compress_saved.py", "test_residuals.py"],
     ],
-    ids=["checkpoint", "compress", "threads", "codecs"],
+    ids=["checkpoint", "compress", "threads", "codecs", "selective", "one node", "saved"],
 )
 def test_under_sanitizers(sanitized, files):
     tree, env = sanitized
