@@ -279,6 +279,11 @@ class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):  # ty
     def __init__(self, store: Any, by_key: bool, mutation: bool):
         super().__init__(None, store.storage, mutation)
         self._store, self._by_key = store, by_key
+        self.func_counter: dict[Any, int] = {}
+
+    def enter_mode(self) -> Any:
+        self.func_counter.clear()  # torch < 2.12 has none
+        return super().enter_mode()
 
 
 _C.add_dispatch(ForwardContext, RecomputeContext)
