@@ -36,6 +36,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import gradckpt
 
+if not hasattr(torch.utils.checkpoint, "_CONSUMED"):
+    pytest.skip("before 2.12 torch's own contexts, the judge here, meant something else", allow_module_level=True)
+
 pytestmark = [pytest.mark.usefixtures("_nothing_left_behind"), CHECKPOINTS]
 __all__ = ["our_way", "way"]
 

@@ -277,6 +277,9 @@ def test_a_compiled_block_whose_first_call_is_inside(ck):
     torch._dynamo.reset()
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.utils.checkpoint, "_CONSUMED"), reason="torch 2.11 traces other storage than ours"
+)
 def test_a_compiled_function_around():
     torch._dynamo.reset()
 
