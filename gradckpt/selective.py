@@ -220,13 +220,13 @@ def _of_list(ops: tuple[Any, ...]) -> Policy:
 _key: Any = _C.selective_key()
 _lock = threading.Lock()
 _caught: set[Any] = set()
-_libraries: dict[tuple[str, str], torch.library.Library] = {}
+_libraries: dict[str, torch.library.Library] = {}  # by namespace; "_" has the fallthrough of all others
 
 
-def _library(namespace: str, kind: str) -> torch.library.Library:
-    if (namespace, kind) not in _libraries:
-        _libraries[namespace, kind] = torch.library.Library(namespace, kind)
-    return _libraries[namespace, kind]
+def _library(namespace: str) -> torch.library.Library:
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    return _libraries[namespace]
 
 
 def catch(policy: Policy) -> None:
@@ -234,13 +234,13 @@ def catch(policy: Policy) -> None:
     if _key is None:
         return
     with _lock:
-        if ("_", "IMPL") not in _libraries:
+        if "_" not in _libraries:
             everything = torch.library.Library("_", "IMPL", "Fake")
             everything.fallback(torch.library.fallthrough_kernel, "Fake")
-            _libraries["_", "IMPL"] = everything
+            _libraries["_"] = everything
         for op in policy.rules:
             if op not in _caught:
-                _library(op.namespace, "IMPL").impl(op, _C.catcher(op), "Fake")
+                _library(op.namespace).impl(op, _C.catcher(op), "Fake")
                 _caught.add(op)
 
 

@@ -12,6 +12,7 @@ import direct_oracle as oracle
 import numpy as np
 import pytest
 from codec_isas import CODEC, supported
+from cuda_kernels import Tensor
 
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "bool": 3}  # gck_dtype
 E_DTYPE, E_DEVICE, E_FIT = -1, -2, -4
@@ -90,21 +91,6 @@ void shim_stream_decode(char codec, int dtype, const void *payload, int64_t n, v
     }
 }
 """
-
-
-class Tensor(ctypes.Structure):
-    """gck_tensor."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("ndim", ctypes.c_int),
-        ("sizes", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("dtype", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("stream", ctypes.c_void_p),
-    ]
 
 
 class How(ctypes.Structure):

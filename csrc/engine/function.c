@@ -98,19 +98,6 @@ exit:
 
 /* ---- backward ---- */
 
-/* New reference: x detached, requiring grad when x does. */
-static PyObject *detached(const gck_py *py, PyObject *x)
-{
-    PyObject *copy = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
-    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
-
-    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0) {
-        Py_CLEAR(copy);
-    }
-    Py_XDECREF(grad);
-    return copy;
-}
-
 /* New reference: the arguments for the recompute. */
 static PyObject *restore_arguments(gck_frame *frame, PyObject *saved)
 {
@@ -122,7 +109,7 @@ static PyObject *restore_arguments(gck_frame *frame, PyObject *saved)
         PyObject *value = frame->args[i].value;
         if (value == NULL) {
             PyObject *tensor = PyTuple_GetItem(saved, next++);
-            value = tensor != NULL ? detached(&frame->state->py, tensor) : NULL;
+            value = tensor != NULL ? gck_rerun_input(&frame->state->py, tensor) : NULL;
         } else {
             Py_INCREF(value);
         }

@@ -3,14 +3,14 @@
 
 #include <stdlib.h>
 
-static int any_container(gck_py *py, PyObject *const *args, Py_ssize_t nargs)
+static int any_container(gck_py *py, PyObject *args)
 {
-    for (Py_ssize_t i = 0; i < nargs; i++) {
-        if (PyTuple_Check(args[i]) || PyList_Check(args[i]) || PyDict_Check(args[i])) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++) {
+        PyObject *x = PyTuple_GetItem(args, i);
+        if (PyTuple_Check(x) || PyList_Check(x) || PyDict_Check(x)) {
             return 1;
         }
-        const int known = gck_is_tensor(py, args[i]) > 0 ? 0 : PyDict_Contains(py->supported_nodes,
-                                                                              (PyObject *)Py_TYPE(args[i]));
+        const int known = gck_is_tensor(py, x) > 0 ? 0 : PyDict_Contains(py->supported_nodes, (PyObject *)Py_TYPE(x));
         if (known != 0) {
             PyErr_Clear();
             return known > 0;
@@ -19,24 +19,22 @@ static int any_container(gck_py *py, PyObject *const *args, Py_ssize_t nargs)
     return 0;
 }
 
-PyObject *gck_leaves_flatten(gck_py *py, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs, PyObject **spec)
+PyObject *gck_leaves_flatten(gck_py *py, PyObject *args, PyObject *kwargs, PyObject **spec)
 {
-    PyObject *tuple = gck_tuple(args, nargs), *leaves = NULL, *both = NULL, *flat = NULL;
+    PyObject *leaves = NULL, *both, *flat = NULL;
 
     *spec = NULL;
-    if (tuple == NULL) {
-        return NULL;
+    if (kwargs == NULL && !any_container(py, args)) {
+        return PySequence_List(args);
     }
-    if (kwargs == NULL && !any_container(py, args, nargs)) {
-        leaves = PySequence_List(tuple);
-    } else if ((both = Py_BuildValue("(ON)", tuple, kwargs ? Py_NewRef(kwargs) : PyDict_New())) != NULL) {
+    both = Py_BuildValue("(ON)", args, kwargs ? Py_NewRef(kwargs) : PyDict_New());
+    if (both != NULL) {
         flat = PyObject_CallFunctionObjArgs(py->tree_flatten, both, NULL);
-        if (flat != NULL && PyArg_ParseTuple(flat, "O!O", &PyList_Type, &leaves, spec)) {
-            Py_INCREF(leaves);
-            Py_INCREF(*spec);
-        }
     }
-    Py_XDECREF(tuple);
+    if (flat != NULL && PyArg_ParseTuple(flat, "O!O", &PyList_Type, &leaves, spec)) {
+        Py_INCREF(leaves);
+        Py_INCREF(*spec);
+    }
     Py_XDECREF(both);
     Py_XDECREF(flat);
     return leaves;
@@ -60,7 +58,7 @@ PyObject *gck_leaves_call(gck_frame *frame, PyObject *leaves)
     return result;
 }
 
-PyObject *gck_leaves_tensors(gck_py *py, PyObject *out, PyObject **rest)
+PyObject *gck_leaves_tensors(gck_py *py, PyObject *out, gck_frame *noted)
 {
     PyObject *flat, *leaves, *spec, *tensors = NULL, *result = NULL;
     const int single = gck_is_tensor(py, out);
@@ -75,42 +73,26 @@ PyObject *gck_leaves_tensors(gck_py *py, PyObject *out, PyObject **rest)
         return NULL;
     }
     int status = 0;
+    if (noted != NULL && (noted->tensor_at = calloc((size_t)PyList_Size(leaves) + 1, 1)) == NULL) {
+        PyErr_NoMemory();
+        status = -1;
+    }
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(leaves); i++) {
         PyObject *leaf = PyList_GetItem(leaves, i);
         const int tensor = gck_is_tensor(py, leaf);
         status = tensor > 0 ? PyList_Append(tensors, leaf) : tensor;
-        if (status == 0 && tensor) {
+        if (status == 0 && tensor && noted != NULL) {
+            noted->tensor_at[i] = 1;
             status = PyList_SetItem(leaves, i, Py_NewRef(Py_None));   /* takes over the reference */
         }
     }
-    if (status == 0 && rest != NULL) {
-        *rest = Py_NewRef(flat);
+    if (status == 0 && noted != NULL) {
+        noted->outputs = Py_NewRef(flat);
     }
     result = status == 0 ? PyList_AsTuple(tensors) : NULL;
     Py_DECREF(flat);
     Py_DECREF(tensors);
     return result;
-}
-
-int gck_leaves_note(gck_frame *frame, PyObject *out)
-{
-    PyObject *leaves, *spec;
-
-    if (frame->outputs == NULL) {
-        return 0;
-    }
-    if (!PyArg_ParseTuple(frame->outputs, "OO", &leaves, &spec)) {
-        return -1;
-    }
-    PyObject *flat = PyObject_CallFunctionObjArgs(frame->state->py.tree_flatten, out, NULL);
-    PyObject *whole = flat != NULL ? PyTuple_GetItem(flat, 0) : NULL;
-    const Py_ssize_t n = PyList_Size(leaves);
-    frame->tensor_at = calloc((size_t)n + 1, 1);
-    for (Py_ssize_t i = 0; whole != NULL && frame->tensor_at != NULL && i < n; i++) {
-        frame->tensor_at[i] = gck_is_tensor(&frame->state->py, PyList_GetItem(whole, i)) > 0;
-    }
-    Py_XDECREF(flat);
-    return whole == NULL || frame->tensor_at == NULL ? -1 : 0;
 }
 
 PyObject *gck_leaves_assemble(gck_frame *frame, PyObject *tensors)

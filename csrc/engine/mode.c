@@ -169,28 +169,6 @@ static int record_answer(gck_dispatch *d, PyObject *out)
     return keep < 0 ? -1 : 0;
 }
 
-static PyObject *dispatch_forward(PyObject *self, PyObject *all)
-{
-    gck_dispatch d;
-    PyObject *out = NULL;
-    int status = dispatch_begin(self, all, &d);
-
-    if (status == 0) {
-        status = is_traced(&d);
-    }
-    if (status > 0) {
-        out = as_torch(&d, "forward");
-    } else if (status == 0 && (status = PySet_Contains(d.store->state->py.ignored_ops, d.func)) >= 0
-               && identify(&d) == 0) {
-        out = PyObject_Call(d.call, d.args, d.kwargs);
-        if (out != NULL && !status && record_answer(&d, out) < 0) {
-            Py_CLEAR(out);
-        }
-    }
-    dispatch_end(&d);
-    return out;
-}
-
 /* New reference: which call of d->key this is, counted in the mode. */
 static PyObject *next_index(gck_dispatch *d)
 {
@@ -235,7 +213,18 @@ static PyObject *replay(gck_dispatch *d)
     return again ? PyObject_Call(d->call, d->args, d->kwargs) : out;
 }
 
-static PyObject *dispatch_recompute(PyObject *self, PyObject *all)
+static PyObject *record(gck_dispatch *d)
+{
+    PyObject *out = PyObject_Call(d->call, d->args, d->kwargs);
+
+    if (out != NULL && record_answer(d, out) < 0) {
+        Py_CLEAR(out);
+    }
+    return out;
+}
+
+/* One operator: as torch's mode of that name while somebody traces, else by `work`. */
+static PyObject *dispatch(PyObject *self, PyObject *all, const char *mode, PyObject *(*work)(gck_dispatch *))
 {
     gck_dispatch d;
     PyObject *out = NULL;
@@ -245,14 +234,18 @@ static PyObject *dispatch_recompute(PyObject *self, PyObject *all)
         status = is_traced(&d);
     }
     if (status > 0) {
-        out = as_torch(&d, "recompute");
+        out = as_torch(&d, mode);
     } else if (status == 0 && (status = PySet_Contains(d.store->state->py.ignored_ops, d.func)) >= 0
                && identify(&d) == 0) {
-        out = status ? PyObject_Call(d.call, d.args, d.kwargs) : replay(&d);
+        out = status ? PyObject_Call(d.call, d.args, d.kwargs) : work(&d);
     }
     dispatch_end(&d);
     return out;
 }
+
+static PyObject *dispatch_forward(PyObject *self, PyObject *all) { return dispatch(self, all, "forward", record); }
+
+static PyObject *dispatch_recompute(PyObject *self, PyObject *all) { return dispatch(self, all, "recompute", replay); }
 
 /* ---- with context: ---- */
 

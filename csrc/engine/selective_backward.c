@@ -4,19 +4,6 @@
 #include "rerun.h"
 #include "selective_function.h"
 
-/* New reference: x without history, requiring grad when x does. */
-static PyObject *detached(const gck_py *py, PyObject *x)
-{
-    PyObject *copy = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
-    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
-
-    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0) {
-        Py_CLEAR(copy);
-    }
-    Py_XDECREF(grad);
-    return copy;
-}
-
 /* New reference: the leaves for the recompute; what waits in `batch` is done at its end. */
 static PyObject *restore_leaves(gck_frame *frame, PyObject *saved, gck_batch *batch)
 {
@@ -28,10 +15,10 @@ static PyObject *restore_leaves(gck_frame *frame, PyObject *saved, gck_batch *ba
         PyObject *value = NULL;
         if (entry->value == NULL) {
             PyObject *x = PyTuple_GetItem(saved, next++);
-            value = x != NULL ? detached(&frame->state->py, x) : NULL;
+            value = x != NULL ? gck_rerun_input(&frame->state->py, x) : NULL;
         } else if (entry->kind == GCK_PAYLOAD) {
             PyObject *x = gck_payload_restore((gck_payload *)entry->value, batch);
-            value = x != NULL ? detached(&frame->state->py, x) : NULL;
+            value = x != NULL ? gck_rerun_input(&frame->state->py, x) : NULL;
             Py_XDECREF(x);
         } else {
             value = Py_NewRef(entry->value);

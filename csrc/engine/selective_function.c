@@ -126,10 +126,8 @@ static PyObject *gather(gck_frame *frame, PyObject *leaves)
 
 static int refuse_functorch(const gck_py *py)
 {
-    PyObject *level = py->peek_functorch != NULL ? PyObject_CallNoArgs(py->peek_functorch) : Py_NewRef(Py_None);
-    const int active = level == NULL ? -1 : level != Py_None;
+    const int active = gck_functorch_active(py);
 
-    Py_XDECREF(level);
     if (active > 0) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt.SelectiveRecompute does not work under torch.func transforms; call "
                                             "them inside the region, or use gradckpt.checkpoint without them");
@@ -142,18 +140,11 @@ static PyObject *through_autograd(gck_frame *frame, PyObject *inputs)
 {
     gck_state *state = frame->state;
     PyObject *all = PyList_AsTuple(inputs);
-    PyObject *tensors = all != NULL ? PyObject_Call(state->selective_apply, all, NULL) : NULL, *result = NULL, *tuple;
+    PyObject *tensors = all != NULL ? PyObject_Call(state->selective_apply, all, NULL) : NULL;   /* a tuple, as forward's */
+    PyObject *result = tensors != NULL ? gck_leaves_assemble(frame, tensors) : NULL;
 
     Py_XDECREF(all);
-    if (tensors == NULL) {
-        return NULL;
-    }
-    if (frame->outputs == NULL || PyTuple_Check(tensors)) {
-        tuple = PyTuple_Check(tensors) ? Py_NewRef(tensors) : PyTuple_Pack(1, tensors);
-        result = tuple != NULL ? gck_leaves_assemble(frame, tuple) : NULL;
-        Py_XDECREF(tuple);
-    }
-    Py_DECREF(tensors);
+    Py_XDECREF(tensors);
     return result;
 }
 
@@ -180,14 +171,7 @@ static PyObject *apply(PyObject *module, PyObject *args, PyObject *kwargs)
         result = PyObject_Call(frame->function, tuple, rest);
         goto exit;
     }
-    PyObject *items[64], **all = nargs <= 64 ? items : malloc(sizeof *all * (size_t)nargs);
-    for (Py_ssize_t i = 0; all != NULL && i < nargs; i++) {
-        all[i] = PyTuple_GetItem(tuple, i);
-    }
-    leaves = all != NULL ? gck_leaves_flatten(&state->py, all, nargs, rest, &frame->spec) : PyErr_NoMemory();
-    if (all != items) {
-        free(all);
-    }
+    leaves = gck_leaves_flatten(&state->py, tuple, rest, &frame->spec);
     if (leaves == NULL || take_policy(frame, PyTuple_GetItem(args, 1)) < 0 || (inputs = gather(frame, leaves)) == NULL
         || (grad = any_requires_grad(&state->py, inputs, 1)) < 0) {
         goto exit;
@@ -293,10 +277,7 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     }
     state->stats.regions++;
     out = gck_run_caught(frame, leaves, 0);
-    result = out != NULL ? gck_leaves_tensors(&state->py, out, &frame->outputs) : NULL;
-    if (result != NULL && gck_leaves_note(frame, out) < 0) {
-        Py_CLEAR(result);
-    }
+    result = out != NULL ? gck_leaves_tensors(&state->py, out, frame) : NULL;
 
 exit:
     Py_XDECREF(leaves);

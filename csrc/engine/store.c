@@ -167,7 +167,7 @@ static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
 static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
 {
     gck_state *state = store->state;
-    const gck_plan bits = {.codec = gck_codec_find("mask"), .min_numel = 1};
+    const gck_codec *bits = gck_codec_find("mask");
     const int tensor = gck_is_tensor(&state->py, x);
     PyObject *val = NULL;
     gck_tensor view;
@@ -177,13 +177,13 @@ static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
     if (tensor <= 0) {
         return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), 0, -1);
     }
-    verdict = gck_tensor_view(&state->py, x, bits.codec->dtypes, &view);
+    verdict = gck_tensor_view(&state->py, x, bits->dtypes, &view);
     if (verdict < 0) {
         return NULL;
     }
     if (verdict == GCK_COMPRESS) {
-        val = gck_payload_new(state, bits.codec, x, &view, NULL, GCK_FOR_USER, NULL, &fits);
-        state->stats.decision_bytes += val != NULL ? gck_nbytes(bits.codec, view.numel, view.dtype) : 0;
+        val = gck_payload_new(state, bits, x, &view, NULL, GCK_FOR_USER, NULL, &fits);
+        state->stats.decision_bytes += val != NULL ? gck_nbytes(bits, view.numel, view.dtype) : 0;
     } else {
         val = PyObject_CallMethod(x, "clone", NULL);
         PyObject *nbytes = val != NULL ? PyObject_GetAttrString(val, "nbytes") : NULL;
@@ -224,22 +224,24 @@ static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_f
     return result;
 }
 
-int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan)
+/* calls[index] = what f makes of the outputs. */
+static int put(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan, item_function *f)
 {
-    PyObject *kept = map(store, out, plan, keep_one);
+    PyObject *kept = map(store, out, plan, f);
     const int status = kept == NULL ? -1 : PyDict_SetItem(calls, index, kept);
 
     Py_XDECREF(kept);
     return status;
 }
 
+int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan)
+{
+    return put(store, calls, index, out, plan, keep_one);
+}
+
 int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, PyObject *out)
 {
-    PyObject *kept = map(store, out, NULL, copy_one);
-    const int status = kept == NULL ? -1 : PyDict_SetItem(calls, index, kept);
-
-    Py_XDECREF(kept);
-    return status;
+    return put(store, calls, index, out, NULL, copy_one);
 }
 
 int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index)

@@ -130,21 +130,9 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
 #define OBJECT(field, module, attribute) Py_VISIT(py->field);
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
-    Py_VISIT(py->make_saved_tensor);
-    Py_VISIT(py->queue_callback);
-    Py_VISIT(py->run_backward);
-    Py_VISIT(py->peek_functorch);
-    Py_VISIT(py->as_non_leaf);
-    Py_VISIT(py->cpu_bytes);
-    Py_VISIT(py->cpu);
-    Py_VISIT(py->recompute_mark);
-    Py_VISIT(py->consumed_mark);
-    Py_VISIT(py->prefer_recompute);
-    Py_VISIT(py->must_recompute);
-    Py_VISIT(py->cast);
-    Py_VISIT(py->key);
-    Py_VISIT(py->key_inplace);
-    Py_VISIT(py->shim);
+#define OBJECT(field) Py_VISIT(py->field);
+    GCK_PY_MADE(OBJECT)
+#undef OBJECT
     return gck_rng_traverse(&py->rng, visit, arg);
 }
 
@@ -156,20 +144,8 @@ void gck_py_clear(gck_py *py)
 #define NAME(name) Py_CLEAR(py->names.name);
     GCK_PY_NAMES(NAME)
 #undef NAME
-    Py_CLEAR(py->make_saved_tensor);
-    Py_CLEAR(py->queue_callback);
-    Py_CLEAR(py->run_backward);
-    Py_CLEAR(py->peek_functorch);
-    Py_CLEAR(py->as_non_leaf);
-    Py_CLEAR(py->cpu_bytes);
-    Py_CLEAR(py->cpu);
-    Py_CLEAR(py->recompute_mark);
-    Py_CLEAR(py->consumed_mark);
-    Py_CLEAR(py->prefer_recompute);
-    Py_CLEAR(py->must_recompute);
-    Py_CLEAR(py->cast);
-    Py_CLEAR(py->key);
-    Py_CLEAR(py->key_inplace);
-    Py_CLEAR(py->shim);
+#define OBJECT(field) Py_CLEAR(py->field);
+    GCK_PY_MADE(OBJECT)
+#undef OBJECT
     gck_rng_clear(&py->rng);
 }

@@ -77,10 +77,24 @@ int gck_ask(PyObject *getter)
     return truth;
 }
 
+int gck_functorch_active(const gck_py *py)
+{
+    PyObject *level;
+    int truth;
+
+    if (py->peek_functorch == NULL) {
+        return 0;
+    }
+    level = PyObject_CallNoArgs(py->peek_functorch);
+    truth = level == NULL ? -1 : level != Py_None;
+    Py_XDECREF(level);
+    return truth;
+}
+
 int gck_tracing(const gck_py *py)
 {
     const int modes = gck_ask(py->dispatch_stack_len);
-    PyObject *level, *result;
+    PyObject *result;
     int truth;
 
     if (modes < 0) {
@@ -97,16 +111,7 @@ int gck_tracing(const gck_py *py)
             return truth;
         }
     }
-    if (py->peek_functorch != NULL) {
-        level = PyObject_CallNoArgs(py->peek_functorch);
-        if (level == NULL) {
-            return -1;
-        }
-        truth = level != Py_None;
-        Py_DECREF(level);
-        return truth;
-    }
-    return 0;
+    return gck_functorch_active(py);
 }
 
 static int view_dtype(gck_dl_dtype dtype, uint32_t accepted, gck_dtype *out)

@@ -66,23 +66,29 @@
     NAME(save_for_backward) NAME(saved_tensors) NAME(set_materialize_grads)            \
     NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
 
+/* Others, owned too; NULL where noted. */
+#define GCK_PY_MADE(OBJECT)                                                                           \
+    OBJECT(make_saved_tensor)    /* torch's, or the shim's where torch < 2.12 has none */             \
+    OBJECT(run_backward)         /* of the autograd engine */                                         \
+    OBJECT(queue_callback)       /* likewise: at the end of a graph task */                           \
+    OBJECT(peek_functorch)       /* torch._C._functorch.peek_interpreter_stack, or NULL */            \
+    OBJECT(as_non_leaf)          /* a DelayedError node: alias that requires grad */                  \
+    OBJECT(cpu_bytes)            /* {"dtype": torch.uint8, "device": cpu} */                          \
+    OBJECT(cpu)                  /* the string "cpu" */                                               \
+    OBJECT(recompute_mark) OBJECT(consumed_mark)       /* in the storage of a selective region */     \
+    OBJECT(prefer_recompute) OBJECT(must_recompute)    /* of CheckpointPolicy */                      \
+    OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
+    OBJECT(key)                  /* the dispatch key that catches operators; NULL: none is free */    \
+    OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
+    OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */
+
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
-    PyObject *make_saved_tensor;   /* torch's, or the shim's where torch < 2.12 has none */
-    PyObject *run_backward;        /* of the autograd engine                           */
-    PyObject *queue_callback;      /* of the autograd engine: at the end of a graph task */
-    PyObject *peek_functorch;      /* torch._C._functorch.peek_interpreter_stack       */
-    PyObject *as_non_leaf;         /* a DelayedError node: alias that requires grad    */
-    PyObject *cpu_bytes;           /* {"dtype": torch.uint8, "device": cpu}            */
-    PyObject *cpu;                 /* the string "cpu"                                  */
-    PyObject *recompute_mark, *consumed_mark;      /* in the storage of a selective region */
-    PyObject *prefer_recompute, *must_recompute;   /* of CheckpointPolicy              */
-    PyObject *cast;                /* torch.ops.aten._to_copy.default                  */
-    PyObject *key;                 /* the dispatch key that catches operators; NULL: none is free */
-    PyObject *key_inplace;         /* ADInplaceOrView                                  */
-    PyObject *shim;                /* gradckpt._shim: the rare paths, in Python        */
+#define OBJECT(field) PyObject *field;
+    GCK_PY_MADE(OBJECT)
+#undef OBJECT
     struct {
 #define NAME(name) PyObject *name;
         GCK_PY_NAMES(NAME)
@@ -131,6 +137,9 @@ int gck_tensor_view(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *view);
 
 /* 1 when a mode is active under which tensors are not what they seem; 0; -1. */
 int gck_tracing(const gck_py *py);
+
+/* 1 inside a torch.func transform; 0; -1. */
+int gck_functorch_active(const gck_py *py);
 
 /* New reference: uint8[nbytes] on the device of `like`, from torch's allocator. */
 PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, PyObject *device, int on_cpu);
