@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gradckpt import _C, buffers, compat, policies
+from gradckpt import _C, buffers, compat, compile, policies
 from gradckpt import _ops as _ops
 from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
 from gradckpt.apply import apply, unapply
@@ -61,6 +61,7 @@ __all__ = [
 
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())
 trainer_guard.watch()
+compile.watch()
 
 
 def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None = None) -> Payload:

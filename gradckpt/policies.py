@@ -128,4 +128,8 @@ def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
         return None
     if isinstance(policy, str):
         policy = by_name(policy)
-    return functools.partial(create_selective_checkpoint_contexts, as_policy(policy) or policy)
+    known = as_policy(policy)
+    made: Any = functools.partial(create_selective_checkpoint_contexts, known or policy)
+    if known is not None:  # so that torch may cache graphs with it
+        made.cache_hash = f"gradckpt {known.describe()}"
+    return made  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
 from gradckpt.config import Compress, CompressionConfig, parse_compress
+from gradckpt.packing import keep_packed
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
 RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED = 0, 1, 2, 3, 4
@@ -91,6 +92,10 @@ class Policy:
     def __reduce__(self) -> Any:
         rows = [(str(r.op), *r[1:]) for r in self.rules.values()]
         return _policy_of, (rows, self.wanted)
+
+    def describe(self) -> str:
+        """All that it says; two policies with the same text act the same."""
+        return f"{[tuple(map(str, rule)) for rule in self.rules.values()]} {sorted(self.wanted)}"
 
     def __repr__(self) -> str:
         return f"<gradckpt policy: {', '.join(str(op) for op in self.rules)}>"
@@ -341,7 +346,12 @@ def asker(policy: Policy) -> Callable[..., Any]:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if rule.keep == DECIDE_CAST and not _is_decision(ctx.op_output):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if rule.config is None or torch.compiler.is_compiling() else Save(rule.config)
+        if rule.config is None:
+            return CheckpointPolicy.MUST_SAVE
+        if torch.compiler.is_compiling():
+            keep_packed(op, rule.config)
+            return CheckpointPolicy.MUST_SAVE
+        return Save(rule.config)
 
     return policy_fn
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 from gradckpt import _C
@@ -11,6 +12,25 @@ from gradckpt.config import warn_inactive
 __all__ = ["reset_stats", "stats"]
 
 logger = logging.getLogger("gradckpt")
+
+
+class Compiled:
+    """Of the graphs that torch.compile made: what one call of each keeps."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        self.counters = dict.fromkeys(("graphs", "tensors", "bytes_in", "bytes_out"), 0)
+
+    def add(self, **counts: int) -> None:
+        with self.lock:
+            for key, count in counts.items():
+                self.counters[key] += count
+
+
+compiled = Compiled()
 
 
 def stats() -> dict[str, Any]:
@@ -26,16 +46,20 @@ def stats() -> dict[str, Any]:
         ``recomputes``. ``kept``: tensors kept by reference, counted by reason; ``kept_bytes``:
         bytes of those that could have been compressed. ``originals_alive``,
         ``originals_alive_bytes``: inputs that somebody else still held when their payload was
-        restored (``output_hidden_states``, for one): there compression saved nothing.
+        restored (``output_hidden_states``, for one): there compression saved nothing. ``compiled``: of the graphs that
+        ``torch.compile`` made, which the other counters do not see: ``graphs`` that keep tensors compressed, and for
+        one call of each the number of those ``tensors``, their ``bytes_in`` and ``bytes_out``.
     """
     counters: dict[str, Any] = _C.stats()
     counters["ratio"] = counters["bytes_out"] / counters["bytes_in"] if counters["bytes_in"] else None
+    counters["compiled"] = dict(compiled.counters)
     return counters
 
 
 def reset_stats() -> None:
     """All counters to zero; what is alive stays counted in ``live_bytes``."""
     _C.reset_stats()
+    compiled.reset()
 
 
 def format_bytes(n: float) -> str:

@@ -2,7 +2,7 @@
  * torch.compile see them.  The engine itself calls the codecs directly.
  *
  *     gradckpt::encode(Tensor x, str codec) -> Tensor
- *     gradckpt::decode(Tensor payload, str codec, int[] size, ScalarType dtype) -> Tensor
+ *     gradckpt::decode(Tensor payload, str codec, SymInt[] size, ScalarType dtype) -> Tensor
  *     gradckpt::encode_many(Tensor[] xs, str codec) -> Tensor[]
  *     gradckpt::decode_many(Tensor[] payloads, str codec, Tensor(a!)[] out) -> ()
  *
@@ -457,7 +457,7 @@ const char *gck_ops_register(void)
     }
     if (gck_torch.aoti_torch_library_init_fragment("gradckpt", __FILE__, __LINE__, &lib)
         || gck_torch.aoti_torch_library_def(lib, "encode(Tensor x, str codec) -> Tensor")
-        || gck_torch.aoti_torch_library_def(lib, "decode(Tensor payload, str codec, int[] size, ScalarType dtype)"
+        || gck_torch.aoti_torch_library_def(lib, "decode(Tensor payload, str codec, SymInt[] size, ScalarType dtype)"
                                                  " -> Tensor")
         || gck_torch.aoti_torch_library_def(lib, "encode_many(Tensor[] xs, str codec) -> Tensor[]")
         || gck_torch.aoti_torch_library_def(lib, "decode_many(Tensor[] payloads, str codec, Tensor(a!)[] out) -> ()")) {

@@ -1,0 +1,251 @@
+"""What ``torch.compile`` traces in place of ``gradckpt.checkpoint``: torch's checkpoint, its inputs marked for packing.
+
+Dynamo knows ``torch.utils.checkpoint.checkpoint`` and makes one operator of it, which AOTAutograd recomputes in the
+backward graph. A C function it cannot trace; so it is given :func:`checkpoint`, below. Nothing of torch is changed:
+``torch.compiler.substitute_in_graph`` is its own way to say that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_map
+
+import gradckpt
+from gradckpt import _C, compat, packing, policies
+from gradckpt._ops import payload_nbytes
+from gradckpt.config import parse_compress, warn_inactive
+from gradckpt.imports import after_import
+from gradckpt.policies import DECISIONS
+from gradckpt.stats import compiled as compiled_stats
+from gradckpt.stats import format_bytes
+
+__all__ = ["watch"]
+
+logger = logging.getLogger("gradckpt")
+
+
+class Marking(NamedTuple):
+    """What is marked, and how. Dynamo reads it as a constant."""
+
+    replay: bool
+    codec: str
+    dtypes: tuple[torch.dtype, ...]
+    min_numel: int
+    leaves: bool
+    everything: bool
+    version: str
+
+
+def checkpoint(
+    function: Any,
+    *args: Any,
+    compress: Any = None,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Any = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    buffers: str = "once",
+    **kwargs: Any,
+) -> Any:
+    """``gradckpt.checkpoint``, as Dynamo sees it."""
+    marking = _marking(compress, use_reentrant, debug, context_fn is not None)
+    if marking is not None and torch.is_grad_enabled():
+        args, kwargs = tree_map(functools.partial(_mark, marking), (args, kwargs))
+    if context_fn is not None:
+        kwargs["context_fn"] = context_fn
+    return torch_checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        **kwargs,
+    )
+
+
+def _mark(marking: Marking, x: Any) -> Any:
+    """The rule of csrc/engine: what is compressed, and what is kept as it is."""
+    if (
+        isinstance(x, torch.Tensor)
+        and type(x) is torch.Tensor
+        and x.dtype in marking.dtypes
+        and x.numel() >= marking.min_numel
+        and (marking.everything or (x.requires_grad and (marking.leaves or not x.is_leaf)))
+    ):
+        mark = packing.rounded if marking.replay else packing.region_input
+        return mark(x, marking.codec, marking.version)
+    return x
+
+
+def _marking(compress: Any, use_reentrant: bool | None, debug: bool, selective: bool) -> Marking | None:
+    """Runs while Dynamo traces, for every call of checkpoint that it comes by; what it returns is a constant there."""
+    try:
+        config = parse_compress(compress)
+    except (TypeError, ValueError) as error:
+        raise _refusal(str(error)) from error
+    if debug:
+        raise _refusal("gradckpt: debug=True cannot be compiled; call the function without torch.compile to debug")
+    if config is None and not selective:
+        return None
+    if config is not None and use_reentrant:
+        raise _refusal("gradckpt: compress= needs use_reentrant=False")
+    if config is not None and config.stochastic:
+        raise _refusal("gradckpt: stochastic=True cannot be compiled: a graph does not count its calls, to seed from")
+    if not packing.available():
+        _warn_unavailable()
+        return None
+    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    if output.export:
+        return None
+    if not isinstance(output.compiler_fn, Backend):
+        output.compiler_fn = Backend(output.compiler_fn)
+    if config is None:
+        return None
+    if config.lossy and not config.replay and output.compiler_fn.decisions != "casts":
+        output.compiler_fn.decisions = config.decisions or output.compiler_fn.decisions
+    return Marking(
+        config.replay,
+        config.codec,
+        packing.dtypes(config.codec),
+        config.min_numel,
+        config.leaves,
+        config.include == "floating",
+        gradckpt.__version__,
+    )
+
+
+def _refusal(message: str) -> Exception:
+    """Breaks the graph, so that the call runs uncompiled, and may fail there; with ``fullgraph=True``, an error."""
+    kind = torch._dynamo.exc.UserErrorType.INVALID_INPUT
+    refusal: Exception = torch._dynamo.exc.UserError(kind, message)
+    return refusal
+
+
+@functools.cache
+def _warn_unavailable() -> None:
+    warn_inactive(
+        f"torch.compile: torch {torch.__version__} does not tell hooks what they save, so the region inputs of "
+        "compiled code stay uncompressed",
+        stacklevel=2,
+    )
+
+
+def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """``gradckpt.compat.checkpoint``, as Dynamo sees it."""
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+# ---- around the backend ----
+
+_CONTEXT = "_checkpoint_context_fn"
+_DECIDING = frozenset(name.partition(".")[0] for name in DECISIONS)
+
+
+class Backend:
+    """The backend of one graph of Dynamo's, with what the marks in it ask for."""
+
+    def __init__(self, backend: Any) -> None:
+        functools.update_wrapper(self, backend)
+        self.backend = backend
+        self.decisions: bool | str = False
+
+    def __call__(self, module: GraphModule, inputs: Any, **options: Any) -> Any:
+        modules = [m for m in module.modules() if isinstance(m, GraphModule)]
+        quiet = contextlib.nullcontext() if not self.decisions else _keep_decisions(modules, self.decisions)
+        cached = _cache_hits()
+        with quiet, packing.hooks() as packed:
+            compiled = self.backend(module, inputs, **options)
+        if not packed and _cache_hits() > cached:  # packed when it was made
+            packed = _marked(modules)
+        if packed:
+            _announce(packed)
+        return compiled
+
+
+def _cache_hits() -> int:
+    return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def _keep_decisions(modules: list[GraphModule], decisions: bool | str) -> Any:
+    """``CompressionConfig.decisions``: what is decided in a marked region is kept, as by a policy.
+
+    torch says once that operators in place do not go with a ``context_fn``. Nobody passed one, and operators that
+    decide have no such form: it is not said of these.
+    """
+    policy = policies.decisions if decisions == "casts" else policies.decisions_but_casts
+    quiet: Any = contextlib.nullcontext()
+    for module in modules:
+        for node in module.graph.find_nodes(
+            op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint
+        ):
+            region = getattr(module, node.args[0].target)
+            marked = any(x.target is packing.region_input for x in node.all_input_nodes)
+            if marked and _CONTEXT not in region.meta and _decides(region):
+                region.meta[_CONTEXT] = policies.contexts_of(policy)
+                quiet = _without_advice()
+    return quiet
+
+
+def _decides(region: GraphModule) -> bool:
+    nodes = (node for m in region.modules() if isinstance(m, GraphModule) for node in m.graph.nodes)
+    return any(getattr(node.target, "__name__", node.target) in _DECIDING for node in nodes)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    log.addFilter(_is_other_advice)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_other_advice)
+
+
+def _is_other_advice(record: logging.LogRecord) -> bool:
+    return "Detected that context_fn is passed" not in str(record.msg)
+
+
+def _marked(modules: list[GraphModule]) -> list[packing.Packed]:
+    """What the marks in Dynamo's graphs ask for."""
+    nodes = (
+        node
+        for module in modules
+        for mark in packing.MARKS
+        for node in module.graph.find_nodes(op="call_function", target=mark)
+    )
+    return [packing.Packed.of(node.meta["example_value"], node.args[1]) for node in nodes]
+
+
+def _announce(packed: list[packing.Packed]) -> None:
+    """The line that says what the graph keeps compressed, and its counters."""
+    bytes_in = sum(p.numel * p.dtype.itemsize for p in packed)
+    bytes_out = sum(payload_nbytes(p.numel, p.dtype, p.codec) for p in packed)
+    compiled_stats.add(graphs=1, tensors=len(packed), bytes_in=bytes_in, bytes_out=bytes_out)
+    sizes = format_bytes(bytes_in), format_bytes(bytes_out)
+    logger.info("torch.compile: a graph keeps %d tensors compressed, %s -> %s", len(packed), *sizes)
+
+
+# ---- telling Dynamo ----
+
+
+def _tell(dynamo: ModuleType) -> None:
+    for original, traceable in ((_C.checkpoint, checkpoint), (compat.checkpoint, compat_checkpoint)):
+        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traceable)
+    torch.compiler.assume_constant_result(_marking)
+
+
+def watch() -> None:
+    """Tells Dynamo, once something imports it."""
+    after_import("torch._dynamo", _tell)
