@@ -214,12 +214,9 @@ class Region:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        forward = type(module).forward.__get__(module) if self.own is None else self.own
+        forward = self.own or _forward_of(module)
         if not (self.active and module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        if self.own is None and torch.compiler.is_compiling():
-            # Handed over at a graph break, a method is looked up by its name, under which the module has us.
-            forward = functools.partial(type(module).forward, module)
         for value in (*args, *kwargs.values()) if kwargs else args:
             if not isinstance(value, _NO_CACHE) and _is_cache(value):
                 forward = _WithCaches(forward)
@@ -251,6 +248,15 @@ class Region:
 
     def __repr__(self) -> str:
         return f"<checkpointed forward of {self.kind}: {_summary(self.settings)}>"
+
+
+def _forward_of(module: Module) -> Callable[..., Any]:
+    """Of its class."""
+    if torch.compiler.is_compiling():
+        # Handed over at a graph break, a method is looked up by its name, under which the module has its region.
+        return functools.partial(type(module).forward, module)
+    bound: Callable[..., Any] = type(module).forward.__get__(module)
+    return bound
 
 
 def _nothing() -> None:

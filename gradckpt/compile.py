@@ -8,6 +8,7 @@ backward graph. A C function it cannot trace; so it is given :func:`checkpoint`,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map
 import gradckpt
 from gradckpt import _C, compat, packing, policies
 from gradckpt._ops import payload_nbytes
-from gradckpt.config import parse_compress, warn_inactive
+from gradckpt.config import CompressionConfig, parse_compress, warn_inactive
 from gradckpt.imports import after_import
 from gradckpt.policies import DECISIONS
 from gradckpt.stats import compiled as compiled_stats
@@ -45,6 +46,9 @@ class Marking(NamedTuple):
     version: str
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
+
+
 def checkpoint(
     function: Any,
     *args: Any,
@@ -59,6 +63,8 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """``gradckpt.checkpoint``, as Dynamo sees it."""
+    if isinstance(compress, CompressionConfig):
+        compress = {field: getattr(compress, field) for field in _FIELDS}  # guards on what it says, not on what it is
     marking = _marking(compress, use_reentrant, debug, context_fn is not None)
     if marking is not None and torch.is_grad_enabled():
         args, kwargs = tree_map(functools.partial(_mark, marking), (args, kwargs))

@@ -137,7 +137,14 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
     _compiling.answers = len(HOOKS)
     mode = get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
+    outputs = []
     for node in itertools.islice(nodes, 16):  # behind it: one for each of its outputs
+        outputs.append(node)
+        if node.target is op:
+            break
+    else:
+        return
+    for node in outputs:
         value = node.meta.get("val")
         if (
             isinstance(value, torch.Tensor)
@@ -145,8 +152,6 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
             and value.dtype in dtypes(config.codec)
         ):
             node.meta[_CODEC] = config.codec
-        if node.target is op:
-            break
 
 
 @functools.cache

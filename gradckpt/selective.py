@@ -6,6 +6,7 @@ a policy that is a function must be asked about every operator, which takes a di
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
-from gradckpt.config import Compress, CompressionConfig, parse_compress
+from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
 from gradckpt.packing import keep_packed
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
@@ -319,6 +320,10 @@ def create_selective_checkpoint_contexts(
     Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
     """
     policy = as_policy(policy_or_ops)
+    if not _TRACES_OURS and torch_checkpoint._is_compiling(None, None, None):
+        asked = policy_or_ops if policy is None else asker(policy)
+        made: Any = torch_checkpoint.create_selective_checkpoint_contexts(asked, allow_cache_entry_mutation)
+        return made  # type: ignore[no-any-return]
     by_key = policy is not None and policy.catchable and _key is not None
     if policy is None:
         store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
@@ -328,6 +333,9 @@ def create_selective_checkpoint_contexts(
             catch(policy)
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
 
+
+#: torch before 2.12 traces with a storage of another make than ours has.
+_TRACES_OURS = hasattr(torch_checkpoint, "_CONSUMED")
 
 #: No names: a function is asked.
 ASKED = _C.make_names(None, frozenset())
@@ -348,12 +356,22 @@ def asker(policy: Policy) -> Callable[..., Any]:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if rule.config is None:
             return CheckpointPolicy.MUST_SAVE
-        if torch.compiler.is_compiling():
-            keep_packed(op, rule.config)
+        if torch_checkpoint._is_compiling(None, None, None):
+            if _TRACES_OURS:
+                keep_packed(op, rule.config)
+            else:  # asked before the operator runs, of which there is no node yet
+                _warn_exact_saves()
             return CheckpointPolicy.MUST_SAVE
         return Save(rule.config)
 
     return policy_fn
+
+
+@functools.cache
+def _warn_exact_saves() -> None:
+    warn_inactive(
+        f"torch.compile: with torch {torch.__version__}, what a policy keeps stays uncompressed; 2.12 has what it takes"
+    )
 
 
 def _is_decision(out: Any) -> bool:

@@ -11,7 +11,7 @@ from compiled_graphs import PARTITIONS, Graphs
 from torch import nn
 
 import gradckpt
-from gradckpt import CompressionConfig, GradckptInactiveWarning, packing
+from gradckpt import CompressionConfig, GradckptInactiveWarning, packing, selective
 from gradckpt.policies import contexts_of
 
 LAYERS = 3
@@ -254,6 +254,10 @@ def test_dropout_draws_the_same_mask_twice():
     assert graphs.payloads
 
 
+OLD = not hasattr(torch.utils.checkpoint, "_CONSUMED")  # before 2.12
+
+
+@pytest.mark.skipif(OLD, reason="torch 2.11 keeps inner inputs, in its own checkpoint, too")
 def test_a_region_in_a_region():
     """The outer input crosses; the inner one is made again, and dropped again, in the backward."""
     graphs, inputs = Graphs(), (leaf(32, 64), weight())
@@ -373,6 +377,11 @@ def test_policies_pass_through(name, compress):
             lambda t, v: ((t * 2) @ v).sin() * t, x * 2, w, compress=compress, context_fn=context_fn
         )
 
+    if name.endswith("int8") and OLD:
+        with pytest.warns(GradckptInactiveWarning, match="what a policy keeps stays uncompressed"):
+            gradients(graphs.compile(function), *inputs)
+        selective._warn_exact_saves.cache_clear()
+        return
     want = gradients(function, *inputs)
     assert_same(gradients(graphs.compile(function), *inputs), want)
     matmuls = graphs.calls_of("mm", graphs.backward)
@@ -453,6 +462,7 @@ def test_a_backend_without_aot_autograd_warns_once():
     assert gradckpt.stats()["compiled"]["graphs"] == 0
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.11: it warns of more, see test_policies_pass_through")
 def test_a_policy_that_compresses_in_torchs_checkpoint_warns():
     context_fn = SAVES["save_matmuls:int8"]
 
