@@ -70,7 +70,7 @@ def checkpoint(
         args, kwargs = tree_map(functools.partial(_mark, marking), (args, kwargs))
     if context_fn is not None:
         kwargs["context_fn"] = context_fn
-    return torch_checkpoint.checkpoint(
+    return torch.ops.higher_order.tag_activation_checkpoint(
         function,
         *args,
         use_reentrant=False,
