@@ -297,12 +297,12 @@ static int load_torch(void)
     return 0;
 }
 
-static int load_shim(gck_py *py)
+static int load_python_half(gck_py *py)
 {
     PyObject *value;
 
-    py->shim = PyImport_ImportModule("gradckpt._shim");
-    if (py->shim == NULL) {
+    if ((py->shim = PyImport_ImportModule("gradckpt._shim")) == NULL
+        || (py->selection = PyImport_ImportModule("gradckpt._selection")) == NULL) {
         return -1;
     }
     value = PyObject_CallMethod(py->shim, "has_accelerator", NULL);
@@ -369,7 +369,7 @@ static int module_exec(PyObject *module)
     gck_state *state = gck_state_of(module);
 
     state->last_task = state->watched_task = -1;
-    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_shim(&state->py) < 0
+    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_python_half(&state->py) < 0
         || choose_saved_tensor(&state->py) < 0 || intern_option_names(state) < 0) {
         return -1;
     }
