@@ -118,6 +118,24 @@ static PyObject *force_isa(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+/* Names of the optional symbols that this libtorch lacks: a new list, or NULL. */
+static PyObject *missing_symbols(void)
+{
+    PyObject *names = PyList_New(0);
+
+#define SYMBOL(necessity, type, symbol, arguments)                                \
+    if (names != NULL && gck_torch.symbol == NULL) {                              \
+        PyObject *name = PyUnicode_FromString(#symbol);                           \
+        if (name == NULL || PyList_Append(names, name) < 0) {                     \
+            Py_CLEAR(names);                                                      \
+        }                                                                         \
+        Py_XDECREF(name);                                                         \
+    }
+    GCK_ABI_SYMBOLS(SYMBOL)
+#undef SYMBOL
+    return names;
+}
+
 static PyObject *build_info(PyObject *module, PyObject *unused)
 {
     int driver, runtime;
@@ -125,9 +143,9 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 
     (void)module;
     (void)unused;
-    return Py_BuildValue("{ss ss ss si si sO ss}", "build", GCK_BUILD_NOTE, "cuda_archs", gck_cuda_archs(), "isa",
+    return Py_BuildValue("{ss ss ss si si sO ss sN}", "build", GCK_BUILD_NOTE, "cuda_archs", gck_cuda_archs(), "isa",
                          gck_isa_name(), "cuda_driver", driver, "cuda_runtime", runtime, "cuda_usable",
-                         status == GCK_OK ? Py_True : Py_False, "compiler", __VERSION__);
+                         status == GCK_OK ? Py_True : Py_False, "compiler", __VERSION__, "missing", missing_symbols());
 }
 
 /* ---- stats ---- */

@@ -9,9 +9,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gradckpt import _C, buffers, compat, policies
+try:
+    from gradckpt import _C
+    from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
+except (ImportError, OSError) as error:
+    from gradckpt import _import_error
+
+    raise _import_error.of(error) from error
+
 from gradckpt import _ops as _ops
-from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
+from gradckpt import buffers, compat, policies
 from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
