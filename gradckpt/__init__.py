@@ -29,7 +29,7 @@ from gradckpt.saved import compress_saved
 from gradckpt.selective import create_selective_checkpoint_contexts, name, save
 from gradckpt.selectors import every, m_of_n
 from gradckpt.sequential import checkpoint_sequential
-from gradckpt.stats import reset_stats, stats
+from gradckpt.stats import format_stats, log_stats, print_stats, reset_stats, stats, stats_scalars
 
 __version__ = "0.1.0"
 
@@ -53,16 +53,20 @@ __all__ = [
     "enable",
     "encode",
     "every",
+    "format_stats",
     "get_rounding_state",
     "is_recomputing",
+    "log_stats",
     "m_of_n",
     "name",
     "policies",
+    "print_stats",
     "reset_stats",
     "residuals",
     "save",
     "set_rounding_state",
     "stats",
+    "stats_scalars",
     "unapply",
 ]
 
