@@ -48,7 +48,7 @@ def tracing_mode_active() -> bool:
     return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
 
 
-class _StraightThrough(torch.autograd.Function):  # type: ignore[misc]
+class _StraightThrough(torch.autograd.Function):
     """Forward: what the payload gives back. Backward: as if it had been the original."""
 
     @staticmethod
@@ -62,7 +62,7 @@ class _StraightThrough(torch.autograd.Function):  # type: ignore[misc]
 
 
 def straight_through(x: torch.Tensor, payload: Any) -> torch.Tensor:
-    result: torch.Tensor = _StraightThrough.apply(x, payload)
+    result: torch.Tensor = _StraightThrough.apply(x, payload)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -235,7 +235,7 @@ def _module_of(function: Any) -> torch.nn.Module | None:
 
 def _parameter_versions(function: Any) -> list[tuple[str, torch.Tensor, int]] | None:
     module = _module_of(function)
-    return module and [(name, p, p._version) for name, p in module.named_parameters()]
+    return None if module is None else [(name, p, p._version) for name, p in module.named_parameters()]
 
 
 def check_parameters(parameters: list[tuple[str, torch.Tensor, int]]) -> None:
@@ -287,7 +287,7 @@ def decorate(module: Any, options: dict[str, Any]) -> Any:
 # ---- torch without _make_saved_tensor ----
 
 
-class _SaveOne(torch.autograd.Function):  # type: ignore[misc]
+class _SaveOne(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -301,7 +301,8 @@ class _NodeSaved:
 
     def __init__(self, x: torch.Tensor) -> None:
         with torch.enable_grad():
-            self.output = _SaveOne.apply(torch.empty((0,), requires_grad=True), x)  # owns the node
+            anchor = torch.empty((0,), requires_grad=True)
+            self.output = _SaveOne.apply(anchor, x)  # type: ignore[no-untyped-call]  # owns the node
 
     def unpack(self) -> torch.Tensor:
         x: torch.Tensor = self.output.grad_fn.saved_tensors[0]

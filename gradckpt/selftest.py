@@ -184,9 +184,8 @@ def _train(call: Callable[..., torch.Tensor], device: str) -> tuple[torch.Tensor
     """Loss and gradients of a small network with dropout, each layer run by ``call(layer, input)``."""
     torch.manual_seed(0)
     with torch.enable_grad(), torch.autocast(torch.device(device).type, enabled=False):
-        options = {"device": device, "dtype": torch.float32}
-        layers = [_layer(options) for _ in range(_LAYERS)]
-        x = torch.randn(_ROWS, _WIDTH, requires_grad=True, **options)
+        layers = [_layer(device) for _ in range(_LAYERS)]
+        x = torch.randn(_ROWS, _WIDTH, requires_grad=True, device=device, dtype=torch.float32)
         hidden = x * 1.0
         for layer in layers:
             hidden = call(layer, hidden)
@@ -196,8 +195,9 @@ def _train(call: Callable[..., torch.Tensor], device: str) -> tuple[torch.Tensor
     return loss.detach(), torch.cat([g.flatten() for g in grads if g is not None])
 
 
-def _layer(options: dict[str, Any]) -> torch.nn.Module:
-    first, last = torch.nn.Linear(_WIDTH, 2 * _WIDTH, **options), torch.nn.Linear(2 * _WIDTH, _WIDTH, **options)
+def _layer(device: str) -> torch.nn.Module:
+    first = torch.nn.Linear(_WIDTH, 2 * _WIDTH, device=device, dtype=torch.float32)
+    last = torch.nn.Linear(2 * _WIDTH, _WIDTH, device=device, dtype=torch.float32)
     return torch.nn.Sequential(first, torch.nn.GELU(), torch.nn.Dropout(0.1), last)
 
 
