@@ -236,12 +236,16 @@ def test_the_second_training_starts_anew_and_a_removed_callback_is_silent(tmp_pa
 
 def test_added_late_it_reaches_the_history(tmp_path, monkeypatch):
     """A Trainer that was built before the module was imported."""
+    other = trainer(tmp_path)
+    other.train()
     defaults = [c for c in transformers.trainer.DEFAULT_CALLBACKS if c is not trainer_callback._First]
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", defaults)
     run = trainer(tmp_path, Last())
     run.add_callback(GradckptCallback)
     run.train()
     assert [{key: log[key] for key in PER_LOG} for log in with_loss(run.state.log_history)] == [PER_LOG, PER_LOG]
+    (first,) = [c for c in other.callback_handler.callbacks if isinstance(c, trainer_callback._First)]
+    assert first.callback is None, "it took the one of another Trainer"
 
 
 def test_two_trainers_do_not_mix(tmp_path):
