@@ -122,7 +122,7 @@ def _show_in_colours(block: Sequence[str]) -> bool:
     for text in block:
         styled = Text(text)
         styled.highlight_regex(r"^ok\b", "green")
-        styled.highlight_regex(r"FAILED|NOT TESTED|NO kernels|^CUDA codecs +off", "bold red")
+        styled.highlight_regex(r"FAILED|NOT TESTED|NO kernels", "bold red")
         styled.highlight_regex(r"^```(text)?$", "dim")
         console.print(styled, soft_wrap=True)
     return True
