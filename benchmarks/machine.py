@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 import gradckpt
-from gradckpt import _C
+from gradckpt import _C, environment
 
 
 def cpu_model() -> str:
@@ -54,13 +53,7 @@ def facts(device: str = "cpu") -> dict[str, Any]:
 
 def covers(archs: str, capability: tuple[int, int]) -> bool:
     """Does a build for e.g. "8.0;9.0+PTX" run on a card of this compute capability?"""
-    for major, minor, feature, ptx in re.findall(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", archs):
-        arch = int(major), int(minor)
-        if arch == capability or (not feature and arch[0] == capability[0] and arch < capability):
-            return True
-        if ptx and not feature and arch < capability:
-            return True
-    return False
+    return environment.kernels(archs, capability) != "absent"
 
 
 def why_no_cuda() -> str | None:

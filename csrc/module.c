@@ -118,6 +118,24 @@ static PyObject *force_isa(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+/* Names of the optional symbols that this libtorch lacks: a new list, or NULL. */
+static PyObject *missing_symbols(void)
+{
+    PyObject *names = PyList_New(0);
+
+#define SYMBOL(necessity, type, symbol, arguments)                                \
+    if (names != NULL && gck_torch.symbol == NULL) {                              \
+        PyObject *name = PyUnicode_FromString(#symbol);                           \
+        if (name == NULL || PyList_Append(names, name) < 0) {                     \
+            Py_CLEAR(names);                                                      \
+        }                                                                         \
+        Py_XDECREF(name);                                                         \
+    }
+    GCK_ABI_SYMBOLS(SYMBOL)
+#undef SYMBOL
+    return names;
+}
+
 static PyObject *build_info(PyObject *module, PyObject *unused)
 {
     int driver, runtime;
@@ -125,9 +143,9 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 
     (void)module;
     (void)unused;
-    return Py_BuildValue("{ss ss ss si si sO ss}", "build", GCK_BUILD_NOTE, "cuda_archs", gck_cuda_archs(), "isa",
+    return Py_BuildValue("{ss ss ss si si sO ss sN}", "build", GCK_BUILD_NOTE, "cuda_archs", gck_cuda_archs(), "isa",
                          gck_isa_name(), "cuda_driver", driver, "cuda_runtime", runtime, "cuda_usable",
-                         status == GCK_OK ? Py_True : Py_False, "compiler", __VERSION__);
+                         status == GCK_OK ? Py_True : Py_False, "compiler", __VERSION__, "missing", missing_symbols());
 }
 
 /* ---- stats ---- */
@@ -297,12 +315,12 @@ static int load_torch(void)
     return 0;
 }
 
-static int load_shim(gck_py *py)
+static int load_python_half(gck_py *py)
 {
     PyObject *value;
 
-    py->shim = PyImport_ImportModule("gradckpt._shim");
-    if (py->shim == NULL) {
+    if ((py->shim = PyImport_ImportModule("gradckpt._shim")) == NULL
+        || (py->selection = PyImport_ImportModule("gradckpt._selection")) == NULL) {
         return -1;
     }
     value = PyObject_CallMethod(py->shim, "has_accelerator", NULL);
@@ -369,7 +387,7 @@ static int module_exec(PyObject *module)
     gck_state *state = gck_state_of(module);
 
     state->last_task = state->watched_task = -1;
-    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_shim(&state->py) < 0
+    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_python_half(&state->py) < 0
         || choose_saved_tensor(&state->py) < 0 || intern_option_names(state) < 0) {
         return -1;
     }

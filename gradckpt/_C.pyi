@@ -1,8 +1,14 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, final, overload, type_check_only
 
 import torch
 
+from gradckpt.config import Compress
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+@final
 class Payload:
     @property
     def codec(self) -> str: ...
@@ -18,24 +24,35 @@ class Payload:
     def data(self) -> torch.Tensor: ...
     def decode(self) -> torch.Tensor: ...
 
-class SelectiveRecompute(torch.autograd.Function):  # type: ignore[misc]
+class SelectiveRecompute(torch.autograd.Function):
     @staticmethod
-    def apply(function: Callable[..., Any], policy: Any, /, *args: Any, compress: Any = None, **kwargs: Any) -> Any: ...
+    def apply(
+        function: Callable[..., _R], policy: Any, /, *args: Any, compress: Compress = None, **kwargs: Any
+    ) -> _R: ...
+    @staticmethod
+    def forward(*args: Any) -> Any: ...
+    @staticmethod
+    def backward(*args: Any) -> Any: ...
 
+@type_check_only
 class Names: ...
 
+@type_check_only
 class Kept:
     @property
     def val(self) -> Any: ...
 
+@type_check_only
 class Store:
     @property
     def storage(self) -> dict[Any, dict[int, Any]]: ...
 
+# Keywords of ours stand between the function's, so its own arguments cannot be checked; its result can.
+@overload
 def checkpoint(
-    function: Callable[..., Any] = ...,
+    function: Callable[..., _R],
     *args: Any,
-    compress: Any = None,
+    compress: Compress = None,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple[Any, Any]] | None = None,
@@ -44,9 +61,21 @@ def checkpoint(
     early_stop: bool = True,
     buffers: str = "once",
     **kwargs: Any,
-) -> Any: ...
+) -> _R: ...
+@overload
+def checkpoint(
+    *,
+    compress: Compress = None,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], tuple[Any, Any]] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    buffers: str = "once",
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 def compat_checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., _R],
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], tuple[Any, Any]] = ...,
@@ -54,7 +83,7 @@ def compat_checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     **kwargs: Any,
-) -> Any: ...
+) -> _R: ...
 def is_recomputing() -> bool: ...
 def forget_modules() -> None: ...
 def encode(x: Any, codec: str, dither: tuple[int, int, int] | None = None, /) -> Payload: ...

@@ -9,9 +9,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gradckpt import _C, buffers, compat, compile, policies
+try:
+    from gradckpt import _C
+    from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
+except (ImportError, OSError) as error:
+    from gradckpt import _import_error
+
+    raise _import_error.of(error) from error
+
 from gradckpt import _ops as _ops
-from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
+from gradckpt import buffers, compat, compile, policies
 from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_guard
@@ -22,7 +29,7 @@ from gradckpt.saved import compress_saved
 from gradckpt.selective import create_selective_checkpoint_contexts, name, save
 from gradckpt.selectors import every, m_of_n
 from gradckpt.sequential import checkpoint_sequential
-from gradckpt.stats import reset_stats, stats
+from gradckpt.stats import format_stats, log_stats, print_stats, reset_stats, stats, stats_scalars
 
 __version__ = "0.1.0"
 
@@ -46,16 +53,20 @@ __all__ = [
     "enable",
     "encode",
     "every",
+    "format_stats",
     "get_rounding_state",
     "is_recomputing",
+    "log_stats",
     "m_of_n",
     "name",
     "policies",
+    "print_stats",
     "reset_stats",
     "residuals",
     "save",
     "set_rounding_state",
     "stats",
+    "stats_scalars",
     "unapply",
 ]
 

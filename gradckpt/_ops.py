@@ -19,7 +19,8 @@ def payload_nbytes(numel: int | torch.SymInt, dtype: torch.dtype, codec: str) ->
     if name not in sizes:
         raise RuntimeError(f"gradckpt: codec {codec!r} does not take {dtype}")
     _, value, group, block = sizes[name]
-    return value * numel + group * ((numel + 127) // 128) + block * ((numel + 4095) // 4096)
+    nbytes: int | torch.SymInt = value * numel + group * ((numel + 127) // 128) + block * ((numel + 4095) // 4096)
+    return nbytes
 
 
 @torch.library.register_fake("gradckpt::encode")  # type: ignore[untyped-decorator]

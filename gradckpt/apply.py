@@ -201,7 +201,7 @@ class Region:
 
     @property
     def module(self) -> Module:
-        module = self._module()
+        module: Module | None = self._module()
         if module is None:
             raise ReferenceError(f"gradckpt: the {self.kind} of this checkpointed forward is gone")
         return module

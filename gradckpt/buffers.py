@@ -327,8 +327,7 @@ class Guard:
 
     def save(self, module: Module | None) -> None:
         """Once per module; nothing when its rules name nothing now."""
-        names = _names_of(module) if module is not None else None
-        if not names:
+        if module is None or not (names := _names_of(module)):
             return
         with _lock:
             first = _touched.get(id(module))

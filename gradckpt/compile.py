@@ -237,7 +237,7 @@ def _marked(modules: list[GraphModule]) -> list[packing.Packed]:
 def _announce(packed: list[packing.Packed]) -> None:
     """The line that says what the graph keeps compressed, and its counters."""
     bytes_in = sum(p.numel * p.dtype.itemsize for p in packed)
-    bytes_out = sum(payload_nbytes(p.numel, p.dtype, p.codec) for p in packed)
+    bytes_out = sum(int(payload_nbytes(p.numel, p.dtype, p.codec)) for p in packed)
     compiled_stats.add(graphs=1, tensors=len(packed), bytes_in=bytes_in, bytes_out=bytes_out)
     sizes = format_bytes(bytes_in), format_bytes(bytes_out)
     logger.info("torch.compile: a graph keeps %d tensors compressed, %s -> %s", len(packed), *sizes)

@@ -224,7 +224,8 @@ def _pack(x: torch.Tensor) -> Any:
 def _unpack(packed: Any) -> torch.Tensor:
     cut = _cut()
     if cut is None:
-        return packed
+        x: torch.Tensor = packed
+        return x
     value = cut.node.meta["val"]
     if _settle(cut.node) and _compiling.packed is not None:
         _compiling.packed.append(Packed.of(value, cut.codec))
@@ -246,7 +247,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 def _memory_order(x: torch.Tensor) -> list[int]:
     """The dimensions, largest stride first."""
-    return sorted(range(x.dim()), key=lambda dim: -hint(x.stride(dim)))
+    return sorted(range(x.dim()), key=lambda dim: -hint(x.stride()[dim]))
 
 
 # ---- what becomes of the graphs ----
@@ -261,7 +262,8 @@ def _settle(node: Node) -> bool:
     encode = next(user for user in node.users if user.target is torch.ops.gradckpt.encode.default)
     node.append(encode)
     if node.target is rounded:
-        encode.replace_input_with(node, node.args[0])
+        x: Any = node.args[0]
+        encode.replace_input_with(node, x)
     elif node.target is region_input:
         _drop(node)
     return True

@@ -267,7 +267,7 @@ class _Keyed:
         return super().__exit__(*error)  # type: ignore[misc]
 
 
-class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):  # type: ignore[misc]
+class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):
     """Of the forward: keeps outputs."""
 
     _replay = False
@@ -277,7 +277,7 @@ class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):  # typ
         self._store, self._by_key = store, by_key
 
 
-class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):  # type: ignore[misc]
+class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):
     """Of the recompute: gives them back."""
 
     _replay = True

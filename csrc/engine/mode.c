@@ -50,7 +50,7 @@ static int identify(gck_dispatch *d)
     }
     PyErr_Clear();
     d->call = Py_NewRef(d->func);
-    d->key = PyObject_CallMethod(py->shim, "selective_key", "OO", d->func, d->args);
+    d->key = PyObject_CallMethod(py->selection, "selective_key", "OO", d->func, d->args);
     return d->key == NULL ? -1 : 0;
 }
 
@@ -65,7 +65,7 @@ static int is_traced(const gck_dispatch *d)
     if (modes <= 0) {
         return modes;
     }
-    result = PyObject_CallMethod(py->shim, "proxy_mode_active", NULL);
+    result = PyObject_CallMethod(py->selection, "proxy_mode_active", NULL);
     truth = result != NULL ? PyObject_IsTrue(result) : -1;
     Py_XDECREF(result);
     return truth;
@@ -73,8 +73,8 @@ static int is_traced(const gck_dispatch *d)
 
 static PyObject *as_torch(gck_dispatch *d, const char *mode)
 {
-    return PyObject_CallMethod(d->store->state->py.shim, "dispatch_as_torch", "sOOOOO", mode, d->self, d->func, d->types,
-                               d->args, d->kwargs != NULL ? d->kwargs : Py_None);
+    return PyObject_CallMethod(d->store->state->py.selection, "dispatch_as_torch", "sOOOOO", mode, d->self, d->func,
+                               d->types, d->args, d->kwargs != NULL ? d->kwargs : Py_None);
 }
 
 /* New reference: policy(context, func, *args, **kwargs). */
@@ -83,7 +83,7 @@ static PyObject *ask(gck_dispatch *d, PyObject *out)
     const gck_py *py = &d->store->state->py;
     const Py_ssize_t n = PyTuple_Size(d->args);
     PyObject *policy = PyObject_GetAttrString(d->self, "policy_fn");
-    PyObject *context = PyObject_CallMethod(py->shim, "selective_context", "(O)", out);
+    PyObject *context = PyObject_CallMethod(py->selection, "selective_context", "(O)", out);
     PyObject *all = policy && context ? PyTuple_New(n + 2) : NULL, *answer = NULL;
 
     if (all != NULL) {
@@ -111,7 +111,7 @@ static int understand(gck_dispatch *d, PyObject *answer, gck_plan *plan)
     if (answer == Py_False || answer == state->py.prefer_recompute || answer == state->py.must_recompute) {
         return 0;
     }
-    read = PyObject_CallMethod(state->py.shim, "read_policy", "OO", answer, d->func);
+    read = PyObject_CallMethod(state->py.selection, "read_policy", "OO", answer, d->func);
     if (read == NULL) {
         return -1;
     }

@@ -5,7 +5,7 @@ int gck_store_candidate(gck_store *store, int line, PyObject *index, PyObject *o
 {
     /* Until it gets a name it is run again. */
     PyObject *found = gck_store_skip(store, store->lines[line].calls, index) == 0
-        ? PyObject_CallMethod(store->state->py.shim, "candidate", "(O)", out) : NULL;
+        ? PyObject_CallMethod(store->state->py.selection, "candidate", "(O)", out) : NULL;
     PyObject *row = found != NULL ? Py_BuildValue("(NiO)", found, line, index) : NULL;
     int status = -1;
 
@@ -19,7 +19,7 @@ int gck_store_candidate(gck_store *store, int line, PyObject *index, PyObject *o
 /* x has the name: what it was made from is kept. */
 static int keep_candidate(gck_store *store, PyObject *x, PyObject *name)
 {
-    PyObject *found = PyObject_CallMethod(store->state->py.shim, "find_candidate", "OOO",
+    PyObject *found = PyObject_CallMethod(store->state->py.selection, "find_candidate", "OOO",
                                           store->candidates != NULL ? store->candidates : Py_None, x, name);
     PyObject *out, *index;
     int line, status = -1;
@@ -50,7 +50,7 @@ int gck_store_finish(gck_store *store)
     if (store->met > 0) {
         return 0;
     }
-    warned = PyObject_CallMethod(store->state->py.shim, "warn_unnamed", "OO", (PyObject *)store->names,
+    warned = PyObject_CallMethod(store->state->py.selection, "warn_unnamed", "OO", (PyObject *)store->names,
                                  store->names->wanted);
     Py_XDECREF(warned);
     return warned == NULL ? -1 : 0;

@@ -313,7 +313,7 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
         c->by_key = gck_selective_begin(state, &c->active, store, replay) == 0;
         return c->by_key ? 0 : -1;
     }
-    c->mode = PyObject_CallMethod(state->py.shim, "selective_mode", "OOi", (PyObject *)store,
+    c->mode = PyObject_CallMethod(state->py.selection, "selective_mode", "OOi", (PyObject *)store,
                                   policy_fn != NULL ? policy_fn : Py_None, replay);
     entered = c->mode != NULL ? PyObject_CallMethod(c->mode, "__enter__", NULL) : NULL;
     if (entered == NULL) {
@@ -355,7 +355,7 @@ gck_store *gck_decisions(gck_state *state, int casts)
     PyObject **names = &state->decisions[casts != 0];
 
     if (*names == NULL) {
-        *names = PyObject_CallMethod(state->py.shim, "decision_names", "i", casts != 0);
+        *names = PyObject_CallMethod(state->py.selection, "decision_names", "i", casts != 0);
     }
     return *names == NULL ? NULL : gck_store_new(state, (gck_names *)*names, 0, 1);
 }

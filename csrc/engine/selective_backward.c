@@ -158,7 +158,7 @@ static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
     if (gck_module_known(state->closed, frame->function)) {
         return 0;
     }
-    checked = PyObject_CallMethod(state->py.shim, "check_leaves", "OOO", frame->function, roots, targets);
+    checked = PyObject_CallMethod(state->py.selection, "check_leaves", "OOO", frame->function, roots, targets);
     Py_XDECREF(checked);
     return checked == NULL ? -1 : gck_module_remember(state, state->closed, frame->function);
 }

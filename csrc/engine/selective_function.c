@@ -63,7 +63,7 @@ static int take_policy(gck_frame *frame, PyObject *policy)
     if (policy == Py_None) {
         return 0;
     }
-    read = PyObject_CallMethod(state->py.shim, "selective_policy", "(O)", policy);
+    read = PyObject_CallMethod(state->py.selection, "selective_policy", "(O)", policy);
     if (read == NULL) {
         return -1;
     }

@@ -48,7 +48,7 @@ typedef struct {
     gck_names *names;        /* owned                                                        */
     gck_line  *lines;        /* one per name; malloc                                         */
     int64_t   *counters;     /* one per group: calls in this forward; malloc                 */
-    PyObject  *candidates;   /* list of (what the shim needs to find it, line, call), in the forward; or NULL */
+    PyObject  *candidates;   /* list of (what gradckpt._selection finds it by, line, call), in the forward; or NULL */
     int        met;          /* names that were wanted and given                             */
 } gck_store;
 

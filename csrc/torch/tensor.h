@@ -80,7 +80,8 @@
     OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
     OBJECT(key)                  /* the dispatch key that catches operators; NULL: none is free */    \
     OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
-    OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */
+    OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
+    OBJECT(selection)            /* gradckpt._selection: those of selective recompute */
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;
@@ -100,7 +101,7 @@ typedef struct {
     int cuda_checked;              /* 1 after the driver was compared with the runtime */
 } gck_py;
 
-/* 0, or -1 with an exception.  Imports torch; gradckpt._shim comes later. */
+/* 0, or -1 with an exception.  Imports torch; gradckpt's own modules come later. */
 int gck_py_load(gck_py *py);
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg);
 void gck_py_clear(gck_py *py);

@@ -1,1 +1,1 @@
-"""One module per framework; importing one never imports its framework."""
+"""What frameworks need. ``import gradckpt`` imports none of them; ``trainer_callback``, which a user imports, does."""

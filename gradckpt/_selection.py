@@ -1,0 +1,165 @@
+"""The rare paths of selective recompute, in Python: policies, names, and torch's own contexts.
+
+Called from C only (csrc/engine); nothing here is public.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# ---- policies ----
+
+
+def read_policy(answer: Any, op: Any) -> tuple[int, Any]:
+    from gradckpt import selective
+
+    return selective.read_policy(answer, op)
+
+
+def selective_policy(policy: Any) -> tuple[Any, Any]:
+    """Names to catch, and the function to ask, or None."""
+    from gradckpt import policies, selective
+
+    if isinstance(policy, str):
+        policy = policies.by_name(policy)
+    known = selective.as_policy(policy)
+    if known is None:
+        return selective.ASKED, policy
+    if known.catchable:
+        selective.catch(known)
+        return known.names, None
+    return selective.ASKED, selective.asker(known)
+
+
+# ---- names ----
+
+
+def candidate(out: Any) -> tuple[Any, Any]:
+    """What finds an output again when a tensor of the same memory gets a name; it keeps a single tensor no longer."""
+    if isinstance(out, torch.Tensor):
+        layout = (out.size(), out.stride(), out.storage_offset(), out.dtype)
+        return [StorageWeakRef(out.untyped_storage())], layout
+    refs = [StorageWeakRef(x.untyped_storage()) for x in out if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return refs, out
+
+
+def find_candidate(candidates: list[Any] | None, x: Any, name: str) -> tuple[Any, int, int]:
+    """(output, line, call) of the last operator that wrote the memory of x."""
+    if isinstance(x, torch.Tensor):
+        cdata = x.untyped_storage()._cdata
+        for (refs, what), line, call in reversed(candidates or []):
+            if not any(ref.cdata == cdata and not ref.expired() for ref in refs):
+                continue
+            if not isinstance(what[-1], torch.dtype):
+                return what, line, call
+            size, stride, offset, dtype = what
+            if dtype == x.dtype:
+                with torch.no_grad():
+                    return x.detach().as_strided(size, stride, offset), line, call
+    raise ValueError(
+        f"gradckpt.name(x, {name!r}): x is not the output of a matrix product, a convolution or fused attention of "
+        "this region, or a view of one, so keeping it would spare no operator; give the name to the output itself"
+    )
+
+
+_warned_ids: set[int] = set()
+
+
+def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
+    if id(names) not in _warned_ids:
+        _warned_ids.add(id(names))
+        from gradckpt.config import warn_inactive
+
+        listed = ", ".join(repr(name) for name in sorted(wanted))
+        warn_inactive(
+            f"save_named({listed}) kept nothing: the region never called gradckpt.name(x, ...) with such a name"
+        )
+
+
+# ---- the function form ----
+
+
+_checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[torch.Tensor]) -> None:
+    """Once for each module and method: nothing outside the targets is differentiated by."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "")
+    checked = _checked.setdefault(owner, set())
+    if method in checked:
+        return
+    known = {id(x) for x in targets}
+    seen, nodes = set(), [x.grad_fn for x in roots if x.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+            raise RuntimeError(
+                f"gradckpt.SelectiveRecompute: {type(owner).__name__} uses a tensor of shape {tuple(variable.shape)} "
+                "that requires grad and is neither a parameter of it nor an argument, so its gradient would be lost; "
+                "register it as a parameter, pass it as an argument, or use gradckpt.checkpoint"
+            )
+        nodes.extend(n for n, _ in node.next_functions if n is not None)
+    checked.add(method)
+
+
+# ---- contexts ----
+
+
+def selective_mode(store: Any, policy_fn: Any, replay: int) -> Any:
+    from gradckpt import selective
+
+    if replay:
+        return selective.RecomputeContext(store, False, False)
+    return selective.ForwardContext(policy_fn, store, False)
+
+
+def decision_names(casts: int) -> Any:
+    from gradckpt import policies, selective
+
+    policy = policies.decisions if casts else policies.decisions_but_casts
+    selective.catch(policy)
+    return policy.names
+
+
+def selective_key(func: Any, args: Any) -> Any:
+    """Under which torch stores a higher order operator."""
+    key = getattr(torch_checkpoint, "_sac_storage_key", None)
+    return key(func, args) if key else func
+
+
+if "op_output" in inspect.signature(torch_checkpoint.SelectiveCheckpointContext.__init__).parameters:
+
+    def selective_context(out: Any) -> Any:
+        return torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=out)
+
+else:
+
+    def selective_context(out: Any) -> Any:
+        context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = out
+        return context
+
+
+def proxy_mode_active() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def dispatch_as_torch(mode: str, self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    torchs = {
+        "forward": torch_checkpoint._CachingTorchDispatchMode,
+        "recompute": torch_checkpoint._CachedTorchDispatchMode,
+    }
+    return torchs[mode].__torch_dispatch__(self, func, types, args, kwargs or {})
