@@ -45,6 +45,8 @@ _OFFLOAD = (
     "follow outer saved-tensor hooks"
 )
 
+_EVERY_N_LAYERS = "gradckpt: every_n_layers above 1 needs transformers >= 5.17"
+
 
 def enable(
     model: Any,
@@ -210,6 +212,8 @@ class _Seam:
         function, stock, config, asked = self.choose(gradient_checkpointing_func)
         if every:
             every["every_n_layers"] = next((n for n in (asked, every_n_layers) if n != 1), self.every_n_layers)
+        elif asked != 1:
+            raise ValueError(_EVERY_N_LAYERS)
         _original(model)(enable=True, gradient_checkpointing_func=function, **every)
         # Published last: a refused call leaves the seam as it was.
         if config != self.active:
@@ -303,7 +307,8 @@ class _Seam:
             _original(model)(enable=False)
         for module in list(self.modules(model)):
             module._gradient_checkpointing_func = self.stock
-        if self.undo_input_grads and self.undo_on_remove and hasattr(model, "disable_input_require_grads"):
+        # transformers before 5.0 makes no hook unless PEFT is in use, and cannot take away one that it did not make.
+        if self.undo_input_grads and self.undo_on_remove and _input_grad_hooks(model):
             model.disable_input_require_grads()
         self.active = None
 
@@ -458,7 +463,7 @@ def _check_model(model: Any, every_n_layers: int) -> None:
             "function; wrap its layers with gradckpt.checkpoint instead"
         )
     if every_n_layers > 1 and not _has_every_n_layers(model):
-        raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
+        raise ValueError(_EVERY_N_LAYERS)
 
 
 def _original(model: Any) -> Any:
