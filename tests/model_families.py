@@ -253,11 +253,19 @@ class Errors(NamedTuple):
 
 
 def errors(grads: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> Errors:
-    norm = torch.cat([g.flatten().double() for g in exact.values()]).norm()
-    gap = torch.cat([(grads[name].double() - exact[name].double()).flatten() for name in exact]).norm()
-    cosines = {
-        name: torch.cosine_similarity(grads[name].flatten().double(), g.flatten().double(), dim=0).item()
+    """A gradient that is not there counts as zero."""
+    pairs = {
+        name: (
+            grads[name].flatten().double() if name in grads else torch.zeros(g.numel()).double(),
+            g.flatten().double(),
+        )
         for name, g in exact.items()
+    }
+    norm = torch.cat([g for _, g in pairs.values()]).norm()
+    gap = torch.cat([ours - g for ours, g in pairs.values()]).norm()
+    cosines = {
+        name: torch.cosine_similarity(ours, g, dim=0).item()
+        for name, (ours, g) in pairs.items()
         if g.norm() > NOISE * norm
     }
     worst = min(cosines, key=lambda name: cosines[name])

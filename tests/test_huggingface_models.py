@@ -121,6 +121,24 @@ class TestGradients:
         assert found.cosine >= (0.96 if family in ("opt", *MIXTURES) else 0.993), found.parameter
 
 
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("llama", {"attention_dropout": 0.0}), ("bert", {"attention_probs_dropout_prob": 0.0})],
+    ids=["llama", "bert"],
+)
+def test_fused_attention(family, fields, build, gradients):
+    """Without dropout in it, SDPA on the CPU is one fused operator."""
+    ours, theirs = build(family, "sdpa", **fields), stock(build(family, "sdpa", **fields))
+    with gradckpt.enable(ours, compress=None):
+        same(gradients(family, ours), gradients(family, theirs))
+    _, exact, _ = gradients(family, theirs)
+    with gradckpt.enable(ours, compress="int8"), torch.profiler.profile() as profile:
+        _, grads, _ = gradients(family, ours)
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in {event.key for event in profile.key_averages()}
+    assert nonzero(grads) == nonzero(exact)
+    assert errors(grads, exact).relative <= FAMILIES[family].error
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 class TestCodecs:
     def test_fp8(self, family, build, gradients):
