@@ -58,8 +58,15 @@ PYTHON = {
     "gradckpt.sequential": {"gradckpt.config"},
     "gradckpt.stats": {"gradckpt._C", "gradckpt.config"},
     "gradckpt.integrations": set(),
-    "gradckpt.integrations.huggingface": {"gradckpt", "gradckpt.config", "gradckpt.policies"},
+    "gradckpt.integrations.huggingface": {
+        "gradckpt.config",
+        "gradckpt.integrations.seam",
+        "gradckpt.integrations.watch",
+        "gradckpt.policies",
+    },
+    "gradckpt.integrations.seam": {"gradckpt", "gradckpt.config", "gradckpt.integrations.watch", "gradckpt.policies"},
     "gradckpt.integrations.trainer_guard": {"gradckpt.integrations.huggingface"},
+    "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config"},
 }
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
