@@ -11,15 +11,23 @@ A failed ``enable`` leaves the model as it was.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import gradckpt
+from gradckpt.apply import region_of
 from gradckpt.config import Compress, CompressionConfig, parse_compress
+from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers, check_torchs, take
+from gradckpt.integrations.offload import offloaded
 from gradckpt.integrations.seam import Seam, has_every_n_layers, original, seam_of
-from gradckpt.integrations.watch import SEAM, after_forward, before_forward, describe, is_on
+from gradckpt.integrations.watch import SEAM, describe, is_on
 from gradckpt.policies import PolicyLike, contexts_of
 
 __all__ = ["Handle", "disable", "enable"]
@@ -32,13 +40,14 @@ def enable(
     *,
     replay: bool = False,
     policy: PolicyLike = None,
+    offload: bool = False,
 ) -> Handle:
     """Turns on activation checkpointing of a transformers model, with compressed checkpoints.
 
-    From then on ``gradient_checkpointing_kwargs={"compress": ...}`` (and the new name,
-    ``activation_checkpointing_kwargs``) of ``TrainingArguments`` is understood too, and wins over
-    what is said here; it may also carry ``replay``, ``min_numel`` and ``policy``. Leave ``use_reentrant`` out
-    of that dict, or ``False``.
+    From then on the keys of ``gradient_checkpointing_kwargs`` (by the new name,
+    ``activation_checkpointing_kwargs``) that are ours are understood, and win over what is said here:
+    ``compress``, ``replay``, ``min_numel``, ``policy``, ``every_n_layers`` and ``offload``. The Trainer's flag needs
+    no ``enable``: the kwargs alone are enough.
 
     Args:
         model: A ``PreTrainedModel``, or a wrapper of one (PEFT, DDP, ``torch.compile``).
@@ -50,6 +59,8 @@ def enable(
         policy: Which outputs inside a layer are kept instead of computed again: a name
             (``"save_attention"``, ``"save_attention|save_matmuls:int8"``), a :class:`gradckpt.policies.Policy`, or
             what :func:`gradckpt.create_selective_checkpoint_contexts` takes. Costs memory, saves time.
+        offload: Keep the compressed inputs in host memory, pinned where there is a device. With
+            ``compress=None`` this is what transformers' own ``offload=True`` does.
 
     Returns:
         A :class:`Handle`, whose ``remove()`` undoes all of it. It may be dropped; :func:`disable` does the same.
@@ -59,32 +70,26 @@ def enable(
             something else in our place. The message says what to do instead.
     """
     config = parse_compress(compress)
-    if not isinstance(replay, bool):
-        raise TypeError(f"gradckpt: replay is True or False, not {replay!r}")
-    if config is not None and replay:
+    if config is not None and check_bool("replay", replay):
         config = dataclasses.replace(config, replay=True)
-    if isinstance(every_n_layers, bool) or not isinstance(every_n_layers, int):
-        raise TypeError(f"gradckpt: every_n_layers is an int, not {every_n_layers!r}")
-    if every_n_layers < 1:
-        raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {every_n_layers}")
-    context_fn = contexts_of(policy)
+    settings = Settings(
+        config=config,
+        replay=check_bool("replay", replay),
+        context_fn=contexts_of(policy),
+        every_n_layers=check_every_n_layers(every_n_layers),
+        offload=check_bool("offload", offload),
+    )
     model = _unwrap(model)
-    _check_model(model, every_n_layers)
+    _check_model(model, settings)
 
     was_on = is_on(model)
     had_input_grads = bool(_input_grad_hooks(model))
-    seam = Seam(model, config, replay, every_n_layers, context_fn)
-    setattr(model, SEAM, seam)
-    model.register_forward_pre_hook(before_forward)
-    model.register_forward_hook(after_forward)
+    seam = Seam(model, settings)
+    seam.install(model)
     turned_on = False
     try:
-        _turn_on(model, every_n_layers)
-        if not seam.layers(model):
-            raise ValueError(
-                f"gradckpt: {type(model).__name__} did not give its layers the checkpointing function it was called "
-                "with; wrap its layers with gradckpt.checkpoint instead"
-            )
+        _turn_on(model, settings.every_n_layers)
+        _check_taken(model, seam)
         turned_on = True
     finally:
         # Set after the call: the seam takes every call for somebody else's.
@@ -92,6 +97,32 @@ def enable(
         if not turned_on:
             seam.remove(model)
     return Handle(model, seam)
+
+
+def obey(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """What the Trainer's flag asks for, on a model that the Trainer has just turned checkpointing on for.
+
+    It stays so after training, as checkpointing does; the next Trainer's flag takes its place.
+
+    Raises:
+        ValueError, TypeError: as :func:`enable`, and for what is wrong in the kwargs.
+    """
+    torchs = dict(kwargs)
+    settings = take(torchs, Settings())
+    check_torchs(torchs)
+    model = _unwrap(model)
+    _check_model(model, settings)
+    seam = Seam(model, settings, by_flag=True)
+    seam.install(model)
+    obeyed = False
+    try:
+        seam(True, functools.partial(torch_checkpoint, **torchs))
+        _check_taken(model, seam)
+        _carry_input_grads(model)
+        obeyed = True
+    finally:
+        if not obeyed:
+            seam.remove(model)
 
 
 def disable(model: Any) -> None:
@@ -157,8 +188,20 @@ def _turn_on(model: Any, every_n_layers: int) -> None:
     else:
         # Before 5.23. The seam already knows every_n_layers.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    # transformers has just hooked a local function onto the embeddings (enable_input_require_grads),
-    # which no pickle can carry; the same as a function of this module can be carried.
+    _carry_input_grads(model)
+
+
+def _check_taken(model: Any, seam: Seam) -> None:
+    if seam.function is not None and not seam.layers(model):
+        raise ValueError(
+            f"gradckpt: {type(model).__name__} did not give its layers the checkpointing function it was called "
+            "with; wrap its layers with gradckpt.checkpoint instead"
+        )
+
+
+def _carry_input_grads(model: Any) -> None:
+    """transformers has just hooked a local function onto the embeddings (enable_input_require_grads),
+    which no pickle can carry; the same as a function of this module can be carried."""
     for handle in _input_grad_hooks(model):
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
@@ -176,10 +219,10 @@ def _input_grad_hooks(model: Any) -> list[Any]:
 
 
 def _unwrap(model: Any) -> Any:
-    """The transformers model inside PEFT, DataParallel, DDP, ``torch.compile``."""
+    """The transformers model inside PEFT, DataParallel, DDP, ``torch.compile``, or the only one in a module."""
     for _ in range(8):
-        if hasattr(type(model), SEAM):
-            break
+        if _is_model(model):
+            return model
         if callable(getattr(type(model), "get_base_model", None)):
             model = model.get_base_model()
         elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
@@ -188,12 +231,25 @@ def _unwrap(model: Any) -> Any:
             model = model.module
         else:
             break
-    return model
+    if not isinstance(model, torch.nn.Module):
+        return model
+    found: dict[int, Any] = {}
+    inside: set[int] = set()
+    for module in model.modules():  # an outer module comes before what it holds
+        if _is_model(module):
+            if id(module) not in inside:
+                found[id(module)] = module
+            inside.update(map(id, module.modules()))
+    return next(iter(found.values())) if len(found) == 1 else model
 
 
-def _check_model(model: Any, every_n_layers: int) -> None:
+def _is_model(model: Any) -> bool:
+    return hasattr(type(model), SEAM)
+
+
+def _check_model(model: Any, settings: Settings) -> None:
     name = type(model).__name__
-    if not hasattr(type(model), SEAM) or not hasattr(model, "supports_gradient_checkpointing"):
+    if not _is_model(model) or not hasattr(model, "supports_gradient_checkpointing"):
         raise ValueError(
             f"gradckpt: {name} is not a transformers model; wrap its layers with gradckpt.checkpoint instead"
         )
@@ -206,8 +262,8 @@ def _check_model(model: Any, every_n_layers: int) -> None:
         raise ValueError(
             f"gradckpt: no module of this {name} can be checkpointed; wrap its layers with gradckpt.checkpoint instead"
         )
-    if seam_of(model) is not None:
-        raise ValueError(f"gradckpt: this {name} is already enabled; call .remove() or gradckpt.disable(model) first")
+    _check_enabled_once(model)
+    _check_checkpointed_once(model)
     if SEAM in vars(model):
         raise ValueError(
             f"gradckpt: {describe(vars(model)[SEAM])} already stands in for {name}.{SEAM} on this instance; "
@@ -218,10 +274,45 @@ def _check_model(model: Any, every_n_layers: int) -> None:
             f"gradckpt: {name} defines {SEAM} in the form of transformers < 4.35, which takes no checkpointing "
             "function; wrap its layers with gradckpt.checkpoint instead"
         )
-    if every_n_layers > 1 and not has_every_n_layers(model):
+    if settings.every_n_layers > 1 and not has_every_n_layers(model):
         raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
 
 
-def is_enabled(model: Any) -> bool:
-    """:func:`enable` prepared this model, or the one that it wraps (PEFT, DataParallel, compile)."""
-    return any(seam_of(module) is not None for module in model.modules()) if model is not None else False
+def _check_enabled_once(model: Any) -> None:
+    name = type(model).__name__
+    inner = next((type(module).__name__ for module in model.modules() if seam_of(module) is not None), None)
+    if inner is not None:
+        part = "" if inner == name else f" (its {inner} is)"
+        raise ValueError(
+            f"gradckpt: this {name} is already enabled{part}; call .remove() or gradckpt.disable(model) first"
+        )
+    holders = (vars(module).get("_gradient_checkpointing_func") for module in model.modules())
+    if any(getattr(function, "func", None) in (gradckpt.checkpoint, offloaded) for function in holders):
+        raise ValueError(
+            f"gradckpt: the layers of this {name} are already enabled, as part of another model; call "
+            "gradckpt.disable on that one first"
+        )
+
+
+def _check_checkpointed_once(model: Any) -> None:
+    """Its layers would run three times: they, what is in them or what they are in is checkpointed by other means."""
+    layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", torch.nn.Module)
+    layers = {id(module) for module in model.modules() if isinstance(module, layer)}
+    within = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
+    for label, module in model.named_modules():
+        if any(each.__name__ == "CheckpointWrapper" for each in type(module).__mro__):
+            how, undo = "inside torch's CheckpointWrapper", "leave that wrapper out"
+        elif region_of(module) is not None:
+            how, undo = "checkpointed by gradckpt.apply", "call its handle.remove() or gradckpt.unapply(model) first"
+        else:
+            continue
+        if id(module) in within or any(id(inner) in layers for inner in module.modules()):
+            raise ValueError(
+                f"gradckpt: {label or type(model).__name__!r} is already {how}, so its layers would be recomputed "
+                f"twice; {undo}, or do without gradckpt.enable"
+            )
+
+
+def seam_in(model: Any) -> Seam | None:
+    """The seam of the transformers model that this is or wraps."""
+    return seam_of(_unwrap(model))

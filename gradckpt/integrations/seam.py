@@ -1,8 +1,8 @@
 """What stands in for ``_set_gradient_checkpointing`` on an enabled model: :class:`Seam`.
 
 Rules:
-    1. ``compress`` in the kwargs that transformers passes on > what ``enable`` said > off.
-       A codec's name there changes the codec only; a whole config or its dict changes all of it.
+    1. A key in the kwargs that transformers passes on > what ``enable`` said > off.
+       A codec's name as ``compress`` there changes the codec only; a whole config or its dict changes all of it.
     2. The seam refers to its model weakly, and strongly only inside a pickle or a deep copy.
 """
 
@@ -19,40 +19,44 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
-from gradckpt.config import CompressionConfig, parse_compress
+from gradckpt.integrations.kwargs import Settings, check_every_n_layers, check_torchs, take
+from gradckpt.integrations.offload import offloaded, offloaded_stock
 from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
-from gradckpt.policies import contexts_of
 
-_OFFLOAD = (
-    "gradckpt: offload=True makes transformers call torch's checkpoint from a function of its own, so nothing would be "
-    "compressed; leave offload out and run the forward under torch.autograd.graph.save_on_cpu(): compressed payloads "
-    "follow outer saved-tensor hooks"
-)
+#: torch's checkpoint, and what may stand in its place without a difference.
+_KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    function: Callable[..., Any]  # for the layers
+    stock: Callable[..., Any] | None  # torch's, with the same keywords; None: the function is not ours
+    settings: Settings
 
 
 class Seam:
     """Stands for ``model._set_gradient_checkpointing`` on one instance, with the same parameters."""
 
-    def __init__(
-        self,
-        model: Any,
-        config: CompressionConfig | None,
-        replay: bool,
-        every_n_layers: int,
-        context_fn: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, model: Any, settings: Settings, by_flag: bool = False) -> None:
         self._model: Callable[[], Any] = weakref.ref(model)
-        self.config = config  # what enable() said
-        self.active = config  # what the last call settled on
-        self.replay = replay
-        self.every_n_layers = every_n_layers
-        self.context_fn = context_fn  # of the policy that enable() was given
+        self.settings = settings  # what enable() said, or the Trainer's flag
+        self.by_flag = by_flag
+        self.active = settings.config  # what the last call settled on
         self.function: Callable[..., Any] | None = None  # ours, as the layers hold it; None: not ours
-        self.stock: Callable[..., Any] | None = None  # torch's, with the same keywords
+        self.stock: Callable[..., Any] | None = None
         self.undo_on_remove = False
         self.undo_input_grads = False
         self.removed = False
         self.watch = Watch()
+
+    @property
+    def model(self) -> Any:
+        return self._model()
+
+    def install(self, model: Any) -> None:
+        setattr(model, SEAM, self)
+        model.register_forward_pre_hook(before_forward)
+        model.register_forward_hook(after_forward)
 
     def __call__(
         self,
@@ -67,75 +71,50 @@ class Seam:
         if self.removed or not enable:
             original(model)(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **every)
             return
-        function, stock, config, asked = self.choose(gradient_checkpointing_func)
+        choice = self.choose(gradient_checkpointing_func, every_n_layers)
         if every:
-            every["every_n_layers"] = next((n for n in (asked, every_n_layers) if n != 1), self.every_n_layers)
-        original(model)(enable=True, gradient_checkpointing_func=function, **every)
+            every["every_n_layers"] = choice.settings.every_n_layers
+        elif choice.settings.every_n_layers > 1:
+            raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
+        original(model)(enable=True, gradient_checkpointing_func=choice.function, **every)
         # Published last: a refused call leaves the seam as it was.
-        if config != self.active:
+        ours = choice.stock is not None
+        active = choice.settings.config
+        if active != self.active:
             self.watch = Watch()
-        self.active = config
-        self.function, self.stock = (function, stock) if stock is not None else (None, None)
+        self.active = active
+        self.function, self.stock = (choice.function, choice.stock) if ours else (None, None)
         self.undo_on_remove = False
 
-    def choose(
-        self, func: Callable[..., Any]
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None, CompressionConfig | None, int]:
-        """The function for the layers, torch's equivalent (None: not ours), the config, ``every_n_layers``."""
+    def choose(self, func: Callable[..., Any], every_n_layers: int) -> _Choice:
+        """What the layers get in the place of ``func``."""
         given = func if isinstance(func, functools.partial) else functools.partial(func)
         base, keywords = given.func, dict(given.keywords)
-        config = self.resolve(keywords)
-        asked = keywords.pop("every_n_layers", 1)
-        context_fn = contexts_of(keywords.pop("policy")) if "policy" in keywords else self.context_fn
-        if context_fn is not None and "context_fn" in keywords:
-            raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
-        if keywords.pop("offload", False):
-            raise ValueError(_OFFLOAD)
-        offloads = "checkpointing_enable.<locals>" in getattr(base, "__qualname__", "")
-        known = base is torch_checkpoint or base is gradckpt.checkpoint
-        if context_fn is not None and (not known or given.args or keywords.get("use_reentrant")):
-            raise ValueError(
-                "gradckpt: policy= needs torch's checkpoint or gradckpt's, with use_reentrant=False; leave "
-                f"{describe(base)} and use_reentrant=True out of the checkpointing kwargs"
-            )
-        if not known or given.args:
-            if config is None:
-                return functools.partial(base, **keywords) if offloads else func, None, None, asked
-            if offloads:
-                raise ValueError(_OFFLOAD)
-            raise ValueError(
-                f"gradckpt: checkpointing was turned on with {describe(base)} and not with torch's checkpoint, so "
-                "nothing would be compressed; leave that function out, or pass compress=None to keep it"
-            )
+        settings = take(keywords, self.settings)
+        if "every_n_layers" not in given.keywords and every_n_layers != 1:
+            settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
+        to_host = _offloads(base)
+        if given.args or not (base in _KNOWN or to_host):
+            return _Choice(_foreign(func, base, settings), None, settings)
+        check_torchs(keywords)
         if keywords.get("use_reentrant") is None or _is_old_default(given.keywords):
             keywords.pop("use_reentrant", None)
+        if to_host and settings.config is None and settings.context_fn is None:
+            return _Choice(functools.partial(base, **keywords), None, settings)
+        if to_host:
+            settings = dataclasses.replace(settings, offload=True)
         if keywords.get("use_reentrant"):
-            if config is not None:
-                raise ValueError(
-                    f"gradckpt: compress={config.codec!r} needs use_reentrant=False; leave use_reentrant=True out of "
-                    "the checkpointing kwargs, or pass compress=None"
-                )
-            return functools.partial(torch_checkpoint, **keywords), None, None, asked
+            _check_reentrant(settings)
+            return _Choice(functools.partial(torch_checkpoint, **keywords), None, settings)
+        if settings.context_fn is not None and "context_fn" in keywords:
+            raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
         keywords["use_reentrant"] = False
         # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
-        compress = dataclasses.replace(config, leaves=True) if config is not None else None
-        selective: dict[str, Any] = {"context_fn": context_fn} if context_fn is not None else {}
-        function = functools.partial(gradckpt.checkpoint, compress=compress, **selective, **keywords)
-        return function, functools.partial(torch_checkpoint, **keywords), config, asked
-
-    def resolve(self, keywords: dict[str, Any]) -> CompressionConfig | None:
-        """Rule 1. Takes our keys out of ``keywords``."""
-        ours = {key: keywords.pop(key) for key in ("replay", "min_numel") if key in keywords}
-        compress = keywords.pop("compress", self.config)
-        config = parse_compress(compress)
-        if config is None:
-            return None
-        if isinstance(compress, str):
-            base = self.config or CompressionConfig(replay=self.replay)
-            config = dataclasses.replace(base, codec=config.codec)
-        elif compress is True:
-            config = self.config or CompressionConfig(replay=self.replay)
-        return dataclasses.replace(config, **ours)
+        config = dataclasses.replace(settings.config, leaves=True) if settings.config is not None else None
+        selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
+        ours, stock = (offloaded, offloaded_stock) if settings.offload else (gradckpt.checkpoint, torch_checkpoint)
+        function = functools.partial(ours, compress=config, **selective, **keywords)
+        return _Choice(function, functools.partial(stock, **keywords), settings)
 
     def modules(self, model: Any) -> Iterator[Any]:
         """The modules that hold our function."""
@@ -178,6 +157,43 @@ class Seam:
 
 def _nothing() -> None:
     """The weak reference of a seam that was pickled after its model died."""
+
+
+def _offloads(base: Any) -> bool:
+    """transformers' own offload=True: a function made when checkpointing is turned on, around torch's checkpoint."""
+    name = getattr(base, "__qualname__", "")
+    return "checkpointing_enable.<locals>" in name and getattr(base, "__module__", "").startswith("transformers.")
+
+
+def _foreign(func: Callable[..., Any], base: Any, settings: Settings) -> Callable[..., Any]:
+    """Somebody's own checkpoint: left alone where nothing is asked of us."""
+    if settings.context_fn is not None:
+        raise ValueError(
+            "gradckpt: policy= needs torch's checkpoint or gradckpt's, with use_reentrant=False; leave "
+            f"{describe(base)} out of the checkpointing kwargs"
+        )
+    if settings.config is not None or settings.offload:
+        raise ValueError(
+            f"gradckpt: checkpointing was turned on with {describe(base)} and not with torch's checkpoint, so "
+            "nothing would be compressed; leave that function out, or pass compress=None to keep it"
+        )
+    return func
+
+
+def _check_reentrant(settings: Settings) -> None:
+    asked = None
+    if settings.config is not None:
+        asked = f"compress={settings.config.codec!r}"
+    elif settings.context_fn is not None:
+        asked = "policy="
+    elif settings.offload:
+        asked = "offload=True"
+    if asked is not None:
+        instead = ", or pass compress=None" if settings.config is not None else ""
+        raise ValueError(
+            f"gradckpt: {asked} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
+            f"kwargs{instead}"
+        )
 
 
 def original(model: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,45 +22,77 @@ PATIENCE = 2
 
 @dataclasses.dataclass
 class Watch:
-    """Counts model calls that compressed nothing; see :func:`after_forward`."""
+    """Counts what should have compressed something and did not; see :func:`after_forward`."""
 
     calls: int = 0
+    eval_backwards: int = 0
     settled: bool = False
-    before: dict[str, Any] = dataclasses.field(default_factory=dict)
+    before: dict[str, Any] | None = None
 
 
 # The hooks are functions of the module, so that pickles and copies of the model carry them by name;
-# all they know is in the seam of the model that calls them.
+# all they know is in the seam of the model that calls them. The replicas of DataParallel call them at the same time.
 
 
 def before_forward(model: Any, args: Any) -> None:
-    seam = _watched(model)
-    if seam is not None:
-        seam.watch.before = gradckpt.stats()
+    watch = _watch_of(model)
+    if watch is not None:
+        watch.before = gradckpt.stats() if model.training and torch.is_grad_enabled() else None
 
 
 def after_forward(model: Any, args: Any, output: Any) -> None:
-    seam = _watched(model)
-    if seam is None or not seam.watch.before:
+    watch = _watch_of(model)
+    if watch is None or not torch.is_grad_enabled():
         return
-    watch, after = seam.watch, gradckpt.stats()
-    if after["compressed"] > watch.before["compressed"]:
+    if not model.training:
+        _follow(model, output)
+        return
+    before, watch.before = watch.before, None
+    if before is None:
+        return
+    after = gradckpt.stats()
+    if after["compressed"] > before["compressed"]:
         watch.settled = True
-    elif after["regions"] >= watch.before["regions"]:  # else reset_stats() was called meanwhile
+    elif after["regions"] >= before["regions"]:  # else reset_stats() was called meanwhile
         watch.calls += 1
         if watch.calls >= PATIENCE:
             watch.settled = True
-            warn_inactive(_why_inactive(model, seam, watch.before, after), stacklevel=4)
-    watch.before = {}
+            warn_inactive(_why_inactive(model, vars(model)[SEAM], before, after), stacklevel=4)
 
 
-def _watched(model: Any) -> Any:
+def _watch_of(model: Any) -> Watch | None:
+    """None: nothing to prove, or proven already."""
     if torch.compiler.is_compiling():
         return None
     seam: Any = getattr(model, "__dict__", {}).get(SEAM)
-    if not isinstance(getattr(seam, "watch", None), Watch) or seam.watch.settled or seam.active is None:
+    watch = getattr(seam, "watch", None)
+    if not isinstance(watch, Watch) or watch.settled or seam.active is None:
         return None
-    return seam if model.training and torch.is_grad_enabled() else None
+    return watch
+
+
+def _follow(model: Any, output: Any) -> None:
+    """A backward through what a model in eval mode returned is training; a forward alone is an evaluation."""
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+    found = next((x for x in values if isinstance(x, torch.Tensor) and x.requires_grad), None)
+    if found is not None:
+        found.register_hook(functools.partial(_on_eval_backward, weakref.ref(model)))
+
+
+def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
+    model = ref()
+    watch = _watch_of(model)
+    if model is None or watch is None:
+        return
+    watch.eval_backwards += 1
+    if watch.eval_backwards >= PATIENCE:
+        watch.settled = True
+        name, codec = type(model).__name__, vars(model)[SEAM].active.codec
+        warn_inactive(
+            f"compress={codec!r} was asked for, but {PATIENCE} backward passes went through {name} in eval mode, where "
+            "transformers does not checkpoint; call model.train()",
+            stacklevel=2,
+        )
 
 
 def _why_inactive(model: Any, seam: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
