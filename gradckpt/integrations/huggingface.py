@@ -231,16 +231,20 @@ def _unwrap(model: Any) -> Any:
             model = model.module
         else:
             break
-    if not isinstance(model, torch.nn.Module):
-        return model
-    found: dict[int, Any] = {}
+    found = _models_in(model)
+    return found[0] if len(found) == 1 else model
+
+
+def _models_in(model: Any) -> list[Any]:
+    """The transformers models of a module, without those that lie inside others."""
+    found: list[Any] = []
     inside: set[int] = set()
-    for module in model.modules():  # an outer module comes before what it holds
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():  # from the outside inwards
         if _is_model(module):
             if id(module) not in inside:
-                found[id(module)] = module
+                found.append(module)
             inside.update(map(id, module.modules()))
-    return next(iter(found.values())) if len(found) == 1 else model
+    return found
 
 
 def _is_model(model: Any) -> bool:
@@ -249,6 +253,11 @@ def _is_model(model: Any) -> bool:
 
 def _check_model(model: Any, settings: Settings) -> None:
     name = type(model).__name__
+    count = len(_models_in(model))
+    if not _is_model(model) and count:
+        raise ValueError(
+            f"gradckpt: {name} is not a transformers model, but holds {count}; call gradckpt.enable on each"
+        )
     if not _is_model(model) or not hasattr(model, "supports_gradient_checkpointing"):
         raise ValueError(
             f"gradckpt: {name} is not a transformers model; wrap its layers with gradckpt.checkpoint instead"
