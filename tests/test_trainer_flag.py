@@ -18,9 +18,8 @@ from gradckpt.integrations import trainer_flag
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-NAME = next(
-    name for name in reversed(SPELLINGS) if name in inspect.signature(transformers.TrainingArguments).parameters
-)
+FIELDS = inspect.signature(transformers.TrainingArguments).parameters
+NAME = next(name for name in reversed(SPELLINGS) if name in FIELDS)
 DATA = [{"input_ids": IDS[i % 2], "labels": IDS[i % 2]} for i in range(4)]
 
 
@@ -217,7 +216,7 @@ class TestTrainers:
 
     def test_trials(self, tmp_path, monkeypatch):
         """What hyperparameter_search does for each trial, whatever its backend."""
-        monkeypatch.setattr("transformers.trainer_callback.hp_params", lambda trial: trial)  # knows its backends only
+        monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial)  # knows its backends only
         trainer = trainer_of(None, tmp_path, {"compress": "int8"}, model_init=lambda trial: build())
         for rate in (1e-4, 1e-3):
             trainer.args.learning_rate = rate
@@ -311,10 +310,7 @@ class TestModels:
         assert train(Wrapper(build()), tmp_path, **flag({"compress": "int8"})) == 2 * LAYERS
 
     def test_two_inside(self, tmp_path):
-        with pytest.raises(
-            ValueError,
-            match=r"^gradckpt: Wrapper is not a transformers model, but holds 2; call gradckpt\.enable on each",
-        ):
+        with pytest.raises(ValueError, match=r"Wrapper is not .* but holds 2; call gradckpt\.enable on each"):
             train(Wrapper(build(), build()), tmp_path, **flag({"compress": "int8"}))
 
     def test_the_part_is_enabled(self, tmp_path):

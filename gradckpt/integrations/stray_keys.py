@@ -3,7 +3,8 @@
 ``model.gradient_checkpointing_enable({"compress": "int8", "use_reentrant": False})`` on a model that was not enabled
 reaches no code of ours. But an optimizer steps after it, and torch lets anybody listen to that. So after each of the
 first steps of the process the checkpointing functions that are alive are looked at, in some hundredths of a second.
-Nothing is listened to until transformers is imported, nor afterwards.
+Nothing is listened to until transformers is imported. The listener stays, since torch goes through its hooks by an
+iterator that a removal breaks; after the first steps it does nothing.
 """
 
 from __future__ import annotations
@@ -22,25 +23,29 @@ from gradckpt.integrations.kwargs import MARKS
 #: Optimizer steps that are looked at.
 STEPS = 2
 
+#: Where torch's checkpoint is, and transformers' offload around it.
+_STOCK = ("torch.utils.checkpoint", "transformers.modeling_utils")
+
 
 class _Listener:
+    """A hook of every optimizer's step."""
+
     def __init__(self) -> None:
-        self.steps = 0
-        self.handle = register_optimizer_step_post_hook(self)
+        self.left = STEPS
+        self.registered = False
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.left:
             return
-        self.steps += 1
+        self.left -= 1
         key = _stray()
-        if key is not None or self.steps >= STEPS:
-            self.handle.remove()
         if key is not None:
+            self.left = 0
             warn_inactive(
-                f"a model was given {key}=... in gradient_checkpointing_enable() without being enabled: torch's "
-                "checkpoint does not know the key, its layers swallow it, and nothing is compressed; call "
+                f"a model that is not enabled was given {key}= in its gradient_checkpointing_enable(); torch's "
+                "checkpoint does not know the key and its layers swallow it, so nothing is compressed; call "
                 "gradckpt.enable(model) first",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -54,9 +59,11 @@ def _stray() -> str | None:
     return None
 
 
-#: Of torch's checkpoint, and of transformers' offload around it.
-_STOCK = ("torch.utils.checkpoint", "transformers.modeling_utils")
+_listener = _Listener()
 
 
 def listen(_: ModuleType) -> None:
-    _Listener()
+    """Once transformers is there; again: does nothing."""
+    if not _listener.registered:
+        _listener.registered = True
+        register_optimizer_step_post_hook(_listener)
