@@ -14,7 +14,7 @@ from gradckpt import _ops as _ops
 from gradckpt._C import Payload, SelectiveRecompute, checkpoint, codecs, is_recomputing
 from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
-from gradckpt.integrations import trainer_guard
+from gradckpt.integrations import trainer_flag
 from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.residuals import Residual, Residuals, residuals
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())
-trainer_guard.watch()
+trainer_flag.watch()
 
 
 def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None = None) -> Payload:

@@ -286,11 +286,6 @@ class TestTrainerFlag:
         assert train(model, tmp_path, **self.flags(name, kwargs)) == LAYERS
         assert handle.config == gradckpt.CompressionConfig("fp8", replay=True, min_numel=2)
 
-    @pytest.mark.parametrize("reentrant", [{}, {"use_reentrant": False}], ids=["default", "non-reentrant"])
-    def test_without_enable_one_sentence_names_it(self, name, tmp_path, reentrant):
-        with pytest.raises(ValueError, match=r"^gradckpt: \w+_kwargs asks for .* call gradckpt.enable\(model\)"):
-            train(build(), tmp_path, **self.flags(name, {"compress": "int8", **reentrant}))
-
 
 class TestPrecedence:
     def test_a_name_changes_the_codec_only(self):

@@ -58,8 +58,32 @@ PYTHON = {
     "gradckpt.sequential": {"gradckpt.config"},
     "gradckpt.stats": {"gradckpt._C", "gradckpt.config"},
     "gradckpt.integrations": set(),
-    "gradckpt.integrations.huggingface": {"gradckpt", "gradckpt.config", "gradckpt.policies"},
-    "gradckpt.integrations.trainer_guard": {"gradckpt.integrations.huggingface"},
+    "gradckpt.integrations.huggingface": {
+        "gradckpt",
+        "gradckpt.apply",
+        "gradckpt.config",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.offload",
+        "gradckpt.integrations.seam",
+        "gradckpt.integrations.watch",
+        "gradckpt.policies",
+    },
+    "gradckpt.integrations.kwargs": {"gradckpt.config", "gradckpt.policies"},
+    "gradckpt.integrations.offload": {"gradckpt"},
+    "gradckpt.integrations.seam": {
+        "gradckpt",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.offload",
+        "gradckpt.integrations.watch",
+    },
+    "gradckpt.integrations.stray_keys": {"gradckpt.config", "gradckpt.integrations.kwargs"},
+    "gradckpt.integrations.trainer_flag": {
+        "gradckpt.config",
+        "gradckpt.integrations.huggingface",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.stray_keys",
+    },
+    "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config"},
 }
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))

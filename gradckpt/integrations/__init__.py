@@ -1,1 +1,1 @@
-"""One module per framework; importing one never imports its framework."""
+"""What other frameworks need of us; importing a module here never imports its framework."""
