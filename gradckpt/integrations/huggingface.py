@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from gradckpt.apply import region_of
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers, check_torchs, take
 from gradckpt.integrations.offload import offloaded
-from gradckpt.integrations.seam import Seam, has_every_n_layers, input_grad_hooks, original, seam_of
+from gradckpt.integrations.seam import Seam, has_every_n_layers, has_old_form, input_grad_hooks, seam_of
 from gradckpt.integrations.watch import SEAM, describe, is_on
 from gradckpt.policies import PolicyLike, contexts_of
 
@@ -272,7 +271,7 @@ def _check_model(model: Any, settings: Settings) -> None:
             f"gradckpt: {describe(vars(model)[SEAM])} already stands in for {name}.{SEAM} on this instance; "
             "remove it before gradckpt.enable(model)"
         )
-    if "value" in inspect.signature(original(model)).parameters:
+    if has_old_form(model):
         raise ValueError(
             f"gradckpt: {name} defines {SEAM} in the form of transformers < 4.35, which takes no checkpointing "
             "function; wrap its layers with gradckpt.checkpoint instead"

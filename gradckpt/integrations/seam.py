@@ -26,11 +26,14 @@ from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forwa
 #: torch's checkpoint, and what may stand in its place without a difference.
 _KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint)
 
+#: On a function of ours: torch's, with the same keywords.
+_STOCK = "gradckpt_stock"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
     function: Callable[..., Any]  # for the layers
-    stock: Callable[..., Any] | None  # torch's, with the same keywords; None: the function is not ours
+    ours: bool
     settings: Settings
 
 
@@ -42,8 +45,7 @@ class Seam:
         self.settings = settings  # what enable() said, or the Trainer's flag
         self.by_flag = by_flag
         self.active = settings.config  # what the last call settled on
-        self.function: Callable[..., Any] | None = None  # ours, as the layers hold it; None: not ours
-        self.stock: Callable[..., Any] | None = None
+        self.function: Callable[..., Any] | None = None  # ours, that the last call gave the layers; None: not ours
         self.undo_on_remove = False
         self.undo_input_grads = False
         self.removed = False
@@ -55,6 +57,9 @@ class Seam:
 
     def install(self, model: Any) -> None:
         setattr(model, SEAM, self)
+        for module in model.modules():
+            if hasattr(type(module), SEAM) and SEAM not in vars(module) and not has_old_form(module):
+                setattr(module, SEAM, InnerSeam(self, module))
         model.register_forward_pre_hook(before_forward)
         model.register_forward_hook(after_forward)
 
@@ -67,6 +72,12 @@ class Seam:
         model = self._model()
         if model is None:
             raise ReferenceError("gradckpt: the model of this _set_gradient_checkpointing is gone")
+        self.turn(model, enable, gradient_checkpointing_func, every_n_layers)
+
+    def turn(
+        self, model: Any, enable: bool, gradient_checkpointing_func: Callable[..., Any], every_n_layers: int
+    ) -> None:
+        """On or off: the model, or one inside it."""
         every = {"every_n_layers": every_n_layers} if has_every_n_layers(model) else {}
         if self.removed or not enable:
             original(model)(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **every)
@@ -78,12 +89,11 @@ class Seam:
             raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
         original(model)(enable=True, gradient_checkpointing_func=choice.function, **every)
         # Published last: a refused call leaves the seam as it was.
-        ours = choice.stock is not None
         active = choice.settings.config
         if active != self.active:
             self.watch = Watch()
         self.active = active
-        self.function, self.stock = (choice.function, choice.stock) if ours else (None, None)
+        self.function = choice.function if choice.ours else None
         self.undo_on_remove = False
 
     def choose(self, func: Callable[..., Any], every_n_layers: int) -> _Choice:
@@ -95,17 +105,17 @@ class Seam:
             settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
         to_host = _offloads(base)
         if given.args or not (base in _KNOWN or to_host):
-            return _Choice(_foreign(func, base, settings), None, settings)
+            return _Choice(_foreign(func, base, settings), False, settings)
         check_torchs(keywords)
         if keywords.get("use_reentrant") is None or _is_old_default(given.keywords):
             keywords.pop("use_reentrant", None)
         if to_host and settings.config is None and settings.context_fn is None:
-            return _Choice(functools.partial(base, **keywords), None, settings)
+            return _Choice(functools.partial(base, **keywords), False, settings)
         if to_host:
             settings = dataclasses.replace(settings, offload=True)
         if keywords.get("use_reentrant"):
             _check_reentrant(settings)
-            return _Choice(functools.partial(torch_checkpoint, **keywords), None, settings)
+            return _Choice(functools.partial(torch_checkpoint, **keywords), False, settings)
         if settings.context_fn is not None and "context_fn" in keywords:
             raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
         keywords["use_reentrant"] = False
@@ -114,15 +124,12 @@ class Seam:
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
         ours, stock = (offloaded, offloaded_stock) if settings.offload else (gradckpt.checkpoint, torch_checkpoint)
         function = functools.partial(ours, compress=config, **selective, **keywords)
-        return _Choice(function, functools.partial(stock, **keywords), settings)
+        vars(function)[_STOCK] = functools.partial(stock, **keywords)
+        return _Choice(function, True, settings)
 
     def modules(self, model: Any) -> Iterator[Any]:
-        """The modules that hold our function."""
-        return (
-            module
-            for module in model.modules()
-            if self.function is not None and vars(module).get("_gradient_checkpointing_func") is self.function
-        )
+        """The modules that hold a function of ours."""
+        return (module for module in model.modules() if _stock_of(module) is not None)
 
     def layers(self, model: Any) -> int:
         on = [module for module in self.modules(model) if module.gradient_checkpointing]
@@ -133,15 +140,17 @@ class Seam:
         if self.removed:
             return
         self.removed = True
-        if vars(model).get(SEAM) is self:
-            delattr(model, SEAM)
+        for module in model.modules():
+            held = vars(module).get(SEAM)
+            if held is self or (isinstance(held, InnerSeam) and held.seam is self):
+                delattr(module, SEAM)
         for hooks in (model._forward_hooks, model._forward_pre_hooks):
             for key in [key for key, hook in hooks.items() if hook is before_forward or hook is after_forward]:
                 del hooks[key]
         if self.undo_on_remove and self.function is not None:
             original(model)(enable=False)
         for module in list(self.modules(model)):
-            module._gradient_checkpointing_func = self.stock
+            module._gradient_checkpointing_func = _stock_of(module)
         # transformers before 5.0 makes no hook unless PEFT is in use, and cannot take away one that it did not make.
         if self.undo_input_grads and self.undo_on_remove and input_grad_hooks(model):
             model.disable_input_require_grads()
@@ -151,9 +160,44 @@ class Seam:
         return {**vars(self), "_model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        model = state["_model"]
-        self._model = weakref.ref(model) if model is not None else _nothing
+        _restore(self, state)
+
+
+class InnerSeam:
+    """The same on a transformers model inside the enabled one, as a BertModel in its classifier: whoever turns
+    checkpointing on there (sentence-transformers does, in each) means the enabled one."""
+
+    def __init__(self, seam: Seam, model: Any) -> None:
+        self.seam = seam
+        self._model: Callable[[], Any] = weakref.ref(model)
+
+    def __call__(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = torch_checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("gradckpt: the model of this _set_gradient_checkpointing is gone")
+        self.seam.turn(model, enable, gradient_checkpointing_func, every_n_layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _restore(self, state)
+
+
+def _restore(seam: Seam | InnerSeam, state: dict[str, Any]) -> None:
+    vars(seam).update(state)
+    model = state["_model"]
+    seam._model = weakref.ref(model) if model is not None else _nothing
+
+
+def _stock_of(module: Any) -> Any:
+    """torch's function that ours stands for in this module; None: it holds none of ours."""
+    return getattr(vars(module).get("_gradient_checkpointing_func"), _STOCK, None)
 
 
 def _nothing() -> None:
@@ -200,6 +244,11 @@ def _check_reentrant(settings: Settings) -> None:
 def original(model: Any) -> Any:
     """The class's own method, bound to this instance, whatever stands before it on the instance."""
     return getattr(type(model), SEAM).__get__(model)
+
+
+def has_old_form(model: Any) -> bool:
+    """Of transformers < 4.35: ``_set_gradient_checkpointing(module, value)``."""
+    return "value" in inspect.signature(original(model)).parameters
 
 
 def has_every_n_layers(model: Any) -> bool:
