@@ -26,7 +26,7 @@ from gradckpt.apply import region_of
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers, check_torchs, take
 from gradckpt.integrations.offload import offloaded
-from gradckpt.integrations.seam import Seam, has_every_n_layers, original, seam_of
+from gradckpt.integrations.seam import Seam, has_every_n_layers, input_grad_hooks, original, seam_of
 from gradckpt.integrations.watch import SEAM, describe, is_on
 from gradckpt.policies import PolicyLike, contexts_of
 
@@ -83,7 +83,7 @@ def enable(
     _check_model(model, settings)
 
     was_on = is_on(model)
-    had_input_grads = bool(_input_grad_hooks(model))
+    had_input_grads = bool(input_grad_hooks(model))
     seam = Seam(model, settings)
     seam.install(model)
     turned_on = False
@@ -202,7 +202,7 @@ def _check_taken(model: Any, seam: Seam) -> None:
 def carry_input_grads(model: Any) -> None:
     """transformers has just hooked a local function onto the embeddings (enable_input_require_grads),
     which no pickle can carry; the same as a function of this module can be carried."""
-    for handle in _input_grad_hooks(model):
+    for handle in input_grad_hooks(model):
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
             hooks[handle.id] = _require_grad
@@ -210,12 +210,6 @@ def carry_input_grads(model: Any) -> None:
 
 def _require_grad(module: Any, args: Any, output: Any) -> None:
     output.requires_grad_(True)
-
-
-def _input_grad_hooks(model: Any) -> list[Any]:
-    """What enable_input_require_grads left on the model: a list, before 5.0 a single one."""
-    own = vars(model)
-    return list(own.get("_require_grads_hooks") or filter(None, [own.get("_require_grads_hook")]))
 
 
 def _unwrap(model: Any) -> Any:

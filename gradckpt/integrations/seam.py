@@ -142,7 +142,8 @@ class Seam:
             original(model)(enable=False)
         for module in list(self.modules(model)):
             module._gradient_checkpointing_func = self.stock
-        if self.undo_input_grads and self.undo_on_remove and hasattr(model, "disable_input_require_grads"):
+        # transformers before 5.0 makes no hook unless PEFT is in use, and cannot take away one that it did not make.
+        if self.undo_input_grads and self.undo_on_remove and input_grad_hooks(model):
             model.disable_input_require_grads()
         self.active = None
 
@@ -203,6 +204,12 @@ def original(model: Any) -> Any:
 
 def has_every_n_layers(model: Any) -> bool:
     return "every_n_layers" in inspect.signature(original(model)).parameters
+
+
+def input_grad_hooks(model: Any) -> list[Any]:
+    """What enable_input_require_grads left on the model: a list, before 5.0 a single one."""
+    own = vars(model)
+    return list(own.get("_require_grads_hooks") or filter(None, [own.get("_require_grads_hook")]))
 
 
 def seam_of(model: Any) -> Seam | None:
