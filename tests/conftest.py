@@ -1,5 +1,7 @@
 """What every test starts from."""
 
+import sys
+
 import pytest
 import torch
 
@@ -24,6 +26,20 @@ def pytest_collection_modifyitems(config, items):
         return codec not in codecs() or dtype not in dtypes or dtype in codec_info(codec)["dtypes"]
 
     items[:] = [item for item in items if exists(item)]
+
+
+def pytest_collection_finish(session):
+    """Tests call checkpointing by the names of transformers 5.23; before, those names mean the old methods."""
+    model = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    if model is None or hasattr(model, "activation_checkpointing_enable"):
+        return
+
+    def enable(self, activation_checkpointing_kwargs=None, **more):
+        self.gradient_checkpointing_enable(gradient_checkpointing_kwargs=activation_checkpointing_kwargs, **more)
+
+    model.activation_checkpointing_enable = enable
+    model.activation_checkpointing_disable = lambda self: self.gradient_checkpointing_disable()
+    model.is_activation_checkpointing = property(lambda self: self.is_gradient_checkpointing)
 
 
 @pytest.fixture(scope="session")

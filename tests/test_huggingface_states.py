@@ -114,6 +114,13 @@ def pickled_after_the_flag(ours, tmp_path):
     return pickle.loads(pickle.dumps(model)) if ours else model
 
 
+def pickled_after_a_plain_flag(ours, tmp_path):
+    """The Trainer turns on what enable() had turned on, with hooks of its own that no pickle can carry."""
+    model = fresh(ours)
+    train(model, tmp_path, activation_checkpointing=True, learning_rate=0.0)
+    return pickle.loads(pickle.dumps(model)) if ours else model
+
+
 def saved_whole(ours, tmp_path):
     model = fresh(ours)
     if not ours:
@@ -168,8 +175,8 @@ def resized(ours, tmp_path):
 
 STATES = [
     *(enabled, by_flag, by_flag_then_off_and_on, off_and_on, off_and_on_with_kwargs, around_generation),
-    *(generation_with_checkpointing_on, deep_copy, pickled, pickled_after_the_flag, saved_whole, to_dtype, to_cpu),
-    *(reloaded, saved_pretrained, data_parallel, compiled_object, resized),
+    *(generation_with_checkpointing_on, deep_copy, pickled, pickled_after_the_flag, pickled_after_a_plain_flag),
+    *(saved_whole, to_dtype, to_cpu, reloaded, saved_pretrained, data_parallel, compiled_object, resized),
 ]
 
 

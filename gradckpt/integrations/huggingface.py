@@ -117,7 +117,7 @@ def obey(model: Any, kwargs: Mapping[str, Any]) -> None:
     try:
         seam(True, functools.partial(torch_checkpoint, **torchs))
         _check_taken(model, seam)
-        _carry_input_grads(model)
+        carry_input_grads(model)
         obeyed = True
     finally:
         if not obeyed:
@@ -187,7 +187,7 @@ def _turn_on(model: Any, every_n_layers: int) -> None:
     else:
         # Before 5.23. The seam already knows every_n_layers.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    _carry_input_grads(model)
+    carry_input_grads(model)
 
 
 def _check_taken(model: Any, seam: Seam) -> None:
@@ -198,7 +198,7 @@ def _check_taken(model: Any, seam: Seam) -> None:
         )
 
 
-def _carry_input_grads(model: Any) -> None:
+def carry_input_grads(model: Any) -> None:
     """transformers has just hooked a local function onto the embeddings (enable_input_require_grads),
     which no pickle can carry; the same as a function of this module can be carried."""
     for handle in input_grad_hooks(model):
@@ -299,7 +299,7 @@ def _check_enabled_once(model: Any) -> None:
 def _check_checkpointed_once(model: Any) -> None:
     """Its layers would run three times: they, what is in them or what they are in is checkpointed by other means."""
     layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", torch.nn.Module)
-    layers = {id(module) for module in model.modules() if isinstance(module, layer)}
+    layers = {id(module) for module in model.modules() if isinstance(module, layer)} or set(map(id, model.modules()))
     within = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
     for label, module in model.named_modules():
         if any(each.__name__ == "CheckpointWrapper" for each in type(module).__mro__):

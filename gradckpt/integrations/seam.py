@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
@@ -134,7 +135,9 @@ class Seam:
     def layers(self, model: Any) -> int:
         on = [module for module in self.modules(model) if module.gradient_checkpointing]
         layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())
-        return sum(isinstance(module, layer) for module in on) or len(on)
+        # Before transformers 4.53 a stack holds the function, for the layers in its list.
+        stacked = (len(child) for module in on for child in module.children() if isinstance(child, ModuleList))
+        return sum(isinstance(module, layer) for module in on) or sum(stacked) or len(on)
 
     def remove(self, model: Any) -> None:
         if self.removed:

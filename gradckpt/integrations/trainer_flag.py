@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from gradckpt.config import warn_inactive
-from gradckpt.integrations.huggingface import obey, seam_in
+from gradckpt.integrations.huggingface import carry_input_grads, obey, seam_in
 from gradckpt.integrations.kwargs import TORCHS, Settings, check_torchs, means_ours, take
 from gradckpt.integrations.stray_keys import listen
 
@@ -65,7 +65,9 @@ def act(args: Any, model: Any) -> None:
         # Another Trainer's, or this one's last train(): what it said is over.
         seam.remove(seam.model)
         seam = None
-    if kwargs is not None and seam is None:
+    if seam is not None:
+        carry_input_grads(seam.model)
+    elif kwargs is not None:
         obey(model, kwargs)
 
 

@@ -42,7 +42,7 @@ def before_forward(model: Any, args: Any) -> None:
 
 def after_forward(model: Any, args: Any, output: Any) -> None:
     watch = _watch_of(model)
-    if watch is None or not torch.is_grad_enabled():
+    if watch is None:
         return
     if not model.training:
         _follow(model, output)
@@ -74,7 +74,7 @@ def _watch_of(model: Any) -> Watch | None:
 def _follow(model: Any, output: Any) -> None:
     """A backward through what a model in eval mode returned is training; a forward alone is an evaluation."""
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
-    found = next((x for x in values if isinstance(x, torch.Tensor) and x.requires_grad), None)
+    found = next((x for x in values if isinstance(x, torch.Tensor) and x.grad_fn is not None), None)
     if found is not None:
         found.register_hook(functools.partial(_on_eval_backward, weakref.ref(model)))
 
