@@ -48,7 +48,8 @@ def pytest_collection_finish(session):
         return
 
     def enable(self, activation_checkpointing_kwargs=None, **more):
-        self.gradient_checkpointing_enable(gradient_checkpointing_kwargs=activation_checkpointing_kwargs, **more)
+        given = {"gradient_checkpointing_kwargs": activation_checkpointing_kwargs, **more}
+        self.gradient_checkpointing_enable(**given)
 
     model.activation_checkpointing_enable = enable
     model.activation_checkpointing_disable = lambda self: self.gradient_checkpointing_disable()
@@ -58,14 +59,14 @@ def pytest_collection_finish(session):
 #: Our own sentence, and Python's.
 _LACKS = re.compile(
     r"needs transformers >= |[Uu]nexpected keyword arguments?:? '?(activation_checkpointing|every_n_layers|offload)"
-    r"|transformers.* has no attribute 'save_on_cpu'|cannot import name 'modeling_layers'"
+    r"|transformers.* has no attribute 'save_on_cpu'|cannot import name 'modeling_layers'|Unknown type for trial"
 )
 
 
 def _skip_what_it_lacks():
     try:
         return (yield)
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         if _older_transformers() is None or not _LACKS.search(str(error)):
             raise
         pytest.skip(f"older transformers: {error}")
