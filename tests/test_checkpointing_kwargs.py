@@ -6,11 +6,24 @@ import pickle
 
 import pytest
 import torch
-from test_huggingface import IDS, LAYERS, SEAM, SPELLINGS, build, functions, is_stock, step, transformers
+from test_huggingface import (
+    IDS,
+    LAYERS,
+    SEAM,
+    SPELLINGS,
+    build,
+    functions,
+    is_stock,
+    on,
+    step,
+    transformers,
+    with_every_and_offload,
+)
 
 import gradckpt
 from gradckpt.integrations import kwargs as keys
 from gradckpt.integrations import offload
+from gradckpt.integrations.watch import is_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -25,6 +38,7 @@ class TestKeys:
         signature = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
         assert set(signature) - {"function", "args", "kwargs"} | {"preserve_rng_state"} == set(keys.TORCHS)
 
+    @with_every_and_offload
     @pytest.mark.parametrize("name", SPELLINGS)
     @pytest.mark.parametrize(
         ("given", "own"),
@@ -38,6 +52,7 @@ class TestKeys:
         assert handle.layers == 2
         assert step(model) == 2
 
+    @with_every_and_offload
     def test_every_n_layers_of_one_in_the_dict_wins_over_enable(self):
         model = build()
         handle = gradckpt.enable(model, every_n_layers=2)
@@ -74,7 +89,7 @@ class TestKeys:
             {"preserve_rng_state": False},
             {"context_fn": torch.utils.checkpoint.noop_context_fn},
             {"determinism_check": "none"},
-            {"debug": True},
+            {"debug": False},
             *([{"early_stop": False}] if "early_stop" in keys.TORCHS else []),
         ],
         ids=lambda given: next(iter(given)),
@@ -126,12 +141,13 @@ class TestKeys:
         assert handle.layers == LAYERS
         assert step(model) == (LAYERS if compress else 0)
 
+    @with_every_and_offload
     @pytest.mark.parametrize("value", [0, -2])
     def test_wrong_keyword_of_transformers(self, value):
         model = build()
         gradckpt.enable(model)
         with pytest.raises(ValueError, match=f"every_n_layers is 1 or more, not {value}"):
-            model.activation_checkpointing_enable(every_n_layers=value)
+            on(model, every_n_layers=value)
 
     def test_nothing_to_compress(self):
         model = build()
@@ -146,7 +162,7 @@ class TestKeys:
     def test_the_dict_is_not_changed(self):
         model = build()
         gradckpt.enable(model)
-        given = {"compress": "fp8", "every_n_layers": 2, "policy": None, "use_reentrant": False}
+        given = {"compress": "fp8", "offload": False, "policy": None, "use_reentrant": False}
         before = dict(given)
         turn_on(model, SPELLINGS[0], given)
         assert given == before
@@ -156,7 +172,7 @@ class TestKeys:
         model = build()
         gradckpt.enable(model)
         monkeypatch.setattr(transformers.modeling_utils, "checkpoint", gradckpt.compat.checkpoint)
-        model.activation_checkpointing_enable()
+        on(model)
         assert step(model) == LAYERS
 
 
@@ -184,7 +200,7 @@ packed = []
 def counted(monkeypatch):
     packed.clear()
     monkeypatch.setattr(offload, "save_on_cpu", Counting)
-    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", Counting)
+    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", Counting, raising=False)  # before 5.17
     yield packed
     packed.clear()
 
@@ -203,12 +219,14 @@ WAYS = {
     "enable": lambda model: gradckpt.enable(model, offload=True),
     "in the dict": lambda model: (gradckpt.enable(model), turn_on(model, SPELLINGS[0], {"offload": True})),
     "keyword": lambda model: (gradckpt.enable(model), turn_on(model, SPELLINGS[0], {}, offload=True)),
-    "enable, on again": lambda model: (gradckpt.enable(model, offload=True), model.activation_checkpointing_enable()),
+    "enable, on again": lambda model: (gradckpt.enable(model, offload=True), on(model)),
 }
 
 
 class TestOffload:
-    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(
+        "way", [pytest.param(way, marks=[with_every_and_offload] * (way == "keyword")) for way in WAYS]
+    )
     def test_payloads_go_to_the_host(self, way, counted):
         plain, model = build(), build()
         gradckpt.enable(plain)
@@ -219,9 +237,10 @@ class TestOffload:
         gradckpt.disable(model)
         assert vars(model).get(SEAM) is None
 
+    @with_every_and_offload
     def test_what_transformers_saves_is_what_we_save(self, counted):
         stock, ours = build(), build()
-        stock.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+        on(stock, {"use_reentrant": False}, offload=True)
         theirs = grads(stock)
         sizes = [(t.shape, t.dtype) for t in counted]
         counted.clear()
@@ -229,22 +248,23 @@ class TestOffload:
         assert equal(grads(ours), theirs)
         assert [(t.shape, t.dtype) for t in counted] == sizes
 
+    @with_every_and_offload
     def test_none_keeps_transformers_own(self, counted):
         model, stock = build(), build()
         gradckpt.enable(model, compress=None)
-        model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+        on(model, {"use_reentrant": False}, offload=True)
         (function,) = functions(model)
         assert "checkpointing_enable.<locals>" in function.func.__qualname__
-        stock.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+        on(stock, {"use_reentrant": False}, offload=True)
         assert equal(grads(model), grads(stock))
 
-    @pytest.mark.parametrize("own", [{}, {"policy": "save_matmuls"}, {"replay": True}, {"every_n_layers": 2}], ids=str)
+    @pytest.mark.parametrize("own", [{}, {"policy": "save_matmuls"}, {"replay": True}], ids=str)
     def test_with_other_keys(self, own, counted):
         plain, model = build(), build()
         gradckpt.enable(plain, **own)
         gradckpt.enable(model, offload=True, **own)
         assert equal(grads(model), grads(plain))
-        assert len(counted) == LAYERS // own.get("every_n_layers", 1)
+        assert len(counted) == LAYERS
 
     @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
     def test_copies(self, way, counted):
@@ -257,13 +277,13 @@ class TestOffload:
     def test_remove(self, counted):
         model = build()
         with gradckpt.enable(model, offload=True):
-            model.activation_checkpointing_enable()
+            on(model)
         step(model)
         assert [t.dtype for t in counted] == [torch.float32] * LAYERS, "offloaded, as was asked, by torch's checkpoint"
         off = build()
         gradckpt.enable(off, offload=True).remove()
         assert is_stock(off)
-        assert not off.is_activation_checkpointing
+        assert not is_on(off)
 
     def test_turned_off_in_the_dict(self, counted):
         model = build()

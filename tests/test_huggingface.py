@@ -67,6 +67,26 @@ def is_stock(model):
     return all(getattr(f, "func", f) is torch.utils.checkpoint.checkpoint for f in functions(model))
 
 
+#: The methods' name in this transformers, and what came with 5.17.
+NEW = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
+NAME = "activation_checkpointing" if NEW else "gradient_checkpointing"
+METHOD = getattr(transformers.PreTrainedModel, f"{NAME}_enable")
+HAS_EVERY_AND_OFFLOAD = {"every_n_layers", "offload"} <= set(inspect.signature(METHOD).parameters)
+with_every_and_offload = pytest.mark.skipif(
+    not HAS_EVERY_AND_OFFLOAD, reason="this transformers has no every_n_layers= and offload="
+)
+SPELLINGS = ["gradient_checkpointing", "activation_checkpointing"][: 1 + NEW]
+
+
+def on(model, *given, **own):
+    """Checkpointing is turned on by somebody else."""
+    getattr(model, f"{NAME}_enable")(*given, **own)
+
+
+def off(model):
+    getattr(model, f"{NAME}_disable")()
+
+
 def foreign(function, *args, **kwargs):
     return function(*args)
 
@@ -262,9 +282,6 @@ def train(model, tmp_path, **arguments):
         before = gradckpt.stats()["compressed"]
         transformers.Trainer(model=model, args=args, train_dataset=data).train()
     return gradckpt.stats()["compressed"] - before
-
-
-SPELLINGS = ["gradient_checkpointing", "activation_checkpointing"]
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from test_huggingface import IDS, LAYERS, SPELLINGS, build, replicate, step, train, transformers
+from test_huggingface import IDS, LAYERS, NAME, SPELLINGS, build, off, on, replicate, step, train, transformers
 
 import gradckpt
 
@@ -25,7 +25,7 @@ def turn_on(model, ours):
     if ours:
         gradckpt.enable(model)
     else:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        on(model, {"use_reentrant": False})
     return model
 
 
@@ -54,29 +54,29 @@ def enabled(ours, tmp_path):
 
 def by_flag(ours, tmp_path):
     model = build()
-    kwargs = {"compress": "int8"} if ours else {}
-    train(model, tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs=kwargs, learning_rate=0.0)
+    kwargs = {"compress": "int8"} if ours else {"use_reentrant": False}
+    train(model, tmp_path, learning_rate=0.0, **{NAME: True, f"{NAME}_kwargs": kwargs})
     return model
 
 
 def by_flag_then_off_and_on(ours, tmp_path):
     model = by_flag(ours, tmp_path)
-    model.activation_checkpointing_disable()
-    model.activation_checkpointing_enable()
+    off(model)
+    on(model)
     return model
 
 
 def off_and_on(ours, tmp_path):
     model = fresh(ours)
-    model.activation_checkpointing_disable()
-    model.activation_checkpointing_enable()
+    off(model)
+    on(model)
     return model
 
 
 def off_and_on_with_kwargs(ours, tmp_path):
     model = fresh(ours)
-    model.activation_checkpointing_disable()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    off(model)
+    on(model, {"use_reentrant": False})
     return model
 
 
@@ -84,12 +84,12 @@ def around_generation(ours, tmp_path):
     """TRL's unwrap_model_for_generation (trl/models/utils.py): off, generate, on again, without kwargs."""
     model = fresh(ours)
     step(model)
-    model.activation_checkpointing_disable()
+    off(model)
     model.eval()
     with torch.no_grad():
         model.generate(IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0, use_cache=True)
     model.train()
-    model.activation_checkpointing_enable()
+    on(model)
     return model
 
 
@@ -117,7 +117,7 @@ def pickled_after_the_flag(ours, tmp_path):
 def pickled_after_a_plain_flag(ours, tmp_path):
     """The Trainer turns on what enable() had turned on, with hooks of its own that no pickle can carry."""
     model = fresh(ours)
-    train(model, tmp_path, activation_checkpointing=True, learning_rate=0.0)
+    train(model, tmp_path, learning_rate=0.0, **{NAME: True})
     return pickle.loads(pickle.dumps(model)) if ours else model
 
 

@@ -1,6 +1,5 @@
 """The Trainer's flag alone: gradient_checkpointing_kwargs={"compress": ...} and `import gradckpt`, no enable()."""
 
-import inspect
 import os
 import pickle
 import subprocess
@@ -10,22 +9,39 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_huggingface import IDS, LAYERS, SEAM, SPELLINGS, build, functions, is_stock, step, train, transformers
+from test_huggingface import (
+    HAS_EVERY_AND_OFFLOAD,
+    IDS,
+    LAYERS,
+    NAME,
+    SEAM,
+    SPELLINGS,
+    build,
+    functions,
+    is_stock,
+    off,
+    on,
+    step,
+    train,
+    transformers,
+    with_every_and_offload,
+)
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
 from gradckpt.integrations import trainer_flag
+from gradckpt.integrations.watch import is_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-FIELDS = inspect.signature(transformers.TrainingArguments).parameters
-NAME = next(name for name in reversed(SPELLINGS) if name in FIELDS)
 DATA = [{"input_ids": IDS[i % 2], "labels": IDS[i % 2]} for i in range(4)]
 
 
+#: Kwargs without a key of ours.
+NOT_OURS = [None, {"use_reentrant": False}, *[{"every_n_layers": 2}] * HAS_EVERY_AND_OFFLOAD]
+
+
 def flag(kwargs=None, name=NAME):
-    if name not in FIELDS:
-        pytest.skip(f"this transformers has no {name}")
     return {name: True, f"{name}_kwargs": kwargs}
 
 
@@ -85,6 +101,7 @@ class TestAlone:
 
 
 class TestKeys:
+    @with_every_and_offload
     def test_all_of_them(self, tmp_path):
         model = build()
         kwargs = {
@@ -104,8 +121,8 @@ class TestKeys:
         assert seam.settings.offload
         assert seam.function.keywords["preserve_rng_state"] is False
         assert seam.function.keywords["determinism_check"] == "none"
-        model.activation_checkpointing_disable()
-        model.activation_checkpointing_enable()
+        off(model)
+        on(model)
         assert step(model) == LAYERS // 2, "what the flag said holds when others turn it on again"
 
     def test_policy_alone(self, tmp_path):
@@ -113,7 +130,9 @@ class TestKeys:
         train(build(), tmp_path, **flag({"policy": "save_matmuls"}))
         assert gradckpt.stats()["regions"] == 2 * LAYERS
 
-    @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": False}, {"every_n_layers": 2}, {"early_stop": False}])
+    @pytest.mark.parametrize(
+        "kwargs", [None, {"use_reentrant": False}, *[{"every_n_layers": 2}] * HAS_EVERY_AND_OFFLOAD]
+    )
     def test_nothing_of_ours_nothing_done(self, kwargs, tmp_path):
         model = build()
         gradckpt.reset_stats()
@@ -148,6 +167,9 @@ class TestKeys:
             trainer_of(model, tmp_path, kwargs)
         assert SEAM not in vars(model)
 
+    @pytest.mark.skipif(
+        transformers.__version__.startswith("4."), reason="where use_reentrant=True is what transformers says by itself"
+    )
     def test_reentrant_is_refused_before_the_first_step(self, tmp_path):
         model = build()
         weights = [p.clone() for p in model.parameters()]
@@ -180,6 +202,7 @@ class TestTrainers:
         hooks = trainer.model._forward_hooks
         assert len(hooks) == 1
 
+    @with_every_and_offload
     def test_the_next_trainer_starts_from_nothing(self, tmp_path):
         model = build()
         first = {"compress": {"codec": "int8", "min_numel": 7}, "policy": "save_attention", "every_n_layers": 2}
@@ -188,7 +211,7 @@ class TestTrainers:
         assert vars(model)[SEAM].active == gradckpt.CompressionConfig("fp8")
         assert vars(model)[SEAM].settings.context_fn is None
 
-    @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": False}])
+    @pytest.mark.parametrize("kwargs", NOT_OURS)
     def test_the_next_trainer_says_nothing_of_ours(self, kwargs, tmp_path):
         model = build()
         assert train(model, tmp_path, **flag({"compress": "int8"})) == 2 * LAYERS
@@ -228,7 +251,7 @@ class TestTrainers:
         trainer = trainer_of(model, tmp_path, {"compress": "int8"}, eval_dataset=DATA)
         getattr(trainer, call)(DATA)
         assert SEAM not in vars(model)
-        assert not model.is_activation_checkpointing
+        assert not is_on(model)
         assert not functions(model) - {None}
 
     def test_evaluation_at_the_start_and_in_between(self, tmp_path):
@@ -252,16 +275,17 @@ class TestTrainers:
     def test_bf16(self, tmp_path):
         assert compressed_by(trainer_of(build(), tmp_path, {"compress": "int8"}, bf16=True).train) == 2 * LAYERS
 
+    @with_every_and_offload
     def test_generation_around_steps(self, tmp_path):
         """TRL: off with the Trainer's dict at hand, generate, on again with none or with the dict as it is."""
         kwargs = {"compress": "int8", "every_n_layers": 2}
 
         class Generate(transformers.TrainerCallback):
             def on_step_begin(self, args, state, control, model, **others):
-                model.activation_checkpointing_disable()
+                off(model)
                 with torch.no_grad():
                     model.eval().generate(IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
-                model.train().activation_checkpointing_enable(*[kwargs] * (state.global_step % 2))
+                on(model.train(), *[kwargs] * (state.global_step % 2))
 
         assert compressed_by(trainer_of(build(), tmp_path, kwargs, callbacks=[Generate()]).train) == LAYERS
 
@@ -297,7 +321,7 @@ class Wrapper(torch.nn.Module):
 
     def activation_checkpointing_enable(self, *args, **kwargs):
         for model in self.models:
-            model.activation_checkpointing_enable(*args, **kwargs)
+            on(model, *args, **kwargs)
 
     gradient_checkpointing_enable = activation_checkpointing_enable
 
@@ -326,7 +350,7 @@ class TestModels:
             train(model, tmp_path, **flag({"compress": "int8"}))
         with pytest.raises(ValueError, match=r"was turned on since gradckpt\.apply, which checkpoints it too"):
             train(model, tmp_path, **flag())
-        model.activation_checkpointing_disable()
+        off(model)
         assert train(model, tmp_path) == 2 * LAYERS
 
 
