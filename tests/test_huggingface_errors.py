@@ -6,7 +6,19 @@ import warnings
 
 import pytest
 import torch
-from test_huggingface import IDS, LAYERS, SEAM, build, foreign, functions, is_stock, step, transformers
+from test_huggingface import (
+    IDS,
+    LAYERS,
+    SEAM,
+    build,
+    foreign,
+    functions,
+    is_stock,
+    needs_asked_reentrant,
+    needs_layers,
+    step,
+    transformers,
+)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.optimizer import register_optimizer_step_post_hook
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from gradckpt.apply import region_of
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers, check_torchs, take
 from gradckpt.integrations.offload import offloaded
-from gradckpt.integrations.seam import Seam, has_every_n_layers, has_old_form, input_grad_hooks, seam_of
+from gradckpt.integrations.seam import Seam, has_every_n_layers, has_old_form, input_grad_hooks, layers_of, seam_of
 from gradckpt.integrations.watch import SEAM, describe, is_on
 from gradckpt.policies import PolicyLike, contexts_of
 
@@ -298,8 +297,7 @@ def _check_enabled_once(model: Any) -> None:
 
 def _check_checkpointed_once(model: Any) -> None:
     """Its layers would run three times: they, what is in them or what they are in is checkpointed by other means."""
-    layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", torch.nn.Module)
-    layers = {id(module) for module in model.modules() if isinstance(module, layer)} or set(map(id, model.modules()))
+    layers = {id(layer) for _, layer in layers_of(model)} or set(map(id, model.modules()))
     within = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
     for label, module in model.named_modules():
         if any(each.__name__ == "CheckpointWrapper" for each in type(module).__mro__):

@@ -133,11 +133,8 @@ class Seam:
         return (module for module in model.modules() if _stock_of(module) is not None)
 
     def layers(self, model: Any) -> int:
-        on = [module for module in self.modules(model) if module.gradient_checkpointing]
-        layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())
-        # Before transformers 4.53 a stack holds the function, for the layers in its list.
-        stacked = (len(child) for module in on for child in module.children() if isinstance(child, ModuleList))
-        return sum(isinstance(module, layer) for module in on) or sum(stacked) or len(on)
+        on = {id(module) for module in self.modules(model) if module.gradient_checkpointing}
+        return sum(id(holder) in on for holder, _ in layers_of(model)) or len(on)
 
     def remove(self, model: Any) -> None:
         if self.removed:
@@ -247,6 +244,21 @@ def _check_reentrant(settings: Settings) -> None:
 def original(model: Any) -> Any:
     """The class's own method, bound to this instance, whatever stands before it on the instance."""
     return getattr(type(model), SEAM).__get__(model)
+
+
+def layers_of(model: Any) -> list[tuple[Any, Any]]:
+    """The layers that transformers checkpoints, each after the module that holds the function for it: itself, before
+    transformers 4.53 the stack whose list it is in."""
+    layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())
+    found = [(module, module) for module in model.modules() if isinstance(module, layer)]
+    stacks = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    return found or [
+        (stack, each)
+        for stack in stacks
+        for child in stack.children()
+        if isinstance(child, ModuleList)
+        for each in child
+    ]
 
 
 def has_old_form(model: Any) -> bool:
