@@ -14,6 +14,7 @@ from test_huggingface import (
     build,
     functions,
     is_stock,
+    needs_layers,
     on,
     step,
     transformers,
@@ -223,6 +224,7 @@ WAYS = {
 }
 
 
+@needs_layers  # stacks hand rotary tables over as arguments, which are offloaded, too
 class TestOffload:
     @pytest.mark.parametrize(
         "way", [pytest.param(way, marks=[with_every_and_offload] * (way == "keyword")) for way in WAYS]

@@ -19,6 +19,7 @@ from test_huggingface import (
     build,
     functions,
     is_stock,
+    needs_layers,
     off,
     on,
     step,
@@ -343,6 +344,7 @@ class TestModels:
         with pytest.raises(ValueError, match=r"LlamaForCausalLM is already enabled \(its LlamaModel is\)"):
             train(model, tmp_path, **flag({"compress": "int8"}))
 
+    @needs_layers
     def test_checkpointed_by_apply_too(self, tmp_path):
         model = build()
         gradckpt.apply(model, {"layer": "int8"})
