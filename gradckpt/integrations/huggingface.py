@@ -83,9 +83,9 @@ def enable(
     was_on = is_on(model)
     had_input_grads = bool(input_grad_hooks(model))
     seam = Seam(model, settings)
-    seam.install(model)
     turned_on = False
     try:
+        seam.install(model)
         _turn_on(model, settings.every_n_layers)
         _check_taken(model, seam)
         turned_on = True
@@ -111,9 +111,9 @@ def obey(model: Any, kwargs: Mapping[str, Any]) -> None:
     model = _unwrap(model)
     _check_model(model, settings)
     seam = Seam(model, settings, by_flag=True)
-    seam.install(model)
     obeyed = False
     try:
+        seam.install(model)
         seam(True, functools.partial(torch_checkpoint, **torchs))
         _check_taken(model, seam)
         carry_input_grads(model)
