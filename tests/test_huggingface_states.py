@@ -17,8 +17,8 @@ from test_huggingface import IDS, LAYERS, NAME, SPELLINGS, build, off, on, repli
 import gradckpt
 
 #: Relative error of all gradients together with int8, and what bfloat16 adds.
-BOUND = 0.02
-BOUND_BF16 = 0.04
+BOUND = 0.01
+BOUND_BF16 = 0.015
 
 
 def turn_on(model, ours):
