@@ -131,3 +131,26 @@ def test_an_inner_model_outlives_its_enabled_one():
     before = gradckpt.stats()["compressed"]
     backbone(input_ids=torch.arange(64).view(2, 32)).last_hidden_state.sum().backward()
     assert gradckpt.stats()["compressed"] - before == FAMILIES["llama"].layers
+
+
+@pytest.mark.parametrize("gone", ["dead", "replaced", "disabled"])
+def test_what_is_no_longer_inside_can_be_enabled(gone):
+    model = model_families.build("llama", "sdpa")
+    gradckpt.enable(model)
+    backbone = model.model
+    with pytest.raises(ValueError, match="already enabled, as part of another model"):
+        gradckpt.enable(backbone)
+    if gone == "dead":
+        del model
+    elif gone == "replaced":
+        model.model = model_families.build("llama", "sdpa").model
+    else:
+        gradckpt.disable(model)
+    with gradckpt.enable(backbone, compress="fp8") as handle:
+        assert handle.config.codec == "fp8_e4m3"
+        backbone.gradient_checkpointing_enable()
+        before = gradckpt.stats()["compressed"]
+        backbone(input_ids=torch.arange(64).view(2, 32)).last_hidden_state.sum().backward()
+        assert gradckpt.stats()["compressed"] - before == FAMILIES["llama"].layers
+    assert SEAM not in vars(backbone)
+    assert holders(backbone) == {torch.utils.checkpoint.checkpoint}

@@ -19,12 +19,19 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import gradckpt
 from gradckpt.apply import region_of
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers, check_torchs, take
-from gradckpt.integrations.offload import offloaded
-from gradckpt.integrations.seam import Seam, has_every_n_layers, has_old_form, input_grad_hooks, layers_of, seam_of
+from gradckpt.integrations.seam import (
+    InnerSeam,
+    Seam,
+    has_every_n_layers,
+    has_old_form,
+    input_grad_hooks,
+    layers_of,
+    seam_of,
+    stands_in,
+)
 from gradckpt.integrations.watch import SEAM, describe, is_on
 from gradckpt.policies import PolicyLike, contexts_of
 
@@ -265,9 +272,9 @@ def _check_model(model: Any, settings: Settings) -> None:
         )
     _check_enabled_once(model)
     _check_checkpointed_once(model)
-    if SEAM in vars(model):
+    if stands_in(model) is not None:
         raise ValueError(
-            f"gradckpt: {describe(vars(model)[SEAM])} already stands in for {name}.{SEAM} on this instance; "
+            f"gradckpt: {describe(stands_in(model))} already stands in for {name}.{SEAM} on this instance; "
             "remove it before gradckpt.enable(model)"
         )
     if has_old_form(model):
@@ -287,8 +294,7 @@ def _check_enabled_once(model: Any) -> None:
         raise ValueError(
             f"gradckpt: this {name} is already enabled{part}; call .remove() or gradckpt.disable(model) first"
         )
-    holders = (vars(module).get("_gradient_checkpointing_func") for module in model.modules())
-    if any(getattr(function, "func", None) in (gradckpt.checkpoint, offloaded) for function in holders):
+    if isinstance(stands_in(model), InnerSeam):
         raise ValueError(
             f"gradckpt: the layers of this {name} are already enabled, as part of another model; call "
             "gradckpt.disable on that one first"

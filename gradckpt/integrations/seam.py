@@ -59,7 +59,7 @@ class Seam:
     def install(self, model: Any) -> None:
         setattr(model, SEAM, self)
         for module in model.modules():
-            if hasattr(type(module), SEAM) and SEAM not in vars(module) and not has_old_form(module):
+            if hasattr(type(module), SEAM) and stands_in(module) is None and not has_old_form(module):
                 setattr(module, SEAM, InnerSeam(self, module))
         model.register_forward_pre_hook(before_forward)
         model.register_forward_hook(after_forward)
@@ -182,6 +182,12 @@ class InnerSeam:
             raise ReferenceError("gradckpt: the model of this _set_gradient_checkpointing is gone")
         self.seam.turn(model, enable, gradient_checkpointing_func, every_n_layers)
 
+    @property
+    def orphaned(self) -> bool:
+        """What it was part of is enabled no more, or is gone, or has another in its place."""
+        model, whole = self._model(), self.seam.model
+        return self.seam.removed or whole is None or all(module is not model for module in whole.modules())
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": self._model()}
 
@@ -268,6 +274,12 @@ def has_old_form(model: Any) -> bool:
 
 def has_every_n_layers(model: Any) -> bool:
     return "every_n_layers" in inspect.signature(original(model)).parameters
+
+
+def stands_in(model: Any) -> Any:
+    """What stands before the class's own method on this instance; None: nothing that counts."""
+    held = vars(model).get(SEAM)
+    return None if isinstance(held, InnerSeam) and held.orphaned else held
 
 
 def input_grad_hooks(model: Any) -> list[Any]:
