@@ -21,7 +21,7 @@ from gradckpt import _ops as _ops
 from gradckpt import buffers, compat, compile, policies
 from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
-from gradckpt.integrations import trainer_guard
+from gradckpt.integrations import trainer_flag
 from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.residuals import Residual, Residuals, residuals
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())
-trainer_guard.watch()
+trainer_flag.watch()
 compile.watch()
 
 

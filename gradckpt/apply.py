@@ -106,7 +106,7 @@ def unapply(model: Module) -> None:
     Raises:
         ValueError: no module of it is checkpointed by :func:`apply`.
     """
-    regions = [region for module in model.modules() if (region := _region_of(module)) is not None]
+    regions = [region for module in model.modules() if (region := region_of(module)) is not None]
     if not regions:
         raise ValueError(f"gradckpt: no module of this {type(model).__name__} is checkpointed by gradckpt.apply")
     for region in regions:
@@ -217,6 +217,11 @@ class Region:
         forward = self.own or _forward_of(module)
         if not (self.active and module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
+        if vars(module).get("gradient_checkpointing"):
+            raise ValueError(
+                f"gradckpt: gradient_checkpointing of this {self.kind} was turned on since gradckpt.apply, which "
+                "checkpoints it too; call model.gradient_checkpointing_disable(), or the handle.remove() of apply"
+            )
         for value in (*args, *kwargs.values()) if kwargs else args:
             if not isinstance(value, _NO_CACHE) and _is_cache(value):
                 forward = _WithCaches(forward)
@@ -263,7 +268,7 @@ def _nothing() -> None:
     """The weak reference of a region that was pickled after its module died."""
 
 
-def _region_of(module: Module) -> Region | None:
+def region_of(module: Module) -> Region | None:
     region = vars(module).get("forward")
     return region if isinstance(region, Region) else None
 
@@ -415,7 +420,7 @@ def _resolve(pairs: list[tuple[Any, Settings | None]], tree: Tree) -> dict[str, 
 
 def _check_fresh(tree: Tree) -> None:
     for name, module in tree.names:
-        if _region_of(module) is not None:
+        if region_of(module) is not None:
             raise ValueError(
                 f"gradckpt: {_label(name, module)} is checkpointed by an earlier gradckpt.apply; call its "
                 "handle.remove() first (or gradckpt.unapply(model), when this is a copy), or write all rules in one "

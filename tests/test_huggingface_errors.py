@@ -1,14 +1,30 @@
 """gradckpt.enable: what it refuses, in one sentence, and the warning when nothing is compressed."""
 
 import functools
+import sys
 import warnings
 
 import pytest
 import torch
-from test_huggingface import IDS, LAYERS, SEAM, build, foreign, functions, is_stock, step, transformers
+from test_huggingface import (
+    IDS,
+    LAYERS,
+    SEAM,
+    build,
+    foreign,
+    functions,
+    is_stock,
+    needs_asked_reentrant,
+    needs_layers,
+    step,
+    transformers,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
+from gradckpt.integrations import stray_keys, trainer_flag
 
 CONFIG = transformers.LlamaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
 
@@ -49,6 +65,15 @@ class Idle(Bare):
         return self.linear(x)
 
 
+class Layers(torch.nn.ModuleList):
+    """Layers that are called as one."""
+
+    def forward(self, x, **kwargs):
+        for layer in self:
+            x = layer(x, **kwargs)
+        return x
+
+
 class TestRefuses:
     @pytest.mark.parametrize(
         ("make", "message"),
@@ -72,6 +97,78 @@ class TestRefuses:
         gradckpt.enable(model)
         with pytest.raises(ValueError, match=r"already enabled; call \.remove\(\) or gradckpt\.disable\(model\) first"):
             gradckpt.enable(model)
+        assert step(model) == LAYERS
+
+    def test_a_part_and_the_whole(self):
+        model = build()
+        gradckpt.enable(model.model)
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM is already enabled \(its LlamaModel is\)"):
+            gradckpt.enable(model)
+        assert step(model) == LAYERS
+        gradckpt.disable(model.model)
+        gradckpt.enable(model)
+        with pytest.raises(ValueError, match=r"layers of this LlamaModel are already enabled, as part of"):
+            gradckpt.enable(model.model)
+        assert step(model) == LAYERS
+
+    def test_twice_through_wrappers(self):
+        model = build()
+        gradckpt.enable(torch.nn.DataParallel(model))
+        with pytest.raises(ValueError, match="this LlamaForCausalLM is already enabled"):
+            gradckpt.enable(torch.compile(model))
+        gradckpt.disable(torch.compile(model))
+        assert SEAM not in vars(model)
+
+    def test_several_models_in_one_module(self):
+        pair = torch.nn.ModuleDict({"query": build(), "document": build()})
+        with pytest.raises(ValueError, match=r"ModuleDict is not .*, but holds 2; call gradckpt\.enable"):
+            gradckpt.enable(pair)
+        gradckpt.enable(torch.nn.ModuleDict({"one": pair["query"], "head": torch.nn.Linear(2, 2)}))
+        assert step(pair["query"]) == LAYERS
+
+    @pytest.mark.parametrize("selector", ["layer", "mlp", "*.layers"])
+    def test_checkpointed_by_apply(self, selector):
+        model = build()
+        if selector == "*.layers":
+            model.model.layers = Layers(model.model.layers)
+            selector = "model.layers"
+        handle = gradckpt.apply(model, {selector: "int8"})
+        with pytest.raises(ValueError, match=r"model\.layers.* is already checkpointed by gradckpt\.apply, .*unapply"):
+            gradckpt.enable(model)
+        assert SEAM not in vars(model)
+        handle.remove()
+        gradckpt.enable(model)
+        assert step(model) == LAYERS
+
+    def test_apply_outside_the_layers_is_none_of_this(self):
+        model = build()
+        gradckpt.apply(model, {"lm_head": None})
+        gradckpt.enable(model)
+        assert step(model) == LAYERS
+
+    @pytest.mark.parametrize("what", ["layer", "part of a layer", "all layers"])
+    def test_inside_a_checkpoint_wrapper(self, what):
+        model = build()
+        layers = model.model.layers
+        if what == "layer":
+            layers[1] = checkpoint_wrapper(layers[1])
+        elif what == "part of a layer":
+            layers[1].mlp = checkpoint_wrapper(layers[1].mlp)
+        else:
+            model.model = checkpoint_wrapper(model.model)
+        with pytest.raises(ValueError, match=r"model.* is already inside torch's CheckpointWrapper, .* leave that"):
+            gradckpt.enable(model)
+        assert SEAM not in vars(model)
+
+    @needs_layers
+    def test_turned_on_after_apply(self):
+        """Not by us: said at the first forward, before a step is lost."""
+        model = build()
+        gradckpt.apply(model, {"layer": "int8"})
+        model.activation_checkpointing_enable()
+        with pytest.raises(ValueError, match=r"this LlamaDecoderLayer was turned on since gradckpt\.apply, which"):
+            step(model)
+        model.activation_checkpointing_disable()
         assert step(model) == LAYERS
 
     def test_after_someone_else(self):
@@ -106,12 +203,14 @@ class TestRefuses:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "compress='int8' needs use_reentrant=False"),
-            ({"offload": True}, "offload=True makes transformers call.*follow outer saved-tensor hooks"),
-            ({"activation_checkpointing_kwargs": {"offload": True}}, "offload=True makes transformers call"),
+            pytest.param(
+                {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+                "compress='int8' needs use_reentrant=False",
+                marks=needs_asked_reentrant,
+            ),
             ({"activation_checkpointing_kwargs": {"compress": "zip"}}, "unknown codec 'zip'"),
         ],
-        ids=["reentrant", "offload", "offload in the dict", "codec in the dict"],
+        ids=["reentrant", "codec in the dict"],
     )
     def test_the_call_of_others(self, arguments, message):
         model = build()
@@ -127,6 +226,7 @@ class TestRefuses:
             model._set_gradient_checkpointing(True, functools.partial(foreign))
         assert step(model) == LAYERS
 
+    @needs_asked_reentrant
     def test_none_leaves_others_alone(self):
         model = build()
         handle = gradckpt.enable(model, compress=None)
@@ -139,6 +239,70 @@ class TestRefuses:
         model.activation_checkpointing_enable({"compress": None, "use_reentrant": False}, offload=True)
         (function,) = functions(model)
         assert function.keywords == {"use_reentrant": False}, "transformers' own offload, without our keys"
+
+
+# ---- keys that reach no code of ours
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+class TestStrayKeys:
+    """gradient_checkpointing_enable({"compress": ...}) of a model that is not enabled."""
+
+    @pytest.fixture(autouse=True)
+    def first_steps(self, monkeypatch):
+        monkeypatch.setattr(stray_keys._listener, "left", stray_keys.STEPS)
+
+    def one_step(self, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        assert step(model) == 0 or gradckpt.stats()["compressed"]
+        optimizer.step()
+
+    @pytest.mark.parametrize("key", ["compress", "min_numel", "replay", "policy"])
+    def test_warns_at_the_first_step(self, key):
+        model = build()
+        model.activation_checkpointing_enable({key: 1, "use_reentrant": False})
+        with pytest.warns(GradckptInactiveWarning, match=rf"given {key}= .*call gradckpt\.enable\(model\)"):
+            self.one_step(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.one_step(model)
+
+    @pytest.mark.filterwarnings("error::gradckpt.GradckptInactiveWarning")
+    @pytest.mark.parametrize("ours", [True, False])
+    def test_silent_otherwise(self, ours):
+        model = build()
+        if ours:
+            gradckpt.enable(model)
+            model.activation_checkpointing_enable({"compress": "fp8"})
+        else:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        for _ in range(3):
+            self.one_step(model)
+        assert stray_keys._listener.left == 0
+
+    def test_without_use_reentrant_torch_says_it(self):
+        model = build()
+        model.activation_checkpointing_enable({"compress": "int8"})
+        with pytest.raises(ValueError, match="Unexpected keyword arguments: compress"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(model)
+
+    def test_hooks_of_others_are_not_disturbed(self):
+        """torch's iterator over its hooks breaks when one is taken away under it."""
+        calls = []
+        handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+        try:
+            for _ in range(3):
+                self.one_step(build())
+        finally:
+            handle.remove()
+        assert len(calls) == 3
+
+    def test_listens_once(self):
+        for _ in range(2):
+            trainer_flag.watch()
+        hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks.values()
+        assert [type(hook).__name__ for hook in hooks].count("_Listener") == 1
 
 
 # ---- proof of activity
@@ -173,10 +337,32 @@ class TestActivity:
         model.model.eval()
         self.warned(model, r"layers are in eval mode.*model\.train\(\)")
 
+    def test_backward_in_eval_mode(self):
+        """from_pretrained returns a model in eval mode, in which transformers does not checkpoint."""
+        model = build().eval()
+        gradckpt.enable(model)
+        self.warned(model, r"2 backward passes went through LlamaForCausalLM in eval mode.*call model\.train\(\)")
+
+    def test_eval_mode_once_it_has_compressed(self):
+        model = build()
+        gradckpt.enable(model)
+        step(model)
+        model.eval()
+        for _ in range(3):
+            step(model)
+
+    @needs_layers
+    def test_layers_replaced(self):
+        model = build()
+        gradckpt.enable(model)
+        model.model.layers = build().model.layers
+        self.warned(model, "its layers never called checkpoint")
+
     def test_inputs_without_grad(self):
         model = build()
         gradckpt.enable(model)
-        model.disable_input_require_grads()
+        if vars(model).get("_require_grads_hooks"):
+            model.disable_input_require_grads()
         model.requires_grad_(False)
         model.lm_head.requires_grad_(True)
         self.warned(model, r"call model\.enable_input_require_grads\(\)")
@@ -203,7 +389,7 @@ class TestActivity:
         with gradckpt.enable(model):
             model.eval()
             for _ in range(3):
-                step(model)
+                model(input_ids=IDS)
             model.train()
             with torch.no_grad():
                 for _ in range(3):

@@ -1,9 +1,11 @@
 """Stock transformers models: gradients under gradckpt.enable beside torch's own checkpointing.
 
-Padded batches with eager attention put float masks full of -3.4e38 among the region inputs, T5 a
-position bias that requires grad, BERT and GPT-2 dropout into the regions.
+All families, eager and SDPA attention, padded rows, dropout. Eager attention puts float masks full of
+-3.4e38 among the region inputs, T5 a position bias that requires grad, encoders the same states into
+every layer of their decoder; mixtures of experts must take the same routes twice.
 """
 
+import inspect
 import os
 
 import pytest
@@ -12,257 +14,381 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
+import model_families  # noqa: E402
+from model_families import ATTENTIONS, FAMILIES, LENGTH, MIXTURES, VOCAB, WIDTH, errors, nonzero, stock  # noqa: E402
+
 import gradckpt  # noqa: E402
 
-VOCAB, WIDTH, LENGTH = 96, 64, 32
-
-# A parameter whose exact gradient is below this share of the whole gradient's norm is rounding
-# noise (a key's bias: softmax does not see it), so its direction means nothing.
-NOISE = 1e-5
-
-
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            attn_implementation="eager",
-        )
-    )
+#: transformers refuses SDPA where it would leave the soft caps of the scores out.
+EAGER_ONLY = {"gemma2"}
+CASES = [(f, a) for f in FAMILIES for a in ATTENTIONS if a == "eager" or f not in EAGER_ONLY]
+#: Names the methods of transformers >= 5.23, whose families are complete.
+RECENT = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
+#: Values of a padded batch of hidden states, and what int8 makes of them: codes, and a scale per 128.
+HIDDEN = 4 * LENGTH * WIDTH
+PAYLOAD = HIDDEN + HIDDEN // 128 * 2
 
 
-def bert():
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=LENGTH,
-            attn_implementation="eager",
-        )
-    )
+@pytest.fixture(scope="module")
+def build():
+    """Makes a family's model, always with the same weights; skips what this transformers does not have."""
+    reasons = {}
+
+    def make(family, attention="eager", **fields):
+        key = family, attention
+        if key not in reasons:
+            reasons[key] = model_families.missing(*key)
+        if reasons[key]:
+            pytest.skip(reasons[key])
+        return model_families.build(family, attention, **fields)
+
+    return make
 
 
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=LENGTH,
-            n_embd=WIDTH,
-            n_layer=3,
-            n_head=4,
-            bos_token_id=0,
-            eos_token_id=0,
-            attn_implementation="eager",
-        )
-    )
+@pytest.fixture
+def gradients():
+    gradckpt.reset_stats()
+    return model_families.gradients
 
 
-def t5(activation="gated-gelu"):
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=VOCAB,
-            d_model=WIDTH,
-            d_kv=16,
-            d_ff=96,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj=activation,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            attn_implementation="eager",
-        )
-    )
+def compressed_all(family):
+    """Whether every input of every layer that a codec takes was compressed."""
+    stats = gradckpt.stats()
+    inputs = FAMILIES[family].inputs or FAMILIES[family].layers
+    # Some older transformers hand the encoder's states over by keyword, where they stay as they are.
+    least = inputs if RECENT else FAMILIES[family].layers
+    return stats["asked"] == stats["compressed"] and least <= stats["compressed"] <= inputs
 
 
-FAMILIES = {"llama": llama, "bert": bert, "gpt2": gpt2, "t5": t5}
+def same(ours, theirs):
+    """Loss, every gradient and the RNG state afterwards, to the last bit."""
+    (loss, grads, rng), (loss2, grads2, rng2) = ours, theirs
+    assert torch.equal(loss, loss2)
+    assert torch.equal(rng, rng2)
+    assert grads.keys() == grads2.keys()
+    assert [name for name in grads if not torch.equal(grads[name], grads2[name])] == []
 
 
-def batch():
-    ids = torch.randint(1, VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    for row, length in enumerate((LENGTH, 20, 9, 27)):
-        mask[row, length:] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+@pytest.mark.skipif(not RECENT, reason="older transformers have fewer families")
+def test_every_family_is_here():
+    assert [pair for pair in CASES if model_families.missing(*pair)] == []
 
 
-def build(family):
-    torch.manual_seed(0)
-    return FAMILIES[family]().train()
+@pytest.mark.parametrize("family", sorted(EAGER_ONLY))
+@pytest.mark.skipif(not RECENT, reason="older transformers run SDPA and leave the soft caps out")
+def test_sdpa_is_refused_for_soft_caps(family):
+    assert model_families.missing(family, "sdpa") == "this transformers has no sdpa attention for gemma2"
 
 
-def gradients(model):
-    """Loss, gradients and the RNG state that a training step leaves behind."""
-    torch.manual_seed(2)
-    model.zero_grad()
-    loss = model(**batch()).loss
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), grads, torch.get_rng_state()
+@pytest.mark.parametrize(("family", "attention"), CASES)
+class TestGradients:
+    def test_none_equals_stock_checkpointing(self, family, attention, build, gradients):
+        theirs = stock(build(family, attention))
+        ours = build(family, attention)
+        used = {m.config._attn_implementation for m in ours.modules() if isinstance(m, transformers.PreTrainedModel)}
+        assert used == {attention}
+        with gradckpt.enable(ours, compress=None) as handle:
+            if RECENT:  # before, whole stacks hold the function
+                assert handle.layers == FAMILIES[family].layers
+            same(gradients(family, ours), gradients(family, theirs))
+
+    def test_int8(self, family, attention, build, gradients):
+        loss, exact, rng = gradients(family, stock(build(family, attention)))
+        model = build(family, attention)
+        with gradckpt.enable(model, compress="int8"):
+            loss2, grads, rng2 = gradients(family, model)
+        assert torch.equal(loss, loss2), "exact mode leaves the forward alone"
+        assert torch.equal(rng, rng2)
+        stats = gradckpt.stats()
+        assert compressed_all(family)
+        assert 0 < stats["bytes_out"] < 0.26 * stats["bytes_in"]
+        assert grads.keys() == exact.keys()
+        assert nonzero(grads) == nonzero(exact), "a parameter lost its gradient"
+        found = errors(grads, exact)
+        assert found.relative <= FAMILIES[family].error
+        assert found.cosine >= FAMILIES[family].cosine, found.parameter
+
+    def test_replay(self, family, attention, build, gradients):
+        """Differentiates a slightly different forward: its error grows with depth, and it may route otherwise."""
+        _, exact, rng = gradients(family, stock(build(family, attention)))
+        model = build(family, attention)
+        with gradckpt.enable(model, compress="int8", replay=True):
+            _, grads, rng2 = gradients(family, model)
+        assert torch.equal(rng, rng2)
+        assert nonzero(grads) == nonzero(exact)
+        found = errors(grads, exact)
+        assert found.relative <= (0.12 if family == "opt" else 0.06)
+        assert found.cosine >= (0.96 if family in ("opt", *MIXTURES) else 0.993), found.parameter
 
 
-def errors(grads, exact):
-    """Global relative L2 error and the worst parameter's cosine."""
-    norm = torch.cat([g.flatten() for g in exact.values()]).norm()
-    gap = torch.cat([(grads[name] - exact[name]).flatten() for name in exact]).norm()
-    cosines = [
-        torch.cosine_similarity(grads[name].flatten().double(), g.flatten().double(), dim=0).item()
-        for name, g in exact.items()
-        if g.norm() > NOISE * norm
-    ]
-    return (gap / norm).item(), min(cosines)
-
-
-def nonzero(grads):
-    return {name for name, g in grads.items() if g.any()}
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("llama", {"attention_dropout": 0.0}), ("bert", {"attention_probs_dropout_prob": 0.0})],
+    ids=["llama", "bert"],
+)
+def test_fused_attention(family, fields, build, gradients):
+    """Without dropout in it, SDPA on the CPU is one fused operator."""
+    ours, theirs = build(family, "sdpa", **fields), stock(build(family, "sdpa", **fields))
+    with gradckpt.enable(ours, compress=None):
+        same(gradients(family, ours), gradients(family, theirs))
+    _, exact, _ = gradients(family, theirs)
+    with gradckpt.enable(ours, compress="int8"), torch.profiler.profile() as profile:
+        _, grads, _ = gradients(family, ours)
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in {event.key for event in profile.key_averages()}
+    assert nonzero(grads) == nonzero(exact)
+    assert errors(grads, exact).relative <= FAMILIES[family].error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-class TestGradients:
-    def test_none_equals_stock_checkpointing(self, family):
-        stock = build(family)
-        stock.activation_checkpointing_enable({"use_reentrant": False})
-        loss, grads, rng = gradients(stock)
-        ours = build(family)
-        with gradckpt.enable(ours, compress=None) as handle:
-            assert handle.layers == (4 if family == "t5" else 3)
-            loss2, grads2, rng2 = gradients(ours)
-        assert torch.equal(loss, loss2)
-        assert torch.equal(rng, rng2)
-        assert grads.keys() == grads2.keys()
-        assert all(torch.equal(grads[name], grads2[name]) for name in grads)
-
-    @pytest.mark.parametrize("replay", [False, True])
-    def test_int8(self, family, replay):
-        loss, exact, _ = gradients(build(family))
-        _, again, _ = gradients(build(family))
-        assert errors(again, exact)[0] == 0, "the floor: a repeated run gives the same gradients"
-
-        model = build(family)
-        gradckpt.reset_stats()
-        with gradckpt.enable(model, compress="int8", replay=replay):
-            loss2, grads, _ = gradients(model)
-        if not replay:
-            assert torch.equal(loss, loss2), "exact mode leaves the forward alone"
-        stats = gradckpt.stats()
-        assert stats["compressed"] >= (4 if family == "t5" else 3)
-        assert stats["bytes_out"] / stats["bytes_in"] < 0.26
-        assert nonzero(grads) == nonzero(exact), "a parameter lost its gradient"
-        error, cosine = errors(grads, exact)
-        # Replay differentiates a slightly different forward: its error grows with depth.
-        assert error <= (0.04 if replay else 0.02)
-        assert cosine >= (0.995 if replay else 0.998)
-
-    def test_fp8(self, family):
-        _, exact, _ = gradients(build(family))
+class TestCodecs:
+    def test_fp8(self, family, build, gradients):
+        _, exact, _ = gradients(family, build(family))
         model = build(family)
         with gradckpt.enable(model, compress="fp8"):
-            _, grads, _ = gradients(model)
+            _, grads, _ = gradients(family, model)
         assert nonzero(grads) == nonzero(exact)
-        error, cosine = errors(grads, exact)
-        assert error <= 0.08
-        assert cosine >= 0.98
+        found = errors(grads, exact)
+        assert found.relative <= (0.25 if family == "opt" else 0.1)
+        assert found.cosine >= (0.93 if family == "opt" else 0.98), found.parameter
 
-    def test_raw_is_exact(self, family):
+    def test_raw_is_exact(self, family, build, gradients):
         """The control: everything of ours except the loss of bits."""
-        _, exact, _ = gradients(build(family))
+        plain = gradients(family, build(family))
         model = build(family)
         with gradckpt.enable(model, compress="raw"):
-            _, grads, _ = gradients(model)
-        assert all(torch.equal(grads[name], exact[name]) for name in exact)
+            same(gradients(family, model), plain)
 
 
-def test_ill_conditioned_t5():
-    """The ReLU of the first T5 turns small changes of its input into large ones of the gradient, at
+@pytest.mark.parametrize(("family", "fields"), [("t5", {"feed_forward_proj": "relu"}), ("opt", {})], ids=["t5", "opt"])
+def test_ill_conditioned(family, fields, build, gradients):
+    """The ReLU of the first T5 and of OPT turns small changes of its input into large ones of the gradient, at
     random weights: the measure is what bf16 does to the same gradients."""
     grads = {}
     for name, dtype, compress in (
         ("exact", torch.float32, None),
         ("bf16", torch.bfloat16, None),
-        ("int8", None, "int8"),
+        ("int8", torch.float32, "int8"),
     ):
-        torch.manual_seed(0)
-        model = t5("relu").train().to(dtype or torch.float32)
+        model = build(family, **fields).to(dtype)
         if compress:
             gradckpt.enable(model, compress=compress)
-        grads[name] = {key: g.float() for key, g in gradients(model)[1].items()}
+        grads[name] = {key: g.float() for key, g in gradients(family, model)[1].items()}
     assert nonzero(grads["int8"]) == nonzero(grads["exact"])
-    assert errors(grads["int8"], grads["exact"])[0] <= 1.5 * errors(grads["bf16"], grads["exact"])[0]
+    assert errors(grads["int8"], grads["exact"]).relative <= 1.5 * errors(grads["bf16"], grads["exact"]).relative
 
 
-def test_masks_are_kept_by_reference():
+# ---- what is particular to some
+
+
+def test_masks_are_kept_by_reference(build, gradients):
     """A float mask full of -3.4e38 never reaches a codec: only hidden states were compressed."""
     model = build("bert")
-    gradckpt.reset_stats()
     with gradckpt.enable(model, compress="int8"):
-        gradients(model)
+        gradients("bert", model)
     stats = gradckpt.stats()
     assert stats["compressed"] == 3
-    assert stats["bytes_in"] == 3 * 4 * LENGTH * WIDTH * 4
+    assert stats["bytes_in"] == 3 * HIDDEN * 4
 
 
-def test_frozen_base_trains_its_head():
+def test_encoder_states_are_kept_once(build):
+    """Every decoder layer is given them; the layers share one payload."""
+    model = build("whisper", decoder_layers=3)
+    gradckpt.reset_stats()
+    with gradckpt.enable(model, compress="int8"):
+        loss = model(**FAMILIES["whisper"].batch()).loss
+        stats = gradckpt.stats()
+        if not RECENT and stats["asked"] == 2 + 3:
+            pytest.skip("this transformers hands the encoder's states over by keyword")
+        assert stats["shared"] == 2
+        assert stats["live_bytes"] == (2 + 3 + 1) * PAYLOAD
+        loss.backward()
+        assert gradckpt.stats()["live_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("whisper", {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}), ("opt", {"layerdrop": 0.5})],
+    ids=["whisper", "opt"],
+)
+def test_layerdrop(family, fields, build, gradients):
+    """Layers that a draw leaves out have no region in that step, with torch's checkpointing as with ours."""
+    theirs = gradients(family, stock(build(family, **fields)))
+    model = build(family, **fields)
+    with gradckpt.enable(model, compress=None):
+        same(gradients(family, model), theirs)
+    gradckpt.reset_stats()
+    with gradckpt.enable(model, compress="int8"):
+        _, grads, _ = gradients(family, model)
+    assert 0 < gradckpt.stats()["compressed"] < (FAMILIES[family].inputs or FAMILIES[family].layers)
+    assert grads.keys() == theirs[1].keys()
+    assert nonzero(grads) == nonzero(theirs[1])
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 2), ("whisper", 2), ("vit", 2)])
+def test_every_second_layer(family, layers, build, gradients):
+    """Of three the first and the third; Whisper's are counted through encoder and decoder."""
+    model = build(family)
+    if "every_n_layers" not in inspect.signature(model._set_gradient_checkpointing).parameters:
+        pytest.skip("this transformers has no every_n_layers")
+    theirs = gradients(family, stock(build(family), every_n_layers=2))
+    with gradckpt.enable(model, compress=None, every_n_layers=2) as handle:
+        assert handle.layers == layers
+        same(gradients(family, model), theirs)
+    gradckpt.reset_stats()
+    with gradckpt.enable(model, compress="int8", every_n_layers=2):
+        _, grads, _ = gradients(family, model)
+    assert gradckpt.stats()["compressed"] == (3 if family == "whisper" else 2)
+    assert nonzero(grads) == nonzero(theirs[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "t5", "whisper", "mixtral"])
+def test_use_cache(family, build, gradients):
+    """transformers turns the cache off where it checkpoints; nothing else changes."""
+    theirs = gradients(family, stock(build(family)), use_cache=True)
+    model = build(family)
+    with gradckpt.enable(model, compress=None):
+        same(gradients(family, model, use_cache=True), theirs)
+    gradckpt.reset_stats()
+    with gradckpt.enable(model, compress="int8"):
+        _, grads, _ = gradients(family, model, use_cache=True)
+    assert compressed_all(family)
+    assert nonzero(grads) == nonzero(theirs[1])
+
+
+# ---- mixtures of experts
+
+
+def routes(monkeypatch, model, steps, tokens=256):
+    """Trains; for each step the experts chosen in the forward, and those in the recompute, layer by layer."""
+    chosen = []
+    topk = torch.topk
+
+    def noted(*args, **kwargs):
+        found = topk(*args, **kwargs)
+        chosen.append(found.indices.clone())
+        return found
+
+    monkeypatch.setattr(torch, "topk", noted)
+    generator = torch.Generator().manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        ids = torch.randint(1, VOCAB, (4, tokens // 4), generator=generator)
+        optimizer.zero_grad()
+        # Without the auxiliary loss, which chooses once more.
+        loss = model(input_ids=ids, labels=ids, output_router_logits=False).loss
+        forward = list(chosen)
+        chosen.clear()
+        loss.backward()
+        yield forward, chosen[::-1]
+        chosen.clear()
+        optimizer.step()
+
+
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+#: What enable takes, and whether the recompute may run on other values than the forward.
+MODES = {
+    "int8": {"compress": "int8"},
+    "int4": {"compress": "int4"},
+    "policy": {"compress": "int8", "policy": "save_attention:int8"},
+    "replay": {"compress": "int8", "replay": True},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+class TestRouting:
+    def model(self, build, family, experts):
+        model = build(family, "sdpa", **{"num_local_experts" if family == "mixtral" else "num_experts": 8})
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation(experts)
+        elif experts != "eager":
+            pytest.skip(f"this transformers has no {experts} experts")
+        return model
+
+    @pytest.mark.parametrize("experts", EXPERTS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_recompute_takes_the_same_routes(self, family, experts, mode, build, monkeypatch):
+        model = self.model(build, family, experts)
+        with gradckpt.enable(model, **MODES[mode]):
+            for forward, recompute in routes(monkeypatch, model, steps=4):
+                assert len(forward) == len(recompute) == 3
+                assert all(map(torch.equal, forward, recompute))
+
+    def test_without_decisions_it_does_not(self, family, build, monkeypatch):
+        """The control, in the form of experts that nothing would stop: the shapes are the same whatever is chosen."""
+        model = self.model(build, family, "batched_mm")
+        with gradckpt.enable(model, compress={"codec": "int8", "decisions": False}):
+            pairs = [pair for step in routes(monkeypatch, model, steps=4) for pair in zip(*step, strict=True)]
+        assert not all(torch.equal(*pair) for pair in pairs)
+
+    def test_without_decisions_eager_experts_say_so(self, family, build, monkeypatch):
+        model = self.model(build, family, "eager")
+        with (
+            gradckpt.enable(model, compress={"codec": "int8", "decisions": False}),
+            pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"),
+        ):
+            list(routes(monkeypatch, model, steps=4))
+
+
+# ---- training as it is done
+
+
+def test_frozen_base_trains_its_head(build, gradients):
     """As with adapters: only what enable_input_require_grads marks flows into the layers."""
     model = build("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name)
-    _, exact, _ = gradients(model)
+    _, exact, _ = gradients("llama", model)
     gradckpt.reset_stats()
     with gradckpt.enable(model, compress="int8"):
-        _, grads, _ = gradients(model)
-    assert gradckpt.stats()["compressed"] == 3
+        _, grads, _ = gradients("llama", model)
+    # Before 5.0, transformers does not mark: the first layer's input is nobody's function.
+    assert gradckpt.stats()["compressed"] == (3 if hasattr(model, "_require_grads_hooks") else 2)
     assert nonzero(grads) == nonzero(exact)
-    assert errors(grads, exact)[0] <= 0.02
+    assert errors(grads, exact).relative <= 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype):
+def test_half_precision(dtype, build, gradients):
     """Beside the floor of the dtype itself: int8 adds less than half precision already costs."""
-    _, exact, _ = gradients(build("llama"))
-    _, floor, _ = gradients(build("llama").to(dtype))
+    _, exact, _ = gradients("llama", build("llama"))
+    _, floor, _ = gradients("llama", build("llama").to(dtype))
     model = build("llama").to(dtype)
     with gradckpt.enable(model, compress="int8"):
-        _, grads, _ = gradients(model)
-    wide = {name: g.float() for name, g in grads.items()}
-    base = {name: g.float() for name, g in floor.items()}
-    assert errors(wide, exact)[0] <= 2 * errors(base, exact)[0] + 0.02
+        _, grads, _ = gradients("llama", model)
+    assert errors(grads, exact).relative <= 2 * errors(floor, exact).relative + 0.02
 
 
-def test_autocast():
+def test_autocast(build, gradients):
     """The recompute runs under the autocast of the forward."""
     with torch.autocast("cpu", torch.bfloat16):
-        _, exact, _ = gradients(build("llama"))
+        plain = gradients("llama", build("llama"))
         model = build("llama")
         with gradckpt.enable(model, compress="raw"):
-            _, grads, _ = gradients(model)
-    assert all(torch.equal(grads[name], exact[name]) for name in exact)
+            same(gradients("llama", model), plain)
 
 
-def test_gradient_accumulation_and_two_forwards_before_backward():
-    model = build("llama")
-    _, once, _ = gradients(model)
+def test_gradient_accumulation_and_two_forwards_before_backward(build, gradients):
+    model = build("llama", attention_dropout=0.0)
+    batch = FAMILIES["llama"].batch()
+    _, once, _ = gradients("llama", model)
     with gradckpt.enable(model, compress="raw"):
         model.zero_grad()
-        first, second = model(**batch()).loss, model(**batch()).loss
+        first, second = model(**batch).loss, model(**batch).loss
         (first + second).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, 2 * once[name], msg=name)
 
 
-def test_generate_between_steps():
+def test_generate_between_steps(build, gradients):
     model = build("llama")
     with gradckpt.enable(model, compress="int8") as handle:
-        _, before, _ = gradients(model)
+        layers = handle.layers
+        _, before, _ = gradients("llama", model)
         model.eval()
         with torch.no_grad():
-            model.generate(batch()["input_ids"][:1, :8], max_new_tokens=3, do_sample=False, pad_token_id=0)
+            ids = FAMILIES["llama"].batch()["input_ids"]
+            model.generate(ids[:1, :8], max_new_tokens=3, do_sample=False, pad_token_id=0)
         model.train()
-        _, after, _ = gradients(model)
-        assert handle.layers == 3
+        _, after, _ = gradients("llama", model)
+        assert handle.layers == layers
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -77,9 +77,34 @@ PYTHON = {
     "gradckpt._import_error": set(),
     "gradckpt.environment": {"gradckpt._C"},
     "gradckpt.integrations": set(),
-    "gradckpt.integrations.huggingface": {"gradckpt", "gradckpt.config", "gradckpt.policies"},
+    "gradckpt.integrations.huggingface": {
+        "gradckpt",
+        "gradckpt.apply",
+        "gradckpt.config",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.offload",
+        "gradckpt.integrations.seam",
+        "gradckpt.integrations.watch",
+        "gradckpt.policies",
+    },
+    "gradckpt.integrations.kwargs": {"gradckpt.config", "gradckpt.policies"},
+    "gradckpt.integrations.offload": {"gradckpt"},
+    "gradckpt.integrations.seam": {
+        "gradckpt",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.offload",
+        "gradckpt.integrations.watch",
+    },
+    "gradckpt.integrations.stray_keys": {"gradckpt.config", "gradckpt.integrations.kwargs"},
     "gradckpt.integrations.trainer_callback": {"gradckpt.stats"},
-    "gradckpt.integrations.trainer_guard": {"gradckpt.integrations.huggingface"},
+    "gradckpt.integrations.trainer_flag": {
+        "gradckpt.config",
+        "gradckpt.imports",
+        "gradckpt.integrations.huggingface",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.stray_keys",
+    },
+    "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config"},
 }
 
 #: Python module -> frameworks that it may import at the top: only who uses the framework imports the module

@@ -2,48 +2,40 @@
 
 Every way of turning checkpointing on in transformers (the old and the new method names, the
 Trainer, PEFT, TRL's off-and-on around generation) ends in one method of the model,
-``_set_gradient_checkpointing``. :func:`enable` puts a :class:`_Seam` in its place on that one
+``_set_gradient_checkpointing``. :func:`enable` puts a :class:`Seam` in its place on that one
 instance; no class and no module of transformers or torch is changed.
 
-Rules:
-    1. ``compress`` in the kwargs that transformers passes on > what ``enable`` said > off.
-       A codec's name there changes the codec only; a whole config or its dict changes all of it.
-    2. The seam refers to its model weakly, and strongly only inside a pickle or a deep copy.
-    3. A failed ``enable`` leaves the model as it was.
+A failed ``enable`` leaves the model as it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import logging
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import gradckpt
-from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
+from gradckpt.apply import region_of
+from gradckpt.config import Compress, CompressionConfig, parse_compress
+from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers, check_torchs, take
+from gradckpt.integrations.seam import (
+    InnerSeam,
+    Seam,
+    has_every_n_layers,
+    has_old_form,
+    input_grad_hooks,
+    layers_of,
+    seam_of,
+    stands_in,
+)
+from gradckpt.integrations.watch import SEAM, describe, is_on
 from gradckpt.policies import PolicyLike, contexts_of
 
 __all__ = ["Handle", "disable", "enable"]
-
-logger = logging.getLogger("gradckpt")
-
-SEAM = "_set_gradient_checkpointing"
-
-#: Model calls without a single compressed tensor before the warning.
-PATIENCE = 2
-
-_OFFLOAD = (
-    "gradckpt: offload=True makes transformers call torch's checkpoint from a function of its own, so nothing would be "
-    "compressed; leave offload out and run the forward under torch.autograd.graph.save_on_cpu(): compressed payloads "
-    "follow outer saved-tensor hooks"
-)
 
 
 def enable(
@@ -53,13 +45,14 @@ def enable(
     *,
     replay: bool = False,
     policy: PolicyLike = None,
+    offload: bool = False,
 ) -> Handle:
     """Turns on activation checkpointing of a transformers model, with compressed checkpoints.
 
-    From then on ``gradient_checkpointing_kwargs={"compress": ...}`` (and the new name,
-    ``activation_checkpointing_kwargs``) of ``TrainingArguments`` is understood too, and wins over
-    what is said here; it may also carry ``replay``, ``min_numel`` and ``policy``. Leave ``use_reentrant`` out
-    of that dict, or ``False``.
+    From then on the keys of ``gradient_checkpointing_kwargs`` (by the new name,
+    ``activation_checkpointing_kwargs``) that are ours are understood, and win over what is said here:
+    ``compress``, ``replay``, ``min_numel``, ``policy``, ``every_n_layers`` and ``offload``. The Trainer's flag needs
+    no ``enable``: the kwargs alone are enough.
 
     Args:
         model: A ``PreTrainedModel``, or a wrapper of one (PEFT, DDP, ``torch.compile``).
@@ -71,6 +64,8 @@ def enable(
         policy: Which outputs inside a layer are kept instead of computed again: a name
             (``"save_attention"``, ``"save_attention|save_matmuls:int8"``), a :class:`gradckpt.policies.Policy`, or
             what :func:`gradckpt.create_selective_checkpoint_contexts` takes. Costs memory, saves time.
+        offload: Keep the compressed inputs in host memory, pinned where there is a device. With
+            ``compress=None`` this is what transformers' own ``offload=True`` does.
 
     Returns:
         A :class:`Handle`, whose ``remove()`` undoes all of it. It may be dropped; :func:`disable` does the same.
@@ -80,32 +75,26 @@ def enable(
             something else in our place. The message says what to do instead.
     """
     config = parse_compress(compress)
-    if not isinstance(replay, bool):
-        raise TypeError(f"gradckpt: replay is True or False, not {replay!r}")
-    if config is not None and replay:
+    if config is not None and check_bool("replay", replay):
         config = dataclasses.replace(config, replay=True)
-    if isinstance(every_n_layers, bool) or not isinstance(every_n_layers, int):
-        raise TypeError(f"gradckpt: every_n_layers is an int, not {every_n_layers!r}")
-    if every_n_layers < 1:
-        raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {every_n_layers}")
-    context_fn = contexts_of(policy)
+    settings = Settings(
+        config=config,
+        replay=check_bool("replay", replay),
+        context_fn=contexts_of(policy),
+        every_n_layers=check_every_n_layers(every_n_layers),
+        offload=check_bool("offload", offload),
+    )
     model = _unwrap(model)
-    _check_model(model, every_n_layers)
+    _check_model(model, settings)
 
-    was_on = _is_on(model)
-    had_input_grads = bool(_input_grad_hooks(model))
-    seam = _Seam(model, config, replay, every_n_layers, context_fn)
-    setattr(model, SEAM, seam)
-    model.register_forward_pre_hook(_before_forward)
-    model.register_forward_hook(_after_forward)
+    was_on = is_on(model)
+    had_input_grads = bool(input_grad_hooks(model))
+    seam = Seam(model, settings)
     turned_on = False
     try:
-        _turn_on(model, every_n_layers)
-        if not seam.layers(model):
-            raise ValueError(
-                f"gradckpt: {type(model).__name__} did not give its layers the checkpointing function it was called "
-                "with; wrap its layers with gradckpt.checkpoint instead"
-            )
+        seam.install(model)
+        _turn_on(model, settings.every_n_layers)
+        _check_taken(model, seam)
         turned_on = True
     finally:
         # Set after the call: the seam takes every call for somebody else's.
@@ -115,6 +104,32 @@ def enable(
     return Handle(model, seam)
 
 
+def obey(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """What the Trainer's flag asks for, on a model that the Trainer has just turned checkpointing on for.
+
+    It stays so after training, as checkpointing does; the next Trainer's flag takes its place.
+
+    Raises:
+        ValueError, TypeError: as :func:`enable`, and for what is wrong in the kwargs.
+    """
+    torchs = dict(kwargs)
+    settings = take(torchs, Settings())
+    check_torchs(torchs)
+    model = _unwrap(model)
+    _check_model(model, settings)
+    seam = Seam(model, settings, by_flag=True)
+    obeyed = False
+    try:
+        seam.install(model)
+        seam(True, functools.partial(torch_checkpoint, **torchs))
+        _check_taken(model, seam)
+        carry_input_grads(model)
+        obeyed = True
+    finally:
+        if not obeyed:
+            seam.remove(model)
+
+
 def disable(model: Any) -> None:
     """Undoes :func:`enable`: ``handle.remove()`` for those who did not keep the handle.
 
@@ -122,7 +137,7 @@ def disable(model: Any) -> None:
         ValueError: the model is not enabled.
     """
     model = _unwrap(model)
-    seam = _seam_of(model)
+    seam = seam_of(model)
     if seam is None:
         raise ValueError(f"gradckpt: this {type(model).__name__} is not enabled; gradckpt.enable(model) comes first")
     seam.remove(model)
@@ -135,7 +150,7 @@ class Handle:
     removing turns it off; otherwise the layers get torch's checkpoint back.
     """
 
-    def __init__(self, model: Any, seam: _Seam) -> None:
+    def __init__(self, model: Any, seam: Seam) -> None:
         self._model = weakref.ref(model)
         self._seam = seam
         self._name = type(model).__name__
@@ -170,224 +185,6 @@ class Handle:
         return f"<gradckpt handle: compress={codec!r} on {self.layers} layers of {self._name}>"
 
 
-class _Seam:
-    """Stands for ``model._set_gradient_checkpointing`` on one instance, with the same parameters."""
-
-    def __init__(
-        self,
-        model: Any,
-        config: CompressionConfig | None,
-        replay: bool,
-        every_n_layers: int,
-        context_fn: Callable[[], Any] | None = None,
-    ) -> None:
-        self._model: Callable[[], Any] = weakref.ref(model)
-        self.config = config  # what enable() said
-        self.active = config  # what the last call settled on
-        self.replay = replay
-        self.every_n_layers = every_n_layers
-        self.context_fn = context_fn  # of the policy that enable() was given
-        self.function: Callable[..., Any] | None = None  # ours, as the layers hold it; None: not ours
-        self.stock: Callable[..., Any] | None = None  # torch's, with the same keywords
-        self.undo_on_remove = False
-        self.undo_input_grads = False
-        self.removed = False
-        self.watch = _Watch()
-
-    def __call__(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] = torch_checkpoint,
-        every_n_layers: int = 1,
-    ) -> None:
-        model = self._model()
-        if model is None:
-            raise ReferenceError("gradckpt: the model of this _set_gradient_checkpointing is gone")
-        every = {"every_n_layers": every_n_layers} if _has_every_n_layers(model) else {}
-        if self.removed or not enable:
-            _original(model)(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **every)
-            return
-        function, stock, config, asked = self.choose(gradient_checkpointing_func)
-        if every:
-            every["every_n_layers"] = next((n for n in (asked, every_n_layers) if n != 1), self.every_n_layers)
-        _original(model)(enable=True, gradient_checkpointing_func=function, **every)
-        # Published last: a refused call leaves the seam as it was.
-        if config != self.active:
-            self.watch = _Watch()
-        self.active = config
-        self.function, self.stock = (function, stock) if stock is not None else (None, None)
-        self.undo_on_remove = False
-
-    def choose(
-        self, func: Callable[..., Any]
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None, CompressionConfig | None, int]:
-        """The function for the layers, torch's equivalent (None: not ours), the config, ``every_n_layers``."""
-        given = func if isinstance(func, functools.partial) else functools.partial(func)
-        base, keywords = given.func, dict(given.keywords)
-        config = self.resolve(keywords)
-        asked = keywords.pop("every_n_layers", 1)
-        context_fn = contexts_of(keywords.pop("policy")) if "policy" in keywords else self.context_fn
-        if context_fn is not None and "context_fn" in keywords:
-            raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
-        if keywords.pop("offload", False):
-            raise ValueError(_OFFLOAD)
-        offloads = "checkpointing_enable.<locals>" in getattr(base, "__qualname__", "")
-        known = base is torch_checkpoint or base is gradckpt.checkpoint
-        if context_fn is not None and (not known or given.args or keywords.get("use_reentrant")):
-            raise ValueError(
-                "gradckpt: policy= needs torch's checkpoint or gradckpt's, with use_reentrant=False; leave "
-                f"{_describe(base)} and use_reentrant=True out of the checkpointing kwargs"
-            )
-        if not known or given.args:
-            if config is None:
-                return functools.partial(base, **keywords) if offloads else func, None, None, asked
-            if offloads:
-                raise ValueError(_OFFLOAD)
-            raise ValueError(
-                f"gradckpt: checkpointing was turned on with {_describe(base)} and not with torch's checkpoint, so "
-                "nothing would be compressed; leave that function out, or pass compress=None to keep it"
-            )
-        if keywords.get("use_reentrant") is None or _is_old_default(given.keywords):
-            keywords.pop("use_reentrant", None)
-        if keywords.get("use_reentrant"):
-            if config is not None:
-                raise ValueError(
-                    f"gradckpt: compress={config.codec!r} needs use_reentrant=False; leave use_reentrant=True out of "
-                    "the checkpointing kwargs, or pass compress=None"
-                )
-            return functools.partial(torch_checkpoint, **keywords), None, None, asked
-        keywords["use_reentrant"] = False
-        # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
-        compress = dataclasses.replace(config, leaves=True) if config is not None else None
-        selective: dict[str, Any] = {"context_fn": context_fn} if context_fn is not None else {}
-        function = functools.partial(gradckpt.checkpoint, compress=compress, **selective, **keywords)
-        return function, functools.partial(torch_checkpoint, **keywords), config, asked
-
-    def resolve(self, keywords: dict[str, Any]) -> CompressionConfig | None:
-        """Rule 1. Takes our keys out of ``keywords``."""
-        ours = {key: keywords.pop(key) for key in ("replay", "min_numel") if key in keywords}
-        compress = keywords.pop("compress", self.config)
-        config = parse_compress(compress)
-        if config is None:
-            return None
-        if isinstance(compress, str):
-            base = self.config or CompressionConfig(replay=self.replay)
-            config = dataclasses.replace(base, codec=config.codec)
-        elif compress is True:
-            config = self.config or CompressionConfig(replay=self.replay)
-        return dataclasses.replace(config, **ours)
-
-    def modules(self, model: Any) -> Iterator[Any]:
-        """The modules that hold our function."""
-        return (
-            module
-            for module in model.modules()
-            if self.function is not None and vars(module).get("_gradient_checkpointing_func") is self.function
-        )
-
-    def layers(self, model: Any) -> int:
-        on = [module for module in self.modules(model) if module.gradient_checkpointing]
-        layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())
-        return sum(isinstance(module, layer) for module in on) or len(on)
-
-    def remove(self, model: Any) -> None:
-        if self.removed:
-            return
-        self.removed = True
-        if vars(model).get(SEAM) is self:
-            delattr(model, SEAM)
-        for hooks in (model._forward_hooks, model._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if hook is _before_forward or hook is _after_forward]:
-                del hooks[key]
-        if self.undo_on_remove and self.function is not None:
-            _original(model)(enable=False)
-        for module in list(self.modules(model)):
-            module._gradient_checkpointing_func = self.stock
-        if self.undo_input_grads and self.undo_on_remove and hasattr(model, "disable_input_require_grads"):
-            model.disable_input_require_grads()
-        self.active = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": self._model()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        model = state["_model"]
-        self._model = weakref.ref(model) if model is not None else _nothing
-
-
-def _nothing() -> None:
-    """The weak reference of a seam that was pickled after its model died."""
-
-
-@dataclasses.dataclass
-class _Watch:
-    """Counts model calls that compressed nothing; see :func:`_after_forward`."""
-
-    calls: int = 0
-    settled: bool = False
-    before: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-# The hooks are functions of the module, so that pickles and copies of the model carry them by name;
-# all they know is in the seam of the model that calls them.
-
-
-def _before_forward(model: Any, args: Any) -> None:
-    seam = _watched(model)
-    if seam is not None:
-        seam.watch.before = gradckpt.stats()
-
-
-def _after_forward(model: Any, args: Any, output: Any) -> None:
-    seam = _watched(model)
-    if seam is None or not seam.watch.before:
-        return
-    watch, after = seam.watch, gradckpt.stats()
-    if after["compressed"] > watch.before["compressed"]:
-        watch.settled = True
-    elif after["regions"] >= watch.before["regions"]:  # else reset_stats() was called meanwhile
-        watch.calls += 1
-        if watch.calls >= PATIENCE:
-            watch.settled = True
-            warn_inactive(_why_inactive(model, seam, watch.before, after), stacklevel=4)
-    watch.before = {}
-
-
-def _watched(model: Any) -> _Seam | None:
-    if torch.compiler.is_compiling():
-        return None
-    seam = _seam_of(model)
-    if seam is None or seam.watch.settled or seam.active is None:
-        return None
-    return seam if model.training and torch.is_grad_enabled() else None
-
-
-def _why_inactive(model: Any, seam: _Seam, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    assert seam.active is not None
-    name, codec = type(model).__name__, seam.active.codec
-    asked = f"compress={codec!r} was asked for, but {PATIENCE} training calls of {name} compressed nothing: "
-    if not _is_on(model):
-        return asked + "checkpointing was turned off since enable(); call model.activation_checkpointing_enable()"
-    ours = list(seam.modules(model))
-    if not ours:
-        holders = (vars(m).get("_gradient_checkpointing_func") for m in model.modules())
-        other = next((f for f in holders if f is not None), None)
-        return asked + f"the layers call {_describe(other)}; something replaced gradckpt's function after enable()"
-    if not any(m.training for m in ours if m.gradient_checkpointing):
-        return asked + "its layers are in eval mode, where transformers does not checkpoint; call model.train()"
-    if after["regions"] == before["regions"]:
-        return asked + "its layers never called checkpoint in them; wrap them with gradckpt.checkpoint"
-    if after["asked"] == before["asked"]:
-        return asked + (
-            "no input of a layer requires grad (frozen embeddings?); call model.enable_input_require_grads()"
-        )
-    kept = {k: n - before["kept"].get(k, 0) for k, n in after["kept"].items()}
-    reasons = ", ".join(f"{k} ({n})" for k, n in kept.items() if n > 0) or "unknown"
-    inputs = after["asked"] - before["asked"]
-    return asked + f"all {inputs} inputs were kept as they are: {reasons} (min_numel={seam.active.min_numel})"
-
-
 def _turn_on(model: Any, every_n_layers: int) -> None:
     kwargs = {"use_reentrant": False}
     every = {"every_n_layers": every_n_layers} if every_n_layers > 1 else {}
@@ -396,9 +193,21 @@ def _turn_on(model: Any, every_n_layers: int) -> None:
     else:
         # Before 5.23. The seam already knows every_n_layers.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    # transformers has just hooked a local function onto the embeddings (enable_input_require_grads),
-    # which no pickle can carry; the same as a function of this module can be carried.
-    for handle in _input_grad_hooks(model):
+    carry_input_grads(model)
+
+
+def _check_taken(model: Any, seam: Seam) -> None:
+    if seam.function is not None and not seam.layers(model):
+        raise ValueError(
+            f"gradckpt: {type(model).__name__} did not give its layers the checkpointing function it was called "
+            "with; wrap its layers with gradckpt.checkpoint instead"
+        )
+
+
+def carry_input_grads(model: Any) -> None:
+    """transformers has just hooked a local function onto the embeddings (enable_input_require_grads),
+    which no pickle can carry; the same as a function of this module can be carried."""
+    for handle in input_grad_hooks(model):
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
             hooks[handle.id] = _require_grad
@@ -408,17 +217,11 @@ def _require_grad(module: Any, args: Any, output: Any) -> None:
     output.requires_grad_(True)
 
 
-def _input_grad_hooks(model: Any) -> list[Any]:
-    """What enable_input_require_grads left on the model: a list, before 5.0 a single one."""
-    own = vars(model)
-    return list(own.get("_require_grads_hooks") or filter(None, [own.get("_require_grads_hook")]))
-
-
 def _unwrap(model: Any) -> Any:
-    """The transformers model inside PEFT, DataParallel, DDP, ``torch.compile``."""
+    """The transformers model inside PEFT, DataParallel, DDP, ``torch.compile``, or the only one in a module."""
     for _ in range(8):
-        if hasattr(type(model), SEAM):
-            break
+        if _is_model(model):
+            return model
         if callable(getattr(type(model), "get_base_model", None)):
             model = model.get_base_model()
         elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
@@ -427,12 +230,34 @@ def _unwrap(model: Any) -> Any:
             model = model.module
         else:
             break
-    return model
+    found = _models_in(model)
+    return found[0] if len(found) == 1 else model
 
 
-def _check_model(model: Any, every_n_layers: int) -> None:
+def _models_in(model: Any) -> list[Any]:
+    """The transformers models of a module, without those that lie inside others."""
+    found: list[Any] = []
+    inside: set[int] = set()
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():  # from the outside inwards
+        if _is_model(module):
+            if id(module) not in inside:
+                found.append(module)
+            inside.update(map(id, module.modules()))
+    return found
+
+
+def _is_model(model: Any) -> bool:
+    return hasattr(type(model), SEAM)
+
+
+def _check_model(model: Any, settings: Settings) -> None:
     name = type(model).__name__
-    if not hasattr(type(model), SEAM) or not hasattr(model, "supports_gradient_checkpointing"):
+    count = len(_models_in(model))
+    if not _is_model(model) and count:
+        raise ValueError(
+            f"gradckpt: {name} is not a transformers model, but holds {count}; call gradckpt.enable on each"
+        )
+    if not _is_model(model) or not hasattr(model, "supports_gradient_checkpointing"):
         raise ValueError(
             f"gradckpt: {name} is not a transformers model; wrap its layers with gradckpt.checkpoint instead"
         )
@@ -445,53 +270,55 @@ def _check_model(model: Any, every_n_layers: int) -> None:
         raise ValueError(
             f"gradckpt: no module of this {name} can be checkpointed; wrap its layers with gradckpt.checkpoint instead"
         )
-    if _seam_of(model) is not None:
-        raise ValueError(f"gradckpt: this {name} is already enabled; call .remove() or gradckpt.disable(model) first")
-    if SEAM in vars(model):
+    _check_enabled_once(model)
+    _check_checkpointed_once(model)
+    if stands_in(model) is not None:
         raise ValueError(
-            f"gradckpt: {_describe(vars(model)[SEAM])} already stands in for {name}.{SEAM} on this instance; "
+            f"gradckpt: {describe(stands_in(model))} already stands in for {name}.{SEAM} on this instance; "
             "remove it before gradckpt.enable(model)"
         )
-    if "value" in inspect.signature(_original(model)).parameters:
+    if has_old_form(model):
         raise ValueError(
             f"gradckpt: {name} defines {SEAM} in the form of transformers < 4.35, which takes no checkpointing "
             "function; wrap its layers with gradckpt.checkpoint instead"
         )
-    if every_n_layers > 1 and not _has_every_n_layers(model):
+    if settings.every_n_layers > 1 and not has_every_n_layers(model):
         raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
 
 
-def _original(model: Any) -> Any:
-    """The class's own method, bound to this instance, whatever stands before it on the instance."""
-    return getattr(type(model), SEAM).__get__(model)
+def _check_enabled_once(model: Any) -> None:
+    name = type(model).__name__
+    inner = next((type(module).__name__ for module in model.modules() if seam_of(module) is not None), None)
+    if inner is not None:
+        part = "" if inner == name else f" (its {inner} is)"
+        raise ValueError(
+            f"gradckpt: this {name} is already enabled{part}; call .remove() or gradckpt.disable(model) first"
+        )
+    if isinstance(stands_in(model), InnerSeam):
+        raise ValueError(
+            f"gradckpt: the layers of this {name} are already enabled, as part of another model; call "
+            "gradckpt.disable on that one first"
+        )
 
 
-def _has_every_n_layers(model: Any) -> bool:
-    return "every_n_layers" in inspect.signature(_original(model)).parameters
+def _check_checkpointed_once(model: Any) -> None:
+    """Its layers would run three times: they, what is in them or what they are in is checkpointed by other means."""
+    layers = {id(layer) for _, layer in layers_of(model)} or set(map(id, model.modules()))
+    within = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
+    for label, module in model.named_modules():
+        if any(each.__name__ == "CheckpointWrapper" for each in type(module).__mro__):
+            how, undo = "inside torch's CheckpointWrapper", "leave that wrapper out"
+        elif region_of(module) is not None:
+            how, undo = "checkpointed by gradckpt.apply", "call its handle.remove() or gradckpt.unapply(model) first"
+        else:
+            continue
+        if id(module) in within or any(id(inner) in layers for inner in module.modules()):
+            raise ValueError(
+                f"gradckpt: {label or type(model).__name__!r} is already {how}, so its layers would be recomputed "
+                f"twice; {undo}, or do without gradckpt.enable"
+            )
 
 
-def _seam_of(model: Any) -> _Seam | None:
-    seam = getattr(model, "__dict__", {}).get(SEAM)
-    return seam if isinstance(seam, _Seam) else None
-
-
-def is_enabled(model: Any) -> bool:
-    """:func:`enable` prepared this model, or the one that it wraps (PEFT, DataParallel, compile)."""
-    return any(_seam_of(module) is not None for module in model.modules()) if model is not None else False
-
-
-def _is_on(model: Any) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def _is_old_default(keywords: Mapping[str, Any]) -> bool:
-    """transformers 4 passes this when it was given no kwargs at all."""
-    version = getattr(sys.modules.get("transformers"), "__version__", "5")
-    return version.startswith("4.") and {k: keywords[k] for k in keywords if k != "compress"} == {"use_reentrant": True}
-
-
-def _describe(thing: Any) -> str:
-    if isinstance(thing, functools.partial):
-        thing = thing.func
-    name = getattr(thing, "__qualname__", None)
-    return f"{getattr(thing, '__module__', '?')}.{name}" if name else repr(thing)
+def seam_in(model: Any) -> Seam | None:
+    """The seam of the transformers model that this is or wraps."""
+    return seam_of(_unwrap(model))

@@ -1,0 +1,121 @@
+"""The dict that transformers hands to its checkpointing function: our keys in it, torch's, and no others.
+
+It is ``gradient_checkpointing_kwargs`` (by its new name, ``activation_checkpointing_kwargs``) of the
+Trainer and of the model's methods. What is wrong in it is said when checkpointing is turned on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from gradckpt.config import CompressionConfig, parse_compress
+from gradckpt.policies import contexts_of
+
+#: Ours alone: whoever writes one of them means gradckpt.
+MARKS = ("compress", "replay", "min_numel", "policy")
+
+#: Everything that we read; the last two are transformers' own, which 5.17 and later take out of the dict.
+OURS = (*MARKS, "every_n_layers", "offload")
+
+#: torch's, whatever this version has.
+TORCHS = (
+    *(k for k, p in inspect.signature(torch_checkpoint).parameters.items() if p.kind is p.KEYWORD_ONLY),
+    "preserve_rng_state",
+)
+
+_FLAGS = ("preserve_rng_state", "debug", "early_stop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the layers of a model are to be checkpointed."""
+
+    config: CompressionConfig | None = None
+    replay: bool = False  # for a codec that is named later, while there is no config
+    context_fn: Callable[[], Any] | None = None  # of a policy
+    every_n_layers: int = 1
+    offload: bool = False
+
+
+def take(keywords: dict[str, Any], base: Settings) -> Settings:
+    """Takes our keys out of the dict; what it does not say is as in ``base``.
+
+    Raises:
+        ValueError, TypeError: a value that there is not; the message names the key and what exists.
+    """
+    ours = {key: keywords.pop(key) for key in OURS if key in keywords}
+    every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
+    offload = check_bool("offload", ours.get("offload", base.offload))
+    context_fn = contexts_of(ours["policy"]) if "policy" in ours else base.context_fn
+    return Settings(_config(ours, base), base.replay, context_fn, every_n_layers, offload)
+
+
+def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None:
+    fields = {key: ours[key] for key in ("replay", "min_numel") if key in ours}
+    CompressionConfig(**fields)  # they are looked at even when nothing is to be compressed
+    compress = ours.get("compress", base.config)
+    config = parse_compress(compress)
+    if config is None:
+        if fields and "compress" not in ours:
+            key, value = next(iter(fields.items()))
+            raise ValueError(f'gradckpt: {key}={value!r} says how to compress, and nothing is; add "compress": "int8"')
+        return None
+    if isinstance(compress, str):
+        config = dataclasses.replace(base.config or CompressionConfig(replay=base.replay), codec=config.codec)
+    elif compress is True:
+        config = base.config or CompressionConfig(replay=base.replay)
+    return dataclasses.replace(config, **fields)
+
+
+def check_every_n_layers(n: Any) -> int:
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"gradckpt: every_n_layers is an int, not {n!r}")
+    if n < 1:
+        raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {n}")
+    return n
+
+
+def check_bool(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
+    return value
+
+
+def check_torchs(keywords: Mapping[str, Any]) -> None:
+    """What is left after :func:`take` is torch's, or nobody's.
+
+    Raises:
+        ValueError: a key that nobody knows, which the layers would swallow; a value that torch refuses.
+        TypeError: a value of the wrong type.
+    """
+    for key, value in keywords.items():
+        if key not in TORCHS:
+            raise ValueError(unknown(key))
+        if key in _FLAGS:
+            check_bool(key, value)
+        if key == "determinism_check" and value not in ("default", "none"):
+            raise ValueError(f'gradckpt: determinism_check is "default" or "none", not {value!r}')
+        if key == "context_fn" and not callable(value):
+            raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
+
+
+def unknown(key: str) -> str:
+    near = difflib.get_close_matches(str(key), (*OURS, *TORCHS), 1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    known = ", ".join((*OURS, *TORCHS))
+    return f"gradckpt: unknown key {key!r} among the checkpointing kwargs; {meant}The keys are: {known}"
+
+
+def means_ours(keywords: Mapping[str, Any]) -> bool:
+    """The dict asks for gradckpt, be it by a slip of the pen."""
+    return any(key in MARKS or _misspelt(key) for key in keywords)
+
+
+def _misspelt(key: Any) -> bool:
+    return key not in (*OURS, *TORCHS) and bool(difflib.get_close_matches(str(key), MARKS, 1, 0.75))

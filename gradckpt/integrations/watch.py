@@ -1,0 +1,131 @@
+"""Proof of activity: two hooks of an enabled model that warn when its training calls compress nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import gradckpt
+from gradckpt.config import warn_inactive
+
+#: The method that every way of turning checkpointing on ends in; on an instance: what stands in for it.
+SEAM = "_set_gradient_checkpointing"
+
+#: Model calls without a single compressed tensor before the warning.
+PATIENCE = 2
+
+
+@dataclasses.dataclass
+class Watch:
+    """Counts what should have compressed something and did not; see :func:`after_forward`."""
+
+    calls: int = 0
+    eval_backwards: int = 0
+    settled: bool = False
+    before: dict[str, Any] | None = None
+
+
+# The hooks are functions of the module, so that pickles and copies of the model carry them by name;
+# all they know is in the seam of the model that calls them. The replicas of DataParallel call them at the same time.
+
+
+def before_forward(model: Any, args: Any) -> None:
+    watch = _watch_of(model)
+    if watch is not None:
+        watch.before = gradckpt.stats() if model.training and torch.is_grad_enabled() else None
+
+
+def after_forward(model: Any, args: Any, output: Any) -> None:
+    watch = _watch_of(model)
+    if watch is None:
+        return
+    if not model.training:
+        _follow(model, output)
+        return
+    before, watch.before = watch.before, None
+    if before is None:
+        return
+    after = gradckpt.stats()
+    if after["compressed"] > before["compressed"]:
+        watch.settled = True
+    elif after["regions"] >= before["regions"]:  # else reset_stats() was called meanwhile
+        watch.calls += 1
+        if watch.calls >= PATIENCE:
+            watch.settled = True
+            warn_inactive(_why_inactive(model, vars(model)[SEAM], before, after), stacklevel=4)
+
+
+def _watch_of(model: Any) -> Watch | None:
+    """None: nothing to prove, or proven already."""
+    if torch.compiler.is_compiling():
+        return None
+    seam: Any = getattr(model, "__dict__", {}).get(SEAM)
+    watch = getattr(seam, "watch", None)
+    if not isinstance(watch, Watch) or watch.settled or seam.active is None:
+        return None
+    return watch
+
+
+def _follow(model: Any, output: Any) -> None:
+    """A backward through what a model in eval mode returned is training; a forward alone is an evaluation."""
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+    found = next((x for x in values if isinstance(x, torch.Tensor) and x.grad_fn is not None), None)
+    if found is not None:
+        found.register_hook(functools.partial(_on_eval_backward, weakref.ref(model)))
+
+
+def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
+    model = ref()
+    watch = _watch_of(model)
+    if model is None or watch is None:
+        return
+    watch.eval_backwards += 1
+    if watch.eval_backwards >= PATIENCE:
+        watch.settled = True
+        name, codec = type(model).__name__, vars(model)[SEAM].active.codec
+        warn_inactive(
+            f"compress={codec!r} was asked for, but {PATIENCE} backward passes went through {name} in eval mode, where "
+            "transformers does not checkpoint; call model.train()",
+            stacklevel=2,
+        )
+
+
+def _why_inactive(model: Any, seam: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    assert seam.active is not None
+    name, codec = type(model).__name__, seam.active.codec
+    asked = f"compress={codec!r} was asked for, but {PATIENCE} training calls of {name} compressed nothing: "
+    if not is_on(model):
+        return asked + "checkpointing was turned off since enable(); call model.activation_checkpointing_enable()"
+    ours = list(seam.modules(model))
+    if not ours:
+        holders = (vars(m).get("_gradient_checkpointing_func") for m in model.modules())
+        other = next((f for f in holders if f is not None), None)
+        return asked + f"the layers call {describe(other)}; something replaced gradckpt's function after enable()"
+    if not any(m.training for m in ours if m.gradient_checkpointing):
+        return asked + "its layers are in eval mode, where transformers does not checkpoint; call model.train()"
+    if after["regions"] == before["regions"]:
+        return asked + "its layers never called checkpoint in them; wrap them with gradckpt.checkpoint"
+    if after["asked"] == before["asked"]:
+        return asked + (
+            "no input of a layer requires grad (frozen embeddings?); call model.enable_input_require_grads()"
+        )
+    kept = {k: n - before["kept"].get(k, 0) for k, n in after["kept"].items()}
+    reasons = ", ".join(f"{k} ({n})" for k, n in kept.items() if n > 0) or "unknown"
+    inputs = after["asked"] - before["asked"]
+    return asked + f"all {inputs} inputs were kept as they are: {reasons} (min_numel={seam.active.min_numel})"
+
+
+def is_on(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def describe(thing: Any) -> str:
+    if isinstance(thing, functools.partial):
+        thing = thing.func
+    name = getattr(thing, "__qualname__", None)
+    return f"{getattr(thing, '__module__', '?')}.{name}" if name else repr(thing)

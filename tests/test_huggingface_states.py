@@ -1,0 +1,383 @@
+"""gradckpt.enable and the Trainer's flag, after everything that can happen to a model: still compressed, still right.
+
+Each case makes a model in the same state twice, with gradckpt and with torch's checkpointing, and takes one step.
+"""
+
+import contextlib
+import copy
+import io
+import multiprocessing
+import pickle
+import threading
+
+import pytest
+import torch
+from test_huggingface import IDS, LAYERS, NAME, SPELLINGS, build, off, on, replicate, step, train, transformers
+
+import gradckpt
+
+#: Relative error of all gradients together with int8, and what bfloat16 adds.
+BOUND = 0.01
+BOUND_BF16 = 0.015
+
+
+def turn_on(model, ours):
+    if ours:
+        gradckpt.enable(model)
+    else:
+        on(model, {"use_reentrant": False})
+    return model
+
+
+def fresh(ours):
+    return turn_on(build(), ours)
+
+
+def gradients(model, take=step):
+    """Gradients of one step, in order, and how many tensors it compressed."""
+    torch.manual_seed(3)
+    compressed = take(model)
+    return [p.grad.detach().float().clone() for p in model.parameters()], compressed
+
+
+def error(grads, exact):
+    gap = torch.cat([(a - b).flatten() for a, b in zip(grads, exact, strict=True)]).norm()
+    return (gap / torch.cat([b.flatten() for b in exact]).norm()).item()
+
+
+# ---- the states: a model ready for a step
+
+
+def enabled(ours, tmp_path):
+    return fresh(ours)
+
+
+def by_flag(ours, tmp_path):
+    model = build()
+    kwargs = {"compress": "int8"} if ours else {"use_reentrant": False}
+    train(model, tmp_path, learning_rate=0.0, **{NAME: True, f"{NAME}_kwargs": kwargs})
+    return model
+
+
+def by_flag_then_off_and_on(ours, tmp_path):
+    model = by_flag(ours, tmp_path)
+    off(model)
+    on(model)
+    return model
+
+
+def off_and_on(ours, tmp_path):
+    model = fresh(ours)
+    off(model)
+    on(model)
+    return model
+
+
+def off_and_on_with_kwargs(ours, tmp_path):
+    model = fresh(ours)
+    off(model)
+    on(model, {"use_reentrant": False})
+    return model
+
+
+def around_generation(ours, tmp_path):
+    """TRL's unwrap_model_for_generation (trl/models/utils.py): off, generate, on again, without kwargs."""
+    model = fresh(ours)
+    step(model)
+    off(model)
+    model.eval()
+    with torch.no_grad():
+        model.generate(IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0, use_cache=True)
+    model.train()
+    on(model)
+    return model
+
+
+def generation_with_checkpointing_on(ours, tmp_path):
+    model = fresh(ours)
+    model.eval()
+    with torch.no_grad():
+        model.generate(IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0, use_cache=True)
+    return model.train()
+
+
+def deep_copy(ours, tmp_path):
+    return copy.deepcopy(fresh(ours))
+
+
+def pickled(ours, tmp_path):
+    return pickle.loads(pickle.dumps(fresh(ours))) if ours else fresh(ours)  # transformers' own cannot be pickled
+
+
+def pickled_after_the_flag(ours, tmp_path):
+    model = by_flag(ours, tmp_path)
+    return pickle.loads(pickle.dumps(model)) if ours else model
+
+
+def pickled_after_a_plain_flag(ours, tmp_path):
+    """The Trainer turns on what enable() had turned on, with hooks of its own that no pickle can carry."""
+    model = fresh(ours)
+    train(model, tmp_path, learning_rate=0.0, **{NAME: True})
+    return pickle.loads(pickle.dumps(model)) if ours else model
+
+
+def saved_whole(ours, tmp_path):
+    model = fresh(ours)
+    if not ours:
+        return model
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def to_dtype(ours, tmp_path):
+    return fresh(ours).to(torch.bfloat16)
+
+
+def to_cpu(ours, tmp_path):
+    return fresh(ours).to("cpu")
+
+
+def reloaded(ours, tmp_path):
+    model, other = fresh(ours), build()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    assert not model.load_state_dict(other.state_dict()).missing_keys
+    return model
+
+
+def saved_pretrained(ours, tmp_path):
+    fresh(ours).save_pretrained(tmp_path)
+    return turn_on(transformers.LlamaForCausalLM.from_pretrained(tmp_path), ours).train()
+
+
+def data_parallel(ours, tmp_path):
+    return torch.nn.DataParallel(fresh(ours))
+
+
+def compiled_object(ours, tmp_path):
+    """Enabled through the compiled wrapper, and wrapped since; neither is called here."""
+    model = build()
+    turn_on(torch.compile(model), ours) if ours else turn_on(model, ours)
+    torch.compile(model)
+    return model
+
+
+def resized(ours, tmp_path):
+    """New embeddings: the hook that makes the first layer's input require grad was on the old ones."""
+    model = fresh(ours)
+    torch.manual_seed(5)
+    model.resize_token_embeddings(80)
+    return model
+
+
+STATES = [
+    *(enabled, by_flag, by_flag_then_off_and_on, off_and_on, off_and_on_with_kwargs, around_generation),
+    *(generation_with_checkpointing_on, deep_copy, pickled, pickled_after_the_flag, pickled_after_a_plain_flag),
+    *(saved_whole, to_dtype, to_cpu, reloaded, saved_pretrained, data_parallel, compiled_object, resized),
+]
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda f: f.__name__)
+def test_state(state, tmp_path):
+    exact, none = gradients(state(False, tmp_path / "stock"))
+    assert none == 0
+    grads, compressed = gradients(state(True, tmp_path / "ours"))
+    assert compressed == LAYERS
+    assert 0 < error(grads, exact) <= (BOUND_BF16 if state is to_dtype else BOUND)
+
+
+# ---- the steps: what a training loop does with an enabled model
+
+
+def accumulated(model):
+    before = gradckpt.stats()["compressed"]
+    model.zero_grad()
+    for part in IDS.split(1):
+        (model(input_ids=part, labels=part).loss / 2).backward()
+    return (gradckpt.stats()["compressed"] - before) // 2
+
+
+def autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return step(model)
+
+
+@pytest.mark.filterwarnings("ignore:Calling .zero_grad:UserWarning")
+def in_threads(model):
+    """DataParallel's forward: replicas in threads of their own."""
+    before = gradckpt.stats()["compressed"]
+    model.zero_grad()
+    replicas = [replicate(model) for _ in range(2)]
+    losses = [None, None]
+
+    def run(i):
+        losses[i] = replicas[i](input_ids=IDS[i : i + 1], labels=IDS[i : i + 1]).loss
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ((losses[0] + losses[1]) / 2).backward()
+    return (gradckpt.stats()["compressed"] - before) // 2
+
+
+def with_use_cache(model):
+    before = gradckpt.stats()["compressed"]
+    model.zero_grad()
+    model.config.use_cache = True
+    output = model(input_ids=IDS, labels=IDS, use_cache=True)
+    output.loss.backward()
+    return gradckpt.stats()["compressed"] - before
+
+
+@pytest.mark.parametrize("take", [accumulated, autocast, in_threads, with_use_cache], ids=lambda f: f.__name__)
+def test_step(take):
+    exact, _ = gradients(fresh(False), take)
+    grads, compressed = gradients(fresh(True), take)
+    assert compressed == LAYERS
+    assert 0 < error(grads, exact) <= (BOUND_BF16 if take is autocast else BOUND)
+
+
+@contextlib.contextmanager
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("inside", [True, False], ids=["enabled before", "enabled through DDP"])
+def test_distributed_data_parallel(options, inside, tmp_path):
+    exact, _ = gradients(fresh(False))
+    with process_group(tmp_path):
+        model = build()
+        if inside:
+            gradckpt.enable(model)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, **options)
+        if not inside:
+            gradckpt.enable(wrapped)
+        for _ in range(2):
+            grads, compressed = gradients(wrapped)
+            assert compressed == LAYERS
+            assert 0 < error(grads, exact) <= BOUND
+
+
+# ---- another process
+
+
+def child(pipe, data, tmp_path):
+    """Trains what it unpickles."""
+    model = pickle.loads(data)
+    grads, compressed = gradients(model)
+    pipe.send((pickle.dumps(grads), compressed))
+    pipe.close()
+
+
+def test_spawned_process(tmp_path):
+    exact, _ = gradients(fresh(False))
+    ends = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(
+        target=child, args=(ends[1], pickle.dumps(fresh(True)), tmp_path)
+    )
+    process.start()
+    ends[1].close()
+    grads, compressed = ends[0].recv()
+    process.join(60)
+    assert process.exitcode == 0
+    assert compressed == LAYERS
+    assert 0 < error(pickle.loads(grads), exact) <= BOUND
+
+
+# ---- loss scaling
+
+
+def scaled_run(ours, scale):
+    """Six steps of fp16 autocast: scale after each, and which of them changed the weights."""
+    torch.manual_seed(4)
+    model = fresh(ours)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scales, moved = [], []
+    before = gradckpt.stats()["compressed"]
+    for _ in range(6):
+        weights = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(input_ids=IDS, labels=IDS).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        moved.append(any(not torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True)))
+    return scales, moved, gradckpt.stats()["compressed"] - before
+
+
+def test_overflow_skips_the_step():
+    exact = scaled_run(False, 2.0**20)
+    ours = scaled_run(True, 2.0**20)
+    assert ours[:2] == exact[:2]
+    assert not ours[1][0]
+    assert ours[1][-1]
+    assert ours[2] == 6 * LAYERS
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_reaches_the_gradients(value):
+    found = []
+    for ours in (False, True):
+        model = fresh(ours)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[IDS[0, 0], 0] = value
+        found.append([bool(torch.isfinite(g).all()) for g in gradients(model)[0]])
+    assert found[0] == found[1]
+    assert not all(found[0])
+
+
+# ---- resume
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
+    """Weights after stop, new model, resume: those of a run without a stop, to the last bit."""
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (12, 32))]
+
+    def run(model, steps, where, resume=None):
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / where),
+            max_steps=6,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="steps",
+            save_steps=3,
+            disable_tqdm=True,
+            logging_strategy="no",
+            **{name: True, f"{name}_kwargs": {"compress": "int8"}},
+        )
+
+        class Stop(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                control.should_training_stop = state.global_step >= steps
+
+        before = gradckpt.stats()["compressed"]
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=[Stop()])
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == steps
+        return gradckpt.stats()["compressed"] - before
+
+    whole = build()
+    assert run(whole, 6, "whole") == 6 * LAYERS
+    assert run(build(), 3, "stopped") == 3 * LAYERS
+    again = build()
+    with torch.no_grad():
+        for p in again.parameters():
+            p.zero_()
+    assert run(again, 6, "stopped", str(tmp_path / "stopped" / "checkpoint-3")) == 3 * LAYERS
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
