@@ -2,9 +2,9 @@
 
 No name is bound anew. torch's two functions stay the objects that they are; while a :class:`patched` is active their
 *bodies* (``__code__``) are exchanged for ones that call here. So whoever holds the functions gets gradckpt: modules
-that look them up at call time, ``from torch.utils.checkpoint import checkpoint`` of long ago, the
-``functools.partial`` in every layer of a transformers model, wrappers of FSDP. Pickles, ``is``, dynamo's recognition and
-``inspect.signature`` see torch's functions, as always, and nothing but two code objects has to be put back.
+that look them up at call time, ``from torch.utils.checkpoint import checkpoint`` of long ago, the ``functools.partial``
+in every layer of a transformers model, wrappers of FSDP. Pickles, ``is``, dynamo and ``inspect.signature`` see torch's
+functions, as always, and nothing but two code objects has to be put back.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any, k
 
 
 class patched:
-    """While active, ``torch.utils.checkpoint.checkpoint`` and ``checkpoint_sequential`` are gradckpt's, in the whole process.
+    """While active, torch's ``checkpoint`` and ``checkpoint_sequential`` are gradckpt's, in the whole process.
 
     ``with gradckpt.patched("int8"): train()``, ``@gradckpt.patched("int8")`` above a function, or ``handle =
     gradckpt.patched("int8").start()`` and later ``handle.remove()``. Everyone is served who calls torch's function,
@@ -283,9 +283,8 @@ class patched:
             return f"something put {holder!r} in the place of torch.utils.checkpoint.checkpoint, and calls go there"
         if not s["calls"]:
             return (
-                "nothing called torch.utils.checkpoint.checkpoint; turn checkpointing on in the script: "
-                "TrainingArguments(gradient_checkpointing=True), model.gradient_checkpointing_enable(), or the flag that "
-                "it has for it"
+                "nothing in this process called torch.utils.checkpoint.checkpoint; turn checkpointing on: "
+                "gradient_checkpointing=True (Trainer), model.gradient_checkpointing_enable(), or the script's own flag"
             )
         if s["reentrant"] == s["calls"]:
             return (
@@ -302,16 +301,12 @@ class patched:
         return inactive_reason(s["kept"])
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """After every optimizer step of anybody, until there is an answer."""
-        if torch.compiler.is_compiling():
+        """After every optimizer step of anybody. The hook stays: torch is going through the list that it is in."""
+        if self._steps >= PATIENCE or torch.compiler.is_compiling():
             return
         self._steps += 1
-        if stats()["compressed"] > self._before["compressed"]:
-            self._unhook()
-        elif self._steps >= PATIENCE:
-            self._unhook()
-            if _active[-1:] == [self]:
-                self._say(stacklevel=5)
+        if self._steps == PATIENCE and _active[-1:] == [self]:
+            self._say(stacklevel=5)
 
     def _unhook(self) -> None:
         if self._step_hook is not None:
@@ -355,4 +350,6 @@ def _is_transformers(function: Any) -> bool:
 
 def _is_old_default(kwargs: dict[str, Any]) -> bool:
     """transformers 4 passes this when it was given no kwargs at all."""
-    return kwargs == {"use_reentrant": True} and getattr(sys.modules["transformers"], "__version__", "").startswith("4.")
+    return kwargs == {"use_reentrant": True} and getattr(sys.modules["transformers"], "__version__", "").startswith(
+        "4."
+    )
