@@ -155,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.remove(given.stats)
     run = _Run(config, given.policy, given.stats, given.quiet)
     run.begin()
+    os.register_at_fork(after_in_parent=run.count_child)
     atexit.register(run.end)  # first in, so last out: after the script's own, and after its threads
     try:
         if given.module:
@@ -215,24 +216,29 @@ class _Run:
         self.policy = policy
         self.patched = patched(config, policy=policy)
         self.child = False
+        self.children = 0  # started by this process
         self.undo: list[Callable[[], None]] = []
+        multiprocessing.util.register_after_fork(self, _Run.begin_in_child)
 
     def begin(self) -> None:
+        """The patch, and what tells children of it."""
         self.pid = os.getpid()
         self.rank: tuple[int, int] = _rank()
         self.patched.start()
         hook = register_optimizer_step_post_hook(self.look_at_rank)
-        self.undo = [hook.remove, _tell_spawned(self.options)]
-        # multiprocessing calls this at the start of a process that it forked or spawned.
-        multiprocessing.util.register_after_fork(self, _Run.begin_in_child)
+        self.undo = [hook.remove, _tell_spawned(self)]
 
     def begin_in_child(self) -> None:
+        """Called by multiprocessing in what it forked, by :func:`_inherit` in what it spawned."""
         self.patched.remove()
         for undo in self.undo:
             undo()
-        self.child = True
+        self.child, self.children = True, 0
         self.begin()
         multiprocessing.util.Finalize(None, self.end, exitpriority=0)
+
+    def count_child(self) -> None:
+        self.children += 1
 
     def look_at_rank(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """While it can be asked: at the end, the process group may be gone."""
@@ -243,6 +249,7 @@ class _Run:
         """Undoes everything and reports; not in a process that somebody forked without multiprocessing."""
         if not self.patched.active or os.getpid() != self.pid:
             return
+        self.look_at_rank(None, (), {})
         reason = self.patched.inactive_reason
         self.patched.remove()
         for undo in self.undo:
@@ -272,6 +279,11 @@ class _Run:
                 f"{format_bytes(counted['bytes_in'])} -> {size} ({ratio:.3f}), "
                 f"at most {format_bytes(counted['peak_live_bytes'])} at a time"
             )
+        elif reason is not None and self.children and not counted["calls"]:
+            lines.append(
+                f"  this process started {self.children} others; those of rank 0 that called checkpoint said so above"
+            )
+            lines.append(f"  if none did, NOTHING WAS COMPRESSED: {reason}")
         elif reason is not None:
             lines.append(f"  NOTHING WAS COMPRESSED: {reason}")
         if config is not None and counted["kept"]:
@@ -312,14 +324,15 @@ def _rank() -> tuple[int, int]:
 # ---- spawned processes ----
 
 
-def _tell_spawned(options: tuple[Any, ...]) -> Callable[[], None]:
+def _tell_spawned(run: _Run) -> Callable[[], None]:
     """From now on the data for a spawned process carries one more entry, which acts when it is unpickled."""
     spawn: Any = multiprocessing.spawn
     original = spawn.get_preparation_data
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
-        return {**original(name), "gradckpt": _Inherited(options)}
+        run.count_child()
+        return {**original(name), "gradckpt": _Inherited(run.options)}
 
     def undo() -> None:
         if spawn.get_preparation_data is get_preparation_data:
@@ -345,7 +358,7 @@ _inherited: list[_Run] = []  # multiprocessing refers to it weakly
 def _inherit(config: CompressionConfig | None, policy: str | None, stats: str | None, quiet: bool) -> None:
     run = _Run(config, policy, stats, quiet)
     _inherited.append(run)
-    run.begin()
+    run.begin_in_child()
 
 
 if __name__ == "__main__":
