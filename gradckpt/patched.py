@@ -189,8 +189,9 @@ class patched:
         return self.start()
 
     def __exit__(self, kind: Any, *_: object) -> None:
+        ends = self.active
         self.remove()
-        if kind is None and (self._calls or self._steps):
+        if ends and kind is None and (self._calls or self._steps):
             self._say(stacklevel=4)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
