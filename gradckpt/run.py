@@ -178,7 +178,7 @@ def _run_module(name: str, arguments: list[str]) -> None:
 def _run_script(script: str, arguments: list[str]) -> None:
     """As ``python script``, but that the interpreter runs already."""
     sys.argv[:] = [script, *arguments]
-    path = os.path.abspath(script)
+    path = os.path.join(os.getcwd(), script)
     if os.path.isdir(path) or path.endswith((".pyc", ".zip", ".pyz")):
         runpy.run_path(script, run_name="__main__")
         return
@@ -188,7 +188,7 @@ def _run_script(script: str, arguments: list[str]) -> None:
     module = types.ModuleType("__main__")
     vars(module).update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins)
     sys.modules["__main__"] = module  # stays: threads, exit handlers and pickles of the script want it
-    exec(loader.source_to_code(loader.get_data(path), path), vars(module))
+    exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), vars(module))
 
 
 def _hide_own_frames() -> None:
