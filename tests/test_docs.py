@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["compile.md", "selective.md"])
+@pytest.mark.parametrize("page", ["compile.md", "launcher.md", "selective.md"])
 def test_examples_run(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
     assert blocks
