@@ -142,8 +142,9 @@ def test_no_checkpointing_is_said_by_the_second_step(tmp_path):
 
 SEEN = """
     import __main__, json, sys
+    def evaluated(x: int): pass
     if __name__ == "__main__":
-        here = __main__.__dict__ is globals()
+        here = __main__.__dict__ is globals(), evaluated.__annotations__ == {"x": int}
         names = ("__name__", "__file__", "__package__", "__doc__", "__cached__")
         print(json.dumps([here, sys.argv, sys.path[0], *(globals()[n] for n in names), str(__spec__), __loader__.name]))
 """
