@@ -141,7 +141,7 @@ class patched:
 
     def _forget(self) -> None:
         # Plain additions: with the GIL no thread can come between the parts of one.
-        self._calls = self._reentrant = self._compiled = self._steps = 0
+        self._calls = self._reentrant = self._traced = self._steps = 0
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] | None = None
         self._said = False
@@ -222,7 +222,7 @@ class patched:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._calls += 1
         if _is_tracing():
-            self._compiled += 1
+            self._traced += 1
             return _CHECKPOINT.stock(*args, **kwargs)
         if "function" in kwargs and not args:
             kwargs = dict(kwargs)
@@ -259,7 +259,7 @@ class patched:
 
         Returns:
             ``calls`` of torch's function; of these, left to torch: ``reentrant`` (``use_reentrant=True``) and
-            ``compiled`` (traced by ``torch.compile``, once for many runs). The rest as in :func:`gradckpt.stats`,
+            ``traced`` (by ``torch.compile``, once for many runs). The rest as in :func:`gradckpt.stats`,
             which counts what others do with gradckpt at the same time, too.
         """
         now = stats() if self._after is None else self._after
@@ -267,17 +267,19 @@ class patched:
         before = self._before if now["regions"] >= self._before.get("regions", 0) else {}
         since = {key: value - before.get(key, 0) for key, value in now.items() if isinstance(value, int)}
         since |= {key: now[key] for key in ("live_bytes", "peak_live_bytes")}
+        then = before.get("compiled", {})
+        compiled = {key: value - then.get(key, 0) for key, value in now["compiled"].items()}
         then = before.get("kept", {})
         kept = {reason: n - then.get(reason, 0) for reason, n in now["kept"].items() if n > then.get(reason, 0)}
         ratio = since["bytes_out"] / since["bytes_in"] if since["bytes_in"] else None
-        counted = {"calls": self._calls, "reentrant": self._reentrant, "compiled": self._compiled}
-        return {**counted, **since, "kept": kept, "ratio": ratio}
+        counted = {"calls": self._calls, "reentrant": self._reentrant, "traced": self._traced}
+        return {**counted, **since, "kept": kept, "ratio": ratio, "compiled": compiled}
 
     @property
     def inactive_reason(self) -> str | None:
         """Why nothing was compressed so far; ``None`` when something was, or compression was not asked for."""
         s = self.stats()
-        if self.config is None or s["compressed"]:
+        if self.config is None or s["compressed"] or s["compiled"]["tensors"]:
             return None
         holder = getattr(torch_checkpoint, "checkpoint", None)
         if self.active and inspect.unwrap(holder) is not _CHECKPOINT.function:  # type: ignore[arg-type]
@@ -292,7 +294,7 @@ class patched:
                 f"all {s['calls']} calls of checkpoint passed use_reentrant=True, which cannot compress; pass "
                 'use_reentrant=False (transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
-        if not s["regions"] and s["compiled"]:
+        if not s["regions"] and s["traced"]:
             return (
                 "torch.compile traced every checkpointed region and recomputes by itself; compile what is inside the "
                 "regions instead (in transformers: each layer)"

@@ -293,8 +293,8 @@ class _Run:
             lines.append(
                 f"  left to torch: {counted['reentrant']} calls with use_reentrant=True, which cannot compress"
             )
-        if counted["compiled"]:
-            lines.append(f"  left to torch: {counted['compiled']} regions while torch.compile traced them")
+        if counted["traced"]:
+            lines.append(f"  left to torch: {counted['traced']} regions while torch.compile traced them")
         return lines
 
     def write(self, counted: dict[str, Any], reason: str | None) -> None:
