@@ -296,8 +296,8 @@ class patched:
             )
         if not s["regions"] and s["traced"]:
             return (
-                "torch.compile traced every checkpointed region and recomputes by itself; compile what is inside the "
-                "regions instead (in transformers: each layer)"
+                "torch.compile traced every checkpointed region, where the patch cannot act; call gradckpt.enable(model) "
+                "or gradckpt.checkpoint in what is compiled, or compile only what is inside the regions"
             )
         if not s["regions"]:
             return f"all {s['calls']} calls of checkpoint were made without grad"
