@@ -141,7 +141,8 @@ class patched:
 
     def _forget(self) -> None:
         # Plain additions: with the GIL no thread can come between the parts of one.
-        self._calls = self._reentrant = self._traced = self._steps = 0
+        self._calls = self._reentrant = self._traced = self._regions = self._steps = 0
+        self._trained = False
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] | None = None
         self._said = False
@@ -191,7 +192,7 @@ class patched:
     def __exit__(self, kind: Any, *_: object) -> None:
         ends = self.active
         self.remove()
-        if ends and kind is None and (self._calls or self._steps):
+        if ends and kind is None and (self._trained or self._steps):
             self._say(stacklevel=4)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,7 +221,9 @@ class patched:
     # ---- a call ----
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        grad = torch.is_grad_enabled()
         self._calls += 1
+        self._trained |= grad
         if _is_tracing():
             self._traced += 1
             return _CHECKPOINT.stock(*args, **kwargs)
@@ -234,6 +237,7 @@ class patched:
         if reentrant or not args:
             self._reentrant += 1
             return _CHECKPOINT.stock(*args, **kwargs)
+        self._regions += grad
         if not self._acts:
             return compat.checkpoint(*args, **kwargs)
         return self._compressed(args[0], args[1:], {**kwargs, "use_reentrant": False}, in_model)
@@ -281,6 +285,8 @@ class patched:
         s = self.stats()
         if self.config is None or s["compressed"] or s["compiled"]["tensors"]:
             return None
+        if s["regions"] < self._regions:
+            return None  # gradckpt.reset_stats() was called meanwhile: nobody knows
         holder = getattr(torch_checkpoint, "checkpoint", None)
         if self.active and inspect.unwrap(holder) is not _CHECKPOINT.function:  # type: ignore[arg-type]
             return f"something put {holder!r} in the place of torch.utils.checkpoint.checkpoint, and calls go there"
@@ -296,8 +302,8 @@ class patched:
             )
         if not s["regions"] and s["traced"]:
             return (
-                "torch.compile traced every checkpointed region, where the patch cannot act; call gradckpt.enable(model) "
-                "or gradckpt.checkpoint in what is compiled, or compile only what is inside the regions"
+                "torch.compile traced every checkpointed region, where the patch cannot act; call gradckpt.checkpoint "
+                "or gradckpt.enable(model) in what is compiled, or compile only what is inside the regions"
             )
         if not s["regions"]:
             return f"all {s['calls']} calls of checkpoint were made without grad"

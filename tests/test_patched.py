@@ -484,6 +484,11 @@ class TestInactive:
             with gradckpt.patched(None):
                 train(lambda layer, x: layer(x))
             with gradckpt.patched("int8"):
+                train(early, use_reentrant=False)
+                gradckpt.reset_stats()
+            with gradckpt.patched("int8"), torch.no_grad():
+                early(torch.sin, torch.ones(2), use_reentrant=False)
+            with gradckpt.patched("int8"):
                 pass
             with pytest.raises(KeyError), gradckpt.patched("int8"):
                 early(torch.sin, torch.ones(2), use_reentrant=True)
