@@ -1,5 +1,6 @@
 """gradckpt.patched: who is served, what is left to torch, and that nothing stays behind."""
 
+import copy
 import functools
 import importlib
 import inspect
@@ -640,6 +641,24 @@ class TestTransformers:
         assert n == 0
         assert error(found, after) < 0.01
         gradckpt.disable(twin)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            copy.deepcopy,
+            lambda model: model.to(torch.float64).to(torch.float32),
+            lambda model: model if model.load_state_dict(copy.deepcopy(model.state_dict())) else None,
+            lambda model: (model.activation_checkpointing_disable(), model.activation_checkpointing_enable(), model)[2],
+            lambda model: (gradckpt.enable(model).remove(), model.activation_checkpointing_enable(), model)[2],
+        ],
+        ids=["deepcopy", "to", "state_dict", "off and on", "enable and remove"],
+    )
+    def test_what_happens_to_models(self, llama, change):
+        model = llama()
+        model.activation_checkpointing_enable()
+        with gradckpt.patched("int8"):
+            assert compressed(self.step, model)[1] == 4
+            assert compressed(self.step, change(model))[1] == 4
 
     def test_frozen_embeddings(self, llama):
         """The leaf of enable_input_require_grads is nobody else's, so it is compressed, too."""
