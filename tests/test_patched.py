@@ -569,6 +569,26 @@ class TestCompile:
         assert error(found, exact) < 0.01
         torch._dynamo.reset()
 
+    def test_explicit_calls_in_compiled_code_compress(self):
+        layers = nn.Sequential(*(layer[:2] for layer in model()))
+        exact = gradients(layers, early, use_reentrant=False)
+        torch._dynamo.reset()
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def forward(x):
+            for layer in layers:
+                x = gradckpt.checkpoint(layer, x, compress="int8")
+            return x
+
+        with gradckpt.patched("int8") as handle:
+            torch.manual_seed(1)
+            x = torch.randn(32, WIDTH, requires_grad=True) * 1
+            found = torch.autograd.grad(forward(x).square().sum(), list(layers.parameters()))
+            assert handle.stats()["compiled"]["tensors"] > 0
+            assert handle.inactive_reason is None
+        assert error(found, exact) < 0.01
+        torch._dynamo.reset()
+
     def test_a_compiled_optimizer_step(self):
         layer = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
