@@ -23,6 +23,7 @@ from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_flag
 from gradckpt.integrations.huggingface import disable, enable
+from gradckpt.patched import patched
 from gradckpt.residuals import Residual, Residuals, residuals
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
 from gradckpt.saved import compress_saved
@@ -59,6 +60,7 @@ __all__ = [
     "log_stats",
     "m_of_n",
     "name",
+    "patched",
     "policies",
     "print_stats",
     "reset_stats",

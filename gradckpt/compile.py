@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from gradckpt.policies import DECISIONS
 from gradckpt.stats import compiled as compiled_stats
 from gradckpt.stats import format_bytes
 
-__all__ = ["watch"]
+__all__ = ["Standing", "stand_in", "watch"]
 
 logger = logging.getLogger("gradckpt")
 
@@ -243,6 +244,55 @@ def _announce(packed: list[packing.Packed]) -> None:
     logger.info("torch.compile: a graph keeps %d tensors compressed, %s -> %s", len(packed), *sizes)
 
 
+# ---- in torch's place ----
+
+
+class Standing(NamedTuple):
+    """What the innermost ``patched()`` asks for."""
+
+    config: CompressionConfig | None
+    context_fn: Any
+
+
+#: None: torch's checkpoint is torch's. Dynamo guards on it: what was compiled under one ``patched()`` is compiled
+#: again under another, or under none.
+_standing: Standing | None = None
+
+
+def torchs_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """``torch.utils.checkpoint.checkpoint`` under ``patched()``, as Dynamo sees it."""
+    if _standing is None or use_reentrant:
+        return torch.ops.higher_order.tag_activation_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if _standing.context_fn is not None and kwargs.get("context_fn") is None:
+        kwargs["context_fn"] = _standing.context_fn
+    return checkpoint(function, *args, compress=_standing.config, **kwargs)
+
+
+def stand_in(standing: Standing | None) -> None:
+    """Dynamo is given :func:`torchs_checkpoint` for torch's function; None: no longer."""
+    global _standing
+    _standing = standing
+    if "torch._dynamo" in sys.modules:
+        _dispatch_torchs()
+
+
+def _dispatch_torchs() -> None:
+    from torch._dynamo.trace_rules import _polyfilled_function_ids, get_torch_obj_rule_map
+    from torch._dynamo.variables import PolyfilledFunctionVariable
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    original = torch_checkpoint.checkpoint
+    by_id, rules = VariableBuilder._id_dispatch(), get_torch_obj_rule_map()
+    handlers = PolyfilledFunctionVariable._get_polyfill_handlers()
+    known = [f for f in handlers if getattr(f, "__torch_dynamo_original__", f) is original]
+    if _standing is not None and not known:
+        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(torchs_checkpoint)
+    elif _standing is None:
+        for function in known:
+            del handlers[function], by_id[id(function)], rules[function]
+            _polyfilled_function_ids.remove(id(function))
+
+
 # ---- telling Dynamo ----
 
 
@@ -250,6 +300,8 @@ def _tell(dynamo: ModuleType) -> None:
     for original, traceable in ((_C.checkpoint, checkpoint), (compat.checkpoint, compat_checkpoint)):
         torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traceable)
     torch.compiler.assume_constant_result(_marking)
+    if _standing is not None:
+        _dispatch_torchs()
 
 
 def watch() -> None:

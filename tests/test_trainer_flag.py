@@ -29,7 +29,7 @@ from test_huggingface import (
 )
 
 import gradckpt
-from gradckpt import GradckptInactiveWarning
+from gradckpt import GradckptInactiveWarning, imports
 from gradckpt.integrations import trainer_flag
 from gradckpt.integrations.watch import is_on
 
@@ -392,7 +392,7 @@ def test_order_of_imports(order):
 def test_an_import_that_fails_is_tried_again(monkeypatch):
     """The second import of transformers.trainer still gets the callback."""
     calls = []
-    finder = trainer_flag._AfterImport("gradckpt_no_such_module", calls.append)
+    finder = imports._AfterImport("gradckpt_no_such_module", calls.append)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     with pytest.raises(ImportError), warnings.catch_warnings():
         __import__("gradckpt_no_such_module")

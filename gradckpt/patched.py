@@ -1,0 +1,370 @@
+"""gradckpt in torch's place, for code that cannot be changed: :class:`patched`.
+
+No name is bound anew. torch's two functions stay the objects that they are; while a :class:`patched` is active their
+*bodies* (``__code__``) are exchanged for ones that call here. So whoever holds the functions gets gradckpt: modules
+that look them up at call time, ``from torch.utils.checkpoint import checkpoint`` of long ago, the ``functools.partial``
+in every layer of a transformers model, wrappers of FSDP. Pickles, ``is``, dynamo and ``inspect.signature`` see torch's
+functions, as always, and nothing but two code objects has to be put back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradckpt import _C, compat, compile
+from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
+from gradckpt.policies import PolicyLike, contexts_of
+from gradckpt.stats import inactive_reason, stats
+
+__all__ = ["patched"]
+
+#: Optimizer steps without a single compressed tensor before the warning.
+PATIENCE = 2
+
+#: Keywords of gradckpt.checkpoint that torch passes on to the region's function.
+_NOT_TORCHS = ("compress", "buffers")
+
+
+class _Body:
+    """One of torch's functions, whose body can be exchanged and put back."""
+
+    def __init__(self, name: str, replacement: Callable[..., Any]) -> None:
+        self.name = name
+        self.code = replacement.__code__
+        self.function: Any = None  # torch's, without torch's decorators; None until exchanged for the first time
+        self.stock: Any = None  # a copy of it, with the body that it had
+
+    def exchange(self) -> None:
+        function = inspect.unwrap(getattr(torch_checkpoint, self.name))
+        if getattr(function, "__globals__", None) is not vars(torch_checkpoint) or function.__closure__:
+            name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+            raise RuntimeError(
+                f"gradckpt: torch.utils.checkpoint.{self.name} is {name}, not torch's own function; something replaced "
+                "it: undo that before patched()"
+            )
+        stock = types.FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__)
+        stock.__kwdefaults__ = function.__kwdefaults__
+        self.function, self.stock = function, stock
+        function.__signature__ = inspect.signature(function)  # torch.compile sorts keywords by it
+        function.__code__ = self.code
+
+    def put_back(self) -> None:
+        if self.function is not None and self.function.__code__ is self.code:
+            self.function.__code__ = self.stock.__code__
+            del self.function.__signature__
+
+
+def _checkpoint_body(*args, **kwargs):  # type: ignore[no-untyped-def]
+    from gradckpt.patched import _checkpoint  # the globals of this code are those of torch.utils.checkpoint
+
+    return _checkpoint(args, kwargs)
+
+
+def _sequential_body(functions, segments, input, use_reentrant=None, **kwargs):  # type: ignore[no-untyped-def]
+    from gradckpt.patched import _sequential
+
+    return _sequential(functions, segments, input, use_reentrant, kwargs)
+
+
+_BODIES = _CHECKPOINT, _SEQUENTIAL = (
+    _Body("checkpoint", _checkpoint_body),
+    _Body("checkpoint_sequential", _sequential_body),
+)
+_lock = threading.RLock()  # held while handles come and go, never by a call of checkpoint
+_active: list[patched] = []  # the innermost last
+
+
+def _checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handles = _active[-1:]  # a copy: another thread may empty the list
+    if not handles:
+        return _CHECKPOINT.stock(*args, **kwargs)
+    return handles[0]._call(args, kwargs)
+
+
+def _sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any, kwargs: dict[str, Any]) -> Any:
+    if use_reentrant is None and any(handle._acts for handle in _active[-1:]):
+        use_reentrant = False
+    return _SEQUENTIAL.stock(functions, segments, input, use_reentrant, **kwargs)
+
+
+class patched:
+    """While active, torch's ``checkpoint`` and ``checkpoint_sequential`` are gradckpt's, in the whole process.
+
+    ``with gradckpt.patched("int8"): train()``, ``@gradckpt.patched("int8")`` above a function, or ``handle =
+    gradckpt.patched("int8").start()`` and later ``handle.remove()``. Everyone is served who calls torch's function,
+    however and whenever he got hold of it: timm, diffusers, transformers with or without its Trainer,
+    ``torch.distributed``'s checkpoint wrappers. Afterwards torch is as it was; regions whose backward is still to come
+    keep their payloads.
+
+    ``use_reentrant=False`` and, when there is something to do (``compress`` or ``policy``), ``None``: ours.
+    ``use_reentrant=True``: torch's own, which cannot compress; counted. So are regions that ``torch.compile`` traces.
+    Running statistics are treated as torch does (``buffers="torch"``).
+
+    Blocks nest: the innermost counts, in every thread; they may end in any order. Forked children inherit it,
+    spawned ones do not (``python -m gradckpt.run`` covers both).
+
+    Args:
+        compress: As ``compress=`` of :func:`gradckpt.checkpoint`; ``None``: torch's results, bit for bit.
+        policy: As ``policy=`` of :func:`gradckpt.enable`; a region's own ``context_fn`` or ``debug=True`` wins.
+        replay: Let the forward run on the restored values; see :class:`gradckpt.CompressionConfig`.
+
+    Raises:
+        ValueError: unknown codec or policy.
+        TypeError: an argument of another type; it decorates a class, generator or coroutine function.
+        RuntimeError: entered while active; or something else stands in torch's place.
+    """
+
+    def __init__(self, compress: Compress = "int8", *, policy: PolicyLike = None, replay: bool = False) -> None:
+        if not isinstance(replay, bool):
+            raise TypeError(f"gradckpt: replay is True or False, not {replay!r}")
+        config = parse_compress(compress)
+        if config is not None and replay:
+            config = dataclasses.replace(config, replay=True)
+        self.config: CompressionConfig | None = config
+        self._policy = policy
+        self._context_fn = contexts_of(policy)
+        self._acts = config is not None or self._context_fn is not None
+        # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
+        self._in_models = dataclasses.replace(config, leaves=True) if config is not None else None
+        self._forget()
+
+    def _forget(self) -> None:
+        # Plain additions: with the GIL no thread can come between the parts of one.
+        self._calls = self._reentrant = self._traced = self._regions = self._steps = 0
+        self._trained = False
+        self._before: dict[str, Any] = {}
+        self._after: dict[str, Any] | None = None
+        self._said = False
+        self._step_hook: Any = None
+
+    # ---- coming and going ----
+
+    @property
+    def active(self) -> bool:
+        """Between :meth:`start` and :meth:`remove`."""
+        return any(handle is self for handle in _active)
+
+    def start(self) -> patched:
+        """Begins; the counters of :meth:`stats` start at zero. Returns itself."""
+        with _lock:
+            if self.active:
+                raise RuntimeError("gradckpt: this patched() is active already; for a block inside, make another one")
+            self._forget()
+            self._before = stats()
+            try:
+                _active.append(self)
+                if self._acts:
+                    self._step_hook = register_optimizer_step_post_hook(self._stepped)
+                if len(_active) == 1:
+                    for body in _BODIES:
+                        body.exchange()
+                _stand_in()
+            except BaseException:
+                self.remove()
+                raise
+        return self
+
+    def remove(self) -> None:
+        """Ends it, also when others began since. Again, or before :meth:`start`: does nothing."""
+        with _lock:
+            if not self.active:
+                return
+            self._after = stats()
+            self._unhook()
+            _active[:] = [handle for handle in _active if handle is not self]
+            if not _active:
+                for body in _BODIES:
+                    body.put_back()
+            _stand_in()
+
+    def __enter__(self) -> patched:
+        return self.start()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        ends = self.active
+        self.remove()
+        if ends and kind is None and (self._trained or self._steps):
+            self._say(stacklevel=4)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(f"gradckpt: patched() decorates a function or a method, not {function!r}")
+        if any(
+            test(function)
+            for test in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        ):
+            raise TypeError(
+                f"gradckpt: patched() cannot decorate {function!r}: its body runs after the call; use "
+                "`with gradckpt.patched(...)` where it is called to the end"
+            )
+
+        @functools.wraps(function)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with patched(self.config, policy=self._policy):
+                return function(*args, **kwargs)
+
+        return within
+
+    def __repr__(self) -> str:
+        codec = self.config.codec if self.config else None
+        return f"<gradckpt.patched({codec!r}): {'active' if self.active else 'not active'}>"
+
+    # ---- a call ----
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        grad = torch.is_grad_enabled()
+        self._calls += 1
+        self._trained |= grad
+        if _is_tracing():
+            self._traced += 1
+            return _CHECKPOINT.stock(*args, **kwargs)
+        if "function" in kwargs and not args:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("function"),)
+        reentrant = kwargs.get("use_reentrant")
+        in_model = bool(args) and _is_transformers(args[0])
+        if reentrant is None or (in_model and _is_old_default(kwargs)):
+            reentrant = not self._acts
+        if reentrant or not args:
+            self._reentrant += 1
+            return _CHECKPOINT.stock(*args, **kwargs)
+        self._regions += grad
+        if not self._acts:
+            return compat.checkpoint(*args, **kwargs)
+        return self._compressed(args[0], args[1:], {**kwargs, "use_reentrant": False}, in_model)
+
+    def _compressed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_model: bool) -> Any:
+        its_own = {key: kwargs.pop(key) for key in _NOT_TORCHS if key in kwargs}
+        if its_own:
+            function = functools.partial(function, **its_own)
+        debug = getattr(torch_checkpoint, "_checkpoint_debug_enabled", None)
+        if (
+            self._context_fn is not None
+            and kwargs.get("context_fn") in (None, torch_checkpoint.noop_context_fn)
+            and not (kwargs.get("debug", False) if debug is None else debug)
+        ):
+            kwargs["context_fn"] = self._context_fn
+        config = self._in_models if in_model else self.config
+        return _C.checkpoint(function, *args, compress=config, buffers="torch", **kwargs)
+
+    # ---- what it did ----
+
+    def stats(self) -> dict[str, Any]:
+        """What happened between :meth:`start` and now, or :meth:`remove`, in this process.
+
+        Returns:
+            ``calls`` of torch's function; of these, ``reentrant``: left to torch (``use_reentrant=True``), and
+            ``traced``: seen while a graph was made (``torch.compile``), once for many runs. The rest as in
+            :func:`gradckpt.stats`, which counts what others do with gradckpt at the same time, too.
+        """
+        now = stats() if self._after is None else self._after
+        # After gradckpt.reset_stats() the numbers of the start mean nothing.
+        before = self._before if now["regions"] >= self._before.get("regions", 0) else {}
+        since = {key: value - before.get(key, 0) for key, value in now.items() if isinstance(value, int)}
+        since |= {key: now[key] for key in ("live_bytes", "peak_live_bytes")}
+        then = before.get("kept", {})
+        kept = {reason: n - then.get(reason, 0) for reason, n in now["kept"].items() if n > then.get(reason, 0)}
+        ratio = since["bytes_out"] / since["bytes_in"] if since["bytes_in"] else None
+        counted = {"calls": self._calls, "reentrant": self._reentrant, "traced": self._traced}
+        return {**counted, **since, "kept": kept, "ratio": ratio}
+
+    @property
+    def inactive_reason(self) -> str | None:
+        """Why nothing was compressed so far; ``None`` when something was, or compression was not asked for."""
+        s = self.stats()
+        if self.config is None or s["compressed"] or s["compiled_tensors"]:
+            return None
+        if s["regions"] < self._regions:
+            return None  # gradckpt.reset_stats() was called meanwhile: nobody knows
+        holder = getattr(torch_checkpoint, "checkpoint", None)
+        if self.active and inspect.unwrap(holder) is not _CHECKPOINT.function:  # type: ignore[arg-type]
+            return f"something put {holder!r} in the place of torch.utils.checkpoint.checkpoint, and calls go there"
+        if not s["calls"]:
+            return (
+                "nothing in this process called torch.utils.checkpoint.checkpoint; turn checkpointing on: "
+                "gradient_checkpointing=True (Trainer), model.gradient_checkpointing_enable(), or the script's own flag"
+            )
+        if s["reentrant"] == s["calls"]:
+            return (
+                f"all {s['calls']} calls of checkpoint passed use_reentrant=True, which cannot compress; pass "
+                'use_reentrant=False (transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+        if not s["regions"] and s["traced"]:
+            return (
+                "every checkpointed region was traced, and none of its inputs could be compressed there: they are "
+                "leaves or small, or the backend of torch.compile does not use AOTAutograd"
+            )
+        if not s["regions"]:
+            return f"all {s['calls']} calls of checkpoint were made without grad"
+        return inactive_reason(s["kept"])
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """After every optimizer step of anybody. The hook stays: torch is going through the list that it is in."""
+        if self._steps >= PATIENCE or torch.compiler.is_compiling():
+            return
+        self._steps += 1
+        if self._steps == PATIENCE and _active[-1:] == [self]:
+            self._say(stacklevel=5)
+
+    def _unhook(self) -> None:
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+
+    def _say(self, stacklevel: int) -> None:
+        """The warning, once, unless the engine has said it: it counts backwards with a region that asked."""
+        reason = self.inactive_reason
+        if reason is None or self._said:
+            return
+        self._said = True
+        regions = self.stats()["regions_asked"]
+        if not regions or self._before["regions_asked"]:
+            codec = self.config.codec if self.config else None
+            warn_inactive(f"patched({codec!r}) compressed nothing: {reason}", stacklevel=stacklevel)
+
+
+def _stand_in() -> None:
+    """Tells torch.compile what the innermost one asks for."""
+    acting = [handle for handle in _active[-1:] if handle._acts]
+    compile.stand_in(compile.Standing(acting[0].config, acting[0]._context_fn) if acting else None)
+
+
+def _is_tracing() -> bool:
+    """The region is being recorded (torch.compile, AOTAutograd, export), or its tensors have no values."""
+    keys = torch._C._TorchDispatchModeKey
+    return torch.compiler.is_compiling() or any(
+        torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    )
+
+
+def _is_transformers(function: Any) -> bool:
+    """The region is a layer of a transformers model, called by transformers."""
+    if "transformers" not in sys.modules:
+        return False
+    first: Any = None
+    while isinstance(function, functools.partial):
+        first = function.args[0] if function.args else first  # forward, self
+        function = function.func
+    owner = getattr(function, "__self__", first)
+    if not isinstance(owner, torch.nn.Module):
+        return False
+    room = type(owner).__module__.split(".")[0]
+    return room in ("transformers", "transformers_modules") or "_gradient_checkpointing_func" in vars(owner)
+
+
+def _is_old_default(kwargs: dict[str, Any]) -> bool:
+    """transformers 4 passes this when it was given no kwargs at all."""
+    return kwargs == {"use_reentrant": True} and getattr(sys.modules["transformers"], "__version__", "").startswith(
+        "4."
+    )
