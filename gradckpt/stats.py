@@ -85,7 +85,8 @@ def stats_scalars(prefix: str = "gradckpt/", *, since: Mapping[str, Any] | None 
     Args:
         prefix: Before every name.
         since: What :func:`stats` returned earlier: only what happened after is counted, except ``live_mib`` and
-            ``peak_live_mib``, which stay what they are. Ignored when :func:`reset_stats` was called in between.
+            ``peak_live_mib``, which stay what they are. Ignored where a counter has become smaller, by
+            :func:`reset_stats`.
 
     Returns:
         The numbers of :func:`stats`; bytes are in MiB (``bytes_in_mib``, ``peak_live_mib``). ``ratio`` is missing where
@@ -137,11 +138,11 @@ def _rows(s: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("payloads written", f"{s['encoded']:,}", written + ratio),
         ("payloads used again", f"{s['shared']:,}", ""),
         ("payloads alive", "", alive),
-        ("kept by compiled graphs, per call", f"{s['compiled_tensors']:,}", compiled),
+        ("of compiled graphs, for one call", f"{s['compiled_tensors']:,}", compiled),
         ("originals that stayed alive", f"{s['originals_alive']:,}", format_bytes(s["originals_alive_bytes"])),
         ("decisions kept", f"{s['decisions']:,}", format_bytes(s["decision_bytes"])),
         *((f"kept: {reason}", f"{n:,}", "") for reason, n in kept),
-        ("kept, could have been compressed", "", format_bytes(s["kept_bytes"])),
+        ("kept though compressible", "", format_bytes(s["kept_bytes"])),
     ]
 
 

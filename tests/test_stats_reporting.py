@@ -276,3 +276,18 @@ def test_importing_gradckpt_imports_no_framework():
     code = "import sys, gradckpt; assert not {'transformers', 'tensorboard', 'rich'} & set(sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
+# ---- what torch.compile made ----
+
+
+def test_compiled_graphs_are_counted_apart():
+    before = gradckpt.stats()
+    layer = torch.compile(lambda x: gradckpt.checkpoint(torch.sin, x * 2.0, compress="int8"), backend="aot_eager")
+    layer(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    scalars = gradckpt.stats_scalars("", since=before)
+    assert (scalars["compiled_graphs"], scalars["compiled_tensors"], scalars["compressed"]) == (1, 1, 0)
+    assert scalars["compiled_bytes_in_mib"] == 64 * 64 * 4 / 2**20
+    assert scalars["compiled_bytes_out_mib"] == 32 * 130 / 2**20
+    (line,) = [line for line in gradckpt.format_stats().splitlines() if line.startswith("of compiled graphs")]
+    assert line.endswith("  1  16.00 KiB -> 4.06 KiB")
