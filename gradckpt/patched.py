@@ -285,6 +285,8 @@ class patched:
         s = self.stats()
         if self.config is None or s["compressed"] or s["compiled_tensors"]:
             return None
+        if not s["calls"] and stats()["compiled_graphs"]:
+            return None  # a graph of an earlier block may be running: nobody knows
         if s["regions"] < self._regions:
             return None  # gradckpt.reset_stats() was called meanwhile: nobody knows
         holder = getattr(torch_checkpoint, "checkpoint", None)
