@@ -85,8 +85,6 @@ class TestGradients:
     def test_none_equals_stock_checkpointing(self, family, attention, build, gradients):
         theirs = stock(build(family, attention))
         ours = build(family, attention)
-        used = {m.config._attn_implementation for m in ours.modules() if isinstance(m, transformers.PreTrainedModel)}
-        assert used == {attention}
         with gradckpt.enable(ours, compress=None) as handle:
             if RECENT:  # before, whole stacks hold the function
                 assert handle.layers == FAMILIES[family].layers
