@@ -29,31 +29,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if exists(item)]
 
 
-# ---- transformers before 5.23: tests call its methods by the names of today, and skip what it has by no name
+# ---- transformers before 5.23: what it has not is skipped, with the reason
 
 
 def _older_transformers():
-    """``PreTrainedModel`` of a transformers without those names; None: of a recent one, or not imported."""
     model = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-    return None if model is None or "activation_checkpointing_enable" in _methods_of(model) else model
-
-
-def _methods_of(model):
-    return {name for name, method in vars(model).items() if getattr(method, "__module__", "") == model.__module__}
-
-
-def pytest_collection_finish(session):
-    model = _older_transformers()
-    if model is None:
-        return
-
-    def enable(self, activation_checkpointing_kwargs=None, **more):
-        given = {"gradient_checkpointing_kwargs": activation_checkpointing_kwargs, **more}
-        self.gradient_checkpointing_enable(**given)
-
-    model.activation_checkpointing_enable = enable
-    model.activation_checkpointing_disable = lambda self: self.gradient_checkpointing_disable()
-    model.is_activation_checkpointing = property(lambda self: self.is_gradient_checkpointing)
+    return model is not None and not hasattr(model, "activation_checkpointing_enable")
 
 
 #: Our own sentence, and Python's.
@@ -67,7 +48,7 @@ def _skip_what_it_lacks():
     try:
         return (yield)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        if _older_transformers() is None or not _LACKS.search(str(error)):
+        if not _older_transformers() or not _LACKS.search(str(error)):
             raise
         pytest.skip(f"older transformers: {error}")
 

@@ -206,7 +206,7 @@ MIXTURES = ("mixtral", "qwen3_moe")
 def missing(family: str, attention: str) -> str | None:
     """Why this transformers cannot make that pair: a reason to skip; None: it can."""
     try:
-        FAMILIES[family].model(attention)
+        model = FAMILIES[family].model(attention)
     except AttributeError as error:
         if "module transformers has no attribute" in str(error):
             return f"this transformers has no {family}"
@@ -215,7 +215,11 @@ def missing(family: str, attention: str) -> str | None:
         if "does not support an attention implementation" in str(error):
             return f"this transformers has no {attention} attention for {family}"
         raise
-    return None
+    # Some older ones take eager attention in its place, and say nothing.
+    used = {
+        each.config._attn_implementation for each in model.modules() if isinstance(each, transformers.PreTrainedModel)
+    }
+    return None if used == {attention} else f"this transformers has no {attention} attention for {family}"
 
 
 def build(family: str, attention: str, **fields: Any) -> Any:

@@ -19,6 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 import gradckpt  # noqa: E402
+from gradckpt.integrations.watch import is_on  # noqa: E402
 
 LAYERS = 4
 
@@ -95,7 +96,7 @@ class TestEnable:
     def test_compresses_one_tensor_per_layer(self):
         model = build()
         handle = gradckpt.enable(model)
-        assert model.is_activation_checkpointing
+        assert is_on(model)
         assert handle.layers == LAYERS
         assert handle.config.codec == "int8"
         assert step(model) == LAYERS
@@ -120,9 +121,9 @@ class TestEnable:
         handle = gradckpt.enable(model, every_n_layers=2)
         assert handle.layers == 2
         assert step(model) == 2
-        model.activation_checkpointing_enable()
+        on(model)
         assert handle.layers == 2, "what enable said holds when others turn it on again"
-        model.activation_checkpointing_enable(every_n_layers=4)
+        on(model, every_n_layers=4)
         assert handle.layers == 1, "a later call that asks for it wins"
 
     def test_no_class_or_module_is_changed(self):
@@ -191,7 +192,7 @@ class TestEnable:
 
         model = build()
         gradckpt.enable(model)
-        model.activation_checkpointing_enable({"context_fn": contexts, "preserve_rng_state": False})
+        on(model, {"context_fn": contexts, "preserve_rng_state": False})
         assert step(model) == LAYERS
         assert len(calls) == LAYERS
 
@@ -201,7 +202,7 @@ class TestRemove:
         model, fresh = build(), build()
         with gradckpt.enable(model) as handle:
             assert step(model) == LAYERS
-        assert not model.is_activation_checkpointing
+        assert not is_on(model)
         assert step(model) == 0
         assert SEAM not in vars(model)
         assert is_stock(model)
@@ -216,13 +217,13 @@ class TestRemove:
     def test_turned_on_by_others_stays_on_with_stock(self, before):
         model = build()
         if before:
-            model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            on(model, {"use_reentrant": False, "preserve_rng_state": False})
             handle = gradckpt.enable(model)
         else:
             handle = gradckpt.enable(model)
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            on(model, {"use_reentrant": False})
         handle.remove()
-        assert model.is_activation_checkpointing
+        assert is_on(model)
         assert is_stock(model)
         assert step(model) == 0
 
@@ -241,7 +242,7 @@ class TestRemove:
         setattr(model, SEAM, theirs)
         handle.remove()
         assert vars(model)[SEAM] is theirs
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        on(model, {"use_reentrant": False})
         assert step(model) == 0
 
     def test_handle_keeps_no_model_alive(self):
@@ -320,33 +321,33 @@ class TestPrecedence:
     def test_a_name_changes_the_codec_only(self):
         model = build()
         handle = gradckpt.enable(model, compress=gradckpt.CompressionConfig("int8", replay=True, min_numel=7))
-        model.activation_checkpointing_enable({"compress": "fp8"})
+        on(model, {"compress": "fp8"})
         assert handle.config == gradckpt.CompressionConfig("fp8", replay=True, min_numel=7)
 
     def test_a_dict_changes_all(self):
         model = build()
         handle = gradckpt.enable(model, compress="int8", replay=True)
-        model.activation_checkpointing_enable({"compress": {"codec": "fp8"}})
+        on(model, {"compress": {"codec": "fp8"}})
         assert handle.config == gradckpt.CompressionConfig("fp8")
 
     def test_replay_of_enable_meets_codec_of_the_flag(self):
         model = build()
         handle = gradckpt.enable(model, compress=None, replay=True)
-        model.activation_checkpointing_enable({"compress": True})
+        on(model, {"compress": True})
         assert handle.config == gradckpt.CompressionConfig("int8", replay=True)
 
     def test_the_flag_lasts_for_its_call_only(self):
         model = build()
         handle = gradckpt.enable(model, compress="int8")
-        model.activation_checkpointing_enable({"compress": "fp8"})
-        model.activation_checkpointing_enable()
+        on(model, {"compress": "fp8"})
+        on(model)
         assert handle.config.codec == "int8"
 
     def test_every_n_layers_left_in_the_dict(self):
         """TRL passes the Trainer's dict on as it is."""
         model = build()
         handle = gradckpt.enable(model)
-        model.activation_checkpointing_enable({"every_n_layers": 2})
+        on(model, {"every_n_layers": 2})
         assert handle.layers == 2
 
 
@@ -381,9 +382,9 @@ class TestSurvives:
             file.seek(0)
             twin = torch.load(file, weights_only=False)
         assert step(twin) == LAYERS
-        twin.activation_checkpointing_disable()
-        assert model.is_activation_checkpointing
-        twin.activation_checkpointing_enable({"compress": "fp8"})
+        off(twin)
+        assert is_on(model)
+        on(twin, {"compress": "fp8"})
         assert step(twin) == LAYERS
         gradckpt.disable(model)
         assert step(model) == 0
@@ -398,7 +399,7 @@ class TestSurvives:
         twin = copy.deepcopy(model)
         del model
         gc.collect()
-        twin.activation_checkpointing_enable()
+        on(twin)
         assert step(twin) == LAYERS
 
     def test_a_pickled_copy_still_warns(self):
@@ -416,7 +417,7 @@ class TestSurvives:
         replica = replicate(model)
         assert step(replica) == LAYERS
         assert all(p.grad is not None for p in model.parameters())
-        assert model.is_activation_checkpointing
+        assert is_on(model)
 
     def test_to_and_requires_grad(self):
         model = build()

@@ -16,6 +16,8 @@ from test_huggingface import (
     is_stock,
     needs_asked_reentrant,
     needs_layers,
+    off,
+    on,
     step,
     transformers,
 )
@@ -25,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import gradckpt
 from gradckpt import GradckptInactiveWarning
 from gradckpt.integrations import stray_keys, trainer_flag
+from gradckpt.integrations.watch import is_on
 
 CONFIG = transformers.LlamaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
 
@@ -165,10 +168,10 @@ class TestRefuses:
         """Not by us: said at the first forward, before a step is lost."""
         model = build()
         gradckpt.apply(model, {"layer": "int8"})
-        model.activation_checkpointing_enable()
+        on(model)
         with pytest.raises(ValueError, match=r"this LlamaDecoderLayer was turned on since gradckpt\.apply, which"):
             step(model)
-        model.activation_checkpointing_disable()
+        off(model)
         assert step(model) == LAYERS
 
     def test_after_someone_else(self):
@@ -198,7 +201,7 @@ class TestRefuses:
         with pytest.raises(error, match=message):
             gradckpt.enable(model, **arguments)
         assert SEAM not in vars(model)
-        assert not model.is_activation_checkpointing
+        assert not is_on(model)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -216,7 +219,7 @@ class TestRefuses:
         model = build()
         gradckpt.enable(model)
         with pytest.raises(ValueError, match=message):
-            model.activation_checkpointing_enable(**arguments)
+            on(model, **arguments)
         assert step(model) == LAYERS, "a refused call changes nothing"
 
     def test_a_foreign_function(self):
@@ -234,9 +237,9 @@ class TestRefuses:
         model._set_gradient_checkpointing(True, function)
         assert functions(model) == {function}
         assert handle.layers == 0
-        model.activation_checkpointing_enable({"use_reentrant": True})
+        on(model, {"use_reentrant": True})
         assert is_stock(model)
-        model.activation_checkpointing_enable({"compress": None, "use_reentrant": False}, offload=True)
+        on(model, {"compress": None, "use_reentrant": False}, offload=True)
         (function,) = functions(model)
         assert function.keywords == {"use_reentrant": False}, "transformers' own offload, without our keys"
 
@@ -260,7 +263,7 @@ class TestStrayKeys:
     @pytest.mark.parametrize("key", ["compress", "min_numel", "replay", "policy"])
     def test_warns_at_the_first_step(self, key):
         model = build()
-        model.activation_checkpointing_enable({key: 1, "use_reentrant": False})
+        on(model, {key: 1, "use_reentrant": False})
         with pytest.warns(GradckptInactiveWarning, match=rf"given {key}= .*call gradckpt\.enable\(model\)"):
             self.one_step(model)
         with warnings.catch_warnings():
@@ -273,16 +276,16 @@ class TestStrayKeys:
         model = build()
         if ours:
             gradckpt.enable(model)
-            model.activation_checkpointing_enable({"compress": "fp8"})
+            on(model, {"compress": "fp8"})
         else:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            on(model, {"use_reentrant": False})
         for _ in range(3):
             self.one_step(model)
         assert stray_keys._listener.left == 0
 
     def test_without_use_reentrant_torch_says_it(self):
         model = build()
-        model.activation_checkpointing_enable({"compress": "int8"})
+        on(model, {"compress": "int8"})
         with pytest.raises(ValueError, match="Unexpected keyword arguments: compress"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             step(model)
@@ -320,7 +323,7 @@ class TestActivity:
     def test_turned_off_since(self):
         model = build()
         gradckpt.enable(model)
-        model.activation_checkpointing_disable()
+        off(model)
         self.warned(model, "checkpointing was turned off since")
 
     def test_function_replaced(self):
@@ -401,7 +404,7 @@ class TestActivity:
         idle, busy = build(), build()
         gradckpt.enable(busy)
         gradckpt.enable(idle)
-        idle.activation_checkpointing_disable()
+        off(idle)
         step(idle)
         step(busy)
         with pytest.warns(GradckptInactiveWarning):
