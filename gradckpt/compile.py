@@ -254,8 +254,8 @@ class Standing(NamedTuple):
     context_fn: Any
 
 
-#: None: torch's checkpoint is torch's. Dynamo guards on it: what was compiled under one ``patched()`` is compiled
-#: again under another, or under none.
+#: None: torch's checkpoint is torch's. Dynamo guards on it: what was compiled under one ``patched()`` is compiled again
+#: under another, or under none.
 _standing: Standing | None = None
 
 
@@ -269,28 +269,23 @@ def torchs_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = No
 
 
 def stand_in(standing: Standing | None) -> None:
-    """Dynamo is given :func:`torchs_checkpoint` for torch's function; None: no longer."""
+    """Dynamo is given :func:`torchs_checkpoint` for torch's function from the first time on.
+
+    With None it does what Dynamo does by itself; it is not taken back, since a graph that was made without its guard
+    would serve the next ``patched()``, too.
+    """
     global _standing
     _standing = standing
-    if "torch._dynamo" in sys.modules:
+    if standing is not None and "torch._dynamo" in sys.modules:
         _dispatch_torchs()
 
 
 def _dispatch_torchs() -> None:
-    from torch._dynamo.trace_rules import _polyfilled_function_ids, get_torch_obj_rule_map
     from torch._dynamo.variables import PolyfilledFunctionVariable
-    from torch._dynamo.variables.builder import VariableBuilder
 
-    original = torch_checkpoint.checkpoint
-    by_id, rules = VariableBuilder._id_dispatch(), get_torch_obj_rule_map()
-    handlers = PolyfilledFunctionVariable._get_polyfill_handlers()
-    known = [f for f in handlers if getattr(f, "__torch_dynamo_original__", f) is original]
-    if _standing is not None and not known:
-        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(torchs_checkpoint)
-    elif _standing is None:
-        for function in known:
-            del handlers[function], by_id[id(function)], rules[function]
-            _polyfilled_function_ids.remove(id(function))
+    if torch_checkpoint.checkpoint not in PolyfilledFunctionVariable._get_polyfill_handlers():
+        register = torch.compiler.substitute_in_graph(torch_checkpoint.checkpoint, skip_signature_check=True)
+        register(torchs_checkpoint)
 
 
 # ---- telling Dynamo ----

@@ -562,17 +562,30 @@ class TestCompile:
             assert error(torch.autograd.grad(compiled(x * 1), parameters), exact) < 1e-5
         torch._dynamo.reset()
 
-    def test_nothing_is_left_in_dynamo(self):
-        from torch._dynamo.trace_rules import _polyfilled_function_ids, get_torch_obj_rule_map
-        from torch._dynamo.variables import PolyfilledFunctionVariable
-        from torch._dynamo.variables.builder import VariableBuilder
-
-        handlers = PolyfilledFunctionVariable._get_polyfill_handlers()
-        tables = [handlers, VariableBuilder._id_dispatch(), get_torch_obj_rule_map()]
-        before = [*(dict(table) for table in tables), set(_polyfilled_function_ids())]
-        with gradckpt.patched("int8"), gradckpt.patched("int4"):
-            assert len(handlers) > len(before[0])
-        assert [*tables, set(_polyfilled_function_ids())] == before
+    @pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"preserve_rng_state": False}])
+    def test_afterwards_graphs_are_torchs(self, options):
+        """Dynamo keeps the function that it was given; outside of a patch it traces what it would by itself."""
+        script = """
+        import sys; sys.path.insert(0, {tests!r})
+        import torch
+        from torch.utils.checkpoint import checkpoint
+        from compiled_graphs import Graphs
+        if {patched}:
+            import gradckpt
+            with gradckpt.patched("int8"):
+                pass
+        graphs = Graphs()
+        w = torch.ones(64, 64, requires_grad=True)
+        f = graphs.compile(lambda x: checkpoint(lambda t: (t @ w).sin() @ w, x * 2, **{options}))
+        f(torch.ones(64, 64, requires_grad=True)).sum().backward()
+        print(graphs.forward[0].graph, graphs.backward[0].graph)
+        """
+        outputs = [
+            alone(script.format(tests=str(ROOT / "tests"), patched=patched, options=options))
+            for patched in (False, True)
+        ]
+        assert "region_input" not in outputs[0]
+        assert outputs[0] == outputs[1]
 
     def test_no_compression_under_compile_says_so(self):
         @torch.compile(backend="aot_eager", fullgraph=True)
