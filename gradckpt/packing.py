@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -137,21 +138,18 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
     _compiling.answers = len(HOOKS)
     mode = get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
-    outputs = []
-    for node in itertools.islice(nodes, 16):  # behind it: one for each of its outputs
-        outputs.append(node)
+    later = []  # behind it: one for each of its outputs
+    for node in itertools.islice(nodes, 16):
         if node.target is op:
             break
+        later.append(node)
     else:
         return
-    for node in outputs:
-        value = node.meta.get("val")
-        if (
-            isinstance(value, torch.Tensor)
-            and value.numel() >= config.min_numel
-            and value.dtype in dtypes(config.codec)
-        ):
-            node.meta[_CODEC] = config.codec
+    # As in csrc/engine/store.c: what comes besides the first value (log-sum-exp, states of a generator) stays exact.
+    first = [n for n in later if n.target is operator.getitem and n.args[0] is node and n.args[1] == 0] or [node]
+    value = first[0].meta.get("val")
+    if isinstance(value, torch.Tensor) and value.numel() >= config.min_numel and value.dtype in dtypes(config.codec):
+        first[0].meta[_CODEC] = config.codec
 
 
 @functools.cache

@@ -67,12 +67,14 @@ def test_an_enabled_model_is_one_graph(family, way):
 
 def test_a_policy_of_enable():
     model, graphs = build(), Graphs()
-    gradckpt.enable(model, "int8", policy="save_attention:int8")
+    config = gradckpt.CompressionConfig("int8", min_numel=64)
+    gradckpt.enable(model, config, policy=gradckpt.policies.save_attention.compressed(config))
     step(model, graphs.compile(model))
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert len([n for n in graphs.forward[0].graph.nodes if n.target is attention]) == LAYERS
     assert not [n for n in graphs.backward[0].graph.nodes if n.target is attention]
-    assert len(graphs.calls("decode", graphs.backward)) == 2 * LAYERS
+    decoded = [node.meta["val"].dim() for node in graphs.calls("decode", graphs.backward)]
+    assert sorted(decoded) == [3] * LAYERS + [4] * LAYERS  # hidden states; attention, and not its log-sum-exp
 
 
 def test_replay():
