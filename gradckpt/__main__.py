@@ -56,7 +56,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         *((name, _package(name, one)) for name, one in found["integrations"].items() if one["importable"]),
         ("not installed", ", ".join(name for name, one in found["integrations"].items() if not one["importable"])),
     ]
-    return [f"{label + '  ':<{_LABEL}}{text}" for label, text in rows if text]
+    return [f"{label + ' ':<{_LABEL}}{text}" for label, text in rows if text]
 
 
 def _range(name: str, tested: bool | None) -> str:
