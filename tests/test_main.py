@@ -372,6 +372,11 @@ def test_a_narrow_terminal_gets_whole_lines(rich, monkeypatch, capsys):
 def copy(tmp_path):
     """The package without its extension, elsewhere."""
     shutil.copytree(ROOT / "gradckpt", tmp_path / "gradckpt", ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
+    # An editable install would find the extension all the same.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]\n"
+    )
     return tmp_path
 
 
