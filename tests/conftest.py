@@ -1,6 +1,5 @@
 """What every test starts from."""
 
-import logging
 import re
 import sys
 
@@ -15,12 +14,6 @@ def _no_hooks_left_by_torch():
     if not hasattr(torch._C._autograd, "_make_saved_tensor"):
         while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-@pytest.fixture(autouse=True)
-def _no_records_that_pytest_cannot_format():
-    """torch's checkpoint(debug=True) logs operators with arguments that are no format's; others let them through."""
-    logging.getLogger("LoggingTensor").propagate = False
 
 
 def pytest_collection_modifyitems(config, items):

@@ -223,6 +223,8 @@ class TestWhoIsServed:
         assert not equal(found, gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch"))
 
     def test_a_regions_own_context_or_debug_wins_over_the_policy(self):
+        import torch._dynamo  # imported later, it lets torch's log of operators through to pytest
+
         entered = []
 
         class Context:
@@ -267,8 +269,6 @@ class TestNothingLeftBehind:
             assert next(iter(before.parameters)) == "function"
 
     def test_every_function_and_class_in_torch_and_transformers_is_the_same_object(self):
-        pytest.importorskip("transformers").modeling_utils  # noqa: B018
-
         def snapshot():
             kinds = (type, type(lambda: 0), type(len), functools.partial)
             return {
