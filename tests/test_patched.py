@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint
-import transformers.modeling_utils  # noqa: F401: gradckpt listens from then on, patched or not
+import transformers.modeling_utils  # noqa: F401 (gradckpt listens from then on, patched or not)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import optimizer as torch_optimizer
