@@ -137,21 +137,24 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
     _compiling.answers = len(HOOKS)
     mode = get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
-    outputs = []
-    for node in itertools.islice(nodes, 16):  # behind it: one for each of its outputs
-        outputs.append(node)
+    behind = []  # it: one for each of its outputs
+    for node in itertools.islice(nodes, 16):
         if node.target is op:
             break
+        behind.append(node)
     else:
         return
-    for node in outputs:
-        value = node.meta.get("val")
+    several = isinstance(node.meta.get("val"), tuple)
+    for output in behind if several else [node]:
+        if several and output.args[1:] != (0,):
+            continue  # log-sum-exp, mean, state of a generator: exact
+        value = output.meta.get("val")
         if (
             isinstance(value, torch.Tensor)
             and value.numel() >= config.min_numel
             and value.dtype in dtypes(config.codec)
         ):
-            node.meta[_CODEC] = config.codec
+            output.meta[_CODEC] = config.codec
 
 
 @functools.cache

@@ -328,6 +328,20 @@ def test_several_steps_before_a_backward():
     assert_same([p.grad for p in model.parameters()], want)
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.11: see test_policies_pass_through")
+def test_only_the_first_output_of_an_operator_is_compressed():
+    context_fn, graphs = contexts_of("save_attention:int8"), Graphs()
+
+    def region(x):
+        return nn.functional.scaled_dot_product_attention(x, x, x).sin()
+
+    function = graphs.compile(lambda x: gradckpt.checkpoint(region, x * 2, context_fn=context_fn))
+    function(leaf(2, 8, 128, 32)).sum().backward()
+    (encode,) = graphs.calls("encode", graphs.forward)
+    assert encode.args[0].meta["val"].shape == (2, 8, 128, 32)
+    assert (2, 8, 128) in [x.shape for x in graphs.exact]  # log-sum-exp
+
+
 # ---- with other parts of the library ----
 
 
