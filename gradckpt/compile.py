@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils._pytree import tree_map
 
 import gradckpt
@@ -88,7 +89,7 @@ def _mark(marking: Marking, x: Any) -> Any:
         isinstance(x, torch.Tensor)
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
-        and x.numel() >= marking.min_numel
+        and guard_or_true(x.numel() >= marking.min_numel)  # a size may be known only when the graph runs
         and (marking.everything or (x.requires_grad and (marking.leaves or not x.is_leaf)))
     ):
         mark = packing.rounded if marking.replay else packing.region_input

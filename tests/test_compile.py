@@ -328,6 +328,23 @@ def test_several_steps_before_a_backward():
     assert_same([p.grad for p in model.parameters()], want)
 
 
+@pytest.mark.parametrize("min_numel", [0, 1024])
+def test_sizes_that_only_the_run_knows(min_numel):
+    def function(x, w, chosen):
+        return gradckpt.checkpoint(
+            body, (x * 2)[chosen.nonzero().squeeze(1)], w, compress={"codec": "int8", "min_numel": min_numel}
+        )
+
+    graphs, chosen = Graphs(), torch.arange(64) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = graphs.compile(function)
+        for each in (chosen, chosen | (torch.arange(64) > 40), ~chosen & chosen):
+            inputs = leaf(64, 64), weight()
+            want = gradients(functools.partial(function, chosen=each), *inputs)
+            assert_same(gradients(functools.partial(compiled, chosen=each), *inputs), want)
+    assert len(graphs.forward) == len(graphs.payloads) == 1
+
+
 @pytest.mark.skipif(OLD, reason="torch 2.11: see test_policies_pass_through")
 def test_only_the_first_output_of_an_operator_is_compressed():
     context_fn, graphs = contexts_of("save_attention:int8"), Graphs()
