@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import guard_or_true
+from torch.fx.experimental.symbolic_shapes import guard_or_true, guard_scalar
 from torch.utils._pytree import tree_map
 
 import gradckpt
@@ -65,8 +65,11 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """``gradckpt.checkpoint``, as Dynamo sees it."""
+    # Guards on what it says, keys and numbers included, and not on what it is.
     if isinstance(compress, CompressionConfig):
-        compress = {field: getattr(compress, field) for field in _FIELDS}  # guards on what it says, not on what it is
+        compress = {field: _constant(getattr(compress, field)) for field in _FIELDS}
+    elif isinstance(compress, dict):
+        compress = {key: _constant(compress[key]) for key in compress}
     marking = _marking(compress, use_reentrant, debug, context_fn is not None)
     if marking is not None and torch.is_grad_enabled():
         args, kwargs = tree_map(functools.partial(_mark, marking), (args, kwargs))
@@ -81,6 +84,11 @@ def checkpoint(
         early_stop=early_stop,
         **kwargs,
     )
+
+
+def _constant(value: Any) -> Any:
+    """Dynamo makes a symbol of a number that changes."""
+    return guard_scalar(value) if type(value) is int else value
 
 
 def _mark(marking: Marking, x: Any) -> Any:

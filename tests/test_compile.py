@@ -328,6 +328,18 @@ def test_several_steps_before_a_backward():
     assert_same([p.grad for p in model.parameters()], want)
 
 
+def test_a_changed_dict_makes_another_graph():
+    config, graphs = {"codec": "int8"}, Graphs()
+    function = graphs.compile(lambda x, w: gradckpt.checkpoint(body, x * 2, w, compress=config))
+    payloads = []
+    for change in ({}, {"min_numel": 1 << 30}, {"min_numel": 5}, {"codec": "int4"}):
+        config.update(change)
+        function(leaf(32, 64), weight()).sum().backward()
+        payloads.append([x.numel() for x in graphs.payloads])
+    nbytes = [gradckpt.encode(torch.zeros(32 * 64), codec).nbytes for codec in ("int8", "int4")]
+    assert payloads == [nbytes[:1], [], nbytes[:1], nbytes[1:]]
+
+
 @pytest.mark.parametrize("min_numel", [0, 1024])
 def test_sizes_that_only_the_run_knows(min_numel):
     def function(x, w, chosen):
