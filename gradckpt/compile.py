@@ -179,6 +179,7 @@ class Backend:
 
     def __call__(self, module: GraphModule, inputs: Any, **options: Any) -> Any:
         modules = [m for m in module.modules() if isinstance(m, GraphModule)]
+        _guard_leaves(module)
         quiet = contextlib.nullcontext() if not self.decisions else _keep_decisions(modules, self.decisions)
         cached = _cache_hits()
         with quiet, packing.hooks() as packed:
@@ -188,6 +189,17 @@ class Backend:
         if packed:
             _announce(packed)
         return compiled
+
+
+def _guard_leaves(module: GraphModule) -> None:
+    """Dynamo reads ``is_leaf`` of a graph's inputs and does not guard on it; but the rule of :func:`_mark` does."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    for node in module.graph.find_nodes(op="placeholder"):
+        x, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
+        if source is not None and type(x) is not torch.nn.Parameter and getattr(x, "requires_grad", False):
+            install_guard(AttrSource(source, "is_leaf").make_guard(GuardBuilder.CONSTANT_MATCH))
 
 
 def _cache_hits() -> int:

@@ -328,6 +328,20 @@ def test_several_steps_before_a_backward():
     assert_same([p.grad for p in model.parameters()], want)
 
 
+# ---- what graphs are made for ----
+
+
+def test_leaves_and_others_have_graphs_of_their_own():
+    for first, second in ((leaf(32, 64), leaf(32, 64) * 2), (leaf(32, 64) * 2, leaf(32, 64))):
+        torch._dynamo.reset()
+        graphs = Graphs()
+        function = graphs.compile(int8)
+        for x in (first, second, first):
+            function(body, x, weight()).sum().backward(retain_graph=True)
+        assert len(graphs.forward) == 2
+        assert len(graphs.calls("encode", graphs.forward)) == 1
+
+
 def test_a_changed_dict_makes_another_graph():
     config, graphs = {"codec": "int8"}, Graphs()
     function = graphs.compile(lambda x, w: gradckpt.checkpoint(body, x * 2, w, compress=config))
