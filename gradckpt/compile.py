@@ -166,7 +166,12 @@ def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = No
 # ---- around the backend ----
 
 _CONTEXT = "_checkpoint_context_fn"
-_DECIDING = frozenset(name.partition(".")[0] for name in DECISIONS)
+#: Those of torch's functions that call others of :data:`DECISIONS`; Dynamo's graph has their names.
+_DECIDE_WITHIN = (
+    *("greater", "greater_equal", "less", "less_equal", "not_equal", "isclose", "msort", "quantile", "nanquantile"),
+    *("unique", "where", "argwhere", "masked_select"),
+)
+_DECIDING = frozenset(name.partition(".")[0] for name in (*DECISIONS, *_DECIDE_WITHIN))
 
 
 class Backend:
@@ -228,7 +233,8 @@ def _keep_decisions(modules: list[GraphModule], decisions: bool | str) -> Any:
 
 def _decides(region: GraphModule) -> bool:
     nodes = (node for m in region.modules() if isinstance(m, GraphModule) for node in m.graph.nodes)
-    return any(getattr(node.target, "__name__", node.target) in _DECIDING for node in nodes)
+    names = (str(getattr(node.target, "__name__", node.target)) for node in nodes)
+    return any(name.partition(".")[0].rstrip("_") in _DECIDING for name in names)
 
 
 @contextlib.contextmanager

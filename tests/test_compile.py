@@ -328,6 +328,26 @@ def test_several_steps_before_a_backward():
     assert_same([p.grad for p in model.parameters()], want)
 
 
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda x: torch.where(torch.greater(x, 0), x * 3, x),
+        lambda x: torch.where(x.less_equal(0), x * 3, x),
+        torch.msort,
+        lambda x: torch.where(torch.ops.aten.gt.Scalar(x, 0), x * 3, x),
+    ],
+    ids=["greater", "less_equal", "msort", "overload"],
+)
+def test_decisions_inside_other_functions_are_kept(decide):
+    graphs, inputs = Graphs(), (leaf(64, 64), weight())
+
+    def function(x, w):
+        return gradckpt.checkpoint(lambda t, v: decide(t @ v) * t, x * 2, w, compress="int4")
+
+    assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
+    assert len(graphs.payloads) == 1
+
+
 # ---- what graphs are made for ----
 
 
