@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.fx import GraphModule
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_true, guard_scalar
-from torch.utils._pytree import tree_map
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
 
 import gradckpt
 from gradckpt import _C, compat, packing, policies
@@ -185,6 +187,7 @@ class Backend:
     def __call__(self, module: GraphModule, inputs: Any, **options: Any) -> Any:
         modules = [m for m in module.modules() if isinstance(m, GraphModule)]
         _guard_leaves(module)
+        _leave_written(modules)
         quiet = contextlib.nullcontext() if not self.decisions else _keep_decisions(modules, self.decisions)
         cached = _cache_hits()
         with quiet, packing.hooks() as packed:
@@ -205,6 +208,48 @@ def _guard_leaves(module: GraphModule) -> None:
         x, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
         if source is not None and type(x) is not torch.nn.Parameter and getattr(x, "requires_grad", False):
             install_guard(AttrSource(source, "is_leaf").make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+def _leave_written(modules: list[GraphModule]) -> None:
+    """A mark is a copy until it is packed. Where that could be told, by a write to the region's input or to what the
+    region returns of it, the input is left as it is."""
+    outputs = {_storage(x) for x in modules[0].graph.output_node().all_input_nodes}  # others may write to these
+    written: set[Any] = set()  # storages that are, now that marks of them are gone
+    while sum(_leave_written_in(module, outputs, written) for module in modules):
+        pass
+
+
+def _leave_written_in(module: GraphModule, outputs: set[Any], written: set[Any]) -> bool:
+    left = False
+    for region in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+        inputs = {x: x.args[0] if x.target is packing.region_input else x for x in region.all_input_nodes}
+        dirty = {_storage(inputs[x]) for x in inputs if _is_written(x) or _storage(x) in written} - {None}
+        returned = {_storage(x) for x in tree_leaves(region.meta["example_value"])}
+        for mark, x in inputs.items():
+            if mark is x:
+                continue
+            shared = _storage(mark) in returned and (_is_written(x) or _storage(mark) in outputs)
+            if shared or _storage(x) in dirty:
+                written |= {_storage(x)} & dirty
+                mark.replace_all_uses_with(x)
+                module.graph.erase_node(mark)
+                left = True
+    if left:
+        module.recompile()
+    return left
+
+
+def _is_written(node: Node) -> bool:
+    """Since it was made."""
+    x = node.meta.get("example_value")
+    return isinstance(x, torch.Tensor) and x._version > 0
+
+
+def _storage(x: Any) -> Any:
+    """Of a fake tensor, or of a node's: equal for those that share memory."""
+    if isinstance(x, Node):
+        x = x.meta.get("example_value")
+    return StorageWeakRef(x.untyped_storage()) if type(x) is FakeTensor else None
 
 
 def _cache_hits() -> int:

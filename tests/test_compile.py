@@ -328,6 +328,82 @@ def test_several_steps_before_a_backward():
     assert_same([p.grad for p in model.parameters()], want)
 
 
+# ---- what a mark must not change ----
+
+
+def writes_inside(x, w, c):
+    h = x * 2
+    return c(lambda t, v: (t.add_(1) @ v).sin(), h, w) + h.cos()
+
+
+def writes_through_another_argument(x, w, c):
+    h = x * 2
+    return c(lambda t, u, v: (t.mul_(2) @ v).sin() * u.view(32, 64).cos(), h, h.view(-1), w)
+
+
+def writes_through_a_closure(x, w, c):
+    h = x * 2
+    return c(lambda t, v: (h.detach().mul_(2) @ v).sin() + t.view(32, 64).cos(), h.view(-1), w)
+
+
+def writes_inside_twice(x, w, c):
+    h = x * 2
+    return c(lambda t, v: c(lambda a, b: (a.add_(1) @ b).sin(), t, v) + t.cos(), h, w) + h.cos()
+
+
+def writes_to_the_input_of_what_it_returns(x, w, c):
+    h = x * 2
+    same, other = c(lambda t, v: (t.view(-1), t.sum() * v.sum()), h, w)
+    with torch.no_grad():
+        h.mul_(3)
+    return same.detach() + other
+
+
+def returns_its_input_to_the_caller(x, w, c):
+    h = x * 2
+    return (h, *c(lambda t, v: (t.view(-1), (t @ v).sin()), h, w))
+
+
+WRITING = [
+    writes_inside,
+    writes_through_another_argument,
+    writes_through_a_closure,
+    writes_inside_twice,
+    writes_to_the_input_of_what_it_returns,
+]
+
+
+@pytest.mark.parametrize("function", WRITING, ids=lambda f: f.__name__)
+def test_an_input_that_the_region_writes_to(function):
+    """It is the caller's tensor that is written to, so that it is not compressed."""
+    torchs, inputs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False), (leaf(32, 64), weight())
+    graphs = Graphs()
+    want = gradients(Graphs().compile(functools.partial(function, c=torchs)), *inputs)
+    got = gradients(graphs.compile(functools.partial(function, c=int8)), *inputs)
+    assert torch.equal(got[0], function(*inputs, c=lambda f, *args: f(*args)))
+    assert_same(got, want)
+    assert not graphs.calls("region_input")
+
+
+def test_an_input_that_is_returned_is_the_callers_tensor():
+    function = functools.partial(returns_its_input_to_the_caller, c=int8)
+    h, same, _ = Graphs().compile(function)(leaf(32, 64), weight())
+    assert same.untyped_storage().data_ptr() == h.untyped_storage().data_ptr()
+
+
+def test_an_input_written_to_before_and_after_is_compressed():
+    def function(x, w):
+        h = x * 2
+        h += 1
+        y = int8(body, h, w)
+        h += y
+        return h + y
+
+    graphs, inputs = Graphs(), (leaf(32, 64), weight())
+    assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
+    assert len(graphs.payloads) == 1
+
+
 @pytest.mark.parametrize(
     "decide",
     [
