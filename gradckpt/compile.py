@@ -20,7 +20,6 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import guard_or_true, guard_scalar
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -90,7 +89,18 @@ def checkpoint(
 
 def _constant(value: Any) -> Any:
     """Dynamo makes a symbol of a number that changes."""
-    return guard_scalar(value) if type(value) is int else value
+    if type(value) is not int:
+        return value
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(value)
+
+
+def _is_or_may_be(condition: Any) -> Any:
+    """Of a size that only the run will tell, too."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
 
 
 def _mark(marking: Marking, x: Any) -> Any:
@@ -99,7 +109,7 @@ def _mark(marking: Marking, x: Any) -> Any:
         isinstance(x, torch.Tensor)
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
-        and guard_or_true(x.numel() >= marking.min_numel)  # a size may be known only when the graph runs
+        and _is_or_may_be(x.numel() >= marking.min_numel)
         and (marking.everything or (x.requires_grad and (marking.leaves or not x.is_leaf)))
     ):
         mark = packing.rounded if marking.replay else packing.region_input

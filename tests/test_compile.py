@@ -709,5 +709,5 @@ def test_a_graph_from_inductors_cache(tmp_path):
 
 
 def test_importing_gradckpt_imports_no_compiler():
-    code = "import sys, gradckpt; assert 'torch._dynamo' not in sys.modules"
+    code = "import sys, gradckpt; assert not {'torch._dynamo', 'sympy'} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
