@@ -172,6 +172,10 @@ def expanded(x, w):
     return int8(lambda t, v: (t @ v).sin(), (x[:1] * 2).expand(32, 64), w)
 
 
+def expanded_and_reshaped(x, w):
+    return int8(lambda t, v: (t.reshape(-1).view(32, 64) @ v).sin(), (x[:1] * 2).expand(32, 64), w)
+
+
 def nested_arguments(x, w):
     def region(tree, v, *, extra):
         return (tree["a"][0] @ v).sin() @ v + extra.sin()
@@ -214,6 +218,7 @@ in_decorator = gradckpt.checkpoint(compress="int8")(body)
     [
         (restrided, 1),
         (expanded, 1),
+        (expanded_and_reshaped, 1),
         (nested_arguments, 2),
         (same_input_twice, 1),
         (returns_its_input, 1),
@@ -706,6 +711,26 @@ def test_a_graph_from_inductors_cache(tmp_path):
     code = CACHED.format(tests=str(Path(__file__).parent))
     outputs = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True) for _ in range(2)]
     assert [o.stdout.split() for o in outputs] == [["0", "3", "3"], ["1", "3", "3"]], outputs[1].stderr
+
+
+def test_a_mark_says_whose_it_is():
+    """Caches on disk know graphs by their text: another gradckpt makes its own."""
+    seen = []
+
+    def backend(module, inputs):
+        seen.extend(
+            node.args[2] for mark in packing.MARKS for node in module.graph.find_nodes(op="call_function", target=mark)
+        )
+        return module.forward
+
+    for replay in (False, True):
+        torch._dynamo.reset()
+        packing._warn_unpacked.cache_clear()
+        checkpoint = functools.partial(gradckpt.checkpoint, compress=CompressionConfig("int8", replay=replay))
+        function = torch.compile(lambda x, w, c: c(body, x * 2, w), backend=backend)
+        with pytest.warns(GradckptInactiveWarning):
+            function(leaf(32, 64), weight(), checkpoint)
+    assert seen == [gradckpt.__version__] * 2
 
 
 def test_importing_gradckpt_imports_no_compiler():
