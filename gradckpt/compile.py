@@ -206,7 +206,18 @@ class Backend:
             packed = _marked(modules)
         if packed:
             _announce(packed)
+        elif type(getattr(self.backend, "__self__", None)).__name__ == "DDPOptimizer" and _marked(modules):
+            _warn_cut()
         return compiled
+
+
+@functools.cache
+def _warn_cut() -> None:
+    warn_inactive(
+        "torch.compile: nothing is compressed where DistributedDataParallel's optimizer cuts the graph at all regions; "
+        "set torch._dynamo.config.optimize_ddp = False",
+        stacklevel=2,
+    )
 
 
 def _guard_leaves(module: GraphModule) -> None:
