@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.fx import GraphModule
-from torch.utils._pytree import tree_map
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
 
 import gradckpt
 from gradckpt import _C, compat, packing, policies
@@ -64,8 +66,11 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """``gradckpt.checkpoint``, as Dynamo sees it."""
+    # Guards on what it says, keys and numbers included, and not on what it is.
     if isinstance(compress, CompressionConfig):
-        compress = {field: getattr(compress, field) for field in _FIELDS}  # guards on what it says, not on what it is
+        compress = {field: _constant(getattr(compress, field)) for field in _FIELDS}
+    elif isinstance(compress, dict):
+        compress = {key: _constant(compress[key]) for key in compress}
     marking = _marking(compress, use_reentrant, debug, context_fn is not None)
     if marking is not None and torch.is_grad_enabled():
         args, kwargs = tree_map(functools.partial(_mark, marking), (args, kwargs))
@@ -82,13 +87,29 @@ def checkpoint(
     )
 
 
+def _constant(value: Any) -> Any:
+    """Dynamo makes a symbol of a number that changes."""
+    if type(value) is not int:
+        return value
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(value)
+
+
+def _is_or_may_be(condition: Any) -> Any:
+    """Of a size that only the run will tell, too."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
+
+
 def _mark(marking: Marking, x: Any) -> Any:
     """The rule of csrc/engine: what is compressed, and what is kept as it is."""
     if (
         isinstance(x, torch.Tensor)
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
-        and x.numel() >= marking.min_numel
+        and _is_or_may_be(x.numel() >= marking.min_numel)
         and (marking.everything or (x.requires_grad and (marking.leaves or not x.is_leaf)))
     ):
         mark = packing.rounded if marking.replay else packing.region_input
@@ -157,7 +178,12 @@ def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = No
 # ---- around the backend ----
 
 _CONTEXT = "_checkpoint_context_fn"
-_DECIDING = frozenset(name.partition(".")[0] for name in DECISIONS)
+#: Those of torch's functions that call others of :data:`DECISIONS`; Dynamo's graph has their names.
+_DECIDE_WITHIN = (
+    *("greater", "greater_equal", "less", "less_equal", "not_equal", "isclose", "msort", "quantile", "nanquantile"),
+    *("unique", "where", "argwhere", "masked_select"),
+)
+_DECIDING = frozenset(name.partition(".")[0] for name in (*DECISIONS, *_DECIDE_WITHIN))
 
 
 class Backend:
@@ -170,6 +196,8 @@ class Backend:
 
     def __call__(self, module: GraphModule, inputs: Any, **options: Any) -> Any:
         modules = [m for m in module.modules() if isinstance(m, GraphModule)]
+        _guard_leaves(module)
+        _leave_written(modules)
         quiet = contextlib.nullcontext() if not self.decisions else _keep_decisions(modules, self.decisions)
         cached = _cache_hits()
         with quiet, packing.hooks() as packed:
@@ -178,7 +206,71 @@ class Backend:
             packed = _marked(modules)
         if packed:
             _announce(packed)
+        elif type(getattr(self.backend, "__self__", None)).__name__ == "DDPOptimizer" and _marked(modules):
+            _warn_cut()
         return compiled
+
+
+@functools.cache
+def _warn_cut() -> None:
+    warn_inactive(
+        "torch.compile: nothing is compressed where DistributedDataParallel's optimizer cuts the graph at all regions; "
+        "set torch._dynamo.config.optimize_ddp = False",
+        stacklevel=2,
+    )
+
+
+def _guard_leaves(module: GraphModule) -> None:
+    """Dynamo reads ``is_leaf`` of a graph's inputs and does not guard on it; but the rule of :func:`_mark` does."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    for node in module.graph.find_nodes(op="placeholder"):
+        x, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
+        if source is not None and type(x) is not torch.nn.Parameter and getattr(x, "requires_grad", False):
+            install_guard(AttrSource(source, "is_leaf").make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+def _leave_written(modules: list[GraphModule]) -> None:
+    """A mark is a copy until it is packed. Where that could be told, by a write to the region's input or to what the
+    region returns of it, the input is left as it is."""
+    outputs = {_storage(x) for x in modules[0].graph.output_node().all_input_nodes}  # others may write to these
+    written: set[Any] = set()  # storages that are, now that marks of them are gone
+    while sum(_leave_written_in(module, outputs, written) for module in modules):
+        pass
+
+
+def _leave_written_in(module: GraphModule, outputs: set[Any], written: set[Any]) -> bool:
+    left = False
+    for region in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+        inputs = {x: x.args[0] if x.target is packing.region_input else x for x in region.all_input_nodes}
+        dirty = {_storage(inputs[x]) for x in inputs if _is_written(x) or _storage(x) in written} - {None}
+        returned = {_storage(x) for x in tree_leaves(region.meta["example_value"])}
+        for mark, x in inputs.items():
+            if mark is x:
+                continue
+            shared = _storage(mark) in returned and (_is_written(x) or _storage(mark) in outputs)
+            if shared or _storage(x) in dirty:
+                written |= {_storage(x)} & dirty
+                mark.replace_all_uses_with(x)
+                module.graph.erase_node(mark)
+                left = True
+    if left:
+        module.recompile()
+    return left
+
+
+def _is_written(node: Node) -> bool:
+    """Since it was made."""
+    x = node.meta.get("example_value")
+    return isinstance(x, torch.Tensor) and x._version > 0
+
+
+def _storage(x: Any) -> Any:
+    """Of a fake tensor, or of a node's: equal for those that share memory."""
+    if isinstance(x, Node):
+        x = x.meta.get("example_value")
+    return StorageWeakRef(x.untyped_storage()) if type(x) is FakeTensor else None
 
 
 def _cache_hits() -> int:
@@ -207,7 +299,8 @@ def _keep_decisions(modules: list[GraphModule], decisions: bool | str) -> Any:
 
 def _decides(region: GraphModule) -> bool:
     nodes = (node for m in region.modules() if isinstance(m, GraphModule) for node in m.graph.nodes)
-    return any(getattr(node.target, "__name__", node.target) in _DECIDING for node in nodes)
+    names = (str(getattr(node.target, "__name__", node.target)) for node in nodes)
+    return any(name.partition(".")[0].rstrip("_") in _DECIDING for name in names)
 
 
 @contextlib.contextmanager

@@ -239,8 +239,11 @@ HOOKS = (_Hook(_pack), _Hook(_unpack))
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """Of a symbolic size: what it was when the graph was traced."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    """Of a symbolic size: what it was when the graph was traced; a guess, if only the run will tell."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    known: int | None = size.node.hint
+    return int(size.node.expr.xreplace(dict.fromkeys(size.node.expr.free_symbols, 4096))) if known is None else known
 
 
 def _memory_order(x: torch.Tensor) -> list[int]:
