@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradckpt import _C, compat, compile
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
 from gradckpt.policies import PolicyLike, contexts_of
-from gradckpt.stats import inactive_reason, stats
+from gradckpt.stats import inactive_reason, resets, stats
 
 __all__ = ["patched"]
 
@@ -144,6 +144,7 @@ class patched:
         self._calls = self._reentrant = self._traced = self._regions = self._steps = 0
         self._trained = False
         self._before: dict[str, Any] = {}
+        self._resets = 0
         self._after: dict[str, Any] | None = None
         self._said = False
         self._step_hook: Any = None
@@ -161,7 +162,7 @@ class patched:
             if self.active:
                 raise RuntimeError("gradckpt: this patched() is active already; for a block inside, make another one")
             self._forget()
-            self._before = stats()
+            self._before, self._resets = stats(), resets()
             try:
                 _active.append(self)
                 if self._acts:
@@ -180,7 +181,7 @@ class patched:
         with _lock:
             if not self.active:
                 return
-            self._after = stats()
+            self._before, self._after = self._baseline(), stats()
             self._unhook()
             _active[:] = [handle for handle in _active if handle is not self]
             if not _active:
@@ -260,17 +261,21 @@ class patched:
 
     # ---- what it did ----
 
+    def _baseline(self) -> dict[str, Any]:
+        """The counters that those of now are compared with; after gradckpt.reset_stats(): none."""
+        return self._before if self._after is not None or resets() == self._resets else {}
+
     def stats(self) -> dict[str, Any]:
         """What happened between :meth:`start` and now, or :meth:`remove`, in this process.
 
         Returns:
             ``calls`` of torch's function; of these, ``reentrant``: left to torch (``use_reentrant=True``), and
             ``traced``: seen while a graph was made (``torch.compile``), once for many runs. The rest as in
-            :func:`gradckpt.stats`, which counts what others do with gradckpt at the same time, too.
+            :func:`gradckpt.stats`, which counts what others do with gradckpt at the same time, too, and begins anew
+            with :func:`gradckpt.reset_stats`.
         """
         now = stats() if self._after is None else self._after
-        # After gradckpt.reset_stats() the numbers of the start mean nothing.
-        before = self._before if now["regions"] >= self._before.get("regions", 0) else {}
+        before = self._baseline()
         since = {key: value - before.get(key, 0) for key, value in now.items() if isinstance(value, int)}
         since |= {key: now[key] for key in ("live_bytes", "peak_live_bytes")}
         then = before.get("kept", {})
@@ -331,7 +336,7 @@ class patched:
             return
         self._said = True
         regions = self.stats()["regions_asked"]
-        if not regions or self._before["regions_asked"]:
+        if not regions or self._baseline().get("regions_asked", 0):
             codec = self.config.codec if self.config else None
             warn_inactive(f"patched({codec!r}) compressed nothing: {reason}", stacklevel=stacklevel)
 
