@@ -93,7 +93,7 @@ def _checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any, kwargs: dict[str, Any]) -> Any:
-    if use_reentrant is None and any(handle._acts for handle in _active[-1:]):
+    if use_reentrant is None and in_force():
         use_reentrant = False
     return _SEQUENTIAL.stock(functions, segments, input, use_reentrant, **kwargs)
 
@@ -297,6 +297,11 @@ class patched:
         holder = getattr(torch_checkpoint, "checkpoint", None)
         if self.active and inspect.unwrap(holder) is not _CHECKPOINT.function:  # type: ignore[arg-type]
             return f"something put {holder!r} in the place of torch.utils.checkpoint.checkpoint, and calls go there"
+        if not s["calls"] and s["regions"]:
+            return (
+                "the regions called gradckpt themselves, without compression, and a patch leaves such calls alone; "
+                'there, pass compress="int8"'
+            )
         if not s["calls"]:
             return (
                 "nothing in this process called torch.utils.checkpoint.checkpoint; turn checkpointing on: "
@@ -339,6 +344,11 @@ class patched:
         if not regions or self._baseline().get("regions_asked", 0):
             codec = self.config.codec if self.config else None
             warn_inactive(f"patched({codec!r}) compressed nothing: {reason}", stacklevel=stacklevel)
+
+
+def in_force() -> bool:
+    """The innermost one does something to the calls of torch's checkpoint."""
+    return any(handle._acts for handle in _active[-1:])
 
 
 def _stand_in() -> None:

@@ -469,6 +469,9 @@ class TestInactive:
     def test_nothing_calls_checkpoint(self):
         self.expect("nothing in this process called .*gradient_checkpointing=True", lambda layer, x: layer(x))
 
+    def test_only_calls_of_gradckpt_without_compression(self):
+        self.expect("called gradckpt themselves, without compression", gradckpt.checkpoint)
+
     def test_all_reentrant(self):
         self.expect("all 8 calls of checkpoint passed use_reentrant=True", early, use_reentrant=True)
 
@@ -642,6 +645,17 @@ class TestCompile:
             assert handle.stats()["compiled_tensors"] > 0
             assert handle.inactive_reason is None
         assert error(found, exact) < 0.01
+        torch._dynamo.reset()
+
+    def test_a_graph_that_runs_as_dynamo_made_it_compresses(self):
+        """It calls torch's checkpoint; so backend="eager" is no reason for a warning here."""
+        layers = nn.Sequential(*(layer[:2] for layer in model()))
+        torch._dynamo.reset()
+        forward = torch.compile(lambda layer, x: early(layer, x, use_reentrant=False), backend="eager", fullgraph=True)
+        with gradckpt.patched("int8"), warnings.catch_warnings():
+            warnings.simplefilter("error", GradckptInactiveWarning)
+            _, n = compressed(gradients, layers, forward)
+        assert n == len(layers)
         torch._dynamo.reset()
 
     def test_a_compiled_optimizer_step(self):

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt.config import warn_inactive
 from gradckpt.integrations.kwargs import MARKS
+from gradckpt.patched import in_force
 
 #: Optimizer steps that are looked at.
 STEPS = 2
@@ -35,8 +36,8 @@ class _Listener:
         self.registered = False
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self.left:
-            return
+        if torch.compiler.is_compiling() or not self.left or in_force():
+            return  # under patched() such layers do compress, as it says and not as the key does
         self.left -= 1
         key = _stray()
         if key is not None:
