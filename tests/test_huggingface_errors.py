@@ -283,6 +283,17 @@ class TestStrayKeys:
             self.one_step(model)
         assert stray_keys._listener.left == 0
 
+    def test_silent_under_patched(self):
+        """There the layers compress, as patched() says. After it they do not."""
+        model = build()
+        on(model, {"compress": "int4", "use_reentrant": False})
+        with gradckpt.patched("int8") as handle:
+            for _ in range(3):
+                self.one_step(model)
+        assert handle.stats()["compressed"] == 3 * LAYERS
+        with pytest.warns(GradckptInactiveWarning, match="given compress="):
+            self.one_step(model)
+
     def test_without_use_reentrant_torch_says_it(self):
         model = build()
         on(model, {"compress": "int8"})
@@ -359,7 +370,23 @@ class TestActivity:
         model = build()
         gradckpt.enable(model)
         model.model.layers = build().model.layers
-        self.warned(model, "its layers never called checkpoint")
+        self.warned(
+            model, r"never called checkpoint; if they were replaced .*model\.activation_checkpointing_enable\(\)"
+        )
+        on(model)
+        assert step(model) == LAYERS
+
+    @needs_layers
+    def test_layers_of_another_model(self):
+        model, other = build(), build()
+        gradckpt.enable(model)
+        on(other)
+        model.model.layers = other.model.layers
+        self.warned(
+            model, r"the layers call torch\.utils\.checkpoint\.checkpoint, .*activation_checkpointing_enable\(\) again"
+        )
+        on(model)
+        assert step(model) == LAYERS
 
     def test_inputs_without_grad(self):
         model = build()
