@@ -286,10 +286,13 @@ class patched:
 
     @property
     def inactive_reason(self) -> str | None:
-        """Why nothing was compressed so far; ``None`` when something was, or compression was not asked for."""
+        """Why nothing was compressed so far, or no region got the policy; ``None`` when something was, or nothing was
+        asked for."""
         s = self.stats()
-        if self.config is None or s["compressed"] or s["compiled_tensors"]:
+        if not self._acts or s["compressed"] or s["compiled_tensors"]:
             return None
+        if self.config is None and (self._regions or s["traced"] or s["regions"]):
+            return None  # what the policy then found to keep is not counted
         if not s["calls"] and stats()["compiled_graphs"]:
             return None  # a graph of an earlier block may be running: nobody knows
         if s["regions"] < self._regions:
@@ -309,7 +312,7 @@ class patched:
             )
         if s["reentrant"] == s["calls"]:
             return (
-                f"all {s['calls']} calls of checkpoint passed use_reentrant=True, which cannot compress; pass "
+                f"all {s['calls']} calls of checkpoint passed use_reentrant=True, which gradckpt leaves to torch; pass "
                 'use_reentrant=False (transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
         if not s["regions"] and s["traced"]:
@@ -342,8 +345,8 @@ class patched:
         self._said = True
         regions = self.stats()["regions_asked"]
         if not regions or self._baseline().get("regions_asked", 0):
-            codec = self.config.codec if self.config else None
-            warn_inactive(f"patched({codec!r}) compressed nothing: {reason}", stacklevel=stacklevel)
+            what = f"patched({self.config.codec!r}) compressed nothing" if self.config else "the policy did nothing"
+            warn_inactive(f"{what}: {reason}", stacklevel=stacklevel)
 
 
 def in_force() -> bool:

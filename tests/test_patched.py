@@ -475,6 +475,14 @@ class TestInactive:
     def test_all_reentrant(self):
         self.expect("all 8 calls of checkpoint passed use_reentrant=True", early, use_reentrant=True)
 
+    def test_a_policy_that_no_region_gets(self):
+        said = "policy did nothing: all 8 calls .*use_reentrant=True"
+        with gradckpt.patched(None, policy="save_matmuls"), pytest.warns(GradckptInactiveWarning, match=said):
+            train(early, use_reentrant=True)
+        with gradckpt.patched(None, policy="save_matmuls") as handle:
+            train(early, use_reentrant=False)
+            assert handle.inactive_reason is None
+
     def test_inputs_are_kept(self):
         train(gradckpt.checkpoint, compress="raw")  # the engine has said its word in this process
         self.expect("closing over them", lambda layer, x: early(lambda: layer(x), use_reentrant=False))
