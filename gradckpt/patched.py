@@ -300,6 +300,8 @@ class patched:
         holder = getattr(torch_checkpoint, "checkpoint", None)
         if self.active and inspect.unwrap(holder) is not _CHECKPOINT.function:  # type: ignore[arg-type]
             return f"something put {holder!r} in the place of torch.utils.checkpoint.checkpoint, and calls go there"
+        if not s["calls"] and s["regions_asked"]:
+            return inactive_reason(s["kept"])
         if not s["calls"] and s["regions"]:
             return (
                 "the regions called gradckpt themselves, without compression, and a patch leaves such calls alone; "
@@ -309,6 +311,7 @@ class patched:
             return (
                 "nothing in this process called torch.utils.checkpoint.checkpoint; turn checkpointing on: "
                 "gradient_checkpointing=True (Trainer), model.gradient_checkpointing_enable(), or the script's own flag"
+                " (most models checkpoint in training mode only: model.train())"
             )
         if s["reentrant"] == s["calls"]:
             return (

@@ -472,6 +472,11 @@ class TestInactive:
     def test_only_calls_of_gradckpt_without_compression(self):
         self.expect("called gradckpt themselves, without compression", gradckpt.checkpoint)
 
+    def test_only_calls_of_gradckpt_that_keep_their_inputs(self):
+        train(gradckpt.checkpoint, compress="raw")  # the engine has said its word in this process
+        large = {"codec": "int8", "min_numel": 10**6}
+        self.expect(r"kept because: smaller than min_numel", gradckpt.checkpoint, compress=large)
+
     def test_all_reentrant(self):
         self.expect("all 8 calls of checkpoint passed use_reentrant=True", early, use_reentrant=True)
 
