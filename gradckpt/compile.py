@@ -369,6 +369,7 @@ def stand_in(standing: Standing | None) -> None:
     """
     global _standing
     _standing = standing
+    packing.patched = standing is not None
     if standing is not None and "torch._dynamo" in sys.modules:
         _dispatch_torchs()
 

@@ -71,6 +71,9 @@ class _Compiling(threading.local):
 
 _compiling = _Compiling()
 
+#: A ``patched()`` compresses. Then a graph that runs as Dynamo made it does, too: it calls torch's checkpoint.
+patched = False
+
 
 # ---- the operators that mark ----
 
@@ -102,7 +105,7 @@ def _traced(ctx: Any, inputs: tuple[torch.Tensor, str, str], output: torch.Tenso
         return
     keys = torch._C._TorchDispatchModeKey
     tracing = torch._C._get_dispatch_mode(keys.FUNCTIONAL) is not None
-    if tracing or torch._C._get_dispatch_mode(keys.FAKE) is None:
+    if tracing or (torch._C._get_dispatch_mode(keys.FAKE) is None and not patched):
         _warn_unpacked()
 
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradckpt import _C, compat, compile
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
 from gradckpt.policies import PolicyLike, contexts_of
-from gradckpt.stats import inactive_reason, stats
+from gradckpt.stats import inactive_reason, resets, stats
 
 __all__ = ["patched"]
 
@@ -93,7 +93,7 @@ def _checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any, kwargs: dict[str, Any]) -> Any:
-    if use_reentrant is None and any(handle._acts for handle in _active[-1:]):
+    if use_reentrant is None and in_force():
         use_reentrant = False
     return _SEQUENTIAL.stock(functions, segments, input, use_reentrant, **kwargs)
 
@@ -144,6 +144,7 @@ class patched:
         self._calls = self._reentrant = self._traced = self._regions = self._steps = 0
         self._trained = False
         self._before: dict[str, Any] = {}
+        self._resets = 0
         self._after: dict[str, Any] | None = None
         self._said = False
         self._step_hook: Any = None
@@ -161,7 +162,7 @@ class patched:
             if self.active:
                 raise RuntimeError("gradckpt: this patched() is active already; for a block inside, make another one")
             self._forget()
-            self._before = stats()
+            self._before, self._resets = stats(), resets()
             try:
                 _active.append(self)
                 if self._acts:
@@ -180,7 +181,7 @@ class patched:
         with _lock:
             if not self.active:
                 return
-            self._after = stats()
+            self._before, self._after = self._baseline(), stats()
             self._unhook()
             _active[:] = [handle for handle in _active if handle is not self]
             if not _active:
@@ -260,17 +261,21 @@ class patched:
 
     # ---- what it did ----
 
+    def _baseline(self) -> dict[str, Any]:
+        """The counters that those of now are compared with; after gradckpt.reset_stats(): none."""
+        return self._before if self._after is not None or resets() == self._resets else {}
+
     def stats(self) -> dict[str, Any]:
         """What happened between :meth:`start` and now, or :meth:`remove`, in this process.
 
         Returns:
             ``calls`` of torch's function; of these, ``reentrant``: left to torch (``use_reentrant=True``), and
             ``traced``: seen while a graph was made (``torch.compile``), once for many runs. The rest as in
-            :func:`gradckpt.stats`, which counts what others do with gradckpt at the same time, too.
+            :func:`gradckpt.stats`, which counts what others do with gradckpt at the same time, too, and begins anew
+            with :func:`gradckpt.reset_stats`.
         """
         now = stats() if self._after is None else self._after
-        # After gradckpt.reset_stats() the numbers of the start mean nothing.
-        before = self._before if now["regions"] >= self._before.get("regions", 0) else {}
+        before = self._baseline()
         since = {key: value - before.get(key, 0) for key, value in now.items() if isinstance(value, int)}
         since |= {key: now[key] for key in ("live_bytes", "peak_live_bytes")}
         then = before.get("kept", {})
@@ -281,10 +286,13 @@ class patched:
 
     @property
     def inactive_reason(self) -> str | None:
-        """Why nothing was compressed so far; ``None`` when something was, or compression was not asked for."""
+        """Why nothing was compressed so far, or no region got the policy; ``None`` when something was, or nothing was
+        asked for."""
         s = self.stats()
-        if self.config is None or s["compressed"] or s["compiled_tensors"]:
+        if not self._acts or s["compressed"] or s["compiled_tensors"]:
             return None
+        if self.config is None and (self._regions or s["traced"] or s["regions"]):
+            return None  # what the policy then found to keep is not counted
         if not s["calls"] and stats()["compiled_graphs"]:
             return None  # a graph of an earlier block may be running: nobody knows
         if s["regions"] < self._regions:
@@ -292,14 +300,22 @@ class patched:
         holder = getattr(torch_checkpoint, "checkpoint", None)
         if self.active and inspect.unwrap(holder) is not _CHECKPOINT.function:  # type: ignore[arg-type]
             return f"something put {holder!r} in the place of torch.utils.checkpoint.checkpoint, and calls go there"
+        if not s["calls"] and s["regions_asked"]:
+            return inactive_reason(s["kept"])
+        if not s["calls"] and s["regions"]:
+            return (
+                "the regions called gradckpt themselves, without compression, and a patch leaves such calls alone; "
+                'there, pass compress="int8"'
+            )
         if not s["calls"]:
             return (
                 "nothing in this process called torch.utils.checkpoint.checkpoint; turn checkpointing on: "
                 "gradient_checkpointing=True (Trainer), model.gradient_checkpointing_enable(), or the script's own flag"
+                " (most models checkpoint in training mode only: model.train())"
             )
         if s["reentrant"] == s["calls"]:
             return (
-                f"all {s['calls']} calls of checkpoint passed use_reentrant=True, which cannot compress; pass "
+                f"all {s['calls']} calls of checkpoint passed use_reentrant=True, which gradckpt leaves to torch; pass "
                 'use_reentrant=False (transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
         if not s["regions"] and s["traced"]:
@@ -331,9 +347,14 @@ class patched:
             return
         self._said = True
         regions = self.stats()["regions_asked"]
-        if not regions or self._before["regions_asked"]:
-            codec = self.config.codec if self.config else None
-            warn_inactive(f"patched({codec!r}) compressed nothing: {reason}", stacklevel=stacklevel)
+        if not regions or self._baseline().get("regions_asked", 0):
+            what = f"patched({self.config.codec!r}) compressed nothing" if self.config else "the policy did nothing"
+            warn_inactive(f"{what}: {reason}", stacklevel=stacklevel)
+
+
+def in_force() -> bool:
+    """The innermost one does something to the calls of torch's checkpoint."""
+    return any(handle._acts for handle in _active[-1:])
 
 
 def _stand_in() -> None:

@@ -257,11 +257,11 @@ class _Run:
         counted = self.patched.stats()
         if self.rank[0] or (self.child and not counted["calls"]):
             return
-        if not self.quiet:
-            print("\n".join(self.report(counted, reason)), file=sys.stderr, flush=True)
         # Of a parent whose children did the work, there is nothing to say that they have not said.
         if self.stats is not None and (counted["calls"] or not os.path.exists(self.stats)):
             self.write(counted, reason)
+        if not self.quiet:  # last: stderr may be closed
+            print("\n".join(self.report(counted, reason)), file=sys.stderr, flush=True)
 
     def report(self, counted: dict[str, Any], reason: str | None) -> list[str]:
         config = self.patched.config
@@ -270,6 +270,7 @@ class _Run:
         what += f", policy {self.policy}" if self.policy else ""
         ranks = f", rank {self.rank[0]} of {self.rank[1]}" if self.rank[1] > 1 else ""
         where = f", process {os.getpid()} ({multiprocessing.current_process().name})" if self.child else ""
+        nothing = "NOTHING WAS COMPRESSED" if config is not None else "THE POLICY DID NOTHING"
         lines = [f"gradckpt.run ({what}{ranks}{where})"]
         lines.append(f"  {counted['calls']} calls of checkpoint; gradckpt ran {counted['regions']} regions with grad")
         if counted["compressed"]:
@@ -283,16 +284,15 @@ class _Run:
             lines.append(
                 f"  this process started {self.children} others; those of rank 0 that called checkpoint said so above"
             )
-            lines.append(f"  if none did, NOTHING WAS COMPRESSED: {reason}")
+            lines.append(f"  if none did, {nothing}: {reason}")
         elif reason is not None:
-            lines.append(f"  NOTHING WAS COMPRESSED: {reason}")
+            lines.append(f"  {nothing}: {reason}")
         if config is not None and counted["kept"]:
             kept = ", ".join(f"{name} ({n})" for name, n in counted["kept"].items())
             lines.append(f"  tensors kept as they are: {kept}")
-        if config is not None and counted["reentrant"]:
-            lines.append(
-                f"  left to torch: {counted['reentrant']} calls with use_reentrant=True, which cannot compress"
-            )
+        if counted["reentrant"] and (config is not None or self.policy):
+            can = "compress" if config is not None else "follow a policy"
+            lines.append(f"  left to torch: {counted['reentrant']} calls with use_reentrant=True, which cannot {can}")
         if counted["traced"]:
             sizes = format_bytes(counted["compiled_bytes_in"]), format_bytes(counted["compiled_bytes_out"])
             kept = f"{counted['compiled_tensors']} of their tensors compressed, {' -> '.join(sizes)} per call"

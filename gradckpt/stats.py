@@ -61,8 +61,18 @@ def stats() -> dict[str, Any]:
     return counters | compiled.flat()
 
 
+_resets = 0
+
+
+def resets() -> int:
+    """Calls of :func:`reset_stats` so far: across one, earlier counters and later ones have no difference."""
+    return _resets
+
+
 def reset_stats() -> None:
     """All counters to zero; what is alive stays counted in ``live_bytes``."""
+    global _resets
+    _resets += 1
     _C.reset_stats()
     compiled.reset()
 

@@ -253,7 +253,8 @@ class TestStrayKeys:
 
     @pytest.fixture(autouse=True)
     def first_steps(self, monkeypatch):
-        monkeypatch.setattr(stray_keys._listener, "left", stray_keys.STEPS)
+        monkeypatch.setattr(stray_keys._listener, "looks", [])
+        monkeypatch.setattr(stray_keys._listener, "said", False)
 
     def one_step(self, model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -281,7 +282,32 @@ class TestStrayKeys:
             on(model, {"use_reentrant": False})
         for _ in range(3):
             self.one_step(model)
-        assert stray_keys._listener.left == 0
+        assert len(stray_keys._listener.looks) == 3
+
+    def test_the_second_model_of_a_process(self):
+        first, model = build(), build()
+        optimizer = torch.optim.SGD(first.parameters(), lr=0.0)
+        for _ in range(5):
+            optimizer.step()
+        on(model, {"compress": "int8", "use_reentrant": False})
+        with pytest.warns(GradckptInactiveWarning, match="given compress="):
+            self.one_step(model)
+
+    def test_optimizers_without_end(self):
+        for _ in range(3 * stray_keys.LOOKS):
+            torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+        assert len(stray_keys._listener.looks) == stray_keys.LOOKS
+
+    def test_silent_under_patched(self):
+        """There the layers compress, as patched() says. After it they do not."""
+        model = build()
+        on(model, {"compress": "int4", "use_reentrant": False})
+        with gradckpt.patched("int8") as handle:
+            for _ in range(3):
+                self.one_step(model)
+        assert handle.stats()["compressed"] == 3 * LAYERS
+        with pytest.warns(GradckptInactiveWarning, match="given compress="):
+            self.one_step(model)
 
     def test_without_use_reentrant_torch_says_it(self):
         model = build()
@@ -359,7 +385,23 @@ class TestActivity:
         model = build()
         gradckpt.enable(model)
         model.model.layers = build().model.layers
-        self.warned(model, "its layers never called checkpoint")
+        self.warned(
+            model, r"never called checkpoint; if they were replaced .*model\.activation_checkpointing_enable\(\)"
+        )
+        on(model)
+        assert step(model) == LAYERS
+
+    @needs_layers
+    def test_layers_of_another_model(self):
+        model, other = build(), build()
+        gradckpt.enable(model)
+        on(other)
+        model.model.layers = other.model.layers
+        self.warned(
+            model, r"the layers call torch\.utils\.checkpoint\.checkpoint, .*activation_checkpointing_enable\(\) again"
+        )
+        on(model)
+        assert step(model) == LAYERS
 
     def test_inputs_without_grad(self):
         model = build()

@@ -105,7 +105,7 @@ PYTHON = {
         "gradckpt.integrations.offload",
         "gradckpt.integrations.watch",
     },
-    "gradckpt.integrations.stray_keys": {"gradckpt.config", "gradckpt.integrations.kwargs"},
+    "gradckpt.integrations.stray_keys": {"gradckpt.config", "gradckpt.integrations.kwargs", "gradckpt.patched"},
     "gradckpt.integrations.trainer_callback": {"gradckpt.stats"},
     "gradckpt.integrations.trainer_flag": {
         "gradckpt.config",

@@ -102,14 +102,19 @@ def _why_inactive(model: Any, seam: Any, before: Mapping[str, Any], after: Mappi
     if not is_on(model):
         return asked + "checkpointing was turned off since enable(); call model.activation_checkpointing_enable()"
     ours = list(seam.modules(model))
-    if not ours:
-        holders = (vars(m).get("_gradient_checkpointing_func") for m in model.modules())
-        other = next((f for f in holders if f is not None), None)
-        return asked + f"the layers call {describe(other)}; something replaced gradckpt's function after enable()"
-    if not any(m.training for m in ours if m.gradient_checkpointing):
+    again = "call model.activation_checkpointing_enable() again"
+    held = {id(m) for m in ours}
+    others = (m for m in model.modules() if id(m) not in held and getattr(m, "gradient_checkpointing", False))
+    other = next((f for m in others if (f := vars(m).get("_gradient_checkpointing_func")) is not None), None)
+    if other is not None and (not ours or after["regions"] == before["regions"]):
+        return asked + f"the layers call {describe(other)}, which they got after enable(); {again}"
+    if ours and not any(m.training for m in ours if m.gradient_checkpointing):
         return asked + "its layers are in eval mode, where transformers does not checkpoint; call model.train()"
     if after["regions"] == before["regions"]:
-        return asked + "its layers never called checkpoint in them; wrap them with gradckpt.checkpoint"
+        return asked + (
+            f"its layers never called checkpoint; if they were replaced since enable(), {again}, "
+            "else wrap them with gradckpt.checkpoint"
+        )
     if after["asked"] == before["asked"]:
         return asked + (
             "no input of a layer requires grad (frozen embeddings?); call model.enable_input_require_grads()"

@@ -1,0 +1,121 @@
+"""Once a handle is removed, torch and transformers are what they were: every name of every module, every attribute of
+every class, and the code, defaults and attributes of every function that is alive."""
+
+import gc
+import sys
+import tempfile
+import types
+import warnings
+
+import torch
+import torch.utils.checkpoint
+from test_huggingface import IDS, build, on, transformers
+
+import gradckpt
+
+ROOMS = ("torch", "transformers", "accelerate", "multiprocessing")
+
+
+def is_theirs(thing):
+    room = vars(thing).get("__module__") if issubclass(type(thing), type) else thing.__module__
+    return type(room) is str and room.split(".")[0] in ROOMS
+
+
+class Snapshot:
+    """Identities, and what they are of, so that no address is used again meanwhile."""
+
+    def __init__(self):
+        self.found, self.held = {}, []
+        gc.collect()
+        for room, module in list(sys.modules.items()):
+            if room.split(".")[0] in ROOMS and isinstance(module, types.ModuleType):
+                self.attributes(room, module)
+        for thing in gc.get_objects():
+            if issubclass(type(thing), type) and is_theirs(thing):
+                self.attributes((thing.__module__, thing.__qualname__, id(thing)), thing)
+            elif type(thing) is types.FunctionType and is_theirs(thing):
+                what = thing.__code__, thing.__defaults__, thing.__kwdefaults__
+                own = {
+                    name: value for name, value in vars(thing).items() if name != "__dynamo_disable"
+                }  # torch's cache
+                self.note(("function", thing.__qualname__, id(thing)), (thing, *what, *own, *own.values()))
+
+    def attributes(self, key, thing):
+        for name, value in list(vars(thing).items()):
+            if type(value) is not int:  # counters
+                self.note((key, name), (value,))
+
+    def note(self, key, values):
+        self.held.append(values)
+        self.found[key] = tuple(value if type(value) is str else id(value) for value in values)
+
+    def changed(self, later):
+        return {key for key, value in self.found.items() if later.found.get(key, value) != value} | {
+            key for key in self.found if key not in later.found and key[0] != "function"
+        }
+
+
+def train(model):
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    layer = torch.nn.Linear(64, 64)
+    x = torch.randn(32, 64, requires_grad=True)
+    torch.utils.checkpoint.checkpoint_sequential([layer, layer], 2, x * 1, use_reentrant=False).sum().backward()
+
+
+def train_by_flag(**keys):
+    arguments = transformers.TrainingArguments(
+        tempfile.mkdtemp(), max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False, **keys},
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in IDS]
+    transformers.Trainer(build(), arguments, train_dataset=data).train()
+
+
+def stock():
+    model = build()
+    on(model, {"use_reentrant": False})
+    train(model)
+    train_by_flag()
+
+
+def ours():
+    model = build()
+    with gradckpt.enable(model):
+        train(model)
+    on(model, {"use_reentrant": False})
+    with gradckpt.patched("int8", policy="save_matmuls"):
+        train(model)
+        with gradckpt.patched("int4"):
+            train(model)
+    with gradckpt.apply(build().model.layers[0], {"mlp": "int8"}), gradckpt.compress_saved("int8"):
+        train(build())
+    train_by_flag(compress="int8")
+
+
+def test_modules_classes_and_functions():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        stock()  # what is imported and cached at the first time
+        start = Snapshot()
+        stock()
+        middle = Snapshot()
+        ours()
+        end = Snapshot()
+    assert len(start.found) > 100_000
+    assert middle.changed(end) <= start.changed(middle)
+
+
+def test_it_finds_a_change(monkeypatch):
+    before = Snapshot()
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
+    assert len(before.changed(Snapshot())) == 1
+    monkeypatch.undo()
+    stock_code = torch.utils.checkpoint.checkpoint
+    with gradckpt.patched("int8"):
+        assert any(key[1] == "checkpoint" for key in before.changed(Snapshot()))
+    assert torch.utils.checkpoint.checkpoint is stock_code
+    assert before.changed(Snapshot()) == set()
