@@ -23,7 +23,6 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
-import gradckpt
 from gradckpt import _C, compat, packing, policies
 from gradckpt._ops import payload_nbytes
 from gradckpt.config import CompressionConfig, parse_compress, warn_inactive
@@ -150,7 +149,7 @@ def _marking(compress: Any, use_reentrant: bool | None, debug: bool, selective: 
         config.min_numel,
         config.leaves,
         config.include == "floating",
-        gradckpt.__version__,
+        packing.version(),
     )
 
 

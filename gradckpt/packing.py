@@ -6,7 +6,7 @@ A region's input passes one of two operators before it enters the region, which 
 * ``gradckpt::rounded(x, codec, version)``: replay mode. Returns what the codec makes of ``x``; its gradient goes
   straight through.
 
-The version is gradckpt's, so that no graph comes from a cache of another one.
+The version is :func:`version`, so that no graph comes from a cache that another gradckpt filled.
 
 An output that a policy keeps compressed is marked by its node's ``meta`` (:func:`keep_packed`).
 
@@ -23,8 +23,10 @@ import itertools
 import operator
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 from gradckpt import _C
 from gradckpt.config import CompressionConfig, warn_inactive
 
-__all__ = ["MARKS", "Packed", "available", "hooks", "keep_packed", "region_input", "rounded"]
+__all__ = ["MARKS", "Packed", "available", "hooks", "keep_packed", "region_input", "rounded", "version"]
 
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # kept: what it registers goes with it
 for _name in ("region_input", "rounded"):
@@ -42,6 +44,12 @@ for _name in ("region_input", "rounded"):
 region_input = torch.ops.gradckpt.region_input.default
 rounded = torch.ops.gradckpt.rounded.default
 MARKS = (region_input, rounded)
+
+
+@functools.cache
+def version() -> str:
+    """Of what rewrites graphs: graphs in Inductor's cache on disk have been rewritten already."""
+    return f"{zlib.crc32(Path(__file__).read_bytes()):08x}"
 
 
 class Packed(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, Union
 
 import torch
 
+from gradckpt import packing
 from gradckpt.selective import (
     DECIDE,
     DECIDE_CAST,
@@ -131,5 +132,5 @@ def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
     known = as_policy(policy)
     made: Any = functools.partial(create_selective_checkpoint_contexts, known or policy)
     if known is not None:  # so that torch may cache graphs with it
-        made.cache_hash = f"gradckpt {known.describe()}"
+        made.cache_hash = f"gradckpt {packing.version()} {known.describe()}"
     return made  # type: ignore[no-any-return]

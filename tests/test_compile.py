@@ -759,9 +759,16 @@ def test_a_mark_says_whose_it_is():
         function = torch.compile(lambda x, w, c: c(body, x * 2, w), backend=backend)
         with pytest.warns(GradckptInactiveWarning):
             function(leaf(32, 64), weight(), checkpoint)
-    assert seen == [gradckpt.__version__] * 2
+    assert seen == [packing.version()] * 2
 
 
 def test_importing_gradckpt_imports_no_compiler():
     code = "import sys, gradckpt; assert not {'torch._dynamo', 'sympy'} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_policys_graphs_are_those_of_this_version(monkeypatch):
+    here = contexts_of("save_matmuls:int8").cache_hash
+    monkeypatch.setattr(packing, "version", lambda: "another")
+    there = contexts_of("save_matmuls:int8").cache_hash
+    assert len({here, there, contexts_of("save_matmuls").cache_hash}) == 3

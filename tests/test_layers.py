@@ -77,7 +77,7 @@ PYTHON = {
         "gradckpt.policies",
         "gradckpt.stats",
     },
-    "gradckpt.policies": {"gradckpt.selective"},
+    "gradckpt.policies": {"gradckpt.packing", "gradckpt.selective"},
     "gradckpt.run": {"gradckpt.config", "gradckpt.patched", "gradckpt.policies", "gradckpt.stats"},
     "gradckpt.saved": {"gradckpt._C", "gradckpt.config"},
     "gradckpt.selective": {"gradckpt._C", "gradckpt.config", "gradckpt.packing"},
