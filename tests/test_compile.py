@@ -772,3 +772,33 @@ def test_a_policys_graphs_are_those_of_this_version(monkeypatch):
     monkeypatch.setattr(packing, "version", lambda: "another")
     there = contexts_of("save_matmuls:int8").cache_hash
     assert len({here, there, contexts_of("save_matmuls").cache_hash}) == 3
+
+
+def test_a_view_of_an_input_that_crosses_crosses_compressed():
+    """With the matrix product kept, the backward needs the transposed input alone."""
+    graphs, inputs = Graphs(), (leaf(32, 64), weight())
+    context_fn = SAVES["save_matmuls"]
+
+    def function(x, w):
+        return gradckpt.checkpoint(body, x * 2, w, compress="int8", context_fn=context_fn)
+
+    assert_same(gradients(graphs.compile(function), *inputs)[:2], gradients(function, *inputs)[:2])
+    assert len(graphs.payloads) == 1
+    assert [tuple(x.shape) for x in graphs.exact if x.shape == (64, 32)] == []
+
+
+def route(x, w):
+    return gradckpt.checkpoint(lambda t: t * t.topk(2, -1).values.sum(), x * 2 @ w, compress="int8")
+
+
+def test_no_advice_about_a_context_that_nobody_passed():
+    torch._logging._internal.warning_once.cache_clear()
+    log, records = logging.getLogger("torch._higher_order_ops.wrap"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log.addHandler(handler)
+    try:
+        gradients(Graphs().compile(route), leaf(32, 64), weight())
+    finally:
+        log.removeHandler(handler)
+    assert records == []
