@@ -197,9 +197,9 @@ class Backend:
         modules = [m for m in module.modules() if isinstance(m, GraphModule)]
         _guard_leaves(module)
         _leave_written(modules)
-        quiet = contextlib.nullcontext() if not self.decisions else _keep_decisions(modules, self.decisions)
+        kept = bool(self.decisions) and _keep_decisions(modules, self.decisions)
         cached = _cache_hits()
-        with quiet, packing.hooks() as packed:
+        with _without_advice() if kept else contextlib.nullcontext(), packing.hooks() as packed:
             compiled = self.backend(module, inputs, **options)
         if not packed and _cache_hits() > cached:  # packed when it was made
             packed = _marked(modules)
@@ -241,7 +241,7 @@ def _leave_written(modules: list[GraphModule]) -> None:
 
 def _leave_written_in(module: GraphModule, outputs: set[Any], written: set[Any]) -> bool:
     left = False
-    for region in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+    for region in _regions(module):
         inputs = {x: x.args[0] if x.target is packing.region_input else x for x in region.all_input_nodes}
         dirty = {_storage(inputs[x]) for x in inputs if _is_written(x) or _storage(x) in written} - {None}
         returned = {_storage(x) for x in tree_leaves(region.meta["example_value"])}
@@ -276,24 +276,22 @@ def _cache_hits() -> int:
     return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 
 
-def _keep_decisions(modules: list[GraphModule], decisions: bool | str) -> Any:
-    """``CompressionConfig.decisions``: what is decided in a marked region is kept, as by a policy.
+def _regions(module: GraphModule) -> Any:
+    return module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
 
-    torch says once that operators in place do not go with a ``context_fn``. Nobody passed one, and operators that
-    decide have no such form: it is not said of these.
-    """
+
+def _keep_decisions(modules: list[GraphModule], decisions: bool | str) -> bool:
+    """``CompressionConfig.decisions``: what is decided in a marked region is kept, as by a policy. False: nothing is."""
     policy = policies.decisions if decisions == "casts" else policies.decisions_but_casts
-    quiet: Any = contextlib.nullcontext()
+    kept = False
     for module in modules:
-        for node in module.graph.find_nodes(
-            op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint
-        ):
+        for node in _regions(module):
             region = getattr(module, node.args[0].target)
             marked = any(x.target is packing.region_input for x in node.all_input_nodes)
             if marked and _CONTEXT not in region.meta and _decides(region):
                 region.meta[_CONTEXT] = policies.contexts_of(policy)
-                quiet = _without_advice()
-    return quiet
+                kept = True
+    return kept
 
 
 def _decides(region: GraphModule) -> bool:
@@ -304,6 +302,8 @@ def _decides(region: GraphModule) -> bool:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
+    """torch says once that operators in place do not go with a ``context_fn``. Nobody passed one, and operators that
+    decide have no such form: it is not said of these."""
     log = logging.getLogger("torch._higher_order_ops.wrap")
     log.addFilter(_is_other_advice)
     try:

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Bound", "Decorated", "decorate"]
+__all__ = ["Bound", "Decorated", "check_runs_at_call", "decorate"]
 
 
 def decorate(checkpoint: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Decorated]:
     """Called by C when ``checkpoint`` is given keywords only: what turns a function into a region."""
     return functools.partial(Decorated, checkpoint=checkpoint, options=dict(options))
+
+
+def check_runs_at_call(function: Any, name: str, instead: str) -> None:
+    """For decorators that act while the function is called.
+
+    Raises:
+        TypeError: no function, or one whose body runs after the call; ``instead`` is the way out.
+    """
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(f"gradckpt: {name} decorates a function or a method, not {function!r}")
+    if any(
+        test(function)
+        for test in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    ):
+        raise TypeError(f"gradckpt: {name} cannot decorate {function!r}: its body runs after the call; use {instead}")
 
 
 def _named(module: str, path: str) -> Any:

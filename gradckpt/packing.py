@@ -48,8 +48,10 @@ MARKS = (region_input, rounded)
 
 @functools.cache
 def version() -> str:
-    """Of what rewrites graphs: graphs in Inductor's cache on disk have been rewritten already."""
-    return f"{zlib.crc32(Path(__file__).read_bytes()):08x}"
+    """Of what rewrites graphs, and of the payloads: graphs in Inductor's cache on disk have been rewritten already."""
+    from gradckpt import __version__
+
+    return f"{__version__}+{zlib.crc32(Path(__file__).read_bytes()):08x}"
 
 
 class Packed(NamedTuple):

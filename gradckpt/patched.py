@@ -24,6 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import _C, compat, compile
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
+from gradckpt.decorator import check_runs_at_call
+from gradckpt.integrations.kwargs import is_old_default
 from gradckpt.policies import PolicyLike, contexts_of
 from gradckpt.stats import inactive_reason, resets, stats
 
@@ -108,8 +110,8 @@ class patched:
     keep their payloads.
 
     ``use_reentrant=False`` and, when there is something to do (``compress`` or ``policy``), ``None``: ours.
-    ``use_reentrant=True``: torch's own, which cannot compress; counted. So are regions that ``torch.compile`` traces.
-    Running statistics are treated as torch does (``buffers="torch"``).
+    ``use_reentrant=True``: torch's own, which cannot compress; counted. Regions that ``torch.compile`` traces keep
+    payloads in its graphs. Running statistics are treated as torch does (``buffers="torch"``).
 
     Blocks nest: the innermost counts, in every thread; they may end in any order. Forked children inherit it,
     spawned ones do not (``python -m gradckpt.run`` covers both).
@@ -199,16 +201,7 @@ class patched:
             self._say(stacklevel=4)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(function, type) or not callable(function):
-            raise TypeError(f"gradckpt: patched() decorates a function or a method, not {function!r}")
-        if any(
-            test(function)
-            for test in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        ):
-            raise TypeError(
-                f"gradckpt: patched() cannot decorate {function!r}: its body runs after the call; use "
-                "`with gradckpt.patched(...)` where it is called to the end"
-            )
+        check_runs_at_call(function, "patched()", "`with gradckpt.patched(...)` where it is called to the end")
 
         @functools.wraps(function)
         def within(*args: Any, **kwargs: Any) -> Any:
@@ -235,7 +228,7 @@ class patched:
             args = (kwargs.pop("function"),)
         reentrant = kwargs.get("use_reentrant")
         in_model = bool(args) and _is_transformers(args[0])
-        if reentrant is None or (in_model and _is_old_default(kwargs)):
+        if reentrant is None or (in_model and is_old_default(kwargs)):
             reentrant = not self._acts
         if reentrant or not args:
             self._reentrant += 1
@@ -384,10 +377,3 @@ def _is_transformers(function: Any) -> bool:
         return False
     room = type(owner).__module__.split(".")[0]
     return room in ("transformers", "transformers_modules") or "_gradient_checkpointing_func" in vars(owner)
-
-
-def _is_old_default(kwargs: dict[str, Any]) -> bool:
-    """transformers 4 passes this when it was given no kwargs at all."""
-    return kwargs == {"use_reentrant": True} and getattr(sys.modules["transformers"], "__version__", "").startswith(
-        "4."
-    )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from gradckpt import _C
 from gradckpt.config import Compress, CompressionConfig, parse_compress
+from gradckpt.decorator import check_runs_at_call
 
 __all__ = ["compress_saved"]
 
@@ -66,16 +66,8 @@ class compress_saved:
             _C.saved_pop()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(function, type) or not callable(function):
-            raise TypeError(f"gradckpt: compress_saved() decorates a function or a method, not {function!r}")
-        if any(
-            test(function)
-            for test in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        ):
-            raise TypeError(
-                f"gradckpt: compress_saved() cannot decorate {function!r}: its body runs after the call; use "
-                "`with compress_saved(...)` around what it computes between two yields or awaits"
-            )
+        instead = "`with compress_saved(...)` around what it computes between two yields or awaits"
+        check_runs_at_call(function, "compress_saved()", instead)
         config = self.config
 
         @functools.wraps(function, updated=())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -119,3 +120,9 @@ def means_ours(keywords: Mapping[str, Any]) -> bool:
 
 def _misspelt(key: Any) -> bool:
     return key not in (*OURS, *TORCHS) and bool(difflib.get_close_matches(str(key), MARKS, 1, 0.75))
+
+
+def is_old_default(keywords: Mapping[str, Any]) -> bool:
+    """transformers 4 passes this when it was given no kwargs at all."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "5")
+    return version.startswith("4.") and keywords == {"use_reentrant": True}

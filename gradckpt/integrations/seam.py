@@ -13,14 +13,14 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
-from gradckpt.integrations.kwargs import Settings, check_every_n_layers, check_torchs, take
+from gradckpt.integrations.kwargs import Settings, check_every_n_layers, check_torchs, is_old_default, take
 from gradckpt.integrations.offload import offloaded, offloaded_stock
 from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
 
@@ -38,31 +38,15 @@ class _Choice:
     settings: Settings
 
 
-class Seam:
+class _StandIn:
     """Stands for ``model._set_gradient_checkpointing`` on one instance, with the same parameters."""
 
-    def __init__(self, model: Any, settings: Settings, by_flag: bool = False) -> None:
+    def __init__(self, model: Any) -> None:
         self._model: Callable[[], Any] = weakref.ref(model)
-        self.settings = settings  # what enable() said, or the Trainer's flag
-        self.by_flag = by_flag
-        self.active = settings.config  # what the last call settled on
-        self.function: Callable[..., Any] | None = None  # ours, that the last call gave the layers; None: not ours
-        self.undo_on_remove = False
-        self.undo_input_grads = False
-        self.removed = False
-        self.watch = Watch()
 
     @property
     def model(self) -> Any:
         return self._model()
-
-    def install(self, model: Any) -> None:
-        setattr(model, SEAM, self)
-        for module in model.modules():
-            if hasattr(type(module), SEAM) and stands_in(module) is None and not has_old_form(module):
-                setattr(module, SEAM, InnerSeam(self, module))
-        model.register_forward_pre_hook(before_forward)
-        model.register_forward_hook(after_forward)
 
     def __call__(
         self,
@@ -74,6 +58,42 @@ class Seam:
         if model is None:
             raise ReferenceError("gradckpt: the model of this _set_gradient_checkpointing is gone")
         self.turn(model, enable, gradient_checkpointing_func, every_n_layers)
+
+    def turn(
+        self, model: Any, enable: bool, gradient_checkpointing_func: Callable[..., Any], every_n_layers: int
+    ) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        model = state["_model"]
+        self._model = weakref.ref(model) if model is not None else _nothing
+
+
+class Seam(_StandIn):
+    """That of an enabled model."""
+
+    def __init__(self, model: Any, settings: Settings, by_flag: bool = False) -> None:
+        super().__init__(model)
+        self.settings = settings  # what enable() said, or the Trainer's flag
+        self.by_flag = by_flag
+        self.active = settings.config  # what the last call settled on
+        self.function: Callable[..., Any] | None = None  # ours, that the last call gave the layers; None: not ours
+        self.undo_on_remove = False
+        self.undo_input_grads = False
+        self.removed = False
+        self.watch = Watch()
+
+    def install(self, model: Any) -> None:
+        setattr(model, SEAM, self)
+        for module in model.modules():
+            if hasattr(type(module), SEAM) and stands_in(module) is None and not has_old_form(module):
+                setattr(module, SEAM, InnerSeam(self, module))
+        model.register_forward_pre_hook(before_forward)
+        model.register_forward_hook(after_forward)
 
     def turn(
         self, model: Any, enable: bool, gradient_checkpointing_func: Callable[..., Any], every_n_layers: int
@@ -108,7 +128,9 @@ class Seam:
         if given.args or not (base in _KNOWN or to_host):
             return _Choice(_foreign(func, base, settings), False, settings)
         check_torchs(keywords)
-        if keywords.get("use_reentrant") is None or _is_old_default(given.keywords):
+        if keywords.get("use_reentrant") is None or is_old_default(
+            {k: v for k, v in given.keywords.items() if k != "compress"}
+        ):
             keywords.pop("use_reentrant", None)
         if to_host and settings.config is None and settings.context_fn is None:
             return _Choice(functools.partial(base, **keywords), False, settings)
@@ -156,30 +178,18 @@ class Seam:
             model.disable_input_require_grads()
         self.active = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": self._model()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _restore(self, state)
-
-
-class InnerSeam:
+class InnerSeam(_StandIn):
     """The same on a transformers model inside the enabled one, as a BertModel in its classifier: whoever turns
     checkpointing on there (sentence-transformers does, in each) means the enabled one."""
 
     def __init__(self, seam: Seam, model: Any) -> None:
+        super().__init__(model)
         self.seam = seam
-        self._model: Callable[[], Any] = weakref.ref(model)
 
-    def __call__(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] = torch_checkpoint,
-        every_n_layers: int = 1,
+    def turn(
+        self, model: Any, enable: bool, gradient_checkpointing_func: Callable[..., Any], every_n_layers: int
     ) -> None:
-        model = self._model()
-        if model is None:
-            raise ReferenceError("gradckpt: the model of this _set_gradient_checkpointing is gone")
         self.seam.turn(model, enable, gradient_checkpointing_func, every_n_layers)
 
     @property
@@ -187,18 +197,6 @@ class InnerSeam:
         """What it was part of is enabled no more, or is gone, or has another in its place."""
         model, whole = self._model(), self.seam.model
         return self.seam.removed or whole is None or all(module is not model for module in whole.modules())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": self._model()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _restore(self, state)
-
-
-def _restore(seam: Seam | InnerSeam, state: dict[str, Any]) -> None:
-    vars(seam).update(state)
-    model = state["_model"]
-    seam._model = weakref.ref(model) if model is not None else _nothing
 
 
 def _stock_of(module: Any) -> Any:
@@ -291,9 +289,3 @@ def input_grad_hooks(model: Any) -> list[Any]:
 def seam_of(model: Any) -> Seam | None:
     seam = getattr(model, "__dict__", {}).get(SEAM)
     return seam if isinstance(seam, Seam) else None
-
-
-def _is_old_default(keywords: Mapping[str, Any]) -> bool:
-    """transformers 4 passes this when it was given no kwargs at all."""
-    version = getattr(sys.modules.get("transformers"), "__version__", "5")
-    return version.startswith("4.") and {k: keywords[k] for k in keywords if k != "compress"} == {"use_reentrant": True}
