@@ -281,7 +281,7 @@ def _regions(module: GraphModule) -> Any:
 
 
 def _keep_decisions(modules: list[GraphModule], decisions: bool | str) -> bool:
-    """``CompressionConfig.decisions``: what is decided in a marked region is kept, as by a policy. False: nothing is."""
+    """``CompressionConfig.decisions``: what is decided in a marked region is kept, as by a policy. False: none was."""
     policy = policies.decisions if decisions == "casts" else policies.decisions_but_casts
     kept = False
     for module in modules:
