@@ -6,8 +6,9 @@ with compressed region inputs; ``gradckpt.enable(model)`` turns it on in a Huggi
 
 from __future__ import annotations
 
+import importlib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     from gradckpt import _C
@@ -32,6 +33,9 @@ from gradckpt.selectors import every, m_of_n
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import format_stats, log_stats, print_stats, reset_stats, stats, stats_scalars
 
+if TYPE_CHECKING:
+    from gradckpt.integrations.wrapper import checkpoint_wrapper
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -45,6 +49,7 @@ __all__ = [
     "buffers",
     "checkpoint",
     "checkpoint_sequential",
+    "checkpoint_wrapper",
     "codec_info",
     "codecs",
     "compat",
@@ -72,9 +77,18 @@ __all__ = [
     "unapply",
 ]
 
+#: Names that are loaded when they are first asked for: they need torch.distributed.
+_LAZY = {"checkpoint_wrapper": "gradckpt.integrations.wrapper"}
+
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())
 trainer_flag.watch()
 compile.watch()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'gradckpt' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None = None) -> Payload:

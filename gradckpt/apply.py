@@ -40,7 +40,7 @@ _OPTIONS = ("compress", "context_fn", "policy", *_FLAGS, *_CHOICES)
 _CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
 
 #: Keywords that gradckpt.checkpoint would take for its own.
-_TAKEN = frozenset({*_OPTIONS, "function", "use_reentrant"})
+TAKEN = frozenset({*_OPTIONS, "function", "use_reentrant"})
 
 #: The keywords of gradckpt.checkpoint for one module.
 Settings = dict[str, Any]
@@ -85,7 +85,7 @@ def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any)
     """
     if not isinstance(model, Module):
         raise TypeError(f"gradckpt: apply() takes a torch.nn.Module, not {type(model).__name__}")
-    pairs = _parse_rules(rules, _parse_options(defaults, {}))
+    pairs = _parse_rules(rules, parse_options(defaults, {}))
     tree = Tree(model)
     _check_fresh(tree)
     modules = dict(tree.names)
@@ -228,8 +228,8 @@ class Region:
                 args = tuple(_Cache.hold(value) for value in args)
                 kwargs = {key: _Cache.hold(value) for key, value in kwargs.items()}
                 break
-        if kwargs and not _TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
-            forward = functools.partial(forward, **{key: kwargs.pop(key) for key in _TAKEN & kwargs.keys()})
+        if kwargs and not TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
+            forward = functools.partial(forward, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
         return gradckpt.checkpoint(forward, *args, **self.settings, **kwargs)
 
     def replicate(self) -> Module:
@@ -361,10 +361,10 @@ def _parse_value(value: Any, defaults: Settings) -> Settings | None:
         return {**defaults, "compress": parse_compress(value)}
     if value and all(key in _CONFIG_FIELDS for key in value):
         return {**defaults, "compress": CompressionConfig.from_dict(value)}
-    return _parse_options(value, defaults)
+    return parse_options(value, defaults)
 
 
-def _parse_options(given: Mapping[str, Any], defaults: Settings) -> Settings:
+def parse_options(given: Mapping[str, Any], defaults: Settings) -> Settings:
     for key, value in given.items():
         if key not in _OPTIONS:
             of_config = f'; {key!r} belongs into compress={{"{key}": ...}}' if key in _CONFIG_FIELDS else ""

@@ -117,6 +117,7 @@ PYTHON = {
         "gradckpt.integrations.kwargs",
         "gradckpt.integrations.stray_keys",
     },
+    "gradckpt.integrations.wrapper": {"gradckpt", "gradckpt.apply", "gradckpt.config"},
     "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config"},
 }
 
