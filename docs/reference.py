@@ -58,9 +58,7 @@ def members(name: str, value: Any) -> dict[str, tuple[Any, str | None]]:
     if isinstance(value, ModuleType):
         comments = comments_above(value)
         public = {key: getattr(value, key) for key in value.__all__}
-        return {
-            f"{value.__name__}.{key}": (of, comments.get(key) or inspect.getdoc(of)) for key, of in public.items()
-        }
+        return {f"{value.__name__}.{key}": (of, comments.get(key) or inspect.getdoc(of)) for key, of in public.items()}
     if not isinstance(value, type) or issubclass(value, BaseException):
         return {}
     found = {}

@@ -1,23 +1,161 @@
-"""The pages under docs/ whose examples are programs: they run, in the order of the page."""
+"""The pages: their examples run, and the site is built without a warning, whole and from this machine alone."""
 
+import html.parser
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import gradckpt
+
 ROOT = Path(__file__).parent.parent
+PAGES = {path.name: path.read_text() for path in [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]}
+
+#: A fenced block, or a comment that makes what the page takes for granted: <!-- python ... -->.
+BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.M | re.S)
+
+#: Why a fragment is not run; it stands above its ```py.
+REASON = re.compile(r"<!-- not run: \S.* -->\n\Z")
 
 
-@pytest.mark.parametrize("page", ["compile.md", "huggingface.md", "launcher.md", "selective.md", "stats.md"])
-def test_examples_run(page):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
-    assert blocks
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], env=env, capture_output=True, text=True, check=False
-    )
+def program_of(text):
+    """The python blocks of a page and its set-up comments, in their order."""
+    parts = (found[3] or found[2] for found in BLOCK.finditer(text) if found[3] or found[1] == "python")
+    return "\n".join(parts)
+
+
+def environment():
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "NO_MKDOCS_2_WARNING": "1"}  # the latter: news of the theme's makers
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **quiet}
+
+
+def run(*command, cwd=ROOT):
+    return subprocess.run(command, env=environment(), cwd=cwd, capture_output=True, text=True, check=False)
+
+
+# ---- examples ----
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if program_of(text)])
+def test_examples_run(page, tmp_path):
+    done = run(sys.executable, "-c", program_of(PAGES[page]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_not_run_says_why(page):
+    text = PAGES[page]
+    for found in BLOCK.finditer(text):
+        if found[1] == "py":
+            assert REASON.search(text[: found.start()]), found[0]
+    assert not re.findall(r"^```(?!python$|py$|text$|console$|$).*", text, re.M)
+
+
+TRAIN = """
+import torch
+from torch.utils.checkpoint import checkpoint
+
+layer = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(layer.parameters())
+for _ in range(2):
+    hidden = layer(torch.randn(32, 64))
+    checkpoint(torch.nn.functional.gelu, hidden, use_reentrant=False).sum().backward()
+    optimizer.step()
+"""
+
+
+def commands():
+    """What pages tell people to type, as far as one process can run it."""
+    lines = {line for text in PAGES.values() for line in re.findall(r"^(?:\$ )?(python -m gradckpt.*)", text, re.M)}
+    return sorted(lines)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_run(line, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = run(sys.executable, *shlex.split(line)[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "compressed 2 of 2" in done.stderr or ".run" not in line
+
+
+# ---- the site ----
+
+
+class Page(html.parser.HTMLParser):
+    """What a built page loads, its anchors, and the rows of its tables."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.loads, self.anchors, self.tables, self.text = [], set(), [], ""
+        self.article = False
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.article |= tag == "article"
+        if "id" in given:
+            self.anchors.add(given["id"])
+        if tag in ("script", "img", "iframe", "source"):
+            self.loads.append(given.get("src") or "")
+        if tag == "link":
+            self.loads.append(given.get("href") or "")
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append(0)
+        if tag in ("td", "th") and self.tables:
+            self.tables[-1][-1] += 1
+
+    def handle_endtag(self, tag):
+        self.article &= tag != "article"
+
+    def handle_data(self, data):
+        if self.article:
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = run(sys.executable, "-m", "mkdocs", "--no-color", "build", "--strict", "--quiet", "--site-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return {path.name: Page(path) for path in folder.glob("*.html")}
+
+
+def test_every_page_is_built(site):
+    assert set(site) == {name.replace(".md", ".html") for name in PAGES if name != "README.md"} | {"404.html"}
+    assert all(len(page.text) > 1000 for name, page in site.items() if name != "404.html")
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    """Not the fonts, not a script: whoever reads a page tells nobody."""
+    for name, page in site.items():
+        assert page.loads, name
+        assert not [address for address in page.loads if "//" in address], name
+        assert "mermaid" not in page.text, name  # the theme would fetch a script to draw it
+
+
+def test_tables_are_tables(site):
+    for name, page in site.items():
+        assert all(len(set(rows)) == 1 for rows in page.tables), name
+        assert not re.search(r"^\s*\|.*\|.*\|\s*$", page.text.replace("```", ""), re.M) or name == "codecs.html", name
+
+
+def test_reference_is_complete(site):
+    """Every public name has an entry, and each entry says something."""
+    named = re.findall(r"^::: gradckpt\.([\w.]+)$", PAGES["reference.md"], re.M)
+    assert len(named) == len(set(named))
+    assert set(gradckpt.__all__) <= set(named)
+    page = site["reference.html"]
+    for name in named:
+        assert name.replace(".", "-").lower() in page.anchors
+    assert ":::" not in page.text
+    assert not re.search(r":(func|class|attr|meth):", page.text)
+    assert "Run function(*args, **kwargs) now" in page.text  # of a function in C
+    assert "Name of the codec." in page.text  # of a member in C
