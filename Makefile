@@ -19,7 +19,7 @@ GPU_STAMPS := $(foreach venv,$(VENVS),$(venv)/.gpu-*)
 # Two test processes share the cores; two threads in each make both crawl.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 
-.PHONY: help demo test soak bench lint gpu gpu_here gpu_tools clean setup
+.PHONY: help demo test soak bench lint docs gpu gpu_here gpu_tools clean setup
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -43,6 +43,10 @@ bench: $(VENV)/.built  ## speed of the codecs, host cost per region, selective r
 lint: $(VENV)/.strict  ## ruff and mypy
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
+
+docs: $(VENV)/.docs  ## the documentation as a site, in build/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@echo "build/docs/index.html"
 
 gpu:  ## on a CUDA machine: byte parity, sanitizers, speed and memory (under 8 minutes)
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
@@ -99,6 +103,12 @@ $(VENV)/.strict: $(VENV)/.torch $(SOURCES)
 	@rm -f $(GPU_STAMPS)
 	@GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(TEST_ARCHS)" $(PIP) --editable ".[demo,test]" "torch==$(TORCH)"
 	@touch $(VENV)/.built $@
+
+# What builds the site, as pyproject.toml names it.
+$(VENV)/.docs: $(VENV)/.built
+	@$(PIP) $$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
 
 # For the cards of this machine alone.
 $(VENV)/.gpu-$(CARDS): $(VENV)/.torch $(SOURCES)

@@ -1,6 +1,8 @@
 """The pages: their examples run, and the site is built without a warning, whole and from this machine alone."""
 
+import ast
 import html.parser
+import itertools
 import os
 import re
 import shlex
@@ -28,6 +30,14 @@ def program_of(text):
     return "\n".join(parts)
 
 
+def printed_by(text):
+    """The ```text blocks that come right after a python block: what it prints."""
+    blocks = list(BLOCK.finditer(text))
+    for code, output in itertools.pairwise(blocks):
+        if code[1] == "python" and output[1] == "text" and text[code.end() : output.start()] == "\n\n":
+            yield output[2]
+
+
 def environment():
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "NO_MKDOCS_2_WARNING": "1"}  # the latter: news of the theme's makers
     return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **quiet}
@@ -45,6 +55,13 @@ def test_examples_run(page, tmp_path):
     done = run(sys.executable, "-c", program_of(PAGES[page]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+    for output in printed_by(PAGES[page]):
+        assert output in done.stdout
+
+
+def test_readme_links_to_what_is_there():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", PAGES["README.md"]):
+        assert (ROOT / target).is_file(), target
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -159,3 +176,68 @@ def test_reference_is_complete(site):
     assert not re.search(r":(func|class|attr|meth):", page.text)
     assert "Run function(*args, **kwargs) now" in page.text  # of a function in C
     assert "Name of the codec." in page.text  # of a member in C
+
+
+# ---- errors.md ----
+
+
+def template(node):
+    """A message of the source, with … for what varies."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+def messages_of_python(tree):
+    """What is raised, returned to be raised, or warned of; messages begin with the package's name."""
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.JoinedStr, ast.Constant)) and id(node) not in parts:
+            yield template(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn_inactive") and node.args:
+            yield "gradckpt: " + template(node.args[0])
+
+
+def messages_of_c(source):
+    for literals in re.findall(r'((?:"(?:[^"\\\n]|\\.)*"\s*)+)', source):
+        text = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literals))
+        yield re.sub(r"%(?:\.\d+)?(?:ll|z)?[a-zA-Z]", "…", text)
+
+
+def messages():
+    found = set()
+    for path in ROOT.glob("gradckpt/**/*.py"):
+        found |= set(messages_of_python(ast.parse(path.read_text())))
+    for path in ROOT.glob("csrc/**/*.c"):
+        found |= set(messages_of_c(path.read_text()))
+    found = {re.sub("…+", "…", " ".join(text.split())) for text in found}
+    return {text for text in found if re.match(r"gradckpt(\.\w+)*(: | needs ).*[a-z]", text)}
+
+
+def test_every_error_is_explained():
+    """As it stands in the source; a new message needs a line in the page."""
+    page = " ".join(PAGES["errors.md"].split())
+    found = messages()
+    assert len(found) > 140
+    assert sorted(text for text in found if f"`{text}`" not in page) == []
+
+
+def test_no_error_is_made_up():
+    """What the page says that gradckpt says is in its source."""
+    found = messages()
+    page = " ".join(PAGES["errors.md"].split())
+    assert sorted(set(re.findall(r"`(gradckpt(?:\.\w+)*(?:: | needs )[^`]+)`", page)) - found) == []
+
+
+def test_every_reason_and_class_is_explained():
+    header = (ROOT / "csrc" / "torch" / "tensor.h").read_text()
+    reasons = re.findall(r'REASON\(GCK_\w+, *"(.*?)"\)', header)
+    assert len(reasons) >= 10
+    source = "".join(path.read_text() for path in ROOT.glob("gradckpt/**/*.py"))
+    classes = re.findall(r"^class (\w+)\((?:\w+)?(?:Warning|Error|Exception)\)", source, re.M)
+    assert "GradckptInactiveWarning" in classes
+    assert [name for name in reasons + classes if name not in PAGES["errors.md"]] == []
