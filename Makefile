@@ -45,7 +45,7 @@ lint: $(VENV)/.strict  ## ruff and mypy
 	@$(BIN)/mypy --no-error-summary
 
 docs: $(VENV)/.docs  ## the documentation as a site, in build/docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # with --quiet, mkdocs counts no warnings
 	@echo "build/docs/index.html"
 
 gpu:  ## on a CUDA machine: byte parity, sanitizers, speed and memory (under 8 minutes)
