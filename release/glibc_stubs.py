@@ -1,13 +1,14 @@
 """Stub libraries of an older glibc, to link against: what is linked with them also runs there.
 
-The linker takes the newest version of each symbol of the C library that it finds, ``dlopen@GLIBC_2.34`` in Debian 12, and so
-ties the result to that release and later ones. But a C library keeps the versions of all releases before it, and the
-stubs offer of each symbol only the newest that TARGET had. They hold names and no code, and only the linker
-sees them: ``LDFLAGS=-L<folder>``. A symbol that TARGET did not have is not in them; ``dist.py`` looks for what is left.
+The linker takes the newest version of each symbol of the C library that it finds, ``dlopen@GLIBC_2.34`` in Debian 12,
+and so ties the result to that release and later ones. But a C library keeps the versions of all releases before it, and
+the stubs offer of each symbol only the newest that TARGET had. They hold names and no code, and only the linker sees
+them: ``LDFLAGS=-L<folder>``. A symbol that TARGET did not have is not in them; ``distribution.py`` looks for what is left.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,8 @@ FORMER = {
     "libpthread.so.0": re.compile(r"pthread_.*|sem_.*"),
     "librt.so.1": re.compile(r"shm_(open|unlink)|timer_.*|mq_.*|aio_.*|lio_.*"),
 }
+
+LOADER = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
 
 Version = tuple[int, ...]
 
@@ -87,7 +90,7 @@ def make(folder: Path, target: str) -> None:
     for soname, symbols in {"libc.so.6": rest, "libm.so.6": mathematics, **former}.items():
         stub(folder, soname, symbols)
     # As in the C library's own libc.so: a part of it is linked in (atexit), and the loader has a symbol or two.
-    loader = next(Path(path) for path in ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1") if Path(path).exists())
+    loader = where(LOADER[os.uname().machine])
     others = " ".join(str(folder / soname) for soname in former)
     script = f"GROUP ( {folder / 'libc.so.6'} {where('libc_nonshared.a')} AS_NEEDED ( {loader} {others} ) )\n"
     (folder / "libc.so").write_text(script)

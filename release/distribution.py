@@ -1,12 +1,13 @@
 """Builds the sdist and the manylinux wheel, checks both, and installs the wheel where there is no compiler.
 
-The wheel is made from the sdist, so that a file missing there is noticed; with CUDA when nvcc is found, and the switches of
-setup.py hold. Needs the packages of the extra ``release``; ``make wheel`` has them.
+The wheel is made from the sdist, so that a file missing there is noticed; with CUDA when nvcc is found, and the
+switches of setup.py hold. Needs the packages of the extra ``release``; ``make wheel`` has them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import os
 import re
 import shutil
@@ -75,9 +76,11 @@ def environment(**changes: str) -> dict[str, str]:
 
 def commit_time() -> str:
     """Seconds, of the commit that is checked out; without git that of 2020-01-01."""
-    git = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=False) \
-        if (ROOT / ".git").exists() and shutil.which("git") else None  # fmt: skip
-    return (git.stdout.strip() if git else "") or "1577836800"
+    when = ""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        command = ["git", "log", "-1", "--format=%ct"]
+        when = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return when or "1577836800"
 
 
 # ---- build ----
@@ -93,8 +96,6 @@ def build_sdist(out: Path) -> Path:
 
 def repack(sdist: Path, to: Path) -> Path:
     """With one time, one owner and sorted names in place of those of this checkout."""
-    import gzip
-
     when = int(os.environ.get("SOURCE_DATE_EPOCH") or commit_time())
     to.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -111,9 +112,14 @@ def repack(sdist: Path, to: Path) -> Path:
     return to
 
 
-def build_wheel(sdist: Path, out: Path, *, glibc: str = GLIBC, env: Mapping[str, str] | None = None) -> tuple[Path, str]:
-    """The wheel of an sdist, for ``glibc`` and later, and what setup.py said about CUDA."""
-    env = dict(env if env is not None else environment())
+def build_wheel(
+    sdist: Path, out: Path, *, glibc: str = GLIBC, base: Mapping[str, str] | None = None
+) -> tuple[Path, str]:
+    """The wheel of an sdist, for ``glibc`` and later, and what setup.py said about CUDA.
+
+    ``base``: the environment of the build; None: that of this process.
+    """
+    env = dict(environment() if base is None else base)
     with tempfile.TemporaryDirectory() as scratch:
         stubs, plain, tree, tagged = (Path(scratch) / name for name in ("stubs", "plain", "tree", "tagged"))
         glibc_stubs.make(stubs, glibc)
@@ -172,7 +178,7 @@ def complaints(wheel: Path) -> Iterator[str]:
     yield from (f"{name} is not in it" for name in sorted(wanted - set(names)))
     other = [name for name in names if name.partition("/")[0] not in ("gradckpt", info)]
     yield from (f"{name} is in it" for name in other)
-    kept = {str(path.relative_to(ROOT)) for path in (ROOT / "gradckpt").rglob("*.py*") if "__pycache__" not in path.parts}
+    kept = {str(path.relative_to(ROOT)) for pattern in ("*.py", "*.pyi") for path in (ROOT / "gradckpt").rglob(pattern)}
     yield from (f"{name} of the checkout is not in it" for name in sorted(kept - set(names)))
     yield from (f"{name} is not of the checkout" for name in names if name.endswith(".py") and name not in kept)
     yield from (f"the extension names {path.decode()}" for path in sorted(set(MACHINE.findall(code))))
@@ -181,7 +187,8 @@ def complaints(wheel: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as scratch:
         libraries, versions, loose = needs(extension(wheel, Path(scratch)))
     yield from (f"the extension needs the library {name}" for name in sorted(libraries - SYSTEM))
-    yield from (f"the extension needs {name}" for name in sorted(versions) if not () < glibc_stubs.number(name) <= limit)
+    newer = (name for name in sorted(versions) if not () < glibc_stubs.number(name) <= limit)
+    yield from (f"the extension needs {name}" for name in newer)
     yield from (f"glibc {limit} has no {name}, which the extension needs" for name in sorted(loose))
 
 
@@ -214,7 +221,8 @@ def install(wheel: Path, torch: str | Path) -> str:
         here = Path(scratch)
         python("-m", "venv", here / "venv")
         inside = here / "venv" / "bin" / "python"
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GRADCKPT_", "CUDA_"))}
+        foreign = ("PYTHON", "GRADCKPT_", "CUDA_")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         env["PATH"] = str(inside.parent)
         pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if isinstance(torch, Path):
