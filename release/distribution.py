@@ -153,16 +153,16 @@ def needs(library: Path) -> tuple[set[str], set[str], set[str]]:
         elf = ELFFile(file)
         dynamic, versions = elf.get_section_by_name(".dynamic"), elf.get_section_by_name(".gnu.version_r")
         assert isinstance(dynamic, DynamicSection)
-        assert isinstance(versions, GNUVerNeedSection)
+        assert versions is None or isinstance(versions, GNUVerNeedSection)
         libraries = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
-        names = {one.name for _, auxiliaries in versions.iter_versions() for one in auxiliaries}
+        names = {one.name for _, auxiliaries in versions.iter_versions() for one in auxiliaries} if versions else set()
         numbers, symbols = elf.get_section_by_name(".gnu.version"), elf.get_section_by_name(".dynsym")
         loose = {
             symbol.name
             for i, symbol in enumerate(symbols.iter_symbols())
             if symbol["st_shndx"] == "SHN_UNDEF"
             and symbol["st_info"]["bind"] == "STB_GLOBAL"
-            and not isinstance(numbers.get_symbol(i)["ndx"], int)
+            and (numbers is None or not isinstance(numbers.get_symbol(i)["ndx"], int))
             and not symbol.name.startswith(("Py", "_Py"))
         }
     return libraries, names, loose

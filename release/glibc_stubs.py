@@ -3,7 +3,8 @@
 The linker takes the newest version of each symbol of the C library that it finds, ``dlopen@GLIBC_2.34`` in Debian 12,
 and so ties the result to that release and later ones. But a C library keeps the versions of all releases before it, and
 the stubs offer of each symbol only the newest that TARGET had. They hold names and no code, and only the linker sees
-them: ``LDFLAGS=-L<folder>``. A symbol that TARGET did not have is not in them; ``distribution.py`` looks for what is left.
+them: ``LDFLAGS=-L<folder>``. A symbol that TARGET did not have is not in them;
+``distribution.py`` looks for what is left.
 """
 
 from __future__ import annotations
