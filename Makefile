@@ -1,12 +1,15 @@
 # Every target sets itself up: python3 >= 3.11, gcc and make are all it needs.
 #   PYTHON=python3.12       another interpreter
 #   TORCH=2.11.0            another torch, in a .venv of its own (the demo and the tests were made with the default)
-#   DEMO_ARGS, TEST_ARGS    passed on, e.g. make demo DEMO_ARGS="--steps 20"
+#   DEMO_ARGS, TEST_ARGS, WHEEL_ARGS
+#                           passed on, e.g. make demo DEMO_ARGS="--steps 20"
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
+RELEASE ?= .venv-release
 DEMO_ARGS ?=
+WHEEL_ARGS ?=
 TEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -14,12 +17,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 # Compiling device code for every architecture takes minutes; tests need that it compiles and that one runs.
 TEST_ARCHS := $(or $(GRADCKPT_CUDA_ARCHS),8.0;9.0+PTX)
+# The extra "release" alone, without the package and so without torch.
+RELEASE_NAMES := $(PYTHON) -c 'import tomllib; \
+    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"])'
 VENVS := $(VENV) .venv*
 GPU_STAMPS := $(foreach venv,$(VENVS),$(venv)/.gpu-*)
 # Two test processes share the cores; two threads in each make both crawl.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 
-.PHONY: help demo test soak bench lint docs gpu gpu_here gpu_tools clean setup
+.PHONY: help demo test soak bench lint docs gpu gpu_here gpu_tools wheel clean setup tools
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -63,15 +69,20 @@ gpu_here: $(VENV)/.gpu-$(CARDS)
 	@$(BIN)/python benchmarks/gpu_roofline.py
 	@$(BIN)/python benchmarks/gpu_memory.py
 
+# In a venv of its own: building needs no torch. The venv of the last check gets the torch of TORCH.
+wheel: $(RELEASE)/.tools  ## dist/: sdist and manylinux wheel, checked and installed in an empty venv (CUDA: minutes)
+	@$(RELEASE)/bin/python release/distribution.py --torch "torch==$(TORCH)" $(WHEEL_ARGS)
+
 clean:  ## remove .venv and everything that was built
-	rm -rf .venv .venv-torch-* $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gradckpt/_C*.so
+	rm -rf .venv .venv-torch-* $(VENV) $(RELEASE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gradckpt/_C*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/.built  ## .venv with the package installed, nothing else
 
 # ---- the stages of .venv
 
-$(VENV)/.torch: pyproject.toml
+# What is asked of the machine, before anything is downloaded.
+tools:
 	@command -v $(PYTHON) >/dev/null \
 	    || { echo "make: $(PYTHON) was not found; install the Debian package python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -84,9 +95,17 @@ $(VENV)/.torch: pyproject.toml
 	    || { echo "make: gcc finds no stdlib.h; install the Debian package libc6-dev" >&2; exit 1; }
 	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
 	    || { echo "make: Python.h was not found; install the Debian package python3-dev" >&2; exit 1; }
+
+$(VENV)/.torch: pyproject.toml | tools
 	@echo "setting up $(VENV): torch $(TORCH) and what pyproject.toml names (once, minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) "torch==$(TORCH)"
+	@touch $@
+
+$(RELEASE)/.tools: pyproject.toml | tools
+	@echo "setting up $(RELEASE): what builds and checks packages (once)"
+	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check $$($(RELEASE_NAMES))
 	@touch $@
 
 # Editable, so that the sources and the installed package are one; C is compiled again when it changed. There is one

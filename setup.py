@@ -26,6 +26,7 @@ DEFAULT_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 C_FLAGS = [
     "-std=c11", "-O3", "-fvisibility=hidden", "-fexceptions", "-Wall", "-Wextra", "-Wno-missing-field-initializers",
+    "-g0",                      # Python's own flags ask for -g: 11 MB, and the paths of this machine
     "-ffp-contract=off",        # codecs: bytes are defined by IEEE operations, one by one
     "-fno-math-errno", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2",
 ]  # fmt: skip
