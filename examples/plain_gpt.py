@@ -104,7 +104,7 @@ def decorated(blocks: nn.Sequential, hidden: Tensor) -> Tensor:
 
 def in_segments(blocks: nn.Sequential, hidden: Tensor) -> Tensor:
     """Regions of two blocks each. The last segment is run as it is, as in torch: its backward comes first."""
-    return gradckpt.checkpoint_sequential(blocks, max(1, len(blocks) // 2), hidden, compress="int8")
+    return gradckpt.checkpoint_sequential(blocks, max(2, len(blocks) // 2), hidden, compress="int8")
 
 
 def rules_of(model: GPT) -> dict[Any, str]:
@@ -236,7 +236,9 @@ def main(argv: list[str] | None = None) -> int:
     text = read_text()
     results: dict[str, Result] = {}
     exact = torch.empty(0)
-    print(f"{args.layers} blocks x {args.width}, {args.accumulate} x {args.batch} x {args.seq} bytes, {args.steps} steps")
+    print(
+        f"{args.layers} blocks x {args.width}, {args.accumulate} x {args.batch} x {args.seq} bytes, {args.steps} steps"
+    )
     print(f"{'':20} {'autograd keeps':>16} {'first loss':>12} {'last loss':>12} {'gradient error':>15}")
     for name, way in WAYS.items():
         result, gradient = train(way, text, args)
