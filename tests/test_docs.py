@@ -6,18 +6,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+import frameworks
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["compile.md", "huggingface.md", "launcher.md", "selective.md", "stats.md"])
-def test_examples_run(page):
+def blocks_of(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
     assert blocks
+    return "\n".join(blocks)
+
+
+PAGES = ["compile.md", "diffusers.md", "huggingface.md", "launcher.md", "plain.md", "selective.md", "stats.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_run(page):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], env=env, capture_output=True, text=True, check=False
-    )
+    check([sys.executable, "-c", blocks_of(page)], env)
+
+
+def test_examples_of_timm_run(tmp_path):
+    program = tmp_path / "timm_page.py"
+    program.write_text(blocks_of("timm.md"))
+    check([sys.executable, ROOT / "tests" / "torchvision_operators.py", program], frameworks.environment())
+
+
+def check(command, env):
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
