@@ -1,4 +1,4 @@
-"""Families of timm under their own checkpointing, under gradckpt.patched and under gradckpt.apply: one JSON line each."""
+"""Families of timm under their own checkpointing, under gradckpt.patched and under gradckpt.apply, as JSON."""
 
 import copy
 import json
