@@ -316,6 +316,13 @@ def make_saved_tensor(x: torch.Tensor, is_output: bool) -> _NodeSaved:
 # ---- errors: torch's classes and texts ----
 
 
+def check_aliases(rows: list[Any]) -> None:
+    """A region wrote to one of its arguments, some of which are kept as payloads."""
+    from gradckpt import _aliases
+
+    _aliases.check(rows)
+
+
 def raise_modified(x: torch.Tensor, expected: int) -> None:
     """An input of a region was changed between forward and recompute: autograd's own words.
 

@@ -445,8 +445,11 @@ def _other_checkpointing(module: Module) -> str | None:
     if vars(module).get("gradient_checkpointing") is True:
         return (
             "its gradient_checkpointing is on (gradckpt.enable, or gradient_checkpointing_enable); turn that off with "
-            "gradckpt.disable(model) or model.gradient_checkpointing_disable()"
+            "gradckpt.disable(model), model.gradient_checkpointing_disable() or (diffusers) "
+            "model.disable_gradient_checkpointing()"
         )
+    if vars(module).get("grad_checkpointing") is True:
+        return "its grad_checkpointing is on (timm); turn that off with model.set_grad_checkpointing(False)"
     if any(each.__name__ == "CheckpointWrapper" for each in type(module).__mro__):
         return "it is torch's CheckpointWrapper; leave it out"
     if isinstance(inspect.getattr_static(type(module), "forward", None), Decorated):

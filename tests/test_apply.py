@@ -871,3 +871,16 @@ def test_what_is_checkpointed_otherwise_is_refused():
     with pytest.raises(ValueError, match="torch's CheckpointWrapper; leave it out"):
         gradckpt.apply(wrapped, nn.Linear)
     assert names_of(nn.Sequential(Decorated()), nn.Linear, nested=True) == ["0.inner"]
+
+
+def test_models_with_a_flag_of_their_own():
+    """timm's and diffusers' flags lie on the module that checkpoints what is inside it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.grad_checkpointing = True
+    with pytest.raises(ValueError, match=r"^gradckpt: '1' .* inside .*model\.set_grad_checkpointing\(False\); or pass"):
+        gradckpt.apply(model, "1")
+    gradckpt.apply(model, "1", nested=True).remove()
+    model.grad_checkpointing = False
+    model.gradient_checkpointing = True
+    with pytest.raises(ValueError, match=r"\(diffusers\) model\.disable_gradient_checkpointing\(\)"):
+        gradckpt.apply(model, "1")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import frameworks
 import pytest
 
 import gradckpt
@@ -38,13 +39,22 @@ def printed_by(text):
             yield output[2]
 
 
-def environment():
+#: Pages of frameworks that are installed beside the tests' packages, and where.
+ELSEWHERE = {
+    "deepspeed.md": frameworks.ENGINES,
+    "timm.md": frameworks.FOLDER,
+    "torchtitan.md": frameworks.ENGINES,
+}
+
+
+def environment(folder=None):
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "NO_MKDOCS_2_WARNING": "1"}  # the latter: news of the theme's makers
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **quiet}
+    given = frameworks.environment(folder) if folder else {**os.environ, "PYTHONPATH": str(ROOT)}
+    return {**given, "HF_HUB_OFFLINE": "1", **quiet}
 
 
-def run(*command, cwd=ROOT):
-    return subprocess.run(command, env=environment(), cwd=cwd, capture_output=True, text=True, check=False)
+def run(*command, cwd=ROOT, folder=None):
+    return subprocess.run(command, env=environment(folder), cwd=cwd, capture_output=True, text=True, check=False)
 
 
 # ---- examples ----
@@ -52,7 +62,10 @@ def run(*command, cwd=ROOT):
 
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if program_of(text)])
 def test_examples_run(page, tmp_path):
-    done = run(sys.executable, "-c", program_of(PAGES[page]), cwd=tmp_path)
+    program = tmp_path / "page.py"
+    program.write_text(program_of(PAGES[page]))
+    before = [ROOT / "tests" / "torchvision_operators.py"] if page == "timm.md" else []
+    done = run(sys.executable, *before, program, cwd=tmp_path, folder=ELSEWHERE.get(page))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for output in printed_by(PAGES[page]):

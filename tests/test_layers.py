@@ -36,6 +36,7 @@ PYTHON = {
         "gradckpt.sequential",
         "gradckpt.stats",
     },
+    "gradckpt._aliases": set(),
     "gradckpt._ops": {"gradckpt._C"},
     "gradckpt._selection": set(),
     "gradckpt._shim": set(),

@@ -246,7 +246,7 @@ static void count_region(gck_state *state, const gck_plan *plan)
 static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
-    gck_packing packing = {state, *plan, outer_hooks(&state->py), 0, NULL};
+    gck_packing packing = {state, *plan, outer_hooks(&state->py), 0, NULL, {NULL, NULL, 0, NULL}};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
     int initialized = 0;
@@ -285,11 +285,15 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     if (result != NULL && preserve && check_accelerator(&state->py, initialized) < 0) {
         Py_CLEAR(result);
     }
+    if (result != NULL && packing.payloads > 0 && gck_aliases_check(&packing.aliases, &state->py) < 0) {
+        Py_CLEAR(result);
+    }
     if (result != NULL) {
         frame->phase = GCK_SAVED_PHASE;
     }
 
 exit:
+    gck_aliases_clear(&packing.aliases);
     Py_XDECREF(fed_args);
     Py_XDECREF(fed_kwargs);
     return result;

@@ -76,7 +76,7 @@ const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_di
 }
 
 /* x becomes a payload: 1; or may not: 0; or -1. */
-static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
+static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
 {
     gck_state *state = p->state;
     gck_tensor view;
@@ -110,6 +110,19 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     state->stats.compressed++;
     p->payloads++;
     return 1;
+}
+
+/* The same, and x is known to the check of aliases. */
+static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
+{
+    const int packed = encode(p, x, entry, forward);
+
+    if (packed >= 0 && gck_aliases_add(&p->aliases, &p->state->py, x, packed ? *forward : x, packed) < 0) {
+        gck_entry_clear(entry);
+        Py_CLEAR(*forward);
+        return -1;
+    }
+    return packed;
 }
 
 int gck_entry_encode(gck_packing *p, PyObject *x, gck_entry *entry)

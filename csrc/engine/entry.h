@@ -2,6 +2,7 @@
 #ifndef GRADCKPT_ENTRY_H
 #define GRADCKPT_ENTRY_H
 
+#include "aliases.h"
 #include "payload.h"
 
 typedef enum {
@@ -28,6 +29,7 @@ typedef struct {
     int        outer;        /* outer saved-tensor hooks are active: payloads go through them */
     int        payloads;     /* out: how many entries became payloads                         */
     gck_batch *batch;        /* where encoding may wait                                       */
+    gck_aliases aliases;     /* out, with a codec: the tensors; to be cleared                 */
 } gck_packing;
 
 /* Keep x in *entry.  positional: torch version-checks such tensors.  *forward takes a new

@@ -386,7 +386,7 @@ static int push(gck_state *state, PyObject *compress)
         return -1;
     }
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
-    self->packing = (gck_packing){state, plan, 0, 0, NULL};
+    self->packing = (gck_packing){state, plan, 0, 0, NULL, {NULL, NULL, 0, NULL}};
     PyObject_GC_Track(self);
     status = find_outer(self, &state->py) < 0 ? -1 : gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self);
     Py_DECREF(self);

@@ -209,9 +209,9 @@ static PyObject *fill_leaves(gck_frame *frame, PyObject *const *tensors)
 }
 
 /* Inputs into payloads where the plan says so, the others into autograd's hands. */
-static int keep_inputs(gck_frame *frame, PyObject *ctx, PyObject *const *tensors)
+static int keep_inputs(gck_frame *frame, PyObject *ctx, PyObject *const *tensors, gck_aliases *aliases)
 {
-    gck_packing packing = {frame->state, frame->plan, 0, 0, NULL};
+    gck_packing packing = {frame->state, frame->plan, 0, 0, NULL, {NULL, NULL, 0, NULL}};
     PyObject *list = PyList_New(0), *tuple, *method, *done = NULL;
     gck_batch batch;
     Py_ssize_t next = 0;
@@ -233,6 +233,7 @@ static int keep_inputs(gck_frame *frame, PyObject *ctx, PyObject *const *tensors
         status = gck_batch_flush(&batch);
     }
     frame->compressed = packing.payloads;
+    *aliases = packing.aliases;
     tuple = status == 0 ? PyList_AsTuple(list) : NULL;
     method = tuple != NULL ? PyObject_GetAttr(ctx, frame->state->py.names.save_for_backward) : NULL;
     done = method != NULL ? PyObject_Call(method, tuple, NULL) : NULL;
@@ -263,6 +264,7 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
 {
     gck_state *state = gck_state_of(module);
     PyObject *leaves = NULL, *tuple = NULL, *out = NULL, *result = NULL, *done = NULL;
+    gck_aliases aliases = {NULL, NULL, 0, NULL};
 
     if (nall < 2 || Py_TYPE(all[1]) != state->Frame) {
         PyErr_SetString(PyExc_TypeError, "SelectiveRecompute.forward is called by SelectiveRecompute.apply");
@@ -271,15 +273,19 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     gck_frame *frame = (gck_frame *)all[1];
     if ((leaves = fill_leaves(frame, all + 2)) == NULL || (tuple = PyList_AsTuple(leaves)) == NULL
         || gck_ambient_capture(&state->py, &frame->ambient, 1, 0, tuple, NULL) < 0
-        || keep_inputs(frame, all[0], all + 2) < 0 || PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0
+        || keep_inputs(frame, all[0], all + 2, &aliases) < 0 || PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0
         || (done = PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads, Py_False, NULL)) == NULL) {
         goto exit;
     }
     state->stats.regions++;
     out = gck_run_caught(frame, leaves, 0);
+    if (out != NULL && frame->compressed > 0 && gck_aliases_check(&aliases, &state->py) < 0) {
+        Py_CLEAR(out);
+    }
     result = out != NULL ? gck_leaves_tensors(&state->py, out, frame) : NULL;
 
 exit:
+    gck_aliases_clear(&aliases);
     Py_XDECREF(leaves);
     Py_XDECREF(tuple);
     Py_XDECREF(out);

@@ -258,9 +258,7 @@ def _check_model(model: Any, settings: Settings) -> None:
             f"gradckpt: {name} is not a transformers model, but holds {count}; call gradckpt.enable on each"
         )
     if not _is_model(model) or not hasattr(model, "supports_gradient_checkpointing"):
-        raise ValueError(
-            f"gradckpt: {name} is not a transformers model; wrap its layers with gradckpt.checkpoint instead"
-        )
+        raise ValueError(f"gradckpt: {name} is {_other_way(model)}")
     if not model.supports_gradient_checkpointing:
         raise ValueError(
             f"gradckpt: {name} does not support checkpointing in transformers; wrap its layers with "
@@ -284,6 +282,19 @@ def _check_model(model: Any, settings: Settings) -> None:
         )
     if settings.every_n_layers > 1 and not has_every_n_layers(model):
         raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
+
+
+def _other_way(model: Any) -> str:
+    """Of a model that is none of transformers: what it is, and what to write instead."""
+    if callable(getattr(model, "enable_gradient_checkpointing", None)):
+        function = 'functools.partial(gradckpt.checkpoint, compress="int8")'
+        return f"a model of diffusers; call model.enable_gradient_checkpointing(gradient_checkpointing_func={function})"
+    if callable(getattr(model, "set_grad_checkpointing", None)):
+        return (
+            "a model of timm; call model.set_grad_checkpointing() and train inside `with "
+            'gradckpt.patched("int8"):`, or choose its blocks with gradckpt.apply'
+        )
+    return "not a transformers model; wrap its layers with gradckpt.checkpoint, or choose them with gradckpt.apply"
 
 
 def _check_enabled_once(model: Any) -> None:

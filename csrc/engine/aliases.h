@@ -1,0 +1,27 @@
+/* aliases.h: arguments of a compressed region that share memory.
+ *
+ * Each argument is restored by itself, so a write that reached two of them in the forward
+ * reaches one in the recompute, and the gradients would be wrong without a word.  Torch
+ * refuses any write to an argument; here one is refused that another argument sees. */
+#ifndef GRADCKPT_ALIASES_H
+#define GRADCKPT_ALIASES_H
+
+#include "../torch/tensor.h"
+
+typedef struct {
+    PyObject *x, *fed;       /* owned: the first tensor, and what the function gets for it */
+    int       packed;
+    PyObject *rows;          /* owned list of (x, fed, packed, version), from the second tensor on */
+} gck_aliases;
+
+/* x is an argument, and `fed` what the function gets for it; packed: it is kept as a
+ * payload.  0 or -1. */
+int gck_aliases_add(gck_aliases *aliases, const gck_py *py, PyObject *x, PyObject *fed, int packed);
+
+/* After the function has run: 0, or -1 with an exception when it wrote to memory that a
+ * compressed argument shares with another. */
+int gck_aliases_check(gck_aliases *aliases, const gck_py *py);
+
+void gck_aliases_clear(gck_aliases *aliases);
+
+#endif

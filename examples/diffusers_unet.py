@@ -1,0 +1,186 @@
+"""A diffusion model of diffusers whose checkpoints are kept compressed, beside diffusers' own checkpointing.
+
+Trains a small UNet (or a transformer with two streams, as in SD3) to remove noise from blobs whose place the condition
+tells, from the same seeds: with enable_gradient_checkpointing() as it is, and with gradckpt.checkpoint as its
+gradient_checkpointing_func, without and with compression. Prints what was kept, the losses and the error of the
+gradients; the exit status is 1 when something that must hold does not. Needs diffusers.
+
+    python examples/diffusers_unet.py --model sd3 --compress int4
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler, ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
+from torch import Tensor
+
+import gradckpt
+
+CHANNELS, SIDE = 4, 16  # of the latents
+TOKENS, WIDTH = 32, 64  # of the condition
+#: The largest error of the gradients (relative L2) that each codec may make here.
+BOUNDS = {"int8": 0.03, "fp8": 0.1, "int6": 0.1, "int4": 0.4, "lossless": 0.0}
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    regions: int  # of gradckpt, in all steps
+    compressed: int  # tensors
+    bytes_in: int
+    bytes_out: int
+    error: float = 0.0  # of the first batch's gradient, relative L2
+    cosine: float = 1.0  # of the worst parameter that holds 1 % of the gradient's norm or more
+
+
+# ---- models and data
+
+
+def unet() -> ModelMixin:
+    return UNet2DConditionModel(
+        sample_size=SIDE,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=WIDTH,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+
+
+def sd3() -> ModelMixin:
+    return SD3Transformer2DModel(
+        sample_size=SIDE,
+        patch_size=1,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_layers=3,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        joint_attention_dim=WIDTH,
+        caption_projection_dim=128,
+        pooled_projection_dim=WIDTH,
+        pos_embed_max_size=SIDE,
+    )
+
+
+MODELS = {"unet": unet, "sd3": sd3}
+
+
+def batch_of(args: argparse.Namespace, step: int) -> tuple[Tensor, Tensor]:
+    """Latents with a blob at a random place, and a condition that holds the place."""
+    draw = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    place = torch.rand(args.batch, 2, 1, 1, generator=draw) * SIDE
+    y, x = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
+    blob = torch.exp(-((y - place[:, 0]) ** 2 + (x - place[:, 1]) ** 2) / 8)
+    latents = blob.unsqueeze(1) * torch.tensor([1.0, -1.0, 0.5, -0.5]).view(1, -1, 1, 1)
+    waves = torch.arange(1, WIDTH // 4 + 1) / 10 * place.flatten(1).unsqueeze(-1)
+    condition = torch.cat([waves.sin(), waves.cos()], -1).flatten(1).unsqueeze(1).expand(-1, TOKENS, -1)
+    return latents, condition + 0.1 * torch.randn(args.batch, TOKENS, WIDTH, generator=draw)
+
+
+# ---- training
+
+
+def train(checkpoint: Callable[..., Any] | None, args: argparse.Namespace) -> tuple[Result, dict[str, Tensor]]:
+    """``checkpoint``: diffusers' gradient_checkpointing_func; None is its own."""
+    torch.manual_seed(args.seed)
+    model = MODELS[args.model]().train()
+    model.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint)
+    scheduler = DDPMScheduler(num_train_timesteps=1000)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    gradckpt.reset_stats()
+    losses, first = [], {}
+    for step in range(args.steps):
+        latents, condition = batch_of(args, step)
+        noise = torch.randn_like(latents)
+        times = torch.randint(scheduler.config.num_train_timesteps, (args.batch,))
+        pooled = {} if args.model == "unet" else {"pooled_projections": condition.mean(1)}
+        noisy = scheduler.add_noise(latents, noise, times)
+        found = model(noisy, timestep=times, encoder_hidden_states=condition, **pooled).sample
+        loss = F.mse_loss(found, noise)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        losses.append(loss.item())
+    stats = gradckpt.stats()
+    return Result(losses, *(stats[key] for key in ("regions", "compressed", "bytes_in", "bytes_out"))), first
+
+
+def compare(result: Result, found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    a, b = (torch.cat([gradients[name].flatten() for name in exact]) for gradients in (found, exact))
+    result.error = float((a - b).norm() / b.norm())
+    large = [name for name in exact if exact[name].norm() >= 0.01 * b.norm()]
+    result.cosine = min(float(F.cosine_similarity(found[n].flatten(), exact[n].flatten(), dim=0)) for n in large)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="unet", help="(%(default)s)")
+    parser.add_argument("--compress", choices=sorted(BOUNDS), default="int8", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="each run (%(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="(%(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="also print the results as one JSON line")
+    args = parser.parse_args(argv)
+    if min(args.steps, args.batch) < 1:
+        parser.error("--steps and --batch are 1 or more")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    codec = args.compress
+    ways: dict[str, Callable[..., Any] | None] = {
+        "diffusers' checkpointing": None,
+        "gradckpt None": gradckpt.checkpoint,
+        f"gradckpt {codec}": functools.partial(gradckpt.checkpoint, compress=codec),
+    }
+    results, gradients = {}, {}
+    print(f"{args.model}, {args.batch} latents of {CHANNELS} x {SIDE} x {SIDE}, {args.steps} steps")
+    print(f"{'':26} {'regions':>8} {'inputs':>12} {'kept':>12} {'first loss':>11} {'last loss':>10} {'error':>8}")
+    for way, checkpoint in ways.items():
+        results[way], gradients[way] = train(checkpoint, args)
+        r = results[way]
+        compare(r, gradients[way], gradients["diffusers' checkpointing"])
+        sizes = f"{r.bytes_in / 1024:8.0f} KiB {r.bytes_out / 1024:8.0f} KiB"
+        print(f"{way:26} {r.regions:8} {sizes} {r.losses[0]:11.5f} {r.losses[-1]:10.5f} {r.error:8.3%}")
+
+    stock, none, ours = results.values()
+    bound = BOUNDS[codec]
+    found = [
+        (none.losses == stock.losses, "None: losses of all steps equal to diffusers' checkpointing, to the bit"),
+        (none.error == 0.0, "None: gradients, too"),
+        (none.regions == ours.regions > 0, f"{ours.regions // args.steps} regions in each step"),
+        (ours.compressed > 0, f"{codec}: {ours.compressed // args.steps} tensors compressed in each step"),
+        (ours.losses[0] == stock.losses[0], f"{codec}: first loss equal to diffusers' checkpointing"),
+        (ours.error <= bound, f"{codec}: gradients within {bound:.0%}, worst cosine {ours.cosine:.5f}"),
+    ]
+    for good, words in found:
+        print("ok    " if good else "FAILED", words)
+    if args.json:
+        print(json.dumps({way: vars(result) for way, result in results.items()}))
+    return 0 if all(good for good, _ in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
