@@ -89,6 +89,12 @@ PYTHON = {
     "gradckpt._import_error": set(),
     "gradckpt.environment": {"gradckpt._C"},
     "gradckpt.integrations": set(),
+    "gradckpt.integrations.deepspeed": {
+        "gradckpt",
+        "gradckpt.apply",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.offload",
+    },
     "gradckpt.integrations.huggingface": {
         "gradckpt",
         "gradckpt.apply",
@@ -131,7 +137,12 @@ PYTHON = {
 }
 
 #: Python module -> frameworks that it may import at the top: only who uses the framework imports the module
-FRAMEWORKS = {"gradckpt.integrations.trainer_callback": {"transformers"}}
+FRAMEWORKS = {
+    "gradckpt.integrations.deepspeed": {"deepspeed"},
+    "gradckpt.integrations.lightning": {"lightning", "pytorch_lightning"},
+    "gradckpt.integrations.torchtitan": {"torchtitan"},
+    "gradckpt.integrations.trainer_callback": {"transformers"},
+}
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
 

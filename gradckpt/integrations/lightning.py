@@ -40,7 +40,7 @@ _OF_ENABLE = ("every_n_layers", "replay", "policy", "offload")
 
 
 class StatsCallback(Callback):  # type: ignore[misc]
-    """Logs ``gradckpt/asked``, ``compressed``, ``bytes_in_mib``, ``bytes_out_mib`` and ``ratio`` of each training batch,
+    """Logs ``gradckpt/asked``, ``compressed``, ``bytes_in_mib``, ``bytes_out_mib``, ``ratio`` of each training batch
     and ``gradckpt/peak_live_mib``, with ``self.log_dict``: the loggers get them every ``log_every_n_steps`` batches.
 
     They are numbers of this process; ``ratio`` is missing where nothing was compressed. For models that checkpoint
