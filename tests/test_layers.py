@@ -132,6 +132,7 @@ PYTHON = {
         "gradckpt.integrations.kwargs",
         "gradckpt.integrations.stray_keys",
     },
+    "gradckpt.integrations.torchtitan": {"gradckpt.config", "gradckpt.integrations.wrapper"},
     "gradckpt.integrations.wrapper": {"gradckpt", "gradckpt.apply", "gradckpt.config"},
     "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config"},
 }

@@ -2,9 +2,9 @@
 
     from gradckpt.integrations import deepspeed as checkpointing
 
-in the place of ``from deepspeed import checkpointing`` is all that code for it needs. :func:`checkpoint` has DeepSpeed's
-signature and results and gradckpt's engine. Other than DeepSpeed's it is never reentrant, so its inputs need not
-require grad, and ``torch.autograd.grad`` works; buffers are updated once.
+in the place of ``from deepspeed import checkpointing`` is all that code for it needs. :func:`checkpoint` has the
+signature and the results of DeepSpeed's, and gradckpt's engine. It is never reentrant: its inputs need not require
+grad, ``torch.autograd.grad`` works, and buffers are updated once.
 
 The tracker of random states is DeepSpeed's own, and what :func:`checkpoint` recomputes finds it as the forward did.
 """
@@ -166,7 +166,7 @@ def configure(
     if deepspeed_config is not None:
         block = DeepSpeedConfig(deepspeed_config, mpu=mpu_)._param_dict.get("activation_checkpointing", {})
         said = {_BLOCK[key]: value for key, value in block.items() if key in _BLOCK}
-        chosen = {key: said.pop(key) for key in ("compress", "policy") if key in said}
+        chosen: dict[str, Any] = {key: said.pop(key) for key in ("compress", "policy") if key in said}
         asked, options = {**said, **asked}, {**chosen, **options}
     for key, why in _REFUSED.items():
         if asked.get(key):

@@ -1,4 +1,4 @@
-"""Trains a tiny Llama and a stack of blocks under ZeRO 1, 2 and 3, each with several ways of checkpointing. By torchrun.
+"""Trains a tiny Llama and a stack of blocks under ZeRO 1, 2, 3, each with several ways of checkpointing. By torchrun.
 
     torchrun --standalone --nproc-per-node 2 deepspeed_ranks.py OUT
 
