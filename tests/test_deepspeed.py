@@ -24,7 +24,7 @@ def call(*command):
     return done.stdout
 
 
-def test_the_names_of_its_checkpointing(tmp_path):
+def test_the_names_of_its_checkpointing():
     out = call("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", SCRIPTS / "deepspeed_checks.py")
     assert " passed" in out
     assert "skipped" not in out
@@ -58,3 +58,10 @@ class TestZero:
             a, b = (torch.cat([m.flatten() for m in each["moved"].values()]) for each in (found, exact))
             assert 0 < (a - b).norm() < 0.02 * b.norm()
             assert found["same keys"]
+
+
+@pytest.mark.parametrize("options", [["--zero", "3", "--compress", "none"], ["--zero", "2", "--checkpoint-in-cpu"]])
+def test_example(options):
+    out = call(SCRIPTS.parent.parent / "examples" / "deepspeed_zero.py", *options)
+    assert "FAILED" not in out
+    assert "24 regions" in out

@@ -469,3 +469,12 @@ def test_fabric():
     assert all(map(torch.equal, run(None), run(None, checkpointed=False)))
     run("int8")
     assert gradckpt.stats()["compressed"] == LAYERS
+
+
+@pytest.mark.parametrize("options", [["--devices", "2"], ["--devices", "1", "--compress", "none"]])
+def test_example(options):
+    command = [sys.executable, ROOT / "examples" / "lightning_ddp.py", *options]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout
+    assert "24 regions" in done.stdout

@@ -5,14 +5,28 @@ import sys
 from pathlib import Path
 
 import frameworks
+import pytest
 
-CHECKS = Path(__file__).parent / "scripts" / "torchtitan_checks.py"
+ROOT = Path(__file__).parent.parent
+CHECKS = ROOT / "tests" / "scripts" / "torchtitan_checks.py"
+
+
+def call(*command):
+    env = {**frameworks.environment(frameworks.ENGINES), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def test_policies():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", CHECKS]
-    env = {**frameworks.environment(frameworks.ENGINES), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    out = call("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", CHECKS)
+    assert " passed" in out
+    assert "skipped" not in out
+
+
+@pytest.mark.parametrize("options", [["--ac", "selective", "--compress", "none"], ["--ac", "full"]])
+def test_example(options):
+    out = call(ROOT / "examples" / "torchtitan_blocks.py", *options)
+    assert "FAILED" not in out
+    assert "4 blocks wrapped, 24 regions" in out
