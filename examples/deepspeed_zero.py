@@ -1,7 +1,7 @@
 """Blocks that call DeepSpeed's checkpointing, trained under ZeRO with its own and with gradckpt's in its place.
 
-The model is written as code for DeepSpeed is: ``checkpointing.checkpoint(block, hidden)``. Which ``checkpointing`` that is
-makes the only difference between the two runs, from the same seeds. Prints both losses, how many blocks were
+The model is written as code for DeepSpeed is: ``checkpointing.checkpoint(block, hidden)``. Which ``checkpointing``
+that is makes the only difference between the two runs, from the same seeds. Prints both losses, how many blocks were
 checkpointed, what their inputs take, and what must hold; the exit status is 1 when it does not. Needs deepspeed.
 
     python examples/deepspeed_zero.py --zero 3 --compress int6

@@ -1,4 +1,4 @@
-"""A Llama in a LightningModule, trained by Lightning's Trainer on several processes, checkpoints compressed by a callback.
+"""A Llama in a LightningModule, trained by Lightning on several processes, its checkpoints compressed by a callback.
 
 Trains twice from the same seeds: with the checkpointing that transformers has, and with GradckptCallback. Prints both
 losses, how many layers were checkpointed, what their inputs take, and what must hold; the exit status is 1 when it

@@ -1,9 +1,9 @@
 """A model of blocks under torchtitan's FullAC or SelectiveAC, and under the same with compressed inputs.
 
 torchtitan's policies wrap what ``model.layers`` holds, in its own models and in any other: here a small byte-level
-transformer. In a configuration of torchtitan the line is ``activation_checkpoint=CompressedFullAC.Config()``. Prints both
-losses, how many blocks were wrapped, what their inputs take, and what must hold; the exit status is 1 when it does not.
-Needs torchtitan.
+transformer. In a configuration of torchtitan the line is ``activation_checkpoint=CompressedFullAC.Config()``. Prints
+both losses, how many blocks were wrapped, what their inputs take, and what must hold; the exit status is 1 when it does
+not. Needs torchtitan.
 
     python examples/torchtitan_blocks.py --ac selective --compress int6
 """
