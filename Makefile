@@ -35,7 +35,7 @@ demo: $(VENV)/.built  ## train a small Llama under eight kinds of checkpoints; t
 	@$(BIN)/python examples/train_llama.py $(DEMO_ARGS)
 
 # Ends with pytest's closing line.
-test: lint  ## ruff, mypy, all tests but the long ones
+test: lint $(VENV)/.frameworks  ## ruff, mypy, all tests but the long ones
 	@$(PYTEST) -n 2 -m "not soak" $(TEST_ARGS)
 
 soak: $(VENV)/.strict  ## the long tests
@@ -127,6 +127,16 @@ $(VENV)/.strict: $(VENV)/.torch $(SOURCES)
 $(VENV)/.docs: $(VENV)/.built
 	@$(PIP) $$($(BIN)/python -c 'import tomllib; \
 	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+# What the tests import in processes of their own only; the list says why. pip's --target does not replace.
+$(VENV)/.frameworks: tests/frameworks.txt $(VENV)/.torch
+	@echo "installing timm, torchvision, DeepSpeed and torchtitan beside $(VENV)'s packages"
+	@rm -rf $(VENV)/frameworks $(VENV)/engines
+	@for folder in frameworks engines; do \
+	    sed -n "/^# ---- $$folder$$/,/^$$/p" $< > $(VENV)/$$folder.txt && \
+	    $(PIP) --no-deps --target $(VENV)/$$folder --requirement $(VENV)/$$folder.txt || exit 1; \
+	done
 	@touch $@
 
 # For the cards of this machine alone.

@@ -90,6 +90,12 @@ PYTHON = {
     "gradckpt._import_error": set(),
     "gradckpt.environment": {"gradckpt._C"},
     "gradckpt.integrations": set(),
+    "gradckpt.integrations.deepspeed": {
+        "gradckpt",
+        "gradckpt.apply",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.offload",
+    },
     "gradckpt.integrations.huggingface": {
         "gradckpt",
         "gradckpt.apply",
@@ -102,6 +108,15 @@ PYTHON = {
         "gradckpt.policies",
     },
     "gradckpt.integrations.kwargs": {"gradckpt.config", "gradckpt.policies"},
+    "gradckpt.integrations.lightning": {
+        "gradckpt",
+        "gradckpt.apply",
+        "gradckpt.config",
+        "gradckpt.integrations.huggingface",
+        "gradckpt.integrations.kwargs",
+        "gradckpt.kinds",
+        "gradckpt.stats",
+    },
     "gradckpt.integrations.offload": {"gradckpt"},
     "gradckpt.integrations.seam": {
         "gradckpt",
@@ -118,12 +133,18 @@ PYTHON = {
         "gradckpt.integrations.kwargs",
         "gradckpt.integrations.stray_keys",
     },
+    "gradckpt.integrations.torchtitan": {"gradckpt.config", "gradckpt.integrations.wrapper"},
     "gradckpt.integrations.wrapper": {"gradckpt", "gradckpt.apply", "gradckpt.config"},
     "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config"},
 }
 
 #: Python module -> frameworks that it may import at the top: only who uses the framework imports the module
-FRAMEWORKS = {"gradckpt.integrations.trainer_callback": {"transformers"}}
+FRAMEWORKS = {
+    "gradckpt.integrations.deepspeed": {"deepspeed"},
+    "gradckpt.integrations.lightning": {"lightning", "pytorch_lightning"},
+    "gradckpt.integrations.torchtitan": {"torchtitan"},
+    "gradckpt.integrations.trainer_callback": {"transformers"},
+}
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
 
@@ -183,7 +204,8 @@ def test_imports_follow_the_arrows(path):
             assert imported in allowed or imported.rpartition(".")[0] in allowed, f"{name} imports {imported}"
             assert imported not in FRAMEWORKS, f"{name} imports {imported}"
         else:
-            frameworks = {"transformers", "accelerate"} - FRAMEWORKS.get(name, set())
+            all_of_them = {"transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "torchtitan"}
+            frameworks = all_of_them - FRAMEWORKS.get(name, set())
             assert imported.split(".")[0] not in frameworks, f"{name} imports {imported} at the top"
 
 

@@ -230,11 +230,11 @@ def _unwrap(model: Any) -> Any:
             model = model.module
         else:
             break
-    found = _models_in(model)
+    found = models_in(model)
     return found[0] if len(found) == 1 else model
 
 
-def _models_in(model: Any) -> list[Any]:
+def models_in(model: Any) -> list[Any]:
     """The transformers models of a module, without those that lie inside others."""
     found: list[Any] = []
     inside: set[int] = set()
@@ -252,7 +252,7 @@ def _is_model(model: Any) -> bool:
 
 def _check_model(model: Any, settings: Settings) -> None:
     name = type(model).__name__
-    count = len(_models_in(model))
+    count = len(models_in(model))
     if not _is_model(model) and count:
         raise ValueError(
             f"gradckpt: {name} is not a transformers model, but holds {count}; call gradckpt.enable on each"

@@ -1,0 +1,137 @@
+"""A model of blocks under torchtitan's FullAC or SelectiveAC, and under the same with compressed inputs.
+
+torchtitan's policies wrap what ``model.layers`` holds, in its own models and in any other: here a small byte-level
+transformer. In a configuration of torchtitan the line is ``activation_checkpoint=CompressedFullAC.Config()``. Prints
+both losses, how many blocks were wrapped, what their inputs take, and what must hold; the exit status is 1 when it does
+not. Needs torchtitan.
+
+    python examples/torchtitan_blocks.py --ac selective --compress int6
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+import gradckpt
+from gradckpt.integrations.torchtitan import CompressedFullAC, CompressedSelectiveAC
+from gradckpt.integrations.wrapper import CheckpointWrapper
+
+POLICIES = {"full": (FullAC, CompressedFullAC), "selective": (SelectiveAC, CompressedSelectiveAC)}
+
+
+class Block(torch.nn.Module):
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.heads = args.hidden // 32
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(args.hidden) for _ in range(2))
+        self.wqkv = torch.nn.Linear(args.hidden, 3 * args.hidden, bias=False)
+        self.wo = torch.nn.Linear(args.hidden, args.hidden, bias=False)
+        self.w1 = torch.nn.Linear(args.hidden, 4 * args.hidden, bias=False)
+        self.w2 = torch.nn.Linear(4 * args.hidden, args.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.wqkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.wo(attended)
+        return x + self.w2(functional.silu(self.w1(self.norms[1](x))))
+
+
+class Language(torch.nn.Module):
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.tok_embeddings = torch.nn.Embedding(256, args.hidden)
+        self.layers = torch.nn.ModuleDict({str(i): Block(args) for i in range(args.layers)})
+        self.output = torch.nn.Linear(args.hidden, 256, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.tok_embeddings(ids)
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return functional.cross_entropy(self.output(hidden[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(args: argparse.Namespace, policy: Any) -> tuple[list[float], int]:
+    """Losses, and how many blocks are wrapped in gradckpt's CheckpointWrapper."""
+    torch.manual_seed(args.seed)
+    model = Language(args)
+    policy.build().apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with open(__file__, "rb") as file:
+        text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
+    losses = []
+    for _ in range(args.steps):
+        starts = torch.randint(0, len(text) - args.seq, (args.batch,))
+        ids = torch.stack([text[start : start + args.seq] for start in starts])
+        optimizer.zero_grad()
+        loss = model(ids)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, sum(isinstance(module, CheckpointWrapper) for module in model.modules())
+
+
+def checks(
+    theirs: list[float], ours: list[float], wrapped: int, stats: dict[str, Any], args: argparse.Namespace
+) -> dict[str, bool]:
+    """What must hold, in words."""
+    words = f"{POLICIES[args.ac][0].__name__}"
+    found = {f"all {args.layers} blocks are wrapped": wrapped == args.layers}
+    if args.compress == "none":
+        return found | {f"every loss equal to that of {words}": ours == theirs}
+    return found | {
+        f"the input of each block was compressed in each step: {args.layers} x {args.steps}": (
+            stats["compressed"] == args.layers * args.steps
+        ),
+        f"first loss equal to that of {words}": ours[0] == theirs[0],
+        "last loss within 2 % of it": abs(ours[-1] - theirs[-1]) < 0.02 * theirs[-1],
+    }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ac", choices=POLICIES, default="full", help="torchtitan's policy (%(default)s)")
+    parser.add_argument("--compress", default="int8", help="a codec, or none (%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="(%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step (%(default)s)")
+    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 32 (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if min(args.steps, args.batch, args.layers) < 1 or args.hidden < 32 or args.hidden % 32:
+        parser.error("--steps, --batch and --layers are 1 or more, --hidden is a multiple of 32")
+    if args.compress not in ("none", *gradckpt.codecs(), "fp8"):
+        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs())}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    warnings.filterwarnings("ignore", module="torch")
+    stock, compressed = POLICIES[args.ac]
+    theirs, _ = train(args, stock.Config())
+    gradckpt.reset_stats()
+    ours, wrapped = train(args, compressed.Config(compress=args.compress))
+    stats = gradckpt.stats()
+    print(f"{args.layers} blocks, {args.steps} steps; loss:")
+    print(f"{stock.__name__:23}", " ".join(f"{loss:.4f}" for loss in theirs))
+    print(f"{compressed.__name__ + ' ' + args.compress:23}", " ".join(f"{loss:.4f}" for loss in ours))
+    print(
+        f"{wrapped} blocks wrapped, {stats['regions']} regions, {stats['compressed']} inputs compressed: "
+        f"{stats['bytes_in']} bytes kept in {stats['bytes_out']}"
+    )
+    found = checks(theirs, ours, wrapped, stats, args)
+    for words, good in found.items():
+        print("ok    " if good else "FAILED", words)
+    return 0 if all(found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Lightning: ``Trainer(callbacks=[GradckptCallback()])`` trains with compressed checkpoints and logs what they save.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are two copies of the same classes; the callbacks here are of the one
+that the program has imported, and work with both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+import gradckpt
+from gradckpt.apply import parse_options
+from gradckpt.config import Compress, parse_compress, warn_inactive
+from gradckpt.integrations.huggingface import models_in
+from gradckpt.integrations.kwargs import check_bool
+from gradckpt.kinds import Tree
+from gradckpt.stats import format_bytes, stats, stats_scalars
+
+if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning import Callback
+    from pytorch_lightning.utilities.rank_zero import rank_zero_info
+else:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+__all__ = ["GradckptCallback", "StatsCallback"]
+
+#: What of stats_scalars() is logged.
+SCALARS = ("asked", "compressed", "bytes_in_mib", "bytes_out_mib", "ratio", "peak_live_mib")
+
+#: Training batches in which no chosen module checkpointed anything, before the warning.
+PATIENCE = 2
+
+#: Keywords of gradckpt.enable.
+_OF_ENABLE = ("every_n_layers", "replay", "policy", "offload")
+
+
+class StatsCallback(Callback):  # type: ignore[misc]
+    """Logs ``gradckpt/asked``, ``compressed``, ``bytes_in_mib``, ``bytes_out_mib``, ``ratio`` of each training batch
+    and ``gradckpt/peak_live_mib``, with ``self.log_dict``: the loggers get them every ``log_every_n_steps`` batches.
+
+    They are numbers of this process; ``ratio`` is missing where nothing was compressed. For models that checkpoint
+    through gradckpt already; :class:`GradckptCallback` does the same, and turns checkpointing on.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, Any] = {}
+        self._at_start: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._since = self._at_start = stats()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.barebones:
+            return  # log_dict would only warn
+        found = stats_scalars("", since=self._since)
+        self._since = stats()
+        scalars = {"gradckpt/" + name: found[name] for name in SCALARS if name in found}
+        pl_module.log_dict(scalars, on_step=True, on_epoch=False)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        found = stats_scalars("", since=self._at_start)
+        before, after = (format_bytes(found[f"bytes_{way}_mib"] * 2**20) for way in ("in", "out"))
+        rank_zero_info(
+            f"gradckpt: {found['regions']:.0f} regions; compressed {found['compressed']:.0f} of {found['asked']:.0f} "
+            f"inputs, {before} -> {after}"
+        )
+
+
+class GradckptCallback(StatsCallback):
+    """Turns compressed checkpointing on for ``fit``, before the strategy wraps the model, and off after it.
+
+    Args:
+        compress: ``None`` (torch's checkpointing, bit for bit), ``True``, a codec's name, a
+            :class:`gradckpt.CompressionConfig` or its dict.
+        modules: What is checkpointed: a selector or the rules of :func:`gradckpt.apply`, or a set of classes as
+            ``FSDPStrategy(activation_checkpointing_policy=...)`` takes it. ``None``: the transformers model that
+            the LightningModule holds, by :func:`gradckpt.enable`; without one, the modules of the kind ``"layer"``.
+        log_stats: Log what :class:`StatsCallback` does.
+        **options: Of :func:`gradckpt.enable` (``every_n_layers``, ``replay``, ``policy``, ``offload``) or
+            :func:`gradckpt.apply`, whichever is used.
+
+    State dicts and checkpoints have the keys that they have without it.
+
+    Raises:
+        ValueError, TypeError: here for an unknown codec; when ``fit`` begins for what the model or the strategy makes
+            impossible: nothing to checkpoint, checkpointed twice.
+    """
+
+    def __init__(
+        self, compress: Compress = "int8", modules: Any = None, *, log_stats: bool = True, **options: Any
+    ) -> None:
+        super().__init__()
+        self.compress = parse_compress(compress)
+        self.modules = tuple(modules) if isinstance(modules, (set, frozenset)) else modules
+        self.log_stats = check_bool("log_stats", log_stats)
+        self.options = options
+        if modules is not None:
+            parse_options({key: value for key, value in options.items() if key != "nested"}, {})
+        #: What gradckpt.enable or gradckpt.apply returned; None outside fit.
+        self.handle: Any = None
+        self._waiting: _BeforeSetup | None = None
+        self._batches = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._turn_off()  # a fit that was broken off
+            self._waiting = _BeforeSetup(trainer.strategy, pl_module, self._turn_on)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._batches = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._batches += 1
+        if self._batches == PATIENCE:
+            self._check_active(pl_module)
+        if self.log_stats:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._turn_off()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._turn_off()
+
+    def _turn_on(self, pl_module: Any) -> None:
+        if self.modules is None and models_in(pl_module):
+            unknown = [key for key in self.options if key not in _OF_ENABLE]
+            if unknown:
+                raise ValueError(
+                    f"gradckpt: {unknown[0]!r} is no option for a transformers model; the options are: "
+                    f"{', '.join(_OF_ENABLE)}; with modules= those of gradckpt.apply"
+                )
+            self.handle = gradckpt.enable(pl_module, self.compress, **self.options)
+        else:
+            modules = self.modules
+            if modules is None:
+                modules = "layer"
+                if not Tree(pl_module).of_kind(modules):
+                    raise ValueError(
+                        f"gradckpt: {type(pl_module).__name__} holds no transformers model and nothing that is known "
+                        "as a layer; say what to checkpoint: GradckptCallback(modules={Block})"
+                    )
+            self.handle = gradckpt.apply(pl_module, modules, compress=self.compress, **self.options)
+        rank_zero_info(f"gradckpt: {self.handle!r}")
+
+    def _turn_off(self) -> None:
+        handle, waiting, self.handle, self._waiting = self.handle, self._waiting, None, None
+        if waiting is not None:
+            waiting.remove()
+        if handle is not None:
+            handle.remove()
+
+    def _check_active(self, pl_module: Any) -> None:
+        """gradckpt.enable watches its model; what gradckpt.apply chose may never have been called."""
+        names = list(getattr(self.handle, "modules", ()))
+        if not names or stats()["regions"] > self._at_start["regions"]:
+            return
+        chosen = [module for name, module in pl_module.named_modules() if name in names]
+        if not any(module.training for module in chosen):
+            why = "they are in eval mode, and Lightning leaves modules in the mode they came in; call model.train()"
+        else:
+            why = "nobody called them with grad enabled; choose others with modules="
+        warn_inactive(f"in {PATIENCE} training batches none of the {len(names)} chosen modules checkpointed: {why}")
+
+
+class _BeforeSetup:
+    """Stands for ``strategy.setup`` of one strategy until it is called: the model is complete then (``setup``,
+    ``configure_model``) and not wrapped yet. Lightning has no hook of callbacks at that moment."""
+
+    def __init__(self, strategy: Any, pl_module: Any, action: Callable[[Any], None]) -> None:
+        self.strategy, self.pl_module, self.action = strategy, pl_module, action
+        strategy.setup = self
+
+    def __call__(self, trainer: Any) -> None:
+        self.remove()
+        self.action(self.pl_module)
+        before = _wrapped(self.pl_module)
+        self.strategy.setup(trainer)
+        added = _wrapped(self.pl_module) - before
+        if added:
+            raise ValueError(
+                f"gradckpt: {type(self.strategy).__name__} has put torch's CheckpointWrapper around {added} modules "
+                "of a model that GradckptCallback checkpoints already; leave activation_checkpointing_policy out of "
+                "the strategy, or the callback out of the Trainer"
+            )
+
+    def remove(self) -> None:
+        if vars(self.strategy).get("setup") is self:
+            del self.strategy.setup
+
+
+def _wrapped(module: Any) -> int:
+    return sum(isinstance(each, CheckpointWrapper) for each in module.modules())
