@@ -52,9 +52,12 @@ def check_around(module: Module, how: str, way_out: str) -> None:
         if frame.f_code is code:
             outer: Any = frame.f_locals["self"]
             *_, block = block_of(outer)
+            where, out = "it", ""
+            if block is not module:
+                where, out = f"the {type(block).__name__} that holds it", way_out
             raise ValueError(
                 f"gradckpt: this {type(module).__name__} is checkpointed by {how}, and torch's CheckpointWrapper is "
-                f"around {'it' if block is module else 'the ' + type(block).__name__ + ' that holds it'}, as FSDP's own "
-                f"activation_checkpointing flag does, so that it would run three times; turn that flag off{way_out}"
+                f"around {where} (FSDP's own activation_checkpointing flag makes it), so that it would run three "
+                f"times; turn that flag off{out}"
             )
         frame = frame.f_back

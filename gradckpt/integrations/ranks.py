@@ -48,7 +48,7 @@ def spell(config: CompressionConfig | None) -> str:
         return "no compression"
     default = CompressionConfig(config.codec)
     changed = [f"{key}={value!r}" for key, value in vars(config).items() if value != getattr(default, key)]
-    return ", ".join([config.codec, *changed])
+    return f"{config.codec} ({', '.join(changed)})" if changed else config.codec
 
 
 class Vow:

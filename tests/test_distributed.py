@@ -1,0 +1,59 @@
+"""torch's own engines, two ranks on gloo: DDP, FSDP, fully_shard over checkpoint_wrapper and apply, beside torch's."""
+
+import pytest
+import world_torch
+import worlds
+
+ENGINES = {
+    "ddp": ("None", "int8", "apply None", "apply int8"),
+    "ddp unused": ("None", "int8"),
+    "ddp static": ("None", "int8"),
+    "fsdp1": ("None", "int8"),
+    "fsdp1 outside": ("None", "int8"),
+    "fsdp1 bf16": ("None", "int8"),
+    "fsdp2": ("None", "int8", "apply None", "apply int8"),
+    "fsdp2 outside": ("None", "int8"),
+    "fsdp2 kept": ("None", "int8"),
+    "fsdp2 bf16": ("None", "int8"),
+    "hsdp": ("None", "int8"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return worlds.run(world_torch.torch_engines, tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize(("engine", "how"), [(e, how) for e, hows in ENGINES.items() for how in hows])
+def test_engine(found, engine, how):
+    for rank in found:
+        r = rank[engine][how]
+        print(f"{engine}, {how}: {r['wrapped']} modules checkpointed, {r['bytes_in']} -> {r['bytes_out']} bytes")
+        regions = 2 * world_torch.LAYERS  # micro-batches
+        assert r["wrapped"] == world_torch.LAYERS
+        assert r["regions"] == r["recomputes"] == regions
+        assert r["same losses"]
+        assert r["keys"], "state_dict has other keys than the plain model"
+        if how.endswith("None"):
+            assert r["equal"], "a gradient differs from that of torch's checkpointing"
+            assert r["compressed"] == 0
+        else:
+            assert r["compressed"] == r["asked"] == regions
+            values = world_torch.ROWS * world_torch.LENGTH * world_torch.WIDTH
+            assert r["bytes_in"] == regions * values * (2 if "bf16" in engine else 4)
+            assert r["bytes_out"] == regions * values * 8.125 / 8
+            assert 0 < r["error"] < 0.01
+            assert r["cosine"] > 0.9998
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("how", ["int8", "stochastic"])
+def test_replicas_encode_to_identical_bytes(found, engine, how):
+    first, second = (rank["hashes"][f"{engine} {how}"] for rank in found)
+    assert first == second
+    assert first[0] == 2 * world_torch.LAYERS
+
+
+def test_rounding_is_seen_in_the_bytes(found):
+    hashes = found[0]["hashes"]
+    assert hashes["ddp int8"] != hashes["ddp stochastic"]
