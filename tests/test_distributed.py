@@ -57,3 +57,64 @@ def test_replicas_encode_to_identical_bytes(found, engine, how):
 def test_rounding_is_seen_in_the_bytes(found):
     hashes = found[0]["hashes"]
     assert hashes["ddp int8"] != hashes["ddp stochastic"]
+
+
+# ---- accelerate
+
+
+ACCELERATE = {
+    "plain": ("wrap None", "wrap int8", "enable None", "enable int8", "apply int8"),
+    "fsdp1": ("wrap None", "wrap int8", "enable None", "enable int8", "apply int8"),
+    "fsdp1 late": ("wrap None", "wrap int8"),
+    "fsdp2": ("wrap None", "wrap int8", "enable None", "enable int8", "apply int8"),
+}
+
+
+@pytest.fixture(scope="module")
+def accelerated(tmp_path_factory):
+    import world_accelerate
+
+    return worlds.run(world_accelerate.accelerate_engines, tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.mark.parametrize(("engine", "how"), [(e, how) for e, hows in ACCELERATE.items() for how in hows])
+def test_accelerate(accelerated, engine, how):
+    prefix = {"plain": "DistributedDataParallel", "fsdp1": "FullySharded", "fsdp2": "FSDPLlama"}[engine.split()[0]]
+    for rank in accelerated:
+        r = rank[engine][how]
+        assert r["engine"].startswith(prefix)
+        assert r["wrapped"] == 3
+        assert r["regions"] == r["recomputes"] == 6
+        assert r["same losses"] and r["keys"]
+        if how.endswith("None"):
+            assert r["equal"], "a gradient differs from that of transformers' own checkpointing"
+        else:
+            assert r["compressed"] == r["asked"] == 6
+            assert 0 < r["bytes_out"] < 0.26 * r["bytes_in"]
+            assert 0 < r["error"] < 0.01
+            assert r["cosine"] > 0.9998
+
+
+@pytest.mark.parametrize("version", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        (
+            "wrap",
+            "LlamaDecoderLayer is wrapped for checkpointing already, and would be twice; wrap it once, and turn off",
+        ),
+        ("enable", "is inside torch's CheckpointWrapper since gradckpt.enable, so its layers would run three times"),
+        ("apply", "LlamaDecoderLayer is checkpointed by gradckpt.apply, and torch's CheckpointWrapper is around it"),
+    ],
+)
+def test_fsdps_own_flag_beside_ours_is_an_error(accelerated, version, way, says):
+    for rank in accelerated:
+        message = rank["flags"][f"{version} {way}"]
+        assert message is not None and says in message
+        assert message.startswith("gradckpt: ")
+        assert "activation_checkpointing flag" in message
+
+
+@pytest.mark.parametrize("version", ["fsdp1", "fsdp2"])
+def test_a_wrapped_model_and_the_flag_are_an_error_when_the_model_is_prepared(accelerated, version):
+    assert [rank["flags"][f"{version} prepare"] for rank in accelerated] == ["refused", "refused"]

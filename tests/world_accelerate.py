@@ -11,9 +11,10 @@ from world_torch import COMPRESS, clean, compare, full_state, gradients
 from worlds import RANK
 
 import gradckpt
+from gradckpt.apply import region_of
 
 LAYERS = 3
-BLOCK = "LlamaDecoderLayer"
+BLOCK = "LlamaDecoderLayer"  # FSDP2 puts "FSDP" before it
 
 
 def llama():
@@ -31,7 +32,7 @@ def llama():
 
 
 def is_layer(module):
-    return type(module).__name__ == BLOCK
+    return type(module).__name__.endswith(BLOCK)
 
 
 def wrap(model, how):
@@ -101,10 +102,16 @@ def examine(version, hows, **options):
             **compare(mine["gradients"], stock["gradients"]),
             "same losses": mine["losses"] == stock["losses"],
             **{key: stats[key] for key in ("regions", "recomputes", "asked", "compressed", "bytes_in", "bytes_out")},
-            "wrapped": sum(isinstance(module, CheckpointWrapper) for module in model.modules()),
+            "wrapped": sum(map(is_checkpointed, model.modules())),
             "keys": {clean(key) for key in full_state(model)} == set(llama().state_dict()),
         }
     return found
+
+
+def is_checkpointed(module):
+    """By a wrapper, by transformers' function or by gradckpt.apply."""
+    by_transformers = is_layer(module) and getattr(module, "gradient_checkpointing", False)
+    return isinstance(module, CheckpointWrapper) or by_transformers or region_of(module) is not None
 
 
 def accelerate_engines():
@@ -120,6 +127,9 @@ def accelerate_engines():
         for version in (1, 2)
         for way in ("wrap", "enable", "apply")
     }
+    for version in (1, 2):
+        refused = error_of(functools.partial(prepare, version, "wrap int8", flag=True)) is not None
+        found["flags"][f"fsdp{version} prepare"] = "refused" if refused else "prepared"
     return found
 
 

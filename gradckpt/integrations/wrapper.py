@@ -185,6 +185,13 @@ def _chosen(model: Module, check_fn: Any, policy: Any) -> dict[int, tuple[Module
     """The modules by their ids, each with options that the policy gives it alone."""
     if check_fn is not None and policy is not None:
         raise ValueError("gradckpt: check_fn= and auto_wrap_policy= exclude each other; give one of them")
+    if policy is not None and not callable(policy) and not hasattr(policy, "_run_policy"):
+        raise TypeError(
+            "gradckpt: auto_wrap_policy= takes one of torch's policies, such as ModuleWrapPolicy({Block}); not "
+            f"{type(policy).__name__}"
+        )
+    if check_fn is not None and not callable(check_fn):
+        raise TypeError(f"gradckpt: check_fn= takes a function of a module, not {type(check_fn).__name__}")
     chosen: dict[int, tuple[Module, dict[str, Any]]] = {}
     if check_fn is None and policy is None:
         modules = dict(model.named_modules())
@@ -199,10 +206,7 @@ def _chosen(model: Module, check_fn: Any, policy: Any) -> dict[int, tuple[Module
 
         # torch's function goes over the modules and puts each in the place of itself.
         how = {"check_fn": check_fn} if policy is None else {"auto_wrap_policy": policy}
-        try:
-            torchs.apply_activation_checkpointing(model, checkpoint_wrapper_fn=note, **how)
-        except ValueError as error:
-            raise TypeError(f"gradckpt: auto_wrap_policy= takes one of torch's policies: {error}") from None
+        torchs.apply_activation_checkpointing(model, checkpoint_wrapper_fn=note, **how)
         what = f"{'check_fn' if policy is None else 'auto_wrap_policy'} chose none"
     if not chosen:
         classes = sorted({type(module).__name__ for module in model.modules() if module is not model})
