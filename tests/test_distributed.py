@@ -85,7 +85,8 @@ def test_accelerate(accelerated, engine, how):
         assert r["engine"].startswith(prefix)
         assert r["wrapped"] == 3
         assert r["regions"] == r["recomputes"] == 6
-        assert r["same losses"] and r["keys"]
+        assert r["same losses"]
+        assert r["keys"]
         if how.endswith("None"):
             assert r["equal"], "a gradient differs from that of transformers' own checkpointing"
         else:
@@ -110,9 +111,20 @@ def test_accelerate(accelerated, engine, how):
 def test_fsdps_own_flag_beside_ours_is_an_error(accelerated, version, way, says):
     for rank in accelerated:
         message = rank["flags"][f"{version} {way}"]
-        assert message is not None and says in message
+        assert message is not None
+        assert says in message
         assert message.startswith("gradckpt: ")
         assert "activation_checkpointing flag" in message
+
+
+def test_ranks_disagree_about_enable(accelerated):
+    for rank in accelerated:
+        ranks = rank["ranks"]
+        assert "the ranks disagree about Codecby_enable in gradckpt.enable: " in ranks["by_enable"]
+        assert "rank 0 has int8" in ranks["by_enable"]
+        assert "rank 1 has int4" in ranks["by_enable"]
+        assert "rank 1 has no compression" in ranks["by_enable None"]
+        assert ranks["by_enable agreed"] is None
 
 
 @pytest.mark.parametrize("version", ["fsdp1", "fsdp2"])

@@ -8,7 +8,6 @@ WAYS = {
     "by_wrapper": "{}by_wrapperBlock in gradckpt.checkpoint_wrapper",
     "by_many": "'0' of {}by_many",
     "by_apply": "'0' of {}by_apply",
-    "by_enable": "{}by_enable in gradckpt.enable",
 }
 
 
@@ -71,17 +70,16 @@ def test_no_step_is_trained(tmp_path):
     assert not list(tmp_path.glob("found*"))
 
 
-def test_the_switch(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRADCKPT_CHECK_RANKS", "0")
-    assert worlds.run(world_ranks.training, tmp_path) == ["trained", "trained"]
+def test_the_switch(found):
+    assert [rank["switched off"] for rank in found] == [None, None]
 
 
 # ---- DTensors
 
 
 @pytest.fixture(scope="module")
-def tensors(tmp_path_factory):
-    return worlds.run(world_ranks.tensors, tmp_path_factory.mktemp("tensors"))
+def tensors(found):
+    return [rank["tensors"] for rank in found]
 
 
 @pytest.mark.parametrize("how", ["None", "lossless"])

@@ -30,7 +30,7 @@ class MyBlock(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x, scale=None, compress=1.0):
-        y = self.dropout(self.second(self.first(x).relu()))
+        y = self.dropout(self.second(nn.functional.gelu(self.first(x))))
         return x + (y if scale is None else y * scale) * compress
 
 
@@ -153,10 +153,11 @@ def test_torchs_policies(policy):
 
 
 def test_without_a_choice_it_takes_the_layers(caplog):
-    model = net()
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 4)
     with caplog.at_level(logging.INFO, "gradckpt"):
-        assert gradckpt.apply_activation_checkpointing(model) == N
-    assert [r.getMessage() for r in caplog.records] == [f"wrapped {N} modules of Net: MyBlock"]
+        assert gradckpt.apply_activation_checkpointing(model) == 4
+    says = "wrapped 4 modules of TransformerEncoder: TransformerEncoderLayer"
+    assert [r.getMessage() for r in caplog.records] == [says]
 
 
 def test_a_shared_module_is_wrapped_once():
@@ -246,7 +247,7 @@ def test_running_statistics_are_updated_once():
     once = copy.deepcopy(norm)
     x = torch.randn(32, 64)
     once(x)
-    model((x.requires_grad_() * 1)).sum().backward()
+    model(x.requires_grad_() * 1).sum().backward()
     assert norm.num_batches_tracked == once.num_batches_tracked == 1
     assert torch.equal(norm.running_mean, once.running_mean)
 
@@ -286,18 +287,14 @@ def refused(says, function, *args, error=ValueError, **kwargs):
 
 
 def test_options_that_cannot_be_had():
-    wrap = functools.partial(refused, function=gradckpt.checkpoint_wrapper)
     block = MyBlock()
-    reentrant = torchs.CheckpointImpl.REENTRANT
-    refused(
-        "cannot compress with CheckpointImpl.REENTRANT", gradckpt.checkpoint_wrapper, block, checkpoint_impl=reentrant
-    )
+    reentrant = {"checkpoint_impl": torchs.CheckpointImpl.REENTRANT}
+    refused("cannot compress with CheckpointImpl.REENTRANT", gradckpt.checkpoint_wrapper, block, **reentrant)
     refused("checkpoint_fn= would not be called", gradckpt.checkpoint_wrapper, block, checkpoint_fn=print)
     refused("unknown codec 'int9'", gradckpt.checkpoint_wrapper, block, "int9")
     refused("unknown option 'use_reentrant'", gradckpt.checkpoint_wrapper, block, use_reentrant=False)
     refused("takes a torch.nn.Module, not int", gradckpt.checkpoint_wrapper, 3, error=TypeError)
     refused("nested is True or False", gradckpt.checkpoint_wrapper, block, nested=1, error=TypeError)
-    assert wrap.func is refused
 
 
 def test_the_same_block_twice():
@@ -316,8 +313,7 @@ def test_torchs_wrapper_around_ours():
     model = net()
     gradckpt.apply_activation_checkpointing(model, check_fn=lambda m: m in [b.first for b in model.blocks])
     torchs.apply_activation_checkpointing(model, check_fn=is_block)
-    refused("Linear is checkpointed by gradckpt.checkpoint_wrapper, and torch's CheckpointWrapper is around the MyBlock "
-            "that holds it", gradients, model)  # fmt: skip
+    refused("torch's CheckpointWrapper is around the MyBlock that holds it", gradients, model)
     block = torchs.checkpoint_wrapper(nn.Sequential(gradckpt.checkpoint_wrapper(MyBlock(), None, nested=True)))
     block(torch.randn(2, 8, 64)).sum().backward()
 
@@ -333,7 +329,7 @@ def test_apply_and_the_wrapper_on_one_module():
     block = MyBlock()
     handle = gradckpt.apply(block, MyBlock)
     refused("this MyBlock is checkpointed already: by gradckpt.apply", gradckpt.checkpoint_wrapper, block)
-    refused("checkpointed already: by gradckpt.apply", gradckpt.checkpoint_wrapper, nn.Sequential(block))
+    refused("it would run three times: by gradckpt.apply", gradckpt.checkpoint_wrapper, nn.Sequential(block))
     handle.remove()
     wrapper = gradckpt.checkpoint_wrapper(block)
     refused("it is torch's CheckpointWrapper", gradckpt.apply, nn.Sequential(wrapper), MyBlock)
@@ -370,3 +366,4 @@ def test_nothing_to_wrap():
     refused("exclude each other", many, net(), check_fn=is_block, auto_wrap_policy=ModuleWrapPolicy({MyBlock}))
     refused("takes a torch.nn.Module", many, [], error=TypeError)
     refused("takes one of torch's policies", many, net(), auto_wrap_policy=7, error=TypeError)
+    refused("takes a function of a module, not int", many, net(), check_fn=7, error=TypeError)

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import world_ranks
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -130,6 +131,7 @@ def accelerate_engines():
     for version in (1, 2):
         refused = error_of(functools.partial(prepare, version, "wrap int8", flag=True)) is not None
         found["flags"][f"fsdp{version} prepare"] = "refused" if refused else "prepared"
+    found["ranks"] = world_ranks.by_ways(world_ranks.by_enable)
     return found
 
 

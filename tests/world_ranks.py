@@ -1,5 +1,7 @@
 """What each rank does in the tests of ranks that disagree, and of DTensors."""
 
+import os
+
 import torch
 import torch.distributed as dist
 import worlds
@@ -74,15 +76,21 @@ def by_enable(codec, name):
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-WAYS = (by_wrapper, by_many, by_apply, by_enable)
-
-
-def quarrels():
+def by_ways(*ways):
     found = {}
-    for way in WAYS:
+    for way in ways:
         found[way.__name__] = error_of(way, mine("int8", "int4"), f"Codec{way.__name__}")
         found[f"{way.__name__} None"] = error_of(way, mine("int8", None), f"Nothing{way.__name__}")
         found[f"{way.__name__} agreed"] = error_of(way, "int8", f"Agreed{way.__name__}")
+    return found
+
+
+def quarrels():
+    found = by_ways(by_wrapper, by_many, by_apply)
+    found["tensors"] = tensors()
+    os.environ["GRADCKPT_CHECK_RANKS"] = "0"
+    found["switched off"] = error_of(by_apply, mine("int8", "int4"), "Off")
+    del os.environ["GRADCKPT_CHECK_RANKS"]
     found["a field"] = error_of(by_wrapper, mine("int8", {"codec": "int8", "replay": True}), "Field")
     found["one layer"] = error_of(one_layer)
     found["per layer"] = error_of(per_layer)
