@@ -1,5 +1,10 @@
 """torch's own engines, two ranks on gloo: DDP, FSDP, fully_shard over checkpoint_wrapper and apply, beside torch's."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import world_torch
 import worlds
@@ -130,3 +135,28 @@ def test_ranks_disagree_about_enable(accelerated):
 @pytest.mark.parametrize("version", ["fsdp1", "fsdp2"])
 def test_a_wrapped_model_and_the_flag_are_an_error_when_the_model_is_prepared(accelerated, version):
     assert [rank["flags"][f"{version} prepare"] for rank in accelerated] == ["refused", "refused"]
+
+
+# ---- the example
+
+
+@pytest.mark.parametrize(("engine", "compress"), [("fsdp2", "int8"), ("fsdp1", "none")])
+def test_example(engine, compress):
+    """As a user runs it."""
+    root = Path(__file__).parent.parent
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/fsdp.py"]
+    done = subprocess.run(
+        [sys.executable, *command, "--engine", engine, "--compress", compress, "--steps", "3", "--layers", "3"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=worlds.LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{engine} on 2 ranks, 3 steps: 3 blocks wrapped" in done.stdout
+    if compress == "none":
+        assert "losses equal to the last bit: 3 of 3" in done.stdout
+    else:
+        assert "compressed on this rank: 9 of 9 inputs" in done.stdout
+        assert "losses equal to the last bit: 1 of 3, the first too" in done.stdout

@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["compile.md", "huggingface.md", "launcher.md", "selective.md", "stats.md"])
+@pytest.mark.parametrize(
+    "page", ["compile.md", "distributed.md", "huggingface.md", "launcher.md", "selective.md", "stats.md"]
+)
 def test_examples_run(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
     assert blocks

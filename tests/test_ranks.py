@@ -70,6 +70,10 @@ def test_no_step_is_trained(tmp_path):
     assert not list(tmp_path.glob("found*"))
 
 
+def test_once_all_have_spoken_nobody_looks(found):
+    assert [rank["settled"] for rank in found] == ["settled", "settled"]
+
+
 def test_the_switch(found):
     assert [rank["switched off"] for rank in found] == [None, None]
 

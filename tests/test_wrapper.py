@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 from torch.distributed.fsdp.wrap import (
@@ -272,6 +273,20 @@ def test_compiled_blocks_in_wrappers():
     gradckpt.reset_stats()
     gradients(model)
     assert gradckpt.stats()["compressed"] == N
+
+
+def test_alone_in_a_process_group_nothing_is_written():
+    model = wrapped("int8")
+    gradients(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        keys = dist.distributed_c10d._get_default_store().num_keys()
+        gradients(model)
+        gradckpt.apply_activation_checkpointing(net(), check_fn=is_block)
+        assert dist.distributed_c10d._get_default_store().num_keys() == keys
+    finally:
+        dist.destroy_process_group()
+    gradients(model)
 
 
 # ---- what is wrong

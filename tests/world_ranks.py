@@ -91,6 +91,7 @@ def quarrels():
     os.environ["GRADCKPT_CHECK_RANKS"] = "0"
     found["switched off"] = error_of(by_apply, mine("int8", "int4"), "Off")
     del os.environ["GRADCKPT_CHECK_RANKS"]
+    found["settled"] = settled()
     found["a field"] = error_of(by_wrapper, mine("int8", {"codec": "int8", "replay": True}), "Field")
     found["one layer"] = error_of(one_layer)
     found["per layer"] = error_of(per_layer)
@@ -99,6 +100,22 @@ def quarrels():
     found["alone"] = alone()
     found["made again"] = again()
     return found
+
+
+def settled():
+    """Once every rank has spoken, nothing asks again."""
+    model = model_of("Settled")
+    gradckpt.apply(model, Block, compress="int8")
+    model[1] = gradckpt.checkpoint_wrapper(Block(), "int8")
+    dist.barrier()
+    ranks._tables[0].patience = 30.0
+    step(model)
+    saved, ranks._table_of = ranks._table_of, None
+    try:
+        step(model)
+    finally:
+        ranks._table_of = saved
+    return "settled"
 
 
 def one_layer():

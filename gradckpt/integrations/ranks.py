@@ -123,7 +123,7 @@ class _Table:
             try:
                 self._say(store, vow)
                 return self._hear(store, vow.label)
-            except RuntimeError as error:  # the store is gone, or cannot do this
+            except (RuntimeError, json.JSONDecodeError) as error:  # the store is gone, or is none
                 logger.info("the ranks' codecs were not compared: %s", error)
                 return True
 
