@@ -66,7 +66,7 @@ class Vow:
 
     def settled(self) -> bool:
         """All was said and heard in this process group, or there is none; asked in every training call."""
-        return self._settled_in() is _group()
+        return self._settled_in() is (_world.default_pg if _world is not None else None)
 
     def compare(self) -> None:
         """Says it, and hears what the others said.
@@ -74,7 +74,7 @@ class Vow:
         Raises:
             ValueError: another rank says otherwise.
         """
-        group = _group()
+        group = None if _world is None else _world.default_pg
         if group is None:
             self._settled_in = _nothing
         elif dist.get_world_size() == 1 or os.environ.get(SWITCH) == "0" or _table_of(group).settle(self):
@@ -96,11 +96,8 @@ def _nothing() -> None:
     return None
 
 
-def _group() -> Any:
-    return dist.distributed_c10d._world.default_pg if _AVAILABLE else None
-
-
-_AVAILABLE = dist.is_available()
+#: Holds the default process group. None: this torch was built without.
+_world: Any = dist.distributed_c10d._world if dist.is_available() else None
 
 
 class _Table:
