@@ -17,8 +17,10 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradckpt
+from gradckpt.integrations import ranks
 from gradckpt.integrations.wrapper import CheckpointWrapper
 
 N = 3
@@ -154,7 +156,7 @@ def test_torchs_policies(policy):
 
 
 def test_without_a_choice_it_takes_the_layers(caplog):
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 4)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 4)
     with caplog.at_level(logging.INFO, "gradckpt"):
         assert gradckpt.apply_activation_checkpointing(model) == 4
     says = "wrapped 4 modules of TransformerEncoder: TransformerEncoderLayer"
@@ -287,6 +289,35 @@ def test_alone_in_a_process_group_nothing_is_written():
     finally:
         dist.destroy_process_group()
     gradients(model)
+
+
+def test_a_store_that_cannot_compare_is_no_error(caplog):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        with caplog.at_level(logging.INFO, "gradckpt"):
+            model = wrapped("int8")
+            gradients(model)
+        assert any("the ranks' codecs were not compared" in r.getMessage() for r in caplog.records)
+        assert model.blocks[0].vow.settled()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_that_never_speak_hold_nobody_up(monkeypatch):
+    """Seven of eight train nothing: one wait, some looks, and then nothing."""
+    naps = []
+    monkeypatch.setattr(ranks.time, "sleep", naps.append)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
+    try:
+        model = wrapped("int8")
+        for _ in range(ranks.LOOKS // N + 1):
+            assert not model.blocks[0].vow.settled()
+            gradients(model)
+        assert 0.9 * ranks.PATIENCE < sum(naps) < 1.2 * ranks.PATIENCE
+        gradients(model)
+        assert all(block.vow.settled() for block in model.blocks)
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- what is wrong
