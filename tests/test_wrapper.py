@@ -320,6 +320,18 @@ def test_ranks_that_never_speak_hold_nobody_up(monkeypatch):
         dist.destroy_process_group()
 
 
+def test_what_was_said_in_an_earlier_group_counts_no_more(monkeypatch):
+    """Though the store be the same, as that of torchrun's agent is."""
+    monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
+    store = dist.HashStore()
+    for rank, codec in enumerate(("int8", "int4")):
+        dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+        try:
+            gradients(wrapped(codec))
+        finally:
+            dist.destroy_process_group()
+
+
 # ---- what is wrong
 
 
