@@ -52,7 +52,7 @@ def run(function, folder, *arguments, ranks=2, fails=False):
         process.wait()
     errors = [(folder / f"errors{rank}").read_text() for rank in range(ranks)]
     if fails:
-        raised = [text.strip().splitlines() for text in errors]
+        raised = [text.strip().splitlines() or ["nothing was said"] for text in errors]
         return [lines[-1] if p.returncode else None for lines, p in zip(raised, processes, strict=True)]
     codes = [process.returncode for process in processes]
     assert codes == [0] * ranks, f"{codes}\n" + "\n".join(f"rank {r}:\n{text}" for r, text in enumerate(errors))
