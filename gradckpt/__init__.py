@@ -34,7 +34,7 @@ from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import format_stats, log_stats, print_stats, reset_stats, stats, stats_scalars
 
 if TYPE_CHECKING:
-    from gradckpt.integrations.wrapper import checkpoint_wrapper
+    from gradckpt.integrations.wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 __version__ = "0.1.0"
 
@@ -46,6 +46,7 @@ __all__ = [
     "Residuals",
     "SelectiveRecompute",
     "apply",
+    "apply_activation_checkpointing",
     "buffers",
     "checkpoint",
     "checkpoint_sequential",
@@ -78,17 +79,19 @@ __all__ = [
 ]
 
 #: Names that are loaded when they are first asked for: they need torch.distributed.
-_LAZY = {"checkpoint_wrapper": "gradckpt.integrations.wrapper"}
+_LAZY = dict.fromkeys(["apply_activation_checkpointing", "checkpoint_wrapper"], "gradckpt.integrations.wrapper")
 
 logging.getLogger("gradckpt").addHandler(logging.NullHandler())
 trainer_flag.watch()
 compile.watch()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'gradckpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+if not TYPE_CHECKING:  # for whom every name would exist then
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'gradckpt' has no attribute {name!r}")
+        return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None = None) -> Payload:

@@ -23,8 +23,12 @@ import torch
 from torch.nn import Module
 
 import gradckpt
+from gradckpt.caches import NO_CACHE, Cache, WithCaches, is_cache
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import Decorated
+from gradckpt.integrations.overlap import check_around, is_wrapper
+from gradckpt.integrations.ranks import Vow, spell
+from gradckpt.integrations.sharded import localized
 from gradckpt.kinds import Tree
 from gradckpt.policies import contexts_of
 from gradckpt.selectors import Selector, describe, select
@@ -94,8 +98,9 @@ def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any)
     _check_nesting(settings, tree, nested)
 
     regions: dict[str, Region] = {}
+    uses = {name: [spell(chosen["compress"])] for name, chosen in settings.items()}
     for name, chosen in settings.items():
-        regions[name] = Region(modules[name], chosen)
+        regions[name] = Region(modules[name], chosen, Vow(type(model).__name__, uses), nested)
         regions[name].install()
     return Handle(type(model).__name__, regions)
 
@@ -144,7 +149,7 @@ class Handle:
             return f"<gradckpt apply: removed from {self._name}>"
         rows: dict[tuple[str, str, str], int] = {}
         for name, region in active.items():
-            row = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(itself)", region.kind, _summary(region.settings))
+            row = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(itself)", region.kind, summary(region.settings))
             rows[row] = rows.get(row, 0) + 1
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [
@@ -153,7 +158,7 @@ class Handle:
         return "\n".join([f"<gradckpt apply: {len(active)} modules of {self._name}", *lines]) + ">"
 
 
-def _summary(settings: Settings) -> str:
+def summary(settings: Settings) -> str:
     config = settings["compress"]
     changed = []
     if config is not None:
@@ -169,9 +174,11 @@ def _summary(settings: Settings) -> str:
 class Region:
     """Stands for ``module.forward`` on one instance."""
 
-    def __init__(self, module: Module, settings: Settings) -> None:
+    def __init__(self, module: Module, settings: Settings, vow: Vow, nested: bool) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)
         self.settings = settings
+        self.vow = vow
+        self.nested = nested
         self.kind = type(module).__name__
         self.own: Any = None  # what stood for forward on the instance before; None: the class's method does
         self.active = False
@@ -222,14 +229,22 @@ class Region:
                 f"gradckpt: gradient_checkpointing of this {self.kind} was turned on since gradckpt.apply, which "
                 "checkpoints it too; call model.gradient_checkpointing_disable(), or the handle.remove() of apply"
             )
+        compiled = torch.compiler.is_compiling()
+        if not compiled and not self.vow.settled():
+            if not self.nested:
+                check_around(module, "gradckpt.apply", ", or pass nested=True to apply")
+            self.vow.compare()
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if not isinstance(value, _NO_CACHE) and _is_cache(value):
-                forward = _WithCaches(forward)
-                args = tuple(_Cache.hold(value) for value in args)
-                kwargs = {key: _Cache.hold(value) for key, value in kwargs.items()}
+            if not isinstance(value, NO_CACHE) and is_cache(value):
+                forward = WithCaches(forward)
+                args = tuple(Cache.hold(value) for value in args)
+                kwargs = {key: Cache.hold(value) for key, value in kwargs.items()}
                 break
         if kwargs and not TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
             forward = functools.partial(forward, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
+        config = self.settings["compress"]
+        if config is not None and not compiled:
+            forward, args, kwargs = localized(forward, args, kwargs, config.leaves)
         return gradckpt.checkpoint(forward, *args, **self.settings, **kwargs)
 
     def replicate(self) -> Module:
@@ -252,7 +267,7 @@ class Region:
         self._module = weakref.ref(module) if module is not None else _nothing
 
     def __repr__(self) -> str:
-        return f"<checkpointed forward of {self.kind}: {_summary(self.settings)}>"
+        return f"<checkpointed forward of {self.kind}: {summary(self.settings)}>"
 
 
 def _forward_of(module: Module) -> Callable[..., Any]:
@@ -271,73 +286,6 @@ def _nothing() -> None:
 def region_of(module: Module) -> Region | None:
     region = vars(module).get("forward")
     return region if isinstance(region, Region) else None
-
-
-# ---- caches of keys and values ----
-
-
-#: What most arguments are; looked at first, for speed.
-_NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
-
-
-def _is_cache(value: Any) -> bool:
-    """One of transformers' caches, which the forward writes to."""
-    kind = type(value)
-    return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
-
-
-def _snapshot(value: Any) -> Any:
-    """A copy down to the tensors, which it shares: an update replaces them."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_snapshot, value))
-    if type(value) is dict:
-        return {key: _snapshot(item) for key, item in value.items()}
-    if type(value).__module__.startswith("transformers.cache_utils") or _is_cache(value):
-        twin = copy.copy(value)
-        vars(twin).update({key: _snapshot(item) for key, item in vars(value).items()})
-        return twin
-    return value
-
-
-class _Cache:
-    """Among a region's arguments in the place of a cache: the cache itself for the forward; what it was before the
-    forward for each recompute, which would otherwise append its keys a second time."""
-
-    __slots__ = ("before", "live")
-
-    def __init__(self, cache: Any) -> None:
-        self.live = cache
-        self.before = _snapshot(cache)
-
-    def take(self) -> Any:
-        live, self.live = self.live, None  # or it would hold the keys of all layers until the backward
-        return live if live is not None else _snapshot(self.before)
-
-    @staticmethod
-    def hold(value: Any) -> Any:
-        return _Cache(value) if _is_cache(value) else value
-
-    @staticmethod
-    def release(value: Any) -> Any:
-        return value.take() if isinstance(value, _Cache) else value
-
-
-class _WithCaches:
-    """A forward that is given :class:`_Cache` for caches."""
-
-    __slots__ = ("forward",)
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        given = {key: _Cache.release(value) for key, value in kwargs.items()}
-        return self.forward(*map(_Cache.release, args), **given)
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """For gradckpt.buffers."""
-        return (self.forward,)
 
 
 # ---- rules and settings ----
@@ -435,12 +383,12 @@ def _check_modules(settings: dict[str, Settings], modules: dict[str, Module]) ->
             inside = next((f"{name}.*".lstrip(".") for _ in module.children()), None)
             hint = f"; select what it holds: {inside!r}" if inside else ""
             raise ValueError(f"gradckpt: {_label(name, module)} has no forward of its own to checkpoint{hint}")
-        why = _other_checkpointing(module)
+        why = other_checkpointing(module)
         if why is not None:
             raise ValueError(f"gradckpt: {_label(name, module)} is checkpointed already: {why}")
 
 
-def _other_checkpointing(module: Module) -> str | None:
+def other_checkpointing(module: Module) -> str | None:
     """What checkpoints this module without our doing, and how to end that."""
     if vars(module).get("gradient_checkpointing") is True:
         return (
@@ -450,7 +398,7 @@ def _other_checkpointing(module: Module) -> str | None:
         )
     if vars(module).get("grad_checkpointing") is True:
         return "its grad_checkpointing is on (timm); turn that off with model.set_grad_checkpointing(False)"
-    if any(each.__name__ == "CheckpointWrapper" for each in type(module).__mro__):
+    if is_wrapper(module):
         return "it is torch's CheckpointWrapper; leave it out"
     if isinstance(inspect.getattr_static(type(module), "forward", None), Decorated):
         return "its forward is decorated with gradckpt.checkpoint; leave it out"
@@ -463,12 +411,12 @@ def _check_nesting(settings: dict[str, Settings], tree: Tree, nested: bool) -> N
     by_id = {id(module): name for name, module in tree.names if name in settings}
     for outer_name, outer in tree.names:
         chosen = id(outer) in by_id
-        why = _other_checkpointing(outer)
+        why = other_checkpointing(outer)
         for inner in outer.modules() if chosen or why else ():
             if inner is outer:
                 continue
             inner_name = by_id.get(id(inner))
-            inner_why = _other_checkpointing(inner) if chosen else None
+            inner_why = other_checkpointing(inner) if chosen else None
             if inner_name is None and inner_why is None:
                 continue
             outer_label = _label(outer_name, outer)

@@ -34,6 +34,7 @@ INTEGRATIONS = {
 #: Variables of the environment, and what reads them.
 VARIABLES = {
     "GRADCKPT_ISA": "import",
+    "GRADCKPT_CHECK_RANKS": "import",
     "GRADCKPT_CUDA": "build",
     "GRADCKPT_CUDA_ARCHS": "build",
     "GRADCKPT_DEBUG": "build",

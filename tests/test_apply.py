@@ -18,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 import gradckpt  # noqa: E402
-from gradckpt.apply import _WithCaches  # noqa: E402
+from gradckpt.caches import WithCaches  # noqa: E402
 from gradckpt.kinds import KINDS, MEGATRON, Tree  # noqa: E402
 
 VOCAB, WIDTH, LENGTH = 96, 32, 16
@@ -541,7 +541,7 @@ def test_running_statistics_are_updated_once():
 
 def test_a_cache_does_not_hide_the_module_from_the_buffers():
     """Without running statistics nothing is watched: no hook on every module call."""
-    assert gradckpt.buffers.enter(_WithCaches(nn.Linear(8, 8).forward)) is None
+    assert gradckpt.buffers.enter(WithCaches(nn.Linear(8, 8).forward)) is None
 
 
 class Words(nn.Module):

@@ -42,13 +42,18 @@ PYTHON = {
     "gradckpt._shim": set(),
     "gradckpt.apply": {
         "gradckpt",
+        "gradckpt.caches",
         "gradckpt.config",
         "gradckpt.decorator",
+        "gradckpt.integrations.overlap",
+        "gradckpt.integrations.ranks",
+        "gradckpt.integrations.sharded",
         "gradckpt.kinds",
         "gradckpt.policies",
         "gradckpt.selectors",
     },
     "gradckpt.buffers": {"gradckpt._C"},
+    "gradckpt.caches": set(),
     "gradckpt.compat": {"gradckpt._C", "gradckpt.sequential"},
     "gradckpt.compile": {
         "gradckpt",
@@ -98,7 +103,6 @@ PYTHON = {
     },
     "gradckpt.integrations.huggingface": {
         "gradckpt",
-        "gradckpt.apply",
         "gradckpt.config",
         "gradckpt.decorator",
         "gradckpt.integrations.kwargs",
@@ -120,8 +124,10 @@ PYTHON = {
     "gradckpt.integrations.offload": {"gradckpt"},
     "gradckpt.integrations.seam": {
         "gradckpt",
+        "gradckpt.apply",
         "gradckpt.integrations.kwargs",
         "gradckpt.integrations.offload",
+        "gradckpt.integrations.overlap",
         "gradckpt.integrations.watch",
     },
     "gradckpt.integrations.stray_keys": {"gradckpt.config", "gradckpt.integrations.kwargs", "gradckpt.patched"},
@@ -134,8 +140,19 @@ PYTHON = {
         "gradckpt.integrations.stray_keys",
     },
     "gradckpt.integrations.torchtitan": {"gradckpt.config", "gradckpt.integrations.wrapper"},
-    "gradckpt.integrations.wrapper": {"gradckpt", "gradckpt.apply", "gradckpt.config"},
-    "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config"},
+    "gradckpt.integrations.overlap": set(),
+    "gradckpt.integrations.ranks": {"gradckpt.config"},
+    "gradckpt.integrations.sharded": set(),
+    "gradckpt.integrations.wrapper": {
+        "gradckpt",
+        "gradckpt.apply",
+        "gradckpt.config",
+        "gradckpt.integrations.overlap",
+        "gradckpt.integrations.ranks",
+        "gradckpt.integrations.sharded",
+        "gradckpt.kinds",
+    },
+    "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config", "gradckpt.integrations.ranks"},
 }
 
 #: Python module -> frameworks that it may import at the top: only who uses the framework imports the module

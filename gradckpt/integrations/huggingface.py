@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gradckpt.apply import region_of
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers, check_torchs, take
 from gradckpt.integrations.seam import (
@@ -28,7 +27,7 @@ from gradckpt.integrations.seam import (
     has_every_n_layers,
     has_old_form,
     input_grad_hooks,
-    layers_of,
+    overlap_in,
     seam_of,
     stands_in,
 )
@@ -313,21 +312,13 @@ def _check_enabled_once(model: Any) -> None:
 
 
 def _check_checkpointed_once(model: Any) -> None:
-    """Its layers would run three times: they, what is in them or what they are in is checkpointed by other means."""
-    layers = {id(layer) for _, layer in layers_of(model)} or set(map(id, model.modules()))
-    within = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
-    for label, module in model.named_modules():
-        if any(each.__name__ == "CheckpointWrapper" for each in type(module).__mro__):
-            how, undo = "inside torch's CheckpointWrapper", "leave that wrapper out"
-        elif region_of(module) is not None:
-            how, undo = "checkpointed by gradckpt.apply", "call its handle.remove() or gradckpt.unapply(model) first"
-        else:
-            continue
-        if id(module) in within or any(id(inner) in layers for inner in module.modules()):
-            raise ValueError(
-                f"gradckpt: {label or type(model).__name__!r} is already {how}, so its layers would be recomputed "
-                f"twice; {undo}, or do without gradckpt.enable"
-            )
+    overlap = overlap_in(model)
+    if overlap is not None:
+        label, how, undo = overlap
+        raise ValueError(
+            f"gradckpt: {label} is already {how}, so its layers would be recomputed twice; {undo}, or do without "
+            "gradckpt.enable"
+        )
 
 
 def seam_in(model: Any) -> Seam | None:

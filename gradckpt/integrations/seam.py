@@ -20,8 +20,10 @@ from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
+from gradckpt.apply import region_of
 from gradckpt.integrations.kwargs import Settings, check_every_n_layers, check_torchs, is_old_default, take
 from gradckpt.integrations.offload import offloaded, offloaded_stock
+from gradckpt.integrations.overlap import is_wrapper
 from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
 
 #: torch's checkpoint, and what may stand in its place without a difference.
@@ -158,6 +160,16 @@ class Seam(_StandIn):
         on = {id(module) for module in self.modules(model) if module.gradient_checkpointing}
         return sum(id(holder) in on for holder, _ in layers_of(model)) or len(on)
 
+    def check_alone(self, model: Any) -> None:
+        """FSDP's own flag puts wrappers around layers when the model is prepared for training, after enable()."""
+        overlap = overlap_in(model)
+        if overlap is not None:
+            label, how, undo = overlap
+            raise ValueError(
+                f"gradckpt: {label} is {how} since gradckpt.enable, so its layers would run three times; {undo} "
+                "(FSDP's own activation_checkpointing flag makes such wrappers), or do without gradckpt.enable"
+            )
+
     def remove(self, model: Any) -> None:
         if self.removed:
             return
@@ -263,6 +275,23 @@ def layers_of(model: Any) -> list[tuple[Any, Any]]:
         if isinstance(child, ModuleList)
         for each in child
     ]
+
+
+def overlap_in(model: Any) -> tuple[str, str, str] | None:
+    """Layers, what is in them or what they are in, checkpointed by other means: they would run three times.
+    The name of the module, how it is checkpointed, and how to end that."""
+    layers = {id(layer) for _, layer in layers_of(model)} or set(map(id, model.modules()))
+    within = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
+    for label, module in model.named_modules():
+        if is_wrapper(module):
+            how, undo = "inside torch's CheckpointWrapper", "leave that wrapper out"
+        elif region_of(module) is not None:
+            how, undo = "checkpointed by gradckpt.apply", "call its handle.remove() or gradckpt.unapply(model) first"
+        else:
+            continue
+        if id(module) in within or any(id(inner) in layers for inner in module.modules()):
+            return label or repr(type(model).__name__), how, undo
+    return None
 
 
 def has_old_form(model: Any) -> bool:

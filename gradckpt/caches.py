@@ -1,0 +1,74 @@
+"""transformers' caches of keys and values among the arguments of a region: each recompute gets what was before it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["NO_CACHE", "Cache", "WithCaches", "is_cache"]
+
+#: What most arguments are; looked at first, for speed.
+NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
+
+
+def is_cache(value: Any) -> bool:
+    """One of transformers' caches, which the forward writes to."""
+    kind = type(value)
+    return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
+
+
+def _snapshot(value: Any) -> Any:
+    """A copy down to the tensors, which it shares: an update replaces them."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_snapshot, value))
+    if type(value) is dict:
+        return {key: _snapshot(item) for key, item in value.items()}
+    if type(value).__module__.startswith("transformers.cache_utils") or is_cache(value):
+        twin = copy.copy(value)
+        vars(twin).update({key: _snapshot(item) for key, item in vars(value).items()})
+        return twin
+    return value
+
+
+class Cache:
+    """Among a region's arguments in the place of a cache: the cache itself for the forward; what it was before the
+    forward for each recompute, which would otherwise append its keys a second time."""
+
+    __slots__ = ("before", "live")
+
+    def __init__(self, cache: Any) -> None:
+        self.live = cache
+        self.before = _snapshot(cache)
+
+    def take(self) -> Any:
+        live, self.live = self.live, None  # or it would hold the keys of all layers until the backward
+        return live if live is not None else _snapshot(self.before)
+
+    @staticmethod
+    def hold(value: Any) -> Any:
+        return Cache(value) if is_cache(value) else value
+
+    @staticmethod
+    def release(value: Any) -> Any:
+        return value.take() if isinstance(value, Cache) else value
+
+
+class WithCaches:
+    """A forward that is given :class:`Cache` for caches."""
+
+    __slots__ = ("forward",)
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        given = {key: Cache.release(value) for key, value in kwargs.items()}
+        return self.forward(*map(Cache.release, args), **given)
+
+    @property
+    def __gradckpt_functions__(self) -> tuple[Any, ...]:
+        """For gradckpt.buffers."""
+        return (self.forward,)

@@ -1,0 +1,188 @@
+"""Ranks that disagree about what their checkpoints are kept in: :class:`Vow` tells them in the first training forward.
+
+Each rank leaves a note in the store that the default process group was made with, and compares it with the note of the
+rank that came first. There is no collective: ranks that never train, or train other parts, hold nobody up.
+
+Costs a rank one note and a few looks for each model; nothing without a process group, or alone in one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from gradckpt.config import CompressionConfig
+
+__all__ = ["Vow", "spell"]
+
+logger = logging.getLogger("gradckpt")
+
+#: In the environment: "0" lets ranks differ.
+SWITCH = "GRADCKPT_CHECK_RANKS"
+
+#: Seconds that one rank waits for the others' notes, in all, for each process group. Where ranks meet in every step it
+#: costs nothing: the first all-reduce would have waited for the same rank. Elsewhere it is this much, once.
+PATIENCE = 1.0
+
+#: Looks at what the others said, for each model, after which those that said nothing are taken to train something else.
+LOOKS = 256
+
+#: Added to the number of ranks that have spoken once two of them disagree.
+_DISAGREED = 1 << 32
+
+#: What is compressed, by the name of a module or class: all that was said of it so far.
+Uses = Mapping[str, list[str]]
+
+
+def spell(config: CompressionConfig | None) -> str:
+    """A config in a few words, the same on every rank."""
+    if config is None:
+        return "no compression"
+    default = CompressionConfig(config.codec)
+    changed = [f"{key}={value!r}" for key, value in vars(config).items() if value != getattr(default, key)]
+    return f"{config.codec} ({', '.join(changed)})" if changed else config.codec
+
+
+class Vow:
+    """What some regions of this process keep their checkpoints in, for the other ranks to compare.
+
+    Args:
+        label: What the ranks know these regions by.
+        uses: By the name of a module or class, what is said of it; may grow until the first :meth:`compare`.
+    """
+
+    def __init__(self, label: str, uses: Uses) -> None:
+        self.label = label
+        self.uses = uses
+        self._settled_in: Callable[[], Any] = _unsettled
+
+    def settled(self) -> bool:
+        """All was said and heard in this process group, or there is none; asked in every training call."""
+        return self._settled_in() is (_world.default_pg if _world is not None else None)
+
+    def compare(self) -> None:
+        """Says it, and hears what the others said.
+
+        Raises:
+            ValueError: another rank says otherwise.
+        """
+        group = None if _world is None else _world.default_pg
+        if group is None:
+            self._settled_in = _nothing
+        elif dist.get_world_size() == 1 or os.environ.get(SWITCH) == "0" or _table_of(group).settle(self):
+            self._settled_in = weakref.ref(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"label": self.label, "uses": self.uses}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._settled_in = _unsettled
+
+
+def _unsettled() -> Any:
+    return _unsettled  # no group is this
+
+
+def _nothing() -> None:
+    return None
+
+
+#: Holds the default process group. None: this torch was built without.
+_world: Any = dist.distributed_c10d._world if dist.is_available() else None
+
+
+class _Table:
+    """What was said in one process group."""
+
+    def __init__(self, group: Any, generation: int) -> None:
+        self.group = weakref.ref(group)
+        self.prefix = f"gradckpt/{generation}"
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.said: dict[str, dict[str, list[str]]] = {}
+        self.looks: dict[str, int] = {}
+        self.patience = PATIENCE
+        self.lock = threading.Lock()
+
+    def settle(self, vow: Vow) -> bool:
+        """Whether there is nothing more to hear."""
+        # Asked for each time: held, it would keep the server of a destroyed group alive.
+        store = dist.distributed_c10d.PrefixStore(self.prefix, dist.distributed_c10d._get_default_store())
+        with self.lock:
+            try:
+                self._say(store, vow)
+                return self._hear(store, vow.label)
+            except (RuntimeError, json.JSONDecodeError) as error:  # the store is gone, or is none
+                logger.info("the ranks' codecs were not compared: %s", error)
+                return True
+
+    def _say(self, store: Any, vow: Vow) -> None:
+        label = vow.label
+        before = self.said.get(label, {})
+        uses = {name: sorted({*before.get(name, ()), *vow.uses.get(name, ())}) for name in sorted({*before, *vow.uses})}
+        if uses == before:
+            return
+        note = json.dumps({"rank": self.rank, "uses": uses})
+        first = json.loads(store.compare_set(label, "", note))
+        self.said[label] = uses
+        if first["rank"] != self.rank:
+            text = _difference(label, self.rank, uses, first["rank"], first["uses"])
+            if text is not None:
+                store.set(f"{label}/difference", text)
+                store.add(f"{label}/count", _DISAGREED)
+                raise ValueError(text)
+        elif first["uses"] != uses:
+            store.set(label, note)
+        if not before:
+            self.looks[label] = LOOKS
+            store.add(f"{label}/count", 1)
+
+    def _hear(self, store: Any, label: str) -> bool:
+        pause = 0.001
+        while True:
+            count = store.add(f"{label}/count", 0)
+            if count >= _DISAGREED:
+                raise ValueError(store.get(f"{label}/difference").decode())
+            if count >= self.world:
+                return True
+            if self.patience <= 0:
+                break
+            time.sleep(pause)
+            self.patience -= pause
+            pause = min(2 * pause, 0.125)
+        self.looks[label] -= 1
+        return self.looks[label] <= 0
+
+
+def _difference(label: str, rank: int, uses: Uses, first: int, theirs: Uses) -> str | None:
+    for name, mine in uses.items():
+        other = theirs.get(name)
+        if other and not set(mine) & set(other):
+            where = name if name == label else f"{name!r} of {label}"
+            return (
+                f"gradckpt: the ranks disagree about {where}: rank {rank} has {' and '.join(mine)}, rank {first} has "
+                f"{' and '.join(other)}; give every rank the same compress=, or set {SWITCH}=0 if that is meant"
+            )
+    return None
+
+
+_tables: list[_Table] = []  # of the present group, or empty
+_tables_lock = threading.Lock()
+_generations = 0
+
+
+def _table_of(group: Any) -> _Table:
+    global _generations
+    with _tables_lock:
+        if not _tables or _tables[0].group() is not group:
+            _generations += 1
+            _tables[:] = [_Table(group, _generations)]
+        return _tables[0]

@@ -1,0 +1,81 @@
+"""DTensors among the inputs of a region (tensor and sequence parallelism): the local shard is what is compressed.
+
+The region gets the shard, and makes the DTensor of it again. Both ways are differentiable.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["localized"]
+
+
+class _Spec(NamedTuple):
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Remade:
+    """A function that is given the shards of its DTensors."""
+
+    __slots__ = ("function", "specs")
+
+    def __init__(self, function: Callable[..., Any], specs: dict[int, _Spec]) -> None:
+        self.function = function
+        self.specs = specs  # by the place among the leaves of the arguments
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        from_local = sys.modules["torch.distributed.tensor"].DTensor.from_local
+        leaves, tree = tree_flatten((args, kwargs))
+        for place, spec in self.specs.items():
+            leaves[place] = from_local(
+                leaves[place], spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
+        args, kwargs = tree_unflatten(leaves, tree)
+        return self.function(*args, **kwargs)
+
+    @property
+    def __gradckpt_functions__(self) -> tuple[Any, ...]:
+        """For gradckpt.buffers."""
+        return (self.function,)
+
+
+def localized(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves_too: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What a region is given in the place of these three. The same where there is no DTensor to compress: one that
+    requires grad, was computed (or ``leaves_too``) and is not a partial sum, which no shard holds a part of."""
+    library = sys.modules.get("torch.distributed.tensor")
+    if library is None or not _holds((*args, *kwargs.values()), library.DTensor):
+        return function, args, kwargs
+    leaves, tree = tree_flatten((args, kwargs))
+    specs: dict[int, _Spec] = {}
+    for place, x in enumerate(leaves):
+        if (
+            type(x) is library.DTensor
+            and x.requires_grad
+            and (leaves_too or x.grad_fn is not None)
+            and not any(placement.is_partial() for placement in x.placements)
+        ):
+            specs[place] = _Spec(x.device_mesh, x.placements, x.shape, x.stride())
+            leaves[place] = x.to_local()
+    if not specs:
+        return function, args, kwargs
+    args, kwargs = tree_unflatten(leaves, tree)
+    return _Remade(function, specs), args, kwargs
+
+
+def _holds(values: Any, kind: type) -> bool:
+    for value in values:
+        if isinstance(value, kind):
+            return True
+        if type(value) in (tuple, list, dict) and _holds(value.values() if type(value) is dict else value, kind):
+            return True
+    return False

@@ -1,0 +1,427 @@
+"""checkpoint_wrapper and apply_activation_checkpointing in one process."""
+
+import copy
+import functools
+import io
+import logging
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import gradckpt
+from gradckpt.integrations import ranks
+from gradckpt.integrations.wrapper import CheckpointWrapper
+
+N = 3
+
+
+class MyBlock(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x, scale=None, compress=1.0):
+        y = self.dropout(self.second(nn.functional.gelu(self.first(x))))
+        return x + (y if scale is None else y * scale) * compress
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(MyBlock() for _ in range(N))
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def is_block(module):
+    return isinstance(module, MyBlock)
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def gradients(model, seed=1):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(torch.randn(4, 16, 64)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def stock():
+    model = net()
+    torchs.apply_activation_checkpointing(model, check_fn=is_block)
+    return model
+
+
+def wrapped(compress=None, **options):
+    model = net()
+    assert gradckpt.apply_activation_checkpointing(model, compress, check_fn=is_block, **options) == N
+    return model
+
+
+def close(a, b):
+    a, b = (torch.cat([g.flatten() for g in each]) for each in (a, b))
+    return (a - b).norm() < 0.02 * b.norm()
+
+
+# ---- the same as torch's
+
+
+def test_none_is_torchs_to_the_last_bit():
+    assert equal(gradients(wrapped()), gradients(stock()))
+    assert gradients(wrapped())[0].abs().sum() > 0
+
+
+def test_int8_compresses_every_block():
+    model = wrapped("int8")
+    gradckpt.reset_stats()
+    assert close(gradients(model), gradients(stock()))
+    s = gradckpt.stats()
+    assert s["compressed"] == s["regions"] == s["recomputes"] == N
+    assert s["bytes_out"] < 0.26 * s["bytes_in"]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_torchs_function_takes_ours(back):
+    """As accelerate, Lightning and torchtune call it; and with torchtitan's keywords."""
+    impl = functools.partial(gradckpt.checkpoint_wrapper, checkpoint_impl=torchs.CheckpointImpl.NO_REENTRANT)
+    titan = functools.partial(
+        gradckpt.checkpoint_wrapper,
+        compress=None,
+        preserve_rng_state=True,
+        determinism_check="default",
+        early_stop=False,
+        debug=False,
+    )
+    model = net()
+    torchs.apply_activation_checkpointing(model, checkpoint_wrapper_fn=titan if back else impl, check_fn=is_block)
+    assert sum(isinstance(m, CheckpointWrapper) for m in model.modules()) == N
+    if back:
+        assert equal(gradients(model), gradients(stock()))
+    else:
+        assert model.blocks[0].settings["compress"].codec == "int8"
+
+
+def test_context_fn_and_policy():
+    calls = []
+
+    def context_fn():
+        calls.append(1)
+        return torch.utils.checkpoint.noop_context_fn()
+
+    assert equal(gradients(wrapped(context_fn=context_fn)), gradients(stock()))
+    assert len(calls) == N
+    assert equal(gradients(wrapped(policy="save_matmuls")), gradients(stock()))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ModuleWrapPolicy({MyBlock}),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={MyBlock}),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=8000, exclude_wrap_modules={nn.ModuleList}),
+        CustomPolicy(lambda module: is_block(module) and {"compress": "int4"}),
+    ],
+    ids=["ModuleWrapPolicy", "transformer", "size", "CustomPolicy"],
+)
+def test_torchs_policies(policy):
+    model = net()
+    assert gradckpt.apply_activation_checkpointing(model, auto_wrap_policy=policy) == N
+    assert all(isinstance(block, CheckpointWrapper) for block in model.blocks)
+    codec = "int4" if isinstance(policy, CustomPolicy) else "int8"
+    assert {block.settings["compress"].codec for block in model.blocks} == {codec}
+
+
+def test_without_a_choice_it_takes_the_layers(caplog):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 4)
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        assert gradckpt.apply_activation_checkpointing(model) == 4
+    says = "wrapped 4 modules of TransformerEncoder: TransformerEncoderLayer"
+    assert [r.getMessage() for r in caplog.records] == [says]
+
+
+def test_a_shared_module_is_wrapped_once():
+    model = net()
+    model.blocks[2] = model.blocks[0]
+    assert gradckpt.apply_activation_checkpointing(model, None, check_fn=is_block) == N - 1
+    assert model.blocks[2] is model.blocks[0]
+    assert isinstance(model.blocks[0], CheckpointWrapper)
+
+
+# ---- what a module can do
+
+
+def test_state_dicts_both_ways():
+    plain, model = net(), wrapped("int8")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] != []
+    changed = {k: v + 1 for k, v in plain.state_dict().items()}
+    model.load_state_dict(changed)
+    assert all(torch.equal(v, changed[k]) for k, v in model.state_dict().items())
+    plain.load_state_dict(model.state_dict())
+    assert all(torch.equal(v, changed[k]) for k, v in plain.state_dict().items())
+    block = gradckpt.checkpoint_wrapper(MyBlock())
+    assert list(block.state_dict()) == list(MyBlock().state_dict()) == [n for n, _ in block.named_parameters()]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(how):
+    model = wrapped({"codec": "int8", "min_numel": 8})
+    before = gradients(model)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    gradckpt.reset_stats()
+    assert equal(gradients(twin), before)
+    assert gradckpt.stats()["compressed"] == N
+    assert repr(twin) == repr(model)
+    twin.inp.weight.data.zero_()
+    assert equal(gradients(model), before)
+
+
+def test_repr_tells_the_codec():
+    assert "gradckpt: int8, min_numel=8" in repr(wrapped({"codec": "int8", "min_numel": 8}))
+    assert "gradckpt: uncompressed, early_stop=False" in repr(wrapped(None, early_stop=False))
+
+
+def test_attributes_are_those_of_the_module():
+    block = gradckpt.checkpoint_wrapper(MyBlock())
+    assert block.first.in_features == 64
+    assert gradckpt.checkpoint_wrapper(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))[1].out_features == 4
+
+
+def test_no_grad_and_eval():
+    model, plain = wrapped("int8"), net()
+    x = torch.randn(4, 16, 64)
+    gradckpt.reset_stats()
+    with torch.no_grad():
+        torch.manual_seed(3)
+        a = model(x)
+        torch.manual_seed(3)
+        assert torch.equal(a, plain(x))
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    assert gradckpt.stats()["regions"] == N  # in eval mode with grad, as torch's
+
+
+def test_keywords():
+    block = MyBlock().eval()
+    ours, theirs = gradckpt.checkpoint_wrapper(block), torchs.checkpoint_wrapper(block)
+    x, scale = torch.randn(4, 16, 64, requires_grad=True), torch.rand(4, 16, 64, requires_grad=True)
+    gradckpt.reset_stats()
+    for wrapper in (ours, theirs):
+        wrapper(x * 1, scale=scale * 1).sum().backward()
+    assert gradckpt.stats()["compressed"] == 2
+    # A keyword of the module that is also one of checkpoint's is the module's.
+    assert torch.equal(ours(x, compress=3.0), block(x, compress=3.0))
+
+
+def test_running_statistics_are_updated_once():
+    norm = nn.BatchNorm1d(64)
+    model = gradckpt.checkpoint_wrapper(norm, "int8")
+    once = copy.deepcopy(norm)
+    x = torch.randn(32, 64)
+    once(x)
+    model(x.requires_grad_() * 1).sum().backward()
+    assert norm.num_batches_tracked == once.num_batches_tracked == 1
+    assert torch.equal(norm.running_mean, once.running_mean)
+
+
+def test_compiled():
+    model = wrapped("int8").eval()
+    expected = gradients(model)
+    gradckpt.reset_stats()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(1)
+    model.zero_grad()
+    compiled(torch.randn(4, 16, 64)).square().mean().backward()
+    assert close([p.grad for p in model.parameters()], expected)
+    assert gradckpt.stats()["compiled_tensors"] == N
+
+
+def test_compiled_blocks_in_wrappers():
+    model = net().eval()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = gradckpt.checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
+    gradckpt.reset_stats()
+    gradients(model)
+    assert gradckpt.stats()["compressed"] == N
+
+
+def test_alone_in_a_process_group_nothing_is_written():
+    model = wrapped("int8")
+    gradients(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        keys = dist.distributed_c10d._get_default_store().num_keys()
+        gradients(model)
+        gradckpt.apply_activation_checkpointing(net(), check_fn=is_block)
+        assert dist.distributed_c10d._get_default_store().num_keys() == keys
+    finally:
+        dist.destroy_process_group()
+    gradients(model)
+
+
+def test_a_store_that_cannot_compare_is_no_error(caplog):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        with caplog.at_level(logging.INFO, "gradckpt"):
+            model = wrapped("int8")
+            gradients(model)
+        assert any("the ranks' codecs were not compared" in r.getMessage() for r in caplog.records)
+        assert model.blocks[0].vow.settled()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_that_never_speak_hold_nobody_up(monkeypatch):
+    """Seven of eight train nothing: one wait, some looks, and then nothing."""
+    naps = []
+    monkeypatch.setattr(ranks.time, "sleep", naps.append)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
+    try:
+        model = wrapped("int8")
+        for _ in range(ranks.LOOKS // N + 1):
+            assert not model.blocks[0].vow.settled()
+            gradients(model)
+        assert 0.9 * ranks.PATIENCE < sum(naps) < 1.2 * ranks.PATIENCE
+        gradients(model)
+        assert all(block.vow.settled() for block in model.blocks)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_was_said_in_an_earlier_group_counts_no_more(monkeypatch):
+    """Though the store be the same, as that of torchrun's agent is."""
+    monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
+    store = dist.HashStore()
+    for rank, codec in enumerate(("int8", "int4")):
+        dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+        try:
+            gradients(wrapped(codec))
+        finally:
+            dist.destroy_process_group()
+
+
+# ---- what is wrong
+
+
+def refused(says, function, *args, error=ValueError, **kwargs):
+    with pytest.raises(error) as caught:
+        function(*args, **kwargs)
+    message = str(caught.value)
+    assert message.startswith("gradckpt: ")
+    assert says in message
+    assert "\n" not in message
+
+
+def test_options_that_cannot_be_had():
+    block = MyBlock()
+    reentrant = {"checkpoint_impl": torchs.CheckpointImpl.REENTRANT}
+    refused("cannot compress with CheckpointImpl.REENTRANT", gradckpt.checkpoint_wrapper, block, **reentrant)
+    refused("checkpoint_fn= would not be called", gradckpt.checkpoint_wrapper, block, checkpoint_fn=print)
+    refused("unknown codec 'int9'", gradckpt.checkpoint_wrapper, block, "int9")
+    refused("unknown option 'use_reentrant'", gradckpt.checkpoint_wrapper, block, use_reentrant=False)
+    refused("takes a torch.nn.Module, not int", gradckpt.checkpoint_wrapper, 3, error=TypeError)
+    refused("nested is True or False", gradckpt.checkpoint_wrapper, block, nested=1, error=TypeError)
+
+
+def test_the_same_block_twice():
+    twice = "this MyBlock is wrapped for checkpointing already, and would be twice"
+    ours, theirs = gradckpt.checkpoint_wrapper(MyBlock()), torchs.checkpoint_wrapper(MyBlock())
+    for wrapper in (ours, theirs, torchs.offload_wrapper(ours)):
+        refused(twice, gradckpt.checkpoint_wrapper, wrapper)
+        refused(twice, gradckpt.checkpoint_wrapper, wrapper, nested=True)
+    model = wrapped("int8")
+    refused(twice, torchs.apply_activation_checkpointing, model, check_fn=is_block)
+    refused(twice, gradckpt.apply_activation_checkpointing, model, check_fn=is_block)
+    refused(twice, gradckpt.apply_activation_checkpointing, stock(), check_fn=is_block)
+
+
+def test_torchs_wrapper_around_ours():
+    model = net()
+    gradckpt.apply_activation_checkpointing(model, check_fn=lambda m: m in [b.first for b in model.blocks])
+    torchs.apply_activation_checkpointing(model, check_fn=is_block)
+    refused("torch's CheckpointWrapper is around the MyBlock that holds it", gradients, model)
+    block = torchs.checkpoint_wrapper(nn.Sequential(gradckpt.checkpoint_wrapper(MyBlock(), None, nested=True)))
+    block(torch.randn(2, 8, 64)).sum().backward()
+
+
+def test_torchs_wrapper_inside_ours_since():
+    model = wrapped("int8")
+    for block in model.blocks:
+        block.first.inner = torchs.checkpoint_wrapper(nn.Linear(2, 2))
+    refused("a Linear inside this MyBlock is checkpointed already", gradients, model)
+
+
+def test_apply_and_the_wrapper_on_one_module():
+    block = MyBlock()
+    handle = gradckpt.apply(block, MyBlock)
+    refused("this MyBlock is checkpointed already: by gradckpt.apply", gradckpt.checkpoint_wrapper, block)
+    refused("it would run three times: by gradckpt.apply", gradckpt.checkpoint_wrapper, nn.Sequential(block))
+    handle.remove()
+    wrapper = gradckpt.checkpoint_wrapper(block)
+    refused("it is torch's CheckpointWrapper", gradckpt.apply, nn.Sequential(wrapper), MyBlock)
+    gradckpt.apply(block, MyBlock)
+    refused("this MyBlock is checkpointed already: by gradckpt.apply", wrapper, torch.randn(2, 64))
+
+
+def test_nested_on_purpose():
+    block = MyBlock()
+    block.first = gradckpt.checkpoint_wrapper(block.first)
+    refused("a Linear inside this MyBlock is checkpointed already", gradckpt.checkpoint_wrapper, block)
+    outer = gradckpt.checkpoint_wrapper(block, None, nested=True)
+    gradckpt.reset_stats()
+    outer(torch.randn(2, 16, 64, requires_grad=True) * 1).sum().backward()
+    assert gradckpt.stats()["recomputes"] == 2
+    model = net()
+    chosen = (nn.Linear, MyBlock)
+    refused("Linear is inside a MyBlock", gradckpt.apply_activation_checkpointing, model,
+            check_fn=lambda m: isinstance(m, chosen))  # fmt: skip
+    assert not any(isinstance(m, CheckpointWrapper) for m in model.modules())
+    count = gradckpt.apply_activation_checkpointing(model, None, check_fn=lambda m: isinstance(m, chosen), nested=True)
+    assert count == 3 * N + 1
+    assert equal(gradients(model), gradients(stock()))
+
+
+def test_nothing_to_wrap():
+    many = gradckpt.apply_activation_checkpointing
+    refused("no module of this Net would be wrapped: check_fn chose none; pass check_fn=", many, net(),
+            check_fn=lambda m: False)  # fmt: skip
+    refused("auto_wrap_policy chose none", many, net(), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
+    refused("no layer was recognised", many, nn.Sequential(nn.Linear(2, 2)))
+    refused("with the class of its blocks, one of Dropout, Linear, ModuleList, MyBlock", many, net(),
+            check_fn=lambda m: False)  # fmt: skip
+    refused("exclude each other", many, net(), check_fn=is_block, auto_wrap_policy=ModuleWrapPolicy({MyBlock}))
+    refused("takes a torch.nn.Module", many, [], error=TypeError)
+    refused("takes one of torch's policies", many, net(), auto_wrap_policy=7, error=TypeError)
+    refused("takes a function of a module, not int", many, net(), check_fn=7, error=TypeError)

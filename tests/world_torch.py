@@ -1,0 +1,223 @@
+"""What each rank does in the tests of torch's engines: the same steps with torch's checkpoint_wrapper and ours."""
+
+import contextlib
+import functools
+import hashlib
+
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as torchs
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import gradckpt
+from gradckpt.apply import region_of
+from gradckpt.integrations.wrapper import CheckpointWrapper
+
+UNUSED = "find_unused_parameters"
+WIDTH, HEADS, LAYERS, LENGTH, ROWS, WORDS = 64, 4, 4, 64, 2, 61
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(self.before(x)).view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH)))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.after(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, unused=None):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS)
+        if unused:
+            self.unused = nn.Linear(4, 4)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+#: What wraps the blocks: torch's function, ours, and gradckpt.apply.
+def wrap(model, how):
+    if how == "torch":
+        torchs.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
+    elif how.startswith("apply "):
+        gradckpt.apply(model, Block, compress=COMPRESS[how.removeprefix("apply ")])
+    else:
+        assert gradckpt.apply_activation_checkpointing(model, COMPRESS[how], check_fn=is_block) == LAYERS
+    return model
+
+
+def is_block(module):
+    return isinstance(module, Block)
+
+
+COMPRESS = {"None": None, "int8": "int8", "stochastic": {"codec": "int8", "stochastic": True}}
+
+
+def batch(step, same):
+    generator = torch.Generator().manual_seed(100 * step + (0 if same else dist.get_rank()))
+    return torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
+
+
+class Hashes:
+    """Of all payloads: what outer saved-tensor hooks see of a region are the payload's bytes."""
+
+    def __init__(self):
+        self.digest, self.n = hashlib.sha256(), 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda x: x)
+
+    def pack(self, x):
+        if x.dtype == torch.uint8:
+            self.digest.update(x.numpy().tobytes())
+            self.n += 1
+        return x
+
+
+def gradients(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {clean(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    full = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {clean(n): (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, g in full.items()}
+
+
+def clean(name):
+    for part in ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module."):
+        name = name.replace(part, "")
+    return name
+
+
+def train(make, how, *, same=False, micro=2):
+    """One step of several micro-batches, all but the last without communication: loss, gradients, counters, hashes."""
+    torch.manual_seed(7)
+    model = make(how)
+    torch.manual_seed(1000)
+    gradckpt.reset_stats()
+    gradckpt.set_rounding_state((3, 0))
+    hashes, losses = Hashes(), []
+    for step in range(micro):
+        last = step == micro - 1 or getattr(model, "static_graph", False)  # torch refuses no_sync() in its first step
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(last)
+            quiet = contextlib.nullcontext()
+        else:
+            quiet = contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+        with quiet:
+            with hashes.hooks if same else contextlib.nullcontext():
+                loss = model(batch(step, same))
+            loss.backward()
+        losses.append(loss.item())
+    return {"model": model, "losses": losses, "gradients": gradients(model), "stats": gradckpt.stats(), "hash": hashes}
+
+
+def compare(mine, stock):
+    assert mine.keys() == stock.keys()
+    dot = norm = other = difference = 0.0
+    for name, g in stock.items():
+        a, b = mine[name].double(), g.double()
+        dot, norm, other = dot + (a * b).sum(), norm + b.square().sum(), other + a.square().sum()
+        difference += (a - b).square().sum()
+    return {
+        "equal": all(torch.equal(mine[name], g) for name, g in stock.items()),
+        "error": float((difference / norm).sqrt()),
+        "cosine": float(dot / (norm * other).sqrt()),
+    }
+
+
+def examine(make, ours=("None", "int8")):
+    """What the tests assert of one engine."""
+    stock = train(make, "torch")
+    found = {}
+    for how in ours:
+        mine = train(make, how)
+        stats = mine["stats"]
+        found[how] = {
+            **compare(mine["gradients"], stock["gradients"]),
+            "same losses": mine["losses"] == stock["losses"],
+            **{key: stats[key] for key in ("regions", "recomputes", "asked", "compressed", "bytes_in", "bytes_out")},
+            "wrapped": count(mine["model"]),
+            "keys": full_state(mine["model"]).keys()
+            == Model(getattr(make, "keywords", {}).get(UNUSED)).state_dict().keys(),
+        }
+    return found
+
+
+def count(model):
+    return sum(isinstance(m, CheckpointWrapper) or region_of(m) is not None for m in model.modules())
+
+
+def full_state(model):
+    if isinstance(model, DistributedDataParallel):
+        return get_model_state_dict(model)
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+# ---- engines ----
+
+
+def ddp(how, **options):
+    return DistributedDataParallel(wrap(Model(options.get(UNUSED)), how), **options)
+
+
+def fsdp1(how, inside=True, **options):
+    """``inside``: FSDP(CheckpointWrapper(block)), as torch's documentation and accelerate have it; or the reverse."""
+    model, device = Model(), torch.device("cpu")
+    policy = ModuleWrapPolicy({Block})
+    if not inside:
+        wrap(model, how)
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=True, **options)
+    return wrap(model, how) if inside else model
+
+
+def fsdp2(how, inside=True, mesh=None, **options):
+    """``inside``: fully_shard of the wrapped block; or of the block in the wrapper."""
+    model = Model()
+    blocks = list(model.layers)
+    wrap(model, how)
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.layers if inside else blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def torch_engines():
+    partial = functools.partial
+    bf16 = torch.bfloat16
+    found = {
+        "ddp": examine(ddp, ("None", "int8", "apply None", "apply int8")),
+        "ddp unused": examine(partial(ddp, find_unused_parameters=True)),
+        "ddp static": examine(partial(ddp, static_graph=True)),
+        "fsdp1": examine(fsdp1),
+        "fsdp1 outside": examine(partial(fsdp1, inside=False)),
+        "fsdp1 bf16": examine(partial(fsdp1, mixed_precision=MixedPrecision(bf16, bf16, bf16))),
+        "fsdp2": examine(fsdp2, ("None", "int8", "apply None", "apply int8")),
+        "fsdp2 outside": examine(partial(fsdp2, inside=False)),
+        "fsdp2 kept": examine(partial(fsdp2, reshard_after_forward=False)),
+        "fsdp2 bf16": examine(partial(fsdp2, mp_policy=MixedPrecisionPolicy(bf16, torch.float32))),
+        "hsdp": examine(partial(fsdp2, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))),
+    }
+    found["hashes"] = {
+        f"{name} {how}": [run["hash"].n, run["hash"].digest.hexdigest()]
+        for name, make in (("ddp", ddp), ("fsdp1", fsdp1), ("fsdp2", fsdp2))
+        for how in ("int8", "stochastic")
+        for run in [train(make, how, same=True)]
+    }
+    return found
