@@ -208,7 +208,8 @@ static PyObject *fill_leaves(gck_frame *frame, PyObject *const *tensors)
     return list;
 }
 
-/* Inputs into payloads where the plan says so, the others into autograd's hands. */
+/* Inputs into payloads where the plan says so, the others into autograd's hands.  *aliases:
+ * to be cleared by the caller. */
 static int keep_inputs(gck_frame *frame, PyObject *ctx, PyObject *const *tensors, gck_aliases *aliases)
 {
     gck_packing packing = {frame->state, frame->plan, 0, 0, NULL, {NULL, NULL, 0, NULL}};
@@ -273,7 +274,8 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     gck_frame *frame = (gck_frame *)all[1];
     if ((leaves = fill_leaves(frame, all + 2)) == NULL || (tuple = PyList_AsTuple(leaves)) == NULL
         || gck_ambient_capture(&state->py, &frame->ambient, 1, 0, tuple, NULL) < 0
-        || keep_inputs(frame, all[0], all + 2, &aliases) < 0 || PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0
+        || keep_inputs(frame, all[0], all + 2, &aliases) < 0
+        || PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0
         || (done = PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads, Py_False, NULL)) == NULL) {
         goto exit;
     }
