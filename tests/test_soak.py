@@ -56,7 +56,7 @@ def sanitized(tmp_path_factory):
         ["test_codec_tensors.py", "test_codec_hostile.py", "test_stochastic.py"],
         ["test_selective.py", "test_selective_surroundings.py", "test_selective_saves.py", "test_naming.py"],
         ["test_selective_function.py", "test_policies.py", "test_batch.py"],
-        ["test_compress_saved.py", "test_residuals.py"],
+        ["test_compress_saved.py", "test_saved_sharing.py", "test_residuals.py"],
     ],
     ids=["checkpoint", "compress", "threads", "codecs", "selective", "one node", "saved"],
 )

@@ -1,0 +1,91 @@
+"""Models and steps of the tests of torch.compile."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import gradckpt
+from gradckpt import packing
+
+LAYERS = 3
+
+
+int8 = functools.partial(gradckpt.checkpoint, compress="int8")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    packing._warn_unpacked.cache_clear()
+    gradckpt.reset_stats()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Embeddings, and layers that are regions."""
+
+    def __init__(self, checkpoint, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(100, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(dropout), nn.Linear(128, 64)) for _ in range(LAYERS)
+        )
+        self.checkpoint = checkpoint
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + self.checkpoint(layer, hidden)
+        return hidden.square().mean()
+
+
+IDS = torch.randint(0, 100, (4, 32), generator=torch.Generator().manual_seed(1))
+
+
+NUMEL = IDS.numel() * 64
+
+
+def step(model, function=None, ids=IDS):
+    model.zero_grad()
+    loss = (model if function is None else function)(ids)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def body(x, w):
+    return (x @ w).sin() @ w
+
+
+def weight(n=64):
+    return (torch.randn(n, n, generator=torch.Generator().manual_seed(2)) * 0.1).requires_grad_()
+
+
+def leaf(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def gradients(function, *inputs):
+    copies = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    out = function(*copies)
+    out.sum().backward()
+    return [out.detach(), *(x.grad for x in copies)]
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def differ(got, want):
+    return any(not torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, want, strict=True))
+
+
+def dropout(x, w):
+    return int8(lambda t, v: torch.dropout((t @ v).sin(), 0.5, True) @ v, x * 2, w)
+
+
+OLD = not hasattr(torch.utils.checkpoint, "_CONSUMED")  # before 2.12

@@ -1,0 +1,232 @@
+"""gradckpt.apply: which modules a rule chooses, and what is refused."""
+
+import re
+
+import pytest
+import torch
+from apply_models import Net, assert_same, build, gradients, names_of, regions_of
+from torch import nn
+
+import gradckpt
+
+# ---- selectors ----
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (nn.Linear, "0.0 1.0 2.0 3.0 4.0 5.0"),
+        ((nn.Linear, nn.Tanh), "0.0 0.1 1.0 1.1 2.0 2.1 3.0 3.1 4.0 4.1 5.0 5.1"),
+        ("layers.?", "0 1 2 3 4 5"),
+        ("*.[12].1", "1.1 2.1"),
+        (re.compile(r"layers\.[0-4]\.0"), "0.0 1.0 2.0 3.0 4.0"),
+        (lambda name, module: name.endswith("5"), "5"),
+        (["layers.1", "layers.0"], "0 1"),
+        (gradckpt.every(2, "layers.?"), "0 2 4"),
+        (gradckpt.every(3, nn.Linear, offset=1), "1.0 4.0"),
+        (gradckpt.m_of_n(2, 3, "layers.?"), "0 1 3 4"),
+        (gradckpt.m_of_n(1, 2, gradckpt.every(2, "layers.?")), "0 4"),
+        ({"layers.0": "skip", "layers.?": "int8"}, "1 2 3 4 5"),
+        ({gradckpt.every(2, "layers.?"): "int8", "layers.?": None}, "0 1 2 3 4 5"),
+    ],
+)
+def test_selectors(rules, expected):
+    assert names_of(Net(6), rules) == [f"layers.{place}" for place in expected.split()]
+
+
+def test_the_first_rule_wins():
+    rules = {"layers.0": "int4", gradckpt.every(2, "layers.?"): "fp8", "layers.?": True}
+    found = gradckpt.apply(Net(), rules).modules
+    assert [settings["compress"].codec for settings in found.values()] == ["int4", "int8", "fp8_e4m3", "int8"]
+
+
+def test_a_module_and_the_model_itself():
+    model = Net(2)
+    assert names_of(model, model.layers[1]) == ["layers.1"]
+    assert names_of(model.layers[1], "") == [""]
+    assert names_of(model.layers[1], nn.Sequential) == [""]
+    assert names_of(model.layers[1], "*") == ["0", "1"]
+    assert names_of(model, "*.0.*") == ["layers.0.0", "layers.0.1"]
+
+
+def test_skip_is_for_the_module_and_not_for_those_inside():
+    assert names_of(Net(2), {"layers.0": "skip", nn.Linear: None}) == ["layers.0.0", "layers.1.0"]
+
+
+def test_megatron_names_on_a_mixture_of_experts():
+    model = build("deepseek_v3")
+    names = names_of(model, ["core_attn", "mlp", "shared_experts", "moe_act", "layernorm"])
+    assert "model.layers.1.mlp.shared_experts" in names
+    assert "model.layers.0.mlp" in names
+    expected = gradients(model)
+    with gradckpt.apply(model, ["mla_up_proj", "moe"]):
+        assert_same(gradients(model), expected)
+
+
+# ---- shared modules ----
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = self.first
+        self.third = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+def test_a_shared_module_is_wrapped_once():
+    model = Twice()
+    handle = gradckpt.apply(model, nn.Linear)
+    assert list(handle.modules) == ["first", "third"]
+    assert regions_of(model) == 3
+    handle.remove()
+    assert list(gradckpt.apply(model, "second").modules) == ["second"]
+
+
+def test_places_count_a_shared_module_once():
+    assert names_of(Twice(), gradckpt.every(2, nn.Linear, offset=1)) == ["third"]
+
+
+def test_nested_regions_when_they_are_asked_for():
+    torch.manual_seed(0)
+    model, x = Net(2), torch.randn(2, 8)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    gradckpt.apply(model, ["layers.?", nn.Linear], nested=True)
+    assert regions_of(model, x) == 4 + 2  # the inner ones again in the recompute of the outer
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ("attention", ValueError, "no module matches 'attention'; kinds in this Net: none; names: 'layers',"),
+        ("nothing.*", ValueError, r"no module matches 'nothing\.\*'; .*names: 'layers', 'layers\.0', 'layers\.0\.0'"),
+        ("?.0", ValueError, r"a pattern is for the whole name, so write '\*\.\?\.0'"),
+        (nn.Conv2d, ValueError, "no module matches Conv2d"),
+        (re.compile("layer"), ValueError, r"no module matches re\.compile\('layer'\)"),
+        (gradckpt.every(2, "layers.?", offset=9), ValueError, r"every\(2, 'layers\.\?', offset=9\).* matches 4"),
+        ("moe_act", ValueError, "'moe_act'; its experts have no activation module"),
+        ("shared_experts", ValueError, "no mixture of experts with shared experts"),
+        ({}, ValueError, "given no rules"),
+        ([], ValueError, "given no rules"),
+        ({"layers.0": "skip"}, ValueError, 'every rule says "skip"'),
+        ({"layers.?": "int8", "layers.0": "skip"}, ValueError, r"every module that 'layers\.0' matches is taken"),
+        ({"layers.?": "int9"}, ValueError, "unknown codec 'int9'; choose one of"),
+        ({"layers.?": {"compres": "int8"}}, ValueError, "unknown option 'compres'; the options are: compress, "),
+        ({"layers.?": {"early_stop": True, "replay": True}}, ValueError, r"belongs into compress={\"replay\": \.\.\.}"),
+        ({"layers.?": {"use_reentrant": True}}, ValueError, "unknown option 'use_reentrant'"),
+        ({"layers.?": {"early_stop": 1}}, TypeError, "early_stop is True or False, not 1"),
+        ({"layers.?": {"buffers": "twice"}}, ValueError, "buffers is one of once, torch; not 'twice'"),
+        ({"layers.?": {"determinism_check": "some"}}, ValueError, "determinism_check is one of default, none"),
+        ({"layers.?": {"context_fn": 1}}, TypeError, "context_fn is a function"),
+        ({"layers.?": 8}, TypeError, "compress= takes"),
+        ({3: "int8"}, TypeError, "modules are selected by .* not by 3"),
+        (("layers.?", "layers.0"), TypeError, "write several selectors as a list"),
+        (dict, TypeError, "must be one of modules"),
+        (nn.ModuleList, ValueError, r"'layers' \(ModuleList\) has no forward.*select what it holds: 'layers\.\*'"),
+        (
+            ["layers.0", nn.Linear],
+            ValueError,
+            r"'layers\.0\.0' \(Linear\) is inside 'layers\.0' \(Sequential\), and bo",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_leave_the_model_as_it_was(rules, error, message):
+    model = Net()
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(error, match=message):
+        gradckpt.apply(model, rules)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_errors_of_arguments():
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not list"):
+        gradckpt.apply([Net()], "layers.?")
+    with pytest.raises(ValueError, match="unknown option 'codec'"):
+        gradckpt.apply(Net(), "layers.?", codec="int8")
+    with pytest.raises(ValueError, match="k is 1 or more"):
+        gradckpt.every(0, "layer")
+    with pytest.raises(ValueError, match="offset is 0 or more"):
+        gradckpt.every(1, "layer", offset=-1)
+    with pytest.raises(TypeError, match="k is an int"):
+        gradckpt.every(1.5, "layer")
+    with pytest.raises(ValueError, match="3 is more than 2"):
+        gradckpt.m_of_n(3, 2, "layer")
+
+
+def test_a_kind_that_has_no_module_says_where_it_is():
+    with pytest.raises(ValueError, match=r'feed-forward has no module of its own.*"layer" \(2\), "attention" \(2\)'):
+        gradckpt.apply(build("bert"), "mlp")
+
+
+def test_twice_is_refused():
+    model = Net()
+    handle = gradckpt.apply(model, "layers.0")
+    with pytest.raises(ValueError, match=r"'layers\.0' \(Sequential\) is checkpointed .*handle\.remove\(\) first"):
+        gradckpt.apply(model, "layers.1")
+    handle.remove()
+    gradckpt.apply(model, "layers.1")
+
+
+def test_two_settings_for_a_shared_module_are_refused():
+    for rules in ({"first": "int8", "second": "int4"}, {"first": "skip", nn.Linear: None}):
+        with pytest.raises(ValueError, match="'first' and 'second' are one Linear, and the rules give it different"):
+            gradckpt.apply(Twice(), rules)
+    assert names_of(Twice(), {"first": "int8", "second": "int8"}) == ["first"]
+
+
+@pytest.mark.parametrize("rules", ["layer", "attention", "*.layers.0.mlp"])
+def test_a_model_that_is_enabled_is_refused(rules):
+    model = build("llama")
+    enabled = gradckpt.enable(model)
+    with pytest.raises(ValueError, match=r"gradient_checkpointing is on .*gradckpt\.disable\(model\)"):
+        gradckpt.apply(model, rules)
+    enabled.remove()
+    gradckpt.apply(model, rules)
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    @gradckpt.checkpoint(compress="int8")
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_what_is_checkpointed_otherwise_is_refused():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    with pytest.raises(ValueError, match=r"'0' \(Decorated\) is checkpointed already: its forward is decorated"):
+        gradckpt.apply(nn.Sequential(Decorated()), Decorated)
+    with pytest.raises(ValueError, match=r"'0\.inner' \(Linear\) is inside '0' \(Decorated\), and '0' .*nested=True"):
+        gradckpt.apply(nn.Sequential(Decorated()), nn.Linear)
+    with pytest.raises(ValueError, match=r"'0' \(Decorated\) is inside the model itself \(Sequential\), and '0'"):
+        gradckpt.apply(nn.Sequential(Decorated()), "")
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match="torch's CheckpointWrapper; leave it out"):
+        gradckpt.apply(wrapped, nn.Linear)
+    assert names_of(nn.Sequential(Decorated()), nn.Linear, nested=True) == ["0.inner"]
+
+
+def test_models_with_a_flag_of_their_own():
+    """timm's and diffusers' flags lie on the module that checkpoints what is inside it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.grad_checkpointing = True
+    with pytest.raises(ValueError, match=r"^gradckpt: '1' .* inside .*model\.set_grad_checkpointing\(False\); or pass"):
+        gradckpt.apply(model, "1")
+    gradckpt.apply(model, "1", nested=True).remove()
+    model.grad_checkpointing = False
+    model.gradient_checkpointing = True
+    with pytest.raises(ValueError, match=r"\(diffusers\) model\.disable_gradient_checkpointing\(\)"):
+        gradckpt.apply(model, "1")

@@ -1,0 +1,484 @@
+"""compress_saved(): payloads shared by views, changes in place, other hooks, bytes and lifetimes."""
+
+import asyncio
+import contextlib
+import gc
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from saved_models import (
+    RAW,
+    SMALL,
+    Block,
+    activation,
+    fresh,  # noqa: F401 (a fixture of every test here)
+    gradients,
+    int8_bytes,
+    llama,
+    resnet,
+    watch,
+)
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+import gradckpt
+from gradckpt import compress_saved
+
+# ---- sharing ----
+
+
+def test_views_share_one_payload():
+    x = activation(4, 32, 64)
+    w = nn.Parameter(torch.randn(64, 64))
+
+    def run(x):
+        rows = F.linear(x, w), x.view(-1, 64) @ w, x.transpose(1, 2).sin(), x[:, None].expand(4, 3, 32, 64).cos()
+        return sum(y.sum() for y in (*rows, x[1:].cos(), x[1:, ::2].sin()))
+
+    with compress_saved(SMALL):
+        y = run(x)
+    s = gradckpt.stats()
+    assert (s["encoded"], s["shared"], s["live_bytes"]) == (1, 5, int8_bytes(x.numel()))
+    x_hat = gradckpt.encode(x.detach(), "int8").decode().requires_grad_()
+    expected = torch.autograd.grad(run(x_hat), [x_hat, w])
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, [x, w]), expected, strict=True))
+
+
+def test_disjoint_slices_cost_no_more_than_their_base():
+    qkv = activation(4, 16, 3 * 64)
+    with compress_saved(SMALL):
+        q, k, v = (t.view(4, 16, 4, 16).transpose(1, 2) for t in qkv.split(64, -1))
+        F.scaled_dot_product_attention(q, k, v)
+        live = gradckpt.stats()["live_bytes"]
+    assert live <= int8_bytes(qkv.numel(), 4 * 16 * 64)  # and the output
+
+
+def test_a_view_smaller_than_its_base_is_encoded_by_itself():
+    x = activation(64, 64)
+    with compress_saved(RAW):
+        y = x[1:, :63].t().sin()
+    assert gradckpt.stats()["live_bytes"] == 63 * 63 * 4
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got[1:, :63], x[1:, :63].cos())
+    assert got[0].eq(0).all()
+
+
+class Window(torch.autograd.Function):
+    """The first 32 rows, as a tensor of its own in the storage of all."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_empty(0).set_(x.untyped_storage(), 0, (32, 64))
+
+    @staticmethod
+    def backward(ctx, g):
+        return F.pad(g, (0, 0, 0, 32))
+
+
+def test_a_view_that_leaves_its_base_is_encoded_by_itself():
+    x = activation(64, 64)
+    base = Window.apply(x)
+    with compress_saved(RAW):
+        y = base.as_strided((64, 64), (64, 1)).sin()
+    assert gradckpt.stats()["live_bytes"] == x.nbytes
+    assert torch.equal(y.grad_fn._saved_self, x)
+
+
+def test_transposed_memory_is_shared_too():
+    x = activation(4, 8, 16, 16).contiguous(memory_format=torch.channels_last)
+    with compress_saved(RAW):
+        y = x.sin(), x.permute(0, 2, 3, 1).sin(), x.flatten(2).sin(), x[:, :4].sin()
+    assert gradckpt.stats()["live_bytes"] == x.nbytes
+    saved = [one.grad_fn._saved_self for one in y]
+    assert [s.stride() for s in saved[:2]] == [x.stride(), x.permute(0, 2, 3, 1).stride()]
+    assert all(
+        torch.equal(a, b) for a, b in zip(saved, [x, x.permute(0, 2, 3, 1), x.flatten(2), x[:, :4]], strict=True)
+    )
+
+
+def test_a_change_in_place_between_two_saves_ends_the_sharing():
+    x = activation(64, 64)
+    before = x.detach().clone()
+    with compress_saved(RAW):
+        y = x.sin()
+        x.add_(1)
+        z = x.sin()
+    assert gradckpt.stats()["encoded"] == 2
+    assert torch.equal(y.grad_fn._saved_self, before)
+    assert torch.equal(z.grad_fn._saved_self, before + 1)
+
+
+# ---- changes in place ----
+
+
+def test_a_payload_is_a_snapshot():
+    """Plain autograd refuses this; the payload is from before the change, so the gradient is right."""
+    leaf = torch.randn(64, 64, requires_grad=True)
+    x = leaf * 1
+    with compress_saved(RAW):
+        y = x.sin().sum()
+    expected = x.detach().cos()
+    x.zero_()
+    assert torch.equal(torch.autograd.grad(y, leaf)[0], expected)
+
+
+def test_what_is_kept_by_reference_is_checked_as_by_torch():
+    def run(context):
+        w = nn.Parameter(torch.randn(64, 64))
+        x = activation(64, 64)
+        with context:
+            y = (x @ w.t()).sum()
+        with torch.no_grad():
+            w.add_(1)
+        with pytest.raises(RuntimeError) as error:
+            y.backward()
+        return str(error.value)
+
+    ours, torchs = run(compress_saved(SMALL)), run(contextlib.nullcontext())
+    words = "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    assert ours.startswith(words + "[torch.FloatTensor [64, 64]]")
+    assert "is at version 1; expected version 0" in ours
+    assert torchs.startswith(words)
+
+
+def test_small_activations_are_checked_too():
+    x = activation(4, 4)
+    with compress_saved("int8"):
+        y = x.sin().sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+# ---- composition ----
+
+
+def test_backward_twice_and_freed():
+    x = torch.randn(64, 64, requires_grad=True)
+    with compress_saved(RAW):
+        y = (x * 1).sin().sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert torch.equal(x.grad, 2 * x.detach().cos())
+    assert gradckpt.stats()["live_bytes"] == 0
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward()
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_double_backward(codec):
+    x = torch.randn(64, 64, requires_grad=True)
+    w = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def second(context):
+        with context:
+            h = torch.tanh(x * 1 @ w).exp().relu()
+            (g,) = torch.autograd.grad((h * h).sum(), x, create_graph=True)
+            return torch.autograd.grad(g.square().sum(), [x, w])
+
+    expected = second(contextlib.nullcontext())
+    got = second(compress_saved({"codec": codec, "min_numel": 16}))
+    assert gradckpt.stats()["compressed"] > 5
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b) if codec == "raw" else (a - b).norm() < 0.05 * b.norm()
+
+
+def test_create_graph_after_the_block():
+    x = torch.randn(64, 64, requires_grad=True)
+    with compress_saved(RAW):
+        y = (x * 1).exp().sin().sum()
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    (gg,) = torch.autograd.grad(g.sum(), x)
+    z = (x * 1).exp().sin().sum()
+    (h,) = torch.autograd.grad(z, x, create_graph=True)
+    assert torch.equal(gg, torch.autograd.grad(h.sum(), x)[0])
+
+
+def test_the_innermost_decides():
+    x = activation(64, 64)
+    with compress_saved(RAW), compress_saved(SMALL):
+        y = x.sin(), x.view(-1).sin()
+    assert gradckpt.stats()["bytes_out"] == int8_bytes(64 * 64)  # once: its own kind is no outer hook
+    del y
+    gradckpt.reset_stats()
+    with compress_saved(SMALL):
+        with compress_saved(None):
+            pass
+        with save_on_cpu():
+            x.cos()
+        assert gradckpt.stats()["encoded"] == 0
+        x.exp()
+    assert gradckpt.stats()["encoded"] == 1
+
+
+def test_hooks_around_see_the_bytes():
+    seen = []
+
+    def pack(t):
+        seen.append((t.dtype, t.numel()))
+        return t.clone()
+
+    leaf = torch.randn(64, 64, requires_grad=True)
+    w = nn.Parameter(torch.randn(64, 64))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), compress_saved(SMALL), compress_saved(RAW):
+        y = (leaf * 1).sin() @ w
+    assert sorted(seen, key=str) == [(torch.float32, 64 * 64)] + [(torch.uint8, 64 * 64 * 4)] * 2
+    y.sum().backward()
+    expected = torch.autograd.grad(((leaf * 1).sin() @ w).sum(), [leaf, w])
+    assert torch.equal(leaf.grad, expected[0])
+    assert torch.equal(w.grad, expected[1])
+
+
+def test_save_on_cpu_around():
+    model, loss_of = resnet()
+    _, expected = gradients(model, loss_of, contextlib.nullcontext())
+    with save_on_cpu():
+        _, got = gradients(model, loss_of, compress_saved(RAW))
+    assert all(torch.equal(got[n], expected[n]) for n in got)
+
+
+@pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
+def test_with_regions(checkpoint):
+    """Around regions their inputs are kept compressed; inside, the region drops and rebuilds the payloads."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), activation(64, 64)
+
+    def around():
+        with compress_saved(RAW):
+            return checkpoint(model, checkpoint(model, x, use_reentrant=False), use_reentrant=False)
+
+    def inside():
+        region = compress_saved(RAW)(model)
+        return checkpoint(region, checkpoint(region, x, use_reentrant=False), use_reentrant=False)
+
+    expected = torch.autograd.grad(model(model(x)).sum(), [x, *model.parameters()])
+    for run, live in ((around, 2 * x.nbytes), (inside, 0)):
+        gradckpt.reset_stats()
+        y = run()
+        if run is around or checkpoint is gradckpt.checkpoint:
+            assert gradckpt.stats()["encoded"] >= 2
+        if run is around:
+            assert gradckpt.stats()["live_bytes"] == live
+        got = torch.autograd.grad(y.sum(), [x, *model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), run
+
+
+def test_compressed_regions_inside():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()), activation(64, 64)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    with compress_saved(SMALL):
+        y = gradckpt.checkpoint(model, x, compress=RAW)
+    assert gradckpt.stats()["bytes_out"] == x.nbytes  # the region's payload, not a payload of it
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_as_decorator():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64))
+
+        @compress_saved(SMALL)
+        def forward(self, x, *, scale):
+            "Doc."
+            return self.forward(x.sin(), scale=0) @ self.w if scale else x.cos()
+
+    layer = Layer()
+    out = layer(activation(64, 64), scale=2)
+    assert out.shape == (64, 64)
+    assert gradckpt.stats()["encoded"] == 3
+    assert Layer.forward.__doc__ == "Doc."
+    assert Layer.forward.__name__ == "forward"
+    activation(64, 64).sin()
+    assert gradckpt.stats()["encoded"] == 3  # off again
+
+
+def generator():
+    yield 1
+
+
+async def coroutine():
+    await asyncio.sleep(0)
+
+
+async def stream():
+    yield 1
+
+
+@pytest.mark.parametrize("function", [generator, coroutine, stream, Block, 3])
+def test_what_cannot_be_decorated(function):
+    with pytest.raises(TypeError, match=r"gradckpt: compress_saved\(\)"):
+        compress_saved("int8")(function)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="unknown codec 'int3'"):
+        compress_saved("int3")
+    with pytest.raises(ValueError, match="replay=True is for regions"):
+        compress_saved({"codec": "int8", "replay": True})
+    with pytest.raises(ValueError, match="frozen weights"):
+        compress_saved({"codec": "int8", "include": "floating"})
+    with pytest.raises(TypeError, match="compress= takes"):
+        compress_saved(torch.sin)  # the decorator without its parentheses
+
+
+def top():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, StopIteration])
+def test_exceptions_take_the_hooks_off(error):
+    def fails():
+        raise error
+
+    with pytest.raises(error), compress_saved("int8"):
+        fails()
+    assert top() is None
+    with pytest.raises(error):
+        compress_saved("int8")(fails)()
+    assert top() is None
+
+
+def test_where_hooks_are_disabled_torch_says_so():
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here, please"):
+        with pytest.raises(RuntimeError, match="not here, please"), compress_saved("int8"):
+            pass
+        with pytest.raises(RuntimeError, match="not here, please"):
+            compress_saved("int8")(torch.sin)(activation(4))
+    assert top() is None
+
+
+def test_threads_have_their_own_hooks():
+    x = activation(64, 64)
+    with compress_saved(SMALL):
+        thread = threading.Thread(target=x.sin)
+        thread.start()
+        thread.join()
+        assert gradckpt.stats()["encoded"] == 0
+        x.sin()
+    assert gradckpt.stats()["encoded"] == 1
+
+
+def test_another_hooks_value_is_refused():
+    with compress_saved("int8"):
+        _, unpack = top()
+    with pytest.raises(TypeError, match="not a saved tensor"):
+        unpack(3)
+
+
+def test_stochastic_rounding_begins_a_step_after_a_backward():
+    x = activation(64, 64)
+
+    def run():
+        with compress_saved({"codec": "int8", "min_numel": 16, "stochastic": True}):
+            y = x.sin()
+        value = y.grad_fn._saved_self
+        return value
+
+    gradckpt.set_rounding_state((0, 0))
+    first, second = run(), run()
+    assert gradckpt.get_rounding_state() == (2, 0)
+    gradckpt.set_rounding_state((0, 0))
+    assert not torch.equal(first, second)
+    assert torch.equal(run(), first)
+
+
+# ---- bytes ----
+
+
+def test_bytes_alive_are_those_of_the_arithmetic():
+    """One GELU layer with attention: every activation once, by hand."""
+    tokens, width = 64, 64
+    w1, w2 = nn.Parameter(torch.randn(width, 256)), nn.Parameter(torch.randn(256, width))
+    x = activation(tokens, width)
+    with compress_saved("int8"):
+        h = F.layer_norm(x, (width,))  # x
+        u = h @ w1  # h
+        y = F.gelu(u) @ w2  # u; gelu(u)
+        loss = (y + x).square().sum()  # y + x
+    kept = [tokens * width, tokens * width, tokens * 256, tokens * 256, tokens * width]
+    assert gradckpt.stats()["live_bytes"] == int8_bytes(*kept)
+    assert gradckpt.stats()["kept"] == {"does not require grad": 2, "leaf": 2}  # mean, rstd; the weights
+    loss.backward()
+    assert gradckpt.stats()["live_bytes"] == 0
+
+
+def test_bytes_of_a_llama():
+    _model, loss_of = llama(tokens=64)
+    with compress_saved({"codec": "int8", "min_numel": 64}):
+        loss = loss_of()
+    n, hidden, ffn, vocab = 2 * 64, 64, 128, 256
+    head = 16  # values per head; 4 query heads, 2 of keys and values
+    layer = [n * hidden] * 2 * 2  # each norm: its input, and the normalized input
+    layer += [n * hidden] * 2  # normed times weight: for q, k, v; for gate and up
+    layer += [n * 4 * head, n * 2 * head, n * 2 * head]  # q, k, v
+    layer += [n * 4 * head]  # the output, which o_proj keeps too, in another shape
+    layer += [n * ffn] * 4  # gate, silu(gate), up, their product
+    final = [n * hidden] * 3
+    expected = int8_bytes(*layer * 2, *final) + 2 * n * vocab
+    assert abs(gradckpt.stats()["live_bytes"] - expected) <= 0.01 * expected
+    loss.backward()
+
+
+# ---- lifetimes ----
+
+
+CONFIG = gradckpt.CompressionConfig(min_numel=16)
+
+
+def step(model, x, config):
+    with compress_saved(config):
+        y = model(x)
+    y.backward()
+
+
+def abandoned(model, x, config):
+    with compress_saved(config):
+        model(x)
+
+
+def fails_inside(model, x, config):
+    with contextlib.suppress(ZeroDivisionError), compress_saved(config):
+        model(x).div_(1 / 0)
+
+
+@pytest.mark.parametrize("kind", [step, abandoned, fails_inside])
+def test_nothing_is_left_behind(kind):
+    """Blocks of memory beside those that the same steps leave behind without us (a backward leaves one)."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 1)), torch.randn(8, 16)
+
+    def whole(t):
+        y = model(t)
+        return (y.exp().amax() + y.logsumexp(0)).sum()
+
+    def grown(config):
+        gc.collect()
+        before = sys.getallocatedblocks()
+        for _ in range(2000):
+            kind(whole, x, config)
+        return sys.getallocatedblocks() - before
+
+    gc.disable()
+    try:
+        plain = max(grown(None) for _ in range(2))
+        assert min(grown(CONFIG) for _ in range(4)) < plain + 100  # free lists fill at first
+        assert gradckpt.stats()["live_bytes"] == 0
+    finally:
+        gc.enable()
+
+
+def test_the_graph_dies_without_the_collector():
+    gc.disable()
+    try:
+        x = activation(64, 64)
+        for codec in ("int8", "fp16", "lossless"):
+            for function in (torch.exp, torch.relu, torch.tanh, lambda t: t.log_softmax(-1), lambda t: t[:1].exp()):
+                with compress_saved({"codec": codec, "min_numel": 100}):
+                    y = function(x)
+                node = watch(y.grad_fn)
+                del y
+                assert node() is None, codec
+    finally:
+        gc.enable()
