@@ -88,6 +88,8 @@ def commit_time() -> str:
 
 def build_sdist(out: Path) -> Path:
     """``gradckpt-<version>.tar.gz``, the same bytes each time."""
+    # setuptools adds what an earlier build listed there, so that a line missing in MANIFEST.in would not show.
+    (ROOT / "gradckpt.egg-info" / "SOURCES.txt").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         python("-m", "build", "--sdist", "--no-isolation", "--outdir", scratch, ROOT, env=environment())
         made = next(Path(scratch).glob("*.tar.gz"))
