@@ -108,7 +108,8 @@ def commands():
 
 @pytest.mark.parametrize("line", commands())
 def test_commands_run(line, tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN)
+    for script in re.findall(r"\w+\.py\b", line):
+        (tmp_path / script).write_text(TRAIN)
     done = run(sys.executable, *shlex.split(line)[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "compressed 2 of 2" in done.stderr or ".run" not in line

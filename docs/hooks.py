@@ -1,4 +1,5 @@
-"""mkdocs hook: a line ``::: name`` of reference.md becomes what the installed gradckpt says of that name.
+"""mkdocs hooks: a line ``::: name`` of reference.md becomes what the installed gradckpt says of that name, and
+changelog.md becomes CHANGELOG.md.
 
 Signatures and docstrings are read at run time, so that functions written in C are like the others.
 """
@@ -8,8 +9,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+CHANGELOG = Path(__file__).parent.parent / "CHANGELOG.md"
 
 DIRECTIVE = re.compile(r"^::: (gradckpt[\w.]*)$", re.M)
 
@@ -23,6 +27,8 @@ WIDTH = 100
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri == "changelog.md":
+        return CHANGELOG.read_text().replace("](docs/", "](")
     if page.file.src_uri != "reference.md":
         return markdown
     names = DIRECTIVE.findall(markdown)
