@@ -36,7 +36,7 @@ demo: $(VENV)/.built  ## train a small Llama under eight kinds of checkpoints; t
 
 # Ends with pytest's closing line.
 test: lint $(VENV)/.frameworks  ## ruff, mypy, all tests but the long ones
-	@$(PYTEST) -n 2 -m "not soak" $(TEST_ARGS)
+	@$(PYTEST) -n 2 --dist loadgroup -m "not soak" $(TEST_ARGS)
 
 soak: $(VENV)/.strict  ## the long tests
 	@$(PYTEST) -n 2 -m soak $(TEST_ARGS)

@@ -16,8 +16,31 @@ def _no_hooks_left_by_torch():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+#: Files whose module fixtures start processes or build something, which takes long: one worker runs all that use them.
+WORLDS = {
+    "test_deepspeed",
+    "test_distributed",
+    "test_docs",
+    "test_lightning",
+    "test_packaging",
+    "test_ranks",
+    "test_timm",
+}
+
+
+def _world_of(item):
+    """The file's name, when the test needs one of those; else None."""
+    name = item.module.__name__
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    return name if name in WORLDS and any(each[-1].scope == "module" for each in fixtures) else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """A test over codecs and dtypes goes over the pairs that exist."""
+    """A test over codecs and dtypes goes over the pairs that exist; what shares a world stays together."""
+    for item in items:
+        if (world := _world_of(item)) is not None:
+            item.add_marker(pytest.mark.xdist_group(world))
     from gradckpt import codec_info, codecs
 
     def exists(item):
