@@ -226,7 +226,7 @@ def install(wheel: Path, torch: str | Path) -> str:
         foreign = ("PYTHON", "GRADCKPT_", "CUDA_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         env["PATH"] = str(inside.parent)
-        pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip: list[str | Path] = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if isinstance(torch, Path):
             site = run([inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], env=env).strip()
             (Path(site) / "torch.pth").write_text(f"{torch}\n")
@@ -249,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", default="torch", help="what pip installs beside the wheel, e.g. torch==2.13.0")
     parser.add_argument("--no-install", action="store_true", help="leave out the empty venv")
     options = parser.parse_args(arguments)
-    shutil.rmtree(options.out, ignore_errors=True)
+    for old in [*options.out.glob("gradckpt-*.tar.gz"), *options.out.glob("gradckpt-*.whl")]:
+        old.unlink()
     try:
         sdist = build_sdist(options.out)
         print(f"sdist       {sdist.name}, {sdist.stat().st_size >> 10} KiB", flush=True)

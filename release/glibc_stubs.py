@@ -86,7 +86,8 @@ def make(folder: Path, target: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rest, former = newest(where("libc.so.6"), number(target)), {}
     for soname, pattern in FORMER.items():
-        former[soname] = {name: rest.pop(name) for name in list(rest) if pattern.fullmatch(name)}
+        moved = {name: rest.pop(name) for name in list(rest) if pattern.fullmatch(name)}
+        former[soname] = {**newest(where(soname), number(target)), **moved}  # before 2.34 they are there still
     mathematics = newest(where("libm.so.6"), number(target))
     for soname, symbols in {"libc.so.6": rest, "libm.so.6": mathematics, **former}.items():
         stub(folder, soname, symbols)
