@@ -248,8 +248,9 @@ class TestTheTrainersLife:
             t.fit(Breaks(), data(None))
         assert "setup" not in vars(t.strategy)
 
-    def test_barebones(self):
+    def test_barebones(self, monkeypatch):
         module = Stack()
+        monkeypatch.setattr(module, "log_dict", None)
         pl.Trainer(accelerator="cpu", barebones=True, max_epochs=1, callbacks=[callback("stack")]).fit(
             module, data(module, BATCHES)
         )
