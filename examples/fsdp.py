@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py --engine fsdp2 --compress int8
 
+Without torchrun it is one rank.
 One line turns compression on, `gradckpt.apply_activation_checkpointing(...)`; the engines do not know. On CUDA the
 ranks talk through nccl, elsewhere through gloo. Rank 0 prints what was wrapped, the bytes that checkpoints take, and
 both losses.
@@ -121,7 +122,12 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
     parser.add_argument("--lr", type=float, default=1e-3, help="default: 0.001")
     args = parser.parse_args()
-    args.compress = None if args.compress == "none" else args.compress
+    if min(args.layers, args.batch, args.steps) < 1 or args.width < 32 or args.width % 32 or args.length < 2:
+        parser.error("--layers, --batch and --steps are 1 or more, --width is a multiple of 32, --length 2 or more")
+    if args.compress == "none":
+        args.compress = None
+    elif args.compress not in (*gradckpt.codecs(), "fp8"):
+        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs())}")
     return args
 
 
@@ -131,6 +137,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("nccl" if cuda else "gloo")
     stock, _ = train(args, False, device)
     gradckpt.reset_stats()

@@ -25,6 +25,7 @@ INTEGRATIONS = {
     "trl": "trl",
     "deepspeed": "deepspeed",
     "lightning": "lightning",
+    "pytorch_lightning": "pytorch-lightning",
     "diffusers": "diffusers",
     "timm": "timm",
     "sentence_transformers": "sentence-transformers",

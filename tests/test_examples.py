@@ -79,5 +79,13 @@ def test_plain():
     assert none["kept"] == stock["kept"]
 
 
+def test_fsdp_on_one_rank():
+    """Without torchrun."""
+    lines = run("fsdp.py", "--steps", "2", "--layers", "2", "--compress", "none").stdout.splitlines()
+    assert lines[0] == "fsdp2 on 1 ranks, 2 steps: 2 blocks wrapped"
+    assert lines[-1] == "losses equal to the last bit: 2 of 2, the first too"
+
+
 def test_wrong_options_are_said_in_one_sentence():
+    assert "--compress is none or one of" in run("fsdp.py", "--compress", "int9", status=2).stderr.splitlines()[-1]
     assert "1 or more" in run("plain_gpt.py", "--steps", "0", status=2).stderr.splitlines()[-1]

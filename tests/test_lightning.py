@@ -256,6 +256,53 @@ class TestTheTrainersLife:
         )
         assert gradckpt.stats()["compressed"] == LAYERS * BATCHES
 
+    def test_two_callbacks_are_refused(self):
+        """Neither is lost without a word."""
+        module = Stack()
+        t = trainer(GradckptCallback("int8", {Block}), GradckptCallback("int4", torch.nn.Linear))
+        with pytest.raises(ValueError, match="write all rules in one mapping"):
+            t.fit(module, data(module))
+        assert not touched(module)
+        assert "setup" not in vars(t.strategy)
+
+    def test_two_callbacks_and_a_setup_that_breaks(self):
+        class Breaks(pl.Callback):
+            def setup(self, trainer, pl_module, stage):
+                raise RuntimeError("broken")
+
+        t = trainer(callback("stack"), callback("stack"), Breaks())
+        with pytest.raises(RuntimeError, match="broken"):
+            t.fit(Stack(), data(None))
+        assert "setup" not in vars(t.strategy)
+
+    @pytest.mark.parametrize("compress", ["int8", None])
+    def test_compiled(self, compress, recwarn, caplog):
+        """Regions of a compiled graph are not counted; so nobody can say that there were none."""
+
+        class Bare(Stack):
+            def training_step(self, batch, index):
+                return self.loss(batch)
+
+        torch._dynamo.reset()
+        module = Bare()
+        with caplog.at_level("INFO", "lightning.pytorch"):
+            trainer(callback("stack", compress)).fit(torch.compile(module, backend="aot_eager"), data(module, BATCHES))
+        assert not [w for w in recwarn if issubclass(w.category, gradckpt.GradckptInactiveWarning)]
+        assert gradckpt.stats()["compiled_tensors"] == (LAYERS if compress else 0)
+        said = "in compiled graphs 3 tensors compressed, 24.00 KiB -> 6.09 KiB per call" in caplog.text
+        assert said == (compress is not None)
+
+    def test_only_the_other_copy_is_installed(self):
+        program = """
+import sys
+sys.modules["lightning"] = None  # as if it were not there
+from gradckpt.integrations.lightning import GradckptCallback
+import pytorch_lightning as pl
+assert issubclass(GradckptCallback, pl.Callback)
+"""
+        done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
     def test_the_other_copy_of_lightning(self):
         program = f"""
 import pytorch_lightning as pl, torch

@@ -164,8 +164,14 @@ def configure(
     }
     asked = {key: value for key, value in given.items() if value is not None}
     if deepspeed_config is not None:
-        block = DeepSpeedConfig(deepspeed_config, mpu=mpu_)._param_dict.get("activation_checkpointing", {})
-        said = {_BLOCK[key]: value for key, value in block.items() if key in _BLOCK}
+        block = DeepSpeedConfig(deepspeed_config, mpu=mpu_)._param_dict.get("activation_checkpointing") or {}
+        for key in block:
+            if key not in _BLOCK:
+                raise ValueError(
+                    f"gradckpt: unknown key {key!r} in the block activation_checkpointing; the keys are: "
+                    f"{', '.join(_BLOCK)}"
+                )
+        said = {_BLOCK[key]: value for key, value in block.items()}
         chosen: dict[str, Any] = {key: said.pop(key) for key in ("compress", "policy") if key in said}
         asked, options = {**said, **asked}, {**chosen, **options}
     for key, why in _REFUSED.items():

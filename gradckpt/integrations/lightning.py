@@ -1,13 +1,14 @@
 """Lightning: ``Trainer(callbacks=[GradckptCallback()])`` trains with compressed checkpoints and logs what they save.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are two copies of the same classes; the callbacks here are of the one
-that the program has imported, and work with both.
+that the program has imported, or else has installed, and work with both.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -20,7 +21,10 @@ from gradckpt.integrations.kwargs import check_bool
 from gradckpt.kinds import Tree
 from gradckpt.stats import format_bytes, stats, stats_scalars
 
-if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+_IMPORTED = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+_ALONE = find_spec("lightning") is None and find_spec("pytorch_lightning") is not None
+
+if _IMPORTED or _ALONE:
     from pytorch_lightning import Callback
     from pytorch_lightning.utilities.rank_zero import rank_zero_info
 else:
@@ -69,6 +73,14 @@ class StatsCallback(Callback):  # type: ignore[misc]
             f"gradckpt: {found['regions']:.0f} regions; compressed {found['compressed']:.0f} of {found['asked']:.0f} "
             f"inputs, {before} -> {after}"
         )
+        now = stats()
+        graphs = {key: now[key] - self._at_start[key] for key in now if key.startswith("compiled_")}
+        if graphs["compiled_tensors"] > 0:
+            before, after = (format_bytes(graphs[f"compiled_bytes_{way}"]) for way in ("in", "out"))
+            rank_zero_info(
+                f"gradckpt: in compiled graphs {graphs['compiled_tensors']} tensors compressed, {before} -> {after} "
+                "per call"
+            )
 
 
 class GradckptCallback(StatsCallback):
@@ -161,6 +173,8 @@ class GradckptCallback(StatsCallback):
         names = list(getattr(self.handle, "modules", ()))
         if not names or stats()["regions"] > self._at_start["regions"]:
             return
+        if stats()["compiled_graphs"] or (self.compress is None and _is_compiled(pl_module)):
+            return  # the regions of a compiled graph are not counted
         chosen = [module for name, module in pl_module.named_modules() if name in names]
         if not any(module.training for module in chosen):
             why = "they are in eval mode, and Lightning leaves modules in the mode they came in; call model.train()"
@@ -171,10 +185,14 @@ class GradckptCallback(StatsCallback):
 
 class _BeforeSetup:
     """Stands for ``strategy.setup`` of one strategy until it is called: the model is complete then (``setup``,
-    ``configure_model``) and not wrapped yet. Lightning has no hook of callbacks at that moment."""
+    ``configure_model``) and not wrapped yet. Lightning has no hook of callbacks at that moment.
+
+    With several callbacks each stands before the one of the callback in front of it."""
 
     def __init__(self, strategy: Any, pl_module: Any, action: Callable[[Any], None]) -> None:
         self.strategy, self.pl_module, self.action = strategy, pl_module, action
+        self.before = vars(strategy).get("setup")
+        self.removed = False
         strategy.setup = self
 
     def __call__(self, trainer: Any) -> None:
@@ -191,8 +209,21 @@ class _BeforeSetup:
             )
 
     def remove(self) -> None:
-        if vars(self.strategy).get("setup") is self:
+        self.removed = True
+        held = vars(self.strategy).get("setup")
+        while isinstance(held, _BeforeSetup) and held.removed:
+            held = held.before
+        if held is not None:
+            self.strategy.setup = held
+        elif "setup" in vars(self.strategy):
             del self.strategy.setup
+
+
+def _is_compiled(pl_module: Any) -> bool:
+    """By torch.compile: the LightningModule, or something in it."""
+    return getattr(pl_module, "_compiler_ctx", None) is not None or any(
+        each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in pl_module.modules()
+    )
 
 
 def _wrapped(module: Any) -> int:

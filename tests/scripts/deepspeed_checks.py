@@ -296,6 +296,8 @@ class TestConfigure:
     def test_wrong_words(self):
         with pytest.raises(ValueError, match="gradckpt: unknown codec 'int9'"):
             ours.configure(None, compress="int9")
+        with pytest.raises(ValueError, match="gradckpt: unknown key 'compres' in the block activation_checkpointing"):
+            ours.configure(None, {**BLOCK, "activation_checkpointing": {"compres": "int4"}})
         with pytest.raises(ValueError, match="gradckpt: unknown option 'compres'"):
             ours.configure(None, compres="int8")
         with pytest.raises(TypeError, match="gradckpt: checkpoint_in_cpu is True or False"):
