@@ -27,6 +27,8 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 
 .PHONY: help demo test soak bench lint docs gpu gpu_here gpu_tools wheel clean setup tools
 .DEFAULT_GOAL := help
+# All targets share one .venv and one build folder.
+.NOTPARALLEL:
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
