@@ -27,7 +27,7 @@ from gradckpt.caches import NO_CACHE, Cache, WithCaches, is_cache
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import Decorated
 from gradckpt.integrations.overlap import check_around, is_wrapper
-from gradckpt.integrations.ranks import Vow, spell
+from gradckpt.integrations.ranks import RankCheck, spell
 from gradckpt.integrations.sharded import localized
 from gradckpt.kinds import Tree
 from gradckpt.policies import contexts_of
@@ -100,7 +100,7 @@ def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any)
     regions: dict[str, Region] = {}
     uses = {name: [spell(chosen["compress"])] for name, chosen in settings.items()}
     for name, chosen in settings.items():
-        regions[name] = Region(modules[name], chosen, Vow(type(model).__name__, uses), nested)
+        regions[name] = Region(modules[name], chosen, RankCheck(type(model).__name__, uses), nested)
         regions[name].install()
     return Handle(type(model).__name__, regions)
 
@@ -174,10 +174,10 @@ def summary(settings: Settings) -> str:
 class Region:
     """Stands for ``module.forward`` on one instance."""
 
-    def __init__(self, module: Module, settings: Settings, vow: Vow, nested: bool) -> None:
+    def __init__(self, module: Module, settings: Settings, rank_check: RankCheck, nested: bool) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)
         self.settings = settings
-        self.vow = vow
+        self.rank_check = rank_check
         self.nested = nested
         self.kind = type(module).__name__
         self.own: Any = None  # what stood for forward on the instance before; None: the class's method does
@@ -230,10 +230,10 @@ class Region:
                 "checkpoints it too; call model.gradient_checkpointing_disable(), or the handle.remove() of apply"
             )
         compiled = torch.compiler.is_compiling()
-        if not compiled and not self.vow.settled():
+        if not compiled and not self.rank_check.settled():
             if not self.nested:
                 check_around(module, "gradckpt.apply", ", or pass nested=True to apply")
-            self.vow.compare()
+            self.rank_check.compare()
         for value in (*args, *kwargs.values()) if kwargs else args:
             if not isinstance(value, NO_CACHE) and is_cache(value):
                 forward = WithCaches(forward)

@@ -298,7 +298,7 @@ def test_a_store_that_cannot_compare_is_no_error(caplog):
             model = wrapped("int8")
             gradients(model)
         assert any("the ranks' codecs were not compared" in r.getMessage() for r in caplog.records)
-        assert model.blocks[0].vow.settled()
+        assert model.blocks[0].rank_check.settled()
     finally:
         dist.destroy_process_group()
 
@@ -311,11 +311,11 @@ def test_ranks_that_never_speak_hold_nobody_up(monkeypatch):
     try:
         model = wrapped("int8")
         for _ in range(ranks.LOOKS // N + 1):
-            assert not model.blocks[0].vow.settled()
+            assert not model.blocks[0].rank_check.settled()
             gradients(model)
         assert 0.9 * ranks.PATIENCE < sum(naps) < 1.2 * ranks.PATIENCE
         gradients(model)
-        assert all(block.vow.settled() for block in model.blocks)
+        assert all(block.rank_check.settled() for block in model.blocks)
     finally:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Ranks that disagree about what their checkpoints are kept in: :class:`Vow` tells them in the first training forward.
+"""Ranks that disagree about what their checkpoints are kept in, told by :class:`RankCheck` in the first training call.
 
 Each rank leaves a note in the store that the default process group was made with, and compares it with the note of the
 rank that came first. There is no collective: ranks that never train, or train other parts, hold nobody up.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gradckpt.config import CompressionConfig
 
-__all__ = ["Vow", "spell"]
+__all__ = ["RankCheck", "spell"]
 
 logger = logging.getLogger("gradckpt")
 
@@ -51,7 +51,7 @@ def spell(config: CompressionConfig | None) -> str:
     return f"{config.codec} ({', '.join(changed)})" if changed else config.codec
 
 
-class Vow:
+class RankCheck:
     """What some regions of this process keep their checkpoints in, for the other ranks to compare.
 
     Args:
@@ -112,22 +112,24 @@ class _Table:
         self.patience = PATIENCE
         self.lock = threading.Lock()
 
-    def settle(self, vow: Vow) -> bool:
+    def settle(self, check: RankCheck) -> bool:
         """Whether there is nothing more to hear."""
         # Asked for each time: held, it would keep the server of a destroyed group alive.
         store = dist.distributed_c10d.PrefixStore(self.prefix, dist.distributed_c10d._get_default_store())
         with self.lock:
             try:
-                self._say(store, vow)
-                return self._hear(store, vow.label)
+                self._say(store, check)
+                return self._hear(store, check.label)
             except (RuntimeError, json.JSONDecodeError) as error:  # the store is gone, or is none
                 logger.info("the ranks' codecs were not compared: %s", error)
                 return True
 
-    def _say(self, store: Any, vow: Vow) -> None:
-        label = vow.label
+    def _say(self, store: Any, check: RankCheck) -> None:
+        label = check.label
         before = self.said.get(label, {})
-        uses = {name: sorted({*before.get(name, ()), *vow.uses.get(name, ())}) for name in sorted({*before, *vow.uses})}
+        uses = {
+            name: sorted({*before.get(name, ()), *check.uses.get(name, ())}) for name in sorted({*before, *check.uses})
+        }
         if uses == before:
             return
         note = json.dumps({"rank": self.rank, "uses": uses})

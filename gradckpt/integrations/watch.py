@@ -12,7 +12,7 @@ import torch
 
 import gradckpt
 from gradckpt.config import warn_inactive
-from gradckpt.integrations.ranks import Vow, spell
+from gradckpt.integrations.ranks import RankCheck, spell
 
 #: The method that every way of turning checkpointing on ends in; on an instance: what stands in for it.
 SEAM = "_set_gradient_checkpointing"
@@ -29,7 +29,7 @@ class Watch:
     eval_backwards: int = 0
     settled: bool = False
     before: dict[str, Any] | None = None
-    vow: Vow | None = None  # None: no training call yet
+    rank_check: RankCheck | None = None  # None: no training call yet
 
 
 # The hooks are functions of the module, so that pickles and copies of the model carry them by name;
@@ -48,15 +48,15 @@ def _check(model: Any) -> None:
     """In the first training calls: what would be wrong with all of them."""
     seam: Any = getattr(model, "__dict__", {}).get(SEAM)
     watch = getattr(seam, "watch", None)
-    if not isinstance(watch, Watch) or (watch.vow is not None and watch.vow.settled()):
+    if not isinstance(watch, Watch) or (watch.rank_check is not None and watch.rank_check.settled()):
         return
     if seam.function is None or not is_on(model):
         return
-    if watch.vow is None:
+    if watch.rank_check is None:
         seam.check_alone(model)
         label = f"{type(model).__name__} in gradckpt.enable"
-        watch.vow = Vow(label, {label: [spell(seam.active)]})
-    watch.vow.compare()
+        watch.rank_check = RankCheck(label, {label: [spell(seam.active)]})
+    watch.rank_check.compare()
 
 
 def after_forward(model: Any, args: Any, output: Any) -> None:

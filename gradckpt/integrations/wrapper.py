@@ -20,7 +20,7 @@ import gradckpt
 from gradckpt.apply import TAKEN, other_checkpointing, parse_options, region_of, summary
 from gradckpt.config import Compress
 from gradckpt.integrations.overlap import block_of, check_around, is_wrapper
-from gradckpt.integrations.ranks import Vow, spell
+from gradckpt.integrations.ranks import RankCheck, spell
 from gradckpt.integrations.sharded import localized
 from gradckpt.kinds import Tree
 
@@ -38,13 +38,13 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
         super().__init__(module, torchs.CheckpointImpl.NO_REENTRANT, gradckpt.checkpoint, **settings)
         self.settings = settings
         self.nested = nested
-        self.vow = _vow_of_class(type(_innermost(module)).__name__, spell(settings["compress"]))
+        self.rank_check = _check_of_class(type(_innermost(module)).__name__, spell(settings["compress"]))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         checkpoint: Callable[..., Any] = self.checkpoint_fn
         function: Callable[..., Any] = self._checkpoint_wrapped_module
         compiled = torch.compiler.is_compiling()
-        if not compiled and not self.vow.settled() and torch.is_grad_enabled():
+        if not compiled and not self.rank_check.settled() and torch.is_grad_enabled():
             self.check()
         if kwargs and not TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
             function = functools.partial(function, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
@@ -58,7 +58,7 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
         if not self.nested:
             _check_inside(self._checkpoint_wrapped_module)
             check_around(_innermost(self), "gradckpt.checkpoint_wrapper", ", or pass nested=True to ours")
-        self.vow.compare()
+        self.rank_check.compare()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What wraps modules of a model one by one puts the wrapped one here; the same block is not wrapped twice."""
@@ -227,7 +227,7 @@ def _name(model: Module, wrappers: dict[int, CheckpointWrapper]) -> None:
         if id(module) in wrappers
     }
     for wrapper in wrappers.values():
-        wrapper.vow = Vow(label, uses)
+        wrapper.rank_check = RankCheck(label, uses)
 
 
 def _clean(name: str) -> str:
@@ -240,11 +240,11 @@ def _clean(name: str) -> str:
 _made: dict[str, list[str]] = {}
 
 
-def _vow_of_class(kind: str, use: str) -> Vow:
+def _check_of_class(kind: str, use: str) -> RankCheck:
     uses = _made.setdefault(kind, [])
     if use not in uses:
         uses.append(use)
-    return Vow(f"{kind} in gradckpt.checkpoint_wrapper", {f"{kind} in gradckpt.checkpoint_wrapper": uses})
+    return RankCheck(f"{kind} in gradckpt.checkpoint_wrapper", {f"{kind} in gradckpt.checkpoint_wrapper": uses})
 
 
 # ---- checks ----
