@@ -23,7 +23,7 @@ import torch
 from torch.nn import Module
 
 import gradckpt
-from gradckpt.caches import NO_CACHE, Cache, WithCaches, is_cache
+from gradckpt.caches import with_caches
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import Decorated
 from gradckpt.integrations.overlap import check_around, is_wrapper
@@ -234,12 +234,7 @@ class Region:
             if not self.nested:
                 check_around(module, "gradckpt.apply", ", or pass nested=True to apply")
             self.rank_check.compare()
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if not isinstance(value, NO_CACHE) and is_cache(value):
-                forward = WithCaches(forward)
-                args = tuple(Cache.hold(value) for value in args)
-                kwargs = {key: Cache.hold(value) for key, value in kwargs.items()}
-                break
+        forward, args, kwargs = with_caches(forward, args, kwargs)
         if kwargs and not TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
             forward = functools.partial(forward, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
         config = self.settings["compress"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NO_CACHE", "Cache", "WithCaches", "is_cache"]
+__all__ = ["NO_CACHE", "Cache", "WithCaches", "is_cache", "with_caches"]
 
 #: What most arguments are; looked at first, for speed.
 NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
@@ -72,3 +72,15 @@ class WithCaches:
     def __gradckpt_functions__(self) -> tuple[Any, ...]:
         """For gradckpt.buffers."""
         return (self.forward,)
+
+
+def with_caches(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What a region is given in the place of these three. The same where there is no cache."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if not isinstance(value, NO_CACHE) and is_cache(value):
+            args = tuple(Cache.hold(value) for value in args)
+            kwargs = {key: Cache.hold(value) for key, value in kwargs.items()}
+            return WithCaches(forward), args, kwargs
+    return forward, args, kwargs

@@ -10,6 +10,8 @@ from torch import nn
 import gradckpt
 from gradckpt.kinds import KINDS, MEGATRON, Tree
 
+PREFIX = "_checkpoint_wrapped_module."  # in names of parameters of a model with wrapped modules
+
 # ---- kinds ----
 
 #: What apply(model, kind) finds: the kind's classes, and how many modules.
@@ -213,7 +215,7 @@ def test_compressed_inputs():
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-@pytest.mark.parametrize("rules", ["layer", "attention"])
+@pytest.mark.parametrize("rules", ["layer", "attention", "wrapped"])
 def test_a_cache_is_filled_once(name, rules):
     """The forward writes to the cache; the recompute, in which the keys would be there twice, to a copy."""
     model = build(name)
@@ -228,14 +230,17 @@ def test_a_cache_is_filled_once(name, rules):
     out, _ = cache_of()
     out.loss.backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    gradckpt.apply(model, rules)
+    if rules == "wrapped":
+        gradckpt.apply_activation_checkpointing(model, "raw")
+    else:
+        gradckpt.apply(model, rules)
     model.zero_grad()
     out, cache = cache_of()
     assert cache.get_seq_length() == LENGTH
     out.loss.backward(retain_graph=True)
     assert cache.get_seq_length() == LENGTH
     assert_same(
-        (out.loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}),
+        (out.loss, {n.replace(PREFIX, ""): p.grad for n, p in model.named_parameters() if p.grad is not None}),
         (out.loss, expected),
     )
     out.loss.backward()  # each recompute gets a copy of its own

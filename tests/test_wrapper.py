@@ -122,7 +122,7 @@ def test_torchs_function_takes_ours(back):
     if back:
         assert equal(gradients(model), gradients(stock()))
     else:
-        assert model.blocks[0].settings["compress"].codec == "int8"
+        assert model.blocks[0]._settings["compress"].codec == "int8"
 
 
 def test_context_fn_and_policy():
@@ -152,7 +152,7 @@ def test_torchs_policies(policy):
     assert gradckpt.apply_activation_checkpointing(model, auto_wrap_policy=policy) == N
     assert all(isinstance(block, CheckpointWrapper) for block in model.blocks)
     codec = "int4" if isinstance(policy, CustomPolicy) else "int8"
-    assert {block.settings["compress"].codec for block in model.blocks} == {codec}
+    assert {block._settings["compress"].codec for block in model.blocks} == {codec}
 
 
 def test_without_a_choice_it_takes_the_layers(caplog):
@@ -289,6 +289,13 @@ def test_alone_in_a_process_group_nothing_is_written():
     finally:
         dist.destroy_process_group()
     gradients(model)
+
+
+def test_attributes_of_the_module_are_read_through_it():
+    block = MyBlock()
+    block.settings, block.nested, block.check = {"window": 4}, "mine", "yes"
+    wrapper = gradckpt.checkpoint_wrapper(block)
+    assert (wrapper.settings, wrapper.nested, wrapper.check) == ({"window": 4}, "mine", "yes")
 
 
 def test_a_store_that_cannot_compare_is_no_error(caplog):

@@ -1,8 +1,8 @@
 """torch's ``CheckpointWrapper`` around modules, with gradckpt inside: :func:`checkpoint_wrapper`, and
 :func:`apply_activation_checkpointing` for many at once.
 
-FSDP, accelerate, Lightning and torchtitan know that class and its ``_checkpoint_wrapped_module.`` prefix, which
-names of parameters and state dicts do not show.
+FSDP, accelerate, Lightning and torchtitan know that class and its ``_checkpoint_wrapped_module.`` prefix. State dicts
+do not show it; the names of a model's parameters do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import Module
 
 import gradckpt
 from gradckpt.apply import TAKEN, other_checkpointing, parse_options, region_of, summary
+from gradckpt.caches import with_caches
 from gradckpt.config import Compress
 from gradckpt.integrations.overlap import block_of, check_around, is_wrapper
 from gradckpt.integrations.ranks import RankCheck, spell
@@ -36,8 +37,9 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
 
     def __init__(self, module: Module, settings: dict[str, Any], nested: bool = False) -> None:
         super().__init__(module, torchs.CheckpointImpl.NO_REENTRANT, gradckpt.checkpoint, **settings)
-        self.settings = settings
-        self.nested = nested
+        # Of other names than a module's own attributes, which are read through this one.
+        self._settings = settings
+        self._nested = nested
         self.rank_check = _check_of_class(type(_innermost(module)).__name__, spell(settings["compress"]))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,17 +47,18 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
         function: Callable[..., Any] = self._checkpoint_wrapped_module
         compiled = torch.compiler.is_compiling()
         if not compiled and not self.rank_check.settled() and torch.is_grad_enabled():
-            self.check()
+            self._check()
+        function, args, kwargs = with_caches(function, args, kwargs)
         if kwargs and not TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
             function = functools.partial(function, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
-        config = self.settings["compress"]
+        config = self._settings["compress"]
         if config is not None and not compiled:
             function, args, kwargs = localized(function, args, kwargs, config.leaves)
         return checkpoint(function, *args, **kwargs)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """In the first training calls: what would be wrong with all of them."""
-        if not self.nested:
+        if not self._nested:
             _check_inside(self._checkpoint_wrapped_module)
             check_around(_innermost(self), "gradckpt.checkpoint_wrapper", ", or pass nested=True to ours")
         self.rank_check.compare()
@@ -67,7 +70,7 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        return f"gradckpt: {summary(self.settings)}"
+        return f"gradckpt: {summary(self._settings)}"
 
 
 def checkpoint_wrapper(
@@ -222,7 +225,7 @@ def _name(model: Module, wrappers: dict[int, CheckpointWrapper]) -> None:
     """The ranks compare what each module has, by its name."""
     label = type(model).__name__
     uses = {
-        _clean(name): [spell(wrappers[id(module)].settings["compress"])]
+        _clean(name): [spell(wrappers[id(module)]._settings["compress"])]
         for name, module in model.named_modules()
         if id(module) in wrappers
     }
