@@ -118,3 +118,8 @@ def test_partial_sums_are_kept(tensors):
 def test_dtensors_as_keywords(tensors):
     for rank in tensors:
         assert rank["keyword"]["compressed"] == 2
+
+
+def test_what_a_collective_has_yet_to_bring_is_waited_for(tensors):
+    for rank in tensors:
+        assert rank["late"] == [[True, 1, {}]] * 4

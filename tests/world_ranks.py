@@ -264,6 +264,7 @@ def tensors():
         }
     found["partial"] = partial(mesh)
     found["keyword"] = keyword(mesh)
+    found["late"] = [late(mesh, layout, local) for layout in (Replicate(), Shard(0)) for local in (True, False)]
     return found
 
 
@@ -282,3 +283,21 @@ def keyword(mesh):
     x = distribute_tensor(torch.randn(2, 64, 64), mesh, [Shard(1)]).requires_grad_()
     block(x * 1, scale=x * 2).sum().backward()
     return gradckpt.stats()
+
+
+def late(mesh, layout, local):
+    """A region right after a parallel layer, the collective of which is under way."""
+
+    def gradient(*codec):
+        torch.manual_seed(0)
+        last = gradckpt.checkpoint_wrapper(nn.GELU(), *codec) if codec else nn.GELU()
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), last)
+        rowwise = RowwiseParallel(output_layouts=layout, use_local_output=local)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": rowwise})
+        y = model(torch.randn(64, 64))
+        (y if local else y.to_local()).square().sum().backward()
+        return model[0].weight.grad.to_local()
+
+    expected = gradient()
+    gradckpt.reset_stats()
+    return torch.equal(gradient("lossless"), expected), gradckpt.stats()["compressed"], gradckpt.stats()["kept"]

@@ -1,6 +1,7 @@
 """DTensors among the inputs of a region (tensor and sequence parallelism): the local shard is what is compressed.
 
-The region gets the shard, and makes the DTensor of it again. Both ways are differentiable.
+The region gets the shard, and makes the DTensor of it again. Both ways are differentiable. What a collective has yet to
+bring (``AsyncCollectiveTensor``, which parallel layers return) is waited for.
 """
 
 from __future__ import annotations
@@ -47,32 +48,49 @@ class _Remade:
         return (self.function,)
 
 
+class _Arrived(torch.autograd.Function):
+    """What an AsyncCollectiveTensor becomes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
+
+
 def localized(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves_too: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """What a region is given in the place of these three. The same where there is no DTensor to compress: one that
     requires grad, was computed (or ``leaves_too``) and is not a partial sum, which no shard holds a part of."""
     library = sys.modules.get("torch.distributed.tensor")
-    if library is None or not _holds((*args, *kwargs.values()), library.DTensor):
+    if library is None:
+        return function, args, kwargs
+    late = sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor
+    if not _holds((*args, *kwargs.values()), (library.DTensor, late)):
         return function, args, kwargs
     leaves, tree = tree_flatten((args, kwargs))
     specs: dict[int, _Spec] = {}
+    changed = False
     for place, x in enumerate(leaves):
-        if (
-            type(x) is library.DTensor
-            and x.requires_grad
-            and (leaves_too or x.grad_fn is not None)
-            and not any(placement.is_partial() for placement in x.placements)
-        ):
+        if type(x) not in (library.DTensor, late) or not x.requires_grad or not (leaves_too or x.grad_fn is not None):
+            continue
+        if type(x) is library.DTensor:
+            if any(placement.is_partial() for placement in x.placements):
+                continue
             specs[place] = _Spec(x.device_mesh, x.placements, x.shape, x.stride())
-            leaves[place] = x.to_local()
-    if not specs:
+            x = x.to_local()
+        leaves[place] = _Arrived.apply(x) if type(x) is late else x  # type: ignore[no-untyped-call]
+        changed = True
+    if not changed:
         return function, args, kwargs
     args, kwargs = tree_unflatten(leaves, tree)
-    return _Remade(function, specs), args, kwargs
+    return _Remade(function, specs) if specs else function, args, kwargs
 
 
-def _holds(values: Any, kind: type) -> bool:
+def _holds(values: Any, kind: tuple[type, ...]) -> bool:
     for value in values:
         if isinstance(value, kind):
             return True
