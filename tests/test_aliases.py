@@ -1,6 +1,7 @@
 """Arguments of a compressed region that share memory, and a region that writes to one of them."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -100,6 +101,20 @@ def test_what_does_not_overlap_or_is_read_alone_stays_compressed(name):
     found = gradient(APART[name], x, compress={"codec": "raw", "min_numel": 1})
     assert gradckpt.stats()["compressed"] >= 2
     assert torch.equal(found, exact)
+
+
+def test_a_tensor_alone_is_not_held_for_the_check():
+    def takes(items):
+        x = items.pop()
+        ref = weakref.ref(x)
+        y = x * 2
+        del x
+        gone.append(ref() is None)
+        return y
+
+    gone = []
+    gradckpt.checkpoint(takes, [hidden() * 1.5], compress="raw")
+    assert gone == [True]
 
 
 def test_selective_recompute_too():

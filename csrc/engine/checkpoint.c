@@ -281,6 +281,9 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
+    if (packing.payloads == 0 || packing.aliases.rows == NULL) {
+        gck_aliases_clear(&packing.aliases);     /* the function may free what it takes out of a list */
+    }
     result = call_recorded(frame, context, fed_args, fed_kwargs);
     if (result != NULL && preserve && check_accelerator(&state->py, initialized) < 0) {
         Py_CLEAR(result);
