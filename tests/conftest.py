@@ -8,8 +8,8 @@ import torch
 
 
 def pytest_sessionstart(session):
-    """torch's log of operators (``debug=True``) has records that cannot be formatted. It keeps them to itself, unless an
-    import meanwhile sets the loggers up again; pytest's handlers would then raise within the operator."""
+    """torch's log of operators (``debug=True``) has records that cannot be formatted. It keeps them to itself, unless
+    an import meanwhile sets the loggers up again; pytest's handlers would then raise within the operator."""
     plugin = session.config.pluginmanager.get_plugin("logging-plugin")
     for handler in (plugin.caplog_handler, plugin.report_handler):
         handler.addFilter(lambda record: record.name != "LoggingTensor")
