@@ -234,12 +234,7 @@ class Region:
             if not self.nested:
                 check_around(module, "gradckpt.apply", ", or pass nested=True to apply")
             self.rank_check.compare()
-        forward, args, kwargs = with_caches(forward, args, kwargs)
-        if kwargs and not TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
-            forward = functools.partial(forward, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
-        config = self.settings["compress"]
-        if config is not None and not compiled:
-            forward, args, kwargs = localized(forward, args, kwargs, config.leaves)
+        forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
         return gradckpt.checkpoint(forward, *args, **self.settings, **kwargs)
 
     def replicate(self) -> Module:
@@ -263,6 +258,28 @@ class Region:
 
     def __repr__(self) -> str:
         return f"<checkpointed forward of {self.kind}: {summary(self.settings)}>"
+
+
+def own_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The function with those of its keywords, taken out of ``kwargs``, that gradckpt.checkpoint has names for."""
+    if kwargs and not TAKEN.isdisjoint(kwargs):
+        return functools.partial(function, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
+    return function
+
+
+def prepare(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: CompressionConfig | None,
+    compiled: bool,
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What gradckpt.checkpoint is given in the place of these three, for a call of a module that may hold anything."""
+    function, args, kwargs = with_caches(function, args, kwargs)
+    function = own_keywords(function, kwargs)
+    if config is not None and not compiled:
+        return localized(function, args, kwargs, config.leaves)
+    return function, args, kwargs
 
 
 def _forward_of(module: Module) -> Callable[..., Any]:

@@ -149,7 +149,6 @@ PYTHON = {
         "gradckpt.config",
         "gradckpt.integrations.overlap",
         "gradckpt.integrations.ranks",
-        "gradckpt.integrations.sharded",
         "gradckpt.kinds",
     },
     "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config", "gradckpt.integrations.ranks"},

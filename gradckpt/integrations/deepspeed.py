@@ -12,7 +12,6 @@ The tracker of random states is DeepSpeed's own, and what :func:`checkpoint` rec
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
 from deepspeed.runtime.config import DeepSpeedConfig
 
 import gradckpt
-from gradckpt.apply import TAKEN, parse_options
+from gradckpt.apply import own_keywords, parse_options
 from gradckpt.integrations.kwargs import check_bool
 from gradckpt.integrations.offload import offloaded
 
@@ -84,8 +83,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     settings = _settings
     states = get_cuda_rng_tracker().get_states()
-    if kwargs and not TAKEN.isdisjoint(kwargs):  # the function has a keyword of gradckpt.checkpoint's name
-        function = functools.partial(function, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
+    function = own_keywords(function, kwargs)
     if states:
         function = _Tracked(function, states)
     run = offloaded if settings.offload else gradckpt.checkpoint

@@ -7,7 +7,6 @@ do not show it; the names of a model's parameters do.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,12 +16,10 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 from torch.nn import Module
 
 import gradckpt
-from gradckpt.apply import TAKEN, other_checkpointing, parse_options, region_of, summary
-from gradckpt.caches import with_caches
+from gradckpt.apply import other_checkpointing, parse_options, prepare, region_of, summary
 from gradckpt.config import Compress
 from gradckpt.integrations.overlap import block_of, check_around, is_wrapper
 from gradckpt.integrations.ranks import RankCheck, spell
-from gradckpt.integrations.sharded import localized
 from gradckpt.kinds import Tree
 
 __all__ = ["CheckpointWrapper", "apply_activation_checkpointing", "checkpoint_wrapper"]
@@ -48,12 +45,7 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
         compiled = torch.compiler.is_compiling()
         if not compiled and not self.rank_check.settled() and torch.is_grad_enabled():
             self._check()
-        function, args, kwargs = with_caches(function, args, kwargs)
-        if kwargs and not TAKEN.isdisjoint(kwargs):  # the module has a keyword of checkpoint's name
-            function = functools.partial(function, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
-        config = self._settings["compress"]
-        if config is not None and not compiled:
-            function, args, kwargs = localized(function, args, kwargs, config.leaves)
+        function, args, kwargs = prepare(function, args, kwargs, self._settings["compress"], compiled)
         return checkpoint(function, *args, **kwargs)
 
     def _check(self) -> None:
