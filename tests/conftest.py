@@ -41,6 +41,7 @@ def _no_payload_left_by_a_test(request):
 WORLDS = {
     "test_deepspeed",
     "test_distributed",
+    "test_distributed_compiled",
     "test_docs",
     "test_lightning",
     "test_packaging",

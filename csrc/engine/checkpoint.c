@@ -1,6 +1,7 @@
 /* checkpoint.c: gradckpt.checkpoint: reads the arguments, records a Frame, runs the
  * function once under the hooks. */
 #include "checkpoint.h"
+#include "../torch/dynamo.h"
 #include "function.h"
 #include "selective.h"
 
@@ -372,6 +373,22 @@ static PyObject *decorate(PyObject *module, gck_state *state, PyObject *const *v
     return result;
 }
 
+/* Either form, its forward uncompiled. */
+static PyObject *run_region(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwargs)
+{
+    const int reentrant = is_reentrant(o);
+    PyObject *dynamo, *result;
+
+    if (reentrant < 0 || gck_dynamo_off(&state->py, &dynamo) < 0) {
+        return NULL;
+    }
+    result = reentrant ? gck_reentrant_call(state, o, args, nargs, kwargs)
+                       : call_non_reentrant(state, o, args, nargs, kwargs);
+    gck_dynamo_restore(&state->py, dynamo);
+    return result;
+}
+
 static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames, int exact)
 {
     gck_state *state = gck_state_of(module);
@@ -388,11 +405,7 @@ static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, P
     } else {
         PyObject *const *args = nall > 0 ? all + 1 : all;
         const Py_ssize_t nargs = nall > 0 ? nall - 1 : 0;
-        const int reentrant = is_reentrant(&o);
-        if (reentrant >= 0) {
-            result = reentrant ? gck_reentrant_call(state, &o, args, nargs, kwargs)
-                               : call_non_reentrant(state, &o, args, nargs, kwargs);
-        }
+        result = run_region(state, &o, args, nargs, kwargs);
     }
     Py_XDECREF(kwargs);
     return result;

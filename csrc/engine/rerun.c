@@ -1,6 +1,7 @@
 /* rerun.c: enters and leaves the state in which a region runs again. */
 #include "rerun.h"
 
+#include "../torch/dynamo.h"
 #include "parameters.h"
 
 /* Recomputes under way on this thread.  A fact about a thread, which no object has. */
@@ -61,7 +62,7 @@ static int enter_buffers(gck_frame *frame, gck_rerun *r)
 
 /* ---- begin, end ---- */
 
-int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
+static int begin(gck_frame *frame, gck_rerun *r)
 {
     gck_py *py = &frame->state->py;
 
@@ -86,6 +87,20 @@ int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
     return 0;
 }
 
+int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
+{
+    const gck_py *py = &frame->state->py;
+
+    if (gck_dynamo_off(py, &r->dynamo) < 0) {
+        return -1;
+    }
+    if (begin(frame, r) < 0) {
+        gck_dynamo_restore(py, r->dynamo);
+        return -1;
+    }
+    return 0;
+}
+
 int gck_rerun_end(gck_frame *frame, gck_rerun *r)
 {
     PyObject *type, *value, *traceback;
@@ -106,6 +121,7 @@ int gck_rerun_end(gck_frame *frame, gck_rerun *r)
     if (gck_ambient_leave(&frame->state->py, &r->surroundings) < 0) {
         status = -1;
     }
+    gck_dynamo_restore(&frame->state->py, r->dynamo);
     return status;
 }
 

@@ -8,6 +8,7 @@
 typedef struct {
     gck_surroundings surroundings;
     PyObject        *buffers;      /* guard of gradckpt.buffers; NULL: nothing to put back */
+    PyObject        *dynamo;       /* likewise, for gck_dynamo_restore */
     bool             grad;
 } gck_rerun;
 

@@ -7,6 +7,7 @@
  * node, so it returns their gradients and needs no hook of anybody's. */
 #include "selective_function.h"
 
+#include "../torch/dynamo.h"
 #include "leaves.h"
 #include "options.h"
 #include "parameters.h"
@@ -148,7 +149,7 @@ static PyObject *through_autograd(gck_frame *frame, PyObject *inputs)
     return result;
 }
 
-static PyObject *apply(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *run_region(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     gck_state *state = gck_state_of(module);
     const Py_ssize_t nargs = PyTuple_Size(args) - 2;
@@ -188,6 +189,20 @@ exit:
     Py_XDECREF(leaves);
     Py_XDECREF(inputs);
     Py_XDECREF((PyObject *)frame);
+    return result;
+}
+
+/* The forward uncompiled. */
+static PyObject *apply(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    const gck_py *py = &gck_state_of(module)->py;
+    PyObject *dynamo, *result;
+
+    if (gck_dynamo_off(py, &dynamo) < 0) {
+        return NULL;
+    }
+    result = run_region(module, args, kwargs);
+    gck_dynamo_restore(py, dynamo);
     return result;
 }
 

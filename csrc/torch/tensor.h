@@ -53,6 +53,8 @@
     OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
     OBJECT(FakeTensor, "torch._subclasses.fake_tensor", "FakeTensor")      \
     OBJECT(guards, "torch._guards", "_TLS")                                \
+    OBJECT(frame_callback, "torch._C._dynamo.eval_frame", "get_eval_frame_callback")    \
+    OBJECT(set_frame_callback, "torch._C._dynamo.eval_frame", "set_eval_frame")         \
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(defaultdict, "collections", "defaultdict")                      \
     OBJECT(CheckpointPolicy, "torch.utils.checkpoint", "CheckpointPolicy") \
