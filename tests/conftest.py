@@ -42,6 +42,8 @@ WORLDS = {
     "test_deepspeed",
     "test_distributed",
     "test_distributed_compiled",
+    "test_distributed_pipeline",
+    "test_distributed_trainer",
     "test_docs",
     "test_lightning",
     "test_packaging",
