@@ -137,6 +137,8 @@ def main(out):
             found[stage, "stack", way] = train(stack(way), stage, rows)
     if torch.distributed.get_rank() == 0:
         torch.save(found, out)
+    torch.distributed.barrier()  # Gloo's threads let go of their last tensors while Python is there to free them
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ def fits(how):
 def main(out):
     found = {how: fits(how) for how in ("ddp", "fsdp", "fsdp2")}
     torch.save(found, f"{out}.{torch.distributed.get_rank()}")
+    torch.distributed.barrier()  # Gloo's threads let go of their last tensors while Python is there to free them
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
