@@ -6,7 +6,10 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
+
+import torch
 
 __all__ = ["Bound", "Decorated", "check_runs_at_call", "decorate"]
 
@@ -35,6 +38,13 @@ def _named(module: str, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
 
+def _bind(function: FunctionType, first: Any) -> Any:
+    if torch.compiler.is_compiling():
+        # At a graph break Dynamo looks a method up by its name, and would come here again.
+        return functools.partial(function, first)
+    return MethodType(function, first)
+
+
 class Decorated:
     """A function, each call of which is one region with the keywords given once."""
 
@@ -43,7 +53,8 @@ class Decorated:
             what = f"the class {function.__name__}; decorate its method" if isinstance(function, type) else function
             raise TypeError(f"gradckpt: checkpoint(...) decorates a function or a method, not {what!s}")
         functools.update_wrapper(self, function, updated=())
-        self.function = function
+        self.static = type(function) is staticmethod
+        self.function = function.__func__ if self.static else function
         self.checkpoint = checkpoint
         self.options = options
 
@@ -51,9 +62,17 @@ class Decorated:
         return self.checkpoint(self.function, *args, **self.options, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        get = getattr(type(self.function), "__get__", None)
-        bound = self.function if get is None else get(self.function, instance, owner)
-        return self if bound is self.function else Bound(bound, self)
+        function, kind = self.function, type(self.function)
+        if self.static:
+            return self
+        if kind is FunctionType:
+            # Not by what __get__ returns: to Dynamo a method and its function are the same thing.
+            return self if instance is None else Bound(_bind(function, instance), self)
+        if kind is classmethod and type(function.__func__) is FunctionType:
+            return Bound(_bind(function.__func__, type(instance) if owner is None else owner), self)
+        get = getattr(kind, "__get__", None)
+        bound = function if get is None else get(function, instance, owner)
+        return self if bound is function else Bound(bound, self)
 
     @property
     def __gradckpt_functions__(self) -> tuple[Any, ...]:
@@ -67,7 +86,10 @@ class Decorated:
             by_name = _named(self.__module__, path) is self
         except (AttributeError, ImportError):
             by_name = False
-        return path if by_name else (Decorated, (self.function, self.checkpoint, self.options))
+        return path if by_name else (Decorated, (self._as_given(), self.checkpoint, self.options))
+
+    def _as_given(self) -> Any:
+        return staticmethod(self.function) if self.static else self.function
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -75,9 +97,7 @@ class Decorated:
 
 
 class Bound:
-    """A :class:`Decorated` method of an object (or class): light, for one is made at every access."""
-
-    __slots__ = ("__wrapped__", "_decorated")
+    """A :class:`Decorated` method of an object (or class). No slots: Dynamo's guards read the ``__dict__``."""
 
     def __init__(self, bound: Any, decorated: Decorated) -> None:
         self.__wrapped__ = bound
@@ -89,6 +109,8 @@ class Bound:
 
     def __getattr__(self, name: str) -> Any:
         """``__self__``, ``__name__``, ``__doc__`` and the rest of the method."""
+        if name in ("__wrapped__", "_decorated"):  # made without __init__, as Dynamo and copies do
+            raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
     @property
@@ -109,7 +131,7 @@ class Bound:
     def __reduce__(self) -> Any:
         """As a method is pickled: its object and its name, under which the object has the decorated one."""
         owner = getattr(self.__wrapped__, "__self__", None)
-        if owner is None:  # a static method
+        if owner is None:  # what another descriptor gave, by its own name
             return _named, (self.__wrapped__.__module__, self.__wrapped__.__qualname__)
         return getattr, (owner, self.__wrapped__.__name__)
 
