@@ -275,6 +275,19 @@ def buffers_enter(function: Any, *others: Any) -> Any:
     return buffers.enter(function, others)
 
 
+# ---- autograd Functions ----
+
+
+def in_python(builtin: Callable[..., Any]) -> Any:
+    """A static method that torch.compile can look into."""
+
+    def method(ctx: Any, *args: Any) -> Any:
+        return builtin(ctx, *args)
+
+    method.__name__ = method.__qualname__ = builtin.__name__
+    return staticmethod(method)
+
+
 # ---- the decorator form ----
 
 

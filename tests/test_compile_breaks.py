@@ -21,6 +21,7 @@ CHECKPOINT = {
     "decorator": lambda layer, x: gradckpt.checkpoint(compress="int8")(lambda h: layer(h))(x),
     "sequential": lambda layer, x: gradckpt.checkpoint_sequential([layer, nn.Identity()], 2, x, compress="int8"),
     "function": lambda layer, x: SelectiveRecompute.apply(layer, [torch.ops.aten.sin.default], x),
+    "function int8": lambda layer, x: SelectiveRecompute.apply(layer, None, x, compress="int8"),
 }
 
 
@@ -72,7 +73,27 @@ def assert_compiled_as_eager(model):
 @pytest.mark.parametrize("how", CHECKPOINT)
 def test_region(how):
     compressed = assert_compiled_as_eager(broken(CHECKPOINT[how], dropout=0.1))
-    assert compressed == (LAYERS if how in ("int8", "replay", "decorator", "sequential") else 0)
+    assert compressed == (LAYERS if how in ("int8", "replay", "decorator", "sequential", "function int8") else 0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["model", "compiled model"])
+@pytest.mark.parametrize("how", ["reentrant", "function", "function int8"])
+def test_compiled_autograd(how, compiled):
+    """What traces the backward finds Python functions in the classes derived from autograd's Function."""
+    model = Net(CHECKPOINT[how])
+    want, seen = step(model), []
+    model.zero_grad()
+
+    def compiler(graph):
+        seen.append(graph)
+        return torch.compile(graph, backend="aot_eager")
+
+    loss = (torch.compile(model, backend="aot_eager") if compiled else model)(IDS)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        loss.backward()
+    assert seen
+    assert torch.equal(loss, want[0])
+    assert_same([p.grad for p in model.parameters()], want[1])
 
 
 @pytest.mark.parametrize("compress", [None, "int8"])

@@ -5,6 +5,8 @@
  * backward of its own ("reentrant").  Semantics, texts and names in profiles are those of
  * torch.utils.checkpoint.CheckpointFunction. */
 #include "function.h"
+
+#include "../torch/dynamo.h"
 #include "rerun.h"
 
 #include <stdlib.h>
@@ -261,11 +263,11 @@ static PyMethodDef forward_def = {"forward", (PyCFunction)(void (*)(void))forwar
 static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))backward, METH_FASTCALL, NULL};
 
 /* The metaclass makes CheckpointFunctionBackward too, so it is called; a type from a spec
- * would not get one.  Builtins in a class are static methods. */
+ * would not get one. */
 PyObject *gck_function_class(PyObject *module, const gck_py *py)
 {
-    PyObject *f = PyCFunction_NewEx(&forward_def, module, NULL);
-    PyObject *b = PyCFunction_NewEx(&backward_def, module, NULL);
+    PyObject *f = gck_dynamo_method(py, &forward_def, module);
+    PyObject *b = gck_dynamo_method(py, &backward_def, module);
     PyObject *attributes = f && b ? Py_BuildValue("{sOsOss}", "forward", f, "backward", b, "__module__",
                                                   "gradckpt._C") : NULL;
     PyObject *class = attributes ? PyObject_CallFunction((PyObject *)Py_TYPE(py->Function), "s(O)O",

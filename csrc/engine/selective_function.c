@@ -320,8 +320,8 @@ PyObject *gck_selective_class(PyObject *module, const gck_py *py)
 {
     gck_state *state = gck_state_of(module);
     PyObject *a = PyCFunction_NewEx(&apply_def, module, NULL);
-    PyObject *f = PyCFunction_NewEx(&forward_def, module, NULL);
-    PyObject *b = PyCFunction_NewEx(&backward_def, module, NULL);
+    PyObject *f = gck_dynamo_method(py, &forward_def, module);
+    PyObject *b = gck_dynamo_method(py, &backward_def, module);
     PyObject *attributes = a && f && b ? Py_BuildValue("{sOsOsOssss}", "apply", a, "forward", f, "backward", b, "__module__",
                                                        "gradckpt", "__doc__", gck_selective_doc) : NULL;
     PyObject *class = attributes ? PyObject_CallFunction((PyObject *)Py_TYPE(py->Function), "s(O)O",

@@ -33,3 +33,12 @@ void gck_dynamo_restore(const gck_py *py, PyObject *before)
     Py_XDECREF(result);
     Py_DECREF(before);
 }
+
+PyObject *gck_dynamo_method(const gck_py *py, PyMethodDef *method, PyObject *module)
+{
+    PyObject *builtin = PyCFunction_NewEx(method, module, NULL);
+    PyObject *function = builtin != NULL ? PyObject_CallMethod(py->shim, "in_python", "O", builtin) : NULL;
+
+    Py_XDECREF(builtin);
+    return function;
+}
