@@ -61,13 +61,24 @@ def plugin(version, flag=False):
     )
 
 
-def prepare(version, how, flag=False, late=False):
-    """Through accelerate: plain (0), FSDP1, FSDP2. ``late``: wrapped after prepare."""
+def forget_device():
     AcceleratorState._reset_state()
     PartialState._reset_state()
-    if version:  # accelerate has FSDP for devices alone; told that this is one, it does what it does on two GPUs
-        PartialState(cpu=True)
-        PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
+
+
+def pretend_device():
+    """accelerate has FSDP for devices alone; told that this is one, it does what it does on two GPUs."""
+    forget_device()
+    PartialState(cpu=True)
+    PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
+
+
+def prepare(version, how, flag=False, late=False):
+    """Through accelerate: plain (0), FSDP1, FSDP2. ``late``: wrapped after prepare."""
+    if version:
+        pretend_device()
+    else:
+        forget_device()
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(version, flag) if version else None)
     model = llama() if late else wrap(llama(), how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
-from world_torch import WIDTH, Block, compare, is_block, wrap
+from world_torch import COMPRESS, WIDTH, Block, compare, is_block, wrap
 from worlds import RANK
 
 import gradckpt
@@ -29,7 +29,7 @@ def stage(index, how):
         block.dropout.p = 0.0  # schedules draw in different orders
     if how == "torch":
         return wrap(blocks, how)
-    assert gradckpt.apply_activation_checkpointing(blocks, None if how == "None" else how, check_fn=is_block) == BLOCKS
+    assert gradckpt.apply_activation_checkpointing(blocks, COMPRESS[how], check_fn=is_block) == BLOCKS
     return blocks
 
 

@@ -4,24 +4,14 @@ import contextlib
 import os
 
 import torch
-from accelerate import DistributedType
-from accelerate.state import AcceleratorState, PartialState
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from world_accelerate import llama
+from world_accelerate import llama, pretend_device
 from world_torch import clean, compare
 
 import gradckpt
 
 STEPS = 3
-
-
-def pretend_device():
-    """accelerate has FSDP for devices alone; told that this is one, it does what it does on two GPUs."""
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
-    PartialState(cpu=True)
-    PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
 
 
 def arguments(version, compress, flag):

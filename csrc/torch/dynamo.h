@@ -1,4 +1,4 @@
-/* dynamo.h: keeps torch.compile out of a region that runs without it. */
+/* dynamo.h: torch.compile kept out of regions that run without it, and let into the autograd Functions. */
 #ifndef GRADCKPT_DYNAMO_H
 #define GRADCKPT_DYNAMO_H
 
