@@ -24,6 +24,8 @@ VENVS := $(VENV) .venv*
 GPU_STAMPS := $(foreach venv,$(VENVS),$(venv)/.gpu-*)
 # Two test processes share the cores; two threads in each make both crawl.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
+# A test that hangs where no signal reaches it (C++ that waits with the GIL held) ends the run, with all its stacks.
+WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
 .PHONY: help demo test soak bench lint docs gpu gpu_here gpu_tools wheel clean setup tools
 .DEFAULT_GOAL := help
@@ -38,7 +40,7 @@ demo: $(VENV)/.built  ## train a small Llama under eight kinds of checkpoints; t
 
 # Ends with pytest's closing line.
 test: lint $(VENV)/.frameworks  ## ruff, mypy, all tests but the long ones
-	@$(PYTEST) -n 2 --dist loadgroup -m "not soak" $(TEST_ARGS)
+	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" $(TEST_ARGS)
 
 soak: $(VENV)/.strict  ## the long tests
 	@$(PYTEST) -n 2 -m soak $(TEST_ARGS)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import worlds
 from compile_cases import (
     IDS,
     LAYERS,
@@ -230,33 +231,30 @@ def test_one_line_says_what_is_kept(caplog):
     assert record.message == "torch.compile: a graph keeps 3 tensors compressed, 96.00 KiB -> 24.38 KiB"
 
 
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)) for _ in "ab")
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = int8(layer, x)
+        return x.sum()
+
+
+def in_small_buckets():
+    model = torch.nn.parallel.DistributedDataParallel(Wide(), bucket_cap_mb=1.5)
+    with pytest.warns(GradckptInactiveWarning, match="optimize_ddp = False"):
+        torch.compile(model, backend="aot_eager")(torch.randn(64, 512)).backward()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        torch.compile(model, backend="aot_eager")(torch.randn(64, 512)).backward()
+    torch._dynamo.reset()
+
+
 def test_graphs_that_ddp_cuts_at_every_region_warn():
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)) for _ in "ab"
-            )
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = int8(layer, x)
-            return x.sum()
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(Wide(), bucket_cap_mb=1.5)
-        with pytest.warns(GradckptInactiveWarning, match="optimize_ddp = False"):
-            torch.compile(model, backend="aot_eager")(torch.randn(64, 512)).backward()
-        torch._dynamo.reset()
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            torch.compile(model, backend="aot_eager")(torch.randn(64, 512)).backward()
-        assert gradckpt.stats()["compiled_tensors"] == 1
-    finally:
-        dist.destroy_process_group()
+    worlds.of_one(in_small_buckets)
+    assert gradckpt.stats()["compiled_tensors"] == 1
 
 
 CACHED = """

@@ -3,7 +3,6 @@
 Each case makes a model in the same state twice, with gradckpt and with torch's checkpointing, and takes one step.
 """
 
-import contextlib
 import copy
 import io
 import multiprocessing
@@ -12,6 +11,7 @@ import threading
 
 import pytest
 import torch
+import worlds
 from test_huggingface import IDS, LAYERS, NAME, SPELLINGS, build, off, on, replicate, step, train, transformers
 
 import gradckpt
@@ -242,30 +242,23 @@ def test_step(take):
     assert 0 < error(grads, exact) <= (BOUND_BF16 if take is autocast else BOUND)
 
 
-@contextlib.contextmanager
-def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
+def in_data_parallel(inside, options):
+    model = build()
+    if inside:
+        gradckpt.enable(model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, **options)
+    if not inside:
+        gradckpt.enable(wrapped)
+    return [gradients(wrapped) for _ in range(2)]
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("inside", [True, False], ids=["enabled before", "enabled through DDP"])
-def test_distributed_data_parallel(options, inside, tmp_path):
+def test_distributed_data_parallel(options, inside):
     exact, _ = gradients(fresh(False))
-    with process_group(tmp_path):
-        model = build()
-        if inside:
-            gradckpt.enable(model)
-        wrapped = torch.nn.parallel.DistributedDataParallel(model, **options)
-        if not inside:
-            gradckpt.enable(wrapped)
-        for _ in range(2):
-            grads, compressed = gradients(wrapped)
-            assert compressed == LAYERS
-            assert 0 < error(grads, exact) <= BOUND
+    for grads, compressed in worlds.of_one(in_data_parallel, inside, options):
+        assert compressed == LAYERS
+        assert 0 < error(grads, exact) <= BOUND
 
 
 # ---- another process

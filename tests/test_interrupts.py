@@ -9,12 +9,12 @@ interrupted apart: only so does the state around the backward differ from that o
 
 import gc
 import random
-import signal
 import sys
 import threading
 
 import pytest
 import torch
+from alarm import Alarm
 from torch.utils import _device
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from tracing import forget_handled_exception
@@ -30,36 +30,6 @@ def _lock_of_its_own(monkeypatch):
 
 
 AUTOGRAD = torch._C._autograd
-
-
-class Alarm:
-    """Raises KeyboardInterrupt in the main thread, once, after a while, unless disarmed before."""
-
-    def __enter__(self):
-        self.armed = False
-        self.before = signal.signal(signal.SIGALRM, self.ring)
-        return self
-
-    def __exit__(self, *_):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self.before)
-
-    def ring(self, *_):
-        if self.armed:
-            self.armed = False
-            raise KeyboardInterrupt
-
-    def during(self, delay, function, *args):
-        """function(*args), or None when it was interrupted; `delay` None: without an alarm."""
-        try:
-            if delay is not None:
-                self.armed = True
-                signal.setitimer(signal.ITIMER_REAL, delay)
-            result = function(*args)
-            self.armed = False
-            return result
-        except KeyboardInterrupt:
-            return None
 
 
 class Context:
@@ -238,7 +208,8 @@ def interrupted(program, ck, alarm, delays, x, w, tally):
 
 
 def equal(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+    """To the last bit; some programs end in NaN."""
+    return all(torch.equal(p.view(torch.int32), q.view(torch.int32)) for p, q in zip(a, b, strict=True))
 
 
 def delay(rng):
@@ -248,6 +219,7 @@ def delay(rng):
 def storm(ck, seed, interrupts, runs=12):
     """Random programs under random alarms until `interrupts` of them rang."""
     rng, tally = random.Random(seed), Tally()
+    torch.manual_seed(seed)
     x, w = torch.randn(64, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
     gc.collect()
     gc.freeze()

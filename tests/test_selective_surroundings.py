@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
-import signal
 import subprocess
 import sys
 import threading
 
 import pytest
 import torch
+from alarm import Alarm
 from selective_ways import (
     DOUBLE,
     FAILS,
@@ -172,32 +172,19 @@ def test_an_exception_in_a_kept_operator(policy):
 
 
 def test_interrupts_at_any_moment_leave_the_key_off():
-    armed, rang = [False], 0
+    rang, x = 0, leaf(8, 8)
 
-    def ring(*_):
-        if armed[0]:
-            armed[0] = False
-            raise KeyboardInterrupt
+    def work(pair_of):
+        y = checkpoint(lambda t: (t @ t).exp().sin(), x, context_fn=lambda: pair_of)
+        return torch.autograd.grad((y,), (x,), (torch.ones(8, 8),))
 
-    before = signal.signal(signal.SIGALRM, ring)
-    x = leaf(8, 8)
-    try:
+    with Alarm() as alarm:
         for i in range(600):
             pair_of = contexts([aten.mm.default, aten.exp.default])
-            try:
-                armed[0] = True
-                signal.setitimer(signal.ITIMER_REAL, 2e-6 * (1 + i % 150))
-                y = checkpoint(lambda t: (t @ t).exp().sin(), x, context_fn=lambda p=pair_of: p)
-                torch.autograd.grad((y,), (x,), (torch.ones(8, 8),))
-                armed[0] = False
-            except KeyboardInterrupt:
-                rang += 1
+            rang += alarm.during(2e-6 * (1 + i % 150), work, pair_of) is None
             assert not key_is_on()
             while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     assert rang > 50
     assert catches_nothing()
 

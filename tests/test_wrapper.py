@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 from torch.distributed.fsdp.wrap import (
@@ -278,16 +279,15 @@ def test_compiled_blocks_in_wrappers():
 
 
 def test_alone_in_a_process_group_nothing_is_written():
-    model = wrapped("int8")
-    gradients(model)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    def in_the_group():
         keys = dist.distributed_c10d._get_default_store().num_keys()
         gradients(model)
         gradckpt.apply_activation_checkpointing(net(), check_fn=is_block)
         assert dist.distributed_c10d._get_default_store().num_keys() == keys
-    finally:
-        dist.destroy_process_group()
+
+    model = wrapped("int8")
+    gradients(model)
+    worlds.of_one(in_the_group)
     gradients(model)
 
 

@@ -1,5 +1,6 @@
 """Worlds of two processes on gloo: :func:`run` starts them; each writes down what it found, and the tests read it."""
 
+import gc
 import json
 import os
 import subprocess
@@ -73,6 +74,22 @@ def join(folder, name="store"):
     )
 
 
+def of_one(function, *arguments):
+    """function(*arguments) in a process group of this process alone.
+
+    A function, since a DistributedDataParallel must go before its group: where its reducer holds the group last, torch
+    joins gloo's threads with the GIL held, and one of them may wait for the GIL to let go of its last work.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return function(*arguments)
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
 def main(file, name, folder, *arguments):
     import importlib
 
@@ -81,6 +98,7 @@ def main(file, name, folder, *arguments):
     join(folder)
     found = getattr(importlib.import_module(Path(file).stem), name)(*arguments)
     Path(folder, f"found{RANK}").write_text(json.dumps(found))
+    gc.collect()  # as in of_one()
     dist.barrier()
     dist.destroy_process_group()
 

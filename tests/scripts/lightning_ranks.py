@@ -5,6 +5,7 @@
 Each rank writes OUT.<rank>: losses, gradients of the first step and final parameters of each fit, as it holds them.
 """
 
+import gc
 import sys
 
 import lightning.pytorch as pl
@@ -100,6 +101,7 @@ def fits(how):
 def main(out):
     found = {how: fits(how) for how in ("ddp", "fsdp", "fsdp2")}
     torch.save(found, f"{out}.{torch.distributed.get_rank()}")
+    gc.collect()  # no DistributedDataParallel may outlive the group: torch waits for gloo's threads with the GIL held
     torch.distributed.barrier()  # Gloo's threads let go of their last tensors while Python is there to free them
     torch.distributed.destroy_process_group()
 
