@@ -39,6 +39,9 @@ def _no_payload_left_by_a_test(request):
 
 #: Files whose module fixtures start processes or build something, which takes long: one worker runs all that use them.
 WORLDS = {
+    "test_codec_hostile",
+    "test_cuda_build",
+    "test_cuda_emulation",
     "test_deepspeed",
     "test_distributed",
     "test_distributed_compiled",
@@ -53,10 +56,12 @@ WORLDS = {
 
 
 def _world_of(item):
-    """The file's name, when the test needs one of those; else None."""
+    """The file's name, and parameters of such a fixture, when the test needs one; else None."""
     name = item.module.__name__
-    fixtures = item._fixtureinfo.name2fixturedefs.values()
-    return name if name in WORLDS and any(each[-1].scope == "module" for each in fixtures) else None
+    fixtures = [each[-1] for each in item._fixtureinfo.name2fixturedefs.values() if each[-1].scope == "module"]
+    if name not in WORLDS or not fixtures:
+        return None
+    return " ".join([name, *(str(item.callspec.params[each.argname]) for each in fixtures if each.params)])
 
 
 @pytest.hookimpl(tryfirst=True)
