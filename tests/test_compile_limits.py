@@ -249,7 +249,7 @@ def in_small_buckets():
     torch._dynamo.reset()
     with torch._dynamo.config.patch(optimize_ddp=False):
         torch.compile(model, backend="aot_eager")(torch.randn(64, 512)).backward()
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # what is cached may hold the model, which goes before the group
 
 
 def test_graphs_that_ddp_cuts_at_every_region_warn():

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import os
 import pickle
 import sys
 import threading
@@ -25,6 +24,7 @@ from patched_calls import (
     model,
     nothing_left_behind,  # noqa: F401 (a fixture of every test here)
 )
+from test_processes import in_child
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint as early
@@ -330,15 +330,11 @@ class TestNothingLeftBehind:
         assert equal(gradients(model(), early, use_reentrant=False), exact)
 
     def test_a_forked_child_inherits_it(self):
+        def child():
+            assert compressed(gradients, model(), early, use_reentrant=False)[1] == 4
+
         with gradckpt.patched("int8"):
-            pid = os.fork()
-            if pid == 0:
-                count = 99
-                try:
-                    count = compressed(gradients, model(), early, use_reentrant=False)[1]
-                finally:
-                    os._exit(count)  # else an exception would go on as a second pytest
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+            in_child(child)
             gradients(model(), early, use_reentrant=False)
 
 

@@ -1,4 +1,5 @@
-"""Worlds of two processes on gloo: :func:`run` starts them; each writes down what it found, and the tests read it."""
+"""Worlds of two processes on gloo: :func:`run` starts them; each writes down what it found, and the tests read it.
+:func:`of_one` is the world of a test's own process."""
 
 import gc
 import json
