@@ -293,36 +293,23 @@ static int cross_stream(gck_payload *self, PyObject *buffer, const gck_tensor *o
     return result == NULL ? -1 : 0;
 }
 
-/* The bytes, new reference in *buffer, and where they are.  Hooks that gave us a piece of some buffer of theirs get a
- * copy made of it: kernels read 16 bytes at a time.  0 or -1. */
-static int take_bytes(gck_payload *self, PyObject **buffer, void **bytes)
-{
-    int status;
-
-    *buffer = payload_bytes(self);
-    status = *buffer == NULL ? -1 : view_bytes(self, *buffer, self->nbytes, bytes);
-    if (status == 0 && (uintptr_t)*bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
-        PyObject *given = *buffer;
-        *buffer = PyObject_CallMethod(given, "clone", NULL);
-        status = *buffer == NULL ? -1 : view_bytes(self, *buffer, self->nbytes, bytes);
-        Py_DECREF(given);
-    }
-    return status;
-}
-
 /* The values of the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
-    PyObject *buffer;
+    PyObject *buffer = payload_bytes(self), *piece = buffer;
     void *bytes;
-    int status = -1;
+    int status = buffer == NULL ? -1 : view_bytes(self, buffer, self->nbytes, &bytes);
 
-    if (take_bytes(self, &buffer, &bytes) == 0 && cross_stream(self, buffer, view) == 0) {
-        if (gck_batch_takes(batch, self->codec, view)) {
-            status = gck_batch_add(batch, self->codec, out, view, buffer, bytes, NULL);
-        } else {
-            status = gck_run_decode(&self->state->py, self->codec, (const void *const *)&bytes, view, 1);
-        }
+    if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {      /* outer hooks gave a piece of theirs */
+        buffer = PyObject_CallMethod(piece, "clone", NULL);
+        Py_DECREF(piece);
+        status = buffer == NULL ? -1 : view_bytes(self, buffer, self->nbytes, &bytes);
+    }
+    status = status < 0 ? -1 : cross_stream(self, buffer, view);
+    if (status == 0) {
+        status = gck_batch_takes(batch, self->codec, view)
+               ? gck_batch_add(batch, self->codec, out, view, buffer, bytes, NULL)
+               : gck_run_decode(&self->state->py, self->codec, (const void *const *)&bytes, view, 1);
     }
     Py_XDECREF(buffer);
     return status;

@@ -8,9 +8,9 @@ import subprocess
 import sysconfig
 
 import pytest
+from checkout import CODEC, HELPERS
 
-HERE = pathlib.Path(__file__).resolve().parent
-CSRC = next(p / "csrc" for p in HERE.parents if (p / "csrc").is_dir())
+CSRC = CODEC.parent
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def probe(tmp_path_factory):
     library = tmp_path_factory.mktemp("launches") / "probe.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE",
                     "-Wno-missing-field-initializers", f"-I{CSRC}", f"-I{CSRC}/torch", f"-I{headers}",
-                    HERE / "launch_probe.c", "-o", library], check=True)  # fmt: skip
+                    HELPERS / "launch_probe.c", "-o", library], check=True)  # fmt: skip
     return ctypes.PyDLL(str(library))  # called with the GIL held
 
 

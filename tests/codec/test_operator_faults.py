@@ -1,14 +1,13 @@
 """torch.ops.gradckpt over a torch that fails: every call gives a result or an error in words, never neither."""
 
 import ctypes
-import pathlib
 import shutil
 import subprocess
 
 import pytest
+from checkout import CODEC, HELPERS
 
-HERE = pathlib.Path(__file__).resolve().parent
-CSRC = next(p / "csrc" for p in HERE.parents if (p / "csrc").is_dir())
+CSRC = CODEC.parent
 OPERATORS = ("encode", "decode", "encode_many", "decode_many")
 
 
@@ -20,7 +19,7 @@ def operators(tmp_path_factory):
     library = tmp_path_factory.mktemp("operators") / "operators.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
                     "-Wno-missing-field-initializers", "-Wno-clobbered", "-D_GNU_SOURCE", f"-I{CSRC}",
-                    f"-I{CSRC}/torch", HERE / "operator_faults.c", "-o", library], check=True)  # fmt: skip
+                    f"-I{CSRC}/torch", HELPERS / "operator_faults.c", "-o", library], check=True)  # fmt: skip
     loaded = ctypes.CDLL(str(library))
     loaded.message.restype = ctypes.c_char_p
     return loaded
