@@ -14,6 +14,7 @@ import sys
 
 import numpy as np
 import pytest
+from codec_inputs import huge_groups
 from cuda_kernels import (
     CODECS,
     DTYPES,
@@ -155,6 +156,13 @@ def test_ampere(ampere, reference, codec, dtype):
 def test_every_kernel_is_cxx_for(arch):
     """Instructions are in ptx.cuh only, of which there are models."""
     check_syntax(arch)
+
+
+@every_format
+@every_dtype
+def test_huge_values(kernels, reference, codec, dtype):
+    """Several values beyond 1e30 in a group, finite and not."""
+    check(kernels, reference, codec, dtype, huge_groups(dtype, (1, 2, 3, 4, 6, 40, 128)))
 
 
 @every_format
