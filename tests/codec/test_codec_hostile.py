@@ -89,7 +89,7 @@ def test_what_is_finite_stays_finite(codec, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", oracle.FORMATS)
 def test_huge_values_have_the_oracles_bytes(codec, dtype, avx512):
-    bits = codec_inputs.huge_groups(dtype, (0, 1, 2, 3, 4, 5, 7, 20, 128))
+    bits = codec_inputs.huge_groups(dtype, (1, 2, 3, 5, 40, 128))
     want = oracle.encode(codec, bits, dtype)
     values = oracle.decode(codec, want, bits.size, dtype)
     for isa in ISAS:

@@ -109,8 +109,9 @@ def hostile(dtype, seed=0, groups=40):
 
 
 def huge_groups(dtype, ks=range(129), seed=9):
-    """Groups of which k values lie beyond 1e30 (float16: beyond 65472) and are finite: of one sign or both, few distinct
-    ones or all different, alone, or with the dtype's maxima, infinities and NaN; the others ordinary, tiny or zero."""
+    """Groups of which k values lie beyond 1e30 (float16: beyond 65472) and are finite: of one sign or both, few
+    distinct ones or all different, alone, or with the dtype's maxima, infinities and NaN; the others ordinary, tiny or
+    zero."""
     rng = np.random.default_rng(seed)
     low, top = (65472.0, 65504.0) if dtype == "float16" else (1e30, float(oracle.MAX[dtype]))
     groups = []
