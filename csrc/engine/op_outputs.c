@@ -242,15 +242,30 @@ int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject 
     return put(store, calls, index, out, plan, keep_one);
 }
 
-/* calls[index] = what the form keeps of the call.  It says how many bytes these are. */
+/* form.keep(args, kwargs, b) or form.give(a, args, kwargs), without grad: not all operators come from below autograd. */
+static PyObject *ask_form(PyObject *form, const gck_call *call, const char *method, PyObject *a, PyObject *b)
+{
+    const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
+    PyObject *kwargs = call->kwargs != NULL ? call->kwargs : Py_None, *result;
+
+    gck_torch.aoti_torch_grad_mode_set_enabled(false);
+    result = a != NULL ? PyObject_CallMethod(form, method, "OOO", a, call->args, kwargs)
+                       : PyObject_CallMethod(form, method, "OOO", call->args, kwargs, b);
+    gck_torch.aoti_torch_grad_mode_set_enabled(grad);
+    return result;
+}
+
+/* calls[index] = what the form keeps of the call, if anything.  It says how many bytes these are. */
 static int put_form(gck_store *store, PyObject *calls, PyObject *index, const gck_call *call, PyObject *form, PyObject *out)
 {
-    PyObject *made = PyObject_CallMethod(form, "keep", "OOO", call->args, call->kwargs != NULL ? call->kwargs : Py_None, out);
+    PyObject *made = ask_form(form, call, "keep", NULL, out);
     PyObject *val, *entry = NULL;
     long long nbytes;
     int status = -1;
 
-    if (made != NULL && PyArg_ParseTuple(made, "OL", &val, &nbytes)
+    if (made == Py_None) {
+        status = gck_store_skip(store, calls, index);
+    } else if (made != NULL && PyArg_ParseTuple(made, "OL", &val, &nbytes)
         && (entry = kept_new(store, Py_NewRef(val), 0, -1)) != NULL) {
         ((gck_kept *)entry)->form = Py_NewRef(form);
         store->state->stats.decisions++;
@@ -327,7 +342,7 @@ static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *c
     if (Py_TYPE(entry) != store->state->Kept || kept->form == NULL) {
         return map(store, entry, NULL, value_of);
     }
-    return PyObject_CallMethod(kept->form, "give", "OOO", kept->val, call->args, call->kwargs != NULL ? call->kwargs : Py_None);
+    return ask_form(kept->form, call, "give", kept->val, NULL);
 }
 
 /* The generator that the call drew from, after it.  0 or -1. */
