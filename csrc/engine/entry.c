@@ -21,8 +21,9 @@ static int judge(gck_packing *p, PyObject *x, gck_tensor *view)
     if (leaf < 0) {
         return -1;
     }
-    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway. */
-    if ((leaf && !p->plan.leaves) || (PyObject *)Py_TYPE(x) == py->Parameter) {
+    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway.  A fake-quantized forward gets a
+     * result of x in its place, which is no leaf: there every leaf stays. */
+    if ((leaf && (!p->plan.leaves || p->plan.replay)) || (PyObject *)Py_TYPE(x) == py->Parameter) {
         return GCK_KEEP_LEAF;
     }
     verdict = gck_tensor_view(py, x, p->plan.codec->dtypes, view);
@@ -85,6 +86,7 @@ static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forw
     gck_dither dither;
     /* Outer hooks and the replay read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.replay ? NULL : p->batch;
+    const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.replay ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
     int fits = 1;
 
     if (verdict < 0) {
@@ -98,10 +100,12 @@ static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forw
         state->stats.shared++;
     } else if (PyErr_Occurred()
                || (payload = gck_payload_new(state, p->plan.codec, x, &view, gck_next_dither(state, &p->plan, &dither),
-                                             p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, batch, &fits)) == NULL) {
+                                             use, batch, &fits)) == NULL) {
         return fits ? -1 : gck_count_kept(state, x, GCK_KEEP_FIT);
     }
-    if (replay(p, x, payload, forward) < 0) {
+    if (replay(p, x, payload, forward) < 0
+        || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0)) {
+        Py_CLEAR(*forward);
         Py_DECREF(payload);
         return -1;
     }

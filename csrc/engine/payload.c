@@ -149,6 +149,15 @@ static int fill(gck_payload *self, PyObject *x, const gck_tensor *view, gck_batc
     return status > 0 && self->verdict != NULL ? 0 : status;
 }
 
+int gck_payload_hand_over(gck_payload *self)
+{
+    self->saved = PyObject_CallFunctionObjArgs(self->state->py.make_saved_tensor, self->buffer, Py_False, NULL);
+    if (self->saved != NULL) {
+        Py_CLEAR(self->buffer);
+    }
+    return self->saved != NULL ? 0 : -1;
+}
+
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
 {
@@ -192,13 +201,10 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
         count_use(state, self);
         self->fresh = 1;
     }
-    if (use == GCK_FOR_REGION_SAVED) {
-        self->saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, self->buffer, Py_False, NULL);
-        if (self->saved == NULL) {
-            goto exit;
-        }
-        Py_CLEAR(self->buffer);
-    } else if (use == GCK_FOR_REGION && self->version != NULL) {
+    if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
+        goto exit;
+    }
+    if (use == GCK_FOR_REGION && self->version != NULL) {
         remember(state, self);
     }
     ok = 1;
