@@ -1,6 +1,8 @@
 /* entry.c: decides what becomes a payload and what is kept by reference, as torch does. */
 #include "entry.h"
 
+#include "rounding.h"
+
 #include <stdlib.h>
 
 /* GCK_COMPRESS with *view, a reason, or -1.  The order of the questions is the order of
@@ -62,20 +64,6 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither)
-{
-    gck_rounding *r = &state->rounding;
-
-    if (!plan->stochastic) {
-        return NULL;
-    }
-    if (r->restored) {
-        *r = (gck_rounding){r->step + 1, 0, 0};
-    }
-    *dither = (gck_dither){plan->seed, r->step, r->tensor++};
-    return dither;
-}
-
 /* x becomes a payload: 1; or may not: 0; or -1. */
 static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
 {
@@ -99,7 +87,7 @@ static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forw
     if (payload != NULL) {
         state->stats.shared++;
     } else if (PyErr_Occurred()
-               || (payload = gck_payload_new(state, p->plan.codec, x, &view, gck_next_dither(state, &p->plan, &dither),
+               || (payload = gck_payload_new(state, p->plan.codec, x, &view, gck_next_dither(state, &p->plan, 0, &dither),
                                              use, batch, &fits)) == NULL) {
         return fits ? -1 : gck_count_kept(state, x, GCK_KEEP_FIT);
     }
