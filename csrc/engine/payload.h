@@ -3,6 +3,7 @@
 #define GRADCKPT_PAYLOAD_H
 
 #include "batch.h"
+#include "layout.h"
 #include "state.h"
 
 extern PyType_Spec gck_payload_spec;
@@ -45,9 +46,6 @@ struct gck_payload {
     int64_t          epoch;        /* of the counters below: reset_stats() begins a new one */
     int              uses, fresh;  /* regions that use it; it was encoded in this epoch  */
 };
-
-/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
-int gck_is_dense(const gck_tensor *x);
 
 /* New reference: the payload of x, whose view was taken just now.  dither: NULL rounds to
  * nearest.  batch: where the work may wait, or NULL.  NULL with *fits = 0 and no exception:
