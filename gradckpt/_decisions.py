@@ -88,7 +88,7 @@ def _boundaries(position: int) -> Callable[[Args, Kwargs], int]:
 
 
 def _any_size(args: Args, kwargs: Kwargs) -> int:
-    return max((1, *args[0].shape))
+    return int(max((1, *args[0].shape)))
 
 
 def _count(args: Args, kwargs: Kwargs) -> int:

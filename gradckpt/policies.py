@@ -57,9 +57,7 @@ save_attention = _policy(ATTENTION)
 #: Of a region's matrix products, the second, the fourth and so on are kept (as torchtitan does).
 every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
 
-decisions_but_casts = Policy(
-    Rule(op, CHOOSE if isinstance(form, Choice) else DECIDE) for op, form in FORMS.items()
-)
+decisions_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Choice) else DECIDE) for op, form in FORMS.items())
 
 #: What operators decide is kept, exactly. On by default, but for what rounds: see ``CompressionConfig.decisions``.
 decisions = decisions_but_casts | _policy(ROUNDING, keep=DECIDE) | _policy(CASTS, keep=DECIDE_CAST)

@@ -85,7 +85,9 @@ class Policy:
     def compressed(self, compress: Compress) -> Policy:
         """The same, with what is kept compressed; decisions stay exact."""
         config = save(compress).config
-        return Policy((r if r.keep in _DECISIONS else r._replace(config=config) for r in self.rules.values()), self.wanted)
+        return Policy(
+            (r if r.keep in _DECISIONS else r._replace(config=config) for r in self.rules.values()), self.wanted
+        )
 
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
