@@ -340,12 +340,18 @@ static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 /* The values of the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
-    PyObject *buffer = payload_bytes(self);
+    PyObject *buffer = payload_bytes(self), *piece = buffer;
     gck_batch own;
-    int status = -1;
+    void *bytes;
+    int status = buffer == NULL ? -1 : view_bytes(self, buffer, &bytes);
 
     gck_batch_begin(&own, self->state, 1);
-    if (buffer != NULL && cross_stream(self, buffer, view) == 0) {
+    if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {      /* outer hooks gave a piece of theirs */
+        buffer = PyObject_CallMethod(piece, "clone", NULL);
+        Py_DECREF(piece);
+        status = buffer == NULL ? -1 : 0;
+    }
+    if (status == 0 && (status = cross_stream(self, buffer, view)) == 0) {
         const int waits = gck_batch_takes(batch, self->codec, view);
         status = gck_batch_add(waits ? batch : &own, self, out, buffer) < 0 ? -1 : gck_batch_flush(&own);
     }

@@ -155,8 +155,8 @@ PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, int device);
 /* New reference: empty tensor; strides NULL means contiguous. */
 PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype, int device);
 
-/* Encode or decode n tensors with the GIL released for long host work.  0, or -1 with an
- * exception that names the codec; encode: 1 when the codec cannot hold these values. */
+/* Encode or decode n tensors, whose owners the caller holds: the GIL is released for device work and for long host
+ * work.  0, or -1 with an exception that names the codec; encode: 1 when the codec cannot hold these values. */
 int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
                    int n);
 int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n);
