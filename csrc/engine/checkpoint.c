@@ -274,8 +274,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         goto exit;
     }
     frame->compressed = packing.payloads;
-    /* Without a payload the recompute sees what the forward saw, and decides alike. */
-    if (packing.payloads > 0 && plan->decisions && (frame->store = gck_decisions(state, plan->decisions > 1)) == NULL) {
+    if (gck_region_decides(state, packing.payloads > 0 ? plan->decisions : 0, &frame->store) < 0) {
         goto exit;
     }
     if (gck_ambient_capture(&state->py, &frame->ambient, preserve, o->exact, fed_args, fed_kwargs) < 0

@@ -66,7 +66,7 @@
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
-    NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
+    NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
     NAME(_version) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(frame)         \
     NAME(save_for_backward) NAME(saved_tensors) NAME(set_materialize_grads)            \
     NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
@@ -85,6 +85,7 @@
     OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
     OBJECT(key)                  /* the dispatch key that catches operators; NULL: none is free */    \
     OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
+    OBJECT(draws)                /* torch.Tag.nondeterministic_seeded */                              \
     OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
     OBJECT(selection)            /* gradckpt._selection: those of selective recompute */
 
