@@ -21,12 +21,13 @@ int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, in
     if (fed != in->x && gck_version_of(py, fed, &version) < 0) {
         return -1;
     }
-    if (a->x == NULL) {                          /* the usual region has no second one */
+    if (a->x == NULL && a->rows == NULL && fed == in->x) {       /* the usual region has no second one */
         *a = (gck_aliases){Py_NewRef(in->x), Py_NewRef(fed), packed, NULL, version};
         return 0;
     }
     if (a->rows == NULL
-        && ((a->rows = PyList_New(0)) == NULL || append(a->rows, a->x, a->fed, a->packed, a->version) < 0)) {
+        && ((a->rows = PyList_New(0)) == NULL
+            || (a->x != NULL && append(a->rows, a->x, a->fed, a->packed, a->version) < 0))) {
         return -1;
     }
     return append(a->rows, in->x, fed, packed, version);

@@ -1,6 +1,8 @@
 /* entry.c: decides what becomes a payload and what is kept by reference, as torch does. */
 #include "entry.h"
 
+#include "rounding.h"
+
 #include <stdlib.h>
 
 /* GCK_COMPRESS, a reason, or -1.  The order of the questions is the order of their cost, and
@@ -18,8 +20,9 @@ static int judge(gck_packing *p, gck_input *in)
     if (gck_input_read(py, in, GCK_FACT_LEAF) < 0) {
         return -1;
     }
-    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway. */
-    if ((in->requires_grad && in->leaf && !p->plan.leaves) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
+    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway.  A fake-quantized forward gets a
+     * result of x in its place, which is no leaf: there every leaf stays. */
+    if ((in->requires_grad && in->leaf && (!p->plan.leaves || p->plan.replay)) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
         return GCK_KEEP_LEAF;
     }
     return gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
@@ -49,20 +52,6 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither)
-{
-    gck_rounding *r = &state->rounding;
-
-    if (!plan->stochastic) {
-        return NULL;
-    }
-    if (r->restored) {
-        *r = (gck_rounding){r->step + 1, 0, 0};
-    }
-    *dither = (gck_dither){plan->seed, r->step, r->tensor++};
-    return dither;
-}
-
 /* in->x becomes a payload: 1; or may not: 0; or -1. */
 static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
 {
@@ -73,6 +62,7 @@ static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **fo
     gck_dither dither;
     /* Outer hooks and the replay read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.replay ? NULL : p->batch;
+    const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.replay ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
     int fits = 1;
 
     if (verdict != GCK_COMPRESS) {
@@ -80,15 +70,16 @@ static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **fo
     }
     first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
     if (first != NULL || !PyErr_Occurred()) {
-        payload = gck_payload_new(state, p->plan.codec, in, first,
-                                  first == NULL ? gck_next_dither(state, &p->plan, &dither) : NULL,
-                                  p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, batch, &fits);
+        payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use, batch,
+                                  &fits);
     }
     Py_XDECREF((PyObject *)first);
     if (payload == NULL) {
         return fits ? -1 : gck_count_kept(state, in->x, GCK_KEEP_FIT);
     }
-    if (replay(p, in->x, payload, forward) < 0) {
+    if (replay(p, in->x, payload, forward) < 0
+        || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0)) {
+        Py_CLEAR(*forward);
         Py_DECREF(payload);
         return -1;
     }

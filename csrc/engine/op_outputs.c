@@ -2,6 +2,7 @@
 #include "store.h"
 
 #include "entry.h"
+#include "rounding.h"
 
 #include <structmember.h>
 
@@ -100,8 +101,8 @@ static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
 
     s->asked += verdict >= 0;
     if (verdict == GCK_COMPRESS) {
-        payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, &dither), GCK_FOR_REGION,
-                                  NULL, &fits);
+        payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
+                                  GCK_FOR_REGION, NULL, &fits);
         verdict = fits ? verdict : GCK_KEEP_FIT;
     }
     gck_input_clear(&in);

@@ -40,30 +40,6 @@ int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_
     return view_bytes(self, buffer, bytes) < 0 ? -1 : gck_view_again(&self->state->py, tensor, &was, view);
 }
 
-int gck_is_dense(const gck_tensor *x)
-{
-    int64_t expected = 1;
-    uint64_t used = 0;
-
-    for (int found = 0; found < x->ndim; found++) {
-        int next = -1;
-        for (int d = 0; d < x->ndim; d++) {
-            if (!(used >> d & 1) && (next < 0 || x->strides[d] < x->strides[next]
-                                     || (x->strides[d] == x->strides[next] && x->sizes[d] < x->sizes[next]))) {
-                next = d;
-            }
-        }
-        used |= (uint64_t)1 << next;
-        if (x->sizes[next] != 1) {
-            if (x->strides[next] != expected) {
-                return 0;
-            }
-            expected *= x->sizes[next];
-        }
-    }
-    return 1;
-}
-
 static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
 
 /* What the original looks like.  No question is asked: the view is taken again.  0 or -1. */
@@ -245,6 +221,16 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
     return (gck_payload *)Py_NewRef((PyObject *)self);
 }
 
+int gck_payload_hand_over(gck_payload *self)
+{
+    self->saved = PyObject_CallFunctionObjArgs(self->state->py.make_saved_tensor, self->buffer, Py_False, NULL);
+    if (self->saved != NULL) {
+        Py_CLEAR(self->buffer);
+        gck_payload_uncount(self);               /* the hooks took them */
+    }
+    return self->saved != NULL ? 0 : -1;
+}
+
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
 {
@@ -283,15 +269,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if ((result = accept(self, first)) != self) {
         goto exit;
     }
-    if (use == GCK_FOR_REGION_SAVED) {
-        self->saved = PyObject_CallFunctionObjArgs(state->py.make_saved_tensor, self->buffer, Py_False, NULL);
-        if (self->saved == NULL) {
-            Py_CLEAR(result);
-            goto exit;
-        }
-        Py_CLEAR(self->buffer);
-        gck_payload_uncount(self);               /* the hooks took them */
-    } else if (self->version >= 0) {
+    if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
+        Py_CLEAR(result);
+    } else if (use == GCK_FOR_REGION && self->version >= 0) {
         remember(self);
     }
 

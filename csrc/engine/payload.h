@@ -4,6 +4,7 @@
 
 #include "../torch/input.h"
 #include "batch.h"
+#include "layout.h"
 
 extern PyType_Spec gck_payload_spec;
 
@@ -11,6 +12,7 @@ typedef enum {
     GCK_FOR_USER,            /* gradckpt.encode(): not counted, never shared                  */
     GCK_FOR_REGION,          /* may be shared with other regions                              */
     GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks get to see the bytes, and keep them  */
+    GCK_FOR_REGION_READ,     /* likewise, after the forward has read them: gck_payload_hand_over() */
 } gck_payload_use;
 
 /* For payload.c, batch.c and pending.c. */
@@ -46,9 +48,6 @@ struct gck_payload {
     int              uses, fresh;  /* regions that use it; it was encoded in this epoch  */
 };
 
-/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
-int gck_is_dense(const gck_tensor *x);
-
 /* New reference: a payload of this very tensor, rounded as asked, that seems to be of its
  * present values; NULL without an exception when there is none.  Nothing proves it (writes
  * through .data, numpy or DLPack leave no trace): gck_payload_new() does.  One that waits in
@@ -63,6 +62,10 @@ gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, const gc
  * cannot hold these values. */
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits);
+
+/* From here on the saved-tensor hooks around the region have the bytes.  To read them in the forward would run
+ * whatever those hooks do, an enclosing region's recompute among it.  0 or -1. */
+int gck_payload_hand_over(gck_payload *payload);
 
 /* For batch.c: what the codec works on.  Nothing may run Python between this and the work.  0 or -1. */
 int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how);

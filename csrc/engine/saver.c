@@ -9,6 +9,7 @@
 
 #include "options.h"
 #include "origin.h"
+#include "rounding.h"
 #include "saved.h"
 
 typedef struct {
@@ -90,7 +91,7 @@ static int encode(const saver *self, const gck_codec *codec, gck_input *in, int 
     own.x = codec->refuses ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
     if (own.x != NULL && (!outer || push_outer(self) == 0)) {
         payload = gck_payload_new(state, codec, &own, first,
-                                  stochastic && first == NULL ? gck_next_dither(state, plan, &dither) : NULL, use, NULL, &fits);
+                                  stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL, use, NULL, &fits);
         if (outer) {
             gck_hooks_pop(&state->py);
         }
