@@ -4,7 +4,6 @@ the caller see the write?"""
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 
