@@ -3,6 +3,7 @@
 #include "payload.h"
 
 #include "pending.h"
+#include "sharing.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +11,7 @@
 
 /* The memory of a payload's bytes.  Outer saved-tensor hooks may have given us this
  * tensor, so it is looked at: a wrong one would be read out of bounds, or as nonsense. */
-static int view_bytes(gck_payload *self, PyObject *buffer, void **data)
+int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
 {
     gck_dl_tensor dl;
     PyObject *device;
@@ -37,7 +38,7 @@ int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_
     const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};
 
     *how = (gck_how){self->stochastic ? &self->dither : NULL, self->verdict};
-    return view_bytes(self, buffer, bytes) < 0 ? -1 : gck_view_again(&self->state->py, tensor, &was, view);
+    return gck_payload_view(self, buffer, bytes) < 0 ? -1 : gck_view_again(&self->state->py, tensor, &was, view);
 }
 
 static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
@@ -102,28 +103,11 @@ static void count_use(gck_payload *self)
     self->uses++;
 }
 
-static void remember(gck_payload *self)
-{
-    gck_payload **recent = self->state->recent;
-
-    memmove(&recent[1], &recent[0], (GCK_NRECENT - 1) * sizeof *recent);
-    recent[0] = self;
-}
-
-static void forget(gck_payload *self)
-{
-    for (int i = 0; i < GCK_NRECENT; i++) {
-        if (self->state->recent[i] == self) {
-            self->state->recent[i] = NULL;
-        }
-    }
-}
-
 void gck_payload_arrived(gck_payload *self, int done)
 {
     self->waits = NULL;
     if (!done) {
-        forget(self);
+        gck_sharing_forget(self);
     }
 }
 
@@ -142,67 +126,12 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     return status > 0 && self->verdict != NULL ? 0 : status;
 }
 
-/* ---- sharing ---- */
-
-/* Seen in the same way. */
-static int same_view(const gck_payload *p, const gck_tensor *view)
-{
-    if (p->dtype != view->dtype || p->device != view->device || p->ndim != view->ndim
-        || p->strided != (view->strides != NULL && gck_is_dense(view))) {
-        return 0;
-    }
-    for (int d = 0; d < p->ndim; d++) {
-        if (p->sizes[d] != view->sizes[d] || (p->strided && p->sizes[p->ndim + d] != view->strides[d])) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* Nothing in the loop runs Python: entries are borrowed.  A dead original gives None. */
-gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, const gck_input *in, int stochastic,
-                              gck_batch *batch)
-{
-    gck_payload *found = NULL;
-
-    for (int i = 0; i < GCK_NRECENT && found == NULL && in->view.device < 0; i++) {
-        gck_payload *p = state->recent[i];
-        if (p != NULL && p->codec == codec && p->stochastic == stochastic && (p->waits == NULL || p->waits == batch)
-            && p->buffer != NULL && p->verdict == NULL && PyWeakref_GetObject(p->original) == in->x
-            && p->version == in->version && p->requires_grad == in->requires_grad && p->leaf == in->leaf
-            && same_view(p, &in->view)) {
-            found = (gck_payload *)Py_NewRef((PyObject *)p);
-        }
-    }
-    if (found != NULL && found->waits != NULL && gck_batch_flush(batch) < 0) {
-        Py_CLEAR(found);
-    }
-    return found;
-}
-
-/* The bytes of both are there and the same: 1; 0; -1. */
-static int same_bytes(gck_payload *a, gck_payload *b)
-{
-    PyObject *x = Py_XNewRef(a->buffer), *y = Py_XNewRef(b->buffer);
-    void *left, *right;
-    int same = x == NULL || y == NULL || a->verdict != NULL ? 0 : -1;
-
-    if (same < 0 && view_bytes(a, x, &left) == 0 && view_bytes(b, y, &right) == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        same = memcmp(left, right, (size_t)a->nbytes) == 0;
-        Py_END_ALLOW_THREADS
-    }
-    Py_XDECREF(x);
-    Py_XDECREF(y);
-    return same;
-}
-
 /* self has been encoded; from here on dealloc takes it off.  New reference: itself, or `first`
  * when that holds the same; NULL with an exception. */
 static gck_payload *accept(gck_payload *self, gck_payload *first)
 {
     gck_stats *s = &self->state->stats;
-    const int same = first != NULL ? same_bytes(self, first) : 0;
+    const int same = first != NULL ? gck_sharing_proof(self, first) : 0;
 
     if (same < 0) {
         return NULL;
@@ -272,7 +201,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
         Py_CLEAR(result);
     } else if (use == GCK_FOR_REGION && self->version >= 0) {
-        remember(self);
+        gck_sharing_remember(self);
     }
 
 exit:
@@ -323,7 +252,7 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
     PyObject *buffer = payload_bytes(self), *piece = buffer;
     gck_batch own;
     void *bytes;
-    int status = buffer == NULL ? -1 : view_bytes(self, buffer, &bytes);
+    int status = buffer == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
 
     gck_batch_begin(&own, self->state, 1);
     if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {      /* outer hooks gave a piece of theirs */
@@ -430,7 +359,7 @@ static void payload_dealloc(PyObject *op)
 
     /* First: clearing weak references runs Python, which must not find us there. */
     gck_pending_forget(self);
-    forget(self);
+    gck_sharing_forget(self);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }

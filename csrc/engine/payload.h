@@ -49,11 +49,10 @@ struct gck_payload {
 };
 
 /* New reference: a payload of this very tensor, rounded as asked, that seems to be of its
- * present values; NULL without an exception when there is none.  Nothing proves it (writes
+ * present values; NULL when there is none, or with an exception.  Nothing proves it (writes
  * through .data, numpy or DLPack leave no trace): gck_payload_new() does.  One that waits in
  * `batch` is done first.  The input has been judged. */
-gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, const gck_input *in, int stochastic,
-                              gck_batch *batch);
+gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, gck_batch *batch);
 
 /* New reference: a payload of the input, which has been judged.  first: what gck_payload_find()
  * gave, or NULL; when the bytes turn out to be equal, they are dropped and the result is `first`,
@@ -66,6 +65,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
 /* From here on the saved-tensor hooks around the region have the bytes.  To read them in the forward would run
  * whatever those hooks do, an enclosing region's recompute among it.  0 or -1. */
 int gck_payload_hand_over(gck_payload *payload);
+
+/* The memory of its bytes, which are in `buffer`.  0 or -1. */
+int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);
 
 /* For batch.c: what the codec works on.  Nothing may run Python between this and the work.  0 or -1. */
 int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how);
