@@ -3,6 +3,7 @@
 #include "checkpoint.h"
 #include "../torch/dynamo.h"
 #include "function.h"
+#include "rounding.h"
 #include "selective.h"
 
 #include <stdlib.h>
@@ -186,6 +187,7 @@ static void convert_stop_iteration(const gck_py *py)
 static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs)
 {
     const gck_py *py = &frame->state->py;
+    gck_rounding rounding = frame->rounding, *around;
     PyObject *result;
     gck_catch caught;
 
@@ -196,9 +198,11 @@ static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *ar
         gck_catch_end(frame->state, &caught);
         return NULL;
     }
+    around = gck_rounding_enter(&rounding);
     result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
                              : PyObject_CallMethod(py->shim, "call_within", "OOOO", context, frame->function, args,
                                                    kwargs ? kwargs : Py_None);
+    gck_rounding_leave(around);
     gck_hooks_pop(py);
     if (gck_catch_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
