@@ -86,7 +86,8 @@ def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
 # ---- the function form ----
 
 
-_checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+#: id(module) -> weak reference to it, and the methods that were looked at; a module need not be hashable.
+_checked: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 
 
 def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[torch.Tensor]) -> None:
@@ -94,7 +95,11 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
     while isinstance(function, functools.partial):
         function = function.func
     owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "")
-    checked = _checked.setdefault(owner, set())
+    key = id(owner)
+    known_owner, checked = _checked.get(key, (None, set()))
+    if known_owner is None or known_owner() is not owner:
+        checked = set()
+        _checked[key] = weakref.ref(owner, lambda _: _checked.pop(key, None)), checked
     if method in checked:
         return
     known = {id(x) for x in targets}
@@ -113,6 +118,13 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
             )
         nodes.extend(n for n, _ in node.next_functions if n is not None)
     checked.add(method)
+
+
+def capture(*args: Any) -> Any:
+    """The gradients of a region whose parameters have hooks."""
+    from gradckpt import _hooks
+
+    return _hooks.capture(*args)
 
 
 # ---- contexts ----

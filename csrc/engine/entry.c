@@ -125,15 +125,6 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     return packed;
 }
 
-int gck_entry_encode(gck_packing *p, PyObject *x, gck_entry *entry)
-{
-    PyObject *forward = NULL;
-    const int packed = pack_payload(p, x, entry, &forward);
-
-    Py_XDECREF(forward);
-    return packed;
-}
-
 /* -1 with an exception: inference tensors have no version. */
 static int64_t version_of(const gck_py *py, PyObject *x)
 {
@@ -193,41 +184,50 @@ static int is_container(gck_py *py, PyObject *x)
     return known != 0 ? known : PyTuple_Check(x) && PyObject_HasAttrString(x, "_fields");
 }
 
-/* Pack the leaves of a container.  It is kept whole, by reference, unless a leaf became
- * a payload: 1 packed, 0 not, -1. */
+/* Keep x, which is no container.  1: as a payload, or as an input of a node; 0: by reference; -1. */
+static int pack_leaf(gck_packing *p, PyObject *x, int tensor, int positional, gck_entry *entry, PyObject **forward)
+{
+    int packed = tensor && p->plan.codec != NULL ? pack_payload(p, x, entry, forward) : 0;
+
+    if (tensor && packed >= 0 && p->inputs != NULL && PyList_Append(p->inputs, x) < 0) {
+        gck_entry_clear(entry);
+        return -1;
+    }
+    if (packed != 0) {
+        return packed;
+    }
+    if (tensor && (positional || p->inputs != NULL)) {
+        return gck_entry_keep(p, x, entry) < 0 ? -1 : p->inputs != NULL;
+    }
+    *entry = (gck_entry){GCK_KEPT, Py_NewRef(x), 0, 0, NULL, 0};
+    return 0;
+}
+
+/* Pack the leaves of a container.  It is kept whole, by reference, unless one became
+ * a payload or an input of a node: 1 packed, 0 not, -1. */
 static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_entry *entry, PyObject **forward)
 {
     const Py_ssize_t n = PyList_Size(leaves);
     gck_entry tree = {GCK_TREE, NULL, 0, 0, calloc((size_t)n + 1, sizeof(gck_entry)), n};
     PyObject *fed = PyList_New(n);
-    const int before = p->payloads;
-    int result = -1;
+    int result = 0;
 
     if (tree.leaves == NULL || fed == NULL) {
         PyErr_NoMemory();
-        goto exit;
+        result = -1;
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
+    for (Py_ssize_t i = 0; result >= 0 && i < n; i++) {
         PyObject *leaf = PyList_GetItem(leaves, i);              /* borrowed */
         PyObject *value = NULL;
         const int tensor = gck_is_tensor(&p->state->py, leaf);
-        int packed = tensor > 0 ? pack_payload(p, leaf, &tree.leaves[i], &value) : tensor;
-        if (packed < 0) {
-            goto exit;
-        }
-        if (!packed) {
-            tree.leaves[i] = (gck_entry){GCK_KEPT, Py_NewRef(leaf), 0, 0, NULL, 0};
-            value = Py_NewRef(leaf);
-        }
-        PyList_SetItem(fed, i, value);                           /* takes it */
+        const int packed = tensor < 0 ? -1 : pack_leaf(p, leaf, tensor, 0, &tree.leaves[i], &value);
+        result = packed < 0 ? -1 : result | packed;
+        PyList_SetItem(fed, i, value != NULL ? value : Py_NewRef(leaf));   /* takes it */
     }
-    result = p->payloads > before;
     if (result == 1 && p->plan.replay) {
         *forward = PyObject_CallFunctionObjArgs(p->state->py.tree_unflatten, fed, spec, NULL);
         result = *forward == NULL ? -1 : 1;
     }
-
-exit:
     Py_XDECREF(fed);
     if (result == 1) {
         tree.value = Py_NewRef(spec);
@@ -258,18 +258,12 @@ int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry
     int packed = tensor < 0 ? -1 : 0;
 
     *forward = NULL;
-    if (p->plan.codec != NULL && tensor > 0) {
-        packed = pack_payload(p, x, entry, forward);
-    } else if (p->plan.codec != NULL && tensor == 0) {
+    if (tensor == 0 && (p->plan.codec != NULL || p->nested)) {
         const int container = is_container(py, x);
         packed = container > 0 ? pack_container(p, x, entry, forward) : container;
     }
     if (packed == 0) {
-        if (tensor && positional) {
-            packed = gck_entry_keep(p, x, entry);
-        } else {
-            *entry = (gck_entry){GCK_KEPT, Py_NewRef(x), 0, 0, NULL, 0};
-        }
+        packed = pack_leaf(p, x, tensor, positional, entry, forward);
     }
     if (packed < 0) {
         Py_CLEAR(*forward);
@@ -307,13 +301,13 @@ static PyObject *restore_versioned(gck_state *state, const gck_entry *entry)
 }
 
 /* Containers are put together by code of the user, which may look at the values. */
-static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch)
+static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
 {
     PyObject *leaves = PyList_New(entry->nleaves);
     PyObject *tree = NULL;
 
     for (Py_ssize_t i = 0; leaves != NULL && i < entry->nleaves; i++) {
-        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i], batch);
+        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i], batch, inputs);
         if (leaf == NULL) {
             Py_CLEAR(leaves);
         } else {
@@ -327,15 +321,46 @@ static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batc
     return tree;
 }
 
-PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch)
+/* New reference: x without history, requiring grad when x does; also in the list.  Takes x over. */
+static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
 {
+    PyObject *copy = x != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
+    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
+
+    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0 || PyList_Append(inputs, copy) < 0) {
+        Py_CLEAR(copy);
+    }
+    Py_XDECREF(x);
+    Py_XDECREF(grad);
+    return copy;
+}
+
+PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
+{
+    PyObject *x;
+
     switch (entry->kind) {
-    case GCK_SAVED:     return PyObject_CallMethodObjArgs(entry->value, state->py.names.unpack, NULL);
-    case GCK_VERSIONED: return restore_versioned(state, entry);
-    case GCK_PAYLOAD:   return gck_payload_restore((gck_payload *)entry->value, batch);
-    case GCK_TREE:      return restore_tree(state, entry, batch);
+    case GCK_SAVED:     x = PyObject_CallMethodObjArgs(entry->value, state->py.names.unpack, NULL); break;
+    case GCK_VERSIONED: x = restore_versioned(state, entry); break;
+    case GCK_PAYLOAD:   x = gck_payload_restore((gck_payload *)entry->value, batch); break;
+    case GCK_TREE:      return restore_tree(state, entry, batch, inputs);
     default:            return Py_NewRef(entry->value);
     }
+    return inputs == NULL ? x : as_input(&state->py, x, inputs);
+}
+
+int gck_entry_touch(gck_state *state, gck_entry *entry)
+{
+    int status = 0;
+
+    if (entry->kind == GCK_VERSIONED) {
+        entry->version = version_of(&state->py, entry->value);
+        status = entry->version < 0 ? -1 : 0;
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
+        status = gck_entry_touch(state, &entry->leaves[i]);
+    }
+    return status;
 }
 
 int gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg)
