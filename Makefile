@@ -67,7 +67,7 @@ gpu:  ## on a CUDA machine: byte parity, sanitizers, speed and memory (under 8 m
 
 # CARDS: compute capabilities, e.g. 9.0 or 8.6,9.0.
 gpu_here: $(VENV)/.gpu-$(CARDS)
-	@$(BIN)/pytest -q --timeout 600 tests/test_gpu_device.py $(TEST_ARGS)
+	@$(BIN)/pytest -q --timeout 600 tests/package/test_gpu_device.py $(TEST_ARGS)
 	@$(BIN)/python benchmarks/gpu_parity.py
 	@$(BIN)/python benchmarks/gpu_sanitize.py
 	@$(BIN)/python benchmarks/gpu_roofline.py
@@ -134,7 +134,7 @@ $(VENV)/.docs: $(VENV)/.built
 	@touch $@
 
 # What the tests import in processes of their own only; the list says why. pip's --target does not replace.
-$(VENV)/.frameworks: tests/frameworks.txt $(VENV)/.torch
+$(VENV)/.frameworks: tests/helpers/frameworks.txt $(VENV)/.torch
 	@echo "installing timm, torchvision, DeepSpeed and torchtitan beside $(VENV)'s packages"
 	@rm -rf $(VENV)/frameworks $(VENV)/engines
 	@for folder in frameworks engines; do \

@@ -11,7 +11,7 @@ with the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode
 the shipped C, dispatch and streaming included. Several threads: as many Python threads, each with its
 own part of the buffers (ctypes releases the GIL). The scalar kernels are timed 3 times at most.
 
-SQNR: of Gaussian values, and of the ordinary channels of set X of tests/codec_inputs.py (channel and
+SQNR: of Gaussian values, and of the ordinary channels of set X of tests/helpers/codec_inputs.py (channel and
 token sizes lognormal, six channels 20 to 45 times larger, two massive values), bfloat16. What codecs do
 to real layer inputs and to gradients: bench_fidelity.py.
 """
@@ -34,7 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import machine
 import torch

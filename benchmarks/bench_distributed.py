@@ -2,7 +2,7 @@
 
     python benchmarks/bench_distributed.py [--json FILE]
 
-The worlds of tests/test_distributed.py: a small model and two micro-batches in each engine, from the same seed. Of
+The worlds of tests/frameworks/test_distributed.py: a small model and two micro-batches in each engine, same seed. Of
 rank 0: modules that are wrapped; whether losses, gradients and the keys of the state dict are those of stock
 checkpointing (gradients with None: to the last bit); bytes of the regions' inputs before and after; the gradients'
 relative L2 error and cosine over all parameters. Then whether the two replicas' payloads are the same bytes, and what
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import machine
 import world_accelerate

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_families.py [--codecs int8,int6] [--families llama,t5] [--replay] [--markdown] [--json FILE]
 
-The models of tests/model_families.py: tiny, random weights, float32, padded batches, dropout. One training step each,
+The models of tests/helpers/model_families.py: tiny, random weights, float32, padded batches, dropout. One step each,
 from the same seed: under torch's own checkpointing, under gradckpt with compress=None and with each codec.
 None: loss, every gradient and the random numbers of compress=None, beside torch's, to the last bit. Of each codec:
 inputs of layers that it took, of those that it might take, and their size; whether the loss is torch's to the last bit
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import machine
 import torch

@@ -3,7 +3,7 @@
     python benchmarks/bench_fidelity.py [--models llama,vit] [--codecs int8,int4] [--markdown] [--json FILE]
 
 Everything in bfloat16. Bits: of the payload, measured. SQNR: signal to quantisation noise, in dB; the
-synthetic sets are those of tests/codec_inputs.py (mean of 8), "X bulk" counts the ordinary channels of X.
+synthetic sets are those of tests/helpers/codec_inputs.py (mean of 8), "X bulk" counts the ordinary channels of X.
 
 Trained models: benchmarks/trained_models.py, trained at the first call (minutes) and kept in
 build/trained_models. SQNR is the mean over the layers, and the worst layer. The gradient's error comes
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import machine
 import torch

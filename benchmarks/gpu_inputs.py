@@ -7,7 +7,7 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import codec_inputs
 import numpy as np

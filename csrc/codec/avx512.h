@@ -13,7 +13,7 @@
 #include "cpu.h"
 
 #ifdef GCK_EMULATE_AVX512
-#include "../../tests/emulation/avx512_emulation.h"
+#include "../../tests/helpers/emulation/avx512_emulation.h"
 #define INLINE static inline                       /* or a compiler would need minutes */
 #else
 #include <immintrin.h>

@@ -76,7 +76,6 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->error_callback);
     Py_VISIT(frame->parameters);
     Py_VISIT((PyObject *)frame->store);
-    Py_VISIT((PyObject *)frame->policy);
     Py_VISIT(frame->policy_fn);
     Py_VISIT(frame->parameters_in);
     Py_VISIT(frame->outputs);
@@ -106,7 +105,6 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->error_callback);
     Py_CLEAR(frame->parameters);
     Py_CLEAR(frame->store);
-    Py_CLEAR(frame->policy);
     Py_CLEAR(frame->policy_fn);
     Py_CLEAR(frame->parameters_in);
     Py_CLEAR(frame->outputs);

@@ -82,11 +82,10 @@ struct gck_frame {
     int             asked;         /* compression was asked for                          */
     int             buffers_once;  /* put running statistics back after a recompute      */
     int             compressed;    /* entries that are payloads                          */
-    gck_store      *store;         /* what operators decided in the forward; NULL: decided again */
+    gck_store      *store;         /* outputs that the recompute gets from the forward; NULL: none */
+    PyObject       *policy_fn;     /* owned; NULL: the store's names are the policy      */
     /* Of a region that is one node of the graph (node.h): */
     int             reentrant;     /* as torch's reentrant form                          */
-    gck_store      *policy;        /* outputs that the recompute gets from the forward; NULL: none */
-    PyObject       *policy_fn;     /* owned; NULL: the names of that store are the policy */
     PyObject       *parameters_in; /* list: inputs of the node after the arguments; NULL: not all are known */
     PyObject       *outputs;       /* (leaves, spec) until they are put together; NULL: one tensor */
     gck_holder    **slots;         /* borrowed; NULL: that part of the graph is freed    */

@@ -258,9 +258,9 @@ static int take_policy(gck_frame *frame, PyObject *policy)
     }
     ok = PyArg_ParseTuple(read, "O!O", state->Names, &names, &function);
     if (ok && (((gck_names *)names)->n > 0 || function != Py_None)) {
-        frame->policy = gck_store_new(state, (gck_names *)names, 0, 0);
+        frame->store = gck_store_new(state, (gck_names *)names, 0, 0);
         frame->policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
-        ok = frame->policy != NULL;
+        ok = frame->store != NULL;
     }
     Py_DECREF(read);
     return ok ? 0 : -1;

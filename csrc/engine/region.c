@@ -76,7 +76,6 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
                     int preserve_rng, int exact, PyObject **fed_args, PyObject **fed_kwargs)
 {
     gck_state *state = frame->state;
-    const int decisions = packing->plan.decisions;
     gck_batch batch;
     int status;
 
@@ -96,8 +95,7 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
         return -1;
     }
     frame->compressed = packing->payloads;
-    /* Without a payload the recompute sees what the forward saw, and decides alike. */
-    if (packing->payloads > 0 && decisions && (frame->store = gck_decisions(state, decisions > 1)) == NULL) {
+    if (gck_region_decides(state, packing->payloads > 0 ? packing->plan.decisions : 0, &frame->store) < 0) {
         return -1;
     }
     if (packing->payloads == 0 || packing->aliases.rows == NULL) {
@@ -207,20 +205,14 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
 PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                           PyObject *kwargs, int replay)
 {
-    gck_state *state = frame->state;
-    gck_catch decisions, policy;                 /* the policy inside: what it names is its own */
-    PyObject *result = NULL;
+    gck_catch caught;
+    PyObject *result;
 
-    if (gck_catch_begin(state, &decisions, frame->store, NULL, replay) < 0) {
+    if (gck_catch_begin(frame->state, &caught, frame->store, frame->policy_fn, replay) < 0) {
         return NULL;
     }
-    if (gck_catch_begin(state, &policy, frame->policy, frame->policy_fn, replay) == 0) {
-        result = call_hooked(frame, hooks, context, args, kwargs, replay);
-        if (gck_catch_end(state, &policy) < 0) {
-            Py_CLEAR(result);
-        }
-    }
-    if (gck_catch_end(state, &decisions) < 0) {
+    result = call_hooked(frame, hooks, context, args, kwargs, replay);
+    if (gck_catch_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }
     return result;

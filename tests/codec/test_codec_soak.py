@@ -1,0 +1,52 @@
+"""Ten million random groups: every instruction set against scalar.c, in a C program (codec_parity.c).
+
+GRADCKPT_SOAK_SECONDS bounds it (1800 by default). AVX-512 is emulated where the CPU has none.
+"""
+
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import subprocess
+
+import pytest
+from checkout import CODEC, HELPERS
+
+GROUPS = 10_000_000
+FLAGS = shlex.split("-std=c11 -O2 -D_GNU_SOURCE -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror")
+AVX2 = shlex.split("-mavx2 -mfma -mf16c")
+AVX512 = shlex.split("-mavx512f -mavx512bw -mavx512dq -mavx512vl")
+#: The kernels of gck_isa, by the beginnings of their files' names.
+FILES = ("fp8", "int8_plain", "rotated", "isa")
+
+
+def build(folder):
+    gcc = shutil.which("gcc")
+    assert gcc, "gcc is needed: the extension could not have been built without it"
+    emulated = " avx512bw " not in pathlib.Path("/proc/cpuinfo").read_text()
+    define = ["-DGCK_EMULATE_AVX512"] if emulated else []
+    objects = []
+    for name in [f"{f}_{isa}" for f in FILES for isa in ("avx2", "avx512")] + ["scalar"]:
+        isa = [] if name == "scalar" else AVX2 if emulated or name.endswith("avx2") else AVX2 + AVX512
+        objects.append(folder / f"{name}.o")
+        subprocess.run([gcc, *FLAGS, *isa, *define, "-c", CODEC / f"{name}.c", "-o", objects[-1]], check=True)
+    program = folder / "codec_parity"
+    main = HELPERS / "codec_parity.c"
+    subprocess.run([gcc, *FLAGS, *define, f"-I{CODEC}", main, *objects, "-o", program, "-lm"], check=True)
+    return program
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="there is one instruction set only")
+def test_instruction_sets_agree(tmp_path):
+    seconds = os.environ.get("GRADCKPT_SOAK_SECONDS", "1800")
+    command = [build(tmp_path), str(GROUPS), seconds, os.environ.get("GRADCKPT_SOAK_SEED", "1")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        lines = []
+        for line in running.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+    assert running.returncode == 0, "".join(lines[-3:])
+    assert lines[-1].startswith("same bytes: ")

@@ -1,0 +1,344 @@
+"""torch.compile with the other parts of the library, and where it cannot act."""
+
+import functools
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import worlds
+from checkout import HELPERS
+from compile_cases import (
+    IDS,
+    LAYERS,
+    OLD,
+    Net,
+    assert_same,
+    body,
+    fresh_dynamo,  # noqa: F401 (a fixture of every test here)
+    gradients,
+    int8,
+    leaf,
+    step,
+    weight,
+)
+from compiled_graphs import Graphs
+from torch import nn
+
+import gradckpt
+from gradckpt import CompressionConfig, GradckptInactiveWarning, packing, selective
+from gradckpt.policies import contexts_of
+
+# ---- with other parts of the library ----
+
+
+def test_apply():
+    model = Net(lambda layer, x: layer(x))
+    gradckpt.apply(model, {"layers.?": "int8"})
+    loss, grads = step(model)
+    graphs = Graphs()
+    got = step(model, graphs.compile(model))
+    assert torch.equal(got[0], loss)
+    assert_same(got[1], grads)
+    assert len(graphs.payloads) == LAYERS
+
+
+def test_sequential():
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+
+    def function(x, w):
+        return gradckpt.checkpoint_sequential(layers, 2, x @ w, compress="int8")
+
+    graphs, inputs = Graphs(), (leaf(32, 64), weight())
+    assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
+    assert len(graphs.payloads) == 1
+
+
+def test_compat_is_torchs_checkpoint():
+    graphs, inputs = Graphs(), (leaf(32, 64), weight())
+
+    def function(x, w):
+        return gradckpt.compat.checkpoint(body, x * 2, w, use_reentrant=False)
+
+    assert_same(gradients(graphs.compile(function), *inputs), gradients(lambda x, w: body(x * 2, w), *inputs))
+    assert not graphs.payloads
+
+
+SAVES = {name: contexts_of(name) for name in ("save_matmuls", "save_matmuls:int8")}
+
+
+@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_policies_pass_through(name, compress):
+    """What a policy keeps is kept in the graph, too, and compressed if it says so."""
+    graphs, inputs = Graphs(), (leaf(32, 64), weight())
+    context_fn = SAVES[name]
+
+    def function(x, w):
+        return gradckpt.checkpoint(
+            lambda t, v: ((t * 2) @ v).sin() * t, x * 2, w, compress=compress, context_fn=context_fn
+        )
+
+    if name.endswith("int8") and OLD:
+        with pytest.warns(GradckptInactiveWarning, match="what a policy keeps stays uncompressed"):
+            gradients(graphs.compile(function), *inputs)
+        selective._warn_exact_saves.cache_clear()
+        return
+    want = gradients(function, *inputs)
+    assert_same(gradients(graphs.compile(function), *inputs), want)
+    matmuls = graphs.calls_of("mm", graphs.backward)
+    assert len(matmuls) == 2  # of the gradients; the forward's is not repeated
+    assert len(graphs.payloads) == name.endswith("int8") + (compress is not None)
+
+
+def test_decisions_are_kept():
+    """A router's choice of the forward is the choice of the recompute."""
+    graphs, inputs = Graphs(), (leaf(64, 64), weight())
+
+    def route(x, w):
+        best = (x @ w).topk(2, -1)
+        return x.gather(-1, best.indices).exp() * best.values
+
+    def function(x, w):
+        return gradckpt.checkpoint(route, x * 2, w, compress="int4")
+
+    assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
+    nodes = [node for m in graphs.backward for node in m.graph.nodes]
+    assert not [node for node in nodes if node.target is torch.ops.aten.topk.default]
+    assert len(graphs.payloads) == 1
+
+
+def test_a_compiled_block_in_an_eager_region():
+    block = Graphs().compile(body)
+    inputs = leaf(32, 64), weight()
+    want = gradients(lambda x, w: int8(body, x * 2, w), *inputs)
+    for _ in range(2):
+        assert_same(gradients(lambda x, w: int8(block, x * 2, w), *inputs), want)
+    assert gradckpt.stats()["compressed"] > 0
+
+
+def test_outer_hooks_see_the_payloads():
+    """Compress, then offload: also with a graph that was compiled before the hooks came."""
+    function = Graphs().compile(lambda x, w: int8(body, x * 2, w))
+    inputs = leaf(32, 64), weight()
+    want = gradients(function, *inputs)
+    seen = []
+
+    def pack(x):
+        seen.append(x.dtype)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        assert_same(gradients(function, *inputs), want)
+    assert seen.count(torch.uint8) == 1
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(gradients(function, *inputs), want)
+
+
+def test_no_hooks_are_left():
+    model = Net(int8)
+    step(model, Graphs().compile(model))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    def broken(module, inputs):
+        raise OSError("no compiler here")
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no compiler here"):
+        torch.compile(model, backend=broken)(IDS)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert packing._compiling.depth == 0
+
+
+# ---- where it cannot act ----
+
+
+def test_a_backend_without_aot_autograd_warns_once():
+    model = Net(int8)
+    want = step(Net(gradckpt.checkpoint))
+    function = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.warns(GradckptInactiveWarning, match=r"a backend that does not use AOTAutograd.*aot_eager"):
+        got = step(model, function)
+    assert torch.equal(got[0], want[0])
+    assert_same(got[1], want[1])
+    step(model, function)  # a second warning would be an error
+    assert gradckpt.stats()["compiled_graphs"] == 0
+
+
+@pytest.mark.skipif(OLD, reason="torch 2.11: it warns of more, see test_policies_pass_through")
+def test_a_policy_that_compresses_in_torchs_checkpoint_warns():
+    context_fn = SAVES["save_matmuls:int8"]
+
+    def function(x, w):
+        return torch.utils.checkpoint.checkpoint(body, x * 2, w, use_reentrant=False, context_fn=context_fn)
+
+    graphs, inputs = Graphs(), (leaf(32, 64), weight())
+    with pytest.warns(GradckptInactiveWarning, match="another checkpoint than gradckpt's"):
+        got = gradients(graphs.compile(function), *inputs)
+    assert_same(got, gradients(lambda x, w: body(x * 2, w), *inputs))
+    assert not graphs.payloads
+
+
+def test_a_torch_that_cannot_warns_once(monkeypatch):
+    from torch._functorch._aot_autograd import graph_compile
+
+    from gradckpt import compile
+
+    monkeypatch.delattr(graph_compile, "_get_saved_tensor_hook_context")
+    compile._warn_unavailable.cache_clear()
+    model, graphs = Net(int8), Graphs()
+    with pytest.warns(GradckptInactiveWarning, match=r"does not tell hooks what they save"):
+        step(model, graphs.compile(model))
+    assert not graphs.payloads
+    assert not graphs.calls("region_input")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"debug": True}, "debug=True cannot be compiled"),
+        ({"use_reentrant": True}, "compress= needs use_reentrant=False"),
+        ({"compress": "int9"}, "unknown codec 'int9'; choose one of: raw"),
+        ({"compress": {"codec": "int8", "nope": 1}}, "unknown field 'nope'"),
+        ({"compress": {"codec": "int8", "stochastic": True}}, "stochastic=True cannot be compiled"),
+        ({"compress": 3}, "compress= takes None, True"),
+    ],
+)
+def test_unsupported_options(options, message):
+    """One sentence with ``fullgraph=True``; else the call runs uncompiled, where what is wrong is wrong as ever."""
+
+    def function(x, w):
+        return gradckpt.checkpoint(body, x * 2, w, **{"compress": "int8", **options})
+
+    inputs = leaf(32, 64), weight()
+    with pytest.raises(torch._dynamo.exc.UserError, match=message):
+        Graphs().compile(function)(*inputs)
+    torch._dynamo.reset()
+    uncompiled = Graphs().compile(function, fullgraph=False)
+    try:
+        want = function(*inputs)
+    except (TypeError, ValueError) as error:
+        with pytest.raises(type(error), match=message):
+            uncompiled(*inputs)
+    else:
+        assert torch.equal(uncompiled(*inputs), want)
+
+
+def test_one_line_says_what_is_kept(caplog):
+    model = Net(int8)
+    with caplog.at_level(logging.INFO, logger="gradckpt"):
+        step(model, Graphs().compile(model))
+    (record,) = [r for r in caplog.records if "torch.compile" in r.message]
+    assert record.message == "torch.compile: a graph keeps 3 tensors compressed, 96.00 KiB -> 24.38 KiB"
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)) for _ in "ab")
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = int8(layer, x)
+        return x.sum()
+
+
+def in_small_buckets():
+    model = torch.nn.parallel.DistributedDataParallel(Wide(), bucket_cap_mb=1.5)
+    with pytest.warns(GradckptInactiveWarning, match="optimize_ddp = False"):
+        torch.compile(model, backend="aot_eager")(torch.randn(64, 512)).backward()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        torch.compile(model, backend="aot_eager")(torch.randn(64, 512)).backward()
+    torch._dynamo.reset()  # what is cached may hold the model, which goes before the group
+
+
+def test_graphs_that_ddp_cuts_at_every_region_warn():
+    worlds.of_one(in_small_buckets)
+    assert gradckpt.stats()["compiled_tensors"] == 1
+
+
+CACHED = """
+import sys; sys.path.insert(0, {helpers!r})
+import torch, gradckpt
+from compile_cases import IDS, Net, int8, step
+model = Net(int8)
+seen = []
+function = torch.compile(model, fullgraph=True)
+with torch.autograd.graph.saved_tensors_hooks(lambda x: (seen.append(x.dtype), x)[1], lambda x: x):
+    step(model, function)
+hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+print(hits, gradckpt.stats()["compiled_tensors"], seen.count(torch.uint8))
+"""
+
+
+def test_a_graph_from_inductors_cache(tmp_path):
+    """A second process finds the graphs of the first, rewritten as they are."""
+    import os
+
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    code = CACHED.format(helpers=str(HELPERS))
+    outputs = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True) for _ in range(2)]
+    assert [o.stdout.split() for o in outputs] == [["0", "3", "3"], ["1", "3", "3"]], outputs[1].stderr
+
+
+def test_a_mark_says_whose_it_is():
+    """Caches on disk know graphs by their text: another gradckpt makes its own."""
+    seen = []
+
+    def backend(module, inputs):
+        seen.extend(
+            node.args[2] for mark in packing.MARKS for node in module.graph.find_nodes(op="call_function", target=mark)
+        )
+        return module.forward
+
+    for replay in (False, True):
+        torch._dynamo.reset()
+        packing._warn_unpacked.cache_clear()
+        checkpoint = functools.partial(gradckpt.checkpoint, compress=CompressionConfig("int8", replay=replay))
+        function = torch.compile(lambda x, w, c: c(body, x * 2, w), backend=backend)
+        with pytest.warns(GradckptInactiveWarning):
+            function(leaf(32, 64), weight(), checkpoint)
+    assert seen == [packing.version()] * 2
+
+
+def test_importing_gradckpt_imports_no_compiler():
+    code = "import sys, gradckpt; assert not {'torch._dynamo', 'sympy'} & sys.modules.keys()"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_policys_graphs_are_those_of_this_version(monkeypatch):
+    here = contexts_of("save_matmuls:int8").cache_hash
+    monkeypatch.setattr(packing, "version", lambda: "another")
+    there = contexts_of("save_matmuls:int8").cache_hash
+    assert len({here, there, contexts_of("save_matmuls").cache_hash}) == 3
+
+
+def test_a_view_of_an_input_that_crosses_crosses_compressed():
+    """With the matrix product kept, the backward needs the transposed input alone."""
+    graphs, inputs = Graphs(), (leaf(32, 64), weight())
+    context_fn = SAVES["save_matmuls"]
+
+    def function(x, w):
+        return gradckpt.checkpoint(body, x * 2, w, compress="int8", context_fn=context_fn)
+
+    assert_same(gradients(graphs.compile(function), *inputs)[:2], gradients(function, *inputs)[:2])
+    assert len(graphs.payloads) == 1
+    assert [tuple(x.shape) for x in graphs.exact if x.shape == (64, 32)] == []
+
+
+def route(x, w):
+    return gradckpt.checkpoint(lambda t: t * t.topk(2, -1).values.sum(), x * 2 @ w, compress="int8")
+
+
+def test_no_advice_about_a_context_that_nobody_passed():
+    torch._logging._internal.warning_once.cache_clear()
+    log, records = logging.getLogger("torch._higher_order_ops.wrap"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log.addHandler(handler)
+    try:
+        gradients(Graphs().compile(route), leaf(32, 64), weight())
+    finally:
+        log.removeHandler(handler)
+    assert records == []

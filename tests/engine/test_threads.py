@@ -1,0 +1,410 @@
+"""Threads: one recompute per region and backward, whoever asks, and nothing hangs."""
+
+import functools
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from processes import WAIT, alone
+from test_processes import block, forward, grad_of, leaf
+from torch.utils.checkpoint import GraphExecGroup
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+
+import gradckpt
+
+theirs = functools.partial(torchs_checkpoint, use_reentrant=False)
+BOTH = pytest.mark.parametrize("ck", [theirs, gradckpt.checkpoint], ids=["torch", "gradckpt"])
+COMPRESS = pytest.mark.parametrize("compress", [None, "raw"])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    torch.manual_seed(0)
+    yield
+    assert hooks_left() is None
+    assert torch.is_grad_enabled()
+
+
+def hooks_left():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def in_threads(*functions):
+    """Each in a thread of its own; what one raised is raised here. No thread may hang or keep hooks."""
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+        if hooks_left() is not None or not torch.is_grad_enabled():
+            errors.append(AssertionError("a thread kept hooks, or its grad mode is off"))
+
+    threads = [threading.Thread(target=guarded, args=(f,), daemon=True) for f in functions]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(WAIT)
+    assert not any(t.is_alive() for t in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+# ---- two threads of one graph task. A device made of Python has a thread of its own, also without a GPU ----
+
+
+@functools.cache
+def toy_device():
+    """Two functions: CPU to toy (saves its input), toy to CPU."""
+    from torch.utils import backend_registration as registration
+
+    class Module(registration._DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16]
+
+    registration._setup_privateuseone_for_python_backend("toy", Module())
+
+    class Toy(torch.Tensor):
+        @staticmethod
+        def __new__(cls, values):
+            self = torch._C._acc.create_empty_tensor(values.shape, values.dtype)
+            self.__class__ = cls
+            return self
+
+        def __init__(self, values):
+            self.values_on_cpu = values
+
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return Toy(x.exp())
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.values_on_cpu * ctx.saved_tensors[0].exp()
+
+    class Back(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.values_on_cpu.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return Toy(grad.clone())
+
+    return Exp.apply, Back.apply
+
+
+class TwoSides:
+    """A region whose saved tensors the thread of the CPU and the thread of the device want at the same time."""
+
+    def __init__(self, fail=False):
+        self.to, self.back = toy_device()
+        self.fail, self.runs, self.threads = fail, 0, set()
+        self.wanted = [threading.Event(), threading.Event()]
+
+    def region(self, t):
+        self.runs += 1
+        if self.runs > 1:
+            assert all(e.wait(WAIT) for e in self.wanted)
+            time.sleep(0.01)  # the other thread gets from its event to the region
+        if self.runs == 2 and self.fail:
+            raise ZeroDivisionError
+        return t.sin().exp(), self.to(t.sin())
+
+    def loss(self, x, **options):
+        def want(event, *_):
+            self.threads.add(threading.get_ident())
+            event.set()
+
+        host, device = gradckpt.checkpoint(self.region, x, **options)
+        for y, event in zip((host, device), self.wanted, strict=True):
+            y.grad_fn.register_prehook(functools.partial(want, event))
+        return (host + self.back(device)).sum()
+
+
+def one_task_two_threads(compress):
+    for _ in range(20):
+        two, x = TwoSides(), leaf(2048)
+        two.loss(x * 1, compress=compress or None).backward()
+        assert len(two.threads) == 2
+        assert two.runs == 2
+        assert torch.equal(x.grad, grad_of(lambda t: 2 * t.sin().exp(), x))
+
+
+def one_task_two_threads_and_the_first_fails():
+    for _ in range(10):
+        two, x = TwoSides(fail=True), leaf(64)
+        loss = two.loss(x)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        time.sleep(0.03)  # the device's thread may still be about to end its part
+        runs = two.runs
+        x.grad = None
+        loss.backward()
+        assert two.runs == runs + 1
+        assert torch.equal(x.grad, grad_of(lambda t: 2 * t.sin().exp(), x))
+
+
+def one_group_many_tasks_two_threads():
+    two, x = TwoSides(), leaf(64)
+    loss = two.loss(x)
+    other = gradckpt.checkpoint(lambda t: (t.sin().exp(), t.cos().exp()), x)
+    with GraphExecGroup():  # known on the device's thread, too
+        loss.backward()
+        other[0].sum().backward()
+        other[1].sum().backward()
+    assert two.runs == 2
+
+
+needs_toy_device = pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot make a device in Python",
+)
+
+
+@needs_toy_device
+@pytest.mark.parametrize("compress", ["", "raw"])
+def test_two_threads_of_one_backward_recompute_once(compress):
+    alone(one_task_two_threads, compress)
+
+
+@needs_toy_device
+def test_second_thread_of_a_backward_goes_on_when_the_recompute_of_the_first_raises():
+    alone(one_task_two_threads_and_the_first_fails)
+
+
+@needs_toy_device
+def test_group_reaches_the_thread_of_the_device():
+    alone(one_group_many_tasks_two_threads)
+
+
+@BOTH
+def test_saved_tensors_read_by_a_helper_thread_of_backward(ck):
+    """A graph task is known to its own threads only: elsewhere each access is one from outside."""
+    runs, read = [], []
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, grad):
+            in_threads(*[lambda: read.append(ctx.saved_tensors[0])] * 3)
+            return grad * ctx.saved_tensors[0].exp()
+
+    x = leaf(16)
+    ck(lambda t: runs.append(1) or Reads.apply(t.sin()).cos(), x).sum().backward()
+    assert len(runs) == 1 + 3 + 1
+    assert all(torch.equal(r, x.sin()) for r in read)
+    torch.testing.assert_close(x.grad, grad_of(lambda t: t.sin().exp().cos(), x))
+
+
+def test_two_threads_in_one_group_recompute_once():
+    runs, entered, group = [], threading.Event(), GraphExecGroup()
+    x = leaf(64)
+
+    def region(t):
+        runs.append(threading.get_ident())
+        if len(runs) > 1:
+            entered.set()
+            time.sleep(0.05)
+        return t.sin().exp(), t.cos().exp()
+
+    outputs = gradckpt.checkpoint(region, x, early_stop=False)
+    grads = [None, None]
+
+    def backward(i):
+        if i == 1:
+            assert entered.wait(WAIT)
+        with group:
+            grads[i] = grad_of(lambda _: outputs[i], x)
+
+    in_threads(functools.partial(backward, 0), functools.partial(backward, 1))
+    assert len(runs) == 2
+    assert torch.equal(grads[0], grad_of(lambda t: t.sin().exp(), x))
+    assert torch.equal(grads[1], grad_of(lambda t: t.cos().exp(), x))
+
+
+def test_first_warning_about_compression_does_not_let_a_second_thread_in(monkeypatch):
+    from gradckpt import _shim
+
+    x, runs, note, group = leaf(64, 64), [], _shim.note_step, GraphExecGroup()
+    monkeypatch.setattr(_shim, "note_step", lambda step: (time.sleep(0.05), note(step)))
+    gradckpt.reset_stats()  # the first two steps are noted
+    outputs = gradckpt.checkpoint(lambda t: runs.append(1) or (t.sin().exp(), t.cos().exp()), x * 1, compress="raw")
+
+    def backward(i):
+        with group:
+            torch.autograd.grad(outputs[i].sum(), x, retain_graph=True)
+
+    in_threads(functools.partial(backward, 0), functools.partial(backward, 1))
+    assert len(runs) == 2
+
+
+def test_thread_that_waits_tries_itself_when_the_recompute_of_the_group_raises():
+    runs, entered, group = [], threading.Event(), GraphExecGroup()
+    x, grads = leaf(64), []
+
+    def region(t):
+        runs.append(1)
+        if len(runs) == 2:
+            entered.set()
+            time.sleep(0.05)
+            raise ZeroDivisionError
+        return t.sin().exp(), t.cos().exp()
+
+    outputs = gradckpt.checkpoint(region, x)
+
+    def first():
+        with group, pytest.raises(ZeroDivisionError):
+            grad_of(lambda _: outputs[0], x)
+
+    def second():
+        assert entered.wait(WAIT)
+        with group:
+            grads.append(grad_of(lambda _: outputs[1], x))
+
+    in_threads(first, second)
+    assert len(runs) == 3
+    assert torch.equal(grads[0], grad_of(lambda t: t.cos().exp(), x))
+
+
+# ---- several backwards over one region ----
+
+
+@COMPRESS
+def test_two_backwards_inside_one_region_at_once(compress):
+    """Both are held inside the recompute until the other is there, too, after each of its saved tensors again."""
+    x, runs, together, grads = leaf(2048), [], threading.Barrier(2), [[], []]
+
+    def region(t, wait=True):
+        runs.append(threading.get_ident())
+        outputs = [t.sin(), t.cos()]  # autograd locks a node: two threads get to this region by different nodes only
+        for _ in range(4):
+            outputs = [o.exp().sin() for o in outputs]
+            if wait and len(runs) > 1:
+                together.wait(WAIT)
+        return outputs
+
+    outputs = gradckpt.checkpoint(region, x * 1, compress=compress, preserve_rng_state=False)
+
+    def backward(i):
+        grads[i].append(torch.autograd.grad(outputs[i].sum(), x, retain_graph=True)[0])
+
+    for rounds in range(1, 11):
+        in_threads(functools.partial(backward, 0), functools.partial(backward, 1))
+        assert len(runs) == 1 + 2 * rounds
+    for i in range(2):
+        want = grad_of(lambda t, i=i: region(t, wait=False)[i], x)
+        assert all(torch.equal(g, want) for g in grads[i])
+
+
+def test_backwards_overtake_each_other_on_one_region():
+    """The second begins and ends while the first is between two saved tensors of the same region."""
+    x, runs, grads = leaf(64), [], []
+    y = gradckpt.checkpoint(lambda t: runs.append(1) or t.sin().exp().tanh().exp(), x, preserve_rng_state=False).sum()
+    nodes = [y.grad_fn.next_functions[0][0]]
+    for _ in range(3):
+        nodes.append(nodes[-1].next_functions[0][0])
+    main = threading.get_ident()
+
+    def overtake(*_):
+        if threading.get_ident() == main:
+            in_threads(lambda: grads.append(torch.autograd.grad(y, x, retain_graph=True)[0]))
+
+    for node in nodes:
+        node.register_prehook(overtake)
+    grads.append(torch.autograd.grad(y, x, retain_graph=True)[0])
+    assert len(grads) == 5
+    assert len(runs) == 1 + 5
+    assert all(torch.equal(g, grad_of(lambda t: t.sin().exp().tanh().exp(), x)) for g in grads)
+
+
+# ---- many threads ----
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own model", "shared model"])
+def test_eight_threads_of_training_steps(shared):
+    steps = 12
+    models = (
+        [torch.nn.Sequential(block(), block())] * 8 if shared else [torch.nn.ModuleList([block()]) for _ in range(8)]
+    )
+    runs = [0] * 8
+    wrong = []
+
+    def counted(i):
+        def ck(function, *args):
+            def once(*a):
+                runs[i] += 1
+                return function(*a)
+
+            return gradckpt.checkpoint(once, *args, compress=[None, "raw"][i % 2])
+
+        return ck
+
+    def train(i):
+        generator = torch.Generator().manual_seed(i)
+        wanted = list(models[i].parameters())
+        for _ in range(steps):
+            x = torch.randn(80, 16, generator=generator, requires_grad=True)
+            mine = torch.autograd.grad(forward(counted(i), models[i], x), [x, *wanted])
+            plain = torch.autograd.grad(forward(lambda f, *a: f(*a), models[i], x), [x, *wanted])
+            wrong.extend(1 for a, b in zip(mine, plain, strict=True) if not torch.equal(a, b))
+
+    in_threads(*[functools.partial(train, i) for i in range(8)])
+    assert not wrong
+    # The recompute of the outer region ends where the inner one, whose input it has then, begins.
+    assert runs == [steps * len(models[0]) * (2 + 2)] * 8
+
+
+def test_backward_on_another_thread_than_the_forward():
+    x, seen = leaf(32, 32), []
+    model = torch.nn.ModuleList([block(32)])
+
+    def run(function, *args):
+        seen.append(threading.current_thread())
+        return function(*args)
+
+    losses = []
+    in_threads(lambda: losses.append(forward(lambda f, *a: gradckpt.checkpoint(run, f, *a), model, x)))
+    in_threads(losses[0].backward)  # the thread of the forward is gone
+    assert len(set(seen)) == 2
+    assert torch.equal(x.grad, grad_of(functools.partial(forward, lambda f, *a: f(*a), model), x))
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_thread_that_dies_in_a_step_leaves_the_rest_working(where, error):
+    x, runs = leaf(8), []
+
+    def region(t):
+        runs.append(1)
+        y = t.sin().exp()
+        if len(runs) == (1 if where == "forward" else 2):
+            raise error
+        return y.sin()
+
+    def dies():
+        outputs.append(gradckpt.checkpoint(region, x))
+        outputs[0].sum().backward(retain_graph=True)
+
+    outputs = []
+    with pytest.raises(error):
+        in_threads(dies)
+    y = outputs[0] if outputs else gradckpt.checkpoint(region, x)
+    y.sum().backward()
+    assert torch.equal(x.grad, grad_of(lambda t: t.sin().exp().sin(), x))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    # Not through the end of the interpreter: torch's thread of the device may still be putting objects away.
+    os._exit(0)

@@ -1,0 +1,241 @@
+"""Every differentiable operator of PyTorch's own sample table (OpInfo) inside a region: gradients as without one.
+
+Bit-equal to plain autograd in float64, float32 and bfloat16, but where torch.utils.checkpoint itself differs from plain
+autograd in the same run (it raises, or the operator is not deterministic); there ours must do what torch's does.
+
+    python tests/equivalence/test_opinfo.py [--dtype float32] [--part 1/4] [--all]
+
+does the sweep and prints the operators in which torch's own differs. Without --all it takes of each operator and
+dtype at most SAMPLES samples, spread over the first SPREAD of its table. Every test is such a process: torch's test
+package freezes backend flags, loads a hypothesis profile and may initialise CUDA when it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import types
+import unittest
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_leaves
+
+import gradckpt
+
+SAMPLES = 8
+SPREAD = 24
+MAX_NUMEL = 100_000  # of the inputs of a sample
+DTYPES = ("float64", "float32", "bfloat16")
+PARTS = 2
+SOAK_PARTS = 4
+
+
+# ---- one sample ----
+
+
+class Outcome(NamedTuple):
+    """What a run of one sample showed: gradients to the last bit, or the exception. And how often the operator ran."""
+
+    raised: tuple[str, str] | None
+    grads: tuple[Any, ...]
+    calls: int
+
+
+class Case(NamedTuple):
+    """An operator with one sample of arguments."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def bits(x: torch.Tensor | None) -> Any:
+    if x is None:
+        return None
+    layout = x.layout
+    if x.is_nested:
+        return str(layout), tuple(bits(part) for part in x.unbind())
+    if layout != torch.strided:
+        x = x.to_dense()
+    x = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return str(layout), x.dtype, bytes(x.view(torch.uint8).numpy()) if x.numel() else b""
+
+
+def run(case: Case, checkpoint: Callable[..., Any]) -> Outcome:
+    """Gradients of all inputs that require grad, for outputs weighted the same way in every run."""
+    calls = 0
+
+    def region(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return case.function(*args, **kwargs)
+
+    leaves = [t for t in tree_leaves((case.args, case.kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    torch.manual_seed(1)
+    try:
+        result = checkpoint(region, *case.args, **case.kwargs)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not outputs:
+            return Outcome(None, (), calls)
+        torch.manual_seed(2)
+        weights = [torch.randn_like(t) if t.layout == torch.strided else torch.ones_like(t) for t in outputs]
+        grads = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
+        return Outcome(None, tuple(bits(g) for g in grads), calls)
+    except Exception as error:
+        return Outcome((type(error).__name__, str(error)), (), calls)
+
+
+def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
+ours = functools.partial(gradckpt.checkpoint, compress=None)
+
+
+class Sweep:
+    """Counts, the operators in which torch's checkpoint differs, and where ours is wrong."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.torch_differs: dict[str, str] = {}
+        self.wrong: list[str] = []
+
+    def check(self, case: Case) -> None:
+        self.counts["samples"] += 1
+        expected = run(case, plain)
+        if expected.raised or not expected.grads:
+            self.counts["without gradient"] += 1
+            return
+        found = run(case, ours)
+        reference = run(case, theirs)
+        self.counts["recomputed"] += found.calls > 1
+        right = found == reference
+        if reference[:2] != expected[:2]:
+            self.torch_differs.setdefault(case.name, self.difference_of_torch(case, expected, reference))
+            # The values may be anyone's: rrelu saves its noise before the kernel fills it, and the early stop comes
+            # in between, so that the gradient reads memory nobody wrote. The kind must be torch's.
+            kinds = [outcome.raised and outcome.raised[0] for outcome in (found, reference)]
+            right = kinds[0] == kinds[1]
+        if not right:
+            self.wrong.append(f"{case.name}: torch's checkpoint {describe(reference)}, ours {describe(found)}")
+
+    def difference_of_torch(self, case: Case, expected: Outcome, reference: Outcome) -> str:
+        if reference.raised:
+            return f"{reference.raised[0]}: {reference.raised[1].strip().splitlines()[0][:100]}"
+        if run(case, plain)[:2] != expected[:2]:
+            return "other gradients, as plain autograd has when it runs again"
+        return "other gradients"
+
+
+def describe(outcome: Outcome) -> str:
+    what = f"raises {': '.join(outcome.raised)}" if outcome.raised else f"gives {hash(outcome.grads):x}"
+    return f"{what} ({outcome.calls} calls)"
+
+
+# ---- the table ----
+
+
+def operators() -> list[Any]:
+    """torch's table. Its module wants expecttest, for classes that nothing here uses: a stand-in will do."""
+    try:
+        import expecttest  # noqa: F401
+    except ImportError:
+        stand_in: Any = types.ModuleType("expecttest")
+        stand_in.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = stand_in
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return [op for op in op_db if op.supports_autograd]
+
+
+def cases(op: Any, dtype: torch.dtype, everything: bool) -> Iterator[Case]:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    samples = op.sample_inputs("cpu", dtype, requires_grad=True)
+    chosen = samples if everything else itertools.islice(samples, 0, SPREAD, SPREAD // SAMPLES)
+    for sample in chosen:
+        args = (sample.input, *sample.args)
+        tensors = [t for t in tree_leaves((args, sample.kwargs)) if isinstance(t, torch.Tensor)]
+        if sum(t.numel() for t in tensors) <= MAX_NUMEL:
+            yield Case(op.formatted_name, op.op, args, sample.kwargs)
+
+
+def sweep(dtype: str, part: int, parts: int, everything: bool) -> Sweep:
+    result = Sweep()
+    wanted = getattr(torch, dtype)
+    for op in operators()[part::parts]:
+        if wanted in op.supported_backward_dtypes("cpu"):
+            result.counts["operators"] += 1
+            for case in cases(op, wanted, everything):
+                result.check(case)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th operator, from the I-th")
+    parser.add_argument("--all", action="store_true", help="all samples")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    part, parts = map(int, chosen.part.split("/"))
+    wrong = 0
+    for dtype in chosen.dtype or DTYPES:
+        result = sweep(dtype, part, parts, chosen.all)
+        print(f"{dtype}: " + ", ".join(f"{n} {name}" for name, n in result.counts.items()))
+        print(f"  torch's own checkpoint differs from plain autograd in {len(result.torch_differs)} operators")
+        for name, how in sorted(result.torch_differs.items()):
+            print(f"    {name}: {how}")
+        for line in result.wrong:
+            print(f"  WRONG {line}")
+        wrong += len(result.wrong)
+    return int(wrong > 0)
+
+
+# ---- the tests ----
+
+
+def check(dtype: str, part: str, *options: str) -> None:
+    paths = [str(Path(gradckpt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    command = [sys.executable, __file__, "--dtype", dtype, "--part", part, *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    counts = {name: int(n) for n, name in re.findall(r"(\d+) (\w+)", done.stdout.splitlines()[0])}
+    assert counts["operators"] > 100
+    assert counts["recomputed"] > counts["samples"] / 2
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_every_operator_are_those_of_plain_autograd(dtype, part):
+    check(dtype, f"{part}/{PARTS}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("part", range(SOAK_PARTS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_every_sample_of_every_operator_are_those_of_plain_autograd(dtype, part):
+    check(dtype, f"{part}/{SOAK_PARTS}", "--all")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

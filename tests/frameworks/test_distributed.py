@@ -1,0 +1,161 @@
+"""torch's own engines, two ranks on gloo: DDP, FSDP, fully_shard over checkpoint_wrapper and apply, beside torch's."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import world_torch
+import worlds
+from checkout import ROOT
+
+ENGINES = {
+    "ddp": ("None", "int8", "apply None", "apply int8"),
+    "ddp unused": ("None", "int8"),
+    "ddp static": ("None", "int8"),
+    "fsdp1": ("None", "int8"),
+    "fsdp1 outside": ("None", "int8"),
+    "fsdp1 bf16": ("None", "int8"),
+    "fsdp2": ("None", "int8", "apply None", "apply int8"),
+    "fsdp2 outside": ("None", "int8"),
+    "fsdp2 kept": ("None", "int8"),
+    "fsdp2 bf16": ("None", "int8"),
+    "hsdp": ("None", "int8"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return worlds.run(world_torch.torch_engines, tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize(("engine", "how"), [(e, how) for e, hows in ENGINES.items() for how in hows])
+def test_engine(found, engine, how):
+    for rank in found:
+        r = rank[engine][how]
+        print(f"{engine}, {how}: {r['wrapped']} modules checkpointed, {r['bytes_in']} -> {r['bytes_out']} bytes")
+        regions = 2 * world_torch.LAYERS  # micro-batches
+        assert r["wrapped"] == world_torch.LAYERS
+        assert r["regions"] == r["recomputes"] == regions
+        assert r["same losses"]
+        assert r["keys"], "state_dict has other keys than the plain model"
+        if how.endswith("None"):
+            assert r["equal"], "a gradient differs from that of torch's checkpointing"
+            assert r["compressed"] == 0
+        else:
+            assert r["compressed"] == r["asked"] == regions
+            values = world_torch.ROWS * world_torch.LENGTH * world_torch.WIDTH
+            assert r["bytes_in"] == regions * values * (2 if "bf16" in engine else 4)
+            assert r["bytes_out"] == regions * values * 8.125 / 8
+            assert 0 < r["error"] < 0.01
+            assert r["cosine"] > 0.9998
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("how", ["int8", "stochastic"])
+def test_replicas_encode_to_identical_bytes(found, engine, how):
+    first, second = (rank["hashes"][f"{engine} {how}"] for rank in found)
+    assert first == second
+    assert first[0] == 2 * world_torch.LAYERS
+
+
+def test_rounding_is_seen_in_the_bytes(found):
+    hashes = found[0]["hashes"]
+    assert hashes["ddp int8"] != hashes["ddp stochastic"]
+
+
+# ---- accelerate
+
+
+ACCELERATE = {
+    "plain": ("wrap None", "wrap int8", "enable None", "enable int8", "apply int8"),
+    "fsdp1": ("wrap None", "wrap int8", "enable None", "enable int8", "apply int8"),
+    "fsdp1 late": ("wrap None", "wrap int8"),
+    "fsdp2": ("wrap None", "wrap int8", "enable None", "enable int8", "apply int8"),
+}
+
+
+@pytest.fixture(scope="module")
+def accelerated(tmp_path_factory):
+    import world_accelerate
+
+    return worlds.run(world_accelerate.accelerate_engines, tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.mark.parametrize(("engine", "how"), [(e, how) for e, hows in ACCELERATE.items() for how in hows])
+def test_accelerate(accelerated, engine, how):
+    prefix = {"plain": "DistributedDataParallel", "fsdp1": "FullySharded", "fsdp2": "FSDPLlama"}[engine.split()[0]]
+    for rank in accelerated:
+        r = rank[engine][how]
+        assert r["engine"].startswith(prefix)
+        assert r["wrapped"] == 3
+        assert r["regions"] == r["recomputes"] == 6
+        assert r["same losses"]
+        assert r["keys"]
+        if how.endswith("None"):
+            assert r["equal"], "a gradient differs from that of transformers' own checkpointing"
+        else:
+            assert r["compressed"] == r["asked"] == 6
+            assert 0 < r["bytes_out"] < 0.26 * r["bytes_in"]
+            assert 0 < r["error"] < 0.01
+            assert r["cosine"] > 0.9998
+
+
+@pytest.mark.parametrize("version", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        (
+            "wrap",
+            "LlamaDecoderLayer is wrapped for checkpointing already, and would be twice; wrap it once, and turn off",
+        ),
+        ("enable", "is inside torch's CheckpointWrapper since gradckpt.enable, so its layers would run three times"),
+        ("apply", "LlamaDecoderLayer is checkpointed by gradckpt.apply, and torch's CheckpointWrapper is around it"),
+    ],
+)
+def test_fsdps_own_flag_beside_ours_is_an_error(accelerated, version, way, says):
+    for rank in accelerated:
+        message = rank["flags"][f"{version} {way}"]
+        assert message is not None
+        assert says in message
+        assert message.startswith("gradckpt: ")
+        assert "activation_checkpointing flag" in message
+
+
+def test_ranks_disagree_about_enable(accelerated):
+    for rank in accelerated:
+        ranks = rank["ranks"]
+        assert "the ranks disagree about Codecby_enable in gradckpt.enable: " in ranks["by_enable"]
+        assert "rank 0 has int8" in ranks["by_enable"]
+        assert "rank 1 has int4" in ranks["by_enable"]
+        assert "rank 1 has no compression" in ranks["by_enable None"]
+        assert ranks["by_enable agreed"] is None
+
+
+@pytest.mark.parametrize("version", ["fsdp1", "fsdp2"])
+def test_a_wrapped_model_and_the_flag_are_an_error_when_the_model_is_prepared(accelerated, version):
+    assert [rank["flags"][f"{version} prepare"] for rank in accelerated] == ["refused", "refused"]
+
+
+# ---- the example
+
+
+@pytest.mark.parametrize(("engine", "compress"), [("fsdp2", "int8"), ("fsdp1", "none")])
+def test_example(engine, compress):
+    """As a user runs it."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/fsdp.py"]
+    done = subprocess.run(
+        [sys.executable, *command, "--engine", engine, "--compress", compress, "--steps", "3", "--layers", "3"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=worlds.LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{engine} on 2 ranks, 3 steps: 3 blocks wrapped" in done.stdout
+    if compress == "none":
+        assert "losses equal to the last bit: 3 of 3" in done.stdout
+    else:
+        assert "compressed on this rank: 9 of 9 inputs" in done.stdout
+        assert "losses equal to the last bit: 1 of 3, the first too" in done.stdout

@@ -1,0 +1,11 @@
+"""Where things are in the checkout: every path that a test needs starts here."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+HELPERS = TESTS / "helpers"
+SCRIPTS = HELPERS / "scripts"
+EMULATION = HELPERS / "emulation"
+EXAMPLES = ROOT / "examples"
+CODEC = ROOT / "csrc" / "codec"

@@ -1,0 +1,130 @@
+"""The instruction sets of the host codecs: forced in process, or called in a library built here."""
+
+import contextlib
+import ctypes
+import shlex
+import shutil
+import subprocess
+
+import codec_oracle as oracle
+import numpy as np
+from checkout import CODEC
+
+from gradckpt import _C
+
+FORMATS = {"fp8_e4m3": 0, "fp8_e5m2": 1, "int8": 2, "int8_plain": 3, "int6": 4, "int4": 5}  # gck_format
+#: Bytes of codes per group, and of the words beside them.
+LAYOUT = dict.fromkeys(FORMATS, (128, 2)) | {"int6": (96, 2), "int4": (64, 4)}
+NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}  # gck_dtype
+KERNELS = (ctypes.c_void_p * 3) * len(FORMATS)
+
+
+@contextlib.contextmanager
+def forced(isa):
+    before = _C.isa()
+    _C.force_isa(isa)
+    try:
+        yield
+    finally:
+        _C.force_isa(before)
+
+
+def supported(isa):
+    try:
+        with forced(isa):
+            return True
+    except ValueError:
+        return False
+
+
+ISAS = [isa for isa in ("scalar", "avx2", "avx512") if supported(isa)]
+
+
+FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -mavx2 -mfma -mf16c -DGCK_EMULATE_AVX512 -Wall")
+
+
+class Table(ctypes.Structure):
+    """gck_isa."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("encode", KERNELS), ("encode_noisy", KERNELS), ("decode", KERNELS)]
+
+
+class Dither(ctypes.Structure):
+    """gck_dither."""
+
+    _fields_ = [("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("tensor", ctypes.c_uint32)]
+
+
+def aligned(nbytes):
+    block = np.zeros(nbytes + 64, np.uint8)
+    start = -block.ctypes.data % 64
+    return block[start : start + nbytes]
+
+
+class EmulatedAvx512:
+    """The AVX-512 kernels against portable C (tests/helpers/emulation), for machines without it. Whole groups only."""
+
+    def __init__(self, folder):
+        gcc = shutil.which("gcc")
+        path = folder / "avx512.so"
+        others = ("lossless", "mask", "cast")  # families of their own: direct_kernels.py
+        families = [s for s in sorted(CODEC.glob("*_avx512.c")) if not s.name.startswith(others)]
+        sources = [*families, CODEC / "scalar.c"]
+        objects = [folder / f"{s.stem}.o" for s in sources]
+        running = [subprocess.Popen([gcc, *FLAGS, "-c", s, "-o", o]) for s, o in zip(sources, objects, strict=True)]
+        assert [p.wait() for p in running] == [0] * len(sources)
+        subprocess.run([gcc, "-shared", "-o", path, *objects, "-lm"], check=True)
+        self.library = ctypes.CDLL(str(path))
+        self.table = Table.in_dll(self.library, "gck_isa_avx512")
+
+    def encode_noisy(self, codec, bits, dtype, key):
+        groups = bits.size // 128
+        kernel = ctypes.CFUNCTYPE(
+            None,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.POINTER(Dither),
+            ctypes.c_int64,
+        )(self.table.encode_noisy[FORMATS[codec]][NUMBERS[dtype]])
+        codes, side = LAYOUT[codec]
+        payload = aligned(groups * (codes + side))
+        start = payload.ctypes.data
+        kernel(bits.ctypes.data, groups, start, start + groups * codes, Dither(*key), 0)
+        return payload
+
+    def encode(self, codec, bits, dtype, streaming=0):
+        groups = bits.size // 128
+        codes, side = LAYOUT[codec]
+        kernel = ctypes.CFUNCTYPE(
+            None,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int,
+        )(self.table.encode[FORMATS[codec]][NUMBERS[dtype]])
+        payload = aligned(groups * (codes + side))
+        start = payload.ctypes.data
+        kernel(bits.ctypes.data, groups, start, start + groups * codes, 0, streaming)
+        return payload
+
+    def decode(self, codec, payload, numel, dtype, streaming=0):
+        groups = numel // 128
+        kernel = ctypes.CFUNCTYPE(
+            None,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int,
+        )(self.table.decode[FORMATS[codec]][NUMBERS[dtype]])
+        source = aligned(payload.size)
+        source[:] = payload
+        start = source.ctypes.data
+        out = aligned(numel * np.dtype(oracle.WORDS[dtype]).itemsize)
+        kernel(start, start + groups * LAYOUT[codec][0], groups, out.ctypes.data, 0, streaming)
+        return out.view(oracle.WORDS[dtype])

@@ -1,0 +1,104 @@
+"""csrc/codec as a library of its own, called through ctypes: what Python's gradckpt._C does not export."""
+
+import ctypes
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+from checkout import CODEC
+
+FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror")
+ISA_FLAGS = {
+    "_avx2": shlex.split("-mavx2 -mfma -mf16c"),
+    "_avx512": shlex.split("-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"),
+}
+NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "bool": 3}  # gck_dtype
+#: gck_encode() and gck_decode() of units chosen by the caller.
+UNITS = """
+#include "../gradckpt.h"
+int units_encode(const char *name, const gck_tensor *x, void *payload, int64_t first, int64_t last)
+{
+    return gck_codec_find(name)->encode_host(x, payload, NULL, first, last);
+}
+void units_decode(const char *name, const void *payload, const gck_tensor *x, int64_t first, int64_t last)
+{
+    gck_codec_find(name)->decode_host(payload, x, first, last);
+}
+int64_t units_size(const char *name) { return gck_codec_find(name)->unit; }
+int64_t units_nbytes(const char *name, int64_t n, int dtype) { return gck_nbytes(gck_codec_find(name), n, dtype); }
+int64_t units_sizeof_tensor(void) { return sizeof(gck_tensor); }
+"""
+
+
+class Tensor(ctypes.Structure):
+    """gck_tensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("ndim", ctypes.c_int),
+        ("sizes", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+def compile_codecs(folder, extra=()):
+    """Objects of csrc/codec/*.c and of `extra`."""
+    gcc = shutil.which("gcc")
+    assert gcc, "gcc is needed: the extension could not have been built without it"
+
+    def one(source):
+        isa = [f for suffix, f in ISA_FLAGS.items() if source.stem.endswith(suffix) and platform.machine() == "x86_64"]
+        made = folder / f"{source.stem}.o"
+        command = [gcc, *FLAGS, *(isa[0] if isa else []), f"-I{CODEC}", "-c", str(source), "-o", str(made)]
+        subprocess.run(command, check=True)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(one, [*sorted(CODEC.glob("*.c")), *extra]))
+
+
+class CodecLibrary:
+    """Contiguous host tensors by address."""
+
+    Tensor = Tensor
+
+    def __init__(self, folder):
+        (folder / "units.c").write_text(UNITS)
+        objects = compile_codecs(folder, [folder / "units.c"])
+        subprocess.run(["gcc", "-shared", "-o", folder / "codecs.so", *objects, "-lm"], check=True)
+        self.library = ctypes.CDLL(str(folder / "codecs.so"))
+        for name in ("units_size", "units_nbytes", "units_sizeof_tensor"):
+            getattr(self.library, name).restype = ctypes.c_int64
+
+    def nbytes(self, codec, numel, dtype):
+        return self.library.units_nbytes(codec.encode(), ctypes.c_int64(numel), NUMBERS[dtype])
+
+    def units(self, codec, numel):
+        """Units of work that a tensor has, the last one perhaps not full."""
+        return -(-numel // self.library.units_size(codec.encode()))
+
+    def sizeof_tensor(self):
+        return self.library.units_sizeof_tensor()
+
+    def encode_units(self, codec, x, numel, dtype, payload, first, last):
+        tensor = Tensor(x, numel, 0, None, None, NUMBERS[dtype], -1, None)
+        bounds = ctypes.c_int64(first), ctypes.c_int64(last)
+        return self.library.units_encode(codec.encode(), ctypes.byref(tensor), ctypes.c_void_p(payload), *bounds)
+
+    def decode_units(self, codec, payload, numel, dtype, x, first, last):
+        tensor = Tensor(x, numel, 0, None, None, NUMBERS[dtype], -1, None)
+        bounds = ctypes.c_int64(first), ctypes.c_int64(last)
+        self.library.units_decode(codec.encode(), ctypes.c_void_p(payload), ctypes.byref(tensor), *bounds)
+
+    def encode(self, codec, x, numel, dtype, payload):
+        return self.encode_units(codec, x, numel, dtype, payload, 0, self.units(codec, numel))
+
+    def decode(self, codec, payload, numel, dtype, x):
+        self.decode_units(codec, payload, numel, dtype, x, 0, self.units(codec, numel))

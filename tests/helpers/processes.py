@@ -1,0 +1,34 @@
+"""Processes for tests: a function of a test file in an interpreter of its own, and one in a forked child."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from checkout import HELPERS, ROOT
+
+WAIT = 30  # seconds, for what happens at once unless something is broken
+
+
+def alone(script, *arguments):
+    """Run a function of a test file in a process of its own: it ends with 0 and writes nothing to stderr."""
+    file = Path(script.__code__.co_filename)
+    path = os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(file), script.__name__, *arguments]
+    env = {**os.environ, "PYTHONPATH": path}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=4 * WAIT)
+    assert (run.returncode, run.stderr) == (0, ""), run.stdout + run.stderr
+
+
+def in_child(function):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        except BaseException as error:
+            print(repr(error), flush=True)
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0

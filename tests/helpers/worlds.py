@@ -1,0 +1,108 @@
+"""Worlds of two processes on gloo: :func:`run` starts them; each writes down what it found, and the tests read it.
+:func:`of_one` is the world of a test's own process."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from checkout import HELPERS, ROOT
+
+#: Seconds: for a world, and for a rank after another has failed.
+LIMIT, GRACE = 240, 8
+
+#: In a rank: its number, and the folder of the world.
+RANK = int(os.environ.get("RANK", "0"))
+FOLDER = os.environ.get("GRADCKPT_TEST_WORLD")
+
+
+def run(function, folder, *arguments, ranks=2, fails=False):
+    """Run a function of a test file in each rank. It returns what JSON can carry; here: a list with that of each rank.
+
+    With ``fails``: the errors (the last line of stderr) of ranks that raise, or None, in that list.
+    """
+    file = Path(function.__code__.co_filename)
+    processes = []
+    for rank in range(ranks):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "GRADCKPT_TEST_WORLD": str(folder),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "ACCELERATE_USE_CPU": "true",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [sys.executable, str(HELPERS / "worlds.py"), str(file), function.__name__, str(folder), *arguments]
+        with open(folder / f"output{rank}", "w") as output, open(folder / f"errors{rank}", "w") as errors:
+            processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=errors))
+    limit = time.monotonic() + LIMIT
+    while time.monotonic() < limit and any(p.poll() is None for p in processes):
+        if any(p.poll() not in (None, 0) for p in processes):
+            limit = min(limit, time.monotonic() + GRACE)
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+        process.wait()
+    errors = [(folder / f"errors{rank}").read_text() for rank in range(ranks)]
+    if fails:
+        raised = [text.strip().splitlines() or ["nothing was said"] for text in errors]
+        return [lines[-1] if p.returncode else None for lines, p in zip(raised, processes, strict=True)]
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * ranks, f"{codes}\n" + "\n".join(f"rank {r}:\n{text}" for r, text in enumerate(errors))
+    return [json.loads((folder / f"found{rank}").read_text()) for rank in range(ranks)]
+
+
+def join(folder, name="store"):
+    import datetime
+
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/{name}",
+        rank=RANK,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=60),
+    )
+
+
+def of_one(function, *arguments):
+    """function(*arguments) in a process group of this process alone.
+
+    A function, since a DistributedDataParallel must go before its group: where its reducer holds the group last, torch
+    joins gloo's threads with the GIL held, and one of them may wait for the GIL to let go of its last work.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return function(*arguments)
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def main(file, name, folder, *arguments):
+    import importlib
+
+    import torch.distributed as dist
+
+    join(folder)
+    found = getattr(importlib.import_module(Path(file).stem), name)(*arguments)
+    Path(folder, f"found{RANK}").write_text(json.dumps(found))
+    gc.collect()  # as in of_one()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

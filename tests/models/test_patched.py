@@ -1,0 +1,391 @@
+"""gradckpt.patched: who is served, what is left to torch, and that nothing stays behind."""
+
+import functools
+import importlib
+import inspect
+import pickle
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.utils.checkpoint
+import transformers.modeling_utils  # noqa: F401 (gradckpt listens from then on, patched or not)
+from patched_calls import (
+    WIDTH,
+    alone,
+    compressed,
+    default_argument,
+    early_partial,
+    equal,
+    error,
+    gradients,
+    model,
+    nothing_left_behind,  # noqa: F401 (a fixture of every test here)
+)
+from processes import in_child
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint as early
+from torch.utils.checkpoint import checkpoint_sequential
+
+import gradckpt
+
+
+class TestWhoIsServed:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda layer, x, **k: torch.utils.checkpoint.checkpoint(layer, x, **k),
+            early,
+            default_argument,
+            lambda layer, x, **k: early_partial(layer, x),
+            lambda layer, x, **k: early(function=lambda x: layer(x), x=x, **k),
+        ],
+        ids=["looked up", "imported early", "default argument", "partial", "function="],
+    )
+    def test_whoever_holds_the_function(self, call):
+        layers = model()
+        expected = gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch")
+        with gradckpt.patched("int8"):
+            found, n = compressed(gradients, layers, call, use_reentrant=False)
+        assert n == len(layers)
+        assert equal(found, expected)
+
+    def test_gradients_within_the_bound_of_the_codec(self):
+        layers = model()
+        exact = gradients(layers, early, use_reentrant=False)
+        with gradckpt.patched("int8"):
+            assert 0 < error(gradients(layers, early, use_reentrant=False), exact) < 0.01
+        assert equal(gradients(layers, early, use_reentrant=False), exact)
+
+    @pytest.mark.parametrize("use_reentrant", [None, False, True])
+    def test_without_compression_it_is_torch_to_the_last_bit(self, use_reentrant):
+        layers = model()
+        with warnings.catch_warnings(record=True) as expected_warnings:
+            warnings.simplefilter("always")
+            expected = gradients(layers, early, use_reentrant=False)
+            if use_reentrant is None:
+                early(layers[0], torch.randn(2, WIDTH, requires_grad=True), use_reentrant=None)
+        with gradckpt.patched(None) as handle, warnings.catch_warnings(record=True) as found_warnings:
+            warnings.simplefilter("always")
+            # torch's reentrant form knows no autograd.grad
+            found = gradients(layers, early, use_reentrant=False)
+            early(layers[0], torch.randn(2, WIDTH, requires_grad=True), use_reentrant=use_reentrant)
+        assert equal(found, expected)
+        assert {str(w.message) for w in found_warnings} == {str(w.message) for w in expected_warnings}
+        assert handle.stats()["reentrant"] == (use_reentrant is not False)
+        assert handle.inactive_reason is None
+
+    def test_use_reentrant_that_nobody_said_is_ours_and_says_nothing(self):
+        layers = model()
+        with gradckpt.patched("int8"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found, n = compressed(gradients, layers, early)
+        assert n == len(layers)
+        assert equal(found, gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch"))
+
+    def test_explicit_reentrant_stays_torchs_and_is_counted(self):
+        layer = model()[0]
+        x = torch.randn(32, WIDTH, requires_grad=True)
+        with gradckpt.patched("int8") as handle:
+            y = early(layer, x * 1, use_reentrant=True)
+            assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
+            early(layer, x * 1, use_reentrant=False)
+            assert (handle.stats()["calls"], handle.stats()["reentrant"], handle.stats()["compressed"]) == (2, 1, 1)
+
+    @pytest.mark.parametrize("said", [{}, {"use_reentrant": False}])
+    def test_sequential(self, said):
+        layers = model()
+        x = torch.randn(32, WIDTH, requires_grad=True)
+
+        def step():
+            return checkpoint_sequential(layers, 3, x * 1, **said).square().sum().backward()
+
+        with gradckpt.patched("int8"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert compressed(step)[1] == 2
+
+    def test_sequential_with_reentrant_is_torchs(self):
+        with gradckpt.patched("int8") as handle:
+            checkpoint_sequential(model(), 3, torch.randn(32, WIDTH, requires_grad=True), use_reentrant=True)
+            early(nn.Identity(), torch.randn(32, WIDTH, requires_grad=True) * 1)
+        assert handle.stats()["reentrant"] == 2
+
+    def test_checkpoint_wrappers_of_torch_made_before(self):
+        wrapped = nn.Sequential(*(checkpoint_wrapper(layer) for layer in model()))
+        with gradckpt.patched("int8"):
+            _, n = compressed(gradients, wrapped, lambda layer, x: layer(x))
+        assert n == len(wrapped)
+
+    def test_keywords_of_the_region_that_are_called_as_ours(self):
+        def region(x, compress, buffers):
+            return x * compress + buffers
+
+        x = torch.randn(32, WIDTH, requires_grad=True)
+        with gradckpt.patched("int8"):
+            y, n = compressed(early, region, x * 1, compress=2.0, buffers=1.0, use_reentrant=False)
+        assert n == 1
+        assert torch.equal(y, x * 2 + 1)
+
+    def test_running_statistics_are_treated_as_torch_does(self):
+        norm, twin = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+        x = torch.randn(32, WIDTH, requires_grad=True)
+        early(twin, x * 1, use_reentrant=False).sum().backward()
+        with gradckpt.patched("raw"):
+            early(norm, x * 1, use_reentrant=False).sum().backward()
+        assert norm.num_batches_tracked == twin.num_batches_tracked == 2
+        assert torch.equal(norm.running_mean, twin.running_mean)
+
+    def test_replay_and_config(self):
+        layers = model()
+        config = {"codec": "int4", "min_numel": 0, "replay": True}
+        with gradckpt.patched({"codec": "int4", "min_numel": 0}, replay=True) as handle:
+            assert handle.config == gradckpt.CompressionConfig(**config)
+            found = gradients(layers, early, use_reentrant=False)
+        assert equal(found, gradients(layers, gradckpt.checkpoint, compress=config, buffers="torch"))
+
+    def test_policy(self):
+        layers, ran = model(), []
+        policy = gradckpt.policies.save_matmuls
+
+        def spied(layer, x):
+            def region(x):
+                ran.append(layer)
+                return layer(x)
+
+            return early(region, x, use_reentrant=False)
+
+        with gradckpt.patched("int8", policy=policy):
+            found = gradients(layers, spied)
+        contexts = gradckpt.policies.contexts_of(policy)
+        expected = gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch", context_fn=contexts)
+        assert equal(found, expected)
+        assert not equal(found, gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch"))
+
+    def test_a_regions_own_context_wins_over_the_policy(self):
+        entered = []
+
+        class Context:
+            def __enter__(self):
+                entered.append(self)
+
+            def __exit__(self, *_):
+                pass
+
+        layer, x = model()[0], torch.randn(32, WIDTH, requires_grad=True)
+        with gradckpt.patched("int8", policy="save_matmuls"):
+            early(layer, x * 1, use_reentrant=False, context_fn=lambda: (Context(), Context())).sum().backward()
+            assert len(entered) == 2
+
+    def test_debug_wins_over_the_policy(self):
+        """Alone: torch's log of operators has records that pytest's handlers cannot format."""
+        script = """
+        import torch, gradckpt
+        from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
+        layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+        with gradckpt.patched("int8", policy="save_matmuls") as handle:
+            checkpoint(layer, x * 1, use_reentrant=False, debug=True).sum().backward()
+            with set_checkpoint_debug_enabled(True):
+                checkpoint(layer, x * 1, use_reentrant=False).sum().backward()
+        print(handle.stats()["compressed"])
+        """
+        assert alone(script).split() == ["2"]
+
+    def test_torchs_errors(self):
+        with gradckpt.patched("int8") as handle:
+            with pytest.raises(TypeError, match="missing 1 required positional argument: 'function'"):
+                early()
+            with pytest.raises(ValueError, match="Unexpected keyword arguments: z"):
+                early(torch.sin, torch.ones(2), use_reentrant=True, z=1)
+            with pytest.raises(ValueError, match="determinism_check should be one of"):
+                early(torch.sin, torch.ones(2, requires_grad=True) * 1, use_reentrant=False, determinism_check="x")
+            handle.remove()
+
+    def test_explicit_calls_of_gradckpt_are_not_touched(self):
+        layers = model()
+        with gradckpt.patched("int8"):
+            assert compressed(gradients, layers, gradckpt.checkpoint)[1] == 0
+            assert compressed(gradients, layers, gradckpt.compat.checkpoint, use_reentrant=False)[1] == 0
+
+
+class TestNothingLeftBehind:
+    def test_identity_pickle_and_signature_while_active(self):
+        before = inspect.signature(early)
+        with gradckpt.patched("int8"):
+            assert torch.utils.checkpoint.checkpoint is early
+            assert pickle.loads(pickle.dumps(early_partial)).func is early
+            assert inspect.signature(early) == before
+            assert next(iter(before.parameters)) == "function"
+
+    def test_every_function_and_class_in_torch_and_transformers_is_the_same_object(self):
+        def snapshot():
+            kinds = (type, type(lambda: 0), type(len), functools.partial)
+            return {
+                (room, name): thing
+                for room, module in sorted(sys.modules.items())
+                if room.split(".")[0] in ("torch", "transformers", "accelerate")
+                for name, thing in vars(module).items()
+                if isinstance(thing, kinds)
+            }
+
+        late = "transformers.models.gpt_neox.modeling_gpt_neox"
+        sys.modules.pop(late, None)
+        before = snapshot()
+        with gradckpt.patched("int8"):
+            importlib.import_module(late)
+            gradients(model(), early, use_reentrant=False)
+        after = snapshot()
+        # transformers forgets lazily looked up names of its own when a module of it is imported
+        assert {key: after.get(key, thing) for key, thing in before.items()} == before
+        assert any(room == late for room, _ in after)
+        strangers = [k for k, thing in after.items() if getattr(thing, "__module__", "") == "gradckpt.patched"]
+        assert strangers == []
+
+    def test_after_an_exception(self):
+        with pytest.raises(ZeroDivisionError), gradckpt.patched("int8"):
+            early(lambda x: 1 / 0, torch.ones(2, requires_grad=True) * 1, use_reentrant=False)
+
+    def test_backward_after_the_block(self):
+        layer, x = model()[0], torch.randn(32, WIDTH, requires_grad=True)
+        with gradckpt.patched("int8"):
+            y = early(layer, x * 1, use_reentrant=False)
+        y.sum().backward()
+        assert x.grad.abs().sum() > 0
+
+    def test_any_order_and_the_innermost_counts(self):
+        def codec_now():
+            before = gradckpt.stats()["bytes_out"]
+            gradients(model()[:1], early, use_reentrant=False)
+            return gradckpt.stats()["bytes_out"] - before
+
+        first, second = gradckpt.patched("int8").start(), gradckpt.patched("int4").start()
+        int4 = codec_now()
+        second.remove()
+        int8 = codec_now()
+        assert int4 < int8
+        second.start()
+        first.remove()
+        assert codec_now() == int4
+        third = gradckpt.patched("int8").start()
+        third.remove()
+        third.remove()
+        assert codec_now() == int4
+        second.remove()
+        assert codec_now() == 0
+
+    def test_decorator(self):
+        calls = []
+
+        @gradckpt.patched("int8")
+        def train(depth):
+            """Trains."""
+            calls.append(compressed(gradients, model(), early, use_reentrant=False)[1])
+            if depth:
+                train(depth - 1)
+            return depth
+
+        assert train(1) == 1
+        assert calls == [4, 4]
+        assert train.__doc__ == "Trains."
+        assert compressed(gradients, model(), early, use_reentrant=False)[1] == 0
+
+    def test_threads_share_it(self):
+        found, inside, done = [], threading.Event(), threading.Event()
+
+        def work():
+            inside.wait(30)
+            found.append(gradients(model(), early, use_reentrant=False))
+            done.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        with gradckpt.patched("raw") as handle:
+            inside.set()
+            done.wait(30)
+            assert handle.stats()["compressed"] == 4
+        thread.join()
+        assert equal(found[0], gradients(model(), early, use_reentrant=False))
+
+    def test_many_threads_that_come_and_go(self):
+        exact, wrong = gradients(model(), early, use_reentrant=False), []
+
+        def work(codec):
+            for _ in range(20):
+                with gradckpt.patched(codec):
+                    layers = model()
+                    x = torch.randn(32, WIDTH, requires_grad=True) * 1
+                    for layer in layers:
+                        x = early(layer, x, use_reentrant=False)
+                    torch.autograd.grad(x.sum(), list(layers.parameters()))
+                    wrong.extend([] if torch.isfinite(x).all() else [codec])
+
+        threads = [threading.Thread(target=work, args=(codec,)) for codec in ("raw", "int8", None)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert equal(gradients(model(), early, use_reentrant=False), exact)
+
+    def test_a_forked_child_inherits_it(self):
+        def child():
+            assert compressed(gradients, model(), early, use_reentrant=False)[1] == 4
+
+        with gradckpt.patched("int8"):
+            in_child(child)
+            gradients(model(), early, use_reentrant=False)
+
+
+class TestErrors:
+    def test_twice(self):
+        with gradckpt.patched("int8") as handle:
+            with pytest.raises(RuntimeError, match=r"this patched\(\) is active already"):
+                handle.start()
+            assert handle.active
+            gradients(model(), early, use_reentrant=False)
+        with handle:  # one after the other is fine
+            assert handle.stats()["calls"] == 0
+        assert not handle.active
+
+    @pytest.mark.parametrize(
+        ("keywords", "kind", "match"),
+        [
+            ({"compress": "int9"}, ValueError, "unknown codec 'int9'; choose one of: raw"),
+            ({"compress": 8}, TypeError, "compress= takes None"),
+            ({"policy": "save_everything"}, ValueError, "unknown policy 'save_everything'; choose one of"),
+            ({"replay": 1}, TypeError, "replay is True or False"),
+        ],
+    )
+    def test_bad_arguments_before_anything_happens(self, keywords, kind, match):
+        with pytest.raises(kind, match=match):
+            gradckpt.patched(**keywords)
+
+    def test_somebody_else_in_torchs_place(self, monkeypatch):
+        monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", gradckpt.compat.checkpoint)
+        with pytest.raises(RuntimeError, match=r"is gradckpt\.compat\.checkpoint, not torch's own function"):
+            gradckpt.patched("int8").start()
+        monkeypatch.undo()
+        assert compressed(gradients, model(), early, use_reentrant=False)[1] == 0
+
+    def test_somebody_who_comes_later_is_named(self, monkeypatch):
+        def foreign(function, *args, **keywords):
+            return function(*args)
+
+        handle = gradckpt.patched("int8").start()
+        monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", foreign)
+        assert "foreign" in handle.inactive_reason
+        monkeypatch.undo()
+        handle.remove()
+
+    def test_what_cannot_be_decorated(self):
+        async def coroutine():
+            pass
+
+        def generator():
+            yield
+
+        for thing in (coroutine, generator, nn.Linear, 3):
+            with pytest.raises(TypeError, match=r"patched\(\) (cannot decorate|decorates)"):
+                gradckpt.patched("int8")(thing)

@@ -1,0 +1,398 @@
+"""The Trainer's flag alone: gradient_checkpointing_kwargs={"compress": ...} and `import gradckpt`, no enable()."""
+
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from checkout import ROOT
+from test_huggingface import (
+    HAS_EVERY_AND_OFFLOAD,
+    IDS,
+    LAYERS,
+    NAME,
+    SEAM,
+    SPELLINGS,
+    build,
+    functions,
+    is_stock,
+    needs_layers,
+    off,
+    on,
+    step,
+    train,
+    transformers,
+    with_every_and_offload,
+)
+
+import gradckpt
+from gradckpt import GradckptInactiveWarning, imports
+from gradckpt.integrations import trainer_flag
+from gradckpt.integrations.watch import is_on
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+DATA = [{"input_ids": IDS[i % 2], "labels": IDS[i % 2]} for i in range(4)]
+
+
+#: Kwargs without a key of ours.
+NOT_OURS = [None, {"use_reentrant": False}, *[{"every_n_layers": 2}] * HAS_EVERY_AND_OFFLOAD]
+
+
+def flag(kwargs=None, name=NAME):
+    return {name: True, f"{name}_kwargs": kwargs}
+
+
+def trainer_of(model, tmp_path, kwargs=None, **others):
+    arguments = {
+        "output_dir": str(tmp_path),
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        **flag(kwargs),
+    }
+    init = {key: others.pop(key) for key in ("model_init", "callbacks", "eval_dataset") if key in others}
+    args = transformers.TrainingArguments(**{**arguments, **others})
+    return transformers.Trainer(model=model, args=args, train_dataset=DATA, **init)
+
+
+def compressed_by(call):
+    before = gradckpt.stats()["compressed"]
+    call()
+    return gradckpt.stats()["compressed"] - before
+
+
+@pytest.mark.parametrize("reentrant", [{}, {"use_reentrant": False}], ids=["default", "non-reentrant"])
+@pytest.mark.parametrize("name", SPELLINGS)
+class TestAlone:
+    def test_compresses(self, name, reentrant, tmp_path):
+        model = build()
+        assert train(model, tmp_path, **flag({"compress": "int8", **reentrant}, name)) == 2 * LAYERS
+        assert step(model) == LAYERS, "it stays, as checkpointing stays"
+        gradckpt.disable(model)
+        assert SEAM not in vars(model)
+        assert is_stock(model)
+        assert step(model) == 0
+
+    def test_trains_as_enable_does(self, name, reentrant, tmp_path):
+        by_flag, by_hand, stock = build(), build(), build()
+        gradckpt.enable(by_hand, compress="int8")
+        train(by_flag, tmp_path, **flag({"compress": "int8", **reentrant}, name))
+        train(by_hand, tmp_path, **flag({"use_reentrant": False}, name))
+        train(stock, tmp_path, **flag({"use_reentrant": False}, name))
+        pairs = list(zip(by_flag.parameters(), by_hand.parameters(), stock.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b, _ in pairs)
+        assert not all(torch.equal(a, c) for a, _, c in pairs)
+
+    def test_none_is_stock_to_the_last_bit(self, name, reentrant, tmp_path):
+        ours, stock = build(), build()
+        gradckpt.reset_stats()
+        train(ours, tmp_path, **flag({"compress": None, **reentrant}, name))
+        assert gradckpt.stats()["regions"] == 2 * LAYERS
+        assert gradckpt.stats()["compressed"] == 0
+        train(stock, tmp_path, **flag({"use_reentrant": False}, name))
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True))
+
+
+class TestKeys:
+    @with_every_and_offload
+    def test_all_of_them(self, tmp_path):
+        model = build()
+        kwargs = {
+            "compress": "fp8",
+            "replay": True,
+            "min_numel": 2,
+            "policy": "save_attention",
+            "every_n_layers": 2,
+            "offload": True,
+            "preserve_rng_state": False,
+            "determinism_check": "none",
+        }
+        assert train(model, tmp_path, **flag(kwargs)) == LAYERS
+        seam = vars(model)[SEAM]
+        assert seam.active == gradckpt.CompressionConfig("fp8", replay=True, min_numel=2)
+        assert seam.settings.every_n_layers == 2
+        assert seam.settings.offload
+        assert seam.function.keywords["preserve_rng_state"] is False
+        assert seam.function.keywords["determinism_check"] == "none"
+        off(model)
+        on(model)
+        assert step(model) == LAYERS // 2, "what the flag said holds when others turn it on again"
+
+    def test_policy_alone(self, tmp_path):
+        gradckpt.reset_stats()
+        train(build(), tmp_path, **flag({"policy": "save_matmuls"}))
+        assert gradckpt.stats()["regions"] == 2 * LAYERS
+
+    @pytest.mark.parametrize(
+        "kwargs", [None, {"use_reentrant": False}, *[{"every_n_layers": 2}] * HAS_EVERY_AND_OFFLOAD]
+    )
+    def test_nothing_of_ours_nothing_done(self, kwargs, tmp_path):
+        model = build()
+        gradckpt.reset_stats()
+        train(model, tmp_path, **flag(kwargs))
+        assert SEAM not in vars(model)
+        assert gradckpt.stats()["regions"] == 0
+
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"compres": "int8"}, r"unknown key 'compres' .* did you mean 'compress'\?"),
+            (
+                {"compress": "int8", "use_rentrant": False},
+                r"unknown key 'use_rentrant' .* did you mean 'use_re",
+            ),
+            ({"compress": "int8", "spam": 1}, r"unknown key 'spam' among the checkpointing kwargs; The keys are: com"),
+            ({"compress": "int7"}, "unknown codec 'int7'; choose one of: .*int8"),
+            ({"compress": "int8", "min_numel": -1}, "min_numel counts values and cannot be -1"),
+            ({"compress": None, "min_numel": -1}, "min_numel counts values and cannot be -1"),
+            ({"compress": "int8", "replay": "yes"}, "replay is True or False, not 'yes'"),
+            ({"compress": "int8", "every_n_layers": 0}, "every_n_layers is 1 or more, not 0"),
+            ({"compress": "int8", "offload": "cpu"}, "offload is True or False, not 'cpu'"),
+            ({"compress": "int8", "policy": "save_it"}, "unknown policy 'save_it'"),
+            ({"compress": "int8", "debug": "no"}, "debug is True or False"),
+            ({"compress": "int8", "determinism_check": "all"}, 'determinism_check is "default" or "none"'),
+            ({"replay": True}, r'replay=True says how to compress, and nothing is; add "compress": "int8"'),
+        ],
+    )
+    def test_what_is_wrong_is_said_when_the_trainer_is_built(self, kwargs, message, tmp_path):
+        model = build()
+        with pytest.raises((ValueError, TypeError), match=f"^gradckpt: .*{message}"):
+            trainer_of(model, tmp_path, kwargs)
+        assert SEAM not in vars(model)
+
+    @pytest.mark.skipif(
+        transformers.__version__.startswith("4."), reason="where use_reentrant=True is what transformers says by itself"
+    )
+    def test_reentrant_is_refused_before_the_first_step(self, tmp_path):
+        model = build()
+        weights = [p.clone() for p in model.parameters()]
+        with pytest.raises(ValueError, match="compress='int8' needs use_reentrant=False"):
+            train(model, tmp_path, **flag({"compress": "int8", "use_reentrant": True}))
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+        assert SEAM not in vars(model)
+        assert not model._forward_hooks
+
+    def test_kwargs_without_the_flag_warn(self, tmp_path):
+        model = build()
+        trainer = trainer_of(model, tmp_path, {"compress": "int8"}, **{NAME: False})
+        with pytest.warns(GradckptInactiveWarning, match=rf"compress='int8', but {NAME} is not True.*set {NAME}=True"):
+            trainer.train()
+        assert SEAM not in vars(model)
+
+    def test_what_enable_said_completes_the_kwargs(self, tmp_path):
+        model = build()
+        handle = gradckpt.enable(model, compress="fp8")
+        assert train(model, tmp_path, **flag({"replay": True})) == 2 * LAYERS
+        assert handle.config == gradckpt.CompressionConfig("fp8", replay=True)
+
+
+class TestTrainers:
+    """One Trainer twice, two Trainers, new models, no training."""
+
+    def test_train_twice(self, tmp_path):
+        trainer = trainer_of(build(), tmp_path, {"compress": "int8"})
+        assert [compressed_by(trainer.train) for _ in range(3)] == [2 * LAYERS] * 3
+        hooks = trainer.model._forward_hooks
+        assert len(hooks) == 1
+
+    @with_every_and_offload
+    def test_the_next_trainer_starts_from_nothing(self, tmp_path):
+        model = build()
+        first = {"compress": {"codec": "int8", "min_numel": 7}, "policy": "save_attention", "every_n_layers": 2}
+        assert train(model, tmp_path, **flag(first)) == LAYERS
+        assert train(model, tmp_path, **flag({"compress": "fp8"})) == 2 * LAYERS
+        assert vars(model)[SEAM].active == gradckpt.CompressionConfig("fp8")
+        assert vars(model)[SEAM].settings.context_fn is None
+
+    @pytest.mark.parametrize("kwargs", NOT_OURS)
+    def test_the_next_trainer_says_nothing_of_ours(self, kwargs, tmp_path):
+        model = build()
+        assert train(model, tmp_path, **flag({"compress": "int8"})) == 2 * LAYERS
+        assert train(model, tmp_path, **flag(kwargs)) == 0
+        assert SEAM not in vars(model)
+        assert is_stock(model)
+
+    def test_enable_outlasts_a_trainer(self, tmp_path):
+        model = build()
+        gradckpt.enable(model, compress="int8")
+        assert train(model, tmp_path, **flag({"compress": None})) == 0
+        assert train(model, tmp_path, **flag()) == 2 * LAYERS
+
+    def test_model_init(self, tmp_path):
+        made = []
+
+        def init():
+            made.append(build())
+            return made[-1]
+
+        trainer = trainer_of(None, tmp_path, {"compress": "int8"}, model_init=init)
+        assert [compressed_by(trainer.train) for _ in range(2)] == [2 * LAYERS] * 2
+        assert len(made) == 3
+        assert SEAM not in vars(made[0]), "the one that was never trained"
+
+    def test_trials(self, tmp_path, monkeypatch):
+        """What hyperparameter_search does for each trial, whatever its backend."""
+        monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial)  # knows its backends only
+        trainer = trainer_of(None, tmp_path, {"compress": "int8"}, model_init=lambda trial: build())
+        for rate in (1e-4, 1e-3):
+            trainer.args.learning_rate = rate
+            assert compressed_by(lambda: trainer.train(trial={"learning_rate": 1e-3})) == 2 * LAYERS
+
+    @pytest.mark.parametrize("call", ["evaluate", "predict"])
+    def test_without_training_nothing_is_touched(self, call, tmp_path):
+        model = build()
+        trainer = trainer_of(model, tmp_path, {"compress": "int8"}, eval_dataset=DATA)
+        getattr(trainer, call)(DATA)
+        assert SEAM not in vars(model)
+        assert not is_on(model)
+        assert not functions(model) - {None}
+
+    def test_evaluation_at_the_start_and_in_between(self, tmp_path):
+        trainer = trainer_of(
+            build(),
+            tmp_path,
+            {"compress": "int8"},
+            eval_dataset=DATA,
+            eval_on_start=True,
+            eval_strategy="steps",
+            eval_steps=1,
+        )
+        assert compressed_by(trainer.train) == 2 * LAYERS
+
+    def test_gradient_accumulation(self, tmp_path):
+        trainer = trainer_of(
+            build(), tmp_path, {"compress": "int8"}, gradient_accumulation_steps=2, per_device_train_batch_size=1
+        )
+        assert compressed_by(trainer.train) == 4 * LAYERS
+
+    def test_bf16(self, tmp_path):
+        assert compressed_by(trainer_of(build(), tmp_path, {"compress": "int8"}, bf16=True).train) == 2 * LAYERS
+
+    @with_every_and_offload
+    def test_generation_around_steps(self, tmp_path):
+        """TRL: off with the Trainer's dict at hand, generate, on again with none or with the dict as it is."""
+        kwargs = {"compress": "int8", "every_n_layers": 2}
+
+        class Generate(transformers.TrainerCallback):
+            def on_step_begin(self, args, state, control, model, **others):
+                off(model)
+                with torch.no_grad():
+                    model.eval().generate(IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
+                on(model.train(), *[kwargs] * (state.global_step % 2))
+
+        assert compressed_by(trainer_of(build(), tmp_path, kwargs, callbacks=[Generate()]).train) == LAYERS
+
+    def test_arguments_stay_json(self, tmp_path):
+        trainer = trainer_of(build(), tmp_path, {"compress": "int8", "policy": "save_attention"})
+        trainer.train()
+        assert trainer.args.to_dict()[f"{NAME}_kwargs"] == {"compress": "int8", "policy": "save_attention"}
+        assert "int8" in trainer.args.to_json_string()
+        pickle.loads(pickle.dumps(trainer.args))
+        trainer.save_model(str(tmp_path / "saved"))
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+        assert SEAM not in vars(again)
+
+    def test_no_class_is_changed(self, tmp_path):
+        watched = [transformers.Trainer, transformers.PreTrainedModel, transformers.LlamaForCausalLM, torch.nn.Module]
+        before = [dict(vars(thing)) for thing in watched]
+        train(build(), tmp_path, **flag({"compress": "int8"}))
+        assert [dict(vars(thing)) for thing in watched] == before
+
+    def test_one_callback(self):
+        from transformers import trainer
+
+        trainer_flag.watch()
+        assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("GradckptFlag") == 1
+
+
+class Wrapper(torch.nn.Module):
+    """A module of the user's around a transformers model, as sentence-transformers has."""
+
+    def __init__(self, *models):
+        super().__init__()
+        self.models = torch.nn.ModuleList(models)
+
+    def activation_checkpointing_enable(self, *args, **kwargs):
+        for model in self.models:
+            on(model, *args, **kwargs)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
+
+    def forward(self, input_ids=None, labels=None):
+        return self.models[0](input_ids=input_ids, labels=labels)
+
+
+class TestModels:
+    def test_the_one_inside(self, tmp_path):
+        assert train(Wrapper(build()), tmp_path, **flag({"compress": "int8"})) == 2 * LAYERS
+
+    def test_two_inside(self, tmp_path):
+        with pytest.raises(ValueError, match=r"Wrapper is not .* but holds 2; call gradckpt\.enable on each"):
+            train(Wrapper(build(), build()), tmp_path, **flag({"compress": "int8"}))
+
+    def test_the_part_is_enabled(self, tmp_path):
+        model = build()
+        gradckpt.enable(model.model)
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM is already enabled \(its LlamaModel is\)"):
+            train(model, tmp_path, **flag({"compress": "int8"}))
+
+    @needs_layers
+    def test_checkpointed_by_apply_too(self, tmp_path):
+        model = build()
+        gradckpt.apply(model, {"layer": "int8"})
+        with pytest.raises(ValueError, match=r"already checkpointed by gradckpt\.apply.*unapply"):
+            train(model, tmp_path, **flag({"compress": "int8"}))
+        with pytest.raises(ValueError, match=r"was turned on since gradckpt\.apply, which checkpoints it too"):
+            train(model, tmp_path, **flag())
+        off(model)
+        assert train(model, tmp_path) == 2 * LAYERS
+
+
+# ---- before and after transformers
+
+SCRIPT = """
+import os, sys, tempfile, warnings
+os.environ["HF_HUB_OFFLINE"] = "1"
+warnings.simplefilter("ignore")
+{imports}
+import torch
+sys.path[:0] = ["tests/models", "tests/helpers"]
+from test_huggingface import build, train, LAYERS
+with tempfile.TemporaryDirectory() as where:
+    print(train(build(), where, {name}=True, {name}_kwargs={{"compress": "int8"}}) == 2 * LAYERS)
+"""
+
+ORDERS = {
+    "gradckpt first": "import gradckpt\nimport transformers",
+    "its Trainer first": "from transformers import Trainer\nimport gradckpt",
+    "asked where it is": "import gradckpt, importlib.util\nimportlib.util.find_spec('transformers.trainer')",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_of_imports(order):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    script = SCRIPT.format(imports=ORDERS[order], name=NAME)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
+def test_an_import_that_fails_is_tried_again(monkeypatch):
+    """The second import of transformers.trainer still gets the callback."""
+    calls = []
+    finder = imports._AfterImport("gradckpt_no_such_module", calls.append)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with pytest.raises(ImportError), warnings.catch_warnings():
+        __import__("gradckpt_no_such_module")
+    assert finder in sys.meta_path
+    assert not calls

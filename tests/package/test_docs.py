@@ -1,0 +1,259 @@
+"""The pages: their examples run, and the site is built without a warning, whole and from this machine alone."""
+
+import ast
+import html.parser
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import frameworks
+import pytest
+from checkout import HELPERS, ROOT
+
+import gradckpt
+
+PAGES = {path.name: path.read_text() for path in [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]}
+
+#: A fenced block, or a comment that makes what the page takes for granted: <!-- python ... -->.
+BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.M | re.S)
+
+#: Why a fragment is not run; it stands above its ```py.
+REASON = re.compile(r"<!-- not run: \S.* -->\n\Z")
+
+
+def program_of(text):
+    """The python blocks of a page and its set-up comments, in their order."""
+    parts = (found[3] or found[2] for found in BLOCK.finditer(text) if found[3] or found[1] == "python")
+    return "\n".join(parts)
+
+
+def printed_by(text):
+    """The ```text blocks that come right after a python block: what it prints."""
+    blocks = list(BLOCK.finditer(text))
+    for code, output in itertools.pairwise(blocks):
+        if code[1] == "python" and output[1] == "text" and text[code.end() : output.start()] == "\n\n":
+            yield output[2]
+
+
+#: Pages of frameworks that are installed beside the tests' packages, and where.
+ELSEWHERE = {
+    "deepspeed.md": frameworks.ENGINES,
+    "timm.md": frameworks.FOLDER,
+    "torchtitan.md": frameworks.ENGINES,
+}
+
+
+def environment(folder=None):
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "NO_MKDOCS_2_WARNING": "1"}  # the latter: news of the theme's makers
+    given = frameworks.environment(folder) if folder else {**os.environ, "PYTHONPATH": str(ROOT)}
+    return {**given, "HF_HUB_OFFLINE": "1", **quiet}
+
+
+def run(*command, cwd=ROOT, folder=None):
+    return subprocess.run(command, env=environment(folder), cwd=cwd, capture_output=True, text=True, check=False)
+
+
+# ---- examples ----
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if program_of(text)])
+def test_examples_run(page, tmp_path):
+    program = tmp_path / "page.py"
+    program.write_text(program_of(PAGES[page]))
+    before = [HELPERS / "torchvision_operators.py"] if page == "timm.md" else []
+    done = run(sys.executable, *before, program, cwd=tmp_path, folder=ELSEWHERE.get(page))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for output in printed_by(PAGES[page]):
+        assert output in done.stdout
+
+
+def test_readme_links_to_what_is_there():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", PAGES["README.md"]):
+        assert (ROOT / target).is_file(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_not_run_says_why(page):
+    text = PAGES[page]
+    for found in BLOCK.finditer(text):
+        if found[1] == "py":
+            assert REASON.search(text[: found.start()]), found[0]
+    # Python by another name, with a word after the language (which mkdocs does not take), or indented.
+    assert not re.findall(r"^```(?!(?:python|py)$)(?:py\S*|\S+ .*)$|^ +```py.*", text, re.M)
+
+
+TRAIN = """
+import torch
+from torch.utils.checkpoint import checkpoint
+
+layer = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(layer.parameters())
+for _ in range(2):
+    hidden = layer(torch.randn(32, 64))
+    checkpoint(torch.nn.functional.gelu, hidden, use_reentrant=False).sum().backward()
+    optimizer.step()
+"""
+
+
+def commands():
+    """What pages tell people to type, as far as one process can run it."""
+    lines = {line for text in PAGES.values() for line in re.findall(r"^(?:\$ )?(python -m gradckpt.*)", text, re.M)}
+    return sorted(lines)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_run(line, tmp_path):
+    for script in re.findall(r"\w+\.py\b", line):
+        (tmp_path / script).write_text(TRAIN)
+    done = run(sys.executable, *shlex.split(line)[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "compressed 2 of 2" in done.stderr or ".run" not in line
+
+
+# ---- the site ----
+
+
+class Page(html.parser.HTMLParser):
+    """What a built page loads, its anchors and classes, and the rows of its tables."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.loads, self.anchors, self.classes, self.tables, self.text = [], set(), set(), [], ""
+        self.article = False
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.article |= tag == "article"
+        self.classes |= set((given.get("class") or "").split())
+        if "id" in given:
+            self.anchors.add(given["id"])
+        if tag in ("script", "img", "iframe", "source"):
+            self.loads.append(given.get("src") or "")
+        if tag == "link":
+            self.loads.append(given.get("href") or "")
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append(0)
+        if tag in ("td", "th") and self.tables:
+            self.tables[-1][-1] += 1
+
+    def handle_endtag(self, tag):
+        self.article &= tag != "article"
+
+    def handle_data(self, data):
+        if self.article:
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = run(sys.executable, "-m", "mkdocs", "--no-color", "build", "--strict", "--site-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return {path.name: Page(path) for path in folder.glob("*.html")}
+
+
+def test_every_page_is_built(site):
+    assert set(site) == {name.replace(".md", ".html") for name in PAGES if name != "README.md"} | {"404.html"}
+    assert all(len(page.text) > 1000 for name, page in site.items() if name != "404.html")
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    """Not the fonts, not a script: whoever reads a page tells nobody."""
+    for name, page in site.items():
+        assert page.loads, name
+        assert not [address for address in page.loads if "//" in address], name
+        assert "mermaid" not in page.classes, name  # the theme would fetch a script to draw it
+
+
+def test_tables_are_tables(site):
+    for name, page in site.items():
+        assert all(len(set(rows)) == 1 for rows in page.tables), name
+        assert not re.search(r"^\s*\|.*\|.*\|\s*$", page.text.replace("```", ""), re.M) or name == "codecs.html", name
+
+
+def test_reference_is_complete(site):
+    """Every public name has an entry, and each entry says something."""
+    named = re.findall(r"^::: gradckpt\.([\w.]+)$", PAGES["reference.md"], re.M)
+    assert len(named) == len(set(named))
+    assert set(gradckpt.__all__) <= set(named)
+    page = site["reference.html"]
+    for name in named:
+        assert name.replace(".", "-").lower() in page.anchors
+    assert ":::" not in page.text
+    assert not re.search(r":(func|class|attr|meth):", page.text)
+    assert "Run function(*args, **kwargs) now" in page.text  # of a function in C
+    assert "Name of the codec." in page.text  # of a member in C
+
+
+# ---- errors.md ----
+
+
+def template(node):
+    """A message of the source, with … for what varies."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+def messages_of_python(tree):
+    """What is raised, returned to be raised, or warned of; messages begin with the package's name."""
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.JoinedStr, ast.Constant)) and id(node) not in parts:
+            yield template(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn_inactive") and node.args:
+            yield "gradckpt: " + template(node.args[0])
+
+
+def messages_of_c(source):
+    for literals in re.findall(r'((?:"(?:[^"\\\n]|\\.)*"\s*)+)', source):
+        text = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literals))
+        yield re.sub(r"%(?:\.\d+)?(?:ll|z)?[a-zA-Z]", "…", text)
+
+
+def messages():
+    found = set()
+    for path in ROOT.glob("gradckpt/**/*.py"):
+        found |= set(messages_of_python(ast.parse(path.read_text())))
+    for path in ROOT.glob("csrc/**/*.c"):
+        found |= set(messages_of_c(path.read_text()))
+    found = {re.sub("…+", "…", " ".join(text.split())) for text in found}
+    ours = (text for text in found if re.match(r"gradckpt(\.\w+)*(: | needs )", text))
+    return {text for text in ours if len(re.findall("[a-z]", text.partition(" ")[2])) > 3}
+
+
+def test_every_error_is_explained():
+    """As it stands in the source; a new message needs a line in the page."""
+    page = " ".join(PAGES["errors.md"].split())
+    found = messages()
+    assert len(found) > 140
+    assert sorted(text for text in found if f"`{text}`" not in page) == []
+
+
+def test_no_error_is_made_up():
+    """What the page says that gradckpt says is in its source."""
+    found = messages()
+    page = " ".join(PAGES["errors.md"].split())
+    assert sorted(set(re.findall(r"`(gradckpt(?:\.\w+)*(?:: | needs )[^`]+)`", page)) - found) == []
+
+
+def test_every_reason_and_class_is_explained():
+    header = (ROOT / "csrc" / "torch" / "tensor.h").read_text()
+    reasons = re.findall(r'REASON\(GCK_\w+, *"(.*?)"\)', header)
+    assert len(reasons) >= 10
+    source = "".join(path.read_text() for path in ROOT.glob("gradckpt/**/*.py"))
+    classes = re.findall(r"^class (\w+)\((?:\w+)?(?:Warning|Error|Exception)\)", source, re.M)
+    assert "GradckptInactiveWarning" in classes
+    assert [name for name in reasons + classes if name not in PAGES["errors.md"]] == []

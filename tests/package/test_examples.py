@@ -1,0 +1,90 @@
+"""examples/ as their users run them. Those for Hugging Face have tests of their own (test_peft.py, make demo)."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import frameworks
+from checkout import EXAMPLES, HELPERS, ROOT
+
+#: The program that runs programs which import torchvision.
+OPERATORS = HELPERS / "torchvision_operators.py"
+
+
+def run(example, *options, status=0):
+    """What the example printed."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    program = [EXAMPLES / example]
+    if example.startswith("timm"):
+        env, program = frameworks.environment(), [OPERATORS, *program]
+    env |= {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, [*program, *options])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def results(example, *options):
+    """Of a run in which all checks of the example held: its JSON."""
+    done = run(example, *options, "--json")
+    assert done.stderr == ""
+    *lines, last = done.stdout.splitlines()
+    found = [line.split()[0] for line in lines if line.startswith(("ok ", "FAILED "))]
+    assert len(found) >= 5
+    assert set(found) == {"ok"}
+    return json.loads(last)
+
+
+def check(stock, none, lossy, steps):
+    assert none["losses"] == stock["losses"]
+    assert len(none["losses"]) == steps
+    assert none["error"] == 0
+    assert stock["compressed"] == none["compressed"] == 0
+    assert lossy["losses"][0] == stock["losses"][0]
+    assert 0 < lossy["bytes_out"] < 0.26 * lossy["bytes_in"]
+    assert 0 < lossy["error"] < 0.03
+
+
+def test_diffusers(monkeypatch, capsys):
+    """The UNet as a user runs it; the transformer in this process, since importing diffusers takes seconds."""
+    options = ["--steps", "2", "--batch", "2"]
+    monkeypatch.syspath_prepend(EXAMPLES)
+    assert importlib.import_module("diffusers_unet").main(["--model", "sd3", *options, "--json"]) == 0
+    sd3 = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for found in (sd3, results("diffusers_unet.py", *options)):
+        stock, none, int8 = found.values()
+        check(stock, none, int8, steps=2)
+        assert none["regions"] == int8["regions"] > 0
+
+
+def test_timm():
+    found = results("timm_vit.py", "--steps", "2", "--layers", "3", "--batch", "4")
+    stock, none, patched, applied = found.values()
+    check(stock, none, patched, steps=2)
+    assert patched == applied
+    assert patched["compressed"] == 2 * 3
+
+
+def test_plain():
+    found = results("plain_gpt.py", "--steps", "2", "--layers", "2", "--seq", "64", "--batch", "2")
+    plain, stock, none = (found[name] for name in ("no checkpointing", "torch checkpointing", "gradckpt None"))
+    check(stock, none, found["gradckpt int8"], steps=2)
+    assert plain["losses"] == stock["losses"]
+    kept = [plain["kept"], stock["kept"], found["gradckpt int8"]["kept"], found["gradckpt int4"]["kept"]]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 4
+    assert none["kept"] == stock["kept"]
+
+
+def test_fsdp_on_one_rank():
+    """Without torchrun."""
+    lines = run("fsdp.py", "--steps", "2", "--layers", "2", "--compress", "none").stdout.splitlines()
+    assert lines[0] == "fsdp2 on 1 ranks, 2 steps: 2 blocks wrapped"
+    assert lines[-1] == "losses equal to the last bit: 2 of 2, the first too"
+
+
+def test_wrong_options_are_said_in_one_sentence():
+    assert "--compress is none or one of" in run("fsdp.py", "--compress", "int9", status=2).stderr.splitlines()[-1]
+    assert "1 or more" in run("plain_gpt.py", "--steps", "0", status=2).stderr.splitlines()[-1]

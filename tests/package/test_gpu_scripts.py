@@ -1,0 +1,459 @@
+"""The scripts of `make gpu`, run dry on the CPU, and what the Makefile makes of them."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from checkout import ROOT
+
+import gradckpt
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_inputs
+import gpu_memory
+import gpu_parity
+import gpu_roofline
+import gpu_sanitize
+import machine
+
+SCRIPTS = {m.__name__: m for m in (gpu_parity, gpu_sanitize, gpu_roofline, gpu_memory)}
+PAIRS = [(c, d) for c in gradckpt.codecs() for d in gradckpt.codec_info(c)["dtypes"]]
+every_script = pytest.mark.parametrize("name", SCRIPTS)
+
+
+# ---- all of them ----
+
+
+@every_script
+def test_help_and_refusal(name, monkeypatch, capsys):
+    """One sentence that says why, and no traceback."""
+    with pytest.raises(SystemExit) as left:
+        SCRIPTS[name].main(["--help"])
+    assert left.value.code == 0
+    assert f"benchmarks/{name}.py" in capsys.readouterr().out
+    monkeypatch.setattr(machine, "why_no_cuda", lambda: "torch sees no CUDA device")
+    with pytest.raises(SystemExit) as left:
+        SCRIPTS[name].main([])
+    assert left.value.code == f"{name}: torch sees no CUDA device; --device cpu makes a dry run"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
+def test_refusal_as_a_program():
+    ran = subprocess.run([sys.executable, ROOT / "benchmarks/gpu_memory.py"], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert ran.stderr.splitlines()[-1].startswith("gpu_memory: ")
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "available", "info", "words"),
+    [
+        (None, False, {}, "built without CUDA"),
+        ("13.0", False, {}, "sees no CUDA device"),
+        ("13.0", True, {"cuda_archs": "", "build": "built without CUDA: nvcc not found"}, "nvcc not found"),
+        ("13.0", True, {"cuda_archs": "9.0", "cuda_usable": False}, "driver"),
+        ("13.0", True, {"cuda_archs": "8.0;10.0", "cuda_usable": True}, "built for 8.0;10.0, and the card is 9.0"),
+        ("13.0", True, {"cuda_archs": "9.0", "cuda_usable": True}, None),
+    ],
+)
+def test_why_no_cuda(monkeypatch, version, available, info, words):
+    class Built:
+        @staticmethod
+        def build_info():
+            return {"cuda_driver": 12080, "cuda_runtime": 13000, **info}
+
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(machine, "_C", Built)
+    reason = machine.why_no_cuda()
+    assert reason is None if words is None else words in reason
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        ("9.0", (9, 0), True),
+        ("8.0", (8, 9), True),  # machine code runs on later cards of the major version
+        ("8.9", (8, 0), False),
+        ("8.0", (9, 0), False),
+        ("8.0+PTX", (9, 0), True),
+        ("12.0+PTX", (9, 0), False),
+        ("7.5;9.0", (9, 0), True),
+        ("9.0a+PTX", (10, 0), False),
+        ("", (9, 0), False),
+    ],
+)
+def test_covers(archs, capability, runs):
+    assert machine.covers(archs, capability) == runs
+
+
+# ---- parity ----
+
+
+@pytest.fixture(scope="module")
+def parity(tmp_path_factory):
+    """Exit status and lines of a dry run of everything."""
+    ran = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/gpu_parity.py", "--device", "cpu"], capture_output=True, text=True
+    )
+    return ran.returncode, ran.stdout.splitlines()
+
+
+def test_parity_compares_every_pair(parity):
+    """One line each, and one more for the 2^32 values; no difference."""
+    status, lines = parity
+    assert status == 0
+    compared = [line.split() for line in lines if line.endswith(" 0 differences")]
+    assert [tuple(words[:2]) for words in compared] == PAIRS + [p for p in PAIRS if p[1] == "float32"]
+    assert all(int(words[2].replace(",", "")) > 30000 for words in compared)
+
+
+def changed_payload(x, codec, dither):
+    payload = gpu_parity_host_encode(x, codec, dither)
+    if payload is None or payload.nbytes < 1000:
+        return payload
+
+    class Changed:
+        data = payload.data.clone()
+        decode = payload.decode
+
+    Changed.data[777] ^= 1
+    return Changed
+
+
+def changed_value(x, codec, dither):
+    payload = gpu_parity_host_encode(x, codec, dither)
+
+    class Changed:
+        data = None if payload is None else payload.data
+
+        @staticmethod
+        def decode():
+            y = payload.decode().contiguous()
+            if y.numel() > 1000:
+                y.view(-1).view(gpu_inputs.WORDS[y.dtype.itemsize])[700] ^= 1
+            return y
+
+    return None if payload is None else Changed
+
+
+gpu_parity_host_encode = gpu_parity.host_encode
+
+
+@pytest.mark.parametrize(
+    ("codec", "host", "words"),
+    [
+        ("fp8_e4m3", changed_payload, r"value 777 = 0x[0-9a-f]+: payload byte 777 is 0x.. on the device, 0x.. on the "),
+        ("bf16", changed_payload, r"value 388 = 0x[0-9a-f]{8}: payload byte 777"),
+        ("raw", changed_value, r"value 700 = 0x[0-9a-f]+ is decoded to 0x[0-9a-f]+ on the device, 0x"),
+        ("fp16", lambda *args: None, "refused by the host alone"),
+    ],
+)
+def test_parity_finds_a_difference(monkeypatch, capsys, codec, host, words):
+    monkeypatch.setattr(gpu_parity, "host_encode", host)
+    assert gpu_parity.main(["--device", "cpu", "--codecs", codec, "--sanitize"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(words, out), out
+
+
+def test_parity_finds_a_missing_refusal(monkeypatch, capsys):
+    """The device must say that it cannot hold values, as the host does."""
+    encode = gpu_parity.Device.encode
+    monkeypatch.setattr(gpu_parity.Device, "encode", lambda *args: (encode(*args)[0], False))
+    assert gpu_parity.main(["--device", "cpu", "--codecs", "lossless", "--sanitize"]) == 1
+    assert "refused by the host alone" in capsys.readouterr().out
+
+
+def test_parity_looks_at_what_is_refused(monkeypatch, capsys):
+    """It comes back from the original, and there must be a reason to refuse."""
+    arguments = ["--device", "cpu", "--codecs", "lossless", "--sanitize"]
+    decode = gpu_parity.Device.decode
+
+    def wrong_if_refused(device, payload):
+        try:
+            assert payload.data is not None
+        except RuntimeError:
+            return decode(device, payload).neg()
+        return decode(device, payload)
+
+    monkeypatch.setattr(gpu_parity.Device, "decode", wrong_if_refused)
+    assert gpu_parity.main(arguments) == 1
+    assert "a refused tensor is not restored from the original" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_parity, "unholdable", lambda codec, host, x: torch.zeros(x.numel(), dtype=torch.bool))
+    assert gpu_parity.main(arguments) == 1
+    assert "refused, but there is no value that the codec cannot hold" in capsys.readouterr().out
+
+
+def test_parity_compares_each_float32_value_once(monkeypatch):
+    """The pieces lie side by side; each is whole when the fraction is 1."""
+    assert gpu_parity.PIECE * gpu_parity.PIECES == 2**32
+    monkeypatch.setattr(gpu_parity, "PIECE", 1024)
+    made, seen = gpu_inputs.float32_of, []
+
+    def float32_of(order, first, count, device):
+        seen.append((order, *range(first, first + count)))
+        return made(order, first, count, device)
+
+    monkeypatch.setattr(gpu_inputs, "float32_of", float32_of)
+    tallies = gpu_parity.compare_float32(gpu_parity.Device("cpu"), ["raw"], 1.0)
+    assert tallies["raw", "float32"].values == 2 * 64 * 1024
+    for order in gpu_inputs.ORDERS:
+        assert [i for o, *piece in seen if o == order for i in piece] == list(range(64 * 1024))
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [("int6", "bfloat16"), ("int4", "float32"), ("lossless", "float16")])
+def test_parity_names_the_value(codec, dtype):
+    """value_at() is in the group of the value whose change changed the byte."""
+    for i in (0, 127, 128, 5000, 8191):
+        x = torch.randn(8192, generator=torch.Generator().manual_seed(3)).to(getattr(torch, dtype))
+        before = gradckpt.encode(x, codec).data.clone()
+        x[i] = 1000.0
+        for at in (gradckpt.encode(x, codec).data != before).nonzero().flatten().tolist():
+            named = gpu_parity.value_at(codec, dtype, 8192, at)
+            assert named // 128 == i // 128 or (codec == "lossless" and named == i // 4096 * 4096), at
+
+
+@pytest.mark.parametrize("order", gpu_inputs.ORDERS)
+def test_orders_have_every_value_once(order):
+    """Bits are moved, none is lost: 32 different bits, and no carry between them."""
+    place = gpu_inputs.ORDERS[order]
+    images = [int(place(torch.tensor(1 << bit))) for bit in range(32)]
+    assert sorted(images) == [1 << bit for bit in range(32)]
+    i = torch.from_numpy(np.random.default_rng(1).integers(0, 2**32, 5000))
+    total = sum(((i >> bit & 1) * image for bit, image in enumerate(images)), torch.zeros_like(i))
+    assert torch.equal(place(i), total)
+    x = gpu_inputs.float32_of(order, 2**32 - 256, 256, "cpu")
+    assert (x.view(torch.int32).long() % 2**32).tolist() == place(torch.arange(2**32 - 256, 2**32)).tolist()
+
+
+def test_every_16_bit_pattern_is_compared():
+    for dtype in ("float16", "bfloat16"):
+        case = next(c for c in gpu_inputs.many(dtype) if c.name == "every pattern")
+        assert len(case.base.view(torch.int16).unique()) == 65536
+
+
+def test_cases_reach_what_kernels_tell_apart():
+    cases = list(gpu_inputs.few("bfloat16"))
+    views = [c.view(c.base) for c in cases]
+    assert any(v.numel() == 0 for v in views)
+    assert any(v.dim() == 8 and not v.is_contiguous() for v in views)
+    assert any(v.storage_offset() * 2 % 16 for v in views)
+    assert any(v.numel() % 128 for v in views)
+    assert {c.dither for c in cases} == {None, *gpu_inputs.DITHERS}
+
+
+# ---- sanitizers ----
+
+
+TOOL = """#!/bin/sh
+# stands in for compute-sanitizer: says what it was told, and how it ended
+echo "TOLD $@"
+echo "CACHING $PYTORCH_NO_CUDA_MEMORY_CACHING"
+echo "========= ERROR SUMMARY: 3 errors"
+exit {status}
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict", "ended"), [(0, "ok", 0), (86, "it reports errors", 1), (3, "(status 3)", 1)]
+)
+def test_sanitize(monkeypatch, capsys, tmp_path, status, verdict, ended):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL.format(status=status))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpu_sanitize.main(["--device", "cpu"]) == ended
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if any(t in line for t in gpu_sanitize.TOOLS) and "3 errors" in line]
+    assert len(rows) == 4
+    assert all(verdict in row for row in rows)
+    if status:
+        for name in gpu_sanitize.TOOLS:
+            assert f"TOLD --tool {name} --error-exitcode 86" in out
+        assert out.count("CACHING 1") == 4
+        assert out.count("--sanitize --device cpu") == 4
+
+
+def test_sanitize_without_the_tool(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_sanitize, "find_sanitizer", lambda: None)
+    assert gpu_sanitize.main(["--device", "cpu"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+# ---- tables ----
+
+
+def markdown_rows(out, title):
+    """Cells of the rows below a title."""
+    lines = out[out.index(title) :].splitlines()[2:]
+    table = [line for line in lines[: (lines + [""]).index("")] if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def test_roofline_table(capsys):
+    assert gpu_roofline.main(["--device", "cpu", "--repeat", "1", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    for what in ("encode", "decode"):
+        rows = markdown_rows(out, f"**{what}, tiny: 16,384")
+        assert sorted(row[0] for row in rows) == sorted(gradckpt.codecs())
+        for codec, dtype, *figures, peer in rows:
+            assert dtype in gradckpt.codec_info(codec)["dtypes"]
+            assert all(float(cell.rstrip("x")) >= 0 for cell in figures)
+            assert (peer != "-") == (codec in ("fp8_e4m3", "int8"))
+    assert len(markdown_rows(out, "**small calls, tiny")) == len(gradckpt.codecs())
+
+
+def test_roofline_counts_bytes_read_and_written():
+    """The share is a quotient of speeds, not of times: int4 moves 2.53 of raw's 4 bytes."""
+
+    class Clock(gpu_roofline.HostClock):
+        def medians(self, calls, repeat):
+            return dict.fromkeys(calls, 1e-3)
+
+    options = gpu_roofline.parse(["--device", "cpu"])
+    x = gpu_roofline.values_of(torch.bfloat16, 1 << 14, "cpu")
+    row = gpu_roofline.measure("int4", x, Clock(), options)
+    assert row["copy_gbs"] == pytest.approx(4 * x.numel() / 1e6)
+    assert row["encode_share"] == row["decode_share"] == pytest.approx((16 + 4.25) / 32)
+
+
+def test_peers_do_what_the_codecs_do():
+    x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    h = gpu_roofline.hadamard(x.device)
+    for restored, least in (
+        (gpu_roofline.e4m3_decode(*gpu_roofline.e4m3_encode(x)), 30),
+        (gpu_roofline.int8_decode(*gpu_roofline.int8_encode(x, h), h), 36),
+    ):
+        noise = (restored.view(-1).double() - x.double()).square().mean()
+        assert 10 * torch.log10(x.double().square().mean() / noise) > least
+
+
+def test_memory_table(capsys):
+    assert gpu_memory.main(["--device", "cpu", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    rows = markdown_rows(out, "**2 layers x 128")
+    titles = [gpu_memory.TITLES.get(kind, f"gradckpt {kind}") for kind in gpu_memory.KINDS]
+    assert [(row[0], row[1]) for row in rows] == [(title, n) for title in titles for n in ("64", "128")]
+    assert [row[3] == "-" for row in rows] == [row[0] in gpu_memory.TITLES.values() for row in rows]
+
+
+def test_memory_counts_payloads():
+    options = gpu_memory.parse(["--device", "cpu", "--layers", "3"])
+    model = gpu_memory.build(options)
+    for codec in ("raw", "int8", "int4"):
+        found = gpu_memory.measure(model, 256, codec, "cpu")
+        bits = gradckpt.codec_info(codec)["sizes"]["bfloat16"][0]
+        assert found["kept"] == found["peak"] == 3 * 256 * 128 * bits / 8
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_memory_survives_running_out(monkeypatch, capsys):
+    """Of one kind, at one length; the others are measured. Any other error is an error."""
+    step = gpu_memory.one_step
+
+    def out_of_memory(model, ids, kind):
+        if kind == "none" and ids.shape[1] == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+        return step(model, ids, kind)
+
+    monkeypatch.setattr(gpu_memory, "one_step", out_of_memory)
+    assert gpu_memory.main(["--device", "cpu", "--markdown", "--kinds", "none,int8"]) == 0
+    rows = markdown_rows(capsys.readouterr().out, "**2 layers x 128")
+    assert [row[3] == "OOM" for row in rows] == [False, True, False, False]
+
+    def broken(model, ids, kind):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(gpu_memory, "one_step", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        gpu_memory.main(["--device", "cpu"])
+
+
+# ---- make ----
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(target, ...) with the Makefile in a tree of its own, whose tools write down what they are called with."""
+    (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "pyproject.toml").touch()
+    tools, venv = tmp_path / "tools", tmp_path / ".venv"
+    smi = 'case "$1" in -L) echo "GPU 0: a card";; *) echo 9.0; echo 8.6; echo 9.0;; esac'
+    scripts = {tools / "nvidia-smi": smi, tools / "nvcc": ""}
+    for name in ("python", "pytest"):
+        scripts[venv / "bin" / name] = f'echo {name} "[$GRADCKPT_CUDA_ARCHS]" "$@" >> log'
+    for path, text in scripts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    (venv / ".torch").touch()
+
+    def run(*arguments):
+        """Exit status, stdout, stderr, and the lines written down."""
+        log = tmp_path / "log"
+        log.write_text("")
+        env = {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_HOME": ""}
+        ran = subprocess.run(["make", "-s", *arguments], cwd=tmp_path, capture_output=True, text=True, env=env)
+        return ran.returncode, ran.stdout, ran.stderr, log.read_text().splitlines()
+
+    run.tools, run.venv = tools, venv
+    return run
+
+
+def test_make_gpu_without_a_device(make):
+    """Exit status 0, one sentence, nothing is run."""
+    (make.tools / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    said = "make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run.\n"
+    assert make("gpu") == (0, said, "", [])
+
+
+def test_make_gpu_looks_for_nvcc_where_setup_does(make):
+    """CUDA_HOME, when it is set, and nowhere else."""
+    status, _, stderr, log = make("gpu_tools", f"CUDA_HOME={make.venv}")
+    assert (status, log) == (2, [])
+    assert "make gpu: nvcc was not found" in stderr
+    assert make("gpu_tools")[0] == 0
+
+
+def test_make_gpu_with_a_torch_without_cuda(make):
+    (make.venv / "bin/python").write_text("#!/bin/sh\nexit 1\n")
+    status, _, stderr, _ = make("gpu")
+    assert status == 2
+    assert "make gpu: the torch in .venv is built without CUDA" in stderr
+    assert not list(make.venv.glob(".gpu*"))
+
+
+def test_make_gpu_builds_for_the_cards(make):
+    """Once; and again when another target has built for other architectures since, and the other way round."""
+
+    def built(target):
+        status, _, stderr, log = make(target)
+        assert (status, stderr) == (0, "")
+        return [line.split("]")[0].split("[")[1] for line in log if "pip install" in line]
+
+    assert built("gpu") == ["8.6,9.0"]
+    assert built("gpu") == []
+    assert built("soak") == ["8.0;9.0+PTX"]
+    assert built("soak") == []
+    assert built("gpu") == ["8.6,9.0"]
+    assert built("setup") == [""]
+    assert built("setup") == []
+    assert built("gpu") == ["8.6,9.0"]
+    assert built("soak") == ["8.0;9.0+PTX"]
+
+
+def test_make_gpu_runs_everything(make):
+    status, _, _, log = make("gpu")
+    assert status == 0
+    assert [line for line in log if line.startswith("pytest") and "tests/package/test_gpu_device.py" in line]
+    ran = [re.search(r"benchmarks/(\w+)\.py$", line) for line in log]
+    assert [found[1] for found in ran if found] == list(SCRIPTS)

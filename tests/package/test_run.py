@@ -1,0 +1,408 @@
+"""python -m gradckpt.run: scripts that know nothing of gradckpt, as they are."""
+
+import json
+import re
+import textwrap
+
+import pytest
+import torch
+from checkout import ROOT, SCRIPTS
+from launcher import LAUNCH, call
+
+import gradckpt
+import gradckpt.run
+
+PLAIN = SCRIPTS / "plain_loop.py"
+TRAINER = SCRIPTS / "hf_trainer.py"
+
+
+def script(folder, text, name="script.py"):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+REGION = """
+    import sys
+    import torch
+    from torch.utils.checkpoint import checkpoint
+    layer = torch.nn.Linear(64, 64)
+    def step():
+        checkpoint(layer, layer(torch.randn(32, 64)), use_reentrant=False).sum().backward()
+"""
+
+
+def relative_error(found, exact):
+    a, b = (torch.cat([g[name].flatten() for name in exact]) for g in (found, exact))
+    return ((a - b).norm() / b.norm()).item()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- the two public-style scripts, unchanged ----
+
+
+def plain(folder, name, *launcher):
+    done = call(*launcher, PLAIN, "--save", f"{name}.pt", cwd=folder)
+    return torch.load(folder / f"{name}.pt"), done
+
+
+def trained(folder, name, *launcher):
+    options = ["--max_steps", 3, "--logging_steps", 1, "--report_to", "none", "--save_strategy", "no", "--use_cpu"]
+    done = call(*launcher, TRAINER, "--output_dir", name, "--gradient_checkpointing", *options, cwd=folder)
+    return torch.load(folder / name / "result.pt"), done
+
+
+def test_the_scripts_do_not_know_us():
+    for path in (PLAIN, TRAINER):
+        assert "gradckpt" not in path.read_text()
+
+
+@pytest.mark.parametrize(("train", "regions"), [(plain, 12), (trained, 12)], ids=["plain loop", "Trainer"])
+def test_untouched_scripts(tmp_path, train, regions):
+    stock, _ = train(tmp_path, "stock")
+    none, done = train(tmp_path, "none", *LAUNCH, "--compress", "none")
+    assert none["losses"] == stock["losses"]
+    assert same(none["gradients"], stock["gradients"])
+    assert same(none["weights"], stock["weights"])
+    assert f"gradckpt ran {regions} regions" in done.stderr
+
+    int8, done = train(tmp_path, "int8", *LAUNCH, "--compress", "int8", "--stats", "stats.json")
+    assert f"compressed {regions} of {regions} region inputs" in done.stderr
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert (stats["calls"], stats["compressed"]) == (regions, regions)
+    assert 0 < stats["bytes_out"] == round(stats["bytes_in"] * 8.125 / 32)
+    assert int8["losses"][0] == stock["losses"][0]
+    assert 0 < relative_error(int8["gradients"], stock["gradients"]) < 0.01
+    assert all(g.abs().sum() > 0 for name, g in int8["gradients"].items() if stock["gradients"][name].abs().sum() > 0)
+
+
+def test_a_script_that_says_nothing_of_use_reentrant(tmp_path):
+    called = call(*LAUNCH, PLAIN, "--save", "x.pt", "--reentrant", "unsaid", cwd=tmp_path)
+    assert "compressed 12 of 12" in called.stderr
+    assert "UserWarning" not in called.stderr
+
+
+# ---- where it cannot act ----
+
+
+def test_explicit_reentrant_is_said(tmp_path):
+    done = call(*LAUNCH, "--stats", "s.json", PLAIN, "--save", "x.pt", "--reentrant", "yes", cwd=tmp_path)
+    assert "GradckptInactiveWarning" in done.stderr
+    assert "NOTHING WAS COMPRESSED: all 12 calls of checkpoint passed use_reentrant=True" in done.stderr
+    assert "use_reentrant=True" in json.loads((tmp_path / "s.json").read_text())["inactive_reason"]
+    done = call(*LAUNCH, "--compress", "none", PLAIN, "--save", "x.pt", "--reentrant", "yes", cwd=tmp_path)
+    assert "Warning" not in done.stderr
+
+
+def test_no_checkpointing_is_said_by_the_second_step(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import sys, torch
+        layer = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for step in range(3):
+            print("step", step, file=sys.stderr, flush=True)
+            layer(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        """,
+    )
+    done = call(*LAUNCH, path, cwd=tmp_path)
+    warning = r"step 1\n.*GradckptInactiveWarning: .*nothing in this process called .*gradient_checkpointing=True"
+    assert re.search(warning, done.stderr)
+    assert done.stderr.index("GradckptInactiveWarning") < done.stderr.index("step 2")
+    assert "NOTHING WAS COMPRESSED: nothing in this process called" in done.stderr
+    assert "gradckpt.run" not in call(*LAUNCH, "--quiet", path, cwd=tmp_path).stderr
+
+
+# ---- as python would run it ----
+
+SEEN = """
+    import __main__, json, sys
+    def evaluated(x: int): pass
+    if __name__ == "__main__":
+        here = __main__.__dict__ is globals(), evaluated.__annotations__ == {"x": int}
+        names = ("__name__", "__file__", "__package__", "__doc__", "__cached__")
+        print(json.dumps([here, sys.argv, sys.path[0], *(globals()[n] for n in names), str(__spec__), __loader__.name]))
+"""
+
+
+def test_a_script_sees_what_it_would_see(tmp_path):
+    path = script(tmp_path, SEEN, "folder/script.py")
+    link = tmp_path / "link.py"
+    link.symlink_to(path)
+    for name, *options in (path, "--quiet"), ("./folder/script.py", "--compress=none", "--"), (link, "--min-numel", 0):
+        arguments = ["--compress", "int4", "--", "-m", "x y", "--help"]
+        expected = call(name, *arguments, cwd=tmp_path).stdout
+        assert call(*LAUNCH, *options, name, *arguments, cwd=tmp_path).stdout == expected
+    assert json.loads(expected)[1][1:] == arguments
+
+
+def test_a_module_sees_what_it_would_see(tmp_path):
+    script(tmp_path, "from .other import x\n" + textwrap.dedent(SEEN), "package/train.py")
+    script(tmp_path, "x = 1", "package/other.py")
+    script(tmp_path, textwrap.dedent(SEEN) + "print(__spec__.name)", "package/__main__.py")
+    for name in ("package.train", "package"):
+        expected = json.loads(call("-m", name, "-a", "--", "b", cwd=tmp_path).stdout.splitlines()[0])
+        found = json.loads(call(*LAUNCH, "--quiet", "-m", name, "-a", "--", "b", cwd=tmp_path).stdout.splitlines()[0])
+        assert found[:5] == expected[:5]
+        assert found[5] == expected[5] == "package"
+
+
+def test_folders_and_archives(tmp_path):
+    script(tmp_path, "import sys; print(__name__, sys.argv)", "folder/__main__.py")
+    call("-m", "zipapp", "folder", "-o", "folder.pyz", cwd=tmp_path)
+    for name in ("folder", "folder.pyz"):
+        assert call(*LAUNCH, name, "a", cwd=tmp_path).stdout == f"__main__ {[name, 'a']}\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "shown"),
+    [
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('over')", 1, "over\n"),
+        ("raise ValueError('x')", 1, "Traceback.*ValueError: x\n"),
+        ("raise KeyboardInterrupt", -2, "Traceback.*KeyboardInterrupt\n"),
+        ("x = (", 1, ' +File "[^"]*script.py", line .*SyntaxError: .*\n'),
+    ],
+)
+def test_exits(tmp_path, end, status, shown):
+    path = script(tmp_path, f"import sys\nprint('did')\n{end}\n")
+    expected = call(path, cwd=tmp_path, status=status)
+    found = call(*LAUNCH, path, cwd=tmp_path, status=status)
+    assert re.fullmatch(shown, expected.stderr, re.S)
+    shown, report, _ = found.stderr.partition("gradckpt.run (int8)\n")
+    assert (found.stdout, shown) == (expected.stdout, expected.stderr)
+    assert report
+
+
+def test_a_traceback_starts_in_the_module(tmp_path):
+    script(tmp_path, "def f():\n    1 / 0\nf()", "train.py")
+    shown = call(*LAUNCH, "--quiet", "-m", "train", cwd=tmp_path, status=1).stderr
+    assert re.findall(r'File "([^"]*)"', shown) == [str(tmp_path / "train.py")] * 2
+
+
+def test_a_hook_of_the_script_gets_the_exception(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import sys, traceback
+        sys.excepthook = lambda kind, error, tb: print(kind.__name__, len(traceback.extract_tb(tb)))
+        1 / 0
+        """,
+    )
+    assert call(*LAUNCH, path, cwd=tmp_path, status=1).stdout == "ZeroDivisionError 1\n"
+
+
+def test_it_lasts_until_the_process_ends(tmp_path):
+    """Threads and exit handlers of the script train, too; the report counts them."""
+    path = script(
+        tmp_path,
+        textwrap.dedent(REGION)
+        + textwrap.dedent("""
+        import atexit, threading, time
+        import __main__
+        def late():
+            time.sleep(0.2)
+            __main__.step()
+        atexit.register(step)
+        threading.Thread(target=late).start()
+        step()
+        """),
+    )
+    assert "compressed 3 of 3" in call(*LAUNCH, path, cwd=tmp_path).stderr
+
+
+def test_classes_of_the_script_can_be_pickled(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import pickle
+        class Thing: pass
+        def main():
+            assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+        if __name__ == "__main__":
+            main()
+        """,
+    )
+    call(*LAUNCH, path, cwd=tmp_path)
+
+
+# ---- the command line ----
+
+
+def test_help():
+    shown = call(*LAUNCH, "--help", cwd=ROOT).stdout
+    for word in (*gradckpt.codecs(), "torchrun", "accelerate launch", "--policy", "--replay", "--min-numel", "--stats"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--compress", "int9", "script.py"], "unknown codec 'int9'; choose one of: raw, "),
+        (["--policy", "all", "script.py"], "unknown policy 'all'; choose one of: save_matmuls"),
+        (["--min-numel", "-1", "script.py"], "min_numel counts values and cannot be -1"),
+        (["--min-numel", "few", "script.py"], "invalid int value: 'few'"),
+        (["--compress", "none", "--replay", "script.py"], "--replay would do nothing with --compress none"),
+        (["--stats", "nowhere/s.json", "script.py"], "there is no such folder"),
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["-m", "missing_module.train"], "there is no module 'missing_module.train'"),
+        ([], "which script?"),
+        (["-m"], "which module?"),
+        (["--comp", "int8", "script.py"], "unrecognized arguments: --comp"),
+        (["-m", "torch.distributed.run", "script.py"], "torchrun ... -m gradckpt.run --compress int8"),
+        (["-m", "accelerate.commands.launch", "script.py"], "accelerate launch ... -m gradckpt.run"),
+        (["/usr/bin/torchrun", "script.py"], "torchrun ... -m gradckpt.run"),
+    ],
+)
+def test_bad_arguments_before_the_script_starts(tmp_path, monkeypatch, capsys, arguments, said):
+    script(tmp_path, "print('started')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        gradckpt.run.main(arguments)
+    assert end.value.code == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+
+
+def test_bad_arguments_end_with_2(tmp_path):
+    assert "which script?" in call(*LAUNCH, cwd=tmp_path, status=2).stderr
+
+
+def test_options_reach_the_patch(tmp_path):
+    path = script(tmp_path, textwrap.dedent(REGION) + "step()")
+    options = ["--compress", "int4", "--replay", "--min-numel", "7", "--policy", "save_matmuls:int8"]
+    done = call(*LAUNCH, *options, "--stats", "s.json", path, cwd=tmp_path)
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert stats["policy"] == "save_matmuls:int8"
+    assert stats["compress"] == gradckpt.CompressionConfig("int4", replay=True, min_numel=7).to_dict()
+    assert gradckpt.CompressionConfig.from_dict(stats["compress"]).codec == "int4"
+    assert done.stderr.startswith("gradckpt.run (int4, replay, policy save_matmuls:int8)\n")
+
+
+# ---- other processes ----
+
+RANKS = textwrap.dedent(REGION) + textwrap.dedent("""
+    import os
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    def train(rank, size, store):
+        dist.init_process_group("gloo", rank=rank, world_size=size, init_method=store)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(2):
+            step()
+            optimizer.step()
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        store = "file://" + os.path.abspath("store")
+        if sys.argv[1] == "torchrun":
+            train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
+        else:
+            mp.start_processes(train, (2, store), nprocs=2, start_method=sys.argv[1])
+""")
+
+
+def test_torchrun(tmp_path):
+    path = script(tmp_path, RANKS)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    done = call(*run, *LAUNCH, "--stats", "s.json", path, "torchrun", cwd=tmp_path)
+    assert done.stderr.count("gradckpt.run (int8, rank 0 of 2)") == 1
+    assert "rank 1 of 2" not in done.stderr
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert (stats["rank"], stats["world_size"], stats["compressed"]) == (0, 2, 2)
+
+
+def test_accelerate_launch(tmp_path):
+    pytest.importorskip("accelerate")
+    path = script(tmp_path, textwrap.dedent(REGION) + "step()\nprint(sys.argv[1:])")
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1]
+    done = call(*launch, *LAUNCH, "--compress", "int8", path, "--lr", 1, cwd=tmp_path)
+    assert "compressed 1 of 1 region inputs" in done.stderr
+    assert "['--lr', '1']" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "target"),
+    [("fork", ["train.py"]), ("spawn", ["train.py"]), ("forkserver", ["train.py"]), ("spawn", ["-m", "train"])],
+    ids=["fork", "spawn", "forkserver", "spawn, module"],
+)
+def test_processes_of_multiprocessing(tmp_path, how, target):
+    script(tmp_path, RANKS, "train.py")
+    done = call(*LAUNCH, "--compress", "int4", "--stats", "s.json", *target, how, cwd=tmp_path)
+    assert done.stderr.count("compressed 2 of 2 region inputs") == 1
+    assert re.search(r"gradckpt.run \(int4, rank 0 of 2, process \d+ \(", done.stderr)
+    assert "those of rank 0 that called checkpoint said so above" in done.stderr
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert (stats["rank"], stats["compressed"]) == (0, 2)
+
+
+def test_workers_of_a_data_loader_say_nothing(tmp_path):
+    path = script(
+        tmp_path,
+        textwrap.dedent(REGION)
+        + textwrap.dedent("""
+        class Numbers(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, i):
+                return i
+        if __name__ == "__main__":
+            for how in ("fork", "spawn"):
+                loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context=how)
+                assert [int(x) for x in loader] == [0, 1, 2, 3]
+            step()
+        """),
+    )
+    done = call(*LAUNCH, path, cwd=tmp_path)
+    assert done.stderr.count("gradckpt.run") == 1
+    assert "compressed 1 of 1" in done.stderr
+
+
+def test_a_child_that_the_script_forks_itself(tmp_path):
+    path = script(
+        tmp_path,
+        textwrap.dedent(REGION)
+        + textwrap.dedent("""
+        import os
+        step()
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+        """),
+    )
+    assert call(*LAUNCH, path, cwd=tmp_path).stderr.count("gradckpt.run") == 1
+
+
+def test_nothing_left_behind(tmp_path):
+    """In one process: what main() changed is as before once the process would end."""
+    path = script(
+        tmp_path,
+        f"""
+        import atexit, multiprocessing.spawn, sys
+        import torch.utils.checkpoint as tc
+        from torch.optim import optimizer
+        import inspect
+        def state():
+            inner = inspect.unwrap(tc.checkpoint)
+            hooks = optimizer._global_optimizer_post_hooks
+            return tc.checkpoint, inner.__code__, multiprocessing.spawn.get_preparation_data, list(hooks)
+        before = state()
+        def compare():
+            print(all(a is b or a == b for a, b in zip(before, state())), state()[1] is before[1])
+        atexit.register(compare)
+        import gradckpt.run
+        sys.argv = ["run", {str(script(tmp_path, textwrap.dedent(REGION) + "step()", "inner.py"))!r}]
+        gradckpt.run.main()
+        print(state()[1] is before[1])
+        """,
+    )
+    assert call(path, cwd=tmp_path).stdout == "False\nTrue True\n"

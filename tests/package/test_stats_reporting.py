@@ -1,0 +1,292 @@
+"""stats() for loggers (scalars, TensorBoard, the Trainer) and for people (text, a table)."""
+
+import contextlib
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkout import ROOT
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+import transformers
+
+import gradckpt
+from gradckpt.integrations import trainer_callback
+from gradckpt.integrations.trainer_callback import GradckptCallback
+
+KEYS = {f"gradckpt/{name}" for name in trainer_callback.SCALARS}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    gradckpt.reset_stats()
+
+
+def train(regions=1, rows=64):
+    """That many regions, each with an input of 64 x rows float32 and one too small."""
+    for _ in range(regions):
+        x = torch.randn(rows, 64, requires_grad=True) * 1.0
+        small = torch.randn(4, requires_grad=True) * 1.0
+        gradckpt.checkpoint(lambda a, b: (a.sin() * b.sum()).sum(), x, small, compress="int8").backward()
+
+
+# ---- scalars ----
+
+
+def test_scalars_are_the_numbers_of_stats():
+    train(3)
+    s, scalars = gradckpt.stats(), gradckpt.stats_scalars()
+    assert all(type(value) is float for value in scalars.values())
+    assert scalars["gradckpt/compressed"] == s["compressed"] == 3
+    assert scalars["gradckpt/asked"] == 6
+    assert scalars["gradckpt/bytes_in_mib"] == s["bytes_in"] / 2**20 == 3 * 64 * 64 * 4 / 2**20
+    assert scalars["gradckpt/bytes_out_mib"] == s["bytes_out"] / 2**20
+    assert scalars["gradckpt/peak_live_mib"] == s["peak_live_bytes"] / 2**20 > 0
+    assert scalars["gradckpt/kept_mib"] == s["kept_bytes"] / 2**20 == 3 * 16 / 2**20
+    assert scalars["gradckpt/kept/smaller_than_min_numel"] == 3
+    assert scalars["gradckpt/ratio"] == s["ratio"]
+    numbers = [key for key, value in s.items() if isinstance(value, int)]
+    assert len(scalars) == len(numbers) + 1 + len(s["kept"])
+
+
+def test_prefix_and_nothing_to_divide():
+    scalars = gradckpt.stats_scalars("train/ckpt_")
+    assert scalars["train/ckpt_compressed"] == 0.0
+    assert not [key for key in scalars if not key.startswith("train/ckpt_") or key.endswith("ratio")]
+
+
+def test_since():
+    train(2, rows=64)
+    before = gradckpt.stats()
+    train(3, rows=128)
+    after = gradckpt.stats_scalars("", since=before)
+    assert (after["compressed"], after["kept/smaller_than_min_numel"]) == (3, 3)
+    assert after["bytes_in_mib"] == 3 * 128 * 64 * 4 / 2**20
+    assert after["ratio"] == (128 * 64 * 130 / 128) / (128 * 64 * 4)
+    assert after["peak_live_mib"] == gradckpt.stats()["peak_live_bytes"] / 2**20
+    idle = gradckpt.stats_scalars("", since=gradckpt.stats())
+    assert idle["compressed"] == 0
+    assert "ratio" not in idle
+
+
+def test_since_before_a_reset():
+    train(3)
+    before = gradckpt.stats()
+    gradckpt.reset_stats()
+    train(2)
+    scalars = gradckpt.stats_scalars("", since=before)
+    assert (scalars["compressed"], scalars["kept/smaller_than_min_numel"]) == (2, 2)
+
+
+def events(folder):
+    """{tag: [(step, value)]} of what a SummaryWriter left there."""
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+def test_tensorboard(tmp_path):
+    with SummaryWriter(tmp_path) as writer:
+        for step in (1, 2):
+            train(2)
+            gradckpt.log_stats(writer, step)
+        gradckpt.log_stats(writer, 2, prefix="other/")
+    found = events(tmp_path)
+    assert found["gradckpt/compressed"] == [(1, 2.0), (2, 4.0)]
+    assert found["other/compressed"] == [(2, 4.0)]
+    wanted = gradckpt.stats_scalars()
+    assert {tag for tag in found if tag.startswith("gradckpt/")} == set(wanted)
+    for tag, value in wanted.items():
+        assert found[tag][-1] == (2, pytest.approx(value, rel=1e-6)), tag
+
+
+# ---- for people ----
+
+
+def test_text():
+    train(3)
+    lines = gradckpt.format_stats().splitlines()
+    assert not [line for line in lines if line != line.rstrip() or "\t" in line]
+    row = {line.partition("  ")[0]: line for line in lines}
+    assert row["inputs compressed"].split()[-1] == "3"
+    assert row["payloads written"].endswith("3  48.00 KiB -> 12.19 KiB, ratio 0.254")
+    assert row["kept: smaller than min_numel"].split()[-1] == "3"
+    assert len({line.index(" B") for line in lines if line.endswith("  0 B")}) == 1, "a column"
+    out = io.StringIO()
+    gradckpt.print_stats(out)
+    assert out.getvalue().splitlines() == lines
+
+
+def test_text_before_anything_was_compressed():
+    assert "ratio" not in gradckpt.format_stats()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_terminal(rich, monkeypatch):
+    train(3)
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    out = Terminal()
+    with contextlib.redirect_stdout(out):
+        gradckpt.print_stats()
+    assert ("│" in out.getvalue()) is rich
+    assert "kept: smaller than min_numel" in out.getvalue()
+    if not rich:
+        assert out.getvalue() == gradckpt.format_stats() + "\n"
+
+
+# ---- the Trainer ----
+
+
+class Last(transformers.TrainerCallback):
+    """What the callbacks of a user see of each log."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def build():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **shape))
+
+
+DATA = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(32)]
+
+
+def trainer(folder, *callbacks, compress="int8", **options):
+    model = build()
+    gradckpt.enable(model, compress=compress)
+    options = {"max_steps": 4, "logging_steps": 2, "report_to": [], "disable_tqdm": True, **options}
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=4, save_strategy="no", use_cpu=True, **options
+    )
+    return transformers.Trainer(model, args, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=list(callbacks))
+
+
+def with_loss(logs):
+    return [log for log in logs if "loss" in log]
+
+
+PER_LOG = {"gradckpt/asked": 4.0, "gradckpt/compressed": 4.0, "gradckpt/ratio": 130 / 128 / 4}  # 2 layers, 2 steps
+
+
+def test_reporters_before_the_callback_see_its_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))  # from transformers 5 on
+    last = Last()
+    run = trainer(tmp_path, GradckptCallback(), last, report_to=["tensorboard"])
+    names = [type(callback).__name__ for callback in run.callback_handler.callbacks]
+    assert names.index("TensorBoardCallback") < names.index("GradckptCallback")
+    run.train()
+    for logs in (with_loss(last.logs), with_loss(run.state.log_history)):
+        assert [{key: log[key] for key in PER_LOG} for log in logs] == [PER_LOG, PER_LOG]
+        assert all(set(log) >= KEYS for log in logs)
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.*")}
+    found = events(folder)
+    assert {f"train/{key}" for key in KEYS} <= set(found)
+    assert found["train/gradckpt/compressed"] == [(2, 4.0), (4, 4.0)]
+    assert sum(value for _, value in found["train/gradckpt/compressed"]) == gradckpt.stats()["compressed"]
+
+
+def test_logs_without_a_training_loss_are_left_alone(tmp_path):
+    last = Last()
+    run = trainer(tmp_path, GradckptCallback(), last, eval_strategy="steps", eval_steps=2)
+    run.train()
+    others = [log for log in [*last.logs, *run.state.log_history] if "loss" not in log]
+    assert any("eval_loss" in log for log in others)
+    assert any("train_loss" in log for log in others)
+    assert not [log for log in others if KEYS & set(log)]
+
+
+def test_two_callbacks_are_one(tmp_path):
+    last = Last()
+    trainer(tmp_path, GradckptCallback(), GradckptCallback(), last).train()
+    assert [{key: log[key] for key in PER_LOG} for log in with_loss(last.logs)] == [PER_LOG, PER_LOG]
+
+
+def test_the_second_training_starts_anew_and_a_removed_callback_is_silent(tmp_path):
+    callback, last = GradckptCallback(), Last()
+    run = trainer(tmp_path, callback, last)
+    run.train()
+    train(5)
+    run.train()
+    assert [log["gradckpt/compressed"] for log in with_loss(last.logs)] == [4.0] * 4
+    run.remove_callback(callback)
+    last.logs.clear()
+    run.train()
+    assert with_loss(last.logs)
+    assert not [log for log in last.logs if KEYS & set(log)]
+
+
+def test_added_late_it_reaches_the_history(tmp_path, monkeypatch):
+    """A Trainer that was built before the module was imported."""
+    other = trainer(tmp_path)
+    other.train()
+    defaults = [c for c in transformers.trainer.DEFAULT_CALLBACKS if c is not trainer_callback._First]
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", defaults)
+    run = trainer(tmp_path, Last())
+    run.add_callback(GradckptCallback)
+    run.train()
+    assert [{key: log[key] for key in PER_LOG} for log in with_loss(run.state.log_history)] == [PER_LOG, PER_LOG]
+    (first,) = [c for c in other.callback_handler.callbacks if isinstance(c, trainer_callback._First)]
+    assert first.callback is None, "it took the one of another Trainer"
+
+
+def test_two_trainers_do_not_mix(tmp_path):
+    """One with the callback, then one without in the same thread."""
+    first, second = Last(), Last()
+    trainer(tmp_path, GradckptCallback(), first).train()
+    trainer(tmp_path, second).train()
+    assert all(set(log) >= KEYS for log in with_loss(first.logs))
+    assert not [log for log in second.logs if KEYS & set(log)]
+
+
+def test_without_compression_there_is_no_ratio(tmp_path):
+    last = Last()
+    trainer(tmp_path, GradckptCallback(), last, compress=None).train()
+    assert all(set(log) >= KEYS - {"gradckpt/ratio"} and "gradckpt/ratio" not in log for log in with_loss(last.logs))
+
+
+def test_a_used_callback_is_carried(tmp_path):
+    callback = GradckptCallback()
+    trainer(tmp_path, callback).train()
+    for other in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
+        last = Last()
+        trainer(tmp_path, other, last).train()
+        assert [log["gradckpt/compressed"] for log in with_loss(last.logs)] == [4.0, 4.0]
+
+
+def test_importing_gradckpt_imports_no_framework():
+    code = "import sys, gradckpt; assert not {'transformers', 'tensorboard', 'rich'} & set(sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
+# ---- what torch.compile made ----
+
+
+def test_compiled_graphs_are_counted_apart():
+    before = gradckpt.stats()
+    layer = torch.compile(lambda x: gradckpt.checkpoint(torch.sin, x * 2.0, compress="int8"), backend="aot_eager")
+    layer(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    scalars = gradckpt.stats_scalars("", since=before)
+    assert (scalars["compiled_graphs"], scalars["compiled_tensors"], scalars["compressed"]) == (1, 1, 0)
+    assert scalars["compiled_bytes_in_mib"] == 64 * 64 * 4 / 2**20
+    assert scalars["compiled_bytes_out_mib"] == 32 * 130 / 2**20
+    (line,) = [line for line in gradckpt.format_stats().splitlines() if line.startswith("of compiled graphs")]
+    assert line.endswith("  1  16.00 KiB -> 4.06 KiB")
