@@ -90,6 +90,20 @@ def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
 _checked: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 
 
+def _owns(owner: Any, variable: torch.Tensor) -> bool:
+    """A parameter of the module that required no grad in the forward."""
+    modules = {id(owner): owner}
+    pending = [owner]
+    while pending:
+        module = pending.pop()
+        if any(variable is parameter for parameter in module._parameters.values()):
+            return True
+        children = [child for child in module._modules.values() if child is not None and id(child) not in modules]
+        modules.update((id(child), child) for child in children)
+        pending += children
+    return False
+
+
 def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[torch.Tensor]) -> None:
     """Once for each module and method: nothing outside the targets is differentiated by."""
     while isinstance(function, functools.partial):
@@ -110,7 +124,7 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+        if isinstance(variable, torch.Tensor) and id(variable) not in known and not _owns(owner, variable):
             raise RuntimeError(
                 f"gradckpt.SelectiveRecompute: {type(owner).__name__} uses a tensor of shape {tuple(variable.shape)} "
                 "that requires grad and is neither a parameter of it nor an argument, so its gradient would be lost; "
