@@ -214,7 +214,7 @@ static PyObject *rounding_state(PyObject *module, PyObject *unused)
 
 static PyObject *set_rounding_state(PyObject *module, PyObject *args)
 {
-    gck_rounding r = {0, 0, 0};
+    gck_rounding r = {.step = 0};
 
     if (!PyArg_ParseTuple(args, "II:set_rounding_state", &r.step, &r.tensor)) {
         return NULL;

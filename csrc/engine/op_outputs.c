@@ -2,6 +2,7 @@
 #include "store.h"
 
 #include "entry.h"
+#include "rounding.h"
 
 #include <structmember.h>
 
@@ -115,7 +116,7 @@ static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
     }
     s->asked++;
     if (verdict == GCK_COMPRESS) {
-        payload = gck_payload_new(state, plan->codec, x, &view, gck_next_dither(state, plan, &dither), GCK_FOR_REGION,
+        payload = gck_payload_new(state, plan->codec, x, &view, gck_next_dither(state, plan, 1, &dither), GCK_FOR_REGION,
                                   NULL, &fits);
         verdict = fits ? verdict : GCK_KEEP_FIT;
     }

@@ -29,30 +29,6 @@ static int view_bytes(gck_payload *self, PyObject *buffer, int64_t nbytes, void 
     return 0;
 }
 
-int gck_is_dense(const gck_tensor *x)
-{
-    int64_t expected = 1;
-    uint64_t used = 0;
-
-    for (int found = 0; found < x->ndim; found++) {
-        int next = -1;
-        for (int d = 0; d < x->ndim; d++) {
-            if (!(used >> d & 1) && (next < 0 || x->strides[d] < x->strides[next]
-                                     || (x->strides[d] == x->strides[next] && x->sizes[d] < x->sizes[next]))) {
-                next = d;
-            }
-        }
-        used |= (uint64_t)1 << next;
-        if (x->sizes[next] != 1) {
-            if (x->strides[next] != expected) {
-                return 0;
-            }
-            expected *= x->sizes[next];
-        }
-    }
-    return 1;
-}
-
 static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
 {
     const gck_py *py = &self->state->py;
@@ -149,6 +125,15 @@ static int fill(gck_payload *self, PyObject *x, const gck_tensor *view, gck_batc
     return status > 0 && self->verdict != NULL ? 0 : status;
 }
 
+int gck_payload_hand_over(gck_payload *self)
+{
+    self->saved = PyObject_CallFunctionObjArgs(self->state->py.make_saved_tensor, self->buffer, Py_False, NULL);
+    if (self->saved != NULL) {
+        Py_CLEAR(self->buffer);
+    }
+    return self->saved != NULL ? 0 : -1;
+}
+
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
 {
@@ -192,13 +177,10 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
         count_use(state, self);
         self->fresh = 1;
     }
-    if (use == GCK_FOR_REGION_SAVED) {
-        self->saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, self->buffer, Py_False, NULL);
-        if (self->saved == NULL) {
-            goto exit;
-        }
-        Py_CLEAR(self->buffer);
-    } else if (use == GCK_FOR_REGION && self->version != NULL) {
+    if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
+        goto exit;
+    }
+    if (use == GCK_FOR_REGION && self->version != NULL) {
         remember(state, self);
     }
     ok = 1;

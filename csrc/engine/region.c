@@ -1,5 +1,6 @@
 /* region.c: keeps the arguments of a region, makes them again, runs its function. */
 #include "region.h"
+#include "rounding.h"
 #include "selective.h"
 
 #include <stdlib.h>
@@ -205,13 +206,16 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
 PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                           PyObject *kwargs, int replay)
 {
+    gck_rounding rounding = frame->rounding, *around;
     gck_catch caught;
     PyObject *result;
 
     if (gck_catch_begin(frame->state, &caught, frame->store, frame->policy_fn, replay) < 0) {
         return NULL;
     }
+    around = gck_rounding_enter(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
+    gck_rounding_leave(around);
     if (gck_catch_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }
