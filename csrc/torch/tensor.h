@@ -49,6 +49,7 @@
     OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")      \
     OBJECT(set_included, "torch._C", "_dispatch_tls_set_dispatch_key_included") \
     OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
+    OBJECT(is_included, "torch._C", "_dispatch_tls_is_dispatch_key_included") \
     OBJECT(is_excluded, "torch._C", "_dispatch_tls_is_dispatch_key_excluded") \
     OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
     OBJECT(FakeTensor, "torch._subclasses.fake_tensor", "FakeTensor")      \
@@ -80,7 +81,7 @@
     OBJECT(recompute_mark) OBJECT(consumed_mark)       /* in the storage of a selective region */     \
     OBJECT(prefer_recompute) OBJECT(must_recompute)    /* of CheckpointPolicy */                      \
     OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
-    OBJECT(key)                  /* the dispatch key that catches operators; NULL: none is free */    \
+    OBJECT(key)                  /* the dispatch key that catches operators, or NULL */               \
     OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
     OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
     OBJECT(selection)            /* gradckpt._selection: those of selective recompute */
