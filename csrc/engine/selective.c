@@ -221,11 +221,11 @@ static int compiling(const gck_py *py)
     return truth;
 }
 
-/* An operator that is not for us: of a tensor whose negation is pending, which torch's fallback would do in our
- * place; or of a torch.func transform, which calls the operator again on the level below, with the key as it was. */
-static PyObject *pass_on(gck_state *state, int functorch, PyObject *call, PyObject *args, PyObject *kwargs)
+/* An operator that is nobody's: one that we call, or a torch.func transform, which calls it again on the level below
+ * with the key as it was.  Where the key is off a negation is pending, which torch's fallback would do in our place. */
+static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObject *kwargs)
 {
-    PyObject *on = functorch ? PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL) : Py_NewRef(Py_False);
+    PyObject *on = PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL);
     PyObject *out = NULL;
 
     if (on == Py_False) {
@@ -254,7 +254,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (hit == NULL || functorch) {
-        return pass_on(state, functorch, call, args, kwargs);
+        return pass_on(state, call, args, kwargs);
     }
     while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
         hit = next_here(hit->outer, thread);

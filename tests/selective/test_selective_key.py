@@ -86,7 +86,14 @@ def negated(*shape):
 @pytest.mark.parametrize("within", [contextlib.nullcontext, "region"], ids=["outside", "in a region"])
 def test_a_pending_negation_is_done(within):
     """Before and after an operator is named, in a region and outside of one."""
-    named = [aten.mm.default, aten.sin.default, aten.topk.default, aten.gt.Tensor, aten.stack.default, aten.nonzero.default]
+    named = [
+        aten.mm.default,
+        aten.sin.default,
+        aten.topk.default,
+        aten.gt.Tensor,
+        aten.stack.default,
+        aten.nonzero.default,
+    ]
     x, y = negated(8, 8), negated(8, 8)
     calls = [
         lambda: x @ y,
@@ -125,18 +132,17 @@ def test_gradients_of_a_region_with_pending_negations():
 
 
 def test_views_and_what_torch_has_on_the_key_are_kept_by_a_mode():
+    on = []
+
+    def region(t):
+        on.append(key_is_on())
+        return (t.t().clone() @ t).view(2, 8).sin().reshape(4, 4)
+
     for op in (aten.view.default, aten.clone.default, aten.t.default, aten._reshape_alias.default):
-        pair = gradckpt.create_selective_checkpoint_contexts([op, aten.mm.default])
         x = leaf(4, 4)
-
-        def region(t):
-            on.append(key_is_on())
-            return (t.t().clone() @ t).view(2, 8).sin().reshape(4, 4)
-
-        on = []
-        got = gradients(lambda t, pair=pair: checkpoint(region, t, context_fn=lambda: pair), (x,))[1]
+        got = gradients(lambda t, op=op: checkpoint(region, t, **kept([op, aten.mm.default])), (x,))[1]
         assert same(got, gradients(region, (x,))[1])
-        assert not any(on)
+    assert not any(on)
 
 
 def test_decisions_inside_torch_func_are_replayed():
