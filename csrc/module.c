@@ -213,7 +213,7 @@ static PyObject *rounding_state(PyObject *module, PyObject *unused)
 
 static PyObject *set_rounding_state(PyObject *module, PyObject *args)
 {
-    gck_rounding r = {0, 0, 0};
+    gck_rounding r = {.step = 0};
 
     if (!PyArg_ParseTuple(args, "II:set_rounding_state", &r.step, &r.tensor)) {
         return NULL;
@@ -250,7 +250,7 @@ static PyMethodDef methods[] = {
     {"settle_verdicts", gck_settle_verdicts, METH_NOARGS,
      "settle_verdicts()\n--\n\nFor tests: the late verdicts come."},
     {"make_names", gck_make_names, METH_VARARGS,
-     "make_names(rows, wanted, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group)."},
+     "make_names(rows, wanted, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group, form)."},
     {"make_store", gck_make_store, METH_VARARGS,
      "make_store(names, mutation, reusable, /)\n--\n\nAn empty Store for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,

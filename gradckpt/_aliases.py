@@ -1,4 +1,5 @@
-"""Called by the engine when a region wrote to one of its arguments: does another argument share that memory?"""
+"""Called by the engine when a region wrote to one of its arguments: does another argument share that memory, and does
+the caller see the write?"""
 
 from __future__ import annotations
 
@@ -26,6 +27,23 @@ def check(rows: list[Row]) -> None:
                     "is restored by itself, and the recompute would not see the change in the other; clone one of "
                     "them, or do without the write"
                 )
+
+
+def write_back(rows: list[Row]) -> None:
+    """What a region wrote to the fake-quantized stand-in of an argument is written to the argument.
+
+    Raises:
+        RuntimeError: the stand-in has another shape or other strides now, which nobody can copy.
+    """
+    for x, fed, _, version in rows:
+        if fed is x or fed._version == version:
+            continue
+        if fed.shape != x.shape or fed.dtype != x.dtype:
+            raise RuntimeError(
+                f"gradckpt: a region with replay=True changed the shape of its input in place, {list(x.shape)} to "
+                f"{list(fed.shape)}; clone the input first"
+            )
+        x.copy_(fed)
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -140,6 +140,26 @@ def decision_names(casts: int) -> Any:
     return policy.names
 
 
+def default_generator(args: Any, kwargs: Any) -> torch.Generator | None:
+    """Return the generator of the device that an operator runs on.
+
+    None where nothing is drawn, or where a graph is captured, which moves its generators when it is replayed.
+    """
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    devices = [x.device for x in leaves if isinstance(x, torch.Tensor)]
+    devices += [torch.device(x) for x in (kwargs or {}).values() if isinstance(x, torch.device)]
+    device = next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.get_default_device())
+    if device.type == "cpu":
+        return torch.default_generator
+    module = getattr(torch, device.type, None)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    if capturing is not None and capturing():
+        return None
+    generators = getattr(module, "default_generators", ())
+    index = module.current_device() if module is not None and device.index is None else device.index
+    return generators[index] if generators else None
+
+
 def selective_key(func: Any, args: Any) -> Any:
     """Under which torch stores a higher order operator."""
     key = getattr(torch_checkpoint, "_sac_storage_key", None)

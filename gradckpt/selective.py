@@ -22,7 +22,7 @@ from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_in
 from gradckpt.packing import keep_packed
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
-RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED = 0, 1, 2, 3, 4
+RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED, CHOOSE = range(6)
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Rule(NamedTuple):
     every: int = 1
     phase: int = 0
     group: str = ""
+    form: Any = None
 
 
 class Policy:
@@ -75,14 +76,14 @@ class Policy:
                 self.rules[rule.op] = rule
         self.wanted = frozenset(wanted)
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
-        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in self.rules.values())
+        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], r.form) for r in self.rules.values())
         self.names = _C.make_names(rows, self.wanted)
         self.catchable = all(_is_catchable(op) for op in self.rules)
 
     def compressed(self, compress: Compress) -> Policy:
         """The same, with what is kept compressed; decisions stay exact."""
         config = save(compress).config
-        exact = (DECIDE, DECIDE_CAST)
+        exact = (DECIDE, DECIDE_CAST, CHOOSE)
         return Policy((r if r.keep in exact else r._replace(config=config) for r in self.rules.values()), self.wanted)
 
     def __or__(self, other: Any) -> Policy:

@@ -26,14 +26,14 @@ static int append(PyObject *rows, const gck_py *py, PyObject *x, PyObject *fed, 
 
 int gck_aliases_add(gck_aliases *a, const gck_py *py, PyObject *x, PyObject *fed, int packed)
 {
-    if (a->x == NULL) {                          /* the usual region has no second one */
+    if (a->x == NULL && a->rows == NULL && fed == x) {     /* the usual region has no second one */
         a->x = Py_NewRef(x);
         a->fed = Py_NewRef(fed);
         a->packed = packed;
         return 0;
     }
     if (a->rows == NULL
-        && ((a->rows = PyList_New(0)) == NULL || append(a->rows, py, a->x, a->fed, a->packed) < 0)) {
+        && ((a->rows = PyList_New(0)) == NULL || (a->x != NULL && append(a->rows, py, a->x, a->fed, a->packed) < 0))) {
         return -1;
     }
     return append(a->rows, py, x, fed, packed);

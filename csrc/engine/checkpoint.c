@@ -3,6 +3,7 @@
 #include "checkpoint.h"
 #include "../torch/dynamo.h"
 #include "function.h"
+#include "rounding.h"
 #include "selective.h"
 
 #include <stdlib.h>
@@ -186,6 +187,7 @@ static void convert_stop_iteration(const gck_py *py)
 static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs)
 {
     const gck_py *py = &frame->state->py;
+    gck_rounding rounding = frame->rounding, *around;
     PyObject *result;
     gck_catch caught;
 
@@ -196,9 +198,11 @@ static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *ar
         gck_catch_end(frame->state, &caught);
         return NULL;
     }
+    around = gck_rounding_enter(&rounding);
     result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
                              : PyObject_CallMethod(py->shim, "call_within", "OOOO", context, frame->function, args,
                                                    kwargs ? kwargs : Py_None);
+    gck_rounding_leave(around);
     gck_hooks_pop(py);
     if (gck_catch_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
@@ -274,8 +278,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         goto exit;
     }
     frame->compressed = packing.payloads;
-    /* Without a payload the recompute sees what the forward saw, and decides alike. */
-    if (packing.payloads > 0 && plan->decisions && (frame->store = gck_decisions(state, plan->decisions > 1)) == NULL) {
+    if (gck_region_decides(state, packing.payloads > 0 ? plan->decisions : 0, &frame->store) < 0) {
         goto exit;
     }
     if (gck_ambient_capture(&state->py, &frame->ambient, preserve, o->exact, fed_args, fed_kwargs) < 0

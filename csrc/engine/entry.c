@@ -1,6 +1,8 @@
 /* entry.c: decides what becomes a payload and what is kept by reference, as torch does. */
 #include "entry.h"
 
+#include "rounding.h"
+
 #include <stdlib.h>
 
 /* GCK_COMPRESS with *view, a reason, or -1.  The order of the questions is the order of
@@ -21,8 +23,9 @@ static int judge(gck_packing *p, PyObject *x, gck_tensor *view)
     if (leaf < 0) {
         return -1;
     }
-    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway. */
-    if ((leaf && !p->plan.leaves) || (PyObject *)Py_TYPE(x) == py->Parameter) {
+    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway.  A fake-quantized forward gets a
+     * result of x in its place, which is no leaf: there every leaf stays. */
+    if ((leaf && (!p->plan.leaves || p->plan.replay)) || (PyObject *)Py_TYPE(x) == py->Parameter) {
         return GCK_KEEP_LEAF;
     }
     verdict = gck_tensor_view(py, x, p->plan.codec->dtypes, view);
@@ -61,20 +64,6 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither)
-{
-    gck_rounding *r = &state->rounding;
-
-    if (!plan->stochastic) {
-        return NULL;
-    }
-    if (r->restored) {
-        *r = (gck_rounding){r->step + 1, 0, 0};
-    }
-    *dither = (gck_dither){plan->seed, r->step, r->tensor++};
-    return dither;
-}
-
 /* x becomes a payload: 1; or may not: 0; or -1. */
 static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
 {
@@ -85,6 +74,7 @@ static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forw
     gck_dither dither;
     /* Outer hooks and the replay read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.replay ? NULL : p->batch;
+    const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.replay ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
     int fits = 1;
 
     if (verdict < 0) {
@@ -97,11 +87,13 @@ static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forw
     if (payload != NULL) {
         state->stats.shared++;
     } else if (PyErr_Occurred()
-               || (payload = gck_payload_new(state, p->plan.codec, x, &view, gck_next_dither(state, &p->plan, &dither),
-                                             p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, batch, &fits)) == NULL) {
+               || (payload = gck_payload_new(state, p->plan.codec, x, &view, gck_next_dither(state, &p->plan, 0, &dither),
+                                             use, batch, &fits)) == NULL) {
         return fits ? -1 : gck_count_kept(state, x, GCK_KEEP_FIT);
     }
-    if (replay(p, x, payload, forward) < 0) {
+    if (replay(p, x, payload, forward) < 0
+        || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0)) {
+        Py_CLEAR(*forward);
         Py_DECREF(payload);
         return -1;
     }

@@ -46,9 +46,6 @@ int gck_entry_keep(const gck_packing *packing, PyObject *x, gck_entry *entry);
 /* In stats(): x stays for this reason.  Returns 0. */
 int gck_count_kept(gck_state *state, PyObject *x, int verdict);
 
-/* The noise of the next tensor in *dither; NULL: to nearest. */
-const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither);
-
 /* New reference: the argument for the recompute; its values may wait in `batch`. */
 PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch);
 

@@ -1,6 +1,8 @@
 /* frame.c: heap types Frame, Holder and Recompute: slots, tables, lifetimes. */
 #include "frame.h"
 
+#include "rounding.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,6 +13,7 @@ gck_frame *gck_frame_new(gck_state *state)
     if (frame != NULL) {
         memset((char *)frame + sizeof(PyObject), 0, sizeof *frame - sizeof(PyObject));
         frame->state = state;
+        frame->rounding = gck_rounding_of_region(state);
         PyObject_GC_Track(frame);
     }
     return frame;

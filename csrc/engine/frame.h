@@ -82,6 +82,7 @@ struct gck_frame {
     int             asked;         /* compression was asked for                          */
     int             buffers_once;  /* put running statistics back after a recompute      */
     int             compressed;    /* entries that are payloads                          */
+    gck_rounding    rounding;      /* where the noise of what is encoded inside begins   */
     gck_store      *store;         /* outputs that the recompute gets from the forward; NULL: none */
     PyObject       *policy_fn;     /* owned; NULL: the store's names are the policy      */
     /* Of SelectiveRecompute only: */

@@ -29,30 +29,6 @@ static int view_bytes(gck_payload *self, PyObject *buffer, int64_t nbytes, void 
     return 0;
 }
 
-int gck_is_dense(const gck_tensor *x)
-{
-    int64_t expected = 1;
-    uint64_t used = 0;
-
-    for (int found = 0; found < x->ndim; found++) {
-        int next = -1;
-        for (int d = 0; d < x->ndim; d++) {
-            if (!(used >> d & 1) && (next < 0 || x->strides[d] < x->strides[next]
-                                     || (x->strides[d] == x->strides[next] && x->sizes[d] < x->sizes[next]))) {
-                next = d;
-            }
-        }
-        used |= (uint64_t)1 << next;
-        if (x->sizes[next] != 1) {
-            if (x->strides[next] != expected) {
-                return 0;
-            }
-            expected *= x->sizes[next];
-        }
-    }
-    return 1;
-}
-
 static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
 {
     const gck_py *py = &self->state->py;
@@ -149,6 +125,15 @@ static int fill(gck_payload *self, PyObject *x, const gck_tensor *view, gck_batc
     return status > 0 && self->verdict != NULL ? 0 : status;
 }
 
+int gck_payload_hand_over(gck_payload *self)
+{
+    self->saved = PyObject_CallFunctionObjArgs(self->state->py.make_saved_tensor, self->buffer, Py_False, NULL);
+    if (self->saved != NULL) {
+        Py_CLEAR(self->buffer);
+    }
+    return self->saved != NULL ? 0 : -1;
+}
+
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
 {
@@ -192,13 +177,10 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
         count_use(state, self);
         self->fresh = 1;
     }
-    if (use == GCK_FOR_REGION_SAVED) {
-        self->saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, self->buffer, Py_False, NULL);
-        if (self->saved == NULL) {
-            goto exit;
-        }
-        Py_CLEAR(self->buffer);
-    } else if (use == GCK_FOR_REGION && self->version != NULL) {
+    if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
+        goto exit;
+    }
+    if (use == GCK_FOR_REGION && self->version != NULL) {
         remember(state, self);
     }
     ok = 1;
@@ -296,16 +278,20 @@ static int cross_stream(gck_payload *self, PyObject *buffer, const gck_tensor *o
 /* The values of the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
-    PyObject *buffer = payload_bytes(self);
+    PyObject *buffer = payload_bytes(self), *piece = buffer;
     void *bytes;
-    int status = -1;
+    int status = buffer == NULL ? -1 : view_bytes(self, buffer, self->nbytes, &bytes);
 
-    if (buffer != NULL && view_bytes(self, buffer, self->nbytes, &bytes) == 0 && cross_stream(self, buffer, view) == 0) {
-        if (gck_batch_takes(batch, self->codec, view)) {
-            status = gck_batch_add(batch, self->codec, out, view, buffer, bytes, NULL);
-        } else {
-            status = gck_run_decode(&self->state->py, self->codec, (const void *const *)&bytes, view, 1);
-        }
+    if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {      /* outer hooks gave a piece of theirs */
+        buffer = PyObject_CallMethod(piece, "clone", NULL);
+        Py_DECREF(piece);
+        status = buffer == NULL ? -1 : view_bytes(self, buffer, self->nbytes, &bytes);
+    }
+    status = status < 0 ? -1 : cross_stream(self, buffer, view);
+    if (status == 0) {
+        status = gck_batch_takes(batch, self->codec, view)
+               ? gck_batch_add(batch, self->codec, out, view, buffer, bytes, NULL)
+               : gck_run_decode(&self->state->py, self->codec, (const void *const *)&bytes, view, 1);
     }
     Py_XDECREF(buffer);
     return status;

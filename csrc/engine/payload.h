@@ -3,6 +3,7 @@
 #define GRADCKPT_PAYLOAD_H
 
 #include "batch.h"
+#include "layout.h"
 #include "state.h"
 
 extern PyType_Spec gck_payload_spec;
@@ -11,6 +12,7 @@ typedef enum {
     GCK_FOR_USER,            /* gradckpt.encode(): not counted, never shared                  */
     GCK_FOR_REGION,          /* may be shared with other regions                              */
     GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks get to see the bytes, and keep them  */
+    GCK_FOR_REGION_READ,     /* likewise, after the forward has read them: gck_payload_hand_over() */
 } gck_payload_use;
 
 /* For payload.c and pending.c. */
@@ -45,14 +47,15 @@ struct gck_payload {
     int              uses, fresh;  /* regions that use it; it was encoded in this epoch  */
 };
 
-/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
-int gck_is_dense(const gck_tensor *x);
-
 /* New reference: the payload of x, whose view was taken just now.  dither: NULL rounds to
  * nearest.  batch: where the work may wait, or NULL.  NULL with *fits = 0 and no exception:
  * the codec cannot hold these values. */
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits);
+
+/* From here on the saved-tensor hooks around the region have the bytes.  To read them in the forward would run
+ * whatever those hooks do, an enclosing region's recompute among it.  0 or -1. */
+int gck_payload_hand_over(gck_payload *payload);
 
 /* New reference to a payload of this very tensor, unchanged since, rounded as asked; NULL
  * without an exception when there is none.  Of payloads that wait, only those in `batch`. */

@@ -3,6 +3,7 @@
 
 #include "../torch/dynamo.h"
 #include "parameters.h"
+#include "rounding.h"
 
 /* Recomputes under way on this thread.  A fact about a thread, which no object has. */
 static _Thread_local int depth;
@@ -83,6 +84,8 @@ static int begin(gck_frame *frame, gck_rerun *r)
     }
     r->grad = gck_torch.aoti_torch_grad_mode_is_enabled();
     gck_torch.aoti_torch_grad_mode_set_enabled(true);
+    r->rounding = frame->rounding;
+    r->around = gck_rounding_enter(&r->rounding);
     depth++;
     return 0;
 }
@@ -107,6 +110,7 @@ int gck_rerun_end(gck_frame *frame, gck_rerun *r)
     int status = 0;
 
     depth--;
+    gck_rounding_leave(r->around);
     gck_torch.aoti_torch_grad_mode_set_enabled(r->grad);
     if (r->buffers != NULL) {
         PyErr_Fetch(&type, &value, &traceback);

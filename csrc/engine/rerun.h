@@ -10,6 +10,7 @@ typedef struct {
     PyObject        *buffers;      /* guard of gradckpt.buffers; NULL: nothing to put back */
     PyObject        *dynamo;       /* likewise, for gck_dynamo_restore */
     bool             grad;
+    gck_rounding     rounding, *around;
 } gck_rerun;
 
 /* 0, or -1 with an exception; then nothing is changed. */

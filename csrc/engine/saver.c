@@ -9,6 +9,7 @@
 
 #include "options.h"
 #include "origin.h"
+#include "rounding.h"
 #include "saved.h"
 
 typedef struct {
@@ -93,7 +94,7 @@ static int encode(const saver *self, const gck_codec *codec, PyObject *x, const 
             return -1;
         }
         payload = gck_payload_new(state, codec, detached != NULL ? detached : x, view,
-                                  stochastic ? gck_next_dither(state, plan, &dither) : NULL, use, NULL, &fits);
+                                  stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL, use, NULL, &fits);
         if (self->packing.outer) {
             gck_hooks_pop(&state->py);
         }

@@ -295,6 +295,9 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
         goto exit;
     }
     state->stats.regions++;
+    if (gck_region_decides(state, frame->compressed > 0 ? frame->plan.decisions : 0, &frame->store) < 0) {
+        goto exit;
+    }
     out = gck_run_caught(frame, leaves, 0);
     if (out != NULL && frame->compressed > 0 && gck_aliases_check(&aliases, &state->py) < 0) {
         Py_CLEAR(out);

@@ -36,10 +36,11 @@ typedef struct {
 } gck_stats;
 
 /* Which noise the next tensor gets that is rounded stochastically.  A new step begins with
- * the first tensor encoded after one was restored: after a backward. */
+ * the first region or tensor after one was restored: after a backward. */
 typedef struct {
     uint32_t step, tensor;
     int      restored;             /* since the last encode                              */
+    uint32_t region, once;         /* inside a region, see rounding.h: which, and tensors that are encoded once */
 } gck_rounding;
 
 typedef struct gck_payload gck_payload;

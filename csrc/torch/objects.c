@@ -76,6 +76,9 @@ static int load_selective(gck_py *py)
     Py_XDECREF(ops);
     Py_XDECREF(aten);
     Py_XDECREF(packet);
+    PyObject *tag = import_optional("torch", "Tag");
+    py->draws = tag != NULL ? PyObject_GetAttrString(tag, "nondeterministic_seeded") : NULL;
+    Py_XDECREF(tag);
     py->recompute_mark = PyUnicode_InternFromString("recomputed");
     py->consumed_mark = PyUnicode_InternFromString("consumed");
     py->prefer_recompute = PyObject_GetAttrString(py->CheckpointPolicy, "PREFER_RECOMPUTE");
@@ -91,7 +94,7 @@ static int load_selective(gck_py *py)
     }
     Py_XDECREF(fallback);
     Py_XDECREF(taken);
-    return py->cast && py->recompute_mark && py->consumed_mark && py->prefer_recompute && py->must_recompute && py->key_inplace
+    return py->cast && py->draws && py->recompute_mark && py->consumed_mark && py->prefer_recompute && py->must_recompute && py->key_inplace
         ? 0 : -1;
 }
 

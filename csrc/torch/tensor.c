@@ -287,19 +287,21 @@ static int result_of(const gck_codec *codec, int status, const char *verb)
     return -1;
 }
 
-/* Is there work on the device for which the driver was not looked at?  Is it long enough on the host to let
- * others run?  Device work is only queued here; the allocator works in stream order, as we do. */
+/* Is the driver known to be new enough for device work?  Are others to run meanwhile?  On the host they are when the
+ * work is long.  A launch may wait until the device has room in its queue, so they always are on a device. */
 static int prepare(gck_py *py, const gck_codec *codec, const gck_tensor *x, int n, int *release)
 {
     int64_t here = 0;
 
+    *release = 0;
     for (int i = 0; i < n; i++) {
         if (x[i].device >= 0 && !py->cuda_checked && check_cuda(py, codec) < 0) {
             return -1;
         }
+        *release |= x[i].device >= 0;
         here += x[i].device < 0 ? x[i].numel : 0;
     }
-    *release = here >= GIL_RELEASE_NUMEL;
+    *release |= here >= GIL_RELEASE_NUMEL;
     return 0;
 }
 
@@ -311,12 +313,10 @@ int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void
     if (prepare(py, codec, x, n, &release) < 0) {
         return -1;
     }
+    PyThreadState *others = release ? PyEval_SaveThread() : NULL;
+    status = gck_encode_many(codec, x, payloads, how, n, release ? gck_torch_parallel_for : NULL);
     if (release) {
-        Py_BEGIN_ALLOW_THREADS
-        status = gck_encode_many(codec, x, payloads, how, n, gck_torch_parallel_for);
-        Py_END_ALLOW_THREADS
-    } else {
-        status = gck_encode_many(codec, x, payloads, how, n, NULL);
+        PyEval_RestoreThread(others);
     }
     return result_of(codec, status, "encode");
 }
@@ -328,12 +328,10 @@ int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloa
     if (prepare(py, codec, out, n, &release) < 0) {
         return -1;
     }
+    PyThreadState *others = release ? PyEval_SaveThread() : NULL;
+    status = gck_decode_many(codec, payloads, out, n, release ? gck_torch_parallel_for : NULL);
     if (release) {
-        Py_BEGIN_ALLOW_THREADS
-        status = gck_decode_many(codec, payloads, out, n, gck_torch_parallel_for);
-        Py_END_ALLOW_THREADS
-    } else {
-        status = gck_decode_many(codec, payloads, out, n, NULL);
+        PyEval_RestoreThread(others);
     }
     return result_of(codec, status, "decode");
 }

@@ -64,7 +64,7 @@
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
-    NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
+    NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
     NAME(_version) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(frame)         \
     NAME(save_for_backward) NAME(saved_tensors) NAME(set_materialize_grads)            \
     NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
@@ -83,6 +83,7 @@
     OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
     OBJECT(key)                  /* the dispatch key that catches operators, or NULL */               \
     OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
+    OBJECT(draws)                /* torch.Tag.nondeterministic_seeded */                              \
     OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
     OBJECT(selection)            /* gradckpt._selection: those of selective recompute */
 
@@ -152,8 +153,8 @@ PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, PyObject *device, in
 PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides,
                     PyObject *dtype, PyObject *device);
 
-/* Encode or decode n tensors with the GIL released for long host work.  0, or -1 with an
- * exception that names the codec; encode: 1 when the codec cannot hold these values. */
+/* Encode or decode n tensors, whose owners the caller holds: the GIL is released for device work and for long host
+ * work.  0, or -1 with an exception that names the codec; encode: 1 when the codec cannot hold these values. */
 int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
                    int n);
 int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n);
