@@ -119,13 +119,13 @@ int gck_py_load(gck_py *py)
         || load_selective(py) < 0) {
         return -1;
     }
-    py->cpu_bytes = Py_BuildValue("{sOss}", "dtype", py->uint8, "device", "cpu");
+    py->cpu_device = PyObject_CallFunction(py->device, "s", "cpu");
     py->as_non_leaf = PyObject_CallMethod(
         py->functions, "DelayedError", "si",
         "gradckpt: a backward inside a checkpointed region went past the region's compressed input; give "
         "torch.autograd.grad the inputs to stop at, or use compress=None for this region", 1);
     py->cpu = PyUnicode_InternFromString("cpu");
-    return py->cpu_bytes == NULL || py->as_non_leaf == NULL || py->cpu == NULL ? -1 : 0;
+    return py->cpu_device == NULL || py->as_non_leaf == NULL || py->cpu == NULL ? -1 : 0;
 }
 
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
