@@ -3,10 +3,10 @@
 #include <string.h>
 
 #include "engine/checkpoint.h"
-#include "engine/function.h"
+#include "engine/node.h"
+#include "engine/parameters.h"
 #include "engine/pending.h"
 #include "engine/rerun.h"
-#include "engine/selective_function.h"
 #include "engine/saved.h"
 #include "engine/saver.h"
 #include "engine/selective.h"
@@ -240,6 +240,8 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"guard_hooks", gck_guard_hooks, METH_VARARGS,
+     "guard_hooks(hooks, type, kind, /)\n--\n\nFor gradckpt._hooks: guard the hooks of a parameter."},
     {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"saved_pop", gck_saver_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
     {"saved_call", gck_saver_call, METH_VARARGS,
@@ -408,8 +410,7 @@ static int module_exec(PyObject *module)
         || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->closed = PyDict_New()) == NULL
-        || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
-        || (state->SelectiveRecompute = gck_selective_class(module, &state->py)) == NULL
+        || gck_node_classes(module, state) < 0
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }

@@ -60,6 +60,7 @@ class _Body:
         if function.__code__ is not self.code:
             stock = types.FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__)
             stock.__kwdefaults__ = function.__kwdefaults__
+            stock.__annotations__ = function.__annotations__
             self.function, self.stock = function, stock
         return self.function, self.stock
 

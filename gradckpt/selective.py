@@ -1,6 +1,6 @@
 """Selective recompute: keep what some operators of a region returned, run the others again.
 
-Named operators are caught by C kernels on a dispatch key that torch leaves free, so that the others cost nothing;
+Named operators are caught by C kernels on a dispatch key of torch's that passes all others on for little;
 a policy that is a function must be asked about every operator, which takes a dispatch mode, as in torch.
 """
 
@@ -80,7 +80,7 @@ class Policy:
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r)) for r in self.rules.values())
         self.names = _C.make_names(rows, self.wanted)
-        self.catchable = all(_is_overload(op) for op in self.rules)
+        self.catchable = all(_is_catchable(op) for op in self.rules)
 
     def compressed(self, compress: Compress) -> Policy:
         """The same, with what is kept compressed; decisions stay exact."""
@@ -232,29 +232,34 @@ def _of_list(ops: tuple[Any, ...]) -> Policy:
 # ---- catching them ----
 
 _key: Any = _C.selective_key()
+_KEY = "Negative"
 _lock = threading.Lock()
 _caught: set[Any] = set()
-_libraries: dict[str, torch.library.Library] = {}  # by namespace; "_" has the fallthrough of all others
+_libraries: dict[str, torch.library.Library] = {}  # by namespace
 
 
-def _library(namespace: str) -> torch.library.Library:
-    if namespace not in _libraries:
-        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    return _libraries[namespace]
+def _is_catchable(op: Any) -> bool:
+    """Views, and operators with a kernel of torch's on the key, need a mode."""
+    if not _is_overload(op) or any(arg.alias_info is not None for arg in op._schema.arguments):
+        return False
+    name = op.name()
+    known = torch._C._dispatch_has_kernel(name)  # not so TorchScript's own, which nothing can call
+    return op in _caught or not (known and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
 
 
 def catch(policy: Policy) -> None:
-    """Register the kernels, once in a process. They do nothing while no region names their operator."""
+    """Register the kernels, once in a process. They do nothing while no region names their operator.
+
+    At interpreter exit torch takes them off again; its own fallback then runs the operators of threads that still run.
+    """
     if _key is None:
         return
     with _lock:
-        if "_" not in _libraries:
-            everything = torch.library.Library("_", "IMPL", "Fake")
-            everything.fallback(torch.library.fallthrough_kernel, "Fake")
-            _libraries["_"] = everything
         for op in policy.rules:
             if op not in _caught:
-                _library(op.namespace).impl(op, _C.catcher(op), "Fake")
+                if op.namespace not in _libraries:
+                    _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+                _libraries[op.namespace].impl(op, _C.catcher(op), _KEY)
                 _caught.add(op)
 
 
