@@ -1,10 +1,12 @@
 /* selective.c: operators caught while a region runs.
  *
- * Named operators are caught on a dispatch key that torch does not use, below autograd and
- * below the key of dispatch modes: operators without a name cost nothing.  Where a mode
- * of somebody else is active it would see what we replay as if it ran, so one of ours is
- * put on top of it (mode.c), as for policies that are functions and must see everything. */
+ * Named operators are caught on torch's dispatch key `Negative`, below autograd and above the
+ * key of dispatch modes.  torch's own fallback there does nothing to tensors whose negation is
+ * not pending, so a thread that includes the key runs as before, and our kernels for the named
+ * operators are called.  Where a mode of others is active when a region begins, one of ours
+ * is put on top of it (mode.c), as for policies that are functions and must see everything. */
 #include "selective.h"
+#include "stand_in.h"
 
 #include <stdlib.h>
 
@@ -33,6 +35,16 @@ static int set_key(const gck_py *py, int on)
     return result == NULL ? -1 : 0;
 }
 
+/* The store of `active` keeps decisions: what torch's checkpoint runs inside does so, too.  0 or -1. */
+static int announce(gck_state *state, gck_active *active)
+{
+    if (active->store->decisions > 0 && !active->decides) {
+        active->decides = gck_stand_in(state, 1) == 0;
+        return active->decides ? 0 : -1;
+    }
+    return 0;
+}
+
 int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay, int by_key)
 {
     /* Counted here, not in the store: two threads may recompute one region at once. */
@@ -52,7 +64,7 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, 
         .outer = state->active,
     };
     state->active = active;
-    if (by_key && set_key(&state->py, 1) < 0) {
+    if (announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
     }
@@ -71,6 +83,9 @@ void gck_selective_end(gck_state *state, gck_active *active)
     }
     if (active->by_key && next_here(state->active, active->thread) == NULL) {
         set_key(&state->py, 0);
+    }
+    if (active->decides) {
+        gck_stand_in(state, -1);
     }
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -268,6 +283,25 @@ static int compiling(const gck_py *py)
     return truth;
 }
 
+/* An operator that is nobody's: one that we call, or a torch.func transform, which calls it again on the level below
+ * with the key as it was.  Where the key is off a negation is pending, which torch's fallback would do in our place. */
+static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObject *kwargs)
+{
+    PyObject *on = PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL);
+    PyObject *out = NULL;
+
+    if (on == Py_False) {
+        out = PyObject_CallMethod(state->py.selection, "call_negated", "OOO", call, args, kwargs ? kwargs : Py_None);
+    } else if (on != NULL && set_key(&state->py, 0) == 0) {
+        out = PyObject_Call(call, args, kwargs);
+        if (set_key(&state->py, 1) < 0) {
+            Py_CLEAR(out);
+        }
+    }
+    Py_XDECREF(on);
+    return out;
+}
+
 /* The kernel of a named operator; self is (module, operator, what calls it). */
 static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -276,7 +310,14 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     const unsigned long thread = PyThread_get_thread_ident();
     gck_active *hit = next_here(state->active, thread);
     int i = -1;
+    const int functorch = hit == NULL ? 0 : gck_functorch_active(&state->py);
 
+    if (functorch < 0) {
+        return NULL;
+    }
+    if (hit == NULL || functorch) {
+        return pass_on(state, call, args, kwargs);
+    }
     while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
         hit = next_here(hit->outer, thread);
     }
@@ -284,7 +325,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (tracing < 0) {
         return NULL;
     }
-    if (hit == NULL || tracing) {                /* a block is compiled inside the region: that is no call */
+    if (hit == NULL || tracing) {                /* no store names it; or a block is compiled inside the region: that is no call */
         return call_below(state, NULL, thread, op, call, args, kwargs);
     }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
@@ -385,15 +426,41 @@ int gck_catch_end(gck_state *state, gck_catch *c)
     return left == NULL ? -1 : 0;
 }
 
-int gck_region_decides(gck_state *state, int own, gck_store **store)
+/* What the stores at work in this thread keep of decisions. */
+static int decisions_around(const gck_state *state)
 {
     const unsigned long thread = PyThread_get_thread_ident();
-    const int policy = *store != NULL && (*store)->policy != NULL ? (*store)->policy->decisions : 0;
-    int decisions = own > policy ? own : policy;
+    int decisions = 0;
 
     for (const gck_active *a = state->active; a != NULL; a = a->outer) {
         decisions = a->thread == thread && a->store->decisions > decisions ? a->store->decisions : decisions;
     }
+    return decisions;
+}
+
+PyObject *gck_decides_py(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(decisions_around(gck_state_of(module)) > 0);
+}
+
+int gck_region_decides_from(gck_state *state, gck_store *store, int decisions)
+{
+    int status = gck_store_decide_from(store, decisions);
+
+    for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
+        status = a->store == store ? announce(state, a) : 0;
+    }
+    return status;
+}
+
+int gck_region_decides(gck_state *state, int own, gck_store **store)
+{
+    const int policy = *store != NULL && (*store)->policy != NULL ? (*store)->policy->decisions : 0;
+    const int around = decisions_around(state);
+    int decisions = own > policy ? own : policy;
+
+    decisions = around > decisions ? around : decisions;
     if (decisions > 0 && *store == NULL) {
         *store = gck_store_new(state, NULL, 0, 1);
     }
