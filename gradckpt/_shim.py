@@ -364,29 +364,29 @@ _APPROXIMATE = (
 )
 
 
-def _tip(compressed: int) -> str:
+def _tip(approximate: int) -> str:
     tip: str = getattr(torch_checkpoint, "_debug_tip_msg", "")
-    return tip + (_APPROXIMATE if compressed else "")
+    return tip + (_APPROXIMATE if approximate else "")
 
 
 def raise_stop_iteration(error: BaseException) -> None:
     raise RuntimeError("generator raised StopIteration") from error
 
 
-def raise_more_saved(compressed: int) -> None:
+def raise_more_saved(approximate: int) -> None:
     raise torch_checkpoint.CheckpointError(
         "torch.utils.checkpoint: trying to save more tensors during "
-        f"recomputation than during the original forward pass.\n{_tip(compressed)}"
+        f"recomputation than during the original forward pass.\n{_tip(approximate)}"
     )
 
 
-def raise_fewer_saved(forward: int, recompute: int, compressed: int) -> None:
+def raise_fewer_saved(forward: int, recompute: int, approximate: int) -> None:
     raise torch_checkpoint.CheckpointError(
         "torch.utils.checkpoint: A different number of tensors was saved "
         "during the original forward and recomputation.\n"
         f"Number of tensors saved during forward: {forward}\n"
         f"Number of tensors saved during recomputation: {recompute}.\n"
-        f"{_tip(compressed)}"
+        f"{_tip(approximate)}"
     )
 
 
@@ -402,7 +402,7 @@ def from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int)
     return torch.Size(sizes), getattr(torch, name, name), where
 
 
-def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], compressed: int) -> None:
+def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], approximate: int) -> None:
     def describe(meta: tuple[Any, ...]) -> Any:
         if len(meta) == 1:  # of a determinism check of the user's own
             return meta[0]
@@ -416,7 +416,7 @@ def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], com
     raise torch_checkpoint.CheckpointError(
         "torch.utils.checkpoint: Recomputed values for the following tensors "
         "have different metadata than during the forward pass.\n"
-        f"{mismatches}.\n{_tip(compressed)}"
+        f"{mismatches}.\n{_tip(approximate)}"
     )
 
 

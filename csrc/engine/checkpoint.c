@@ -277,7 +277,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     if (keep_arguments(frame, &packing, args, nargs, kwargs, &fed_args, &fed_kwargs) < 0) {
         goto exit;
     }
-    frame->compressed = packing.payloads;
+    frame->approximate = packing.payloads > 0 && plan->codec->max_error > 0 && !plan->replay;
     if (gck_region_decides(state, packing.payloads > 0 ? plan->decisions : 0, &frame->store) < 0) {
         goto exit;
     }
