@@ -4,12 +4,11 @@ the caller see the write?"""
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 
-#: An argument, what the function got for it, whether a payload is kept of it, and the version it had.
-Row = tuple[torch.Tensor, torch.Tensor, bool, Any]
+#: An argument, what the function got for it, whether a payload is kept of it, and the version it had (-1: none).
+Row = tuple[torch.Tensor, torch.Tensor, bool, int]
 
 
 def check(rows: list[Row]) -> None:
@@ -17,7 +16,7 @@ def check(rows: list[Row]) -> None:
     RuntimeError: a write reached two arguments, one of which will be restored by itself.
     """
     for i, (x, fed, packed, version) in enumerate(rows):
-        if version is None or fed._version == version:
+        if version < 0 or fed._version == version:
             continue
         for j, (other, _, other_packed, _) in enumerate(rows):
             if i != j and (packed or other_packed) and overlap(x, other):

@@ -38,6 +38,12 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
     return selective.ASKED, selective.asker(known)
 
 
+def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator as torch's fallback for pending negations would, which our kernel stands in for."""
+    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, kwargs or {}))
+    return call(*args, **kwargs)
+
+
 # ---- names ----
 
 

@@ -37,13 +37,13 @@ typedef struct {
  * payload gives back.  0, or -1 with an exception and *entry empty. */
 int gck_entry_pack(gck_packing *packing, PyObject *x, int positional, gck_entry *entry, PyObject **forward);
 
-/* *entry becomes a payload: 1; or x may not, and *entry is left alone: 0; or -1. */
+/* *entry becomes a payload: 1; or the tensor x may not, and *entry is left alone: 0; or -1. */
 int gck_entry_encode(gck_packing *packing, PyObject *x, gck_entry *entry);
-/* Keep x itself, as autograd keeps a saved tensor: through the outer hooks, or with its
+/* Keep in->x itself, as autograd keeps a saved tensor: through the outer hooks, or with its
  * version.  0 or -1. */
-int gck_entry_keep(const gck_packing *packing, PyObject *x, gck_entry *entry);
+int gck_entry_keep(const gck_packing *packing, gck_input *in, gck_entry *entry);
 
-/* In stats(): x stays for this reason.  Returns 0. */
+/* In stats(): x stays for this reason.  0 or -1. */
 int gck_count_kept(gck_state *state, PyObject *x, int verdict);
 
 /* New reference: the argument for the recompute; its values may wait in `batch`. */

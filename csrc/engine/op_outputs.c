@@ -87,42 +87,28 @@ static PyObject *detached(const gck_py *py, PyObject *x)
     return alias;
 }
 
-static int64_t version_of(const gck_py *py, PyObject *x)
-{
-    PyObject *value = PyObject_GetAttr(x, py->names._version);
-    const int64_t version = value == NULL ? -1 : PyLong_AsLongLong(value);
-
-    Py_XDECREF(value);
-    PyErr_Clear();                               /* inference tensors have none: nothing to compare */
-    return version;
-}
-
 /* New reference: the payload of x, or NULL without an exception when x stays as it is. */
 static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
 {
     gck_state *state = store->state;
     gck_stats *s = &state->stats;
-    gck_tensor view;
+    gck_input in = gck_input_of(x);
     gck_dither dither;
     PyObject *payload = NULL;
     int fits = 1;
-    int verdict = gck_tensor_view(&state->py, x, plan->codec->dtypes, &view);
+    int verdict = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
+                : gck_input_judge(&state->py, &in, plan->codec, plan->min_numel);
 
-    if (verdict < 0) {
-        return NULL;
-    }
-    if (verdict == GCK_COMPRESS && view.numel < plan->min_numel) {
-        verdict = GCK_KEEP_SMALL;
-    }
-    s->asked++;
+    s->asked += verdict >= 0;
     if (verdict == GCK_COMPRESS) {
-        payload = gck_payload_new(state, plan->codec, x, &view, gck_next_dither(state, plan, 1, &dither), GCK_FOR_REGION,
-                                  NULL, &fits);
+        payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
+                                  GCK_FOR_REGION, NULL, &fits);
         verdict = fits ? verdict : GCK_KEEP_FIT;
     }
+    gck_input_clear(&in);
     if (payload != NULL) {
         s->compressed++;
-    } else if (verdict != GCK_COMPRESS) {
+    } else if (verdict > 0) {
         s->kept[verdict]++;
     }
     return payload;
@@ -150,6 +136,7 @@ static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
     const gck_py *py = &store->state->py;
     const int tensor = gck_is_tensor(py, x);
     PyObject *val = NULL;
+    int64_t version = -1;                        /* inference tensors have none: nothing to compare */
 
     if (tensor < 0) {
         return NULL;
@@ -164,7 +151,11 @@ static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
     if (val == NULL) {
         val = tensor ? detached(py, x) : Py_NewRef(x);
     }
-    return val == NULL ? NULL : kept_new(store, val, payload, tensor && !payload ? version_of(py, val) : -1);
+    if (val == NULL || (tensor && !payload && gck_version_of(py, val, &version) < 0)) {
+        Py_XDECREF(val);
+        return NULL;
+    }
+    return kept_new(store, val, payload, version);
 }
 
 /* A copy of what an operator decided; bool as bits. */
@@ -173,27 +164,27 @@ static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
     gck_state *state = store->state;
     const gck_codec *bits = gck_codec_find("mask");
     const int tensor = gck_is_tensor(&state->py, x);
-    PyObject *val = NULL;
-    gck_tensor view;
+    PyObject *val = NULL, *nbytes;
     int fits, verdict;
 
     (void)unused;
     if (tensor <= 0) {
         return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), 0, -1);
     }
-    verdict = gck_tensor_view(&state->py, x, bits->dtypes, &view);
-    if (verdict < 0) {
-        return NULL;
-    }
+    gck_input in = gck_input_of(x);
+    verdict = gck_input_judge(&state->py, &in, bits, 0);
     if (verdict == GCK_COMPRESS) {
-        val = gck_payload_new(state, bits, x, &view, NULL, GCK_FOR_USER, NULL, &fits);
-        state->stats.decision_bytes += val != NULL ? gck_nbytes(bits, view.numel, view.dtype) : 0;
-    } else {
-        val = PyObject_CallMethod(x, "clone", NULL);
-        PyObject *nbytes = val != NULL ? PyObject_GetAttrString(val, "nbytes") : NULL;
+        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
+        state->stats.decision_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
+    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL) {
+        nbytes = PyObject_GetAttrString(val, "nbytes");
         state->stats.decision_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
         Py_XDECREF(nbytes);
+        if (PyErr_Occurred() && gck_clear_refusal() < 0) {
+            Py_CLEAR(val);
+        }
     }
+    gck_input_clear(&in);
     state->stats.decisions++;
     return val != NULL ? kept_new(store, val, verdict == GCK_COMPRESS, -1) : NULL;
 }
@@ -243,15 +234,30 @@ int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject 
     return put(store, calls, index, out, plan, keep_one);
 }
 
-/* calls[index] = what the form keeps of the call.  It says how many bytes these are. */
+/* form.keep(args, kwargs, b) or form.give(a, args, kwargs), without grad: not all operators come from below autograd. */
+static PyObject *ask_form(PyObject *form, const gck_call *call, const char *method, PyObject *a, PyObject *b)
+{
+    const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
+    PyObject *kwargs = call->kwargs != NULL ? call->kwargs : Py_None, *result;
+
+    gck_torch.aoti_torch_grad_mode_set_enabled(false);
+    result = a != NULL ? PyObject_CallMethod(form, method, "OOO", a, call->args, kwargs)
+                       : PyObject_CallMethod(form, method, "OOO", call->args, kwargs, b);
+    gck_torch.aoti_torch_grad_mode_set_enabled(grad);
+    return result;
+}
+
+/* calls[index] = what the form keeps of the call, if anything.  It says how many bytes these are. */
 static int put_form(gck_store *store, PyObject *calls, PyObject *index, const gck_call *call, PyObject *form, PyObject *out)
 {
-    PyObject *made = PyObject_CallMethod(form, "keep", "OOO", call->args, call->kwargs != NULL ? call->kwargs : Py_None, out);
+    PyObject *made = ask_form(form, call, "keep", NULL, out);
     PyObject *val, *entry = NULL;
     long long nbytes;
     int status = -1;
 
-    if (made != NULL && PyArg_ParseTuple(made, "OL", &val, &nbytes)
+    if (made == Py_None) {
+        status = gck_store_skip(store, calls, index);
+    } else if (made != NULL && PyArg_ParseTuple(made, "OL", &val, &nbytes)
         && (entry = kept_new(store, Py_NewRef(val), 0, -1)) != NULL) {
         ((gck_kept *)entry)->form = Py_NewRef(form);
         store->state->stats.decisions++;
@@ -301,6 +307,7 @@ static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
 {
     gck_kept *kept = (gck_kept *)x;
     const gck_py *py = &store->state->py;
+    int64_t now;
 
     (void)unused;
     if (Py_TYPE(x) != store->state->Kept) {
@@ -309,7 +316,10 @@ static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
     if (kept->encoded) {
         return gck_payload_decode((gck_payload *)kept->val);
     }
-    if (kept->version >= 0 && !store->mutation && version_of(py, kept->val) != kept->version) {
+    if (kept->version >= 0 && !store->mutation && gck_version_of(py, kept->val, &now) < 0) {
+        return NULL;
+    }
+    if (kept->version >= 0 && !store->mutation && now != kept->version) {
         PyErr_SetString(PyExc_RuntimeError, "Tensor cached during selective activation checkpoint has been mutated");
         return NULL;
     }
@@ -328,7 +338,7 @@ static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *c
     if (Py_TYPE(entry) != store->state->Kept || kept->form == NULL) {
         return map(store, entry, NULL, value_of);
     }
-    return PyObject_CallMethod(kept->form, "give", "OOO", kept->val, call->args, call->kwargs != NULL ? call->kwargs : Py_None);
+    return ask_form(kept->form, call, "give", kept->val, NULL);
 }
 
 /* The generator that the call drew from, after it.  0 or -1. */

@@ -31,20 +31,23 @@ static int push_outer(const saver *self)
 }
 
 /* By reference, checked against its version at unpack.  0 or -1. */
-static int keep(const saver *self, PyObject *x, gck_saved *to)
+static int keep(const saver *self, gck_input *in, gck_saved *to)
 {
-    const gck_py *py = &self->packing.state->py;
-    const int leaf = gck_attr_is_true(x, py->names.is_leaf);
-    PyObject *plain = leaf < 0 ? NULL : leaf ? Py_NewRef(x) : PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
-    int status = -1;
+    gck_py *py = &self->packing.state->py;
+    gck_input plain = {.x = NULL};
+    int status = gck_input_read(py, in, GCK_FACT_LEAF);
 
-    if (plain != NULL && (!self->packing.outer || push_outer(self) == 0)) {
-        status = gck_entry_keep(&self->packing, plain, &to->entry);
+    if (status == 0) {
+        plain.x = in->leaf ? Py_NewRef(in->x) : PyObject_CallMethodObjArgs(in->x, py->names.detach, NULL);
+        status = plain.x == NULL || (self->packing.outer && push_outer(self) < 0) ? -1 : 0;
+    }
+    if (status == 0) {
+        status = gck_entry_keep(&self->packing, &plain, &to->entry);
         if (self->packing.outer) {
             gck_hooks_pop(py);
         }
     }
-    Py_XDECREF(plain);
+    gck_input_clear(&plain);
     return status;
 }
 
@@ -66,48 +69,45 @@ static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize
     return x->dtype == base->dtype && distance >= 0 && distance % itemsize == 0 && last < base->numel;
 }
 
-/* A payload of x, found or made.  1; 0 when the codec cannot hold the values; -1.
+/* A payload of the tensor, found or made.  1; 0 when the codec cannot hold the values; -1.
  * only_found: 0 also when there is none yet. */
-static int encode(const saver *self, const gck_codec *codec, PyObject *x, const gck_tensor *view, int only_found,
-                  gck_saved *to)
+static int encode(const saver *self, const gck_codec *codec, gck_input *in, int only_found, gck_saved *to)
 {
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
-    const int stochastic = plan->stochastic && codec == plan->codec;
-    const gck_payload_use use = self->packing.outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION;
-    PyObject *payload = NULL, *detached = NULL;
+    const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
+    const gck_payload_use use = outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION;
+    gck_payload *first = outer ? NULL : gck_payload_find(state, codec, in, stochastic, NULL);
+    PyObject *payload = NULL;
+    gck_input own = *in;
     gck_dither dither;
-    int fits = 1;
+    int fits = 1, done = -1;
 
-    if (!self->packing.outer) {
-        payload = gck_payload_find(state, codec, x, view, stochastic, NULL);
-        state->stats.shared += payload != NULL;
-    }
-    if (payload == NULL && !PyErr_Occurred() && !only_found) {
-        /* A device's verdict may come late, and the payload holds what it was made from until
-         * then: not a tensor whose node holds the payload. */
-        if (codec->refuses && (detached = PyObject_CallMethodObjArgs(x, state->py.names.detach, NULL)) == NULL) {
-            return -1;
-        }
-        if (self->packing.outer && push_outer(self) < 0) {
-            Py_XDECREF(detached);
-            return -1;
-        }
-        payload = gck_payload_new(state, codec, detached != NULL ? detached : x, view,
-                                  stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL, use, NULL, &fits);
-        if (self->packing.outer) {
-            gck_hooks_pop(&state->py);
-        }
-        if (payload != NULL && detached != NULL && gck_payload_adopt((gck_payload *)payload, x) < 0) {
-            Py_CLEAR(payload);
-        }
-        Py_XDECREF(detached);
-    }
-    if (payload == NULL) {
+    if (PyErr_Occurred() || (only_found && first == NULL)) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    to->entry = (gck_entry){GCK_PAYLOAD, payload, 0, 0, NULL, 0};
-    return 1;
+    /* A device's verdict may come late, and the payload holds what it was made from until
+     * then: not a tensor whose node holds the payload. */
+    own.x = codec->refuses ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
+    if (own.x != NULL && (!outer || push_outer(self) == 0)) {
+        payload = gck_payload_new(state, codec, &own, first,
+                                  stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL, use, NULL, &fits);
+        if (outer) {
+            gck_hooks_pop(&state->py);
+        }
+    }
+    if (payload == NULL) {
+        done = fits ? -1 : 0;
+    } else if (only_found && payload != (PyObject *)first) {
+        done = 0;                                /* it was written to since, and costs more than a part of it */
+    } else if (own.x == in->x || gck_payload_adopt((gck_payload *)payload, in->x) == 0) {
+        to->entry = (gck_entry){GCK_PAYLOAD, Py_NewRef(payload), 0, 0, NULL, 0};
+        done = 1;
+    }
+    gck_input_clear(&own);
+    Py_XDECREF(payload);
+    Py_XDECREF((PyObject *)first);
+    return done;
 }
 
 /* What a payload of x gives back lies in memory as x does. */
@@ -116,31 +116,29 @@ static int keeps_strides(const gck_tensor *x)
     return x->strides == NULL || (x->ndim <= GCK_MAX_DIM && gck_is_dense(x));
 }
 
-/* x, by the payload of the whole tensor that it is a view of where that costs no more than
- * its own: so all views of it share one.  1, 0, -1 as above. */
-static int encode_view(const saver *self, const gck_codec *codec, PyObject *x, const gck_tensor *view, gck_saved *to)
+/* The tensor, by the payload of the whole tensor that it is a view of where that costs no more
+ * than its own: so all views of it share one.  1, 0, -1 as above. */
+static int encode_view(const saver *self, const gck_codec *codec, gck_input *in, gck_saved *to)
 {
     gck_py *py = &self->packing.state->py;
-    PyObject *base = PyObject_GetAttrString(x, "_base");
-    gck_tensor whole;
+    gck_input whole = {.x = PyObject_GetAttrString(in->x, "_base")};
+    gck_tensor view;
     int64_t offset;
-    int done = 0, plain;
+    int done = 0, verdict = whole.x == NULL ? -1 : GCK_KEEP_LAYOUT;
 
-    if (base == NULL) {
-        return -1;
+    if (whole.x != NULL && whole.x != Py_None) {
+        verdict = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &whole, codec, 0);
     }
-    plain = base != Py_None ? gck_tensor_view(py, base, codec->dtypes, &whole) : GCK_KEEP_LAYOUT;
-    if (plain < 0) {
+    if (verdict < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
         done = -1;
-    } else if (plain == GCK_COMPRESS && keeps_strides(&whole)
-               && lies_within(view, &whole, view->dtype == GCK_F32 ? 4 : view->dtype == GCK_BOOL ? 1 : 2, &offset)) {
-        done = encode(self, codec, base, &whole, view->numel < whole.numel, to);
-        if (done == 1 && gck_saved_describe(to, view, offset) < 0) {
-            done = -1;
-        }
+    } else if (verdict == GCK_COMPRESS && keeps_strides(&whole.view)
+               && lies_within(&view, &whole.view, view.dtype == GCK_F32 ? 4 : view.dtype == GCK_BOOL ? 1 : 2, &offset)) {
+        done = gck_saved_describe(to, &view, offset) < 0 ? -1
+            : encode(self, codec, &whole, view.numel < whole.view.numel, to);
+        to->ndim = done == 1 ? to->ndim : -1;
     }
-    Py_DECREF(base);
-    return done != 0 ? done : encode(self, codec, x, view, 0, to);
+    gck_input_clear(&whole);
+    return done != 0 ? done : encode(self, codec, in, 0, to);
 }
 
 /* The mask of x <= 0 (NaN lets gradients through, as in torch).  1, 0, -1. */
@@ -148,15 +146,14 @@ static int encode_signs(const saver *self, PyObject *x, gck_saved *to)
 {
     gck_py *py = &self->packing.state->py;
     const gck_codec *codec = gck_codec_find("mask");
-    PyObject *mask = PyObject_CallMethod(x, "le", "i", 0);
-    gck_tensor view;
-    int done = mask == NULL ? -1 : gck_tensor_view(py, mask, codec->dtypes, &view);
+    gck_input mask = {.x = PyObject_CallMethod(x, "le", "i", 0)};
+    int done = mask.x == NULL ? -1 : gck_input_judge(py, &mask, codec, 0);
 
-    done = done < 0 ? -1 : done == GCK_COMPRESS ? encode(self, codec, mask, &view, 0, to) : 0;
+    done = done < 0 ? -1 : done == GCK_COMPRESS ? encode(self, codec, &mask, 0, to) : 0;
     if (done == 1 && (to->dtype = PyObject_GetAttr(x, py->names.dtype)) == NULL) {
         done = -1;
     }
-    Py_XDECREF(mask);
+    gck_input_clear(&mask);
     return done;
 }
 
@@ -173,9 +170,11 @@ static int unpack_input(const saver *self, PyObject *x)
         Py_XINCREF(original);
     }
     if (original != NULL && original != Py_None) {
-        input = of->ndim >= 0 ? gck_saved_view(of, original) : Py_NewRef(original);
+        gck_input exact = {.x = of->ndim >= 0 ? gck_saved_view(of, original) : Py_NewRef(original)};
+        input = Py_XNewRef(exact.x);
         gck_entry_clear(&of->entry);
-        status = input == NULL ? -1 : keep(self, input, of);
+        status = input == NULL ? -1 : keep(self, &exact, of);
+        gck_input_clear(&exact);
         of->ndim = -1;
         self->packing.state->stats.compressed--;
         if (status == 0) {
@@ -191,19 +190,18 @@ static int unpack_input(const saver *self, PyObject *x)
 
 /* ---- pack ---- */
 
-/* How x is kept: a codec and a view of it, or the reason why as it is. */
+/* How x is kept: a codec, or the reason why as it is. */
 typedef struct {
     const gck_codec *codec;
-    gck_tensor       view;
     gck_origin       origin;
     int              verdict;        /* gck_verdict, or -1 */
 } decision;
 
 /* x requires grad and is no leaf: what the graph tells. */
-static void judge_origin(const gck_plan *plan, PyObject *x, decision *d)
+static void judge_origin(const gck_plan *plan, const gck_input *in, decision *d)
 {
     const int lossy = plan->codec->max_error > 0;
-    const int origin = gck_origin_of(x);
+    const int origin = gck_origin_of(in->x);
 
     if (origin < 0) {
         d->verdict = -1;
@@ -216,42 +214,37 @@ static void judge_origin(const gck_plan *plan, PyObject *x, decision *d)
         d->verdict = lossy ? GCK_KEEP_EXACT : GCK_COMPRESS;
     } else if (origin == GCK_ORIGIN_LOG && lossy) {
         d->codec = gck_codec_find("fp16");
-        d->verdict = d->view.dtype == GCK_F32 ? GCK_COMPRESS : GCK_KEEP_EXACT;
+        d->verdict = in->view.dtype == GCK_F32 ? GCK_COMPRESS : GCK_KEEP_EXACT;
     }
 }
 
-static decision judge(const saver *self, PyObject *x)
+static decision judge(const saver *self, gck_input *in)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
-    const int requires_grad = gck_attr_is_true(x, py->names.requires_grad);
-    const int leaf = requires_grad > 0 ? gck_attr_is_true(x, py->names.is_leaf) : 0;
     decision d = {.codec = plan->codec, .origin = GCK_ORIGIN_VALUES, .verdict = -1};
     int tracing;
 
-    if (requires_grad < 0 || leaf < 0) {
+    if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
         return d;
     }
-    if ((leaf && !plan->leaves) || (PyObject *)Py_TYPE(x) == py->Parameter) {
+    if ((in->requires_grad && in->leaf && !plan->leaves) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
         d.verdict = GCK_KEEP_LEAF;
         return d;
     }
-    if (!requires_grad) {
+    if (!in->requires_grad) {
         d.codec = gck_codec_find("mask");
     }
-    d.verdict = gck_tensor_view(py, x, d.codec->dtypes, &d.view);
-    if (d.verdict == GCK_KEEP_DTYPE && !requires_grad) {
+    d.verdict = gck_input_judge(py, in, d.codec, plan->min_numel);
+    if (d.verdict == GCK_KEEP_DTYPE && !in->requires_grad) {
         d.verdict = GCK_KEEP_NO_GRAD;
-    }
-    if (d.verdict == GCK_COMPRESS && d.view.numel < plan->min_numel) {
-        d.verdict = GCK_KEEP_SMALL;
     }
     if (d.verdict == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
         d.verdict = tracing < 0 ? -1 : GCK_KEEP_TRACING;
     }
-    if (requires_grad && !leaf && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)) {
+    if (in->requires_grad && !in->leaf && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)) {
         const int small = d.verdict == GCK_KEEP_SMALL;
-        judge_origin(plan, x, &d);
+        judge_origin(plan, in, &d);
         d.verdict = small && d.verdict == GCK_COMPRESS ? GCK_KEEP_SMALL : d.verdict;
     }
     return d;
@@ -263,11 +256,12 @@ static PyObject *pack(PyObject *op, PyObject *x)
     const saver *self = (saver *)op;
     gck_state *state = self->packing.state;
     gck_saved *to = gck_saved_new(state);
+    gck_input in = gck_input_of(x);
     decision d;
     int done = to == NULL ? -1 : 0;
 
     if (done == 0) {
-        d = judge(self, x);
+        d = judge(self, &in);
         done = d.verdict < 0 ? -1 : 0;
     }
     if (done == 0 && d.origin == GCK_ORIGIN_COMPARED && self->packing.plan.codec->max_error > 0) {
@@ -275,18 +269,19 @@ static PyObject *pack(PyObject *op, PyObject *x)
     }
     if (done == 0 && d.verdict == GCK_COMPRESS) {
         done = d.origin == GCK_ORIGIN_SIGNS && d.codec->max_error > 0 ? encode_signs(self, x, to)
-                                                                      : encode_view(self, d.codec, x, &d.view, to);
+                                                                      : encode_view(self, d.codec, &in, to);
         d.verdict = done == 0 ? GCK_KEEP_FIT : d.verdict;
     }
     if (done == 1) {
         state->stats.asked++;
         state->stats.compressed++;
     } else if (done == 0) {
-        done = keep(self, x, to) < 0 ? -1 : gck_count_kept(state, x, d.verdict);
+        done = keep(self, &in, to) < 0 ? -1 : gck_count_kept(state, x, d.verdict);
     }
     if (done < 0) {
         Py_CLEAR(to);
     }
+    gck_input_clear(&in);
     return (PyObject *)to;
 }
 

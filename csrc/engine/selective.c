@@ -1,9 +1,10 @@
 /* selective.c: operators caught while a region runs.
  *
- * Named operators are caught on a dispatch key that torch does not use, below autograd and
- * below the key of dispatch modes: operators without a name cost nothing.  Where a mode
- * of somebody else is active it would see what we replay as if it ran, so one of ours is
- * put on top of it (mode.c), as for policies that are functions and must see everything. */
+ * Named operators are caught on torch's dispatch key `Negative`, below autograd and above the
+ * key of dispatch modes.  torch's own fallback there does nothing to tensors whose negation is
+ * not pending, so a thread that includes the key runs as before, and our kernels for the named
+ * operators are called.  Where a mode of others is active when a region begins, one of ours
+ * is put on top of it (mode.c), as for policies that are functions and must see everything. */
 #include "selective.h"
 
 #include <stdlib.h>
@@ -268,6 +269,25 @@ static int compiling(const gck_py *py)
     return truth;
 }
 
+/* An operator that is nobody's: one that we call, or a torch.func transform, which calls it again on the level below
+ * with the key as it was.  Where the key is off a negation is pending, which torch's fallback would do in our place. */
+static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObject *kwargs)
+{
+    PyObject *on = PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL);
+    PyObject *out = NULL;
+
+    if (on == Py_False) {
+        out = PyObject_CallMethod(state->py.selection, "call_negated", "OOO", call, args, kwargs ? kwargs : Py_None);
+    } else if (on != NULL && set_key(&state->py, 0) == 0) {
+        out = PyObject_Call(call, args, kwargs);
+        if (set_key(&state->py, 1) < 0) {
+            Py_CLEAR(out);
+        }
+    }
+    Py_XDECREF(on);
+    return out;
+}
+
 /* The kernel of a named operator; self is (module, operator, what calls it). */
 static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -276,7 +296,14 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     const unsigned long thread = PyThread_get_thread_ident();
     gck_active *hit = next_here(state->active, thread);
     int i = -1;
+    const int functorch = hit == NULL ? 0 : gck_functorch_active(&state->py);
 
+    if (functorch < 0) {
+        return NULL;
+    }
+    if (hit == NULL || functorch) {
+        return pass_on(state, call, args, kwargs);
+    }
     while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
         hit = next_here(hit->outer, thread);
     }
@@ -284,7 +311,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (tracing < 0) {
         return NULL;
     }
-    if (hit == NULL || tracing) {                /* a block is compiled inside the region: that is no call */
+    if (hit == NULL || tracing) {                /* no store names it; or a block is compiled inside the region: that is no call */
         return call_below(state, NULL, thread, op, call, args, kwargs);
     }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);

@@ -5,6 +5,7 @@ values, and the bytes around them.  The kernels are built twice: as the oldest
 architecture runs them and with models of the instructions that newer ones have."""
 
 import ctypes
+import itertools
 import mmap
 import os
 import shutil
@@ -14,6 +15,7 @@ import sys
 
 import numpy as np
 import pytest
+from cases import case
 from cuda_kernels import (
     CODECS,
     DTYPES,
@@ -180,10 +182,10 @@ def test_order_of_the_rotation(kernels, reference, codec):
 
 @every_codec
 @every_dtype
-@pytest.mark.parametrize("n", [0, 1, 16, 127, 128, 129, 1000, 8193])
-def test_tails_and_alignment(kernels, reference, codec, dtype, n):
-    for misaligned in (0, 1, 4):
-        check(kernels, reference, codec, dtype, gaussian(dtype, n, 1.0, 0.001), misaligned)
+def test_tails_and_alignment(kernels, reference, codec, dtype):
+    for n, misaligned in itertools.product([0, 1, 16, 127, 128, 129, 1000, 8193], [0, 1, 4]):
+        with case(n, misaligned):
+            check(kernels, reference, codec, dtype, gaussian(dtype, n, 1.0, 0.001), misaligned)
 
 
 LAYOUTS = {
@@ -198,12 +200,12 @@ LAYOUTS = {
 
 @every_codec
 @every_dtype
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strided(kernels, reference, codec, dtype, layout):
-    sizes, strides = LAYOUTS[layout]
-    n = int(np.prod(sizes))
-    for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), spikes(dtype)[:n]):
-        check(kernels, reference, codec, dtype, bits, 1, sizes, strides)
+def test_strided(kernels, reference, codec, dtype):
+    for layout, (sizes, strides) in LAYOUTS.items():
+        n = int(np.prod(sizes))
+        for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), spikes(dtype)[:n]):
+            with case(layout):
+                check(kernels, reference, codec, dtype, bits, 1, sizes, strides)
 
 
 @every_format
