@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger("gradckpt")
@@ -46,6 +47,12 @@ def tracing_mode_active() -> bool:
     """A dispatch mode under which a plain tensor's memory is not its values."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def is_dual(x: torch.Tensor) -> bool:
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
+        return False  # a kernel below autograd: there are no tangents there
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -195,6 +202,12 @@ def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool) -> None
     with torch.no_grad():
         x = original.detach()
         out.copy_(torch.where(out.isnan(), x, out) if only_nan else x)
+
+
+def fill_holes(out: torch.Tensor) -> None:
+    """NaN between the elements of ``out``: whoever reads beyond them must not find what looks like a value."""
+    whole = out.data.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,), 0)
+    whole.fill_(float("nan") if out.is_floating_point() else 1)
 
 
 def record_stream(buffer: torch.Tensor, device: torch.device) -> None:

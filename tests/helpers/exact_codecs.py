@@ -49,8 +49,19 @@ def _saved(config: Any, function: Any, *args: Any, **options: Any) -> Any:
         return function(*args, **options)
 
 
+class _Module(torch.nn.Module):
+    """SelectiveRecompute knows the leaves of a module, and allows autograd.grad."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
+
+
 def _selective(config: Any, function: Any, *args: Any, **options: Any) -> Any:
-    return gradckpt.SelectiveRecompute.apply(function, None, *args, compress=config, **options)
+    return gradckpt.SelectiveRecompute.apply(_Module(function), None, *args, compress=config, **options)
 
 
 def _nested(checkpoint: Callable[..., Any], function: Any, *args: Any, **options: Any) -> Any:
