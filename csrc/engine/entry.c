@@ -52,7 +52,22 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-/* in->x becomes a payload: 1; or may not: 0; or -1. */
+/* The tensor is an argument for the second time: one payload, restored once, for a function may ask `a is b`.  Not
+ * where each argument is an input of a node. */
+static int encode_again(gck_packing *p, const gck_input *in, gck_entry *entry, PyObject **forward)
+{
+    PyObject *payload = p->inputs == NULL ? gck_aliases_find(&p->aliases, in, forward) : NULL;
+
+    if (payload != NULL) {
+        gck_payload_again((gck_payload *)payload);
+        *entry = (gck_entry){GCK_PAYLOAD, payload, 0, 0, NULL, 0};
+        p->state->stats.asked++;
+        p->state->stats.compressed++;
+    }
+    return payload != NULL;
+}
+
+/* in->x becomes a payload: 1; is one already: 2; or may not: 0; or -1. */
 static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
 {
     gck_state *state = p->state;
@@ -67,6 +82,9 @@ static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **fo
 
     if (verdict != GCK_COMPRESS) {
         return verdict < 0 ? -1 : gck_count_kept(state, in->x, verdict);
+    }
+    if (encode_again(p, in, entry, forward)) {
+        return 2;
     }
     first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
     if (first != NULL || !PyErr_Occurred()) {
@@ -95,12 +113,13 @@ static int pack_payload(gck_packing *p, gck_input *in, gck_entry *entry, PyObjec
 {
     const int packed = encode(p, in, entry, forward);
 
-    if (packed >= 0 && gck_aliases_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x, packed) < 0) {
+    if ((packed == 0 || packed == 1)
+        && gck_aliases_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x, packed ? entry->value : NULL) < 0) {
         gck_entry_clear(entry);
         Py_CLEAR(*forward);
         return -1;
     }
-    return packed;
+    return packed > 0 ? 1 : packed;
 }
 
 /* 1, 0, or -1.  A subclass that refuses to say is none. */
@@ -301,6 +320,25 @@ static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
     return copy;
 }
 
+/* New reference: what this payload has given, or gives now, in the recompute that the batch belongs to. */
+static PyObject *restore_payload(gck_payload *payload, gck_batch *batch, const PyObject *inputs)
+{
+    PyObject *x;
+
+    if (!payload->again || batch == NULL || inputs != NULL) {
+        return gck_payload_restore(payload, batch);
+    }
+    if (batch->made == NULL && (batch->made = PyDict_New()) == NULL) {
+        return NULL;
+    }
+    x = Py_XNewRef(PyDict_GetItemWithError(batch->made, (PyObject *)payload));
+    if (x == NULL && !PyErr_Occurred() && (x = gck_payload_restore(payload, batch)) != NULL
+        && PyDict_SetItem(batch->made, (PyObject *)payload, x) < 0) {
+        Py_CLEAR(x);
+    }
+    return x;
+}
+
 PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
 {
     PyObject *value = Py_NewRef(entry->value), *x;           /* what runs here may empty the entry */
@@ -308,7 +346,7 @@ PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch 
     switch (entry->kind) {
     case GCK_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
     case GCK_VERSIONED: x = restore_versioned(state, value, entry->version, entry->leaf); break;
-    case GCK_PAYLOAD:   x = gck_payload_restore((gck_payload *)value, batch); break;
+    case GCK_PAYLOAD:   x = restore_payload((gck_payload *)value, batch, inputs); break;
     case GCK_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
     default:            return value;
     }
