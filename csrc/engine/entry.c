@@ -52,60 +52,66 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-/* The tensor is an argument for the second time: one payload, restored once, for a function may ask `a is b`.  Not
- * where each argument is an input of a node. */
-static int encode_again(gck_packing *p, const gck_input *in, gck_entry *entry, PyObject **forward)
-{
-    PyObject *payload = p->inputs == NULL ? gck_aliases_find(&p->aliases, in, forward) : NULL;
-
-    if (payload != NULL) {
-        gck_payload_again((gck_payload *)payload);
-        *entry = (gck_entry){GCK_PAYLOAD, payload, 0, 0, NULL, 0};
-        p->state->stats.asked++;
-        p->state->stats.compressed++;
-    }
-    return payload != NULL;
-}
-
-/* in->x becomes a payload: 1; is one already: 2; or may not: 0; or -1. */
-static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
+/* New reference: a payload of the tensor, which has been judged, and *forward.  NULL with *fits = 0 when the codec
+ * cannot hold it, else with an exception. */
+static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward, int *fits)
 {
     gck_state *state = p->state;
-    const int verdict = judge(p, in);
-    PyObject *payload = NULL;
-    gck_payload *first;
-    gck_dither dither;
     /* Outer hooks and the replay read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.replay ? NULL : p->batch;
     const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.replay ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
+    gck_payload *first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
+    PyObject *payload = NULL;
+    gck_dither dither;
+
+    *fits = 1;
+    if (first != NULL || !PyErr_Occurred()) {
+        payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use, batch,
+                                  fits);
+    }
+    Py_XDECREF((PyObject *)first);
+    if (payload != NULL
+        && (replay(p, in->x, payload, forward) < 0
+            || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0))) {
+        Py_CLEAR(*forward);
+        Py_CLEAR(payload);
+    }
+    return payload;
+}
+
+/* in->x becomes a payload: 1; is one already: 2; or may not: 0; or -1.
+ *
+ * A tensor that is an argument for the second time is restored once, for a function may ask `a is b`; not where each
+ * argument is an input of a node.  Outer hooks see it twice nevertheless: a recompute in which the two are no longer
+ * one object has to save as many tensors. */
+static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
+{
+    const int verdict = judge(p, in);
+    PyObject *again, *payload = NULL, *fed = NULL;
     int fits = 1;
 
     if (verdict != GCK_COMPRESS) {
-        return verdict < 0 ? -1 : gck_count_kept(state, in->x, verdict);
+        return verdict < 0 ? -1 : gck_count_kept(p->state, in->x, verdict);
     }
-    if (encode_again(p, in, entry, forward)) {
-        return 2;
+    again = p->inputs == NULL ? gck_aliases_find(&p->aliases, in, forward) : NULL;
+    if (again == NULL || p->outer) {
+        payload = make_payload(p, in, again == NULL ? forward : &fed, &fits);
+        Py_XDECREF(fed);
+        if (payload == NULL) {
+            Py_XDECREF(again);
+            Py_CLEAR(*forward);
+            return fits ? -1 : gck_count_kept(p->state, in->x, GCK_KEEP_FIT);
+        }
     }
-    first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
-    if (first != NULL || !PyErr_Occurred()) {
-        payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use, batch,
-                                  &fits);
+    if (again != NULL) {
+        Py_XDECREF(payload);
+        gck_payload_again((gck_payload *)again);
     }
-    Py_XDECREF((PyObject *)first);
-    if (payload == NULL) {
-        return fits ? -1 : gck_count_kept(state, in->x, GCK_KEEP_FIT);
-    }
-    if (replay(p, in->x, payload, forward) < 0
-        || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0)) {
-        Py_CLEAR(*forward);
-        Py_DECREF(payload);
-        return -1;
-    }
-    *entry = (gck_entry){GCK_PAYLOAD, payload, 0, 0, NULL, 0};
-    state->stats.asked++;
-    state->stats.compressed++;
+    *entry = (gck_entry){GCK_PAYLOAD, again != NULL ? again : payload, 0, 0, NULL, 0};
+    p->state->stats.asked++;
+    p->state->stats.compressed++;
     p->payloads++;
-    return 1;
+    return again != NULL ? 2 : 1;
 }
 
 /* The same, and the tensor is known to the check of aliases. */
