@@ -179,12 +179,43 @@ static PyObject *run_below(const gck_call *call)
     return call_below(with->state, with->hit, PyThread_get_thread_ident(), call->op, with->call, call->args, call->kwargs);
 }
 
-/* Operators that we call to keep an output (detach, clone, empty) are nobody's. */
-static void hide(gck_state *state, unsigned long thread, int by)
+static void count_busy(gck_state *state, int by)
 {
+    const unsigned long thread = PyThread_get_thread_ident();
+
     for (gck_active *a = state->active; a != NULL; a = a->outer) {
         a->busy += a->thread == thread ? by : 0;
     }
+}
+
+int gck_hide_begin(gck_state *state, PyObject **modes)
+{
+    const int active = gck_ask(state->py.dispatch_stack_len);
+
+    *modes = active > 0 ? PyObject_CallMethod(state->py.selection, "without_modes", NULL) : NULL;
+    if (active < 0 || (active && *modes == NULL)) {
+        return -1;
+    }
+    count_busy(state, 1);
+    return 0;
+}
+
+int gck_hide_end(gck_state *state, PyObject *modes)
+{
+    PyObject *type, *value, *traceback, *done = NULL;
+
+    count_busy(state, -1);
+    if (modes == NULL) {
+        return 0;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    done = PyObject_CallMethod(modes, "close", NULL);
+    Py_DECREF(modes);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 /* Are the outputs of the next call of the operator i to be kept? */
@@ -228,35 +259,40 @@ static int keep_outputs(gck_store *store, int i, const gck_call *call, gck_draw 
 PyObject *gck_record_call(gck_store *store, int i, const gck_call *call)
 {
     gck_state *state = store->state;
-    const unsigned long thread = PyThread_get_thread_ident();
     gck_draw draw = {NULL, NULL};
-    PyObject *out = NULL;
+    PyObject *out = NULL, *modes;
 
     if (!gck_store_named(store, i)->draws || gck_draw_begin(&state->py, call->args, call->kwargs, &draw) == 0) {
         out = call->run(call);
     }
-    hide(state, thread, 1);
-    if (out != NULL && keep_outputs(store, i, call, &draw, out) < 0) {
+    if (out != NULL && gck_hide_begin(state, &modes) < 0) {
         Py_CLEAR(out);
+    } else if (out != NULL) {
+        const int status = keep_outputs(store, i, call, &draw, out);
+        if (gck_hide_end(state, modes) < 0 || status < 0) {
+            Py_CLEAR(out);
+        }
     }
-    hide(state, thread, -1);
     gck_draw_clear(&draw);
     return out;
 }
 
 PyObject *gck_replay_call(gck_store *store, int i, int64_t number, const gck_call *call)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
-    PyObject *index = PyLong_FromLongLong(number), *out = NULL;
+    PyObject *index = PyLong_FromLongLong(number), *out = NULL, *modes;
     int again = 0;
 
-    hide(store->state, thread, 1);
-    if (index != NULL) {
-        out = gck_store_replay(store, call, gck_store_named(store, i)->op, store->lines[i].calls, index,
-                               store->policy == NULL || i >= store->policy->n, &again);
+    if (index == NULL || gck_hide_begin(store->state, &modes) < 0) {
+        Py_XDECREF(index);
+        return NULL;
     }
-    hide(store->state, thread, -1);
-    Py_XDECREF(index);
+    out = gck_store_replay(store, call, gck_store_named(store, i)->op, store->lines[i].calls, index,
+                           store->policy == NULL || i >= store->policy->n, &again);
+    Py_DECREF(index);
+    if (gck_hide_end(store->state, modes) < 0) {
+        Py_CLEAR(out);
+        return NULL;
+    }
     return again ? call->run(call) : out;
 }
 
