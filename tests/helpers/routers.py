@@ -126,6 +126,10 @@ def _applied(codec, model):
         yield
 
 
+def _saved(codec, model):
+    return gradckpt.compress_saved(codec)
+
+
 #: name -> (a region, around the program, all regions inside one of ours that compresses)
 WAYS = {
     "checkpoint": (ours, None, False),
@@ -142,8 +146,8 @@ WAYS = {
     "contexts in ours": (_policy(gradckpt.checkpoint, _contexts), None, False),
     "function policy in torch's": (_policy(torchs_checkpoint, _asked), None, False),
     "function policy in ours": (_policy(gradckpt.checkpoint, _asked), None, False),
-    "compress_saved": (_plain, lambda codec, model: gradckpt.compress_saved(codec), False),
-    "compress_saved, torch's": (_torchs, lambda codec, model: gradckpt.compress_saved(codec), False),
+    "compress_saved": (_plain, _saved, False),
+    "compress_saved, torch's": (_torchs, _saved, False),
     "patched": (_torchs, lambda codec, model: gradckpt.patched(codec), False),
     "patched policy": (_torchs, lambda codec, model: gradckpt.patched(None, policy=f"save_matmuls:{codec}"), False),
     "apply": (lambda codec: lambda f: f, _applied, False),
@@ -182,7 +186,10 @@ def gradients(built, region=lambda f: f, nested=True, around=None, within=lambda
         parameter.grad = None
     with contextlib.nullcontext() if around is None else around(tower[0]):
         loss = within(call)(first(x)).square().mean()
-    loss.backward()
+        if around is None or around.func is not _saved:
+            loss.backward()
+    if around is not None and around.func is _saved:
+        loss.backward()
     for router in tower:
         router.inner = None
     return torch.cat([parameter.grad.flatten() for parameter in parameters])
