@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import torch
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
@@ -9,11 +10,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch
 
 import gradckpt
 
-TOKENS, WIDTH, EXPERTS = 192, 64, 16
+TOKENS, WIDTH, EXPERTS = 96, 64, 16
 
 
 class Router(torch.nn.Module):
-    """A residual layer and a layer of experts. ``runs`` has what each run chose; ``fixed``, if set, is chosen always."""
+    """A residual layer and a layer of experts. ``runs``: what each run chose; ``fixed``: what is chosen always."""
 
     def __init__(self, choice="tokens"):
         super().__init__()
@@ -40,7 +41,9 @@ class Router(torch.nn.Module):
             out = (chosen * value.softmax(-1).unsqueeze(-1)).sum(1)
         else:  # every expert takes the tokens that it likes best
             chosen = torch.einsum("ked,edf->kef", h[index], self.experts)
-            out = torch.zeros_like(h).index_add(0, index.flatten(), (chosen * value.sigmoid().unsqueeze(-1)).flatten(0, 1))
+            out = torch.zeros_like(h).index_add(
+                0, index.flatten(), (chosen * value.sigmoid().unsqueeze(-1)).flatten(0, 1)
+            )
         h = h + out.tanh()
         return h if self.inner is None else self.inner(h)
 
@@ -49,7 +52,9 @@ class Router(torch.nn.Module):
 
 
 def _contexts(codec):
-    return functools.partial(gradckpt.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls.compressed(codec))
+    return functools.partial(
+        gradckpt.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls.compressed(codec)
+    )
 
 
 def _asked(codec):
@@ -163,15 +168,22 @@ def build(depth, choice, seed=0):
     return tower, first, torch.randn(TOKENS, WIDTH) * 2
 
 
+def _put_inside(router, inner):
+    """A module as a child, so that who walks through modules finds it; any other callable as it is."""
+    router._modules.pop("inner", None)
+    vars(router).pop("inner", None)
+    router.inner = inner
+
+
 def gradients(built, region=lambda f: f, nested=True, around=None, within=lambda f: f):
     """The gradients of all parameters; the runs of each router are in it afterwards."""
     tower, first, x = built
     for router in tower:
-        router.inner = None
+        _put_inside(router, None)
         router.runs.clear()
     if nested:
-        for outer, inner in zip(tower, tower[1:], strict=False):
-            outer.inner = region(inner)
+        for outer, inner in itertools.pairwise(tower):
+            _put_inside(outer, region(inner))
         call = region(tower[0])
     else:
         regions = [region(router) for router in tower]
@@ -184,24 +196,26 @@ def gradients(built, region=lambda f: f, nested=True, around=None, within=lambda
     parameters = [first.weight, *(p for router in tower for p in (router.mix, router.gate, router.experts))]
     for parameter in parameters:
         parameter.grad = None
-    with contextlib.nullcontext() if around is None else around(tower[0]):
+    with contextlib.nullcontext() if around is None else around(tower[0] if nested else torch.nn.ModuleList(tower)):
         loss = within(call)(first(x)).square().mean()
         if around is None or around.func is not _saved:
             loss.backward()
     if around is not None and around.func is _saved:
         loss.backward()
     for router in tower:
-        router.inner = None
+        _put_inside(router, None)
     return torch.cat([parameter.grad.flatten() for parameter in parameters])
 
 
-def of_way(built, name, codec):
+def of_way(built, name, codec, nested=True):
+    """The gradients when that one runs the regions; nested=False: one after the other."""
     region, around, within = WAYS[name]
     return gradients(
         built,
         region(codec),
-        around=around and functools.partial(around, codec),
-        within=ours(codec) if within else lambda f: f,
+        nested,
+        functools.partial(around, codec) if around else None,
+        ours(codec) if within else (lambda f: f),
     )
 
 
