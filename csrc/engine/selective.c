@@ -190,10 +190,11 @@ static void count_busy(gck_state *state, int by)
 
 int gck_hide_begin(gck_state *state, PyObject **modes)
 {
-    const int active = gck_ask(state->py.dispatch_stack_len);
+    const int any = gck_ask(state->py.dispatch_stack_len), tracing = any > 0 ? gck_tracing(&state->py) : 0;
+    const int active = any < 0 || tracing < 0 ? -1 : any && !tracing;    /* what is traced needs its modes */
 
     *modes = active > 0 ? PyObject_CallMethod(state->py.selection, "without_modes", NULL) : NULL;
-    if (active < 0 || (active && *modes == NULL)) {
+    if (active < 0 || (active > 0 && *modes == NULL)) {
         return -1;
     }
     count_busy(state, 1);
