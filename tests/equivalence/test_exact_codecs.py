@@ -80,6 +80,8 @@ def outcome(program, config):
     without = Run(program, plain).execute()
     if values(without) == values(mine):
         return "as without a checkpoint"
+    if "InnerGrad backward" in seen:  # accumulates into a leaf again in each recompute; into its copy, with a payload
+        return "accumulates again"
     if WRITES & seen:  # after the region; tensors that its function reaches otherwise have the new values
         return "writes to an input"
     refused = any(r[3].startswith(CHANGED) for r in raised(none)) or program_writes(seen)
@@ -102,7 +104,8 @@ def sweep(name, first, count):
         assert found != "differs", f"{name}, seed {seed}: {program}"
     print(name, dict(counts))
     assert counts["same"] > count * 0.6
-    assert counts["writes to an input"] + counts["differentiates past its input"] < count * 0.1
+    others = ("writes to an input", "differentiates past its input", "accumulates again")
+    assert sum(counts[reason] for reason in others) < count * 0.1
 
 
 @pytest.mark.filterwarnings("ignore")
