@@ -106,27 +106,20 @@ int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
 
 int gck_rerun_end(gck_frame *frame, gck_rerun *r)
 {
-    PyObject *type, *value, *traceback;
-    int status = 0;
+    gck_error error = gck_error_take();
 
     depth--;
     gck_rounding_leave(r->around);
     gck_torch.aoti_torch_grad_mode_set_enabled(r->grad);
     if (r->buffers != NULL) {
-        PyErr_Fetch(&type, &value, &traceback);
-        PyObject *result = PyObject_CallMethod(r->buffers, "close", NULL);
-        status = result == NULL ? -1 : 0;
-        Py_XDECREF(result);
+        Py_XDECREF(PyObject_CallMethod(r->buffers, "close", NULL));
+        gck_error_keep(&error);
         Py_CLEAR(r->buffers);
-        if (type != NULL) {
-            PyErr_Restore(type, value, traceback);   /* the first exception is the one to report */
-        }
     }
-    if (gck_ambient_leave(&frame->state->py, &r->surroundings) < 0) {
-        status = -1;
-    }
+    gck_ambient_leave(&frame->state->py, &r->surroundings);
+    gck_error_keep(&error);
     gck_dynamo_restore(&frame->state->py, r->dynamo);
-    return status;
+    return gck_error_return(&error);
 }
 
 PyObject *gck_rerun_input(const gck_py *py, PyObject *x)
