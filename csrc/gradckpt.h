@@ -40,6 +40,7 @@ typedef struct {
     int            ndim;
     const int64_t *sizes;
     const int64_t *strides;
+    const int64_t *steps;        /* the strides, also where `strides` is NULL; no codec reads them */
     gck_dtype      dtype;
     int            device;       /* -1: host memory; else the CUDA device index   */
     void          *stream;       /* cudaStream_t of that device; NULL on the host */

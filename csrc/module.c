@@ -10,6 +10,7 @@
 #include "engine/saved.h"
 #include "engine/saver.h"
 #include "engine/selective.h"
+#include "engine/stand_in.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -263,6 +264,10 @@ static PyMethodDef methods[] = {
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nThe kernel that catches it."},
     {"selective_key", gck_selective_key, METH_NOARGS,
      "selective_key()\n--\n\nThe dispatch key that catchers are registered at, or None."},
+    {"stand_in", gck_stand_in_py, METH_O,
+     "stand_in(by, /)\n--\n\nOne more (1) or one less (-1) needs gradckpt's checkpoint in the place of torch's."},
+    {"decides", gck_decides_py, METH_NOARGS,
+     "decides()\n--\n\nTrue while the calling thread runs a region that keeps decisions."},
     {"add_dispatch", gck_add_dispatch, METH_VARARGS,
      "add_dispatch(forward, recompute, /)\n--\n\nGive two modes their methods that are C."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
@@ -425,6 +430,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->stateless);
     Py_VISIT(state->decisions[0]);
     Py_VISIT(state->decisions[1]);
+    Py_VISIT(state->torchs);
     Py_VISIT(state->closed);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
@@ -451,6 +457,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->stateless);
     Py_CLEAR(state->decisions[0]);
     Py_CLEAR(state->decisions[1]);
+    Py_CLEAR(state->torchs);
     Py_CLEAR(state->closed);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)

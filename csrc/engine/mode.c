@@ -157,11 +157,20 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
     if (index != NULL && gck_store_skip(d->store, calls, index) == 0 && (answer = ask(d, out)) != NULL) {
         keep = understand(d, answer, &plan);
     }
-    if (keep > 0) {
+    if (keep > 0 && plan.codec != NULL && plan.decisions > d->store->decisions
+        && gck_region_decides_from(d->store->state, d->store, plan.decisions) < 0) {
+        keep = -1;
+    }
+    const gck_named *deciding = keep >= 0 ? gck_store_deciding(d->store, d->key, d->args, d->kwargs) : NULL;
+    if (deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE)) {
+        const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
+        keep = gck_store_decide(d->store, calls, index, &call, deciding->form, out) == 0 ? 2 : -1;
+    } else if (keep > 0) {
         keep = gck_store_keep(d->store, calls, index, out, &plan);
-        if (keep == 0 && draw->before != NULL) {
-            keep = gck_store_drew(d->store, d->key, index, draw);
-        }
+        keep = keep == 0 ? 2 : -1;
+    }
+    if (keep > 1) {
+        keep = draw->before != NULL ? gck_store_drew(d->store, d->key, index, draw) : 0;
     }
     Py_XDECREF(index);
     Py_XDECREF(answer);

@@ -36,7 +36,7 @@ struct gck_payload {
     int              live;         /* in its live_bytes: outer hooks have not taken them */
     int              ndim;
     int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
-    int              strided;      /* the strides are meant                              */
+    int              layout;       /* see layout.h; 0: the strides are not meant         */
     void            *stream;       /* that wrote the bytes                               */
     /* See pending.h. */
     uint32_t        *verdict;      /* not NULL: open, and this is in state->pending      */
