@@ -202,6 +202,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     } else if (use == GCK_FOR_REGION && self->version >= 0) {
         gck_sharing_remember(self);
     }
+    if (result != NULL && self->verdict != NULL && gck_pending_bound(self) < 0) {
+        Py_CLEAR(result);
+    }
 
 exit:
     Py_DECREF((PyObject *)self);

@@ -41,6 +41,7 @@ struct gck_payload {
     /* See pending.h. */
     uint32_t        *verdict;      /* not NULL: open, and this is in state->pending      */
     uint32_t         late;         /* tests: what the device would write                 */
+    int              unheard;      /* it was waited for in vain                          */
     int              refused;      /* buffer and saved may be NULL then                  */
     PyObject        *kept;         /* the original itself, while open and when refused   */
     gck_payload     *next_pending;
