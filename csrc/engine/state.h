@@ -52,7 +52,7 @@ typedef struct gck_payload gck_payload;
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept, *Saver, *Saved;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept, *Context, *Saver, *Saved;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* another one, public                                */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */
@@ -75,6 +75,8 @@ typedef struct {
     gck_payload  *pending;         /* likewise: the first of those with an open verdict  */
     PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that wants them */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
+    PyObject     *ignored;         /* torch's SAC_IGNORED_OPS as a tuple, or NULL before the first look */
+    int           by_mode;         /* tests: operators are caught by modes only            */
     int           late_verdicts;   /* tests: see pending.h                               */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;

@@ -68,7 +68,7 @@
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
     NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
-    NAME(_version) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(frame)         \
+    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(frame)         \
     NAME(save_for_backward) NAME(saved_tensors) NAME(set_materialize_grads)            \
     NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
 

