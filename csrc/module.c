@@ -3,12 +3,14 @@
 #include <string.h>
 
 #include "engine/checkpoint.h"
-#include "engine/function.h"
+#include "engine/node.h"
+#include "engine/parameters.h"
 #include "engine/pending.h"
 #include "engine/rerun.h"
-#include "engine/selective_function.h"
 #include "engine/saved.h"
 #include "engine/saver.h"
+#include "engine/selective.h"
+#include "engine/stand_in.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -238,6 +240,8 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"guard_hooks", gck_guard_hooks, METH_VARARGS,
+     "guard_hooks(hooks, type, kind, /)\n--\n\nFor gradckpt._hooks: guard the hooks of a parameter."},
     {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"saved_pop", gck_saver_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
     {"saved_call", gck_saver_call, METH_VARARGS,
@@ -259,6 +263,10 @@ static PyMethodDef methods[] = {
     {"selective_key", gck_selective_key, METH_NOARGS,
      "selective_key()\n--\n\nThe dispatch key that catchers are registered at, or None."},
     {"catch_by_mode", gck_catch_by_mode, METH_O, "catch_by_mode(on, /)\n--\n\nFor tests: no operator is caught on the dispatch key."},
+    {"stand_in", gck_stand_in_py, METH_O,
+     "stand_in(by, /)\n--\n\nOne more (1) or one less (-1) needs gradckpt's checkpoint in the place of torch's."},
+    {"decides", gck_decides_py, METH_NOARGS,
+     "decides()\n--\n\nTrue while the calling thread runs a region that keeps decisions."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
     {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
     {NULL, NULL, 0, NULL},
@@ -402,8 +410,7 @@ static int module_exec(PyObject *module)
         || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->closed = PyDict_New()) == NULL
-        || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
-        || (state->SelectiveRecompute = gck_selective_class(module, &state->py)) == NULL
+        || gck_node_classes(module, state) < 0
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }
@@ -421,6 +428,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->stateless);
     Py_VISIT(state->decisions[0]);
     Py_VISIT(state->decisions[1]);
+    Py_VISIT(state->torchs);
     Py_VISIT(state->closed);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
@@ -449,6 +457,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->stateless);
     Py_CLEAR(state->decisions[0]);
     Py_CLEAR(state->decisions[1]);
+    Py_CLEAR(state->torchs);
     Py_CLEAR(state->closed);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)

@@ -92,7 +92,22 @@ def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
 # ---- the function form ----
 
 
-_checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+#: id(module) -> weak reference to it, and the methods that were looked at; a module need not be hashable.
+_checked: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+
+
+def _owns(owner: Any, variable: torch.Tensor) -> bool:
+    """A parameter of the module that required no grad in the forward."""
+    modules = {id(owner): owner}
+    pending = [owner]
+    while pending:
+        module = pending.pop()
+        if any(variable is parameter for parameter in module._parameters.values()):
+            return True
+        children = [child for child in module._modules.values() if child is not None and id(child) not in modules]
+        modules.update((id(child), child) for child in children)
+        pending += children
+    return False
 
 
 def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[torch.Tensor]) -> None:
@@ -100,7 +115,11 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
     while isinstance(function, functools.partial):
         function = function.func
     owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "")
-    checked = _checked.setdefault(owner, set())
+    key = id(owner)
+    known_owner, checked = _checked.get(key, (None, set()))
+    if known_owner is None or known_owner() is not owner:
+        checked = set()
+        _checked[key] = weakref.ref(owner, lambda _: _checked.pop(key, None)), checked
     if method in checked:
         return
     known = {id(x) for x in targets}
@@ -111,7 +130,7 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+        if isinstance(variable, torch.Tensor) and id(variable) not in known and not _owns(owner, variable):
             raise RuntimeError(
                 f"gradckpt.SelectiveRecompute: {type(owner).__name__} uses a tensor of shape {tuple(variable.shape)} "
                 "that requires grad and is neither a parameter of it nor an argument, so its gradient would be lost; "
@@ -119,6 +138,13 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
             )
         nodes.extend(n for n, _ in node.next_functions if n is not None)
     checked.add(method)
+
+
+def capture(*args: Any) -> Any:
+    """The gradients of a region whose parameters have hooks."""
+    from gradckpt import _hooks
+
+    return _hooks.capture(*args)
 
 
 # ---- contexts ----
@@ -130,6 +156,20 @@ def selective_mode(store: Any, policy_fn: Any, replay: int) -> Any:
     if replay:
         return selective.RecomputeContext(store, False, False)
     return selective.ForwardContext(policy_fn, store, False)
+
+
+def torchs_checkpoint() -> tuple[Any, ...]:
+    """Return torch's checkpoint as it is called, its function, its code, and the code that stands in for it.
+
+    Empty where something else is in torch's place.
+    """
+    from gradckpt.patched import CHECKPOINT
+
+    try:
+        function, stock = CHECKPOINT.find()
+    except RuntimeError:
+        return ()
+    return torch_checkpoint.checkpoint, function, stock.__code__, CHECKPOINT.code
 
 
 def decision_names(casts: int) -> Any:

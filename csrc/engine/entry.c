@@ -103,17 +103,6 @@ static int pack_payload(gck_packing *p, gck_input *in, gck_entry *entry, PyObjec
     return packed;
 }
 
-int gck_entry_encode(gck_packing *p, PyObject *x, gck_entry *entry)
-{
-    gck_input in = gck_input_of(x);
-    PyObject *forward = NULL;
-    const int packed = pack_payload(p, &in, entry, &forward);
-
-    Py_XDECREF(forward);
-    gck_input_clear(&in);
-    return packed;
-}
-
 /* 1, 0, or -1.  A subclass that refuses to say is none. */
 static int is_inference(PyObject *x)
 {
@@ -164,43 +153,51 @@ static int is_container(gck_py *py, PyObject *x)
     return known != 0 || !PyTuple_Check(x) ? known : gck_has_attribute(x, "_fields");
 }
 
-/* Pack the leaves of a container.  It is kept whole, by reference, unless a leaf became
- * a payload: 1 packed, 0 not, -1. */
+/* Keep x, which is no container.  1: as a payload, or as an input of a node; 0: by reference; -1. */
+static int pack_leaf(gck_packing *p, gck_input *in, int tensor, int positional, gck_entry *entry, PyObject **forward)
+{
+    int packed = tensor && p->plan.codec != NULL ? pack_payload(p, in, entry, forward) : 0;
+
+    if (tensor && packed >= 0 && p->inputs != NULL && PyList_Append(p->inputs, in->x) < 0) {
+        gck_entry_clear(entry);
+        return -1;
+    }
+    if (packed != 0) {
+        return packed;
+    }
+    if (tensor && (positional || p->inputs != NULL)) {
+        return gck_entry_keep(p, in, entry) < 0 ? -1 : p->inputs != NULL;
+    }
+    *entry = (gck_entry){GCK_KEPT, Py_NewRef(in->x), 0, 0, NULL, 0};
+    return 0;
+}
+
+/* Pack the leaves of a container.  It is kept whole, by reference, unless one became
+ * a payload or an input of a node: 1 packed, 0 not, -1. */
 static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_entry *entry, PyObject **forward)
 {
     const Py_ssize_t n = PyList_Size(leaves);
     gck_entry tree = {GCK_TREE, NULL, 0, 0, calloc((size_t)n + 1, sizeof(gck_entry)), n};
     PyObject *fed = PyList_New(0);
-    const int before = p->payloads;
-    int result = -1;
+    int result = 0;
 
     if (tree.leaves == NULL || fed == NULL) {
         PyErr_NoMemory();
-        goto exit;
+        result = -1;
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
+    for (Py_ssize_t i = 0; result >= 0 && i < n; i++) {
         PyObject *leaf = PySequence_GetItem(leaves, i), *value = NULL;
         gck_input in = {.x = leaf};
         const int tensor = leaf != NULL ? gck_is_tensor(&p->state->py, leaf) : -1;
-        const int packed = tensor > 0 ? pack_payload(p, &in, &tree.leaves[i], &value) : tensor;
-        if (packed == 0) {
-            tree.leaves[i] = (gck_entry){GCK_KEPT, Py_NewRef(leaf), 0, 0, NULL, 0};
-            value = Py_NewRef(leaf);
-        }
+        const int packed = tensor < 0 ? -1 : pack_leaf(p, &in, tensor, 0, &tree.leaves[i], &value);
+        result = packed < 0 || PyList_Append(fed, value != NULL ? value : leaf) < 0 ? -1 : result | packed;
+        Py_XDECREF(value);
         gck_input_clear(&in);
-        if (packed < 0) {
-            goto exit;
-        }
-        PyList_Append(fed, value);
-        Py_DECREF(value);
     }
-    result = p->payloads > before;
     if (result == 1 && p->plan.replay) {
         *forward = PyObject_CallFunctionObjArgs(p->state->py.tree_unflatten, fed, spec, NULL);
         result = *forward == NULL ? -1 : 1;
     }
-
-exit:
     Py_XDECREF(fed);
     if (result == 1) {
         tree.value = Py_NewRef(spec);
@@ -232,16 +229,12 @@ int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry
     int packed = tensor < 0 ? -1 : 0;
 
     *forward = NULL;
-    if (p->plan.codec != NULL && tensor > 0) {
-        packed = pack_payload(p, &in, entry, forward);
-    } else if (p->plan.codec != NULL && tensor == 0) {
+    if (tensor == 0 && (p->plan.codec != NULL || p->nested)) {
         const int container = is_container(py, x);
         packed = container > 0 ? pack_container(p, x, entry, forward) : container;
     }
-    if (packed == 0 && tensor && positional) {
-        packed = gck_entry_keep(p, &in, entry);
-    } else if (packed == 0) {
-        *entry = (gck_entry){GCK_KEPT, Py_NewRef(x), 0, 0, NULL, 0};
+    if (packed == 0) {
+        packed = pack_leaf(p, &in, tensor, positional, entry, forward);
     }
     if (packed < 0) {
         Py_CLEAR(*forward);
@@ -274,13 +267,13 @@ static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t versio
 }
 
 /* Containers are put together by code of the user, which may look at the values. */
-static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch)
+static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
 {
     PyObject *leaves = PyList_New(entry->nleaves);
     PyObject *tree = NULL;
 
     for (Py_ssize_t i = 0; leaves != NULL && i < entry->nleaves; i++) {
-        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i], batch);
+        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i], batch, inputs);
         if (leaf == NULL) {
             Py_CLEAR(leaves);
         } else {
@@ -294,19 +287,49 @@ static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batc
     return tree;
 }
 
-PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch)
+/* New reference: x without history, requiring grad when x does; also in the list.  Takes x over. */
+static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
 {
-    PyObject *value = Py_NewRef(entry->value), *result;      /* what runs here may empty the entry */
+    PyObject *copy = x != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
+    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
+
+    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0 || PyList_Append(inputs, copy) < 0) {
+        Py_CLEAR(copy);
+    }
+    Py_XDECREF(x);
+    Py_XDECREF(grad);
+    return copy;
+}
+
+PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
+{
+    PyObject *value = Py_NewRef(entry->value), *x;           /* what runs here may empty the entry */
 
     switch (entry->kind) {
-    case GCK_SAVED:     result = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
-    case GCK_VERSIONED: result = restore_versioned(state, value, entry->version, entry->leaf); break;
-    case GCK_PAYLOAD:   result = gck_payload_restore((gck_payload *)value, batch); break;
-    case GCK_TREE:      result = restore_tree(state, entry, batch); break;
+    case GCK_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
+    case GCK_VERSIONED: x = restore_versioned(state, value, entry->version, entry->leaf); break;
+    case GCK_PAYLOAD:   x = gck_payload_restore((gck_payload *)value, batch); break;
+    case GCK_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
     default:            return value;
     }
     Py_DECREF(value);
-    return result;
+    return inputs == NULL ? x : as_input(&state->py, x, inputs);
+}
+
+int gck_entry_touch(gck_state *state, gck_entry *entry)
+{
+    int status = 0;
+
+    if (entry->kind == GCK_VERSIONED) {
+        gck_input in = gck_input_of(entry->value);
+        status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
+        entry->version = in.version;
+        gck_input_clear(&in);
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
+        status = gck_entry_touch(state, &entry->leaves[i]);
+    }
+    return status;
 }
 
 int gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg)

@@ -82,8 +82,8 @@ static PyObject *ask(gck_dispatch *d, PyObject *out)
     const gck_py *py = &d->store->state->py;
     const Py_ssize_t n = PyTuple_Size(d->args);
     PyObject *policy = PyObject_GetAttrString(d->self, "policy_fn");
-    PyObject *context = PyObject_CallMethod(py->selection, "selective_context", "(O)", out);
-    PyObject *all = policy && context ? PyTuple_New(n + 2) : NULL, *answer = NULL;
+    PyObject *context = policy != NULL ? PyObject_CallMethod(py->selection, "selective_context", "(O)", out) : NULL;
+    PyObject *all = context != NULL ? PyTuple_New(n + 2) : NULL, *answer = NULL;
 
     if (all != NULL) {
         PyTuple_SetItem(all, 0, Py_NewRef(context));
@@ -121,21 +121,21 @@ static int understand(gck_dispatch *d, PyObject *answer, gck_plan *plan)
     return keep;
 }
 
-/* Borrowed: the calls of d->key in the storage; made when there are none and `make`. */
+/* New reference: the calls of d->key in the storage; made when there are none and `make`. */
 static PyObject *calls_of(gck_dispatch *d, int make)
 {
     PyObject *storage = d->store->storage;
-    PyObject *calls = PyDict_GetItemWithError(storage, d->key);
+    PyObject *calls = Py_XNewRef(PyDict_GetItemWithError(storage, d->key));
 
     if (calls == NULL && make && !PyErr_Occurred()) {
-        PyObject *made = PyDict_New();
-        if (made != NULL && PyDict_SetItem(storage, d->key, made) == 0) {
-            calls = made;
+        calls = PyDict_New();
+        if (calls != NULL && PyDict_SetItem(storage, d->key, calls) < 0) {
+            Py_CLEAR(calls);
         }
-        Py_XDECREF(made);                        /* the storage has it */
     }
     if (calls != NULL && !PyDict_Check(calls)) {
-        return PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", calls);
+        PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", calls);
+        Py_CLEAR(calls);
     }
     return calls;
 }
@@ -159,12 +159,22 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
     if (index != NULL && gck_store_skip(d->store, calls, index) == 0 && (answer = ask(d, out)) != NULL) {
         keep = understand(d, answer, &plan);
     }
-    if (keep > 0) {
-        keep = gck_store_keep(d->store, calls, index, out, &plan);
-        if (keep == 0 && draw->before != NULL) {
-            keep = gck_store_drew(d->store, d->key, index, draw);
-        }
+    if (keep > 0 && plan.codec != NULL && plan.decisions > d->store->decisions
+        && gck_region_decides_from(d->store->state, d->store, plan.decisions) < 0) {
+        keep = -1;
     }
+    const gck_named *deciding = keep >= 0 ? gck_store_deciding(d->store, d->key, d->args, d->kwargs) : NULL;
+    if (deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE)) {
+        const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
+        keep = gck_store_decide(d->store, calls, index, &call, deciding->form, out) == 0 ? 2 : -1;
+    } else if (keep > 0) {
+        keep = gck_store_keep(d->store, calls, index, out, &plan);
+        keep = keep == 0 ? 2 : -1;
+    }
+    if (keep > 1) {
+        keep = draw->before != NULL ? gck_store_drew(d->store, d->key, index, draw) : 0;
+    }
+    Py_XDECREF(calls);
     Py_XDECREF(index);
     Py_XDECREF(answer);
     return keep < 0 ? -1 : 0;
@@ -174,7 +184,7 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
 static PyObject *next_index(gck_dispatch *d)
 {
     gck_context *self = (gck_context *)d->self;
-    PyObject *counter = Py_XNewRef(self->counter);
+    PyObject *counter = Py_XNewRef(self->counter != NULL ? self->counter : (self->counter = PyDict_New()));
     PyObject *index = counter != NULL ? PyDict_GetItemWithError(counter, d->key) : NULL;
     const long long number = index != NULL ? PyLong_AsLongLong(index) : 0;
     PyObject *next = PyErr_Occurred() ? NULL : PyLong_FromLongLong(number + 1);
@@ -195,6 +205,7 @@ static PyObject *replay_answer(gck_dispatch *d, int *again)
     if (index != NULL && !PyErr_Occurred()) {
         out = gck_store_replay(d->store, &call, d->key, calls, index, 0, again);
     }
+    Py_XDECREF(calls);
     Py_XDECREF(index);
     return out;
 }

@@ -3,7 +3,6 @@
 
 #include "../torch/dynamo.h"
 #include "parameters.h"
-#include "rounding.h"
 
 /* Recomputes under way on this thread.  A fact about a thread, which no object has. */
 static _Thread_local int depth;
@@ -84,8 +83,6 @@ static int begin(gck_frame *frame, gck_rerun *r)
     }
     r->grad = gck_torch.aoti_torch_grad_mode_is_enabled();
     gck_torch.aoti_torch_grad_mode_set_enabled(true);
-    r->rounding = frame->rounding;
-    r->around = gck_rounding_enter(&r->rounding);
     depth++;
     return 0;
 }
@@ -110,7 +107,6 @@ int gck_rerun_end(gck_frame *frame, gck_rerun *r)
     int status = 0;
 
     depth--;
-    gck_rounding_leave(r->around);
     gck_torch.aoti_torch_grad_mode_set_enabled(r->grad);
     if (r->buffers != NULL) {
         PyErr_Fetch(&type, &value, &traceback);
@@ -127,16 +123,4 @@ int gck_rerun_end(gck_frame *frame, gck_rerun *r)
     }
     gck_dynamo_restore(&frame->state->py, r->dynamo);
     return status;
-}
-
-PyObject *gck_rerun_input(const gck_py *py, PyObject *x)
-{
-    PyObject *copy = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
-    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
-
-    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0) {
-        Py_CLEAR(copy);
-    }
-    Py_XDECREF(grad);
-    return copy;
 }

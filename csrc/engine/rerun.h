@@ -10,7 +10,6 @@ typedef struct {
     PyObject        *buffers;      /* guard of gradckpt.buffers; NULL: nothing to put back */
     PyObject        *dynamo;       /* likewise, for gck_dynamo_restore */
     bool             grad;
-    gck_rounding     rounding, *around;
 } gck_rerun;
 
 /* 0, or -1 with an exception; then nothing is changed. */
@@ -18,9 +17,6 @@ int gck_rerun_begin(gck_frame *frame, gck_rerun *r);
 
 /* Put everything back, also with an exception pending: that one survives.  0 or -1. */
 int gck_rerun_end(gck_frame *frame, gck_rerun *r);
-
-/* New reference: x without history, requiring grad when x does: what a region of one node runs again on. */
-PyObject *gck_rerun_input(const gck_py *py, PyObject *x);
 
 /* gradckpt.is_recomputing(). */
 PyObject *gck_is_recomputing(PyObject *module, PyObject *unused);

@@ -6,6 +6,7 @@
  * operators are called.  Where a mode of others is active when a region begins, one of ours
  * is put on top of it (mode.c), as for policies that are functions and must see everything. */
 #include "selective.h"
+#include "stand_in.h"
 
 #include <stdlib.h>
 
@@ -34,6 +35,16 @@ static int set_key(const gck_py *py, int on)
     return result == NULL ? -1 : 0;
 }
 
+/* The store of `active` keeps decisions: what torch's checkpoint runs inside does so, too.  0 or -1. */
+static int announce(gck_state *state, gck_active *active)
+{
+    if (active->store->decisions > 0 && !active->decides) {
+        active->decides = gck_stand_in(state, 1) == 0;
+        return active->decides ? 0 : -1;
+    }
+    return 0;
+}
+
 int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay, int by_key)
 {
     /* Counted here, not in the store: two threads may recompute one region at once. */
@@ -53,7 +64,7 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, 
         .outer = state->active,
     };
     state->active = active;
-    if (by_key && set_key(&state->py, 1) < 0) {
+    if (announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
     }
@@ -72,6 +83,9 @@ void gck_selective_end(gck_state *state, gck_active *active)
     }
     if (active->by_key && next_here(state->active, active->thread) == NULL) {
         set_key(&state->py, 0);
+    }
+    if (active->decides) {
+        gck_stand_in(state, -1);
     }
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -412,15 +426,41 @@ int gck_catch_end(gck_state *state, gck_catch *c)
     return left == NULL ? -1 : 0;
 }
 
-int gck_region_decides(gck_state *state, int own, gck_store **store)
+/* What the stores at work in this thread keep of decisions. */
+static int decisions_around(const gck_state *state)
 {
     const unsigned long thread = PyThread_get_thread_ident();
-    const int policy = *store != NULL && (*store)->policy != NULL ? (*store)->policy->decisions : 0;
-    int decisions = own > policy ? own : policy;
+    int decisions = 0;
 
     for (const gck_active *a = state->active; a != NULL; a = a->outer) {
         decisions = a->thread == thread && a->store->decisions > decisions ? a->store->decisions : decisions;
     }
+    return decisions;
+}
+
+PyObject *gck_decides_py(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(decisions_around(gck_state_of(module)) > 0);
+}
+
+int gck_region_decides_from(gck_state *state, gck_store *store, int decisions)
+{
+    int status = gck_store_decide_from(store, decisions);
+
+    for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
+        status = a->store == store ? announce(state, a) : 0;
+    }
+    return status;
+}
+
+int gck_region_decides(gck_state *state, int own, gck_store **store)
+{
+    const int policy = *store != NULL && (*store)->policy != NULL ? (*store)->policy->decisions : 0;
+    const int around = decisions_around(state);
+    int decisions = own > policy ? own : policy;
+
+    decisions = around > decisions ? around : decisions;
     if (decisions > 0 && *store == NULL) {
         *store = gck_store_new(state, NULL, 0, 1);
     }

@@ -12,6 +12,7 @@ typedef struct gck_active {
     unsigned long      thread;
     int                by_key;       /* else a mode catches, and this only says so       */
     int                busy;         /* its operator runs: nothing below is seen         */
+    int                decides;      /* the store keeps decisions: torch's checkpoint does, too */
     PyObject          *context;      /* that Python has entered, borrowed; else NULL     */
     int64_t           *next;         /* replay: the next call of each name; malloc       */
     struct gck_active *outer;        /* in the state's list: inner ones first            */
@@ -38,6 +39,10 @@ int gck_catch_end(gck_state *state, gck_catch *c);
  * none and decisions are kept.  0 or -1. */
 int gck_region_decides(gck_state *state, int own, gck_store **store);
 
+/* A store at work in this thread keeps decisions from now on: a policy that is a function has kept something lossily.
+ * 0 or -1. */
+int gck_region_decides_from(gck_state *state, gck_store *store, int decisions);
+
 /* One call of the store's operator i, new reference: run, and what the policy wants of its outputs is kept; or given
  * back as call `number` of the forward returned them, or run again. */
 PyObject *gck_record_call(gck_store *store, int i, const gck_call *call);
@@ -49,6 +54,7 @@ gck_active *gck_active_of(gck_state *state, const PyObject *context);
 /* For Python: catcher(op), selective_key(), and for tests catch_by_mode(on). */
 PyObject *gck_catcher(PyObject *module, PyObject *op);
 PyObject *gck_selective_key(PyObject *module, PyObject *unused);
+PyObject *gck_decides_py(PyObject *module, PyObject *unused);
 PyObject *gck_selective_name(PyObject *module, PyObject *args);
 
 /* 1: the operators that the store names may be caught on the key; 0: a mode has to. */

@@ -74,6 +74,8 @@ typedef struct {
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */
     gck_payload  *pending;         /* likewise: the first of those with an open verdict  */
     PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that wants them */
+    PyObject     *torchs;          /* torch's checkpoint, see stand_in.c; NULL before the first exchange */
+    int           standing;        /* how many need ours in its place                    */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
     PyObject     *ignored;         /* torch's SAC_IGNORED_OPS as a tuple, or NULL before the first look */
     int           by_mode;         /* tests: operators are caught by modes only            */

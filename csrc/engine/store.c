@@ -40,9 +40,8 @@ static int lines_of(const gck_names *names) { return names != NULL ? names->n : 
 
 int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    const int i = find_in(store->policy, op, args, kwargs);
+    const int i = find_in(store->policy, op, args, kwargs), decides = find_in(store->deciding, op, args, kwargs);
     const gck_named *named = i >= 0 ? &store->policy->named[i] : NULL;
-    const int decides = store->deciding != NULL ? find_in(store->deciding, op, args, kwargs) : -1;
 
     /* A decision is kept whatever the policy says, unless the policy keeps it anyway.  Kept exactly beside an input
      * that comes back approximate, a result that backward compares with it would equal none of its values. */
@@ -51,6 +50,13 @@ int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, P
         return lines_of(store->policy) + decides;
     }
     return i;
+}
+
+const gck_named *gck_store_deciding(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    const int i = find_in(store->deciding, op, args, kwargs);
+
+    return i >= 0 ? &store->deciding->named[i] : NULL;
 }
 
 const gck_named *gck_store_named(const gck_store *store, int i)

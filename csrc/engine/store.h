@@ -81,6 +81,8 @@ int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, P
 /* Borrowed: the name with that index. */
 const gck_named *gck_store_named(const gck_store *store, int i);
 int gck_store_nlines(const gck_store *store);
+/* Borrowed: the deciding name that this call is kept as, or NULL. */
+const gck_named *gck_store_deciding(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs);
 
 /* New reference.  policy: NULL for a store of decisions alone. */
 gck_store *gck_store_new(gck_state *state, gck_names *policy, int mutation, int reusable);

@@ -34,6 +34,7 @@
     OBJECT(pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks")   \
     OBJECT(top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks")   \
     OBJECT(graph_task_id, "torch._C", "_current_graph_task_id")            \
+    OBJECT(keeps_graph, "torch._C._autograd", "_get_current_graph_task_keep_graph") \
     OBJECT(graph_exec_group, "torch._C", "_get_graph_exec_group")          \
     OBJECT(any_autocast, "torch._C", "_is_any_autocast_enabled")           \
     OBJECT(function_stack_len, "torch._C", "_len_torch_function_stack")    \
@@ -68,8 +69,8 @@
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
     NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
-    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(frame)         \
-    NAME(save_for_backward) NAME(saved_tensors) NAME(set_materialize_grads)            \
+    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
+    NAME(_backward_hooks) NAME(saved_tensors) NAME(set_materialize_grads)              \
     NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
 
 /* Others, owned too; NULL where noted. */

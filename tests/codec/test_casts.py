@@ -11,6 +11,7 @@ from direct_kernels import (
     Layout,
     aligned,
     assert_same,
+    check,
     check_everywhere,
     check_last_values_of_a_huge_tensor,
     every_layout,
@@ -27,12 +28,13 @@ every_codec = pytest.mark.parametrize("codec", CODECS)
 
 
 @pytest.fixture
-def same(host_kernels, device_kernels):
+def same(host_kernels, device_kernels, ampere_kernels):
     """Asserts equal bytes everywhere, and that what fits is rounded as torch does it."""
 
     def run(bits, codec, fits=True, **layout):
         bits = np.asarray(bits, np.uint32)
         assert check_everywhere(host_kernels, device_kernels, codec, "float32", bits, **layout) == fits
+        check(ampere_kernels, codec, "float32", bits, "sm_80", **layout)
         if fits:
             x = tensor(bits)
             theirs = x.to(CODECS[codec]).float()

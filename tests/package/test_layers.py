@@ -37,6 +37,7 @@ PYTHON = {
     },
     "gradckpt._aliases": set(),
     "gradckpt._decisions": set(),
+    "gradckpt._hooks": {"gradckpt._C"},
     "gradckpt._ops": {"gradckpt._C"},
     "gradckpt._selection": set(),
     "gradckpt._shim": set(),
