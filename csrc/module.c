@@ -436,7 +436,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->Names);
     Py_VISIT(state->Store);
     Py_VISIT(state->Context);
-    Py_VISIT(state->ignored);
     Py_VISIT(state->Kept);
     Py_VISIT(state->Saver);
     Py_VISIT(state->Saved);
@@ -469,7 +468,6 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->Names);
     Py_CLEAR(state->Store);
     Py_CLEAR(state->Context);
-    Py_CLEAR(state->ignored);
     Py_CLEAR(state->Kept);
     Py_CLEAR(state->Saver);
     Py_CLEAR(state->Saved);

@@ -266,9 +266,8 @@ def catch(policy: Policy) -> None:
 @functools.cache
 def _say_modes_only() -> None:
     logging.getLogger("gradckpt").info(
-        "gradckpt: this torch passes nothing on at the dispatch key %s; named operators are caught by a dispatch mode, "
-        "which costs more host time",
-        _KEY,
+        "gradckpt: the dispatch key Negative has no fallback in this torch; named operators take a dispatch mode, "
+        "which costs more host time"
     )
 
 

@@ -244,20 +244,20 @@ static PyObject *record(gck_dispatch *d)
 }
 
 /* 1: torch never keeps what the operator returns; 0; -1.  Few they are, and their __hash__ is Python. */
-static int is_ignored(gck_state *state, PyObject *func)
+static int is_ignored(gck_py *py, PyObject *func)
 {
-    const Py_ssize_t n = PySet_Size(state->py.ignored_ops);
+    const Py_ssize_t n = PySet_Size(py->ignored_ops);
 
-    if (n < 0 || (n > 0 && (state->ignored == NULL || PyTuple_Size(state->ignored) != n))) {
-        PyObject *old = state->ignored;
-        state->ignored = n < 0 ? NULL : PySequence_Tuple(state->py.ignored_ops);
+    if (n < 0 || (n > 0 && (py->ignored == NULL || PyTuple_Size(py->ignored) != n))) {
+        PyObject *old = py->ignored;
+        py->ignored = n < 0 ? NULL : PySequence_Tuple(py->ignored_ops);
         Py_XDECREF(old);
-        if (state->ignored == NULL) {
+        if (py->ignored == NULL) {
             return -1;
         }
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (PyTuple_GetItem(state->ignored, i) == func) {
+        if (PyTuple_GetItem(py->ignored, i) == func) {
             return 1;
         }
     }
@@ -285,7 +285,7 @@ static PyObject *context_dispatch(PyObject *op, PyObject *const *all, Py_ssize_t
     d.kwargs = n == 4 && all[3] != Py_None && PyDict_Size(all[3]) > 0 ? all[3] : NULL;
     if ((traced = replays ? 0 : is_traced(&d)) != 0) {
         out = traced < 0 ? NULL : record_as_torch(&d);
-    } else if ((ignored = is_ignored(d.store->state, d.func)) >= 0 && identify(&d) == 0) {
+    } else if ((ignored = is_ignored(&d.store->state->py, d.func)) >= 0 && identify(&d) == 0) {
         out = ignored ? PyObject_Call(d.call, d.args, d.kwargs) : replays ? replay(&d) : record(&d);
     }
 

@@ -77,7 +77,6 @@ typedef struct {
     PyObject     *torchs;          /* torch's checkpoint, see stand_in.c; NULL before the first exchange */
     int           standing;        /* how many need ours in its place                    */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
-    PyObject     *ignored;         /* torch's SAC_IGNORED_OPS as a tuple, or NULL before the first look */
     int           by_mode;         /* tests: operators are caught by modes only            */
     int           late_verdicts;   /* tests: see pending.h                               */
     int64_t       epoch;           /* times the counters were reset                      */

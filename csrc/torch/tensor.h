@@ -84,6 +84,7 @@
     OBJECT(cpu)                  /* the string "cpu" */                                               \
     OBJECT(recompute_mark) OBJECT(consumed_mark)       /* in the storage of a selective region */     \
     OBJECT(prefer_recompute) OBJECT(must_recompute)    /* of CheckpointPolicy */                      \
+    OBJECT(ignored)              /* ignored_ops as a tuple; NULL before the first look */             \
     OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
     OBJECT(key)                  /* the dispatch key that catches operators, or NULL */               \
     OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
