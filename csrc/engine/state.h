@@ -78,7 +78,7 @@ typedef struct {
     int           standing;        /* how many need ours in its place                    */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
     int           by_mode;         /* tests: operators are caught by modes only            */
-    int           late_verdicts;   /* tests: see pending.h                               */
+    int64_t       late_verdicts;   /* tests: see pending.h; nanoseconds                  */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;
 
