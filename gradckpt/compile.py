@@ -138,7 +138,7 @@ def _marking(compress: Any, use_reentrant: bool | None, debug: bool, selective: 
         return None
     if not isinstance(output.compiler_fn, Backend):
         output.compiler_fn = Backend(output.compiler_fn)
-    if config is None:
+    if config is None or packing.may_refuse(config.codec):
         return None
     if config.lossy and not config.replay and output.compiler_fn.decisions != "casts":
         output.compiler_fn.decisions = config.decisions or output.compiler_fn.decisions

@@ -69,7 +69,8 @@ PyType_Spec gck_kept_spec = {
 static PyObject *detached(const gck_py *py, PyObject *x)
 {
     PyObject *excluded = PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL);
-    PyObject *off, *alias, *on, *type, *value, *traceback;
+    PyObject *off, *alias, *on;
+    gck_error error;
 
     if (excluded != Py_True) {
         alias = excluded != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
@@ -78,12 +79,14 @@ static PyObject *detached(const gck_py *py, PyObject *x)
     }
     off = PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL);
     alias = off != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
-    PyErr_Fetch(&type, &value, &traceback);
+    error = gck_error_take();
     on = off != NULL ? PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_True, NULL) : NULL;
-    PyErr_Restore(type, value, traceback);
     Py_DECREF(excluded);
     Py_XDECREF(off);
     Py_XDECREF(on);
+    if (gck_error_return(&error) < 0) {
+        Py_CLEAR(alias);
+    }
     return alias;
 }
 

@@ -142,6 +142,7 @@ int gck_region_restore(gck_frame *frame, PyObject *inputs, PyObject **args, PyOb
         *args = PyList_AsTuple(list);
     }
     Py_XDECREF(list);
+    Py_XDECREF(batch.made);
     if (*args == NULL) {
         Py_CLEAR(*kwargs);
         return -1;
