@@ -28,10 +28,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
+from checkout import ROOT, TESTS
+from targets import is_left
+
 #: Environment: the guard that lets everything through, how, and the file in which guards are written down.
 GUARD, HOW, HITS = "GRADCKPT_GUARD", "GRADCKPT_GUARD_HOW", "GRADCKPT_GUARD_HITS"
 EVALUATED, FIRED = 1, 2
@@ -42,6 +46,7 @@ TEXT = ("package/test_layers.py", "package/test_packaging.py", "package/test_tar
 SWITCH = """/* Made by tests/mutate_guards.py: every guard behind a switch. */
 #ifndef GCK_GUARDS_H
 #define GCK_GUARDS_H
+#pragma GCC system_header
 #ifdef __CUDACC__
 #define GCK_GUARD(id, condition) (condition)
 #else
@@ -214,7 +219,13 @@ def prepare(folder: Path, guards: list[Guard]) -> None:
         path = csrc / name
         path.write_text(switched(path.read_text(), its, csrc / "guards.h", name))
     env = {**os.environ, "GRADCKPT_CUDA": "0"}
-    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder, env=env, check=True)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=folder,
+        env=env,
+        check=True,
+        capture_output=True,
+    )
 
 
 def pytest(folder: Path, arguments: list[str], env: dict[str, str], seconds: float | None) -> tuple[int | None, str]:
@@ -245,17 +256,20 @@ class Recorder:
             self.hits = mmap.mmap(file.fileno(), 0)
         self.out = out.open("a")
         self.passed = True
+        self.always: bytes | None = None  # what fires while everything is imported
 
     def pytest_runtest_logreport(self, report: object) -> None:
         self.passed = self.passed and not report.failed  # type: ignore[attr-defined]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.passed, self.started = True, time.monotonic()
+        if self.always is None:
+            self.always = self.hits[:]
         self.hits[:] = bytes(len(self.hits))
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         seconds = round(time.monotonic() - self.started, 3)
-        met = {k: byte for k, byte in enumerate(self.hits[:]) if byte}
+        met = {k: a | b for k, (a, b) in enumerate(zip(self.hits[:], self.always or b"", strict=True)) if a | b}
         print(json.dumps([nodeid, self.passed, seconds, met]), file=self.out, flush=True)
 
 
@@ -265,43 +279,64 @@ def pytest_configure(config: object) -> None:
         config.pluginmanager.register(Recorder(Path(os.environ[HITS]), Path(out)))  # type: ignore[attr-defined]
 
 
-def record(folder: Path, guards: list[Guard], files: list[str], target: str) -> dict[str, tuple[float, dict[int, int]]]:
-    """Tests that pass as they are: their seconds and the guards they meet. A file at a time, so that nothing is lost
-    when it is interrupted."""
-    hits = folder / "guard-hits"
+Tests = dict[str, tuple[float, dict[int, int]]]
+
+
+def record_file(folder: Path, guards: list[Guard], name: str, target: str) -> Path:
+    """The record of a file's tests; kept, so that an interrupted pass goes on where it was."""
+    out = folder / "record" / target / name.replace("/", "-")
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part, hits = out.with_suffix(".part"), out.with_suffix(".hits")
+    part.write_text("")
     hits.write_bytes(bytes(len(guards)))
-    found: dict[str, tuple[float, dict[int, int]]] = {}
-    for number, name in enumerate(files):
-        out = folder / "record" / target / name.replace("/", "-")
-        if not out.exists():
-            out.parent.mkdir(parents=True, exist_ok=True)
-            part = out.with_suffix(".part")
-            part.unlink(missing_ok=True)
-            env = {HITS: str(hits), "GRADCKPT_GUARD_RECORD": str(part)}
-            options = ["-p", "mutate_guards", *([] if target == "all" else ["--target", target]), f"tests/{name}"]
-            status, said = pytest(folder, options, env, 1800)
-            if status not in (0, 5):
-                print(f"  {name}: {(said.strip().splitlines() or ['?'])[-1]}; failing tests are left out", flush=True)
-            part.touch()
-            part.rename(out)
-        print(f"\r  {number + 1} of {len(files)} files  ", end="", flush=True)
-        for line in out.read_text().splitlines():
-            test, passed, seconds, met = json.loads(line)
-            if passed:
-                found[test] = (seconds, {int(k): byte for k, byte in met.items()})
-    print()
+    env = {HITS: str(hits), "GRADCKPT_GUARD_RECORD": str(part)}
+    options = ["-p", "mutate_guards", *([] if target == "all" else ["--target", target]), f"tests/{name}"]
+    status, said = pytest(folder, options, env, 1800)
+    if status not in (0, 5):
+        print(f"  {name}: {(said.strip().splitlines() or ['?'])[-1]}; what fails is left out", flush=True)
+    part.rename(out)
+    return out
+
+
+def record(folder: Path, guards: list[Guard], files: list[str], target: str, jobs: int) -> Tests:
+    """Tests that pass as they are: their seconds and the guards they meet."""
+    found: Tests = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for out in pool.map(lambda name: record_file(folder, guards, name, target), files):
+            for line in out.read_text().splitlines():
+                test, passed, seconds, met = json.loads(line)
+                if passed:
+                    found[test] = (seconds, {int(k): byte for k, byte in met.items()})
     return found
 
 
 # ---- the mutants
 
 
-def try_mutant(folder: Path, number: int, tests: list[str], expected: float, how: str) -> tuple[str, str]:
+def tests_of(tests: Tests, number: int, bit: int, most: float) -> tuple[list[str], int]:
+    """Tests that meet the guard, about `most` seconds of them, and how many there are. Those that meet few others are
+    about it; quick ones first among them."""
+    meeting = sorted(
+        (t for t, (_, met) in tests.items() if met.get(number, 0) & bit),
+        key=lambda t: tests[t][0] * (1 + sum(1 for byte in tests[t][1].values() if byte & FIRED)),
+    )
+    chosen, seconds = [], 0.0
+    for test in meeting:
+        seconds += tests[test][0]
+        if seconds > most and chosen:
+            break
+        chosen.append(test)
+    return chosen, len(meeting)
+
+
+def try_mutant(folder: Path, number: int, tests: list[str], how: str, most: float) -> tuple[str, str]:
     """("found", by what) or ("survived", "")."""
-    chosen = folder / "chosen-tests"
+    chosen = folder / f"tests-of-{number}"
     chosen.write_text("\n".join(tests) + "\n")
     env = {GUARD: str(number), HOW: how}
-    status, said = pytest(folder, ["-x", "--tb=no", f"@{chosen}"], env, 60 + 5 * expected)
+    status, said = pytest(folder, ["-x", "--tb=no", f"@{chosen}"], env, 120 + 3 * most)
     if status == 0:
         return "survived", ""
     if status is None:
@@ -327,6 +362,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "build" / "guards", help="of the copy (default: %(default)s)"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes of tests at a time (default: 1)")
     parser.add_argument("--list", action="store_true", help="the guards by room, and which are not drawn; run nothing")
     return parser.parse_args()
 
@@ -367,38 +403,30 @@ def main() -> int:
         print(f"building the copy in {folder}")
         prepare(folder, guards)
         stamp.write_text(version)
-    files = sorted(p.relative_to(ROOT / "tests").as_posix() for p in (ROOT / "tests").rglob("test_*.py"))
-    files = [f for f in files if f not in TEXT and (not options.tests or f.startswith(tuple(options.tests)))]
+    below = tuple(options.tests) or ("",)
+    files = sorted(p.relative_to(TESTS).as_posix() for p in TESTS.rglob("test_*.py"))
+    files = [f for f in files if f.startswith(below) and f not in TEXT and (options.all or not is_left(f))]
     print("which guards each test meets")
-    tests = record(folder, guards, files, "all" if options.all else "test")
+    tests = record(folder, guards, files, "all" if options.all else "test", options.jobs)
 
     print(f"{len(drawn)} guards, seed {seed[:12]}, {len(tests)} tests")
-    survived = []
-    for place, number in enumerate(drawn, 1):
+    survived = 0
+
+    def judge(number: int) -> tuple[bool, str]:
         bit = EVALUATED if options.how == "negate" else FIRED
-        # The fewer tests meet what a test meets, the more it is about that; quick ones first among equals.
-        meeting = sorted(
-            (t for t, (_, met) in tests.items() if met.get(number, 0) & bit),
-            key=lambda t: tests[t][0] * (1 + sum(1 for k, b in tests[t][1].items() if b & FIRED)),
-        )
-        chosen, expected = [], 0.0
-        for test in meeting:
-            if expected + tests[test][0] > options.seconds and chosen:
-                break
-            chosen.append(test)
-            expected += tests[test][0]
-        outcome, by = try_mutant(folder, number, chosen, expected, options.how) if chosen else ("survived", "")
+        chosen, meeting = tests_of(tests, number, bit, options.seconds)
+        if not chosen:
+            return False, "SURVIVED: no test meets it"
+        outcome, by = try_mutant(folder, number, chosen, options.how, options.seconds)
         if outcome == "found":
-            said = f"found by {by}"
-        else:
-            survived.append(number)
-            said = (
-                f"SURVIVED: {len(chosen)} of {len(meeting)} tests that meet it pass"
-                if chosen
-                else "SURVIVED: no test meets it"
-            )
-        print(f"{place:3d} {guards[number]}\n    {said}", flush=True)
-    print(f"found: {len(drawn) - len(survived)} of {len(drawn)}")
+            return True, f"found by {by}"
+        return False, f"SURVIVED: {len(chosen)} of the {meeting} tests that meet it pass"
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for place, (number, (found, said)) in enumerate(zip(drawn, pool.map(judge, drawn), strict=True), 1):
+            survived += not found
+            print(f"{place:3d} {guards[number]}\n    {said}", flush=True)
+    print(f"found: {len(drawn) - survived} of {len(drawn)}")
     return 0
 
 
