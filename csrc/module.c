@@ -7,6 +7,7 @@
 #include "engine/pending.h"
 #include "engine/rerun.h"
 #include "engine/selective_function.h"
+#include "engine/role.h"
 #include "engine/saved.h"
 #include "engine/saver.h"
 #include "torch/ops.h"
@@ -240,6 +241,7 @@ static PyMethodDef methods[] = {
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
     {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"saved_pop", gck_saver_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
+    {"savers", gck_savers, METH_NOARGS, "savers()\n--\n\nThe rows of savers.def: (node, argument, how)."},
     {"saved_call", gck_saver_call, METH_VARARGS,
      "saved_call(compress, function, args, kwargs, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},

@@ -154,6 +154,15 @@ static int is_inference(PyObject *x)
     return truth;
 }
 
+_Thread_local int gck_entry_of_region;
+
+int gck_entry_is_unchanged(gck_state *state, const gck_entry *entry)
+{
+    const int64_t now = version_of(&state->py, entry->value);
+
+    return now < 0 ? -1 : now == entry->version;
+}
+
 /* A positional tensor that stays is what autograd calls a saved tensor.  With saved-tensor
  * hooks around us it becomes torch's SavedTensor, which goes through them (R2).  Without,
  * that would only hold the tensor and its version, which we do ourselves for a tenth of
@@ -173,7 +182,9 @@ int gck_entry_keep(const gck_packing *p, PyObject *x, gck_entry *entry)
         }
         PyErr_Clear();
     }
+    gck_entry_of_region++;
     saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, x, Py_False, NULL);
+    gck_entry_of_region--;
     if (saved == NULL) {
         return -1;
     }

@@ -43,6 +43,12 @@ int gck_entry_encode(gck_packing *packing, PyObject *x, gck_entry *entry);
  * version.  0 or -1. */
 int gck_entry_keep(const gck_packing *packing, PyObject *x, gck_entry *entry);
 
+/* Not 0 while a region hands what it keeps to outer hooks: no autograd node saves that. */
+extern _Thread_local int gck_entry_of_region;
+
+/* A GCK_VERSIONED tensor has not been written to since: 1, 0, -1. */
+int gck_entry_is_unchanged(gck_state *state, const gck_entry *entry);
+
 /* In stats(): x stays for this reason.  Returns 0. */
 int gck_count_kept(gck_state *state, PyObject *x, int verdict);
 

@@ -88,6 +88,14 @@ static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
 
 static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
 
+void gck_count_live(gck_state *state, int64_t nbytes)
+{
+    gck_stats *s = &state->stats;
+
+    s->live_bytes += nbytes;
+    s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+}
+
 static void count_encoded(gck_state *state, const gck_payload *self)
 {
     gck_stats *s = &state->stats;
@@ -95,8 +103,7 @@ static void count_encoded(gck_state *state, const gck_payload *self)
     s->encoded++;
     s->bytes_in += self->bytes_in;
     s->bytes_out += self->nbytes;
-    s->live_bytes += self->nbytes;
-    s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+    gck_count_live(state, self->nbytes);
 }
 
 /* A region uses it, which counts as compressed until the contrary is known. */

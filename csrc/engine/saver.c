@@ -8,12 +8,13 @@
 #include <string.h>
 
 #include "options.h"
-#include "origin.h"
-#include "saved.h"
+#include "role.h"
+#include "waiting.h"
 
 typedef struct {
     PyObject_HEAD
     gck_packing packing;
+    PyObject   *waiting;                         /* see waiting.h; NULL: nothing is lost */
     PyObject   *outer_pack, *outer_unpack;       /* hooks around ours, or NULL           */
 } saver;
 
@@ -142,12 +143,12 @@ static int encode_view(const saver *self, const gck_codec *codec, PyObject *x, c
     return done != 0 ? done : encode(self, codec, x, view, 0, to);
 }
 
-/* The mask of x <= 0 (NaN lets gradients through, as in torch).  1, 0, -1. */
-static int encode_signs(const saver *self, PyObject *x, gck_saved *to)
+/* The mask of x <= 0, or of x > 0: they differ for NaN, and so do the operators.  1, 0, -1. */
+static int encode_signs(const saver *self, gck_role role, PyObject *x, gck_saved *to)
 {
     gck_py *py = &self->packing.state->py;
     const gck_codec *codec = gck_codec_find("mask");
-    PyObject *mask = PyObject_CallMethod(x, "le", "i", 0);
+    PyObject *mask = PyObject_CallMethod(x, role == GCK_ROLE_POSITIVE ? "gt" : "le", "i", 0);
     gck_tensor view;
     int done = mask == NULL ? -1 : gck_tensor_view(py, mask, codec->dtypes, &view);
 
@@ -159,73 +160,231 @@ static int encode_signs(const saver *self, PyObject *x, gck_saved *to)
     return done;
 }
 
-/* x is being saved by a reduction that compares its input with it: the input, too, has to
- * be exact, and was encoded a moment ago.  0 or -1. */
-static int unpack_input(const saver *self, PyObject *x)
-{
-    PyObject *before = gck_origin_saved(x, "_raw_saved_self"), *original = NULL, *input = NULL;
-    gck_saved *of = (gck_saved *)before;
-    int status = 0;
+/* ---- a storage that somebody needs exactly is kept once ---- */
 
-    if (before != NULL && Py_TYPE(before) == self->packing.state->Saved && of->entry.kind == GCK_PAYLOAD) {
-        original = PyWeakref_GetObject(((gck_payload *)of->entry.value)->original);   /* borrowed */
-        Py_XINCREF(original);
-    }
-    if (original != NULL && original != Py_None) {
-        input = of->ndim >= 0 ? gck_saved_view(of, original) : Py_NewRef(original);
-        gck_entry_clear(&of->entry);
-        status = input == NULL ? -1 : keep(self, input, of);
-        of->ndim = -1;
-        self->packing.state->stats.compressed--;
-        if (status == 0) {
-            self->packing.state->stats.asked--;
-            status = gck_count_kept(self->packing.state, input, GCK_KEEP_EXACT);
+/* 1 when somebody keeps this storage as it is; 0. */
+static int is_held(const saver *self, const void *storage)
+{
+    for (int i = 0; i < GCK_WAITING_TENSORS && storage != NULL; i++) {
+        const gck_saved *other = gck_waiting_settled(self->waiting, i);
+        if (other != NULL && other->entry.kind == GCK_VERSIONED && other->storage == storage) {
+            return 1;
         }
     }
-    Py_XDECREF(before);
-    Py_XDECREF(original);
+    return 0;
+}
+
+/* `of` has a payload of what is kept as it is from now on: back to the tensor.  0 or -1. */
+static int take_back(const saver *self, gck_saved *of, const void *storage)
+{
+    gck_state *state = self->packing.state;
+    const gck_payload *payload = (gck_payload *)of->entry.value;
+    PyObject *original = Py_NewRef(PyWeakref_GetObject(payload->original)), *input = NULL;
+    PyObject *version = original != Py_None ? PyObject_GetAttr(original, state->py.names._version) : NULL;
+    void *address = NULL;
+    gck_saved *fresh = NULL;
+    int same = original == Py_None ? 0 : version == NULL || gck_storage_of(original, &address) < 0 ? -1
+        : address == storage && payload->version != NULL ? PyObject_RichCompareBool(version, payload->version, Py_EQ) : 0;
+
+    if (same > 0) {
+        input = of->ndim >= 0 ? gck_saved_view(of, original) : Py_NewRef(original);
+        fresh = input != NULL ? gck_saved_new(state) : NULL;
+        same = fresh == NULL || keep(self, input, fresh) < 0 ? -1 : 1;
+    }
+    if (same > 0) {
+        gck_saved_swap(of, fresh);
+        state->stats.compressed--;
+        state->stats.asked--;
+        same = gck_count_kept(state, input, GCK_KEEP_EXACT);
+    }
+    Py_XDECREF((PyObject *)fresh);
+    Py_XDECREF(version);
+    Py_DECREF(original);
     Py_XDECREF(input);
+    return same < 0 ? -1 : 0;
+}
+
+/* A tensor of this storage stays as it is: so does what shares it.  0 or -1. */
+static int hold(const saver *self, const void *storage)
+{
+    int status = 0;
+
+    for (int i = 0; i < GCK_WAITING_TENSORS && status == 0; i++) {
+        gck_saved *other = gck_waiting_settled(self->waiting, i);
+        if (other != NULL && other->entry.kind == GCK_PAYLOAD && other->storage == storage && other->dtype == NULL) {
+            Py_INCREF((PyObject *)other);
+            status = take_back(self, other, storage);
+            Py_DECREF((PyObject *)other);
+        }
+    }
     return status;
+}
+
+/* ---- what the saving node needs ---- */
+
+/* x in the form that the role asks for.  1; 0: it has to stay as it is, for the reason *verdict; -1. */
+static int encode_as(const saver *self, gck_role role, PyObject *x, gck_saved *to, int *verdict)
+{
+    gck_state *state = self->packing.state;
+    const char *name = role == GCK_ROLE_FP16 ? "fp16" : role == GCK_ROLE_BF16 ? "bf16" : role == GCK_ROLE_MASK ? "mask" : NULL;
+    const gck_codec *codec = name != NULL ? gck_codec_find(name) : self->packing.plan.codec;
+    const int shared = self->waiting != NULL && !self->packing.outer && role != GCK_ROLE_MASK;
+    gck_tensor view;
+    void *storage = NULL;
+    int done;
+
+    *verdict = GCK_KEEP_EXACT;
+    if (shared && gck_storage_of(x, &storage) < 0) {
+        return -1;
+    }
+    to->storage = storage;
+    if (role == GCK_ROLE_EXACT || (shared && is_held(self, storage))) {
+        return 0;
+    }
+    done = gck_tensor_view(&state->py, x, codec->dtypes, &view);
+    if (done != GCK_COMPRESS) {
+        *verdict = done == GCK_KEEP_DTYPE ? GCK_KEEP_EXACT : done;      /* half precision as such */
+        return done < 0 ? -1 : 0;
+    }
+    *verdict = GCK_KEEP_FIT;
+    to->role = role;
+    return role == GCK_ROLE_POSITIVE || role == GCK_ROLE_POSITIVE_OR_NAN ? encode_signs(self, role, x, to)
+                                                                         : encode_view(self, codec, x, &view, to);
+}
+
+/* Decided: `to` is remembered.  0 or -1. */
+static int remember(const saver *self, gck_saved *to)
+{
+    if (to->storage == NULL) {
+        return 0;
+    }
+    gck_waiting_remember(self->waiting, to);
+    return to->entry.kind == GCK_VERSIONED ? hold(self, to->storage) : 0;
+}
+
+/* What waited was counted as kept for a reason that holds no longer. */
+static void count_again(gck_saved *saved, int verdict)
+{
+    gck_stats *s = &saved->state->stats;
+
+    s->live_bytes -= saved->waits;
+    if (saved->epoch == saved->state->epoch && verdict != GCK_KEEP_UNKNOWN) {
+        s->kept[GCK_KEEP_UNKNOWN]--;
+        s->kept[verdict] += verdict != GCK_COMPRESS;
+        s->compressed += verdict == GCK_COMPRESS;
+        s->kept_bytes -= verdict == GCK_COMPRESS ? saved->nbytes : 0;
+    }
+}
+
+/* See waiting.h: the tensor becomes what its node needs, or stays. */
+static int settle(gck_saved *saved, PyObject *node)
+{
+    PyObject *op = saved->saver, *x = Py_NewRef(saved->entry.value);
+    const saver *self = (saver *)op;
+    gck_saved *fresh = gck_saved_new(saved->state);
+    int verdict = GCK_KEEP_UNKNOWN, done = fresh == NULL ? -1 : 0, role = GCK_ROLE_EXACT;
+
+    if (done == 0 && node != NULL && (role = gck_role_of_input(node, (PyObject *)saved)) < 0) {
+        done = -1;
+    }
+    if (role == GCK_ROLE_FACTOR && saved->numel < saved->widest) {
+        role = GCK_ROLE_EXACT;
+    }
+    if (done == 0 && role > GCK_ROLE_EXACT && (done = gck_entry_is_unchanged(saved->state, &saved->entry)) == 0) {
+        role = GCK_ROLE_EXACT;                   /* the values are gone: unpack says so, as torch does */
+    }
+    if (done >= 0) {
+        done = encode_as(self, role, x, fresh, &verdict);
+        verdict = done == 1 ? GCK_COMPRESS : node == NULL ? GCK_KEEP_UNKNOWN : verdict;
+    }
+    if (done == 0 && self->packing.outer) {      /* now the hooks around ours see it */
+        done = keep(self, x, fresh);
+    }
+    if (done >= 0) {
+        saved->storage = fresh->storage;
+        if (fresh->entry.value != NULL) {
+            gck_saved_swap(saved, fresh);
+        }
+        done = remember(self, saved);
+    }
+    if (saved->saver != NULL) {
+        saved->saver = NULL;
+        count_again(saved, verdict);
+        Py_DECREF(op);
+    }
+    Py_XDECREF((PyObject *)fresh);
+    Py_DECREF(x);
+    return done < 0 ? -1 : 0;
 }
 
 /* ---- pack ---- */
 
-/* How x is kept: a codec and a view of it, or the reason why as it is. */
+/* How x is kept: a role, once the tensor may be encoded at all; or the reason why as it is. */
 typedef struct {
-    const gck_codec *codec;
-    gck_tensor       view;
-    gck_origin       origin;
-    int              verdict;        /* gck_verdict, or -1 */
+    gck_tensor view;
+    gck_role   role;
+    int        waits;                /* the role is not known yet                         */
+    int        verdict;              /* gck_verdict, or -1                                */
 } decision;
 
-/* x requires grad and is no leaf: what the graph tells. */
-static void judge_origin(const gck_plan *plan, PyObject *x, decision *d)
+/* Is x an output of an autograd Function that is saving just now?  1, 0, -1. */
+static int is_being_saved(PyObject *node)
 {
-    const int lossy = plan->codec->max_error > 0;
-    const int origin = gck_origin_of(x);
+    PyObject *to_save;
+    int truth;
 
-    if (origin < 0) {
-        d->verdict = -1;
-        return;
+    if (!(PyType_GetFlags(Py_TYPE(node)) & Py_TPFLAGS_HEAPTYPE)) {
+        return 0;                                /* not made in Python */
     }
-    d->origin = (gck_origin)origin;
-    if (origin == GCK_ORIGIN_LEAF) {
-        d->verdict = GCK_KEEP_LEAF;
-    } else if (origin == GCK_ORIGIN_STATISTIC || origin == GCK_ORIGIN_COMPARED) {
-        d->verdict = lossy ? GCK_KEEP_EXACT : GCK_COMPRESS;
-    } else if (origin == GCK_ORIGIN_LOG && lossy) {
-        d->codec = gck_codec_find("fp16");
-        d->verdict = d->view.dtype == GCK_F32 ? GCK_COMPRESS : GCK_KEEP_EXACT;
-    }
+    to_save = PyObject_GetAttrString(node, "to_save");
+    truth = to_save == NULL ? -1 : to_save != Py_None;
+    Py_XDECREF(to_save);
+    return truth;
 }
 
-static decision judge(const saver *self, PyObject *x)
+/* x requires grad: what the graph tells.  `number`: of the node that is being made.  0 or -1. */
+static int judge_saver(const saver *self, PyObject *x, PyObject *node, int64_t number, decision *d)
+{
+    const gck_py *py = &self->packing.state->py;
+    const int leaf = node != Py_None ? gck_is_of_leaf(py, x, node) : 0;
+    const int64_t made = leaf == 0 && node != Py_None ? gck_node_number(py, node) : 0;
+    int role = GCK_ROLE_VALUES, own;
+
+    if (leaf != 0 || made < 0) {
+        d->verdict = GCK_KEEP_LEAF;
+        return leaf < 0 || made < 0 ? -1 : 0;
+    }
+    if (self->waiting == NULL || gck_entry_of_region || d->verdict != GCK_COMPRESS) {
+        return 0;
+    }
+    own = made >= number ? 1 : node != Py_None ? is_being_saved(node) : 0;
+    if (own > 0) {
+        role = made == number ? gck_role_of_result(node, x) : GCK_ROLE_EXACT;
+    }
+    d->waits = own == 0;
+    d->role = (gck_role)role;
+    return own < 0 || role < 0 ? -1 : 0;
+}
+
+/* Values in memory: those of an expanded tensor are one. */
+static int64_t values_of(const gck_tensor *x)
+{
+    int64_t n = 1;
+
+    for (int d = 0; d < x->ndim; d++) {
+        n *= x->strides != NULL && x->strides[d] == 0 ? 1 : x->sizes[d];
+    }
+    return n;
+}
+
+static decision judge(const saver *self, PyObject *x, PyObject *node, int64_t number)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
     const int requires_grad = gck_attr_is_true(x, py->names.requires_grad);
     const int leaf = requires_grad > 0 ? gck_attr_is_true(x, py->names.is_leaf) : 0;
-    decision d = {.codec = plan->codec, .origin = GCK_ORIGIN_VALUES, .verdict = -1};
+    const gck_codec *codec = requires_grad > 0 ? plan->codec : gck_codec_find("mask");
+    decision d = {.role = requires_grad > 0 ? GCK_ROLE_VALUES : GCK_ROLE_MASK, .verdict = -1};
     int tracing;
 
     if (requires_grad < 0 || leaf < 0) {
@@ -235,10 +394,10 @@ static decision judge(const saver *self, PyObject *x)
         d.verdict = GCK_KEEP_LEAF;
         return d;
     }
-    if (!requires_grad) {
-        d.codec = gck_codec_find("mask");
+    d.verdict = gck_tensor_view(py, x, codec->dtypes, &d.view);
+    if (d.verdict == GCK_COMPRESS && self->waiting != NULL) {
+        gck_waiting_note(self->waiting, number, values_of(&d.view));
     }
-    d.verdict = gck_tensor_view(py, x, d.codec->dtypes, &d.view);
     if (d.verdict == GCK_KEEP_DTYPE && !requires_grad) {
         d.verdict = GCK_KEEP_NO_GRAD;
     }
@@ -248,34 +407,59 @@ static decision judge(const saver *self, PyObject *x)
     if (d.verdict == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
         d.verdict = tracing < 0 ? -1 : GCK_KEEP_TRACING;
     }
-    if (requires_grad && !leaf && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)) {
-        const int small = d.verdict == GCK_KEEP_SMALL;
-        judge_origin(plan, x, &d);
-        d.verdict = small && d.verdict == GCK_COMPRESS ? GCK_KEEP_SMALL : d.verdict;
+    if (requires_grad && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)
+        && judge_saver(self, x, node, number, &d) < 0) {
+        d.verdict = -1;
     }
     return d;
+}
+
+/* x waits in `to`.  0 or -1. */
+static int wait(saver *self, PyObject *x, const decision *d, int64_t number, gck_saved *to)
+{
+    gck_state *state = self->packing.state;
+    gck_packing packing = self->packing;
+    const int64_t kept = state->stats.kept_bytes;
+    int status;
+
+    packing.outer = 0;                           /* they see what it becomes */
+    status = gck_entry_keep(&packing, x, &to->entry);
+    if (status < 0 || to->entry.kind != GCK_VERSIONED) {
+        return status < 0 ? -1 : gck_count_kept(state, x, GCK_KEEP_UNKNOWN);
+    }
+    gck_count_kept(state, x, GCK_KEEP_UNKNOWN);
+    to->number = number;
+    to->numel = values_of(&d->view);
+    to->nbytes = to->waits = state->stats.kept_bytes - kept;
+    to->epoch = state->epoch;
+    to->saver = Py_NewRef((PyObject *)self);
+    gck_count_live(state, to->waits);
+    return gck_waiting_add(self->waiting, to, settle);
 }
 
 /* Called by autograd for every tensor it saves, without grad.  New reference: a Saved. */
 static PyObject *pack(PyObject *op, PyObject *x)
 {
-    const saver *self = (saver *)op;
+    saver *self = (saver *)op;
     gck_state *state = self->packing.state;
-    gck_saved *to = gck_saved_new(state);
+    /* First: to ask for the node of a view that was changed in place makes nodes. */
+    const int64_t number = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
+    PyObject *node = number < 0 ? NULL : PyObject_GetAttr(x, state->py.names.grad_fn);
+    gck_saved *to = node != NULL ? gck_saved_new(state) : NULL;
     decision d;
     int done = to == NULL ? -1 : 0;
 
+    if (done == 0 && self->waiting != NULL && node != Py_None) {
+        done = gck_waiting_reach(self->waiting, state, node, settle);
+    }
     if (done == 0) {
-        d = judge(self, x);
+        d = judge(self, x, node, number);
         done = d.verdict < 0 ? -1 : 0;
     }
-    if (done == 0 && d.origin == GCK_ORIGIN_COMPARED && self->packing.plan.codec->max_error > 0) {
-        done = unpack_input(self, x);
-    }
-    if (done == 0 && d.verdict == GCK_COMPRESS) {
-        done = d.origin == GCK_ORIGIN_SIGNS && d.codec->max_error > 0 ? encode_signs(self, x, to)
-                                                                      : encode_view(self, d.codec, x, &d.view, to);
-        d.verdict = done == 0 ? GCK_KEEP_FIT : d.verdict;
+    if (done == 0 && d.verdict == GCK_COMPRESS && d.waits) {
+        done = wait(self, x, &d, number, to) < 0 ? -1 : 2;
+    } else if (done == 0 && d.verdict == GCK_COMPRESS) {
+        done = encode_as(self, d.role, x, to, &d.verdict);
     }
     if (done == 1) {
         state->stats.asked++;
@@ -283,9 +467,13 @@ static PyObject *pack(PyObject *op, PyObject *x)
     } else if (done == 0) {
         done = keep(self, x, to) < 0 ? -1 : gck_count_kept(state, x, d.verdict);
     }
+    if (done >= 0 && done < 2) {
+        done = remember(self, to);
+    }
     if (done < 0) {
         Py_CLEAR(to);
     }
+    Py_XDECREF(node);
     return (PyObject *)to;
 }
 
@@ -310,6 +498,7 @@ static int saver_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(((saver *)op)->outer_pack);
     Py_VISIT(((saver *)op)->outer_unpack);
+    Py_VISIT(((saver *)op)->waiting);
     return 0;
 }
 
@@ -317,6 +506,7 @@ static int saver_clear(PyObject *op)
 {
     Py_CLEAR(((saver *)op)->outer_pack);
     Py_CLEAR(((saver *)op)->outer_unpack);
+    Py_CLEAR(((saver *)op)->waiting);
     return 0;
 }
 
@@ -344,6 +534,8 @@ PyType_Spec gck_saver_spec = {
     .slots = saver_slots,
 };
 
+static int is_ours(PyObject *hook) { return PyCFunction_CheckExact(hook) && PyCFunction_GetFunction(hook) == pack; }
+
 /* The hooks around ours see the bytes of our payloads.  Around other hooks of this file are
  * those that these had: the innermost codec is meant.  0 or -1. */
 static int find_outer(saver *self, const gck_py *py)
@@ -355,7 +547,7 @@ static int find_outer(saver *self, const gck_py *py)
         Py_XDECREF(top);
         return -1;
     }
-    if (outer_pack != NULL && PyCFunction_CheckExact(outer_pack) && PyCFunction_GetFunction(outer_pack) == pack) {
+    if (outer_pack != NULL && is_ours(outer_pack)) {
         const saver *around = (saver *)PyCFunction_GetSelf(outer_pack);
         outer_pack = around->outer_pack;
         outer_unpack = around->outer_unpack;
@@ -372,7 +564,7 @@ static int push(gck_state *state, PyObject *compress)
 {
     gck_plan plan;
     saver *self;
-    int status;
+    int status = -1;
 
     if (gck_options_plan(state, compress, &plan) < 0) {
         return -1;
@@ -388,7 +580,10 @@ static int push(gck_state *state, PyObject *compress)
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->packing = (gck_packing){state, plan, 0, 0, NULL, {NULL, NULL, 0, NULL}};
     PyObject_GC_Track(self);
-    status = find_outer(self, &state->py) < 0 ? -1 : gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self);
+    if (find_outer(self, &state->py) == 0
+        && (plan.codec->max_error == 0 || (self->waiting = gck_waiting_of_thread()) != NULL)) {
+        status = gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self);
+    }
     Py_DECREF(self);
     return status;
 }
@@ -398,23 +593,75 @@ PyObject *gck_saver_push(PyObject *module, PyObject *compress)
     return push(gck_state_of(module), compress) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* The innermost hooks, ours, come off.  Hooks around them see now what still waits; without such
+ * hooks it may wait for another block of this thread.  0 or -1. */
+static int pop(gck_state *state)
+{
+    PyObject *top = PyObject_CallFunctionObjArgs(state->py.top_hooks, Py_True, NULL);
+    PyObject *hook = top != NULL && top != Py_None ? PyTuple_GetItem(top, 0) : NULL;
+    PyObject *op = hook != NULL && is_ours(hook) ? Py_NewRef(PyCFunction_GetSelf(hook)) : NULL;
+    const saver *self = (saver *)op;
+    gck_saved *saved;
+    int status = top == NULL ? -1 : 0;
+
+    Py_XDECREF(top);
+    gck_hooks_pop(&state->py);
+    if (op != NULL && self->waiting != NULL) {
+        status = self->packing.outer ? gck_waiting_end(self->waiting, op, settle) : 0;
+        for (int i = 0; status == 0 && (saved = gck_waiting_next(self->waiting, i)) != NULL; i++) {
+            void *storage;
+            status = saved->saver != op ? 0 : gck_storage_of(saved->entry.value, &storage) < 0 ? -1 : hold(self, storage);
+        }
+    }
+    Py_XDECREF(op);
+    return status;
+}
+
 PyObject *gck_saver_pop(PyObject *module, PyObject *unused)
 {
     (void)unused;
-    gck_hooks_pop(&gck_state_of(module)->py);
-    Py_RETURN_NONE;
+    return pop(gck_state_of(module)) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* What the function returned leads to the nodes that it made.  0 or -1. */
+static int look_behind(gck_state *state, PyObject *result)
+{
+    PyObject *flat = PyObject_CallFunctionObjArgs(state->py.tree_flatten, result, NULL);
+    PyObject *leaves = flat != NULL && PyTuple_Check(flat) ? PyTuple_GetItem(flat, 0) : NULL;
+    PyObject *waiting = leaves != NULL && PyList_Check(leaves) ? gck_waiting_of_thread() : NULL;
+    int status = waiting == NULL ? -1 : 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(leaves); i++) {
+        PyObject *leaf = PyList_GetItem(leaves, i);                  /* borrowed from a list that is ours */
+        PyObject *node = gck_is_tensor(&state->py, leaf) > 0 ? PyObject_GetAttr(leaf, state->py.names.grad_fn) : NULL;
+        status = PyErr_Occurred() ? -1 : node != NULL && node != Py_None ? gck_waiting_reach(waiting, state, node, settle) : 0;
+        Py_XDECREF(node);
+    }
+    Py_XDECREF(flat);
+    Py_XDECREF(waiting);
+    return status;
 }
 
 PyObject *gck_saver_call(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     PyObject *compress, *function, *tuple, *kwargs, *result;
+    PyObject *type, *value, *traceback;
 
     if (!PyArg_ParseTuple(args, "OOO!O!:saved_call", &compress, &function, &PyTuple_Type, &tuple, &PyDict_Type, &kwargs)
         || push(state, compress) < 0) {
         return NULL;
     }
     result = PyObject_Call(function, tuple, kwargs);
-    gck_hooks_pop(&state->py);
+    if (result != NULL && look_behind(state, result) < 0) {
+        Py_CLEAR(result);
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    if (pop(state) < 0) {
+        Py_CLEAR(result);
+    }
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
     return result;
 }
