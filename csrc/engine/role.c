@@ -17,6 +17,12 @@ static const struct {
 
 enum { NSAVERS = sizeof savers / sizeof savers[0] };
 
+static const char *const role_name[] = {
+#define ROLE(name, text) #name,
+    GCK_ROLES(ROLE)
+#undef ROLE
+};
+
 static const char *const role_text[] = {
 #define ROLE(name, text) text,
     GCK_ROLES(ROLE)
@@ -105,20 +111,6 @@ static int holds(PyObject *node, const char *argument, PyObject *packed)
     return PyErr_Occurred() ? -1 : answer;
 }
 
-/* What is raised to a power: 1 when its derivative is as well off with rounded values; 0; -1. */
-static int is_small_power(PyObject *node)
-{
-    PyObject *exponent = attribute_of(node, "_saved_exponent");
-    const double value = exponent != NULL ? PyFloat_AsDouble(exponent) : 0;
-
-    Py_XDECREF(exponent);
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear();                           /* complex */
-        return 0;
-    }
-    return PyErr_Occurred() ? -1 : value == 2 || value == 3 || value == 4;
-}
-
 static int is_result(const char *argument)
 {
     return strncmp(argument, "result", 6) == 0 || strcmp(argument, "output") == 0;
@@ -142,15 +134,19 @@ static int find_role(PyObject *node, int result, PyObject *packed)
     return GCK_ROLE_EXACT;
 }
 
-int gck_role_of_input(PyObject *node, PyObject *packed)
+int gck_role_of_input(const gck_py *py, PyObject *node, PyObject *packed, PyObject *x)
 {
-    int role = find_role(node, 0, packed);
+    const int role = find_role(node, 0, packed);
+    PyObject *answer;
+    int allowed;
 
-    if (role == GCK_ROLE_POWER) {
-        const int small = is_small_power(node);
-        role = small < 0 ? -1 : small ? GCK_ROLE_VALUES : GCK_ROLE_EXACT;
+    if (role < GCK_ROLE_CUT_OF_ONE) {
+        return role;
     }
-    return role;
+    answer = PyObject_CallMethod(py->shim, "node_allows", "OsO", node, role_name[role], x);
+    allowed = answer != NULL ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return allowed < 0 ? -1 : !allowed ? GCK_ROLE_EXACT : role == GCK_ROLE_CUT_OF_ONE ? GCK_ROLE_CUT : GCK_ROLE_VALUES;
 }
 
 int gck_role_of_result(PyObject *node, PyObject *x)

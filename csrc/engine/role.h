@@ -4,16 +4,22 @@
 
 #include "state.h"
 
+/* Of those with `if` in their text, _shim.node_allows() says whether the condition holds. */
 #define GCK_ROLES(ROLE)                                                                                      \
     ROLE(EXACT, "exactly")                                                                                   \
     ROLE(VALUES, "with the codec")                                                                           \
     ROLE(FACTOR, "with the codec, unless the other factor has more values")                                  \
-    ROLE(POWER, "with the codec when the exponent is 2, 3 or 4")                                             \
+    ROLE(CUT, "with the codec, cut off at -20 and 20")                                                       \
     ROLE(FP16, "float32 as `fp16`")                                                                          \
     ROLE(BF16, "float32 as `bf16`")                                                                          \
     ROLE(POSITIVE, "one bit per value: is it positive")                                                      \
     ROLE(POSITIVE_OR_NAN, "one bit per value: is it positive or NaN")                                        \
-    ROLE(MASK, "bool as bits")
+    ROLE(MASK, "bool as bits")                                                                               \
+    ROLE(CUT_OF_ONE, "with the codec, cut off at -20 and 20, if alpha or beta is 1")                         \
+    ROLE(POWER, "with the codec if the exponent is 2, 3 or 4")                                               \
+    ROLE(ROWS, "with the codec if the values of one mean and scale are a multiple of 128")                   \
+    ROLE(PLANES, "with the codec if the values of one mean and scale are 128 or more")                       \
+    ROLE(LOGITS, "with the codec if no row of the scores sums to more than e^30 (on the CPU)")
 typedef enum {
 #define ROLE(name, text) GCK_ROLE_##name,
     GCK_ROLES(ROLE)
@@ -27,8 +33,8 @@ int64_t gck_node_number(const gck_py *py, PyObject *node);
 /* The number of the node that this thread made last, -1 with an exception. */
 int64_t gck_last_node_number(const gck_py *py);
 
-/* `packed` is what a pack hook gave this node for one of its inputs.  A gck_role or -1. */
-int gck_role_of_input(PyObject *node, PyObject *packed);
+/* `packed` is what a pack hook gave this node for x, one of its inputs.  A gck_role or -1. */
+int gck_role_of_input(const gck_py *py, PyObject *node, PyObject *packed, PyObject *x);
 
 /* x comes out of this node, which is saving it at this moment.  A gck_role or -1. */
 int gck_role_of_result(PyObject *node, PyObject *x);

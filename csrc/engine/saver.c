@@ -143,20 +143,25 @@ static int encode_view(const saver *self, const gck_codec *codec, PyObject *x, c
     return done != 0 ? done : encode(self, codec, x, view, 0, to);
 }
 
-/* The mask of x <= 0, or of x > 0: they differ for NaN, and so do the operators.  1, 0, -1. */
-static int encode_signs(const saver *self, gck_role role, PyObject *x, gck_saved *to)
+/* Something made of x instead: what backward reads of it.  Masks of x <= 0 and of x > 0 differ for
+ * NaN, and so do the operators.  1, 0, -1. */
+static int encode_part(const saver *self, gck_role role, PyObject *x, gck_saved *to)
 {
     gck_py *py = &self->packing.state->py;
-    const gck_codec *codec = gck_codec_find("mask");
-    PyObject *mask = PyObject_CallMethod(x, role == GCK_ROLE_POSITIVE ? "gt" : "le", "i", 0);
+    const int cut = role == GCK_ROLE_CUT;
+    const gck_codec *codec = cut ? self->packing.plan.codec : gck_codec_find("mask");
+    PyObject *plain = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);     /* grad mode may be on */
+    PyObject *part = plain == NULL ? NULL : cut ? PyObject_CallMethod(plain, "clamp", "ii", -20, 20)
+        : PyObject_CallMethod(plain, role == GCK_ROLE_POSITIVE ? "gt" : "le", "i", 0);
     gck_tensor view;
-    int done = mask == NULL ? -1 : gck_tensor_view(py, mask, codec->dtypes, &view);
+    int done = part == NULL ? -1 : gck_tensor_view(py, part, codec->dtypes, &view);
 
-    done = done < 0 ? -1 : done == GCK_COMPRESS ? encode(self, codec, mask, &view, 0, to) : 0;
-    if (done == 1 && (to->dtype = PyObject_GetAttr(x, py->names.dtype)) == NULL) {
+    done = done < 0 ? -1 : done == GCK_COMPRESS ? encode(self, codec, part, &view, 0, to) : 0;
+    if (done == 1 && !cut && (to->dtype = PyObject_GetAttr(x, py->names.dtype)) == NULL) {
         done = -1;
     }
-    Py_XDECREF(mask);
+    Py_XDECREF(plain);
+    Py_XDECREF(part);
     return done;
 }
 
@@ -248,8 +253,8 @@ static int encode_as(const saver *self, gck_role role, PyObject *x, gck_saved *t
     }
     *verdict = GCK_KEEP_FIT;
     to->role = role;
-    return role == GCK_ROLE_POSITIVE || role == GCK_ROLE_POSITIVE_OR_NAN ? encode_signs(self, role, x, to)
-                                                                         : encode_view(self, codec, x, &view, to);
+    return role == GCK_ROLE_POSITIVE || role == GCK_ROLE_POSITIVE_OR_NAN || role == GCK_ROLE_CUT
+        ? encode_part(self, role, x, to) : encode_view(self, codec, x, &view, to);
 }
 
 /* Decided: `to` is remembered.  0 or -1. */
@@ -284,7 +289,7 @@ static int settle(gck_saved *saved, PyObject *node)
     gck_saved *fresh = gck_saved_new(saved->state);
     int verdict = GCK_KEEP_UNKNOWN, done = fresh == NULL ? -1 : 0, role = GCK_ROLE_EXACT;
 
-    if (done == 0 && node != NULL && (role = gck_role_of_input(node, (PyObject *)saved)) < 0) {
+    if (done == 0 && node != NULL && (role = gck_role_of_input(&saved->state->py, node, (PyObject *)saved, x)) < 0) {
         done = -1;
     }
     if (role == GCK_ROLE_FACTOR && saved->numel < saved->widest) {
@@ -450,7 +455,7 @@ static PyObject *pack(PyObject *op, PyObject *x)
     int done = to == NULL ? -1 : 0;
 
     if (done == 0 && self->waiting != NULL && node != Py_None) {
-        done = gck_waiting_reach(self->waiting, state, node, settle);
+        done = gck_waiting_reach(self->waiting, state, node, number, settle);
     }
     if (done == 0) {
         d = judge(self, x, node, number);
@@ -634,7 +639,8 @@ static int look_behind(gck_state *state, PyObject *result)
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(leaves); i++) {
         PyObject *leaf = PyList_GetItem(leaves, i);                  /* borrowed from a list that is ours */
         PyObject *node = gck_is_tensor(&state->py, leaf) > 0 ? PyObject_GetAttr(leaf, state->py.names.grad_fn) : NULL;
-        status = PyErr_Occurred() ? -1 : node != NULL && node != Py_None ? gck_waiting_reach(waiting, state, node, settle) : 0;
+        status = PyErr_Occurred() ? -1 : node != NULL && node != Py_None ? gck_waiting_reach(waiting, state, node, INT64_MAX, settle)
+            : 0;
         Py_XDECREF(node);
     }
     Py_XDECREF(flat);

@@ -155,7 +155,7 @@ static int push_inputs(const gck_py *py, PyObject *node, PyObject **stack, int *
 }
 
 /* Tell those that wait for this node, and say whether to go on behind it: 1, 0, -1. */
-static int visit(list *l, const gck_py *py, PyObject *node)
+static int visit(list *l, const gck_py *py, PyObject *node, int64_t end)
 {
     const int64_t number = gck_node_number(py, node);
     int64_t *seen = &l->seen[number >= 0 ? number % GCK_WAITING_NODES : 0];
@@ -166,6 +166,9 @@ static int visit(list *l, const gck_py *py, PyObject *node)
     if (l->n == 0 || number < l->tensors[0]->number || number == INT64_MAX || *seen == number + 1) {
         return 0;
     }
+    if (number >= end) {
+        return 1;
+    }
     *seen = number + 1;
     for (int i = 0; i < l->n; i++) {
         if (l->tensors[i]->number == number && l->tensors[i]->node == NULL) {
@@ -175,7 +178,7 @@ static int visit(list *l, const gck_py *py, PyObject *node)
     return 1;
 }
 
-int gck_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, gck_settle *settle)
+int gck_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t end, gck_settle *settle)
 {
     list *l = list_of(waiting);
     PyObject *stack[STACK];
@@ -187,7 +190,7 @@ int gck_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, gck_s
     stack[depth++] = Py_NewRef(node);
     while (depth > 0) {
         PyObject *next = stack[--depth];
-        if (status >= 0 && (status = visit(l, &state->py, next)) > 0) {
+        if (status >= 0 && (status = visit(l, &state->py, next, end)) > 0) {
             status = push_inputs(&state->py, next, stack, &depth);
         }
         Py_DECREF(next);

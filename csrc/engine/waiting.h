@@ -25,8 +25,9 @@ void gck_waiting_remember(PyObject *waiting, gck_saved *saved);
 /* For a dying one. */
 void gck_waiting_forget(gck_saved *saved);
 
-/* Settle what the nodes behind this one save.  0 or -1. */
-int gck_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, gck_settle *settle);
+/* Settle what this node and those behind it save, if their numbers are below `end`: the node that is
+ * being made may be among them.  0 or -1. */
+int gck_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t end, gck_settle *settle);
 
 /* Settle what hooks of `saver` gave: nothing more will be known.  0 or -1. */
 int gck_waiting_end(PyObject *waiting, const PyObject *saver, gck_settle *settle);
