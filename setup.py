@@ -22,7 +22,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-DEFAULT_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+DEFAULT_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"  # those that nvcc knows
+LEAST_NVCC = (12, 1)  # the first whose PTX (8.1) has FP8 conversions for sm_89
 
 C_FLAGS = [
     "-std=c11", "-O3", "-fvisibility=hidden", "-fexceptions", "-Wall", "-Wextra", "-Wno-missing-field-initializers",
@@ -38,9 +39,13 @@ ISA_FLAGS = {
 LINK_FLAGS = ["-Wl,-z,relro,-z,now", "-Wl,-z,noexecstack", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
 NVCC_FLAGS = [
     "-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-cudart", "static", "--threads", "2",
-    "--compress-mode=size",     # one binary for every architecture: 11 MB of objects become 1 MB
     "-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra",
 ]  # fmt: skip
+
+
+# One binary for every architecture: 11 MB of objects become 1 MB.  nvcc 12.8 and later; drivers of CUDA 12.4 and later
+# load them, which csrc/codec/cuda.cu is told.
+COMPRESS_FLAGS = ["--compress-mode=size", "-DGCK_CUDA_LEAST_DRIVER=12040"]
 
 
 def env_flag(name: str) -> bool:
@@ -67,12 +72,38 @@ def static_cudart(nvcc: str) -> str:
     sys.exit(f"gradckpt: libcudart_static.a not found beside {nvcc}; install it, or build with GRADCKPT_CUDA=0")
 
 
-def cuda_archs() -> list[str]:
-    text = os.environ.get("GRADCKPT_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
-    archs = [a for a in re.split(r"[;,\s]+", text) if a]
-    for arch in archs:
-        if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", arch):
+def ask(nvcc: str, question: str) -> str:
+    """What nvcc prints; nothing when it fails."""
+    try:
+        return subprocess.run([nvcc, question], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def reason_against(nvcc: str) -> str | None:
+    """Why this nvcc cannot build the kernels."""
+    least = ".".join(map(str, LEAST_NVCC))
+    said = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version"))
+    if said is None:
+        return "nvcc does not tell its version"
+    return f"nvcc {said[1]}.{said[2]} is older than {least}" if (int(said[1]), int(said[2])) < LEAST_NVCC else None
+
+
+def cuda_archs(nvcc: str) -> list[str]:
+    """What the environment asks for, or those of the default that this nvcc knows, the last of them as PTX, too."""
+    asked = os.environ.get("GRADCKPT_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    known = re.findall(r"compute_(\w+)", ask(nvcc, "--list-gpu-arch"))
+    archs = []
+    for arch in re.split(r"[;,\s]+", asked or DEFAULT_ARCHS):
+        if arch and not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", arch):
             sys.exit(f"gradckpt: cannot read CUDA architecture {arch!r}; expected something like 9.0 or 12.0+PTX")
+        if not arch or not known or re.sub(r"[^0-9]", "", arch) in known:
+            archs += [arch] if arch else []
+        elif asked:
+            sys.exit(f"gradckpt: this nvcc does not know compute capability {arch}; change GRADCKPT_CUDA_ARCHS, or "
+                     "use another toolkit")  # fmt: skip
+    if not asked and archs and not archs[-1].endswith("+PTX"):
+        archs[-1] += "+PTX"
     return archs
 
 
@@ -90,13 +121,14 @@ class BuildExt(build_ext):
         c_sources = [s for s in ext.sources if s.endswith(".c")]
         nvcc, note = self.choose_cuda(cuda_sources)
         macros = list(ext.define_macros) + [("GCK_BUILD_NOTE", f'"{note}"')]
-        archs = cuda_archs() if nvcc else []
+        archs = cuda_archs(nvcc) if nvcc else []
+        compress = COMPRESS_FLAGS if nvcc and "--compress-mode" in ask(nvcc, "--help") else []
         if nvcc:
             macros.append(("GCK_WITH_CUDA", "1"))
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [pool.submit(self.compile_c, s, ext, macros) for s in c_sources]
-            jobs += [pool.submit(self.compile_cu, s, nvcc, archs) for s in cuda_sources if nvcc]
+            jobs += [pool.submit(self.compile_cu, s, nvcc, archs, compress) for s in cuda_sources if nvcc]
             objects = [job.result() for job in jobs]
 
         links = list(ext.extra_link_args)
@@ -113,11 +145,12 @@ class BuildExt(build_ext):
         if wish not in ("0", "1", "auto"):
             sys.exit(f"gradckpt: GRADCKPT_CUDA is 0, 1 or auto; not {wish!r}")
         nvcc = find_nvcc() if wish != "0" and cuda_sources else None
-        if nvcc:
+        against = reason_against(nvcc) if nvcc else "nvcc not found"
+        if against is None:
             return nvcc, "CUDA codecs built in"
         if wish == "1":
-            sys.exit("gradckpt: GRADCKPT_CUDA=1 but nvcc was not found; set CUDA_HOME or put nvcc on PATH")
-        note = "built without CUDA: GRADCKPT_CUDA=0" if wish == "0" else "built without CUDA: nvcc not found"
+            sys.exit(f"gradckpt: GRADCKPT_CUDA=1 but {against}; set CUDA_HOME to a toolkit of CUDA 12.1 or later")
+        note = f"built without CUDA: {'GRADCKPT_CUDA=0' if wish == '0' else against}"
         print(f"gradckpt: {note}; the CPU codecs are complete", file=sys.stderr)
         return None, note
 
@@ -127,13 +160,13 @@ class BuildExt(build_ext):
             flags += next((f for suffix, f in ISA_FLAGS.items() if source.endswith(suffix)), [])
         return self.compiler.compile([source], self.build_temp, macros, ext.include_dirs, extra_postargs=flags)[0]
 
-    def compile_cu(self, source: str, nvcc: str, archs: list[str]) -> str:
+    def compile_cu(self, source: str, nvcc: str, archs: list[str], compress: list[str]) -> str:
         out = os.path.join(self.build_temp, source + ".o")
         os.makedirs(os.path.dirname(out), exist_ok=True)
         define = '-DGCK_CUDA_ARCHS="' + ";".join(archs) + '"'
         codes = [flag for arch in archs for flag in gencode(arch)]
         werror = ["-Werror", "all-warnings"] if env_flag("GRADCKPT_WERROR") else []
-        self.spawn([nvcc, "-c", source, "-o", out, define, *NVCC_FLAGS, *werror, *codes])
+        self.spawn([nvcc, "-c", source, "-o", out, define, *NVCC_FLAGS, *compress, *werror, *codes])
         return out
 
 

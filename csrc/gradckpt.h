@@ -30,6 +30,7 @@ enum { GCK_NFLOATS = 3 };
 #define GCK_BIT(dtype) (1u << (dtype))
 
 enum { GCK_MAX_DIM = 64 };       /* torch's own limit on dimensions */
+enum { GCK_PAYLOAD_ALIGNMENT = 16 };   /* bytes: kernels read and write a payload in such pieces */
 
 /* A view: owns nothing.  `sizes` and `strides` (in elements) may be NULL when the
  * values are contiguous; else the contiguous order of the shape defines index i. */
@@ -117,7 +118,7 @@ double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype);
 
 /* Write the payload of x, or the values of a payload.  Host work is finished on
  * return; device work is queued on x->stream (out->stream) and never waited for.
- * `payload` is 16-byte aligned and gck_nbytes(codec, numel, dtype) long.
+ * `payload` is aligned to GCK_PAYLOAD_ALIGNMENT and gck_nbytes(codec, numel, dtype) long.
  * x is never written.  out must be dense or strided without overlap.
  * how: NULL means to nearest.  GCK_E_FIT leaves rubbish in the payload. */
 int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,

@@ -3,13 +3,15 @@
 #include <string.h>
 
 #include "engine/checkpoint.h"
-#include "engine/function.h"
+#include "engine/node.h"
+#include "engine/parameters.h"
 #include "engine/pending.h"
 #include "engine/rerun.h"
-#include "engine/selective_function.h"
 #include "engine/role.h"
 #include "engine/saved.h"
 #include "engine/saver.h"
+#include "engine/selective.h"
+#include "engine/stand_in.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
@@ -214,7 +216,7 @@ static PyObject *rounding_state(PyObject *module, PyObject *unused)
 
 static PyObject *set_rounding_state(PyObject *module, PyObject *args)
 {
-    gck_rounding r = {0, 0, 0};
+    gck_rounding r = {.step = 0};
 
     if (!PyArg_ParseTuple(args, "II:set_rounding_state", &r.step, &r.tensor)) {
         return NULL;
@@ -239,6 +241,8 @@ static PyMethodDef methods[] = {
      "state of its own, and must do so once a step."},
     {"forget_modules", gck_forget_modules, METH_NOARGS,
      "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"guard_hooks", gck_guard_hooks, METH_VARARGS,
+     "guard_hooks(hooks, type, kind, /)\n--\n\nFor gradckpt._hooks: guard the hooks of a parameter."},
     {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"saved_pop", gck_saver_pop, METH_NOARGS, "saved_pop()\n--\n\nSee gradckpt.compress_saved()."},
     {"savers", gck_savers, METH_NOARGS, "savers()\n--\n\nThe rows of savers.def: (node, argument, how)."},
@@ -252,7 +256,7 @@ static PyMethodDef methods[] = {
     {"settle_verdicts", gck_settle_verdicts, METH_NOARGS,
      "settle_verdicts()\n--\n\nFor tests: the late verdicts come."},
     {"make_names", gck_make_names, METH_VARARGS,
-     "make_names(rows, wanted, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group)."},
+     "make_names(rows, wanted, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group, form)."},
     {"make_store", gck_make_store, METH_VARARGS,
      "make_store(names, mutation, reusable, /)\n--\n\nAn empty Store for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,
@@ -260,6 +264,10 @@ static PyMethodDef methods[] = {
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nThe kernel that catches it."},
     {"selective_key", gck_selective_key, METH_NOARGS,
      "selective_key()\n--\n\nThe dispatch key that catchers are registered at, or None."},
+    {"stand_in", gck_stand_in_py, METH_O,
+     "stand_in(by, /)\n--\n\nOne more (1) or one less (-1) needs gradckpt's checkpoint in the place of torch's."},
+    {"decides", gck_decides_py, METH_NOARGS,
+     "decides()\n--\n\nTrue while the calling thread runs a region that keeps decisions."},
     {"add_dispatch", gck_add_dispatch, METH_VARARGS,
      "add_dispatch(forward, recompute, /)\n--\n\nGive two modes their methods that are C."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
@@ -404,8 +412,7 @@ static int module_exec(PyObject *module)
         || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->closed = PyDict_New()) == NULL
-        || (state->CheckpointFunction = gck_function_class(module, &state->py)) == NULL
-        || (state->SelectiveRecompute = gck_selective_class(module, &state->py)) == NULL
+        || gck_node_classes(module, state) < 0
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }
@@ -423,6 +430,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->stateless);
     Py_VISIT(state->decisions[0]);
     Py_VISIT(state->decisions[1]);
+    Py_VISIT(state->torchs);
     Py_VISIT(state->closed);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
@@ -449,6 +457,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->stateless);
     Py_CLEAR(state->decisions[0]);
     Py_CLEAR(state->decisions[1]);
+    Py_CLEAR(state->torchs);
     Py_CLEAR(state->closed);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)

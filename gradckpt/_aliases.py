@@ -1,14 +1,14 @@
-"""Called by the engine when a region wrote to one of its arguments: does another argument share that memory?"""
+"""Called by the engine when a region wrote to one of its arguments: does another argument share that memory, and does
+the caller see the write?"""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 
-#: An argument, what the function got for it, whether a payload is kept of it, and the version it had.
-Row = tuple[torch.Tensor, torch.Tensor, bool, Any]
+#: An argument, what the function got for it, whether a payload is kept of it, and the version it had (-1: none).
+Row = tuple[torch.Tensor, torch.Tensor, bool, int]
 
 
 def check(rows: list[Row]) -> None:
@@ -16,7 +16,7 @@ def check(rows: list[Row]) -> None:
     RuntimeError: a write reached two arguments, one of which will be restored by itself.
     """
     for i, (x, fed, packed, version) in enumerate(rows):
-        if version is None or fed._version == version:
+        if version < 0 or fed._version == version:
             continue
         for j, (other, _, other_packed, _) in enumerate(rows):
             if i != j and (packed or other_packed) and overlap(x, other):
@@ -26,6 +26,23 @@ def check(rows: list[Row]) -> None:
                     "is restored by itself, and the recompute would not see the change in the other; clone one of "
                     "them, or do without the write"
                 )
+
+
+def write_back(rows: list[Row]) -> None:
+    """What a region wrote to the fake-quantized stand-in of an argument is written to the argument.
+
+    Raises:
+        RuntimeError: the stand-in has another shape or other strides now, which nobody can copy.
+    """
+    for x, fed, _, version in rows:
+        if fed is x or fed._version == version:
+            continue
+        if fed.shape != x.shape or fed.dtype != x.dtype:
+            raise RuntimeError(
+                f"gradckpt: a region with replay=True changed the shape of its input in place, {list(x.shape)} to "
+                f"{list(fed.shape)}; clone the input first"
+            )
+        x.copy_(fed)
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

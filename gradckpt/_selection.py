@@ -38,6 +38,12 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
     return selective.ASKED, selective.asker(known)
 
 
+def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator as torch's fallback for pending negations would, which our kernel stands in for."""
+    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, kwargs or {}))
+    return call(*args, **kwargs)
+
+
 # ---- names ----
 
 
@@ -86,7 +92,22 @@ def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
 # ---- the function form ----
 
 
-_checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+#: id(module) -> weak reference to it, and the methods that were looked at; a module need not be hashable.
+_checked: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+
+
+def _owns(owner: Any, variable: torch.Tensor) -> bool:
+    """A parameter of the module that required no grad in the forward."""
+    modules = {id(owner): owner}
+    pending = [owner]
+    while pending:
+        module = pending.pop()
+        if any(variable is parameter for parameter in module._parameters.values()):
+            return True
+        children = [child for child in module._modules.values() if child is not None and id(child) not in modules]
+        modules.update((id(child), child) for child in children)
+        pending += children
+    return False
 
 
 def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[torch.Tensor]) -> None:
@@ -94,7 +115,11 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
     while isinstance(function, functools.partial):
         function = function.func
     owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "")
-    checked = _checked.setdefault(owner, set())
+    key = id(owner)
+    known_owner, checked = _checked.get(key, (None, set()))
+    if known_owner is None or known_owner() is not owner:
+        checked = set()
+        _checked[key] = weakref.ref(owner, lambda _: _checked.pop(key, None)), checked
     if method in checked:
         return
     known = {id(x) for x in targets}
@@ -105,7 +130,7 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+        if isinstance(variable, torch.Tensor) and id(variable) not in known and not _owns(owner, variable):
             raise RuntimeError(
                 f"gradckpt.SelectiveRecompute: {type(owner).__name__} uses a tensor of shape {tuple(variable.shape)} "
                 "that requires grad and is neither a parameter of it nor an argument, so its gradient would be lost; "
@@ -113,6 +138,13 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
             )
         nodes.extend(n for n, _ in node.next_functions if n is not None)
     checked.add(method)
+
+
+def capture(*args: Any) -> Any:
+    """The gradients of a region whose parameters have hooks."""
+    from gradckpt import _hooks
+
+    return _hooks.capture(*args)
 
 
 # ---- contexts ----
@@ -126,12 +158,46 @@ def selective_mode(store: Any, policy_fn: Any, replay: int) -> Any:
     return selective.ForwardContext(policy_fn, store, False)
 
 
+def torchs_checkpoint() -> tuple[Any, ...]:
+    """Return torch's checkpoint as it is called, its function, its code, and the code that stands in for it.
+
+    Empty where something else is in torch's place.
+    """
+    from gradckpt.patched import CHECKPOINT
+
+    try:
+        function, stock = CHECKPOINT.find()
+    except RuntimeError:
+        return ()
+    return torch_checkpoint.checkpoint, function, stock.__code__, CHECKPOINT.code
+
+
 def decision_names(casts: int) -> Any:
     from gradckpt import policies, selective
 
     policy = policies.decisions if casts else policies.decisions_but_casts
     selective.catch(policy)
     return policy.names
+
+
+def default_generator(args: Any, kwargs: Any) -> torch.Generator | None:
+    """Return the generator of the device that an operator runs on.
+
+    None where nothing is drawn, or where a graph is captured, which moves its generators when it is replayed.
+    """
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    devices = [x.device for x in leaves if isinstance(x, torch.Tensor)]
+    devices += [torch.device(x) for x in (kwargs or {}).values() if isinstance(x, torch.device)]
+    device = next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.get_default_device())
+    if device.type == "cpu":
+        return torch.default_generator
+    module = getattr(torch, device.type, None)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    if capturing is not None and capturing():
+        return None
+    generators = getattr(module, "default_generators", ())
+    index = module.current_device() if module is not None and device.index is None else device.index
+    return generators[index] if generators else None
 
 
 def selective_key(func: Any, args: Any) -> Any:

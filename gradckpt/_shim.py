@@ -334,6 +334,7 @@ def check_aliases(rows: list[Any]) -> None:
     from gradckpt import _aliases
 
     _aliases.check(rows)
+    _aliases.write_back(rows)
 
 
 def node_allows(node: Any, role: str, x: torch.Tensor) -> bool:

@@ -24,10 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradckpt import _C, compat, packing, policies
+from gradckpt._decisions import KEPT, ROUNDING
 from gradckpt._ops import payload_nbytes
 from gradckpt.config import CompressionConfig, parse_compress, warn_inactive
 from gradckpt.imports import after_import
-from gradckpt.policies import DECISIONS
 from gradckpt.stats import compiled as compiled_stats
 from gradckpt.stats import format_bytes
 
@@ -177,12 +177,12 @@ def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = No
 # ---- around the backend ----
 
 _CONTEXT = "_checkpoint_context_fn"
-#: Those of torch's functions that call others of :data:`DECISIONS`; Dynamo's graph has their names.
+#: Those of torch's functions that call others that decide; Dynamo's graph has their names.
 _DECIDE_WITHIN = (
     *("greater", "greater_equal", "less", "less_equal", "not_equal", "isclose", "msort", "quantile", "nanquantile"),
     *("unique", "where", "argwhere", "masked_select"),
 )
-_DECIDING = frozenset(name.partition(".")[0] for name in (*DECISIONS, *_DECIDE_WITHIN))
+_DECIDING = frozenset(name.partition(".")[0] for name in (*KEPT, *ROUNDING, *_DECIDE_WITHIN))
 
 
 class Backend:

@@ -42,7 +42,7 @@ class CompressionConfig:
             sees the restored values, so the loss is bit-identical to no checkpointing.
             ``True`` (*replay* mode): the forward itself runs on the restored values with a
             straight-through gradient, so the recompute is bit-equal to the forward; for MoE
-            routing, top-k and data-dependent shapes.
+            routing, top-k and data-dependent shapes. Leaves stay as they are.
         min_numel: Tensors with fewer values are kept as they are.
         include: ``"activations"``: floating tensors that require grad and are not leaves
             (and the leaf of ``enable_input_require_grads``). ``"floating"``: every floating

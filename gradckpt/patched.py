@@ -46,8 +46,10 @@ class _Body:
         self.code = replacement.__code__
         self.function: Any = None  # torch's, without torch's decorators; None until exchanged for the first time
         self.stock: Any = None  # a copy of it, with the body that it had
+        self.exchanged = False
 
-    def exchange(self) -> None:
+    def find(self) -> tuple[Any, Any]:
+        """Return torch's function and a copy of it that keeps its body."""
         function = inspect.unwrap(getattr(torch_checkpoint, self.name))
         if getattr(function, "__globals__", None) is not vars(torch_checkpoint) or function.__closure__:
             name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
@@ -55,16 +57,35 @@ class _Body:
                 f"gradckpt: torch.utils.checkpoint.{self.name} is {name}, not torch's own function; something replaced "
                 "it: undo that before patched()"
             )
-        stock = types.FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__)
-        stock.__kwdefaults__ = function.__kwdefaults__
-        self.function, self.stock = function, stock
-        function.__signature__ = inspect.signature(function)  # torch.compile sorts keywords by it
-        function.__code__ = self.code
+        if function.__code__ is not self.code:
+            stock = types.FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__)
+            stock.__kwdefaults__ = function.__kwdefaults__
+            stock.__annotations__ = function.__annotations__
+            self.function, self.stock = function, stock
+        return self.function, self.stock
+
+    def exchange(self) -> None:
+        function, stock = self.find()
+        function.__signature__ = inspect.signature(stock)  # torch.compile sorts keywords by it
+        self.change(on=True)
+        self.exchanged = True
 
     def put_back(self) -> None:
-        if self.function is not None and self.function.__code__ is self.code:
-            self.function.__code__ = self.stock.__code__
+        if self.exchanged:
+            self.exchanged = False
             del self.function.__signature__
+            self.change(on=False)
+
+    def change(self, on: bool) -> None:
+        if on or self.function.__code__ is self.code:
+            self.function.__code__ = self.code if on else self.stock.__code__
+
+
+class _Checkpoint(_Body):
+    """torch's checkpoint, which regions that keep decisions exchange, too."""
+
+    def change(self, on: bool) -> None:
+        _C.stand_in(1 if on else -1)
 
 
 def _checkpoint_body(*args, **kwargs):  # type: ignore[no-untyped-def]
@@ -79,8 +100,8 @@ def _sequential_body(functions, segments, input, use_reentrant=None, **kwargs): 
     return _sequential(functions, segments, input, use_reentrant, kwargs)
 
 
-_BODIES = _CHECKPOINT, _SEQUENTIAL = (
-    _Body("checkpoint", _checkpoint_body),
+_BODIES = CHECKPOINT, _SEQUENTIAL = (
+    _Checkpoint("checkpoint", _checkpoint_body),
     _Body("checkpoint_sequential", _sequential_body),
 )
 _lock = threading.RLock()  # held while handles come and go, never by a call of checkpoint
@@ -90,8 +111,15 @@ _active: list[patched] = []  # the innermost last
 def _checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handles = _active[-1:]  # a copy: another thread may empty the list
     if not handles:
-        return _CHECKPOINT.stock(*args, **kwargs)
+        return _torchs(args, kwargs)
     return handles[0]._call(args, kwargs)
+
+
+def _torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's checkpoint; inside a region that keeps decisions ours, which is equal to it and keeps them, too."""
+    if _C.decides() and not _is_tracing():
+        return compat.checkpoint(*args, **kwargs)
+    return CHECKPOINT.stock(*args, **kwargs)
 
 
 def _sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any, kwargs: dict[str, Any]) -> Any:
@@ -222,7 +250,7 @@ class patched:
         self._trained |= grad
         if _is_tracing():
             self._traced += 1
-            return _CHECKPOINT.stock(*args, **kwargs)
+            return CHECKPOINT.stock(*args, **kwargs)
         if "function" in kwargs and not args:
             kwargs = dict(kwargs)
             args = (kwargs.pop("function"),)
@@ -232,7 +260,7 @@ class patched:
             reentrant = not self._acts
         if reentrant or not args:
             self._reentrant += 1
-            return _CHECKPOINT.stock(*args, **kwargs)
+            return _torchs(args, kwargs)
         self._regions += grad
         if not self._acts:
             return compat.checkpoint(*args, **kwargs)
@@ -291,7 +319,7 @@ class patched:
         if s["regions"] < self._regions:
             return None  # gradckpt.reset_stats() was called meanwhile: nobody knows
         holder = getattr(torch_checkpoint, "checkpoint", None)
-        if self.active and inspect.unwrap(holder) is not _CHECKPOINT.function:  # type: ignore[arg-type]
+        if self.active and inspect.unwrap(holder) is not CHECKPOINT.function:  # type: ignore[arg-type]
             return f"something put {holder!r} in the place of torch.utils.checkpoint.checkpoint, and calls go there"
         if not s["calls"] and s["regions_asked"]:
             return inactive_reason(s["kept"])

@@ -9,10 +9,10 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Union
 
-import torch
-
 from gradckpt import packing
+from gradckpt._decisions import FORMS, ROUNDING, Choice, overloads
 from gradckpt.selective import (
+    CHOOSE,
     DECIDE,
     DECIDE_CAST,
     NAMED,
@@ -27,16 +27,7 @@ __all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attenti
 
 
 def _overloads(*names: str) -> list[Any]:
-    """Those that this torch has, of ``"mm.default"`` or, for every overload that does not write, ``"topk"``."""
-    found: list[Any] = []
-    for name in names:
-        packet_name, _, overload = name.partition(".")
-        packet = getattr(torch.ops.aten, packet_name, None)
-        for each in packet.overloads() if packet and not overload else [overload]:
-            op = getattr(packet, each, None)
-            if op is not None and not op._schema.is_mutable:
-                found.append(op)
-    return found
+    return [op for name in names for op in overloads(name)]
 
 
 MATMULS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "_scaled_mm.default", "_grouped_mm.default")
@@ -48,12 +39,6 @@ ATTENTION = (
     "_scaled_dot_product_fused_attention_overrideable.default",
     "_flash_attention_forward.default",
     "_efficient_attention_forward.default",
-)
-#: What an operator returns that another value of its input could have changed altogether.
-DECISIONS = (
-    *("topk", "sort", "kthvalue", "mode", "argmax", "argmin", "argsort", "max.dim", "min.dim", "median.dim"),
-    *("nanmedian.dim", "cummax", "cummin", "multinomial", "bernoulli", "nonzero", "nonzero_static", "searchsorted"),
-    *("bucketize", "_unique2", "unique_consecutive", "unique_dim", "gt", "ge", "lt", "le", "eq", "ne"),
 )
 CONVOLUTIONS = ("convolution.default", "_convolution.default")
 CASTS = ("_to_copy.default",)
@@ -72,10 +57,10 @@ save_attention = _policy(ATTENTION)
 #: Of a region's matrix products, the second, the fourth and so on are kept (as torchtitan does).
 every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
 
-decisions_but_casts = _policy(DECISIONS, keep=DECIDE)
+decisions_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Choice) else DECIDE) for op, form in FORMS.items())
 
-#: What operators decide is kept, exactly. On by default, but for the casts: see ``CompressionConfig.decisions``.
-decisions = decisions_but_casts | _policy(CASTS, keep=DECIDE_CAST)
+#: What operators decide is kept, exactly. On by default, but for what rounds: see ``CompressionConfig.decisions``.
+decisions = decisions_but_casts | _policy(ROUNDING, keep=DECIDE) | _policy(CASTS, keep=DECIDE_CAST)
 
 
 def save_named(*names: str) -> Policy:

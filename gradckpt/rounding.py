@@ -21,7 +21,8 @@ def get_rounding_state() -> tuple[int, int]:
 
     The noise of a value is Philox4x32-10 (Salmon et al. 2011) of (seed, step, tensor, index of the
     value): no generator of torch is read, and the bytes do not depend on threads or on the device. A
-    step ends with the first backward that restores something; ``tensor`` counts within it. Save it
+    step ends with the first backward that restores something; ``tensor`` counts regions and tensors within it,
+    and what a region encodes inside is counted by the region, so that its recompute repeats it. Save the state
     with a checkpoint of the training run and a resumed run repeats the same bytes.
     """
     return _C.rounding_state()

@@ -1,6 +1,6 @@
 """Selective recompute: keep what some operators of a region returned, run the others again.
 
-Named operators are caught by C kernels on a dispatch key that torch leaves free, so that the others cost nothing;
+Named operators are caught by C kernels on a dispatch key of torch's that passes all others on for little;
 a policy that is a function must be asked about every operator, which takes a dispatch mode, as in torch.
 """
 
@@ -18,11 +18,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
+from gradckpt._decisions import FORMS
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
 from gradckpt.packing import keep_packed
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
-RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED = 0, 1, 2, 3, 4
+RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED, CHOOSE = range(6)
+_DECISIONS = (DECIDE, DECIDE_CAST, CHOOSE)
 
 
 @dataclass(frozen=True)
@@ -68,22 +70,24 @@ class Policy:
     def __init__(self, rules: Iterable[Rule], wanted: Iterable[str] = ()):
         self.rules: dict[Any, Rule] = {}
         for rule in rules:
-            _check_op(rule.op)
+            if rule.keep not in _DECISIONS or rule.op not in FORMS:
+                _check_op(rule.op)
             if rule.op in torch_checkpoint.SAC_IGNORED_OPS:  # never caught: torch makes tensors by detaching
                 continue
             if rule.keep != NAMED or rule.op not in self.rules:
                 self.rules[rule.op] = rule
         self.wanted = frozenset(wanted)
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
-        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group]) for r in self.rules.values())
+        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r)) for r in self.rules.values())
         self.names = _C.make_names(rows, self.wanted)
-        self.catchable = all(_is_overload(op) for op in self.rules)
+        self.catchable = all(_is_catchable(op) for op in self.rules)
 
     def compressed(self, compress: Compress) -> Policy:
         """The same, with what is kept compressed; decisions stay exact."""
         config = save(compress).config
-        exact = (DECIDE, DECIDE_CAST)
-        return Policy((r if r.keep in exact else r._replace(config=config) for r in self.rules.values()), self.wanted)
+        return Policy(
+            (r if r.keep in _DECISIONS else r._replace(config=config) for r in self.rules.values()), self.wanted
+        )
 
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
@@ -100,6 +104,10 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<gradckpt policy: {', '.join(str(op) for op in self.rules)}>"
+
+
+def _form(rule: Rule) -> Any:
+    return FORMS.get(rule.op) if rule.keep in _DECISIONS else None
 
 
 def _policy_of(rows: list[Any], wanted: frozenset[str]) -> Policy:
@@ -224,29 +232,34 @@ def _of_list(ops: tuple[Any, ...]) -> Policy:
 # ---- catching them ----
 
 _key: Any = _C.selective_key()
+_KEY = "Negative"
 _lock = threading.Lock()
 _caught: set[Any] = set()
-_libraries: dict[str, torch.library.Library] = {}  # by namespace; "_" has the fallthrough of all others
+_libraries: dict[str, torch.library.Library] = {}  # by namespace
 
 
-def _library(namespace: str) -> torch.library.Library:
-    if namespace not in _libraries:
-        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    return _libraries[namespace]
+def _is_catchable(op: Any) -> bool:
+    """Views, and operators with a kernel of torch's on the key, need a mode."""
+    if not _is_overload(op) or any(arg.alias_info is not None for arg in op._schema.arguments):
+        return False
+    name = op.name()
+    known = torch._C._dispatch_has_kernel(name)  # not so TorchScript's own, which nothing can call
+    return op in _caught or not (known and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
 
 
 def catch(policy: Policy) -> None:
-    """Register the kernels, once in a process. They do nothing while no region names their operator."""
+    """Register the kernels, once in a process. They do nothing while no region names their operator.
+
+    At interpreter exit torch takes them off again; its own fallback then runs the operators of threads that still run.
+    """
     if _key is None:
         return
     with _lock:
-        if "_" not in _libraries:
-            everything = torch.library.Library("_", "IMPL", "Fake")
-            everything.fallback(torch.library.fallthrough_kernel, "Fake")
-            _libraries["_"] = everything
         for op in policy.rules:
             if op not in _caught:
-                _library(op.namespace).impl(op, _C.catcher(op), "Fake")
+                if op.namespace not in _libraries:
+                    _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+                _libraries[op.namespace].impl(op, _C.catcher(op), _KEY)
                 _caught.add(op)
 
 
@@ -347,7 +360,9 @@ def asker(policy: Policy) -> Callable[..., Any]:
 
     def policy_fn(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         rule = policy.rules.get(op)
-        if rule is None or rule.keep in (RECOMPUTE, NAMED):
+        # A graph keeps whole outputs: not those of operators that write, nor results that backward compares with the
+        # input, which would be found in it no more.
+        if rule is None or rule.keep in (RECOMPUTE, NAMED, CHOOSE) or (_is_overload(op) and op._schema.is_mutable):
             return CheckpointPolicy.PREFER_RECOMPUTE
         call = counts[rule.group] = counts.get(rule.group, -1) + 1
         if call % rule.every != rule.phase:

@@ -134,3 +134,11 @@ def device_kernels(tmp_path_factory):
     from direct_kernels import DeviceKernels
 
     return DeviceKernels(tmp_path_factory.mktemp("device"))
+
+
+@pytest.fixture(scope="session")
+def ampere_kernels(tmp_path_factory):
+    """The same as sm_80 and later run them."""
+    from direct_kernels import DeviceKernels
+
+    return DeviceKernels(tmp_path_factory.mktemp("ampere"), 800)

@@ -10,13 +10,7 @@ template <gck_dtype DTYPE>
 GCK_LANE_FN uint32_t narrowed_pair(uint32_t lower, uint32_t upper)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    uint32_t word;
-    if (DTYPE == GCK_F16) {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(gck_float(upper)), "f"(gck_float(lower)));
-    } else {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(gck_float(upper)), "f"(gck_float(lower)));
-    }
-    return word;
+    return DTYPE == GCK_F16 ? ptx_f16x2(gck_float(lower), gck_float(upper)) : ptx_bf16x2(gck_float(lower), gck_float(upper));
 #else
     return gck_narrowed(lower, DTYPE) | (uint32_t)gck_narrowed(upper, DTYPE) << 16;
 #endif

@@ -56,7 +56,8 @@
  *     123 -MAX, 124..126 table[c - 124] (int6: 22, 11, 23, ...).  A fourth distinct value
  *     becomes +-MAX.
  *     int4: b = 3; c <= 2 is c - 1 steps amax, stored x 2^24; 3 NaN, 4 +Inf, 5 -Inf, 6, 7 table[2],
- *     which has +-MAX too; a third distinct value becomes +-Inf.
+ *     which has +-MAX too: the first such value, and the first of the other sign or else the second.
+ *     A third distinct value becomes the first of the two that has its sign.
  * The rotated formats also use form A for a group whose amax(y) (int4: amax) is below 2^-80.
  *
  * Spike (int8 and int6, scale = 0xFF81): one value is so large that at least 124 of the

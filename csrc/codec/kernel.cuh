@@ -197,27 +197,24 @@ static inline bool are_floats(const gck_tensor *t, int n)
     return all;
 }
 
-/* Call launch() with `device` current; launch errors only: never synchronise. */
+/* Calls launch() with `device` current and never synchronises.  The first thing that went wrong.
+ *
+ * CUDA remembers an error until it is asked for the last one, whoever caused it: so it is asked on every path, or the
+ * next good launch would answer for this one.  What others left there is raised here, as torch's launches do. */
 template <typename F>
 static int launch_on(int device, F launch)
 {
-    int before, status = (int)cudaGetDevice(&before);
+    int before = device, status = (int)cudaGetDevice(&before);
 
-    if (status == 0 && before != device) {
+    if (status == GCK_OK && before != device) {
         status = (int)cudaSetDevice(device);
     }
-    if (status != 0) {
-        return status;
-    }
-    status = launch();
     if (status == GCK_OK) {
-        status = (int)cudaGetLastError();
+        status = launch();
     }
-    if (before != device) {
-        const int back = (int)cudaSetDevice(before);
-        status = status == GCK_OK ? back : status;
-    }
-    return status;
+    const int back = before != device ? (int)cudaSetDevice(before) : GCK_OK;
+    const int last = (int)cudaGetLastError();
+    return status != GCK_OK ? status : back != GCK_OK ? back : last;
 }
 
 /* ---- several tensors in one launch ---- */

@@ -84,6 +84,25 @@ typedef struct {
     int      used;           /* entries of the table */
 } gck_escape_table;
 
+/* Where no code says MAX (int4), both signs need an entry: the first value that has no code, and the first of the other
+ * sign, or else the second. */
+GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const void *x, gck_dtype dtype, int count)
+{
+    for (int i = 0; i < count; i++) {
+        const float v = gck_load(x, dtype, i);
+        const uint32_t bits = gck_bits(v), first = gck_bits(t->table[0]), second = gck_bits(t->table[1]);
+        if (!gck_escapes(v, dtype) || gck_escape_kind(v, dtype) < gck_table_kinds(format)) {
+            continue;
+        }
+        if (t->used == 0) {
+            t->table[t->used++] = v;
+        } else if (bits != first && (t->used == 1 || ((first ^ second) >> 31 == 0 && (first ^ bits) >> 31 != 0))) {
+            t->table[1] = v;
+            t->used = 2;
+        }
+    }
+}
+
 /* Form B's code of v; adds to the table in order of appearance. */
 GCK_FN uint32_t gck_table_code(gck_format format, gck_escape_table *t, float v, gck_dtype dtype, float scale, float inv)
 {
@@ -102,8 +121,8 @@ GCK_FN uint32_t gck_table_code(gck_format format, gck_escape_table *t, float v, 
             return special + (uint32_t)(kinds + k);
         }
     }
-    if (t->used == size) {                               /* the largest of its sign that has a code */
-        return special + (kinds == 5 ? 3u : 1u) + (gck_bits(v) >> 31);
+    if (t->used == size) {                               /* MAX of its sign, or the first entry of its sign */
+        return special + 3u + (kinds == 5 ? gck_bits(v) >> 31 : (gck_bits(v) ^ gck_bits(t->table[0])) >> 31);
     }
     t->table[t->used] = v;
     return special + (uint32_t)(kinds + t->used++);
@@ -123,6 +142,9 @@ GCK_SLOW_FN void gck_encode_table(gck_format format, const void *x, gck_dtype dt
     uint32_t pending = 0;                                          /* bits not yet written */
     int npending = 0, at = 0;
 
+    if (gck_table_kinds(format) < 5) {
+        gck_fill_table(format, &t, x, dtype, count);
+    }
     for (int i = 0; i < GCK_GROUP; i++) {
         const float v = i < count ? gck_load(x, dtype, i) : 0.f;
         pending |= gck_table_code(format, &t, v, dtype, scale, inv) << npending;

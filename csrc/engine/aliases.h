@@ -6,20 +6,22 @@
 #ifndef GRADCKPT_ALIASES_H
 #define GRADCKPT_ALIASES_H
 
-#include "../torch/tensor.h"
+#include "../torch/input.h"
 
 typedef struct {
     PyObject *x, *fed;       /* owned: the first tensor, and what the function gets for it */
     int       packed;
-    PyObject *rows;          /* owned list of (x, fed, packed, version), from the second tensor on */
+    PyObject *rows;          /* owned list of (x, fed, packed, version), from the second tensor on, or from the
+                                first for which the function gets another */
+    int64_t   version;       /* of fed above; -1: it has none                              */
 } gck_aliases;
 
-/* x is an argument, and `fed` what the function gets for it; packed: it is kept as a
+/* in->x is an argument, and `fed` what the function gets for it; packed: it is kept as a
  * payload.  0 or -1. */
-int gck_aliases_add(gck_aliases *aliases, const gck_py *py, PyObject *x, PyObject *fed, int packed);
+int gck_aliases_add(gck_aliases *aliases, gck_py *py, gck_input *in, PyObject *fed, int packed);
 
-/* After the function has run: 0, or -1 with an exception when it wrote to memory that a
- * compressed argument shares with another. */
+/* After the function has run: what it wrote to a stand-in of an argument goes to the argument.  0, or -1 with an
+ * exception, also when it wrote to memory that a compressed argument shares with another. */
 int gck_aliases_check(gck_aliases *aliases, const gck_py *py);
 
 void gck_aliases_clear(gck_aliases *aliases);

@@ -3,7 +3,8 @@
  *
  * Only work that cannot be refused waits, on contiguous tensors; the rest is done at once.
  * Until gck_batch_flush() the bytes of its payloads, or the values of its tensors, are not
- * there: nobody else may read them. */
+ * there: nobody else may read them.  Memory is looked at in the flush, not before: what
+ * happens in between may run Python. */
 #ifndef GRADCKPT_BATCH_H
 #define GRADCKPT_BATCH_H
 
@@ -16,12 +17,9 @@ typedef struct gck_batch {
     const gck_codec *codec;
     int              decode;             /* what all of them wait for                       */
     int              n;
-    gck_tensor       view[GCK_BATCH];    /* without sizes and strides: contiguous           */
-    void            *bytes[GCK_BATCH];   /* memory of the payload                           */
-    gck_how          how[GCK_BATCH];
-    gck_dither       dither[GCK_BATCH];
-    PyObject        *tensor[GCK_BATCH];  /* owned: whose memory view is                     */
-    PyObject        *holder[GCK_BATCH];  /* owned: encode: the payload; decode: its buffer  */
+    gck_payload     *payload[GCK_BATCH]; /* all owned:                                      */
+    PyObject        *tensor[GCK_BATCH];  /* read or written                                 */
+    PyObject        *buffer[GCK_BATCH];  /* the bytes of the payload                        */
 } gck_batch;
 
 /* Empty; the arrays stay as they are. */
@@ -40,10 +38,9 @@ static inline int gck_batch_takes(const gck_batch *b, const gck_codec *codec, co
 }
 
 /* 0, or -1 with an exception: the batch was full or of another codec, and failed. */
-int gck_batch_add(gck_batch *b, const gck_codec *codec, PyObject *x, const gck_tensor *view, PyObject *holder,
-                  void *bytes, const gck_dither *dither);
+int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject *buffer);
 
-/* Do it, and be empty.  0 or -1 with an exception. */
+/* Do it, and be empty.  0 or -1 with an exception; 1: a codec that may refuse has. */
 int gck_batch_flush(gck_batch *b);
 
 /* Be empty without: for when an exception is pending. */

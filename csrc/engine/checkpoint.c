@@ -2,11 +2,8 @@
  * function once under the hooks. */
 #include "checkpoint.h"
 #include "../torch/dynamo.h"
-#include "function.h"
-#include "selective.h"
-
-#include <stdlib.h>
-#include <string.h>
+#include "node.h"
+#include "region.h"
 
 const char gck_checkpoint_doc[] =
     "checkpoint(function, *args, compress=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
@@ -77,92 +74,6 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
     return ok ? 0 : -1;
 }
 
-/* 1 when other saved-tensor hooks are active around us: payloads then go through them. */
-static int outer_hooks(const gck_py *py)
-{
-    PyObject *top;
-    int active;
-
-    top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
-    if (top == NULL) {
-        return -1;
-    }
-    active = top != Py_None;
-    Py_DECREF(top);
-    return active;
-}
-
-/* Entries for all arguments.  *fed_args, *fed_kwargs: what the forward gets, owned by the
- * caller.  0 or -1. */
-static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
-                          PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
-{
-    const Py_ssize_t nkw = kwargs != NULL ? PyDict_Size(kwargs) : 0;
-    PyObject *names = kwargs != NULL ? PySequence_Tuple(kwargs) : NULL;
-    PyObject *value = NULL;
-
-    PyObject *fed = PyList_New(0);               /* a tuple later: packing runs Python, which gc shows it to */
-
-    *fed_args = NULL;
-    *fed_kwargs = kwargs != NULL ? PyDict_New() : NULL;
-    frame->kwnames = names;
-    frame->args = calloc((size_t)(nargs + nkw) + 1, sizeof(gck_entry));
-    if (frame->args == NULL) {
-        PyErr_NoMemory();
-    }
-    if (fed == NULL || (kwargs != NULL && (names == NULL || *fed_kwargs == NULL)) || frame->args == NULL) {
-        Py_XDECREF(fed);
-        return -1;
-    }
-    frame->nargs = nargs;
-    frame->nkwargs = nkw;                        /* not yet packed entries are empty */
-    for (Py_ssize_t i = 0; i < nargs; i++) {
-        int status = gck_entry_pack(packing, args[i], 1, &frame->args[i], &value);
-        if (status == 0) {
-            status = PyList_Append(fed, value);
-            Py_CLEAR(value);
-        }
-        if (status < 0) {
-            Py_DECREF(fed);
-            return -1;
-        }
-    }
-    *fed_args = PyList_AsTuple(fed);
-    Py_DECREF(fed);
-    if (*fed_args == NULL) {
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < nkw; i++) {
-        PyObject *name = PyTuple_GetItem(names, i);
-        int status = gck_entry_pack(packing, PyDict_GetItemWithError(kwargs, name), 0, &frame->args[nargs + i], &value);
-        if (status == 0) {
-            status = PyDict_SetItem(*fed_kwargs, name, value);
-            Py_CLEAR(value);
-        }
-        if (status < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* The same, with the bytes of the payloads.  Before the forward runs: it may change them in place. */
-static int keep_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
-                          PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
-{
-    gck_batch batch;
-    int status;
-
-    gck_batch_begin(&batch, frame->state, 0);
-    packing->batch = &batch;
-    status = pack_arguments(frame, packing, args, nargs, kwargs, fed_args, fed_kwargs);
-    packing->batch = NULL;
-    if (status < 0) {
-        gck_batch_drop(&batch);
-    }
-    return status < 0 ? -1 : gck_batch_flush(&batch);
-}
-
 static PyObject *pack(PyObject *frame, PyObject *x) { return (PyObject *)gck_frame_add((gck_frame *)frame, x); }
 
 static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};
@@ -180,33 +91,6 @@ static void convert_stop_iteration(const gck_py *py)
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);
-}
-
-/* Push, call, pop: in one C function, so that no signal handler runs in between. */
-static PyObject *call_recorded(gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs)
-{
-    const gck_py *py = &frame->state->py;
-    PyObject *result;
-    gck_catch caught;
-
-    if (gck_catch_begin(frame->state, &caught, frame->store, NULL, 0) < 0) {
-        return NULL;
-    }
-    if (gck_hooks_push(py, &pack_def, &unpack_def, (PyObject *)frame) < 0) {
-        gck_catch_end(frame->state, &caught);
-        return NULL;
-    }
-    result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
-                             : PyObject_CallMethod(py->shim, "call_within", "OOOO", context, frame->function, args,
-                                                   kwargs ? kwargs : Py_None);
-    gck_hooks_pop(py);
-    if (gck_catch_end(frame->state, &caught) < 0) {
-        Py_CLEAR(result);
-    }
-    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
-        convert_stop_iteration(py);
-    }
-    return result;
 }
 
 /* With an accelerator in this torch: 1 when its state exists already. */
@@ -237,17 +121,12 @@ static int check_accelerator(const gck_py *py, int before)
     return after < 0 ? -1 : 0;
 }
 
-static void count_region(gck_state *state, const gck_plan *plan)
-{
-    state->stats.regions++;
-    state->stats.regions_asked += plan->codec != NULL;
-}
-
 /* The call with grad on. */
 static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
-    gck_packing packing = {state, *plan, outer_hooks(&state->py), 0, NULL, {NULL, NULL, 0, NULL}};
+    gck_packing packing = {.state = state, .plan = *plan};
+    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
     int initialized = 0;
@@ -255,41 +134,17 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     frame->function = Py_NewRef(o->function);
     frame->buffers_once = o->once;
     frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
-    if (packing.outer < 0 || preserve < 0 || frame->early_stop < 0) {
-        return NULL;
-    }
-    if (plan->codec != NULL) {
-        const int tracing = gck_tracing(&state->py);
-        if (tracing < 0) {
-            return NULL;
-        }
-        frame->asked = 1;
-        if (tracing) {
-            packing.plan.codec = NULL;
-            state->stats.kept[GCK_KEEP_TRACING]++;
-        }
-    }
-    count_region(state, plan);
-    if (keep_arguments(frame, &packing, args, nargs, kwargs, &fed_args, &fed_kwargs) < 0) {
-        goto exit;
-    }
-    frame->compressed = packing.payloads;
-    /* Without a payload the recompute sees what the forward saw, and decides alike. */
-    if (packing.payloads > 0 && plan->decisions && (frame->store = gck_decisions(state, plan->decisions > 1)) == NULL) {
-        goto exit;
-    }
-    if (gck_ambient_capture(&state->py, &frame->ambient, preserve, o->exact, fed_args, fed_kwargs) < 0
+    if (preserve < 0 || frame->early_stop < 0
+        || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0
         || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
-    if (packing.payloads == 0 || packing.aliases.rows == NULL) {
-        gck_aliases_clear(&packing.aliases);     /* the function may free what it takes out of a list */
+    result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
+    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
+        convert_stop_iteration(&state->py);
     }
-    result = call_recorded(frame, context, fed_args, fed_kwargs);
-    if (result != NULL && preserve && check_accelerator(&state->py, initialized) < 0) {
-        Py_CLEAR(result);
-    }
-    if (result != NULL && packing.payloads > 0 && gck_aliases_check(&packing.aliases, &state->py) < 0) {
+    if (result != NULL && ((preserve && check_accelerator(&state->py, initialized) < 0)
+                           || gck_aliases_check(&packing.aliases, &state->py) < 0)) {
         Py_CLEAR(result);
     }
     if (result != NULL) {

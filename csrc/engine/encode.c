@@ -12,9 +12,8 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
     gck_state *state = gck_state_of(module);
     PyObject *x, *key = Py_None;
     const char *name;
-    gck_tensor view;
-    unsigned long long seed;
-    unsigned int step, tensor;
+    unsigned long long seed = 0;
+    unsigned int step = 0, tensor = 0;
 
     if (!PyArg_ParseTuple(args, "Os|O:encode", &x, &name, &key)
         || (key != Py_None && !PyArg_ParseTuple(key, "KII:encode", &seed, &step, &tensor))) {
@@ -28,26 +27,27 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
     if (is_tensor <= 0) {
         return is_tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt.encode: expected a tensor, not %R", Py_TYPE(x));
     }
-    int verdict = gck_tracing(&state->py);
-    verdict = verdict < 0 ? -1 : verdict ? GCK_KEEP_TRACING : gck_tensor_view(&state->py, x, codec->dtypes, &view);
-    if (verdict < 0) {
-        return NULL;
-    }
-    if (verdict != GCK_COMPRESS) {
-        PyObject *dtype = PyObject_GetAttr(x, state->py.names.dtype);
+    gck_input in = gck_input_of(x);
+    const int tracing = gck_tracing(&state->py);
+    const int verdict = tracing != 0 ? tracing * GCK_KEEP_TRACING
+        : gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
+        : gck_input_judge(&state->py, &in, codec, 0);
+    const gck_dither dither = {seed, step, tensor};
+    PyObject *payload = NULL, *dtype;
+    int fits;
+
+    if (verdict == GCK_COMPRESS) {
+        payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL, &fits);
+        if (payload == NULL && !fits) {
+            PyErr_Format(PyExc_ValueError, "gradckpt.encode: codec '%s' cannot hold these values", codec->name);
+        }
+    } else if (verdict > 0 && (dtype = PyObject_GetAttr(x, state->py.names.dtype)) != NULL) {
         PyErr_Format(PyExc_TypeError, "gradckpt.encode: cannot encode this %s of dtype %S with codec '%s': %s; it takes "
                      "plain strided %s tensors on CPU and CUDA",
-                     ((PyTypeObject *)Py_TYPE(x)) == (PyTypeObject *)state->py.Tensor ? "tensor" : "tensor subclass",
-                     dtype ? dtype : Py_None, codec->name, gck_reason_text[verdict], accepted_dtypes(codec->dtypes));
-        Py_XDECREF(dtype);
-        return NULL;
+                     (PyObject *)Py_TYPE(x) == state->py.Tensor ? "tensor" : "tensor subclass", dtype, codec->name,
+                     gck_reason_text[verdict], accepted_dtypes(codec->dtypes));
+        Py_DECREF(dtype);
     }
-    int fits;
-    const gck_dither dither = key != Py_None ? (gck_dither){seed, step, tensor} : (gck_dither){0, 0, 0};
-    PyObject *payload = gck_payload_new(state, codec, x, &view, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL,
-                                        &fits);
-    if (payload == NULL && !fits) {
-        PyErr_Format(PyExc_ValueError, "gradckpt.encode: codec '%s' cannot hold these values", codec->name);
-    }
+    gck_input_clear(&in);
     return payload;
 }

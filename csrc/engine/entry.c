@@ -1,35 +1,31 @@
 /* entry.c: decides what becomes a payload and what is kept by reference, as torch does. */
 #include "entry.h"
 
+#include "rounding.h"
+
 #include <stdlib.h>
 
-/* GCK_COMPRESS with *view, a reason, or -1.  The order of the questions is the order of
- * their cost, and of what a user would want to hear first. */
-static int judge(gck_packing *p, PyObject *x, gck_tensor *view)
+/* GCK_COMPRESS, a reason, or -1.  The order of the questions is the order of their cost, and
+ * of what a user would want to hear first. */
+static int judge(gck_packing *p, gck_input *in)
 {
     gck_py *py = &p->state->py;
-    const int requires_grad = gck_attr_is_true(x, py->names.requires_grad);
-    int leaf, verdict;
 
-    if (requires_grad < 0) {
+    if (gck_input_read(py, in, GCK_FACT_GRAD) < 0) {
         return -1;
     }
-    if (!requires_grad && !p->plan.floating) {
+    if (!in->requires_grad && !p->plan.floating) {
         return GCK_KEEP_NO_GRAD;
     }
-    leaf = requires_grad ? gck_attr_is_true(x, py->names.is_leaf) : 0;
-    if (leaf < 0) {
+    if (gck_input_read(py, in, GCK_FACT_LEAF) < 0) {
         return -1;
     }
-    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway. */
-    if ((leaf && !p->plan.leaves) || (PyObject *)Py_TYPE(x) == py->Parameter) {
+    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway.  A fake-quantized forward gets a
+     * result of x in its place, which is no leaf: there every leaf stays. */
+    if ((in->requires_grad && in->leaf && (!p->plan.leaves || p->plan.replay)) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
         return GCK_KEEP_LEAF;
     }
-    verdict = gck_tensor_view(py, x, p->plan.codec->dtypes, view);
-    if (verdict != GCK_COMPRESS) {
-        return verdict;
-    }
-    return view->numel < p->plan.min_numel ? GCK_KEEP_SMALL : GCK_COMPRESS;
+    return gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
 }
 
 int gck_count_kept(gck_state *state, PyObject *x, int verdict)
@@ -43,14 +39,9 @@ int gck_count_kept(gck_state *state, PyObject *x, int verdict)
     }
     s->asked++;
     nbytes = PyObject_GetAttrString(x, "nbytes");
-    if (nbytes == NULL) {
-        PyErr_Clear();                           /* a subclass may refuse: the count goes without it */
-        return 0;
-    }
-    s->kept_bytes += PyLong_AsLongLong(nbytes);
-    Py_DECREF(nbytes);
-    PyErr_Clear();
-    return 0;
+    s->kept_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
+    Py_XDECREF(nbytes);
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;   /* a subclass may refuse: the count goes without it */
 }
 
 /* *forward := what the forward gets in place of x.  0 or -1. */
@@ -61,47 +52,34 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither)
-{
-    gck_rounding *r = &state->rounding;
-
-    if (!plan->stochastic) {
-        return NULL;
-    }
-    if (r->restored) {
-        *r = (gck_rounding){r->step + 1, 0, 0};
-    }
-    *dither = (gck_dither){plan->seed, r->step, r->tensor++};
-    return dither;
-}
-
-/* x becomes a payload: 1; or may not: 0; or -1. */
-static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
+/* in->x becomes a payload: 1; or may not: 0; or -1. */
+static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
 {
     gck_state *state = p->state;
-    gck_tensor view;
-    const int verdict = judge(p, x, &view);
-    PyObject *payload;
+    const int verdict = judge(p, in);
+    PyObject *payload = NULL;
+    gck_payload *first;
     gck_dither dither;
     /* Outer hooks and the replay read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.replay ? NULL : p->batch;
+    const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.replay ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
     int fits = 1;
 
-    if (verdict < 0) {
-        return -1;
-    }
     if (verdict != GCK_COMPRESS) {
-        return gck_count_kept(state, x, verdict);
+        return verdict < 0 ? -1 : gck_count_kept(state, in->x, verdict);
     }
-    payload = p->outer ? NULL : gck_payload_find(state, p->plan.codec, x, &view, p->plan.stochastic, batch);
-    if (payload != NULL) {
-        state->stats.shared++;
-    } else if (PyErr_Occurred()
-               || (payload = gck_payload_new(state, p->plan.codec, x, &view, gck_next_dither(state, &p->plan, &dither),
-                                             p->outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, batch, &fits)) == NULL) {
-        return fits ? -1 : gck_count_kept(state, x, GCK_KEEP_FIT);
+    first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
+    if (first != NULL || !PyErr_Occurred()) {
+        payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use, batch,
+                                  &fits);
     }
-    if (replay(p, x, payload, forward) < 0) {
+    Py_XDECREF((PyObject *)first);
+    if (payload == NULL) {
+        return fits ? -1 : gck_count_kept(state, in->x, GCK_KEEP_FIT);
+    }
+    if (replay(p, in->x, payload, forward) < 0
+        || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0)) {
+        Py_CLEAR(*forward);
         Py_DECREF(payload);
         return -1;
     }
@@ -112,12 +90,12 @@ static int encode(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forw
     return 1;
 }
 
-/* The same, and x is known to the check of aliases. */
-static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
+/* The same, and the tensor is known to the check of aliases. */
+static int pack_payload(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
 {
-    const int packed = encode(p, x, entry, forward);
+    const int packed = encode(p, in, entry, forward);
 
-    if (packed >= 0 && gck_aliases_add(&p->aliases, &p->state->py, x, packed ? *forward : x, packed) < 0) {
+    if (packed >= 0 && gck_aliases_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x, packed) < 0) {
         gck_entry_clear(entry);
         Py_CLEAR(*forward);
         return -1;
@@ -125,65 +103,41 @@ static int pack_payload(gck_packing *p, PyObject *x, gck_entry *entry, PyObject 
     return packed;
 }
 
-int gck_entry_encode(gck_packing *p, PyObject *x, gck_entry *entry)
-{
-    PyObject *forward = NULL;
-    const int packed = pack_payload(p, x, entry, &forward);
-
-    Py_XDECREF(forward);
-    return packed;
-}
-
-/* -1 with an exception: inference tensors have no version. */
-static int64_t version_of(const gck_py *py, PyObject *x)
-{
-    PyObject *value = PyObject_GetAttr(x, py->names._version);
-    const int64_t version = value == NULL ? -1 : PyLong_AsLongLong(value);
-
-    Py_XDECREF(value);
-    return version;
-}
-
+/* 1, 0, or -1.  A subclass that refuses to say is none. */
 static int is_inference(PyObject *x)
 {
     PyObject *value = PyObject_CallMethod(x, "is_inference", NULL);
     const int truth = value == Py_True;
 
     Py_XDECREF(value);
-    PyErr_Clear();
-    return truth;
+    return value == NULL ? gck_clear_refusal() : truth;
 }
 
 _Thread_local int gck_entry_of_region;
-
-int gck_entry_is_unchanged(gck_state *state, const gck_entry *entry)
-{
-    const int64_t now = version_of(&state->py, entry->value);
-
-    return now < 0 ? -1 : now == entry->version;
-}
 
 /* A positional tensor that stays is what autograd calls a saved tensor.  With saved-tensor
  * hooks around us it becomes torch's SavedTensor, which goes through them (R2).  Without,
  * that would only hold the tensor and its version, which we do ourselves for a tenth of
  * the cost.  SavedTensor also refuses inference tensors, with the words users know. */
-int gck_entry_keep(const gck_packing *p, PyObject *x, gck_entry *entry)
+int gck_entry_keep(const gck_packing *p, gck_input *in, gck_entry *entry)
 {
-    const gck_py *py = &p->state->py;
+    gck_py *py = &p->state->py;
     PyObject *saved;
+    int inference = 1;
 
     if (!p->outer) {
-        const int64_t version = version_of(py, x);
-        const int leaf = version >= 0 ? gck_attr_is_true(x, py->names.is_leaf) : -1;
-        /* x.detach() of an inference tensor has a version, and is one: torch refuses it below. */
-        if (leaf >= 0 && !(leaf && is_inference(x))) {
-            *entry = (gck_entry){GCK_VERSIONED, Py_NewRef(x), version, leaf, NULL, 0};
-            return 0;
+        if (gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_LEAF) < 0) {
+            return -1;
         }
-        PyErr_Clear();
+        /* x.detach() of an inference tensor has a version, and is one: torch refuses it below. */
+        inference = in->version < 0 ? 1 : in->leaf ? is_inference(in->x) : 0;
+    }
+    if (inference == 0) {
+        *entry = (gck_entry){GCK_VERSIONED, Py_NewRef(in->x), in->version, in->leaf, NULL, 0};
+        return 0;
     }
     gck_entry_of_region++;
-    saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, x, Py_False, NULL);
+    saved = inference > 0 ? PyObject_CallFunctionObjArgs(py->make_saved_tensor, in->x, Py_False, NULL) : NULL;
     gck_entry_of_region--;
     if (saved == NULL) {
         return -1;
@@ -197,48 +151,57 @@ static int is_container(gck_py *py, PyObject *x)
 {
     int known = PyDict_Contains(py->supported_nodes, (PyObject *)Py_TYPE(x));
 
-    if (known < 0 && PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear();
-        known = 0;
+    if (known < 0) {
+        known = gck_clear_refusal();
     }
-    return known != 0 ? known : PyTuple_Check(x) && PyObject_HasAttrString(x, "_fields");
+    return known != 0 || !PyTuple_Check(x) ? known : gck_has_attribute(x, "_fields");
 }
 
-/* Pack the leaves of a container.  It is kept whole, by reference, unless a leaf became
- * a payload: 1 packed, 0 not, -1. */
+/* Keep x, which is no container.  1: as a payload, or as an input of a node; 0: by reference; -1. */
+static int pack_leaf(gck_packing *p, gck_input *in, int tensor, int positional, gck_entry *entry, PyObject **forward)
+{
+    int packed = tensor && p->plan.codec != NULL ? pack_payload(p, in, entry, forward) : 0;
+
+    if (tensor && packed >= 0 && p->inputs != NULL && PyList_Append(p->inputs, in->x) < 0) {
+        gck_entry_clear(entry);
+        return -1;
+    }
+    if (packed != 0) {
+        return packed;
+    }
+    if (tensor && (positional || p->inputs != NULL)) {
+        return gck_entry_keep(p, in, entry) < 0 ? -1 : p->inputs != NULL;
+    }
+    *entry = (gck_entry){GCK_KEPT, Py_NewRef(in->x), 0, 0, NULL, 0};
+    return 0;
+}
+
+/* Pack the leaves of a container.  It is kept whole, by reference, unless one became
+ * a payload or an input of a node: 1 packed, 0 not, -1. */
 static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_entry *entry, PyObject **forward)
 {
     const Py_ssize_t n = PyList_Size(leaves);
     gck_entry tree = {GCK_TREE, NULL, 0, 0, calloc((size_t)n + 1, sizeof(gck_entry)), n};
-    PyObject *fed = PyList_New(n);
-    const int before = p->payloads;
-    int result = -1;
+    PyObject *fed = PyList_New(0);
+    int result = 0;
 
     if (tree.leaves == NULL || fed == NULL) {
         PyErr_NoMemory();
-        goto exit;
+        result = -1;
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *leaf = PyList_GetItem(leaves, i);              /* borrowed */
-        PyObject *value = NULL;
-        const int tensor = gck_is_tensor(&p->state->py, leaf);
-        int packed = tensor > 0 ? pack_payload(p, leaf, &tree.leaves[i], &value) : tensor;
-        if (packed < 0) {
-            goto exit;
-        }
-        if (!packed) {
-            tree.leaves[i] = (gck_entry){GCK_KEPT, Py_NewRef(leaf), 0, 0, NULL, 0};
-            value = Py_NewRef(leaf);
-        }
-        PyList_SetItem(fed, i, value);                           /* takes it */
+    for (Py_ssize_t i = 0; result >= 0 && i < n; i++) {
+        PyObject *leaf = PySequence_GetItem(leaves, i), *value = NULL;
+        gck_input in = {.x = leaf};
+        const int tensor = leaf != NULL ? gck_is_tensor(&p->state->py, leaf) : -1;
+        const int packed = tensor < 0 ? -1 : pack_leaf(p, &in, tensor, 0, &tree.leaves[i], &value);
+        result = packed < 0 || PyList_Append(fed, value != NULL ? value : leaf) < 0 ? -1 : result | packed;
+        Py_XDECREF(value);
+        gck_input_clear(&in);
     }
-    result = p->payloads > before;
     if (result == 1 && p->plan.replay) {
         *forward = PyObject_CallFunctionObjArgs(p->state->py.tree_unflatten, fed, spec, NULL);
         result = *forward == NULL ? -1 : 1;
     }
-
-exit:
     Py_XDECREF(fed);
     if (result == 1) {
         tree.value = Py_NewRef(spec);
@@ -265,66 +228,56 @@ static int pack_container(gck_packing *p, PyObject *x, gck_entry *entry, PyObjec
 int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry, PyObject **forward)
 {
     gck_py *py = &p->state->py;
+    gck_input in = gck_input_of(x);
     const int tensor = gck_is_tensor(py, x);
     int packed = tensor < 0 ? -1 : 0;
 
     *forward = NULL;
-    if (p->plan.codec != NULL && tensor > 0) {
-        packed = pack_payload(p, x, entry, forward);
-    } else if (p->plan.codec != NULL && tensor == 0) {
+    if (tensor == 0 && (p->plan.codec != NULL || p->nested)) {
         const int container = is_container(py, x);
         packed = container > 0 ? pack_container(p, x, entry, forward) : container;
     }
     if (packed == 0) {
-        if (tensor && positional) {
-            packed = gck_entry_keep(p, x, entry);
-        } else {
-            *entry = (gck_entry){GCK_KEPT, Py_NewRef(x), 0, 0, NULL, 0};
-        }
+        packed = pack_leaf(p, &in, tensor, positional, entry, forward);
     }
     if (packed < 0) {
         Py_CLEAR(*forward);
-        return -1;
-    }
-    if (*forward == NULL) {
+    } else if (*forward == NULL) {
         *forward = Py_NewRef(x);
     }
-    return 0;
+    gck_input_clear(&in);
+    return packed < 0 ? -1 : 0;
 }
 
 /* ---- the other way ---- */
 
-static PyObject *restore_versioned(gck_state *state, const gck_entry *entry)
+static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t version, int was_leaf)
 {
-    const int64_t now = version_of(&state->py, entry->value);
-    const int leaf = entry->leaf || now < 0 ? 0 : gck_attr_is_true(entry->value, state->py.names.is_leaf);
+    gck_input in = {.x = x};
 
-    if (now < 0 || leaf < 0) {
+    if (gck_input_read(&state->py, &in, GCK_FACT_VERSION | (was_leaf ? 0 : GCK_FACT_LEAF)) < 0) {
         return NULL;
     }
-    if (leaf) {
+    if (in.leaf) {
         PyErr_SetString(PyExc_RuntimeError,
                         "Trying to use a saved tensor that has been detached in-place, i.e. with .detach_()."
                         "This is not supported, please use out-of-place `.detach()` instead");
         return NULL;
     }
-    if (now != entry->version) {
-        PyObject *raised = PyObject_CallMethod(state->py.shim, "raise_modified", "OL", entry->value,
-                                               (long long)entry->version);
-        Py_XDECREF(raised);
-        return NULL;
+    if (in.version != version) {
+        return PyObject_CallMethod(state->py.shim, "raise_modified", "OL", x, (long long)version);
     }
-    return Py_NewRef(entry->value);
+    return Py_NewRef(x);
 }
 
 /* Containers are put together by code of the user, which may look at the values. */
-static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch)
+static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
 {
     PyObject *leaves = PyList_New(entry->nleaves);
     PyObject *tree = NULL;
 
     for (Py_ssize_t i = 0; leaves != NULL && i < entry->nleaves; i++) {
-        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i], batch);
+        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i], batch, inputs);
         if (leaf == NULL) {
             Py_CLEAR(leaves);
         } else {
@@ -338,15 +291,49 @@ static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batc
     return tree;
 }
 
-PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch)
+/* New reference: x without history, requiring grad when x does; also in the list.  Takes x over. */
+static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
 {
-    switch (entry->kind) {
-    case GCK_SAVED:     return PyObject_CallMethodObjArgs(entry->value, state->py.names.unpack, NULL);
-    case GCK_VERSIONED: return restore_versioned(state, entry);
-    case GCK_PAYLOAD:   return gck_payload_restore((gck_payload *)entry->value, batch);
-    case GCK_TREE:      return restore_tree(state, entry, batch);
-    default:            return Py_NewRef(entry->value);
+    PyObject *copy = x != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
+    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
+
+    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0 || PyList_Append(inputs, copy) < 0) {
+        Py_CLEAR(copy);
     }
+    Py_XDECREF(x);
+    Py_XDECREF(grad);
+    return copy;
+}
+
+PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
+{
+    PyObject *value = Py_NewRef(entry->value), *x;           /* what runs here may empty the entry */
+
+    switch (entry->kind) {
+    case GCK_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
+    case GCK_VERSIONED: x = restore_versioned(state, value, entry->version, entry->leaf); break;
+    case GCK_PAYLOAD:   x = gck_payload_restore((gck_payload *)value, batch); break;
+    case GCK_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
+    default:            return value;
+    }
+    Py_DECREF(value);
+    return inputs == NULL ? x : as_input(&state->py, x, inputs);
+}
+
+int gck_entry_touch(gck_state *state, gck_entry *entry)
+{
+    int status = 0;
+
+    if (entry->kind == GCK_VERSIONED) {
+        gck_input in = gck_input_of(entry->value);
+        status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
+        entry->version = in.version;
+        gck_input_clear(&in);
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
+        status = gck_entry_touch(state, &entry->leaves[i]);
+    }
+    return status;
 }
 
 int gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg)

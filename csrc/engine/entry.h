@@ -30,6 +30,9 @@ typedef struct {
     int        payloads;     /* out: how many entries became payloads                         */
     gck_batch *batch;        /* where encoding may wait                                       */
     gck_aliases aliases;     /* out, with a codec: the tensors; to be cleared                 */
+    PyObject  *inputs;       /* list, out: tensors, which become inputs of a node and are checked
+                                against their versions; NULL: the region is no node           */
+    int        nested;       /* those in containers, too                                      */
 } gck_packing;
 
 /* Keep x in *entry.  positional: torch version-checks such tensors.  *forward takes a new
@@ -37,26 +40,22 @@ typedef struct {
  * payload gives back.  0, or -1 with an exception and *entry empty. */
 int gck_entry_pack(gck_packing *packing, PyObject *x, int positional, gck_entry *entry, PyObject **forward);
 
-/* *entry becomes a payload: 1; or x may not, and *entry is left alone: 0; or -1. */
-int gck_entry_encode(gck_packing *packing, PyObject *x, gck_entry *entry);
-/* Keep x itself, as autograd keeps a saved tensor: through the outer hooks, or with its
+/* A node keeps what its function has left in its inputs, as autograd's: the versions of now.  0 or -1. */
+int gck_entry_touch(gck_state *state, gck_entry *entry);
+
+/* Keep in->x itself, as autograd keeps a saved tensor: through the outer hooks, or with its
  * version.  0 or -1. */
-int gck_entry_keep(const gck_packing *packing, PyObject *x, gck_entry *entry);
+int gck_entry_keep(const gck_packing *packing, gck_input *in, gck_entry *entry);
 
 /* Not 0 while a region hands what it keeps to outer hooks: no autograd node saves that. */
 extern _Thread_local int gck_entry_of_region;
 
-/* A GCK_VERSIONED tensor has not been written to since: 1, 0, -1. */
-int gck_entry_is_unchanged(gck_state *state, const gck_entry *entry);
-
-/* In stats(): x stays for this reason.  Returns 0. */
+/* In stats(): x stays for this reason.  0 or -1. */
 int gck_count_kept(gck_state *state, PyObject *x, int verdict);
 
-/* The noise of the next tensor in *dither; NULL: to nearest. */
-const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, gck_dither *dither);
-
-/* New reference: the argument for the recompute; its values may wait in `batch`. */
-PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch);
+/* New reference: the argument for the recompute; its values may wait in `batch`.  inputs: NULL,
+ * or a list that gets its tensors, which then have no history. */
+PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs);
 
 int  gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg);
 void gck_entry_clear(gck_entry *entry);

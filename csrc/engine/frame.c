@@ -1,6 +1,8 @@
 /* frame.c: heap types Frame, Holder and Recompute: slots, tables, lifetimes. */
 #include "frame.h"
 
+#include "rounding.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,6 +13,7 @@ gck_frame *gck_frame_new(gck_state *state)
     if (frame != NULL) {
         memset((char *)frame + sizeof(PyObject), 0, sizeof *frame - sizeof(PyObject));
         frame->state = state;
+        frame->rounding = gck_rounding_of_region(state);
         PyObject_GC_Track(frame);
     }
     return frame;
@@ -77,8 +80,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->parameters);
     Py_VISIT((PyObject *)frame->store);
     Py_VISIT(frame->policy_fn);
-    Py_VISIT(frame->spec);
-    Py_VISIT(frame->hidden);
+    Py_VISIT(frame->parameters_in);
     Py_VISIT(frame->outputs);
     for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
         int result = gck_entry_traverse(&frame->args[i], visit, arg);
@@ -107,11 +109,8 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->parameters);
     Py_CLEAR(frame->store);
     Py_CLEAR(frame->policy_fn);
-    Py_CLEAR(frame->spec);
-    Py_CLEAR(frame->hidden);
+    Py_CLEAR(frame->parameters_in);
     Py_CLEAR(frame->outputs);
-    free(frame->tensor_at);
-    frame->tensor_at = NULL;
     gck_ambient_clear(&frame->ambient);
     return 0;
 }

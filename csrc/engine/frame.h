@@ -82,15 +82,13 @@ struct gck_frame {
     int             asked;         /* compression was asked for                          */
     int             buffers_once;  /* put running statistics back after a recompute      */
     int             compressed;    /* entries that are payloads                          */
+    gck_rounding    rounding;      /* where the noise of what is encoded inside begins   */
     gck_store      *store;         /* outputs that the recompute gets from the forward; NULL: none */
     PyObject       *policy_fn;     /* owned; NULL: the store's names are the policy      */
-    /* Of SelectiveRecompute only: */
-    gck_plan        plan;          /* of its inputs                                      */
-    PyObject       *spec;          /* how leaves make up (args, kwargs); NULL: they are args */
-    PyObject       *outputs;       /* (leaves, spec) of what it returned; NULL: one tensor */
-    unsigned char  *tensor_at;     /* which of those leaves are tensors; calloc          */
-    PyObject       *hidden;        /* list: parameters that are inputs of the node       */
-    int             known_leaves;  /* `hidden` are all that it uses besides arguments */
+    /* Of a region that is one node of the graph (node.h): */
+    int             reentrant;     /* as torch's reentrant form                          */
+    PyObject       *parameters_in; /* list: inputs of the node after the arguments; NULL: not all are known */
+    PyObject       *outputs;       /* (leaves, spec) until they are put together; NULL: one tensor */
     gck_holder    **slots;         /* borrowed; NULL: that part of the graph is freed    */
     gck_meta       *metas;         /* one per slot when check_metadata                   */
     Py_ssize_t      nslots, capacity;

@@ -141,16 +141,12 @@ static PyObject *calls_of(gck_dispatch *d, int make)
 /* The operators of a policy that names them: index, -1 for any other; -2: it is a function. */
 static int named(const gck_dispatch *d)
 {
-    return d->store->names->asks ? -2 : gck_store_find(d->store, d->func, d->args, d->kwargs);
+    return d->store->policy != NULL && d->store->policy->asks ? -2 : gck_store_find(d->store, d->func, d->args, d->kwargs);
 }
 
-static int record_answer(gck_dispatch *d, PyObject *out)
+/* Of a policy that is a function: what it says of this call. */
+static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
 {
-    const int i = named(d);
-
-    if (i > -2) {
-        return i < 0 ? 0 : gck_record_call(d->store, i, out);
-    }
     PyObject *calls = calls_of(d, 1);
     PyObject *index = calls != NULL ? PyLong_FromSsize_t(PyDict_Size(calls)) : NULL;
     PyObject *answer = NULL;
@@ -161,8 +157,20 @@ static int record_answer(gck_dispatch *d, PyObject *out)
     if (index != NULL && gck_store_skip(d->store, calls, index) == 0 && (answer = ask(d, out)) != NULL) {
         keep = understand(d, answer, &plan);
     }
-    if (keep > 0) {
+    if (keep > 0 && plan.codec != NULL && plan.decisions > d->store->decisions
+        && gck_region_decides_from(d->store->state, d->store, plan.decisions) < 0) {
+        keep = -1;
+    }
+    const gck_named *deciding = keep >= 0 ? gck_store_deciding(d->store, d->key, d->args, d->kwargs) : NULL;
+    if (deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE)) {
+        const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
+        keep = gck_store_decide(d->store, calls, index, &call, deciding->form, out) == 0 ? 2 : -1;
+    } else if (keep > 0) {
         keep = gck_store_keep(d->store, calls, index, out, &plan);
+        keep = keep == 0 ? 2 : -1;
+    }
+    if (keep > 1) {
+        keep = draw->before != NULL ? gck_store_drew(d->store, d->key, index, draw) : 0;
     }
     Py_XDECREF(index);
     Py_XDECREF(answer);
@@ -196,30 +204,44 @@ static PyObject *replay_answer(gck_dispatch *d, int *again)
     PyObject *index = next_index(d);
     PyObject *calls = index != NULL ? calls_of(d, 0) : NULL;
     PyObject *out = NULL;
+    const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
 
     if (index != NULL && !PyErr_Occurred()) {
-        out = gck_store_replay(d->store, d->func, calls, index, again);
+        out = gck_store_replay(d->store, &call, d->key, calls, index, 0, again);
     }
     Py_XDECREF(index);
     return out;
 }
 
+static PyObject *run_call(const gck_call *call) { return PyObject_Call(call->with, call->args, call->kwargs); }
+
 static PyObject *replay(gck_dispatch *d)
 {
     const int i = named(d);
+    const gck_call call = {d->key, d->args, d->kwargs, run_call, d->call};
     int again = i == -1;
-    PyObject *out = i >= 0 ? gck_replay_call(d->store, i, d->store->lines[i].next++, &again) : i == -2 ? replay_answer(d, &again) : NULL;
+    PyObject *out = i >= 0 ? gck_replay_call(d->store, i, d->store->lines[i].next++, &call) : i == -2 ? replay_answer(d, &again) : NULL;
 
-    return again ? PyObject_Call(d->call, d->args, d->kwargs) : out;
+    return again ? run_call(&call) : out;
 }
 
 static PyObject *record(gck_dispatch *d)
 {
-    PyObject *out = PyObject_Call(d->call, d->args, d->kwargs);
+    const int i = named(d);
+    const gck_call call = {d->key, d->args, d->kwargs, run_call, d->call};
+    gck_py *py = &d->store->state->py;
+    gck_draw draw = {NULL, NULL};
 
-    if (out != NULL && record_answer(d, out) < 0) {
+    if (i >= -1) {
+        return i >= 0 ? gck_record_call(d->store, i, &call) : run_call(&call);
+    }
+    const int draws = gck_op_draws(py, d->func);
+    PyObject *out = draws < 0 || (draws && gck_draw_begin(py, d->args, d->kwargs, &draw) < 0) ? NULL : run_call(&call);
+
+    if (out != NULL && record_answer(d, &draw, out) < 0) {
         Py_CLEAR(out);
     }
+    gck_draw_clear(&draw);
     return out;
 }
 
@@ -267,25 +289,29 @@ static PyObject *context_enter(PyObject *self, PyObject *unused)
     gck_store *store = (gck_store *)PyObject_GetAttrString(self, "_store");
     PyObject *replay = store != NULL ? PyObject_GetAttrString(self, "_replay") : NULL, *result = NULL;
     const int by_key = replay != NULL ? may_use_key(&store->state->py, self) : -1;
-    gck_active *active;
+    gck_active *active = NULL;
 
     (void)unused;
-    if (by_key > 0) {
-        active = malloc(sizeof *active);
-        if (active == NULL) {
-            PyErr_NoMemory();
-        } else if (gck_selective_begin(store->state, active, store, replay == Py_True) < 0) {
-            free(active);
-        } else {
-            active->context = self;
-            result = Py_NewRef(self);
-        }
-    } else if (by_key == 0) {
-        if (replay == Py_True) {
+    if (by_key < 0 || (replay == Py_False && gck_region_decides(store->state, 0, &store) < 0)) {
+        goto exit;
+    }
+    if ((active = malloc(sizeof *active)) == NULL) {
+        PyErr_NoMemory();
+    } else if (gck_selective_begin(store->state, active, store, replay == Py_True, by_key) < 0) {
+        free(active);
+    } else {
+        active->context = self;
+        if (!by_key && replay == Py_True) {
             gck_store_rewind(store);
         }
-        result = PyObject_CallMethod(self, "enter_mode", NULL);
+        result = by_key ? Py_NewRef(self) : PyObject_CallMethod(self, "enter_mode", NULL);
+        if (result == NULL) {
+            gck_selective_end(store->state, active);
+            free(active);
+        }
     }
+
+exit:
     Py_XDECREF((PyObject *)store);
     Py_XDECREF(replay);
     return result;
@@ -297,9 +323,13 @@ static PyObject *context_exit(PyObject *self, PyObject *error)
     gck_active *active = store != NULL ? gck_active_of(store->state, self) : NULL;
     PyObject *method, *result;
 
+    const int by_key = active != NULL && active->by_key;
+
     if (active != NULL) {
         gck_selective_end(store->state, active);
         free(active);
+    }
+    if (by_key) {
         result = Py_NewRef(Py_None);
     } else {
         method = store != NULL ? PyObject_GetAttrString(self, "exit_mode") : NULL;

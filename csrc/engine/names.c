@@ -11,6 +11,7 @@ static int names_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     for (int i = 0; i < self->n; i++) {
         Py_VISIT(self->named[i].op);
+        Py_VISIT(self->named[i].form);
     }
     Py_VISIT(self->wanted);
     return 0;
@@ -24,6 +25,7 @@ static void names_dealloc(PyObject *op)
     PyObject_GC_UnTrack(op);
     for (int i = 0; i < self->n; i++) {
         Py_XDECREF(self->named[i].op);
+        Py_XDECREF(self->named[i].form);
     }
     Py_XDECREF(self->wanted);
     free(self->named);
@@ -47,16 +49,18 @@ PyType_Spec gck_names_spec = {
 
 static int read_row(gck_state *state, PyObject *row, gck_named *named)
 {
-    PyObject *op, *compress;
+    PyObject *op, *compress, *form;
     int keep;
 
-    if (!PyArg_ParseTuple(row, "OiOiii", &op, &keep, &compress, &named->every, &named->phase, &named->group)
+    if (!PyArg_ParseTuple(row, "OiOiiiO", &op, &keep, &compress, &named->every, &named->phase, &named->group, &form)
         || gck_options_plan(state, compress, &named->plan) < 0) {
         return -1;
     }
     named->op = Py_NewRef(op);
+    named->form = form != Py_None ? Py_NewRef(form) : NULL;
     named->keep = (gck_keep)keep;
-    return 0;
+    named->draws = gck_op_draws(&state->py, op);
+    return named->draws < 0 ? -1 : 0;
 }
 
 PyObject *gck_make_names(PyObject *module, PyObject *args)
@@ -72,7 +76,7 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "make_names takes a tuple of rows or None, not %R", rows);
     }
     const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Size(rows);
-    self->n = self->ngroups = 0;
+    self->n = self->ngroups = self->decisions = 0;
     self->wanted = Py_NewRef(wanted);
     self->asks = rows == Py_None;
     if ((self->named = calloc((size_t)n + 1, sizeof *self->named)) == NULL) {
@@ -83,6 +87,7 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
         gck_named *named = &self->named[self->n++];
         status = read_row(state, PyTuple_GetItem(rows, i), named);
         self->ngroups = named->group >= self->ngroups ? named->group + 1 : self->ngroups;
+        self->decisions = named->plan.decisions > self->decisions ? named->plan.decisions : self->decisions;
     }
     PyObject_GC_Track((PyObject *)self);
     if (status < 0) {

@@ -25,7 +25,7 @@ static int keep_candidate(gck_store *store, PyObject *x, PyObject *name)
     int line, status = -1;
 
     if (found != NULL && PyArg_ParseTuple(found, "OiO", &out, &line, &index)) {
-        status = gck_store_keep(store, store->lines[line].calls, index, out, &store->names->named[line].plan);
+        status = gck_store_keep(store, store->lines[line].calls, index, out, &store->policy->named[line].plan);
         store->met++;
     }
     Py_XDECREF(found);
@@ -34,7 +34,7 @@ static int keep_candidate(gck_store *store, PyObject *x, PyObject *name)
 
 int gck_store_name(gck_store *store, PyObject *x, PyObject *name)
 {
-    const int wanted = PySet_Contains(store->names->wanted, name);
+    const int wanted = store->policy != NULL ? PySet_Contains(store->policy->wanted, name) : 0;
 
     return wanted > 0 ? keep_candidate(store, x, name) : wanted;
 }
@@ -43,15 +43,15 @@ int gck_store_finish(gck_store *store)
 {
     PyObject *warned;
 
-    if (PySet_Size(store->names->wanted) == 0) {
+    if (store->policy == NULL || PySet_Size(store->policy->wanted) == 0) {
         return 0;
     }
     Py_CLEAR(store->candidates);
     if (store->met > 0) {
         return 0;
     }
-    warned = PyObject_CallMethod(store->state->py.selection, "warn_unnamed", "OO", (PyObject *)store->names,
-                                 store->names->wanted);
+    warned = PyObject_CallMethod(store->state->py.selection, "warn_unnamed", "OO", (PyObject *)store->policy,
+                                 store->policy->wanted);
     Py_XDECREF(warned);
     return warned == NULL ? -1 : 0;
 }

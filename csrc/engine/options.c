@@ -148,6 +148,7 @@ static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
         plan->min_numel = min_numel;
         plan->seed = seed;
         plan->codec = gck_codec_find(codec);
+        plan->replay &= plan->codec->max_error > 0;        /* an exact codec gives back what the forward has anyway */
     }
     Py_DECREF(parsed);
     return ok ? 0 : -1;

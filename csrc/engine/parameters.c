@@ -3,69 +3,99 @@
 
 enum { MAX_KNOWN = 4096 };         /* dead modules leave entries behind: start afresh then */
 
-PyObject *gck_module_behind(const gck_py *py, PyObject *function)
+/* New reference: an attribute, or NULL without an exception when there is none. */
+static PyObject *attribute(PyObject *x, PyObject *name)
 {
-    PyObject *owner;
+    PyObject *value = PyObject_GetAttr(x, name);
 
-    while (PyObject_IsInstance(function, py->partial) == 1) {
-        PyObject *inner = PyObject_GetAttrString(function, "func");
-        if (inner == NULL) {
-            PyErr_Clear();
-            return NULL;
-        }
-        Py_DECREF(inner);                        /* the partial holds it */
-        function = inner;
+    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
     }
-    if (PyObject_IsInstance(function, py->Module) == 1) {
-        return function;
+    return value;
+}
+
+int gck_module_behind(const gck_py *py, PyObject *function, PyObject **module)
+{
+    PyObject *x = Py_NewRef(function), *inner;
+    int is = PyObject_IsInstance(x, py->partial);
+
+    while (is > 0 && (inner = attribute(x, py->names.func)) != NULL) {
+        Py_DECREF(x);
+        x = inner;
+        is = PyObject_IsInstance(x, py->partial);
     }
-    owner = PyObject_GetAttr(function, py->names.__self__);
-    PyErr_Clear();
-    Py_XDECREF(owner);                           /* the method holds it */
-    return owner != NULL && PyObject_IsInstance(owner, py->Module) == 1 ? owner : NULL;
+    if (is == 0 && (is = PyObject_IsInstance(x, py->Module)) == 0) {
+        inner = attribute(x, py->names.__self__);
+        Py_DECREF(x);
+        x = inner;
+        is = x != NULL ? PyObject_IsInstance(x, py->Module) : 0;
+    }
+    *module = is > 0 && !PyErr_Occurred() ? x : NULL;
+    if (*module == NULL) {
+        Py_XDECREF(x);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* 1 when the object was seen before: by identity, since a module need not be hashable; 0; -1. */
+static int see(PyObject *seen, PyObject *x)
+{
+    PyObject *key = PyLong_FromVoidPtr(x);
+    int known = key != NULL ? PyDict_Contains(seen, key) : -1;
+
+    if (known == 0 && PyDict_SetItem(seen, key, x) < 0) {
+        known = -1;
+    }
+    Py_XDECREF(key);
+    return known;
+}
+
+/* New reference: the values of an attribute that is a dict.  A list: asking a value runs Python, which may change the dict. */
+static PyObject *values_of(PyObject *module, PyObject *name)
+{
+    PyObject *dict = PyObject_GetAttr(module, name);
+    PyObject *values = dict != NULL ? PyMapping_Values(dict) : NULL;
+
+    Py_XDECREF(dict);
+    return values;
 }
 
 /* Those of module and its children that require grad, each once.  0 or -1. */
 static int collect_parameters(const gck_py *py, PyObject *module, PyObject *list, PyObject *seen)
 {
     PyObject *const names[] = {py->names._parameters, py->names._modules};
+    int status = 0;
 
-    for (int k = 0; k < 2; k++) {
-        PyObject *dict = PyObject_GetAttr(module, names[k]), *value;
-        Py_ssize_t at = 0;
-        int status = dict != NULL && PyDict_Check(dict) ? 0 : -1;
-        while (status == 0 && PyDict_Next(dict, &at, NULL, &value)) {
-            if (value == Py_None || (status = PySet_Contains(seen, value)) != 0) {
-                status = status > 0 ? 0 : status;
-                continue;
-            }
-            status = PySet_Add(seen, value);
-            if (status == 0 && k == 1) {
+    for (int k = 0; k < 2 && status == 0; k++) {
+        PyObject *values = values_of(module, names[k]);
+        status = values == NULL ? -1 : 0;
+        for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(values); i++) {
+            PyObject *value = PyList_GetItem(values, i);
+            const int known = value == Py_None ? 1 : see(seen, value);
+            if (known != 0) {
+                status = known < 0 ? -1 : 0;
+            } else if (k == 1) {
                 status = collect_parameters(py, value, list, seen);
-            } else if (status == 0) {
+            } else {
                 const int grad = gck_attr_is_true(value, py->names.requires_grad);
                 status = grad > 0 ? PyList_Append(list, value) : grad;
             }
         }
-        Py_XDECREF(dict);
-        if (status < 0) {
-            return -1;
-        }
+        Py_XDECREF(values);
     }
-    return 0;
+    return status;
 }
 
 PyObject *gck_parameters_of(const gck_py *py, PyObject *module)
 {
-    PyObject *list = PyList_New(0), *seen = PySet_New(NULL);
+    PyObject *list = PyList_New(0), *seen = PyDict_New();
 
-    if (list == NULL || seen == NULL || (module != NULL && collect_parameters(py, module, list, seen) < 0)) {
+    if (list == NULL || seen == NULL || collect_parameters(py, module, list, seen) < 0) {
         Py_CLEAR(list);
     }
     Py_XDECREF(seen);
     return list;
 }
-
 
 int gck_module_known(PyObject *known, PyObject *function)
 {
@@ -97,4 +127,37 @@ int gck_module_remember(const gck_state *state, PyObject *known, PyObject *funct
     Py_XDECREF(reference);
     PyErr_Clear();                               /* not remembered: asked again next time */
     return 0;
+}
+
+/* Each value of the dict that is no `kind` becomes kind(value); a plain OrderedDict becomes a `type`, its subclass,
+ * which does the same with values to come.  Neither lets another thread in between. */
+PyObject *gck_guard_hooks(PyObject *module, PyObject *args)
+{
+    PyObject *hooks, *type, *kind, *items, *key, *hook;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!O:guard_hooks", &PyDict_Type, &hooks, &PyType_Type, &type, &kind)) {
+        return NULL;
+    }
+    if (Py_TYPE(hooks) == PyType_GetSlot((PyTypeObject *)type, Py_tp_base)) {
+        Py_INCREF(type);                         /* as any instance of a type made at run time */
+        Py_SET_TYPE(hooks, (PyTypeObject *)type);
+    }
+    items = PyDict_Items(hooks);
+    for (Py_ssize_t i = 0; items != NULL && i < PyList_Size(items); i++) {
+        PyObject *guarded = NULL;
+        if (PyArg_ParseTuple(PyList_GetItem(items, i), "OO", &key, &hook) && (PyObject *)Py_TYPE(hook) != kind) {
+            guarded = PyObject_CallFunctionObjArgs(kind, hook, NULL);
+        }
+        /* Unless it was removed meanwhile. */
+        if (guarded != NULL && PyDict_GetItemWithError(hooks, key) == hook) {
+            PyDict_SetItem(hooks, key, guarded);
+        }
+        Py_XDECREF(guarded);
+        if (PyErr_Occurred()) {
+            Py_CLEAR(items);
+        }
+    }
+    Py_XDECREF(items);
+    return items == NULL ? NULL : Py_NewRef(Py_None);
 }

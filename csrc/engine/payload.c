@@ -3,6 +3,7 @@
 #include "payload.h"
 
 #include "pending.h"
+#include "sharing.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -10,53 +11,48 @@
 
 /* The memory of a payload's bytes.  Outer saved-tensor hooks may have given us this
  * tensor, so it is looked at: a wrong one would be read out of bounds, or as nonsense. */
-static int view_bytes(gck_payload *self, PyObject *buffer, int64_t nbytes, void **data)
+int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
 {
     gck_dl_tensor dl;
+    PyObject *device;
 
     if (self->state->py.dlpack->dltensor_from_py_object_no_sync(buffer, &dl) != 0) {
         return -1;
     }
-    if (dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != nbytes
-        || (dl.strides != NULL && nbytes > 1 && dl.strides[0] != 1)
-        || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device_index) {
+    if (dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != self->nbytes
+        || (dl.strides != NULL && self->nbytes > 1 && dl.strides[0] != 1)
+        || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device) {
+        device = gck_device_object(&self->state->py, self->device);
         PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
                      "payload of %lld uint8 bytes on %S; such hooks must return what they were given",
-                     Py_TYPE(buffer), (long long)nbytes, self->device);
+                     Py_TYPE(buffer), (long long)self->nbytes, device != NULL ? device : Py_None);
+        Py_XDECREF(device);
         return -1;
     }
     *data = (char *)dl.data + dl.byte_offset;
     return 0;
 }
 
-int gck_is_dense(const gck_tensor *x)
+int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how)
 {
-    int64_t expected = 1;
-    uint64_t used = 0;
+    const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};
 
-    for (int found = 0; found < x->ndim; found++) {
-        int next = -1;
-        for (int d = 0; d < x->ndim; d++) {
-            if (!(used >> d & 1) && (next < 0 || x->strides[d] < x->strides[next]
-                                     || (x->strides[d] == x->strides[next] && x->sizes[d] < x->sizes[next]))) {
-                next = d;
-            }
-        }
-        used |= (uint64_t)1 << next;
-        if (x->sizes[next] != 1) {
-            if (x->strides[next] != expected) {
-                return 0;
-            }
-            expected *= x->sizes[next];
-        }
-    }
-    return 1;
+    *how = (gck_how){self->stochastic ? &self->dither : NULL, self->verdict};
+    return gck_payload_view(self, buffer, bytes) < 0 ? -1 : gck_view_again(&self->state->py, tensor, &was, view);
 }
 
-static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
-{
-    const gck_py *py = &self->state->py;
+static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
 
+/* What the original looks like.  No question is asked: the view is taken again.  0 or -1. */
+static int describe(gck_payload *self, gck_input *in)
+{
+    const gck_tensor was = in->view;
+    const gck_tensor *view = &in->view;
+
+    if ((self->original = PyWeakref_NewRef(in->x, NULL)) == NULL      /* first: a collection may run Python */
+        || gck_view_again(&self->state->py, in->x, &was, &in->view) < 0) {
+        return -1;
+    }
     self->ndim = view->ndim;
     self->sizes = malloc(sizeof(int64_t) * (size_t)(2 * view->ndim + 1));
     if (self->sizes == NULL) {
@@ -68,25 +64,17 @@ static int describe(gck_payload *self, PyObject *x, const gck_tensor *view)
         self->sizes[d] = view->sizes[d];
         self->sizes[view->ndim + d] = self->strided ? view->strides[d] : 0;
     }
-    self->device_index = view->device;
+    self->dtype = view->dtype;
+    self->device = view->device;
     self->stream = view->stream;
-    self->data = view->data;
-    if ((self->dtype = PyObject_GetAttr(x, py->names.dtype)) == NULL
-        || (self->device = PyObject_GetAttr(x, py->names.device)) == NULL
-        || (self->shape = PyObject_GetAttr(x, py->names.shape)) == NULL
-        || (self->requires_grad = gck_attr_is_true(x, py->names.requires_grad)) < 0
-        || (self->leaf = gck_attr_is_true(x, py->names.is_leaf)) < 0
-        || (self->original = PyWeakref_NewRef(x, NULL)) == NULL) {
-        return -1;
-    }
-    self->version = PyObject_GetAttr(x, py->names._version);
-    if (self->version == NULL) {
-        PyErr_Clear();
-    }
+    self->numel = view->numel;
+    self->bytes_in = view->numel * itemsize(view->dtype);
+    self->nbytes = gck_nbytes(self->codec, view->numel, view->dtype);
+    self->requires_grad = in->requires_grad;
+    self->leaf = in->leaf;
+    self->version = in->version;
     return 0;
 }
-
-static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
 
 void gck_count_live(gck_state *state, int64_t nbytes)
 {
@@ -96,19 +84,23 @@ void gck_count_live(gck_state *state, int64_t nbytes)
     s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
 }
 
-static void count_encoded(gck_state *state, const gck_payload *self)
+static void count_live(gck_payload *self)
 {
-    gck_stats *s = &state->stats;
+    self->live = 1;
+    gck_count_live(self->state, self->nbytes);
+}
 
-    s->encoded++;
-    s->bytes_in += self->bytes_in;
-    s->bytes_out += self->nbytes;
-    gck_count_live(state, self->nbytes);
+void gck_payload_uncount(gck_payload *self)
+{
+    self->state->stats.live_bytes -= self->live ? self->nbytes : 0;
+    self->live = 0;
 }
 
 /* A region uses it, which counts as compressed until the contrary is known. */
-static void count_use(gck_state *state, gck_payload *self)
+static void count_use(gck_payload *self)
 {
+    gck_state *state = self->state;
+
     if (self->epoch != state->epoch) {
         self->epoch = state->epoch;
         self->uses = self->fresh = 0;
@@ -116,54 +108,68 @@ static void count_use(gck_state *state, gck_payload *self)
     self->uses++;
 }
 
-static void remember(gck_state *state, gck_payload *self)
-{
-    for (int i = GCK_NRECENT - 1; i > 0; i--) {
-        state->recent[i] = state->recent[i - 1];
-    }
-    state->recent[0] = self;
-}
-
-void gck_payload_wait(gck_payload *self, const gck_batch *batch) { self->waits = batch; }
-
-static void forget(gck_payload *self)
-{
-    for (int i = 0; i < GCK_NRECENT; i++) {
-        if (self->state->recent[i] == self) {
-            self->state->recent[i] = NULL;
-        }
-    }
-}
-
 void gck_payload_arrived(gck_payload *self, int done)
 {
     self->waits = NULL;
     if (!done) {
-        forget(self);
+        gck_sharing_forget(self);
     }
 }
 
 /* Writes the bytes, or lets that wait.  0; 1 when the codec cannot hold the values; -1. */
-static int fill(gck_payload *self, PyObject *x, const gck_tensor *view, gck_batch *batch, void *bytes, gck_how *how)
+static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
 {
+    gck_batch own;
     int status;
 
-    if (gck_batch_takes(batch, self->codec, view)) {
-        return gck_batch_add(batch, self->codec, x, view, (PyObject *)self, bytes, how->dither);
+    if (gck_batch_takes(batch, self->codec, &in->view)) {
+        return gck_batch_add(batch, self, in->x, self->buffer);
     }
-    status = gck_run_encode(&self->state->py, self->codec, view, &bytes, how, 1);
-    gck_pending_encoded(self, x, status);
+    gck_batch_begin(&own, self->state, 0);
+    status = gck_batch_add(&own, self, in->x, self->buffer) < 0 ? -1 : gck_batch_flush(&own);
+    gck_pending_encoded(self, in->x, status);
     return status > 0 && self->verdict != NULL ? 0 : status;
 }
 
-PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
+/* self has been encoded; from here on dealloc takes it off.  New reference: itself, or `first`
+ * when that holds the same; NULL with an exception. */
+static gck_payload *accept(gck_payload *self, gck_payload *first)
+{
+    gck_stats *s = &self->state->stats;
+    const int same = first != NULL ? gck_sharing_proof(self, first) : 0;
+
+    if (same < 0) {
+        return NULL;
+    }
+    if (same) {
+        s->shared++;
+        self = first;
+    } else {
+        self->counted = self->fresh = 1;
+        self->epoch = self->state->epoch;
+        s->encoded++;
+        s->bytes_in += self->bytes_in;
+        s->bytes_out += self->nbytes;
+    }
+    count_use(self);
+    return (gck_payload *)Py_NewRef((PyObject *)self);
+}
+
+int gck_payload_hand_over(gck_payload *self)
+{
+    self->saved = PyObject_CallFunctionObjArgs(self->state->py.make_saved_tensor, self->buffer, Py_False, NULL);
+    if (self->saved != NULL) {
+        Py_CLEAR(self->buffer);
+        gck_payload_uncount(self);               /* the hooks took them */
+    }
+    return self->saved != NULL ? 0 : -1;
+}
+
+PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
 {
-    gck_payload *self = PyObject_New(gck_payload, state->Payload);
-    const gck_py *py = &state->py;
-    gck_how how = {dither, NULL};
-    void *bytes;
-    int ok = 0, status;
+    gck_payload *self = PyObject_New(gck_payload, state->Payload), *result = NULL;
+    int status;
 
     *fits = 1;
     gck_pending_poll(state);
@@ -173,107 +179,50 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x,
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->state = state;
     self->codec = codec;
-    self->stochastic = dither != NULL;
-    self->bytes_in = view->numel * itemsize(view->dtype);
-    if (describe(self, x, view) < 0) {
+    self->stochastic = dither != NULL || (first != NULL && first->stochastic);
+    if (self->stochastic) {
+        self->dither = first != NULL ? first->dither : *dither;
+    }
+    if (describe(self, in) < 0 || (self->buffer = gck_bytes_empty(&state->py, self->nbytes, self->device)) == NULL) {
         goto exit;
     }
-    const int64_t nbytes = gck_nbytes(codec, view->numel, view->dtype);
-    self->buffer = gck_bytes_empty(py, nbytes, self->device, view->device < 0);
-    if (self->buffer == NULL || view_bytes(self, self->buffer, nbytes, &bytes) < 0) {
-        goto exit;
-    }
-    if (gck_pending_begin(self, view, &how) < 0 && use != GCK_FOR_USER) {
+    if (gck_pending_begin(self) < 0 && use != GCK_FOR_USER) {
         *fits = 0;                               /* nobody would say: keep it as it is */
         goto exit;
     }
-    status = fill(self, x, view, batch, bytes, &how);
+    status = fill(self, in, first == NULL ? batch : NULL);
     if (status != 0) {
         *fits = status < 0;
         goto exit;
     }
-    self->nbytes = nbytes;
-    if (use != GCK_FOR_USER) {
-        self->counted = 1;                       /* from here on dealloc takes it off */
-        count_encoded(state, self);
-        count_use(state, self);
-        self->fresh = 1;
+    if (use == GCK_FOR_USER) {
+        result = (gck_payload *)Py_NewRef((PyObject *)self);
+        goto exit;
     }
-    if (use == GCK_FOR_REGION_SAVED) {
-        self->saved = PyObject_CallFunctionObjArgs(py->make_saved_tensor, self->buffer, Py_False, NULL);
-        if (self->saved == NULL) {
-            goto exit;
-        }
-        Py_CLEAR(self->buffer);
-    } else if (use == GCK_FOR_REGION && self->version != NULL) {
-        remember(state, self);
+    count_live(self);
+    if ((result = accept(self, first)) != self) {
+        goto exit;
     }
-    ok = 1;
+    if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
+        Py_CLEAR(result);
+    } else if (use == GCK_FOR_REGION && self->version >= 0) {
+        gck_sharing_remember(self);
+    }
 
 exit:
-    if (!ok) {
-        Py_CLEAR(self);
-    }
-    return (PyObject *)self;
-}
-
-/* Same memory, seen in the same way. */
-static int same_view(const gck_payload *p, const gck_tensor *view)
-{
-    if (p->data != view->data || p->ndim != view->ndim || p->strided != (view->strides != NULL && gck_is_dense(view))) {
-        return 0;
-    }
-    for (int d = 0; d < p->ndim; d++) {
-        if (p->sizes[d] != view->sizes[d] || (p->strided && p->sizes[p->ndim + d] != view->strides[d])) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                           int stochastic, const gck_batch *batch)
-{
-    PyObject *version = NULL;
-    gck_payload *found = NULL;
-    int requires_grad = 0;
-
-    for (int i = 0; i < GCK_NRECENT && found == NULL; i++) {
-        gck_payload *p = state->recent[i];
-        if (p == NULL || p->codec != codec || p->stochastic != stochastic || (p->waits != NULL && p->waits != batch)
-            || PyWeakref_GetObject(p->original) != x || !same_view(p, view)) {
-            continue;                            /* a dead original gives None: no match */
-        }
-        if (version == NULL
-            && ((version = PyObject_GetAttr(x, state->py.names._version)) == NULL
-                || (requires_grad = gck_attr_is_true(x, state->py.names.requires_grad)) < 0)) {
-            Py_XDECREF(version);
-            return NULL;
-        }
-        if (requires_grad != p->requires_grad) {
-            continue;
-        }
-        found = PyObject_RichCompareBool(version, p->version, Py_EQ) == 1 ? p : NULL;
-    }
-    Py_XDECREF(version);
-    if (found != NULL) {
-        count_use(state, found);
-    }
-    return Py_XNewRef((PyObject *)found);
+    Py_DECREF((PyObject *)self);
+    return (PyObject *)result;
 }
 
 int gck_payload_adopt(gck_payload *self, PyObject *x)
 {
     PyObject *old = self->original, *original = PyWeakref_NewRef(x, NULL);
 
-    if (original == NULL) {
-        return -1;
+    if (original != NULL) {
+        self->original = original;
+        Py_DECREF(old);
     }
-    self->original = original;
-    Py_DECREF(old);
-    self->requires_grad = gck_attr_is_true(x, self->state->py.names.requires_grad);
-    self->leaf = 0;
-    return self->requires_grad < 0 ? -1 : 0;
+    return original == NULL ? -1 : 0;
 }
 
 /* The buffer, new reference; through the outer hooks when those have it. */
@@ -287,15 +236,17 @@ static PyObject *payload_bytes(gck_payload *self)
                                : Py_NewRef(self->buffer);
 }
 
-/* Bytes written on another stream than the one that reads them: tell the allocator. */
-static int cross_stream(gck_payload *self, PyObject *buffer, const gck_tensor *out)
+/* Read on another stream than the one that wrote: tell the allocator. */
+static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 {
-    PyObject *result;
+    PyObject *device, *result;
 
-    if (self->device_index < 0 || out->stream == self->stream) {
+    if (self->device < 0 || out->stream == self->stream) {
         return 0;
     }
-    result = PyObject_CallMethod(self->state->py.shim, "record_stream", "OO", buffer, self->device);
+    device = gck_device_object(&self->state->py, self->device);
+    result = device != NULL ? PyObject_CallMethod(self->state->py.shim, "record_stream", "OO", x, device) : NULL;
+    Py_XDECREF(device);
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
 }
@@ -303,16 +254,20 @@ static int cross_stream(gck_payload *self, PyObject *buffer, const gck_tensor *o
 /* The values of the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
-    PyObject *buffer = payload_bytes(self);
+    PyObject *buffer = payload_bytes(self), *piece = buffer;
+    gck_batch own;
     void *bytes;
-    int status = -1;
+    int status = buffer == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
 
-    if (buffer != NULL && view_bytes(self, buffer, self->nbytes, &bytes) == 0 && cross_stream(self, buffer, view) == 0) {
-        if (gck_batch_takes(batch, self->codec, view)) {
-            status = gck_batch_add(batch, self->codec, out, view, buffer, bytes, NULL);
-        } else {
-            status = gck_run_decode(&self->state->py, self->codec, (const void *const *)&bytes, view, 1);
-        }
+    gck_batch_begin(&own, self->state, 1);
+    if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {      /* outer hooks gave a piece of theirs */
+        buffer = PyObject_CallMethod(piece, "clone", NULL);
+        Py_DECREF(piece);
+        status = buffer == NULL ? -1 : 0;
+    }
+    if (status == 0 && (status = cross_stream(self, buffer, view)) == 0) {
+        const int waits = gck_batch_takes(batch, self->codec, view);
+        status = gck_batch_add(waits ? batch : &own, self, out, buffer) < 0 ? -1 : gck_batch_flush(&own);
     }
     Py_XDECREF(buffer);
     return status;
@@ -334,31 +289,24 @@ static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const
 static PyObject *decode(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
-    const uint32_t any = (1u << GCK_NDTYPES) - 1;
     PyObject *out, *original;
     gck_tensor view;
-    int ok = 0;
+    int verdict, ok = 0;
 
     if (gck_pending_original(self, &original) < 0) {
         return NULL;
     }
     out = gck_empty(&state->py, self->ndim, self->sizes, self->strided ? self->sizes + self->ndim : NULL,
                     self->dtype, self->device);
-    if (out == NULL) {
-        goto exit;
+    verdict = out != NULL ? gck_view_of(&state->py, out, &view) : -1;
+    if (verdict == GCK_COMPRESS) {
+        ok = (original != NULL && self->codec->max_error == 0)
+            || decode_bytes(self, out, &view, original == NULL ? batch : NULL) == 0;
+        ok = ok && (original == NULL || fill_from(self, original, out, &view) == 0);
+    } else if (verdict > 0) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not give a plain tensor; is a mode active "
+                                            "in backward that was not active in forward?");
     }
-    if (gck_tensor_view(&state->py, out, any, &view) != GCK_COMPRESS) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not give a plain tensor; is a mode active "
-                                                "in backward that was not active in forward?");
-        }
-        goto exit;
-    }
-    batch = original == NULL ? batch : NULL;
-    ok = (original != NULL && self->codec->max_error == 0) || decode_bytes(self, out, &view, batch) == 0;
-    ok = ok && (original == NULL || fill_from(self, original, out, &view) == 0);
-
-exit:
     Py_XDECREF(original);
     if (!ok) {
         Py_CLEAR(out);
@@ -416,19 +364,15 @@ static void payload_dealloc(PyObject *op)
 
     /* First: clearing weak references runs Python, which must not find us there. */
     gck_pending_forget(self);
-    forget(self);
+    gck_sharing_forget(self);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }
-    self->state->stats.live_bytes -= self->counted ? self->nbytes : 0;
+    gck_payload_uncount(self);
     free(self->sizes);
     Py_XDECREF(self->buffer);
     Py_XDECREF(self->saved);
-    Py_XDECREF(self->dtype);
-    Py_XDECREF(self->device);
-    Py_XDECREF(self->shape);
     Py_XDECREF(self->original);
-    Py_XDECREF(self->version);
     Py_XDECREF(self->kept);
     PyObject_Free(op);
     Py_DECREF(type);
@@ -452,25 +396,53 @@ static PyObject *payload_data(PyObject *op, void *closure)
     return payload_bytes((gck_payload *)op);
 }
 
+static PyObject *payload_shape(PyObject *op, void *closure)
+{
+    gck_payload *self = (gck_payload *)op;
+    PyObject *sizes = gck_sizes(self->ndim, self->sizes);
+    PyObject *shape = sizes != NULL ? PyObject_CallFunctionObjArgs(self->state->py.size, sizes, NULL) : NULL;
+
+    (void)closure;
+    Py_XDECREF(sizes);
+    return shape;
+}
+
+static PyObject *payload_dtype(PyObject *op, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(gck_dtype_object(&((gck_payload *)op)->state->py, ((gck_payload *)op)->dtype));
+}
+
+static PyObject *payload_device(PyObject *op, void *closure)
+{
+    (void)closure;
+    return gck_device_object(&((gck_payload *)op)->state->py, ((gck_payload *)op)->device);
+}
+
 static PyObject *payload_repr(PyObject *op)
 {
     gck_payload *self = (gck_payload *)op;
+    PyObject *shape = payload_shape(op, NULL);
+    PyObject *text = shape == NULL ? NULL
+        : PyUnicode_FromFormat("<gradckpt.Payload %s of %S %S, %lld -> %lld bytes>", self->codec->name,
+                               gck_dtype_object(&self->state->py, self->dtype), shape, (long long)self->bytes_in,
+                               (long long)self->nbytes);
 
-    return PyUnicode_FromFormat("<gradckpt.Payload %s of %S %S, %lld -> %lld bytes>", self->codec->name, self->dtype,
-                                self->shape, (long long)self->bytes_in, (long long)self->nbytes);
+    Py_XDECREF(shape);
+    return text;
 }
 
 static PyMemberDef payload_members[] = {
     {"nbytes", T_LONGLONG, offsetof(gck_payload, nbytes), READONLY, "Size of the payload in bytes, scales included."},
-    {"shape", T_OBJECT_EX, offsetof(gck_payload, shape), READONLY, "Shape of the original."},
-    {"dtype", T_OBJECT_EX, offsetof(gck_payload, dtype), READONLY, "Dtype of the original."},
-    {"device", T_OBJECT_EX, offsetof(gck_payload, device), READONLY, "Device of the original."},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(gck_payload, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef payload_getset[] = {
     {"codec", payload_codec, NULL, "Name of the codec.", NULL},
+    {"shape", payload_shape, NULL, "Shape of the original.", NULL},
+    {"dtype", payload_dtype, NULL, "Dtype of the original.", NULL},
+    {"device", payload_device, NULL, "Device of the original.", NULL},
     {"data", payload_data, NULL, "The bytes: a uint8 tensor (docs/codecs.md describes them). Not a copy.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

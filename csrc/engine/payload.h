@@ -2,8 +2,9 @@
 #ifndef GRADCKPT_PAYLOAD_H
 #define GRADCKPT_PAYLOAD_H
 
+#include "../torch/input.h"
 #include "batch.h"
-#include "state.h"
+#include "layout.h"
 
 extern PyType_Spec gck_payload_spec;
 
@@ -11,9 +12,10 @@ typedef enum {
     GCK_FOR_USER,            /* gradckpt.encode(): not counted, never shared                  */
     GCK_FOR_REGION,          /* may be shared with other regions                              */
     GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks get to see the bytes, and keep them  */
+    GCK_FOR_REGION_READ,     /* likewise, after the forward has read them: gck_payload_hand_over() */
 } gck_payload_use;
 
-/* For payload.c and pending.c. */
+/* For payload.c, batch.c and pending.c. */
 struct gck_payload {
     PyObject_HEAD
     PyObject        *weakrefs;
@@ -21,19 +23,20 @@ struct gck_payload {
     const gck_codec *codec;
     PyObject        *buffer;       /* uint8 tensor; NULL when `saved` has it             */
     PyObject        *saved;        /* torch's SavedTensor of the buffer; else NULL       */
-    PyObject        *dtype, *device, *shape;
     PyObject        *original;     /* weak reference                                     */
-    PyObject        *version;      /* of the original then; NULL: inference tensor, never shared */
-    const void      *data;         /* its memory then: compared, never followed          */
-    int64_t          nbytes, bytes_in;
+    int64_t          version;      /* of the original then; -1: none, never shared       */
+    gck_dtype        dtype;
+    int              device;       /* -1: CPU                                            */
+    int64_t          numel, nbytes, bytes_in;
     const gck_batch *waits;        /* for its bytes, in this batch; else NULL            */
     int              requires_grad, leaf;
-    int              stochastic;   /* rounded so                                         */
+    int              stochastic;   /* rounded so, with the noise of this key:            */
+    gck_dither       dither;
     int              counted;      /* in stats()                                         */
+    int              live;         /* in its live_bytes: outer hooks have not taken them */
     int              ndim;
     int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
     int              strided;      /* the strides are meant                              */
-    int              device_index; /* -1: CPU                                            */
     void            *stream;       /* that wrote the bytes                               */
     /* See pending.h. */
     uint32_t        *verdict;      /* not NULL: open, and this is in state->pending      */
@@ -45,25 +48,37 @@ struct gck_payload {
     int              uses, fresh;  /* regions that use it; it was encoded in this epoch  */
 };
 
-/* 1 when the values fill their memory without holes or overlaps: such strides are kept. */
-int gck_is_dense(const gck_tensor *x);
+/* New reference: a payload of this very tensor, rounded as asked, that seems to be of its
+ * present values; NULL when there is none, or with an exception.  Nothing proves it (writes
+ * through .data, numpy or DLPack leave no trace): gck_payload_new() does.  One that waits in
+ * `batch` is done first.  The input has been judged. */
+gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, gck_batch *batch);
 
-/* New reference: the payload of x, whose view was taken just now.  dither: NULL rounds to
- * nearest.  batch: where the work may wait, or NULL.  NULL with *fits = 0 and no exception:
- * the codec cannot hold these values. */
-PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
+/* New reference: a payload of the input, which has been judged.  first: what gck_payload_find()
+ * gave, or NULL; when the bytes turn out to be equal, they are dropped and the result is `first`,
+ * counted as shared.  dither: NULL rounds to nearest; with `first` its own noise counts.
+ * batch: where the work may wait, or NULL.  NULL with *fits = 0 and no exception: the codec
+ * cannot hold these values. */
+PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits);
 
-/* New reference to a payload of this very tensor, unchanged since, rounded as asked; NULL
- * without an exception when there is none.  Of payloads that wait, only those in `batch`. */
-PyObject *gck_payload_find(gck_state *state, const gck_codec *codec, PyObject *x, const gck_tensor *view,
-                           int stochastic, const gck_batch *batch);
+/* From here on the saved-tensor hooks around the region have the bytes.  To read them in the forward would run
+ * whatever those hooks do, an enclosing region's recompute among it.  0 or -1. */
+int gck_payload_hand_over(gck_payload *payload);
 
-/* For batch.c: its bytes are not there yet; they are now, or (`done` 0) never will be. */
-void gck_payload_wait(gck_payload *payload, const gck_batch *batch);
+/* The memory of its bytes, which are in `buffer`.  0 or -1. */
+int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);
+
+/* For batch.c: what the codec works on.  Nothing may run Python between this and the work.  0 or -1. */
+int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how);
+
+/* For batch.c: its bytes are there, or (`done` 0) never will be. */
 void gck_payload_arrived(gck_payload *payload, int done);
 
-/* The payload was made from a detached alias of x: views of x and x itself may find it.  0 or -1. */
+/* Its bytes are no longer ours to count. */
+void gck_payload_uncount(gck_payload *payload);
+
+/* The payload was made from a detached alias of x: x itself may find it.  0 or -1. */
 int gck_payload_adopt(gck_payload *payload, PyObject *x);
 
 /* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */

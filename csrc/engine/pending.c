@@ -1,13 +1,12 @@
 /* pending.c: verdicts that come late. */
 #include "pending.h"
 
-int gck_pending_begin(gck_payload *p, const gck_tensor *x, gck_how *how)
+int gck_pending_begin(gck_payload *p)
 {
-    if (!p->codec->refuses || x->numel == 0 || (x->device < 0 && !p->state->late_verdicts)) {
+    if (!p->codec->refuses || p->numel == 0 || (p->device < 0 && !p->state->late_verdicts)) {
         return 0;
     }
-    p->verdict = gck_verdict_take(x->device);
-    how->verdict = p->verdict;
+    p->verdict = gck_verdict_take(p->device);
     return p->verdict == NULL ? -1 : 0;
 }
 
@@ -61,7 +60,7 @@ static void count_refused(gck_payload *p)
         return;
     }
     p->counted = 0;
-    s->live_bytes -= p->nbytes;
+    gck_payload_uncount(p);
     if (p->epoch == p->state->epoch) {           /* else reset_stats() has forgotten it */
         s->encoded -= p->fresh;
         s->bytes_in -= p->fresh ? p->bytes_in : 0;
@@ -112,42 +111,32 @@ void gck_pending_poll(gck_state *state)
     }
 }
 
-/* Has x been changed in place?  1, 0, or -1. */
-static int is_changed(const gck_payload *p, PyObject *x)
-{
-    PyObject *now;
-    int same;
-
-    if (p->version == NULL) {                    /* an inference tensor: nobody can tell */
-        return 0;
-    }
-    now = PyObject_GetAttr(x, p->state->py.names._version);
-    same = now == NULL ? -1 : PyObject_RichCompareBool(now, p->version, Py_EQ);
-    Py_XDECREF(now);
-    return same < 0 ? -1 : !same;
-}
-
 int gck_pending_original(gck_payload *p, PyObject **original)
 {
+    PyObject *kept, *raised;
+    int64_t now = -1;
+
     *original = NULL;
     if (p->verdict != NULL) {
         settle(p);
     }
-    if (p->kept == NULL) {
+    if ((kept = Py_XNewRef(p->kept)) == NULL) {  /* owned: a question runs Python, which may settle p */
         return 0;
     }
-    const int changed = is_changed(p, p->kept);
-    if (changed < 0) {
+    if (p->version >= 0 && gck_version_of(&p->state->py, kept, &now) < 0) {
+        Py_DECREF(kept);
         return -1;
     }
-    if (changed && p->refused) {
-        PyObject *raised = PyObject_CallMethod(p->state->py.shim, "raise_modified", "OO", p->kept, p->version);
-        Py_XDECREF(raised);
-        return -1;
+    if (now == p->version) {                     /* or an inference tensor: nobody can tell */
+        *original = kept;
+        return 0;
     }
-    /* Changed, and the verdict is open: the payload will do, or decode to NaN. */
-    *original = changed ? NULL : Py_NewRef(p->kept);
-    return 0;
+    /* Changed.  While the verdict is open the payload will do, or decode to NaN. */
+    raised = p->refused ? PyObject_CallMethod(p->state->py.shim, "raise_modified", "OL", kept, (long long)p->version)
+                        : Py_NewRef(Py_None);
+    Py_XDECREF(raised);
+    Py_DECREF(kept);
+    return raised == NULL ? -1 : 0;
 }
 
 PyObject *gck_late_verdicts(PyObject *module, PyObject *on)
@@ -165,7 +154,7 @@ PyObject *gck_settle_verdicts(PyObject *module, PyObject *unused)
 {
     (void)unused;
     for (gck_payload *p = gck_state_of(module)->pending; p != NULL; p = p->next_pending) {
-        if (p->device_index < 0) {
+        if (p->device < 0) {
             write_verdict(p, p->late);
         }
     }

@@ -9,9 +9,9 @@
 
 #include "payload.h"
 
-/* Before an encode: *how gets a word where the work is such.  0, or -1 when there is none
- * left (no exception). */
-int gck_pending_begin(gck_payload *p, const gck_tensor *x, gck_how *how);
+/* Before an encode: p gets a word where the work is such.  0, or -1 when there is none left (no
+ * exception). */
+int gck_pending_begin(gck_payload *p);
 
 /* After it: status as gck_run_encode() returned it.  p keeps x while its verdict is open. */
 void gck_pending_encoded(gck_payload *p, PyObject *x, int status);

@@ -1,6 +1,6 @@
 /* recompute.c: the backward side.  The first unpack of a frame in a backward runs the
  * function again and fills a table; every unpack takes its value out of it. */
-#include "selective.h"
+#include "region.h"
 #include "rerun.h"
 
 /* ---- which table ---- */
@@ -117,78 +117,16 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 
 /* ---- running the function again ---- */
 
-/* Arguments from the entries, in *args and *kwargs, which are there; values may wait in `batch`. */
-static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *args, PyObject *kwargs)
-{
-    int status = 0;
-
-    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
-        PyObject *value = gck_entry_restore(frame->state, &frame->args[i], batch);
-        if (value == NULL) {
-            status = -1;
-        } else if (i < frame->nargs) {
-            status = PyList_Append(args, value);
-        } else {
-            status = PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
-        }
-        Py_XDECREF(value);
-    }
-    if (status < 0) {
-        gck_batch_drop(batch);
-    }
-    return status < 0 ? -1 : gck_batch_flush(batch);
-}
-
-/* 0 or -1; both owned by the caller.  A list first: restoring runs Python, and whoever finds a half-made tuple
- * through gc makes it unchangeable. */
-static int restore_arguments(gck_frame *frame, PyObject **args, PyObject **kwargs)
-{
-    PyObject *list = PyList_New(0);
-    gck_batch batch;
-
-    gck_batch_begin(&batch, frame->state, 1);
-    *args = NULL;
-    *kwargs = frame->nkwargs ? PyDict_New() : NULL;
-    if (list != NULL && (*kwargs != NULL || !frame->nkwargs) && restore_entries(frame, &batch, list, *kwargs) == 0) {
-        *args = PyList_AsTuple(list);
-    }
-    Py_XDECREF(list);
-    if (*args == NULL) {
-        Py_CLEAR(*kwargs);
-        return -1;
-    }
-    return 0;
-}
-
 /* The function under its contexts, hooks on top.  0, or -1 with what it raised. */
 static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
 {
-    const gck_py *py = &frame->state->py;
-    PyObject *result;
-    gck_catch caught;
+    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self};
+    PyObject *result = gck_region_call(frame, &hooks, frame->recompute_context, args, kwargs, 1);
 
-    if (gck_catch_begin(frame->state, &caught, frame->store, NULL, 1) < 0) {
-        return -1;
-    }
-    if (gck_hooks_push(py, &recompute_pack_def, &recompute_unpack_def, (PyObject *)self) < 0) {
-        gck_catch_end(frame->state, &caught);
-        return -1;
-    }
-    if (frame->recompute_context == NULL) {
-        result = PyObject_Call(frame->function, args, kwargs);
-    } else {                                     /* in Python: a with statement has exact semantics */
-        result = PyObject_CallMethod(py->shim, "recompute_within", "OOOOO", frame->recompute_context, frame->function,
-                                     args, kwargs ? kwargs : Py_None,
-                                     frame->ambient.device ? frame->ambient.device : Py_None);
-    }
-    gck_hooks_pop(py);
-    if (gck_catch_end(frame->state, &caught) < 0) {
-        Py_CLEAR(result);
-    }
     Py_XDECREF(result);
     if (result == NULL) {
         /* Ours, or of a region inside: torch swallows both. */
-        if (!PyErr_ExceptionMatches(py->StopRecomputation)) {
+        if (!PyErr_ExceptionMatches(frame->state->py.StopRecomputation)) {
             return -1;
         }
         PyErr_Clear();
@@ -210,7 +148,7 @@ static int fill(gck_frame *frame, gck_table *table)
     }
     self->frame = frame;
     self->table = table;
-    if (restore_arguments(frame, &args, &kwargs) < 0) {
+    if (gck_region_restore(frame, NULL, &args, &kwargs) < 0) {
         goto exit;
     }
     state->stats.recomputes++;
@@ -303,21 +241,6 @@ static int check(gck_frame *frame, gck_table *table)
 
 /* ---- unpack ---- */
 
-/* The first two backwards that meet a compressed region say whether anything happens. */
-static int note_step(gck_state *state, int64_t task)
-{
-    PyObject *result;
-
-    if (state->stats.steps >= 2 || task < 0 || task == state->last_task) {
-        return 0;
-    }
-    state->last_task = task;
-    state->stats.steps++;
-    result = PyObject_CallMethod(state->py.shim, "note_step", "L", (long long)state->stats.steps);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
 /* Borrowed: the filled table of this backward; recomputes when there is none. */
 static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
 {
@@ -325,7 +248,7 @@ static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
 
     /* First: it may run Python, and no other thread may come in between looking for the
      * table and making it. */
-    if ((frame->asked && note_step(frame->state, task) < 0) || wait_for(frame, task, group) < 0) {
+    if (gck_region_note_step(frame) < 0 || wait_for(frame, task, group) < 0) {
         return NULL;
     }
     table = gck_frame_table(frame, task, group);

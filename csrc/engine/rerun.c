@@ -124,15 +124,3 @@ int gck_rerun_end(gck_frame *frame, gck_rerun *r)
     gck_dynamo_restore(&frame->state->py, r->dynamo);
     return status;
 }
-
-PyObject *gck_rerun_input(const gck_py *py, PyObject *x)
-{
-    PyObject *copy = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
-    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
-
-    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0) {
-        Py_CLEAR(copy);
-    }
-    Py_XDECREF(grad);
-    return copy;
-}

@@ -18,9 +18,6 @@ int gck_rerun_begin(gck_frame *frame, gck_rerun *r);
 /* Put everything back, also with an exception pending: that one survives.  0 or -1. */
 int gck_rerun_end(gck_frame *frame, gck_rerun *r);
 
-/* New reference: x without history, requiring grad when x does: what a region of one node runs again on. */
-PyObject *gck_rerun_input(const gck_py *py, PyObject *x);
-
 /* gradckpt.is_recomputing(). */
 PyObject *gck_is_recomputing(PyObject *module, PyObject *unused);
 

@@ -1,6 +1,8 @@
 /* role.c: reads from the autograd graph which node saves a tensor, and whether it is a weight. */
 #include "role.h"
 
+#include "../torch/input.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -77,8 +79,8 @@ static PyObject *attribute_of(PyObject *x, const char *name)
 {
     PyObject *value = PyObject_GetAttrString(x, name);
 
-    if (value == NULL && (PyErr_ExceptionMatches(PyExc_AttributeError) || PyErr_ExceptionMatches(PyExc_RuntimeError))) {
-        PyErr_Clear();
+    if (value == NULL) {
+        gck_clear_refusal();
     }
     return value;
 }
@@ -102,8 +104,8 @@ static int holds(PyObject *node, const char *argument, PyObject *packed)
         value = PyObject_CallMethod(saved, "unpack", NULL);
         answer = value == Py_None;
         Py_XDECREF(value);
-        if (value == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-            PyErr_Clear();                       /* it was freed */
+        if (value == NULL) {
+            gck_clear_refusal();                 /* it was freed */
         }
     }
     Py_XDECREF(saved);
@@ -198,10 +200,7 @@ int gck_storage_of(PyObject *x, void **address)
     *address = value != NULL ? PyLong_AsVoidPtr(value) : NULL;
     Py_XDECREF(storage);
     Py_XDECREF(value);
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-        PyErr_Clear();                           /* sparse, fake and other tensors without one */
-    }
-    return PyErr_Occurred() ? -1 : 0;
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;       /* sparse, fake and other tensors without one */
 }
 
 /* 1 when `next` is a leaf in whose memory x lies; 0; -1. */

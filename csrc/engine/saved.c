@@ -104,7 +104,7 @@ PyObject *gck_saved_restore(const gck_saved *self)
     PyObject *whole, *x;
 
     if (self->entry.kind != GCK_PAYLOAD) {
-        return gck_entry_restore(self->state, &self->entry, NULL);
+        return gck_entry_restore(self->state, &self->entry, NULL, NULL);
     }
     whole = gck_payload_revive((gck_payload *)self->entry.value);
     if (whole == NULL || (self->dtype == NULL && self->ndim < 0)) {

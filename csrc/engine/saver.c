@@ -9,6 +9,7 @@
 
 #include "options.h"
 #include "role.h"
+#include "rounding.h"
 #include "waiting.h"
 
 typedef struct {
@@ -31,20 +32,23 @@ static int push_outer(const saver *self)
 }
 
 /* By reference, checked against its version at unpack.  0 or -1. */
-static int keep(const saver *self, PyObject *x, gck_saved *to)
+static int keep(const saver *self, gck_input *in, gck_saved *to)
 {
-    const gck_py *py = &self->packing.state->py;
-    const int leaf = gck_attr_is_true(x, py->names.is_leaf);
-    PyObject *plain = leaf < 0 ? NULL : leaf ? Py_NewRef(x) : PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
-    int status = -1;
+    gck_py *py = &self->packing.state->py;
+    gck_input plain = {.x = NULL};
+    int status = gck_input_read(py, in, GCK_FACT_LEAF);
 
-    if (plain != NULL && (!self->packing.outer || push_outer(self) == 0)) {
-        status = gck_entry_keep(&self->packing, plain, &to->entry);
+    if (status == 0) {
+        plain.x = in->leaf ? Py_NewRef(in->x) : PyObject_CallMethodObjArgs(in->x, py->names.detach, NULL);
+        status = plain.x == NULL || (self->packing.outer && push_outer(self) < 0) ? -1 : 0;
+    }
+    if (status == 0) {
+        status = gck_entry_keep(&self->packing, &plain, &to->entry);
         if (self->packing.outer) {
             gck_hooks_pop(py);
         }
     }
-    Py_XDECREF(plain);
+    gck_input_clear(&plain);
     return status;
 }
 
@@ -66,48 +70,45 @@ static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize
     return x->dtype == base->dtype && distance >= 0 && distance % itemsize == 0 && last < base->numel;
 }
 
-/* A payload of x, found or made.  1; 0 when the codec cannot hold the values; -1.
+/* A payload of the tensor, found or made.  1; 0 when the codec cannot hold the values; -1.
  * only_found: 0 also when there is none yet. */
-static int encode(const saver *self, const gck_codec *codec, PyObject *x, const gck_tensor *view, int only_found,
-                  gck_saved *to)
+static int encode(const saver *self, const gck_codec *codec, gck_input *in, int only_found, gck_saved *to)
 {
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
-    const int stochastic = plan->stochastic && codec == plan->codec;
-    const gck_payload_use use = self->packing.outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION;
-    PyObject *payload = NULL, *detached = NULL;
+    const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
+    const gck_payload_use use = outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION;
+    gck_payload *first = outer ? NULL : gck_payload_find(state, codec, in, stochastic, NULL);
+    PyObject *payload = NULL;
+    gck_input own = *in;
     gck_dither dither;
-    int fits = 1;
+    int fits = 1, done = -1;
 
-    if (!self->packing.outer) {
-        payload = gck_payload_find(state, codec, x, view, stochastic, NULL);
-        state->stats.shared += payload != NULL;
-    }
-    if (payload == NULL && !PyErr_Occurred() && !only_found) {
-        /* A device's verdict may come late, and the payload holds what it was made from until
-         * then: not a tensor whose node holds the payload. */
-        if (codec->refuses && (detached = PyObject_CallMethodObjArgs(x, state->py.names.detach, NULL)) == NULL) {
-            return -1;
-        }
-        if (self->packing.outer && push_outer(self) < 0) {
-            Py_XDECREF(detached);
-            return -1;
-        }
-        payload = gck_payload_new(state, codec, detached != NULL ? detached : x, view,
-                                  stochastic ? gck_next_dither(state, plan, &dither) : NULL, use, NULL, &fits);
-        if (self->packing.outer) {
-            gck_hooks_pop(&state->py);
-        }
-        if (payload != NULL && detached != NULL && gck_payload_adopt((gck_payload *)payload, x) < 0) {
-            Py_CLEAR(payload);
-        }
-        Py_XDECREF(detached);
-    }
-    if (payload == NULL) {
+    if (PyErr_Occurred() || (only_found && first == NULL)) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    to->entry = (gck_entry){GCK_PAYLOAD, payload, 0, 0, NULL, 0};
-    return 1;
+    /* A device's verdict may come late, and the payload holds what it was made from until
+     * then: not a tensor whose node holds the payload. */
+    own.x = codec->refuses ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
+    if (own.x != NULL && (!outer || push_outer(self) == 0)) {
+        payload = gck_payload_new(state, codec, &own, first,
+                                  stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL, use, NULL, &fits);
+        if (outer) {
+            gck_hooks_pop(&state->py);
+        }
+    }
+    if (payload == NULL) {
+        done = fits ? -1 : 0;
+    } else if (only_found && payload != (PyObject *)first) {
+        done = 0;                                /* it was written to since, and costs more than a part of it */
+    } else if (own.x == in->x || gck_payload_adopt((gck_payload *)payload, in->x) == 0) {
+        to->entry = (gck_entry){GCK_PAYLOAD, Py_NewRef(payload), 0, 0, NULL, 0};
+        done = 1;
+    }
+    gck_input_clear(&own);
+    Py_XDECREF(payload);
+    Py_XDECREF((PyObject *)first);
+    return done;
 }
 
 /* What a payload of x gives back lies in memory as x does. */
@@ -116,31 +117,29 @@ static int keeps_strides(const gck_tensor *x)
     return x->strides == NULL || (x->ndim <= GCK_MAX_DIM && gck_is_dense(x));
 }
 
-/* x, by the payload of the whole tensor that it is a view of where that costs no more than
- * its own: so all views of it share one.  1, 0, -1 as above. */
-static int encode_view(const saver *self, const gck_codec *codec, PyObject *x, const gck_tensor *view, gck_saved *to)
+/* The tensor, by the payload of the whole tensor that it is a view of where that costs no more
+ * than its own: so all views of it share one.  1, 0, -1 as above. */
+static int encode_view(const saver *self, const gck_codec *codec, gck_input *in, gck_saved *to)
 {
     gck_py *py = &self->packing.state->py;
-    PyObject *base = PyObject_GetAttrString(x, "_base");
-    gck_tensor whole;
+    gck_input whole = {.x = PyObject_GetAttrString(in->x, "_base")};
+    gck_tensor view;
     int64_t offset;
-    int done = 0, plain;
+    int done = 0, verdict = whole.x == NULL ? -1 : GCK_KEEP_LAYOUT;
 
-    if (base == NULL) {
-        return -1;
+    if (whole.x != NULL && whole.x != Py_None) {
+        verdict = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &whole, codec, 0);
     }
-    plain = base != Py_None ? gck_tensor_view(py, base, codec->dtypes, &whole) : GCK_KEEP_LAYOUT;
-    if (plain < 0) {
+    if (verdict < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
         done = -1;
-    } else if (plain == GCK_COMPRESS && keeps_strides(&whole)
-               && lies_within(view, &whole, view->dtype == GCK_F32 ? 4 : view->dtype == GCK_BOOL ? 1 : 2, &offset)) {
-        done = encode(self, codec, base, &whole, view->numel < whole.numel, to);
-        if (done == 1 && gck_saved_describe(to, view, offset) < 0) {
-            done = -1;
-        }
+    } else if (verdict == GCK_COMPRESS && keeps_strides(&whole.view)
+               && lies_within(&view, &whole.view, view.dtype == GCK_F32 ? 4 : view.dtype == GCK_BOOL ? 1 : 2, &offset)) {
+        done = gck_saved_describe(to, &view, offset) < 0 ? -1
+            : encode(self, codec, &whole, view.numel < whole.view.numel, to);
+        to->ndim = done == 1 ? to->ndim : -1;
     }
-    Py_DECREF(base);
-    return done != 0 ? done : encode(self, codec, x, view, 0, to);
+    gck_input_clear(&whole);
+    return done != 0 ? done : encode(self, codec, in, 0, to);
 }
 
 /* Something made of x instead: what backward reads of it.  Masks of x <= 0 and of x > 0 differ for
@@ -151,17 +150,17 @@ static int encode_part(const saver *self, gck_role role, PyObject *x, gck_saved 
     const int cut = role == GCK_ROLE_CUT;
     const gck_codec *codec = cut ? self->packing.plan.codec : gck_codec_find("mask");
     PyObject *plain = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);     /* grad mode may be on */
-    PyObject *part = plain == NULL ? NULL : cut ? PyObject_CallMethod(plain, "clamp", "ii", -20, 20)
-        : PyObject_CallMethod(plain, role == GCK_ROLE_POSITIVE ? "gt" : "le", "i", 0);
-    gck_tensor view;
-    int done = part == NULL ? -1 : gck_tensor_view(py, part, codec->dtypes, &view);
+    gck_input part = {.x = plain == NULL ? NULL : cut ? PyObject_CallMethod(plain, "clamp", "ii", -20, 20)
+                          : PyObject_CallMethod(plain, role == GCK_ROLE_POSITIVE ? "gt" : "le", "i", 0)};
+    int done = part.x == NULL || gck_input_read(py, &part, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0
+        ? -1 : gck_input_judge(py, &part, codec, 0);
 
-    done = done < 0 ? -1 : done == GCK_COMPRESS ? encode(self, codec, part, &view, 0, to) : 0;
+    done = done < 0 ? -1 : done == GCK_COMPRESS ? encode(self, codec, &part, 0, to) : 0;
     if (done == 1 && !cut && (to->dtype = PyObject_GetAttr(x, py->names.dtype)) == NULL) {
         done = -1;
     }
     Py_XDECREF(plain);
-    Py_XDECREF(part);
+    gck_input_clear(&part);
     return done;
 }
 
@@ -184,29 +183,30 @@ static int take_back(const saver *self, gck_saved *of, const void *storage)
 {
     gck_state *state = self->packing.state;
     const gck_payload *payload = (gck_payload *)of->entry.value;
-    PyObject *original = Py_NewRef(PyWeakref_GetObject(payload->original)), *input = NULL;
-    PyObject *version = original != Py_None ? PyObject_GetAttr(original, state->py.names._version) : NULL;
-    void *address = NULL;
+    const int64_t version = payload->version;
+    gck_input whole = gck_input_of(PyWeakref_GetObject(payload->original)), in = {.x = NULL};
     gck_saved *fresh = NULL;
-    int same = original == Py_None ? 0 : version == NULL || gck_storage_of(original, &address) < 0 ? -1
-        : address == storage && payload->version != NULL ? PyObject_RichCompareBool(version, payload->version, Py_EQ) : 0;
+    void *address = NULL;
+    int status = 0;
 
-    if (same > 0) {
-        input = of->ndim >= 0 ? gck_saved_view(of, original) : Py_NewRef(original);
-        fresh = input != NULL ? gck_saved_new(state) : NULL;
-        same = fresh == NULL || keep(self, input, fresh) < 0 ? -1 : 1;
+    if (whole.x != Py_None) {
+        status = gck_input_read(&state->py, &whole, GCK_FACT_VERSION) < 0 || gck_storage_of(whole.x, &address) < 0 ? -1 : 0;
     }
-    if (same > 0) {
-        gck_saved_swap(of, fresh);
-        state->stats.compressed--;
-        state->stats.asked--;
-        same = gck_count_kept(state, input, GCK_KEEP_EXACT);
+    if (status == 0 && address == storage && version >= 0 && whole.version == version && of->entry.kind == GCK_PAYLOAD) {
+        fresh = gck_saved_new(state);
+        in.x = of->ndim >= 0 ? gck_saved_view(of, whole.x) : Py_NewRef(whole.x);
+        status = fresh == NULL || in.x == NULL || keep(self, &in, fresh) < 0 ? -1 : 0;
+        if (status == 0) {
+            gck_saved_swap(of, fresh);
+            state->stats.compressed--;
+            state->stats.asked--;
+            status = gck_count_kept(state, in.x, GCK_KEEP_EXACT);
+        }
     }
     Py_XDECREF((PyObject *)fresh);
-    Py_XDECREF(version);
-    Py_DECREF(original);
-    Py_XDECREF(input);
-    return same < 0 ? -1 : 0;
+    gck_input_clear(&whole);
+    gck_input_clear(&in);
+    return status;
 }
 
 /* A tensor of this storage stays as it is: so does what shares it.  0 or -1. */
@@ -227,34 +227,32 @@ static int hold(const saver *self, const void *storage)
 
 /* ---- what the saving node needs ---- */
 
-/* x in the form that the role asks for.  1; 0: it has to stay as it is, for the reason *verdict; -1. */
-static int encode_as(const saver *self, gck_role role, PyObject *x, gck_saved *to, int *verdict)
+/* The tensor in the form that the role asks for.  1; 0: it has to stay as it is, for the reason *verdict; -1. */
+static int encode_as(const saver *self, gck_role role, gck_input *in, gck_saved *to, int *verdict)
 {
-    gck_state *state = self->packing.state;
+    gck_py *py = &self->packing.state->py;
     const char *name = role == GCK_ROLE_FP16 ? "fp16" : role == GCK_ROLE_BF16 ? "bf16" : role == GCK_ROLE_MASK ? "mask" : NULL;
     const gck_codec *codec = name != NULL ? gck_codec_find(name) : self->packing.plan.codec;
     const int shared = self->waiting != NULL && !self->packing.outer && role != GCK_ROLE_MASK;
-    gck_tensor view;
     void *storage = NULL;
-    int done;
 
     *verdict = GCK_KEEP_EXACT;
-    if (shared && gck_storage_of(x, &storage) < 0) {
+    if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 || (shared && gck_storage_of(in->x, &storage) < 0)) {
         return -1;
     }
     to->storage = storage;
     if (role == GCK_ROLE_EXACT || (shared && is_held(self, storage))) {
         return 0;
     }
-    done = gck_tensor_view(&state->py, x, codec->dtypes, &view);
-    if (done != GCK_COMPRESS) {
-        *verdict = done == GCK_KEEP_DTYPE ? GCK_KEEP_EXACT : done;      /* half precision as such */
-        return done < 0 ? -1 : 0;
+    *verdict = gck_input_judge(py, in, codec, 0);
+    if (*verdict != GCK_COMPRESS) {
+        *verdict = *verdict == GCK_KEEP_DTYPE ? GCK_KEEP_EXACT : *verdict;       /* half precision as such */
+        return *verdict < 0 ? -1 : 0;
     }
     *verdict = GCK_KEEP_FIT;
     to->role = role;
     return role == GCK_ROLE_POSITIVE || role == GCK_ROLE_POSITIVE_OR_NAN || role == GCK_ROLE_CUT
-        ? encode_part(self, role, x, to) : encode_view(self, codec, x, &view, to);
+        ? encode_part(self, role, in->x, to) : encode_view(self, codec, in, to);
 }
 
 /* Decided: `to` is remembered.  0 or -1. */
@@ -284,26 +282,22 @@ static void count_again(gck_saved *saved, int verdict)
 /* See waiting.h: the tensor becomes what its node needs, or stays. */
 static int settle(gck_saved *saved, PyObject *node)
 {
-    PyObject *op = saved->saver, *x = Py_NewRef(saved->entry.value);
+    PyObject *op = saved->saver;
     const saver *self = (saver *)op;
+    gck_py *py = &saved->state->py;
+    gck_input in = gck_input_of(saved->entry.value);
     gck_saved *fresh = gck_saved_new(saved->state);
-    int verdict = GCK_KEEP_UNKNOWN, done = fresh == NULL ? -1 : 0, role = GCK_ROLE_EXACT;
+    int verdict = GCK_KEEP_UNKNOWN, done = fresh == NULL ? -1 : gck_input_read(py, &in, GCK_FACT_VERSION);
+    int role = done < 0 || node == NULL ? GCK_ROLE_EXACT : gck_role_of_input(py, node, (PyObject *)saved, in.x);
 
-    if (done == 0 && node != NULL && (role = gck_role_of_input(&saved->state->py, node, (PyObject *)saved, x)) < 0) {
-        done = -1;
-    }
-    if (role == GCK_ROLE_FACTOR && saved->numel < saved->widest) {
+    /* Values that are gone: unpack says so, as torch does. */
+    if (in.version != saved->entry.version || (role == GCK_ROLE_FACTOR && saved->numel < saved->widest)) {
         role = GCK_ROLE_EXACT;
     }
-    if (done == 0 && role > GCK_ROLE_EXACT && (done = gck_entry_is_unchanged(saved->state, &saved->entry)) == 0) {
-        role = GCK_ROLE_EXACT;                   /* the values are gone: unpack says so, as torch does */
-    }
-    if (done >= 0) {
-        done = encode_as(self, role, x, fresh, &verdict);
-        verdict = done == 1 ? GCK_COMPRESS : node == NULL ? GCK_KEEP_UNKNOWN : verdict;
-    }
+    done = done < 0 || role < 0 ? -1 : encode_as(self, (gck_role)role, &in, fresh, &verdict);
+    verdict = done == 1 ? GCK_COMPRESS : node == NULL ? GCK_KEEP_UNKNOWN : verdict;
     if (done == 0 && self->packing.outer) {      /* now the hooks around ours see it */
-        done = keep(self, x, fresh);
+        done = keep(self, &in, fresh);
     }
     if (done >= 0) {
         saved->storage = fresh->storage;
@@ -312,13 +306,11 @@ static int settle(gck_saved *saved, PyObject *node)
         }
         done = remember(self, saved);
     }
-    if (saved->saver != NULL) {
-        saved->saver = NULL;
-        count_again(saved, verdict);
-        Py_DECREF(op);
-    }
+    saved->saver = NULL;
+    count_again(saved, verdict);
+    Py_DECREF(op);
     Py_XDECREF((PyObject *)fresh);
-    Py_DECREF(x);
+    gck_input_clear(&in);
     return done < 0 ? -1 : 0;
 }
 
@@ -326,10 +318,9 @@ static int settle(gck_saved *saved, PyObject *node)
 
 /* How x is kept: a role, once the tensor may be encoded at all; or the reason why as it is. */
 typedef struct {
-    gck_tensor view;
-    gck_role   role;
-    int        waits;                /* the role is not known yet                         */
-    int        verdict;              /* gck_verdict, or -1                                */
+    gck_role role;
+    int      waits;                  /* the role is not known yet                         */
+    int      verdict;                /* gck_verdict, or -1                                */
 } decision;
 
 /* Is x an output of an autograd Function that is saving just now?  1, 0, -1. */
@@ -382,59 +373,54 @@ static int64_t values_of(const gck_tensor *x)
     return n;
 }
 
-static decision judge(const saver *self, PyObject *x, PyObject *node, int64_t number)
+static decision judge(const saver *self, gck_input *in, PyObject *node, int64_t number)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
-    const int requires_grad = gck_attr_is_true(x, py->names.requires_grad);
-    const int leaf = requires_grad > 0 ? gck_attr_is_true(x, py->names.is_leaf) : 0;
-    const gck_codec *codec = requires_grad > 0 ? plan->codec : gck_codec_find("mask");
-    decision d = {.role = requires_grad > 0 ? GCK_ROLE_VALUES : GCK_ROLE_MASK, .verdict = -1};
+    decision d = {.role = GCK_ROLE_VALUES, .verdict = -1};
     int tracing;
 
-    if (requires_grad < 0 || leaf < 0) {
+    if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
         return d;
     }
-    if ((leaf && !plan->leaves) || (PyObject *)Py_TYPE(x) == py->Parameter) {
+    if ((in->requires_grad && in->leaf && !plan->leaves) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
         d.verdict = GCK_KEEP_LEAF;
         return d;
     }
-    d.verdict = gck_tensor_view(py, x, codec->dtypes, &d.view);
-    if (d.verdict == GCK_COMPRESS && self->waiting != NULL) {
-        gck_waiting_note(self->waiting, number, values_of(&d.view));
+    d.role = in->requires_grad ? GCK_ROLE_VALUES : GCK_ROLE_MASK;
+    d.verdict = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
+    if (self->waiting != NULL && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)) {
+        gck_waiting_note(self->waiting, number, values_of(&in->view));
     }
-    if (d.verdict == GCK_KEEP_DTYPE && !requires_grad) {
+    if (d.verdict == GCK_KEEP_DTYPE && !in->requires_grad) {
         d.verdict = GCK_KEEP_NO_GRAD;
-    }
-    if (d.verdict == GCK_COMPRESS && d.view.numel < plan->min_numel) {
-        d.verdict = GCK_KEEP_SMALL;
     }
     if (d.verdict == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
         d.verdict = tracing < 0 ? -1 : GCK_KEEP_TRACING;
     }
-    if (requires_grad && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)
-        && judge_saver(self, x, node, number, &d) < 0) {
+    if (in->requires_grad && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)
+        && judge_saver(self, in->x, node, number, &d) < 0) {
         d.verdict = -1;
     }
     return d;
 }
 
-/* x waits in `to`.  0 or -1. */
-static int wait(saver *self, PyObject *x, const decision *d, int64_t number, gck_saved *to)
+/* The tensor waits in `to`.  0 or -1. */
+static int wait(saver *self, gck_input *in, int64_t number, gck_saved *to)
 {
     gck_state *state = self->packing.state;
     gck_packing packing = self->packing;
     const int64_t kept = state->stats.kept_bytes;
-    int status;
 
     packing.outer = 0;                           /* they see what it becomes */
-    status = gck_entry_keep(&packing, x, &to->entry);
-    if (status < 0 || to->entry.kind != GCK_VERSIONED) {
-        return status < 0 ? -1 : gck_count_kept(state, x, GCK_KEEP_UNKNOWN);
+    if (gck_entry_keep(&packing, in, &to->entry) < 0 || gck_count_kept(state, in->x, GCK_KEEP_UNKNOWN) < 0) {
+        return -1;
     }
-    gck_count_kept(state, x, GCK_KEEP_UNKNOWN);
+    if (to->entry.kind != GCK_VERSIONED) {
+        return 0;
+    }
     to->number = number;
-    to->numel = values_of(&d->view);
+    to->numel = values_of(&in->view);
     to->nbytes = to->waits = state->stats.kept_bytes - kept;
     to->epoch = state->epoch;
     to->saver = Py_NewRef((PyObject *)self);
@@ -451,26 +437,27 @@ static PyObject *pack(PyObject *op, PyObject *x)
     const int64_t number = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
     PyObject *node = number < 0 ? NULL : PyObject_GetAttr(x, state->py.names.grad_fn);
     gck_saved *to = node != NULL ? gck_saved_new(state) : NULL;
-    decision d;
+    gck_input in = gck_input_of(x);
+    decision d = {.verdict = -1};
     int done = to == NULL ? -1 : 0;
 
     if (done == 0 && self->waiting != NULL && node != Py_None) {
         done = gck_waiting_reach(self->waiting, state, node, number, settle);
     }
     if (done == 0) {
-        d = judge(self, x, node, number);
+        d = judge(self, &in, node, number);
         done = d.verdict < 0 ? -1 : 0;
     }
     if (done == 0 && d.verdict == GCK_COMPRESS && d.waits) {
-        done = wait(self, x, &d, number, to) < 0 ? -1 : 2;
+        done = wait(self, &in, number, to) < 0 ? -1 : 2;
     } else if (done == 0 && d.verdict == GCK_COMPRESS) {
-        done = encode_as(self, d.role, x, to, &d.verdict);
+        done = encode_as(self, d.role, &in, to, &d.verdict);
     }
     if (done == 1) {
         state->stats.asked++;
         state->stats.compressed++;
     } else if (done == 0) {
-        done = keep(self, x, to) < 0 ? -1 : gck_count_kept(state, x, d.verdict);
+        done = keep(self, &in, to) < 0 ? -1 : gck_count_kept(state, x, d.verdict);
     }
     if (done >= 0 && done < 2) {
         done = remember(self, to);
@@ -479,6 +466,7 @@ static PyObject *pack(PyObject *op, PyObject *x)
         Py_CLEAR(to);
     }
     Py_XDECREF(node);
+    gck_input_clear(&in);
     return (PyObject *)to;
 }
 

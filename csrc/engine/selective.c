@@ -1,10 +1,12 @@
 /* selective.c: operators caught while a region runs.
  *
- * Named operators are caught on a dispatch key that torch does not use, below autograd and
- * below the key of dispatch modes: operators without a name cost nothing.  Where a mode
- * of somebody else is active it would see what we replay as if it ran, so one of ours is
- * put on top of it (mode.c), as for policies that are functions and must see everything. */
+ * Named operators are caught on torch's dispatch key `Negative`, below autograd and above the
+ * key of dispatch modes.  torch's own fallback there does nothing to tensors whose negation is
+ * not pending, so a thread that includes the key runs as before, and our kernels for the named
+ * operators are called.  Where a mode of others is active when a region begins, one of ours
+ * is put on top of it (mode.c), as for policies that are functions and must see everything. */
 #include "selective.h"
+#include "stand_in.h"
 
 #include <stdlib.h>
 
@@ -33,10 +35,20 @@ static int set_key(const gck_py *py, int on)
     return result == NULL ? -1 : 0;
 }
 
-int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay)
+/* The store of `active` keeps decisions: what torch's checkpoint runs inside does so, too.  0 or -1. */
+static int announce(gck_state *state, gck_active *active)
+{
+    if (active->store->decisions > 0 && !active->decides) {
+        active->decides = gck_stand_in(state, 1) == 0;
+        return active->decides ? 0 : -1;
+    }
+    return 0;
+}
+
+int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay, int by_key)
 {
     /* Counted here, not in the store: two threads may recompute one region at once. */
-    int64_t *next = replay ? calloc((size_t)store->names->n + 1, sizeof *next) : NULL;
+    int64_t *next = replay ? calloc((size_t)gck_store_nlines(store) + 1, sizeof *next) : NULL;
 
     if (replay && next == NULL) {
         PyErr_NoMemory();
@@ -46,11 +58,13 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, 
         .store = (gck_store *)Py_NewRef((PyObject *)store),
         .replay = replay,
         .thread = PyThread_get_thread_ident(),
+        .by_key = by_key,
+        .busy = !by_key,
         .next = next,
         .outer = state->active,
     };
     state->active = active;
-    if (set_key(&state->py, 1) < 0) {
+    if (announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
     }
@@ -67,8 +81,11 @@ void gck_selective_end(gck_state *state, gck_active *active)
     if (*link == active) {
         *link = active->outer;
     }
-    if (next_here(state->active, active->thread) == NULL) {
+    if (active->by_key && next_here(state->active, active->thread) == NULL) {
         set_key(&state->py, 0);
+    }
+    if (active->decides) {
+        gck_stand_in(state, -1);
     }
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -148,6 +165,20 @@ static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thr
     return out;
 }
 
+/* What runs a caught operator: below `hit`. */
+typedef struct {
+    gck_state  *state;
+    gck_active *hit;
+    PyObject   *call;
+} below;
+
+static PyObject *run_below(const gck_call *call)
+{
+    const below *with = call->with;
+
+    return call_below(with->state, with->hit, PyThread_get_thread_ident(), call->op, with->call, call->args, call->kwargs);
+}
+
 /* Operators that we call to keep an output (detach, clone, empty) are nobody's. */
 static void hide(gck_state *state, unsigned long thread, int by)
 {
@@ -156,17 +187,22 @@ static void hide(gck_state *state, unsigned long thread, int by)
     }
 }
 
-/* Are the outputs of the next call to be kept? */
-static int wanted(gck_store *store, const gck_named *named)
+/* Are the outputs of the next call of the operator i to be kept? */
+static int wanted(gck_store *store, int i)
 {
-    const int64_t call = store->counters[named->group]++;
+    const gck_named *named = gck_store_named(store, i);
 
+    if (store->policy == NULL || i >= store->policy->n) {
+        return 1;                                /* every decision is */
+    }
+    const int64_t call = store->counters[named->group]++;
     return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
 }
 
-int gck_record_call(gck_store *store, int i, PyObject *out)
+/* Keep of a call's outputs what is wanted.  0 or -1. */
+static int keep_outputs(gck_store *store, int i, const gck_call *call, gck_draw *draw, PyObject *out)
 {
-    const gck_named *named = &store->names->named[i];
+    const gck_named *named = gck_store_named(store, i);
     gck_line *line = &store->lines[i];
     PyObject *index;
     int status;
@@ -178,23 +214,50 @@ int gck_record_call(gck_store *store, int i, PyObject *out)
     if ((index = PyLong_FromLongLong(line->next++)) == NULL) {
         return -1;
     }
-    status = !wanted(store, named) ? gck_store_skip(store, line->calls, index)
+    status = !wanted(store, i) ? gck_store_skip(store, line->calls, index)
            : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
            : named->keep == GCK_NAMED ? gck_store_candidate(store, i, index, out)
-                                      : gck_store_decide(store, line->calls, index, out);
+                                      : gck_store_decide(store, line->calls, index, call, named->form, out);
+    if (status == 0 && named->draws) {
+        status = gck_store_drew(store, named->op, index, draw);
+    }
     Py_DECREF(index);
     return status;
 }
 
-PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again)
+PyObject *gck_record_call(gck_store *store, int i, const gck_call *call)
 {
-    const gck_named *named = &store->names->named[i];
-    gck_line *line = &store->lines[i];
-    PyObject *index = PyLong_FromLongLong(number);
-    PyObject *out = index != NULL ? gck_store_replay(store, named->op, line->calls, index, again) : NULL;
+    gck_state *state = store->state;
+    const unsigned long thread = PyThread_get_thread_ident();
+    gck_draw draw = {NULL, NULL};
+    PyObject *out = NULL;
 
-    Py_XDECREF(index);
+    if (!gck_store_named(store, i)->draws || gck_draw_begin(&state->py, call->args, call->kwargs, &draw) == 0) {
+        out = call->run(call);
+    }
+    hide(state, thread, 1);
+    if (out != NULL && keep_outputs(store, i, call, &draw, out) < 0) {
+        Py_CLEAR(out);
+    }
+    hide(state, thread, -1);
+    gck_draw_clear(&draw);
     return out;
+}
+
+PyObject *gck_replay_call(gck_store *store, int i, int64_t number, const gck_call *call)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    PyObject *index = PyLong_FromLongLong(number), *out = NULL;
+    int again = 0;
+
+    hide(store->state, thread, 1);
+    if (index != NULL) {
+        out = gck_store_replay(store, call, gck_store_named(store, i)->op, store->lines[i].calls, index,
+                               store->policy == NULL || i >= store->policy->n, &again);
+    }
+    hide(store->state, thread, -1);
+    Py_XDECREF(index);
+    return again ? call->run(call) : out;
 }
 
 /* A fake tensor, also in a list, when its mode has stepped aside to compute a shape. */
@@ -220,6 +283,25 @@ static int compiling(const gck_py *py)
     return truth;
 }
 
+/* An operator that is nobody's: one that we call, or a torch.func transform, which calls it again on the level below
+ * with the key as it was.  Where the key is off a negation is pending, which torch's fallback would do in our place. */
+static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObject *kwargs)
+{
+    PyObject *on = PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL);
+    PyObject *out = NULL;
+
+    if (on == Py_False) {
+        out = PyObject_CallMethod(state->py.selection, "call_negated", "OOO", call, args, kwargs ? kwargs : Py_None);
+    } else if (on != NULL && set_key(&state->py, 0) == 0) {
+        out = PyObject_Call(call, args, kwargs);
+        if (set_key(&state->py, 1) < 0) {
+            Py_CLEAR(out);
+        }
+    }
+    Py_XDECREF(on);
+    return out;
+}
+
 /* The kernel of a named operator; self is (module, operator, what calls it). */
 static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -227,8 +309,15 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
     const unsigned long thread = PyThread_get_thread_ident();
     gck_active *hit = next_here(state->active, thread);
-    int i = -1, again = 0;
+    int i = -1;
+    const int functorch = hit == NULL ? 0 : gck_functorch_active(&state->py);
 
+    if (functorch < 0) {
+        return NULL;
+    }
+    if (hit == NULL || functorch) {
+        return pass_on(state, call, args, kwargs);
+    }
     while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
         hit = next_here(hit->outer, thread);
     }
@@ -236,26 +325,13 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (tracing < 0) {
         return NULL;
     }
-    if (hit == NULL || tracing) {                /* a block is compiled inside the region: that is no call */
+    if (hit == NULL || tracing) {                /* no store names it; or a block is compiled inside the region: that is no call */
         return call_below(state, NULL, thread, op, call, args, kwargs);
     }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
-    if (hit->replay) {
-        const int64_t number = hit->next[i]++;
-        hide(state, thread, 1);
-        out = gck_replay_call(store, i, number, &again);
-        hide(state, thread, -1);
-        if (again) {
-            out = call_below(state, hit, thread, op, call, args, kwargs);
-        }
-    } else {
-        out = call_below(state, hit, thread, op, call, args, kwargs);
-        hide(state, thread, 1);
-        if (out != NULL && gck_record_call(store, i, out) < 0) {
-            Py_CLEAR(out);
-        }
-        hide(state, thread, -1);
-    }
+    below with = {state, hit, call};
+    const gck_call here = {op, args, kwargs, run_below, &with};
+    out = hit->replay ? gck_replay_call(store, i, hit->next[i]++, &here) : gck_record_call(store, i, &here);
     Py_DECREF((PyObject *)store);
     return out;
 }
@@ -310,7 +386,7 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
         return store == NULL ? 0 : -1;
     }
     if (policy_fn == NULL && !modes && state->py.key != NULL) {
-        c->by_key = gck_selective_begin(state, &c->active, store, replay) == 0;
+        c->by_key = gck_selective_begin(state, &c->active, store, replay, 1) == 0;
         return c->by_key ? 0 : -1;
     }
     c->mode = PyObject_CallMethod(state->py.selection, "selective_mode", "OOi", (PyObject *)store,
@@ -350,14 +426,45 @@ int gck_catch_end(gck_state *state, gck_catch *c)
     return left == NULL ? -1 : 0;
 }
 
-gck_store *gck_decisions(gck_state *state, int casts)
+/* What the stores at work in this thread keep of decisions. */
+static int decisions_around(const gck_state *state)
 {
-    PyObject **names = &state->decisions[casts != 0];
+    const unsigned long thread = PyThread_get_thread_ident();
+    int decisions = 0;
 
-    if (*names == NULL) {
-        *names = PyObject_CallMethod(state->py.selection, "decision_names", "i", casts != 0);
+    for (const gck_active *a = state->active; a != NULL; a = a->outer) {
+        decisions = a->thread == thread && a->store->decisions > decisions ? a->store->decisions : decisions;
     }
-    return *names == NULL ? NULL : gck_store_new(state, (gck_names *)*names, 0, 1);
+    return decisions;
+}
+
+PyObject *gck_decides_py(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(decisions_around(gck_state_of(module)) > 0);
+}
+
+int gck_region_decides_from(gck_state *state, gck_store *store, int decisions)
+{
+    int status = gck_store_decide_from(store, decisions);
+
+    for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
+        status = a->store == store ? announce(state, a) : 0;
+    }
+    return status;
+}
+
+int gck_region_decides(gck_state *state, int own, gck_store **store)
+{
+    const int policy = *store != NULL && (*store)->policy != NULL ? (*store)->policy->decisions : 0;
+    const int around = decisions_around(state);
+    int decisions = own > policy ? own : policy;
+
+    decisions = around > decisions ? around : decisions;
+    if (decisions > 0 && *store == NULL) {
+        *store = gck_store_new(state, NULL, 0, 1);
+    }
+    return decisions == 0 ? 0 : *store == NULL ? -1 : gck_store_decide_from(*store, decisions);
 }
 
 PyObject *gck_selective_key(PyObject *module, PyObject *unused)

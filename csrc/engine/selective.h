@@ -10,14 +10,16 @@ typedef struct gck_active {
     gck_store         *store;        /* owned                                            */
     int                replay;
     unsigned long      thread;
+    int                by_key;       /* else a mode catches, and this only says so       */
     int                busy;         /* its operator runs: nothing below is seen         */
+    int                decides;      /* the store keeps decisions: torch's checkpoint does, too */
     PyObject          *context;      /* that Python has entered, borrowed; else NULL     */
     int64_t           *next;         /* replay: the next call of each name; malloc       */
     struct gck_active *outer;        /* in the state's list: inner ones first            */
 } gck_active;
 
-/* Catch the named operators in this thread until the end.  0 or -1. */
-int  gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay);
+/* Catch the named operators in this thread until the end; by_key 0: a mode does it.  0 or -1. */
+int  gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay, int by_key);
 void gck_selective_end(gck_state *state, gck_active *active);
 
 /* The same, by a mode of ours where modes of others watch, or where the policy is a function.
@@ -30,13 +32,21 @@ typedef struct {
 int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay);
 int gck_catch_end(gck_state *state, gck_catch *c);
 
-/* New reference: an empty store for what operators decide.  NULL with an exception. */
-gck_store *gck_decisions(gck_state *state, int casts);
+/* The one rule of who keeps decisions, for every kind of region, after its inputs are packed and before its function
+ * runs: a region that may run again on restored values.  Such are `own`, gck_plan's decisions where one of its inputs
+ * became a payload, else 0; those of a store whose policy keeps outputs lossily; and all inside one that is such,
+ * in its forward and in its recompute.  *store: what the region keeps for its policy, or NULL; made where there is
+ * none and decisions are kept.  0 or -1. */
+int gck_region_decides(gck_state *state, int own, gck_store **store);
 
-/* One call of the store's operator i: keep of its outputs what the policy wants; or give
- * those of call `number` back, new reference, NULL with *again = 1: run it. */
-int       gck_record_call(gck_store *store, int i, PyObject *out);
-PyObject *gck_replay_call(gck_store *store, int i, int64_t number, int *again);
+/* A store at work in this thread keeps decisions from now on: a policy that is a function has kept something lossily.
+ * 0 or -1. */
+int gck_region_decides_from(gck_state *state, gck_store *store, int decisions);
+
+/* One call of the store's operator i, new reference: run, and what the policy wants of its outputs is kept; or given
+ * back as call `number` of the forward returned them, or run again. */
+PyObject *gck_record_call(gck_store *store, int i, const gck_call *call);
+PyObject *gck_replay_call(gck_store *store, int i, int64_t number, const gck_call *call);
 
 /* Borrowed: what this thread has entered with that context; NULL: nothing. */
 gck_active *gck_active_of(gck_state *state, const PyObject *context);
@@ -44,6 +54,7 @@ gck_active *gck_active_of(gck_state *state, const PyObject *context);
 /* For Python: catcher(op), selective_key(). */
 PyObject *gck_catcher(PyObject *module, PyObject *op);
 PyObject *gck_selective_key(PyObject *module, PyObject *unused);
+PyObject *gck_decides_py(PyObject *module, PyObject *unused);
 PyObject *gck_selective_name(PyObject *module, PyObject *args);
 
 /* mode.c: add_dispatch(class, class). */

@@ -36,10 +36,11 @@ typedef struct {
 } gck_stats;
 
 /* Which noise the next tensor gets that is rounded stochastically.  A new step begins with
- * the first tensor encoded after one was restored: after a backward. */
+ * the first region or tensor after one was restored: after a backward. */
 typedef struct {
     uint32_t step, tensor;
     int      restored;             /* since the last encode                              */
+    uint32_t region, once;         /* inside a region, see rounding.h: which, and tensors that are encoded once */
 } gck_rounding;
 
 typedef struct gck_payload gck_payload;
@@ -73,6 +74,8 @@ typedef struct {
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */
     gck_payload  *pending;         /* likewise: the first of those with an open verdict  */
     PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that wants them */
+    PyObject     *torchs;          /* torch's checkpoint, see stand_in.c; NULL before the first exchange */
+    int           standing;        /* how many need ours in its place                    */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
     int           late_verdicts;   /* tests: see pending.h                               */
     int64_t       epoch;           /* times the counters were reset                      */

@@ -1,319 +1,9 @@
-/* store.c: heap types Store and Kept. */
+/* store.c: heap type Store: which calls of operators a region keeps. */
 #include "store.h"
 
-#include "entry.h"
-
 #include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
-
-/* ---- what is kept of one output ---- */
-
-/* Type gradckpt._C.Kept: a value, and the version it had. */
-typedef struct {
-    PyObject_HEAD
-    PyObject *val;           /* a detached alias, a Payload, or no tensor at all; attribute of torch's, too */
-    int64_t   version;       /* -1: not looked at                                            */
-    int       encoded;       /* val is a Payload                                             */
-} gck_kept;
-
-static int kept_traverse(PyObject *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(((gck_kept *)self)->val);
-    return 0;
-}
-
-static int kept_clear(PyObject *self)
-{
-    Py_CLEAR(((gck_kept *)self)->val);
-    return 0;
-}
-
-static void kept_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-
-    PyObject_GC_UnTrack(self);
-    kept_clear(self);
-    PyObject_GC_Del(self);
-    Py_DECREF(type);
-}
-
-static PyMemberDef kept_members[] = {
-    {"val", T_OBJECT, offsetof(gck_kept, val), READONLY, "What is kept: a detached tensor, a Payload, or no tensor."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot kept_slots[] = {
-    {Py_tp_dealloc, kept_dealloc},
-    {Py_tp_traverse, kept_traverse},
-    {Py_tp_clear, kept_clear},
-    {Py_tp_members, kept_members},
-    {Py_tp_doc, "One output of one operator of a region."},
-    {0, NULL},
-};
-
-PyType_Spec gck_kept_spec = {
-    .name = "gradckpt._C.Kept",
-    .basicsize = sizeof(gck_kept),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = kept_slots,
-};
-
-/* An alias without history that shares x's version counter, as autograd's kernel would
- * make it: below autograd that part is switched off, so it is switched on meanwhile.
- * Not so in an inference mode inside the region, which stays as it is. */
-static PyObject *detached(const gck_py *py, PyObject *x)
-{
-    PyObject *excluded = PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL);
-    PyObject *off, *alias, *on, *type, *value, *traceback;
-
-    if (excluded != Py_True) {
-        alias = excluded != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
-        Py_XDECREF(excluded);
-        return alias;
-    }
-    off = PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL);
-    alias = off != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
-    PyErr_Fetch(&type, &value, &traceback);
-    on = off != NULL ? PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_True, NULL) : NULL;
-    PyErr_Restore(type, value, traceback);
-    Py_DECREF(excluded);
-    Py_XDECREF(off);
-    Py_XDECREF(on);
-    return alias;
-}
-
-static int64_t version_of(const gck_py *py, PyObject *x)
-{
-    PyObject *value = PyObject_GetAttr(x, py->names._version);
-    const int64_t version = value == NULL ? -1 : PyLong_AsLongLong(value);
-
-    Py_XDECREF(value);
-    PyErr_Clear();                               /* inference tensors have none: nothing to compare */
-    return version;
-}
-
-/* New reference: the payload of x, or NULL without an exception when x stays as it is. */
-static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
-{
-    gck_state *state = store->state;
-    gck_stats *s = &state->stats;
-    gck_tensor view;
-    gck_dither dither;
-    PyObject *payload = NULL;
-    int fits = 1;
-    int verdict = gck_tensor_view(&state->py, x, plan->codec->dtypes, &view);
-
-    if (verdict < 0) {
-        return NULL;
-    }
-    if (verdict == GCK_COMPRESS && view.numel < plan->min_numel) {
-        verdict = GCK_KEEP_SMALL;
-    }
-    s->asked++;
-    if (verdict == GCK_COMPRESS) {
-        payload = gck_payload_new(state, plan->codec, x, &view, gck_next_dither(state, plan, &dither), GCK_FOR_REGION,
-                                  NULL, &fits);
-        verdict = fits ? verdict : GCK_KEEP_FIT;
-    }
-    if (payload != NULL) {
-        s->compressed++;
-    } else if (verdict != GCK_COMPRESS) {
-        s->kept[verdict]++;
-    }
-    return payload;
-}
-
-/* New reference; takes over val, also on failure. */
-static PyObject *kept_new(gck_store *store, PyObject *val, int encoded, int64_t version)
-{
-    gck_kept *self = PyObject_GC_New(gck_kept, store->state->Kept);
-
-    if (self == NULL) {
-        Py_DECREF(val);
-        return NULL;
-    }
-    self->val = val;
-    self->encoded = encoded;
-    self->version = version;
-    PyObject_GC_Track((PyObject *)self);
-    return (PyObject *)self;
-}
-
-static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
-{
-    const gck_py *py = &store->state->py;
-    const int tensor = gck_is_tensor(py, x);
-    PyObject *val = NULL;
-
-    if (tensor < 0) {
-        return NULL;
-    }
-    if (tensor && plan != NULL && plan->codec != NULL) {
-        val = encoded(store, x, plan);
-        if (val == NULL && PyErr_Occurred()) {
-            return NULL;
-        }
-    }
-    const int payload = val != NULL;
-    if (val == NULL) {
-        val = tensor ? detached(py, x) : Py_NewRef(x);
-    }
-    return val == NULL ? NULL : kept_new(store, val, payload, tensor && !payload ? version_of(py, val) : -1);
-}
-
-/* A copy of what an operator decided; bool as bits. */
-static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
-{
-    gck_state *state = store->state;
-    const gck_codec *bits = gck_codec_find("mask");
-    const int tensor = gck_is_tensor(&state->py, x);
-    PyObject *val = NULL;
-    gck_tensor view;
-    int fits, verdict;
-
-    (void)unused;
-    if (tensor <= 0) {
-        return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), 0, -1);
-    }
-    verdict = gck_tensor_view(&state->py, x, bits->dtypes, &view);
-    if (verdict < 0) {
-        return NULL;
-    }
-    if (verdict == GCK_COMPRESS) {
-        val = gck_payload_new(state, bits, x, &view, NULL, GCK_FOR_USER, NULL, &fits);
-        state->stats.decision_bytes += val != NULL ? gck_nbytes(bits, view.numel, view.dtype) : 0;
-    } else {
-        val = PyObject_CallMethod(x, "clone", NULL);
-        PyObject *nbytes = val != NULL ? PyObject_GetAttrString(val, "nbytes") : NULL;
-        state->stats.decision_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
-        Py_XDECREF(nbytes);
-    }
-    state->stats.decisions++;
-    return val != NULL ? kept_new(store, val, verdict == GCK_COMPRESS, -1) : NULL;
-}
-
-/* f(item) for each item of a tuple or list, into a tuple or list.  What an operator returns
- * besides its first value (log-sum-exp, mean, state of a generator) has no plan: it stays exact. */
-typedef PyObject *item_function(gck_store *store, PyObject *item, const gck_plan *plan);
-static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_function *f)
-{
-    const int tuple = PyTuple_Check(x);
-    const Py_ssize_t n = tuple || PyList_Check(x) ? PySequence_Size(x) : -1;
-    PyObject *list, *result;
-
-    if (n < 0) {
-        return f(store, x, plan);
-    }
-    list = PyList_New(0);
-    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *item = PySequence_GetItem(x, i);
-        PyObject *mapped = item != NULL ? map(store, item, tuple && i > 0 ? NULL : plan, f) : NULL;
-        if (mapped == NULL || PyList_Append(list, mapped) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(item);
-        Py_XDECREF(mapped);
-    }
-    if (!tuple || list == NULL) {
-        return list;
-    }
-    result = PyList_AsTuple(list);
-    Py_DECREF(list);
-    return result;
-}
-
-/* calls[index] = what f makes of the outputs. */
-static int put(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan, item_function *f)
-{
-    PyObject *kept = map(store, out, plan, f);
-    const int status = kept == NULL ? -1 : PyDict_SetItem(calls, index, kept);
-
-    Py_XDECREF(kept);
-    return status;
-}
-
-int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan)
-{
-    return put(store, calls, index, out, plan, keep_one);
-}
-
-int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, PyObject *out)
-{
-    return put(store, calls, index, out, NULL, copy_one);
-}
-
-int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index)
-{
-    return PyDict_SetItem(calls, index, store->state->py.recompute_mark);
-}
-
-/* ---- the other way ---- */
-
-/* Of an entry that stays.  A decision, a copy, is copied again: the recompute may write into it, too. */
-static PyObject *fresh(gck_store *store, const gck_kept *kept)
-{
-    return kept->version >= 0 ? detached(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
-}
-
-static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
-{
-    gck_kept *kept = (gck_kept *)x;
-    const gck_py *py = &store->state->py;
-
-    (void)unused;
-    if (Py_TYPE(x) != store->state->Kept) {
-        return PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", x);
-    }
-    if (kept->encoded) {
-        return gck_payload_decode((gck_payload *)kept->val);
-    }
-    if (kept->version >= 0 && !store->mutation && version_of(py, kept->val) != kept->version) {
-        PyErr_SetString(PyExc_RuntimeError, "Tensor cached during selective activation checkpoint has been mutated");
-        return NULL;
-    }
-    /* Autograd writes into the object it gets: an entry that stays gives another one. */
-    return store->reusable && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept) : Py_NewRef(kept->val);
-}
-
-static const char mismatch[] = "This can happen if the operations in the checkpointed region are nondeterministic or "
-                               "depend on global state that changed between forward and backward.";
-
-PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyObject *index, int *again)
-{
-    const gck_py *py = &store->state->py;
-    PyObject *entry = calls != NULL ? PyDict_GetItemWithError(calls, index) : NULL;
-    PyObject *result;
-
-    *again = 0;
-    if (entry == NULL) {
-        if (!PyErr_Occurred() && calls == NULL) {
-            PyErr_Format(PyExc_RuntimeError, "%S encountered during backward but not found in storage. %s", op, mismatch);
-        } else if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_RuntimeError, "%S invocation index %S encountered during backward but not found in "
-                         "storage. %s", op, index, mismatch);
-        }
-        return NULL;
-    }
-    if (entry == py->recompute_mark) {
-        *again = 1;
-        return NULL;
-    }
-    if (entry == py->consumed_mark) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "Trying to backward an extra time. You are only allowed to backward once on any region "
-                        "computed under selective activation checkpoint.");
-        return NULL;
-    }
-    Py_INCREF(entry);
-    result = store->reusable || PyDict_SetItem(calls, index, py->consumed_mark) == 0
-        ? map(store, entry, NULL, value_of) : NULL;
-    Py_DECREF(entry);
-    return result;
-}
-
-/* ---- the store ---- */
 
 /* Of a dtype; no dtype and anything odd: 0. */
 static int is_floating(PyObject *dtype)
@@ -338,20 +28,52 @@ static int is_rounding_cast(PyObject *args, PyObject *kwargs)
     return truth;
 }
 
-int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs)
+/* Index among these names, or -1. */
+static int find_in(const gck_names *names, const PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    for (int i = 0; i < store->names->n; i++) {
-        const gck_named *named = &store->names->named[i];
-        if (named->op == op) {
-            return named->keep != GCK_DECIDE_CAST || is_rounding_cast(args, kwargs) ? i : -1;
+    for (int i = 0; names != NULL && i < names->n; i++) {
+        if (names->named[i].op == op) {
+            return names->named[i].keep != GCK_DECIDE_CAST || is_rounding_cast(args, kwargs) ? i : -1;
         }
     }
     return -1;
 }
 
+static int lines_of(const gck_names *names) { return names != NULL ? names->n : 0; }
+
+int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    const int i = find_in(store->policy, op, args, kwargs), decides = find_in(store->deciding, op, args, kwargs);
+    const gck_named *named = i >= 0 ? &store->policy->named[i] : NULL;
+
+    /* A decision is kept whatever the policy says, unless the policy keeps it anyway.  Kept exactly beside an input
+     * that comes back approximate, a result that backward compares with it would equal none of its values. */
+    if (decides >= 0 && (named == NULL || named->keep == GCK_RECOMPUTE || named->every > 1
+                         || store->deciding->named[decides].keep == GCK_CHOOSE)) {
+        return lines_of(store->policy) + decides;
+    }
+    return i;
+}
+
+const gck_named *gck_store_deciding(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    const int i = find_in(store->deciding, op, args, kwargs);
+
+    return i >= 0 ? &store->deciding->named[i] : NULL;
+}
+
+const gck_named *gck_store_named(const gck_store *store, int i)
+{
+    const int n = lines_of(store->policy);
+
+    return i < n ? &store->policy->named[i] : &store->deciding->named[i - n];
+}
+
+int gck_store_nlines(const gck_store *store) { return lines_of(store->policy) + lines_of(store->deciding); }
+
 void gck_store_rewind(gck_store *store)
 {
-    for (int i = 0; i < store->names->n; i++) {
+    for (int i = 0; i < gck_store_nlines(store); i++) {
         store->lines[i].next = 0;
     }
 }
@@ -362,9 +84,11 @@ static int store_traverse(PyObject *op, visitproc visit, void *arg)
 
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->storage);
-    Py_VISIT((PyObject *)self->names);
+    Py_VISIT((PyObject *)self->policy);
+    Py_VISIT((PyObject *)self->deciding);
+    Py_VISIT(self->draws);
     Py_VISIT(self->candidates);
-    for (int i = 0; self->lines != NULL && i < self->names->n; i++) {
+    for (int i = 0; self->lines != NULL && i < gck_store_nlines(self); i++) {
         Py_VISIT(self->lines[i].calls);
     }
     return 0;
@@ -376,7 +100,8 @@ static int store_clear(PyObject *op)
 
     Py_CLEAR(self->storage);
     Py_CLEAR(self->candidates);
-    for (int i = 0; self->lines != NULL && i < self->names->n; i++) {
+    Py_CLEAR(self->draws);
+    for (int i = 0; self->lines != NULL && i < gck_store_nlines(self); i++) {
         Py_CLEAR(self->lines[i].calls);
     }
     return 0;
@@ -389,7 +114,8 @@ static void store_dealloc(PyObject *op)
 
     PyObject_GC_UnTrack(op);
     store_clear(op);
-    Py_DECREF((PyObject *)self->names);
+    Py_XDECREF((PyObject *)self->policy);
+    Py_XDECREF((PyObject *)self->deciding);
     free(self->lines);
     free(self->counters);
     PyObject_GC_Del(op);
@@ -417,7 +143,7 @@ PyType_Spec gck_store_spec = {
     .slots = store_slots,
 };
 
-gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int reusable)
+gck_store *gck_store_new(gck_state *state, gck_names *policy, int mutation, int reusable)
 {
     gck_store *self = PyObject_GC_New(gck_store, state->Store);
 
@@ -427,11 +153,13 @@ gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int r
     self->state = state;
     self->mutation = mutation;
     self->reusable = reusable;
-    self->names = (gck_names *)Py_NewRef((PyObject *)names);
+    self->decisions = 0;
+    self->policy = (gck_names *)Py_XNewRef((PyObject *)policy);
+    self->deciding = NULL;
     self->storage = PyObject_CallFunctionObjArgs(state->py.defaultdict, (PyObject *)&PyDict_Type, NULL);
-    self->lines = calloc((size_t)names->n + 1, sizeof *self->lines);
-    self->counters = calloc((size_t)names->ngroups + 1, sizeof *self->counters);
-    self->candidates = NULL;
+    self->lines = calloc((size_t)lines_of(policy) + 1, sizeof *self->lines);
+    self->counters = calloc(policy != NULL ? (size_t)policy->ngroups + 1 : 1, sizeof *self->counters);
+    self->candidates = self->draws = NULL;
     self->met = 0;
     PyObject_GC_Track((PyObject *)self);
     if (self->lines == NULL || self->counters == NULL || self->storage == NULL) {
@@ -441,6 +169,31 @@ gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int r
         Py_CLEAR(self);
     }
     return self;
+}
+
+int gck_store_decide_from(gck_store *store, int decisions)
+{
+    gck_state *state = store->state;
+    PyObject **names = &state->decisions[decisions > 1];
+    gck_line *lines;
+
+    if (*names == NULL) {
+        *names = PyObject_CallMethod(state->py.selection, "decision_names", "i", decisions > 1);
+    }
+    if (*names == NULL || decisions <= store->decisions) {
+        return *names == NULL ? -1 : 0;
+    }
+    const int before = gck_store_nlines(store), now = lines_of(store->policy) + ((gck_names *)*names)->n;
+    if ((lines = realloc(store->lines, (size_t)(now + 1) * sizeof *lines)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(lines + before, 0, (size_t)(now - before) * sizeof *lines);    /* the names with casts begin with the others */
+    store->lines = lines;
+    store->decisions = decisions;
+    Py_XDECREF((PyObject *)store->deciding);
+    store->deciding = (gck_names *)Py_NewRef(*names);
+    return 0;
 }
 
 PyObject *gck_make_store(PyObject *module, PyObject *args)

@@ -2,7 +2,15 @@
 #ifndef GRADCKPT_STORE_H
 #define GRADCKPT_STORE_H
 
+#include "../torch/draws.h"
 #include "payload.h"
+
+/* One call of an operator; borrowed. */
+typedef struct gck_call {
+    PyObject *op, *args, *kwargs;                       /* kwargs may be NULL                         */
+    PyObject *(*run)(const struct gck_call *call);      /* the operator itself: new reference         */
+    void     *with;                                     /* for `run`                                  */
+} gck_call;
 
 /* What a policy says of an operator's outputs. */
 typedef enum {
@@ -12,6 +20,7 @@ typedef enum {
     GCK_DECIDE_CAST,         /* the same, of casts from floating to anything else; other casts
                                 are not even counted: autocast's cache changes their number  */
     GCK_NAMED,               /* keep them if gradckpt.name() gives them a name that is wanted */
+    GCK_CHOOSE,              /* keep where in its input the result lies: backward compares the two */
 } gck_keep;
 
 /* One named operator. */
@@ -21,6 +30,9 @@ typedef struct {
     gck_plan  plan;          /* GCK_SAVE: codec NULL keeps exactly                           */
     int       every, phase;  /* of the calls of its group, those with index % every == phase */
     int       group;         /* index into the store's counters                              */
+    int       draws;         /* moves a random generator                                     */
+    PyObject *form;          /* what is kept in place of the outputs: an object of gradckpt._decisions; NULL: they
+                                are copied; owned                                            */
 } gck_named;
 
 /* Type gradckpt._C.Names: which operators, made once for all regions that keep alike. */
@@ -28,6 +40,7 @@ typedef struct {
     PyObject_HEAD
     int        n, ngroups;
     int        asks;         /* no names: a function is asked                                */
+    int        decisions;    /* some outputs are kept lossily: of what follows them, as in a gck_plan */
     gck_named *named;        /* n; malloc                                                    */
     PyObject  *wanted;       /* frozenset of names, for GCK_NAMED; owned                     */
 } gck_names;
@@ -45,9 +58,12 @@ typedef struct {
     PyObject  *storage;      /* defaultdict: operator -> calls; torch's modes write into it, too */
     int        mutation;     /* entries may have been changed in place                       */
     int        reusable;     /* a call may be replayed more than once                        */
-    gck_names *names;        /* owned                                                        */
-    gck_line  *lines;        /* one per name; malloc                                         */
+    int        decisions;    /* the region may run again on restored values; as in a gck_plan */
+    gck_names *policy;       /* owned; NULL: nothing is kept for a policy                    */
+    gck_names *deciding;     /* owned; NULL while `decisions` is 0                           */
+    gck_line  *lines;        /* one per name of the policy, then per name of `deciding`; malloc */
     int64_t   *counters;     /* one per group: calls in this forward; malloc                 */
+    PyObject  *draws;        /* {(operator, call): what it drew, see ../torch/draws.h}; owned, NULL before the first */
     PyObject  *candidates;   /* list of (what gradckpt._selection finds it by, line, call), in the forward; or NULL */
     int        met;          /* names that were wanted and given                             */
 } gck_store;
@@ -56,20 +72,32 @@ extern PyType_Spec gck_names_spec, gck_store_spec, gck_kept_spec;
 
 /* Index of op among the names, or -1: not there, or not such a call. */
 int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs);
+/* Borrowed: the name with that index. */
+const gck_named *gck_store_named(const gck_store *store, int i);
+int gck_store_nlines(const gck_store *store);
+/* Borrowed: the deciding name that this call is kept as, or NULL. */
+const gck_named *gck_store_deciding(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs);
 
-/* New reference. */
-gck_store *gck_store_new(gck_state *state, gck_names *names, int mutation, int reusable);
+/* New reference.  policy: NULL for a store of decisions alone. */
+gck_store *gck_store_new(gck_state *state, gck_names *policy, int mutation, int reusable);
+
+/* From now on it keeps decisions, too: 1, or 2: also casts.  0 or -1. */
+int gck_store_decide_from(gck_store *store, int decisions);
 
 /* The outputs of a call into calls[index]: a tensor as a detached alias or a payload (of
  * several return values the first only), anything else as it is.  0 or -1. */
 int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan);
-/* The same as copies; bool as bits. */
-int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, PyObject *out);
+/* What an operator decided: in its form, or as copies; bool as bits. */
+int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, const gck_call *call, PyObject *form, PyObject *out);
 int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index);
 
-/* New reference: the outputs of that call; NULL with *again = 1 and no exception: to be
- * recomputed. */
-PyObject *gck_store_replay(gck_store *store, PyObject *op, PyObject *calls, PyObject *index, int *again);
+/* What the call drew from a generator, so that its replay leaves the generator where the call did.  0 or -1. */
+int gck_store_drew(gck_store *store, PyObject *op, PyObject *index, gck_draw *draw);
+
+/* New reference: the outputs of that call, its generator where it left it; NULL with *again = 1 and no exception:
+ * to be recomputed.  lasting: the entry stays, also in a store that serves one backward. */
+PyObject *gck_store_replay(gck_store *store, const gck_call *call, PyObject *key, PyObject *calls, PyObject *index, int lasting,
+                           int *again);
 
 /* An output that may get a name later in the forward.  0 or -1. */
 int gck_store_candidate(gck_store *store, int line, PyObject *index, PyObject *out);
@@ -83,7 +111,7 @@ int gck_store_finish(gck_store *store);
 /* The calls of a recompute under a mode are counted from 0. */
 void gck_store_rewind(gck_store *store);
 
-/* gradckpt._C.make_names(rows, wanted): a row is (op, keep, what compress= takes, every, phase, group);
+/* gradckpt._C.make_names(rows, wanted): a row is (op, keep, what compress= takes, every, phase, group, form);
  * None: a function will say.
  * gradckpt._C.make_store(names, mutation, reusable). */
 PyObject *gck_make_names(PyObject *module, PyObject *args);

@@ -64,8 +64,8 @@ static int load_engine(gck_py *py)
     return py->queue_callback == NULL || py->run_backward == NULL ? -1 : 0;
 }
 
-/* The key `Fake` lies between autograd and the kernels, and nothing uses it, as long as it has
- * no fallback.  0 or -1. */
+/* The key `Negative` lies between autograd and the kernels; torch's fallback there passes on what
+ * has no negation pending.  Without that fallback there is no key.  0 or -1. */
 static int load_selective(gck_py *py)
 {
     PyObject *fallback = import_optional("torch._C", "_dispatch_has_backend_fallback"), *taken = NULL;
@@ -76,22 +76,25 @@ static int load_selective(gck_py *py)
     Py_XDECREF(ops);
     Py_XDECREF(aten);
     Py_XDECREF(packet);
+    PyObject *tag = import_optional("torch", "Tag");
+    py->draws = tag != NULL ? PyObject_GetAttrString(tag, "nondeterministic_seeded") : NULL;
+    Py_XDECREF(tag);
     py->recompute_mark = PyUnicode_InternFromString("recomputed");
     py->consumed_mark = PyUnicode_InternFromString("consumed");
     py->prefer_recompute = PyObject_GetAttrString(py->CheckpointPolicy, "PREFER_RECOMPUTE");
     py->must_recompute = PyObject_GetAttrString(py->CheckpointPolicy, "MUST_RECOMPUTE");
     py->key_inplace = PyObject_CallFunction(py->parse_key, "s", "ADInplaceOrView");
-    py->key = fallback != NULL ? PyObject_CallFunction(py->parse_key, "s", "Fake") : NULL;
+    py->key = fallback != NULL ? PyObject_CallFunction(py->parse_key, "s", "Negative") : NULL;
     if (py->key != NULL) {
         taken = PyObject_CallFunctionObjArgs(fallback, py->key, NULL);
     }
-    if (taken != Py_False) {                     /* no such key, or it is in use: modes do the work */
+    if (taken != Py_True) {                      /* no such key, or no fallback: modes do the work */
         PyErr_Clear();
         Py_CLEAR(py->key);
     }
     Py_XDECREF(fallback);
     Py_XDECREF(taken);
-    return py->cast && py->recompute_mark && py->consumed_mark && py->prefer_recompute && py->must_recompute && py->key_inplace
+    return py->cast && py->draws && py->recompute_mark && py->consumed_mark && py->prefer_recompute && py->must_recompute && py->key_inplace
         ? 0 : -1;
 }
 
@@ -116,13 +119,13 @@ int gck_py_load(gck_py *py)
         || load_selective(py) < 0) {
         return -1;
     }
-    py->cpu_bytes = Py_BuildValue("{sOss}", "dtype", py->uint8, "device", "cpu");
+    py->cpu_device = PyObject_CallFunction(py->device, "s", "cpu");
     py->as_non_leaf = PyObject_CallMethod(
         py->functions, "DelayedError", "si",
         "gradckpt: a backward inside a checkpointed region went past the region's compressed input; give "
         "torch.autograd.grad the inputs to stop at, or use compress=None for this region", 1);
     py->cpu = PyUnicode_InternFromString("cpu");
-    return py->cpu_bytes == NULL || py->as_non_leaf == NULL || py->cpu == NULL ? -1 : 0;
+    return py->cpu_device == NULL || py->as_non_leaf == NULL || py->cpu == NULL ? -1 : 0;
 }
 
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg)

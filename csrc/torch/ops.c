@@ -105,8 +105,13 @@ static void release(AtenTensorHandle *tensor)
     }
 }
 
-static void fail_if(const char *error)
+/* Raises the error, or, where there should be a result and neither is there, a general one: torch did not answer. */
+static void fail_if(char *error, size_t size, bool no_result)
 {
+    if (error[0] == '\0' && no_result) {
+        snprintf(error, size, "gradckpt: torch does not tell this tensor's shape, device or stream; use a CPU or CUDA "
+                              "build of torch");
+    }
     if (error[0] != '\0') {
         gck_torch.aoti_torch_check(false, "gradckpt", __FILE__, __LINE__, error);
     }
@@ -164,7 +169,7 @@ static void encode_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
     (void)nargs;
     (void)nreturns;
     gck_torch.aoti_torch_delete_tensor_object(x.tensor);
-    fail_if(error);
+    fail_if(error, sizeof error, out == NULL);
     stack[0] = (StableIValue)(uintptr_t)out;
 }
 
@@ -207,6 +212,11 @@ static int match_payload(const gck_codec *codec, operand *payload, const operand
     if (describe(payload) != 0 || payload->dtype != gck_torch.aoti_torch_dtype_uint8() || payload->view.strides
         || gck_torch.torch_get_const_data_ptr(payload->tensor, bytes)) {
         snprintf(error, size, "gradckpt: decode takes a contiguous uint8 payload");
+        return -1;
+    }
+    if (payload->view.numel > 0 && (uintptr_t)*bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
+        snprintf(error, size, "gradckpt: decode takes a payload at a multiple of %d bytes; pass payload.clone()",
+                 GCK_PAYLOAD_ALIGNMENT);
         return -1;
     }
     if (payload->view.device != out->view.device) {
@@ -277,7 +287,7 @@ static void decode_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
     (void)nargs;
     (void)nreturns;
     gck_torch.aoti_torch_delete_tensor_object(payload.tensor);
-    fail_if(error);
+    fail_if(error, sizeof error, out == NULL);
     stack[0] = (StableIValue)(uintptr_t)out;
 }
 
@@ -392,7 +402,7 @@ static void encode_many_boxed(StableIValue *stack, uint64_t nargs, uint64_t nret
     (void)nargs;
     (void)nreturns;
     batch_end(&b, list != NULL ? 0 : b.n);         /* the list owns them now */
-    fail_if(error);
+    fail_if(error, sizeof error, list == NULL);
     stack[0] = (StableIValue)(uintptr_t)list;
 }
 
@@ -433,7 +443,7 @@ static void decode_many_boxed(StableIValue *stack, uint64_t nargs, uint64_t nret
         decode_many(codec, &b, error, sizeof error);
     }
     batch_end(&b, nbytes);
-    fail_if(error);
+    fail_if(error, sizeof error, false);
 }
 
 static int implement(const char *key)

@@ -1,6 +1,7 @@
-/* tensor.c: views, empty tensors.  Views are refused, with a reason,
- * whenever the memory behind a tensor is not simply its values. */
+/* tensor.c: attributes, hooks, empty tensors, and the work of the codecs on them. */
 #include "tensor.h"
+
+#include "input.h"
 
 const char *const gck_reason_text[GCK_NREASONS] = {
     "compressed",
@@ -9,10 +10,7 @@ const char *const gck_reason_text[GCK_NREASONS] = {
 #undef REASON
 };
 
-enum {
-    GIL_RELEASE_NUMEL = 65536,     /* below, releasing costs more than it frees                 */
-    CUDA_STRIDED_DIMS = 8,         /* more strided dimensions than the kernels take: kept as is */
-};
+enum { GIL_RELEASE_NUMEL = 65536 };    /* below, releasing costs more than it frees */
 
 int gck_attr_is_true(PyObject *x, PyObject *name)
 {
@@ -25,6 +23,14 @@ int gck_attr_is_true(PyObject *x, PyObject *name)
     truth = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
     Py_DECREF(value);
     return truth;
+}
+
+int gck_has_attribute(PyObject *x, const char *name)
+{
+    PyObject *value = PyObject_GetAttrString(x, name);
+
+    Py_XDECREF(value);
+    return value == NULL ? gck_clear_attribute_error() : 1;
 }
 
 PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n)
@@ -114,113 +120,37 @@ int gck_tracing(const gck_py *py)
     return gck_functorch_active(py);
 }
 
-static int view_dtype(gck_dl_dtype dtype, uint32_t accepted, gck_dtype *out)
+PyObject *gck_dtype_object(const gck_py *py, gck_dtype dtype)
 {
-    if (dtype.lanes != 1) {
-        return -1;
-    }
-    if (dtype.code == GCK_DL_FLOAT && dtype.bits == 32) {
-        *out = GCK_F32;
-    } else if (dtype.code == GCK_DL_FLOAT && dtype.bits == 16) {
-        *out = GCK_F16;
-    } else if (dtype.code == GCK_DL_BFLOAT && dtype.bits == 16) {
-        *out = GCK_BF16;
-    } else if (dtype.code == GCK_DL_BOOL && dtype.bits == 8) {
-        *out = GCK_BOOL;
-    } else {
-        return -1;
-    }
-    return accepted & GCK_BIT(*out) ? 0 : -1;
+    PyObject *const objects[GCK_NDTYPES] = {py->float32, py->float16, py->bfloat16, py->boolean};
+
+    return objects[dtype];
 }
 
-/* Layout is strided and no lazy negation waits: 1, 0 or -1. */
-static int is_plain(const gck_py *py, PyObject *x)
+PyObject *gck_device_object(const gck_py *py, int device)
 {
-    PyObject *layout = PyObject_GetAttr(x, py->names.layout);
-    PyObject *neg;
-    int plain;
-
-    if (layout == NULL) {
-        return -1;
-    }
-    plain = layout == py->strided;
-    Py_DECREF(layout);
-    if (!plain) {
-        return 0;
-    }
-    neg = PyObject_CallMethodObjArgs(x, py->names.is_neg, NULL);
-    if (neg == NULL) {
-        return -1;
-    }
-    plain = neg == Py_False;
-    Py_DECREF(neg);
-    return plain;
+    return device < 0 ? Py_NewRef(py->cpu_device) : PyObject_CallFunction(py->device, "si", "cuda", device);
 }
 
-/* DLPack raises on meta and other tensors without memory: not an error here. */
-static int view_memory(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *view)
+/* New reference: torch.empty(*args) of this dtype there.  Takes over args, which may be NULL. */
+static PyObject *empty(const gck_py *py, PyObject *function, PyObject *args, PyObject *dtype, int device)
 {
-    gck_dl_tensor dl;
+    PyObject *where = gck_device_object(py, device);
+    PyObject *kwargs = where != NULL ? Py_BuildValue("{OOsO}", py->names.dtype, dtype, "device", where) : NULL;
+    PyObject *out = args && kwargs ? PyObject_Call(function, args, kwargs) : NULL;
 
-    if (py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
-        PyErr_Clear();
-        return GCK_KEEP_LAYOUT;
-    }
-    if (view_dtype(dl.dtype, dtypes, &view->dtype) < 0) {
-        return GCK_KEEP_DTYPE;
-    }
-    if (dl.device.device_type != GCK_DL_CPU && dl.device.device_type != GCK_DL_CUDA) {
-        return GCK_KEEP_DEVICE;
-    }
-    view->data = (char *)dl.data + dl.byte_offset;
-    view->ndim = dl.ndim;
-    view->sizes = dl.shape;
-    view->numel = 1;
-    for (int d = 0; d < dl.ndim; d++) {
-        view->numel *= dl.shape[d];
-    }
-    if (dl.data == NULL && view->numel > 0) {
-        return GCK_KEEP_LAYOUT;
-    }
-    view->strides = dl.strides == NULL || gck_is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
-    view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
-    if (view->device >= 0 && view->strides != NULL && view->ndim > CUDA_STRIDED_DIMS) {
-        return GCK_KEEP_LAYOUT;
-    }
-    view->stream = NULL;
-    if (view->device >= 0 && py->dlpack->current_work_stream(dl.device.device_type, view->device, &view->stream) != 0) {
-        return -1;
-    }
-    return GCK_COMPRESS;
-}
-
-int gck_tensor_view(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *view)
-{
-    int plain;
-
-    if ((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter) {
-        return GCK_KEEP_SUBCLASS;
-    }
-    plain = is_plain(py, x);
-    if (plain <= 0) {
-        return plain < 0 ? -1 : GCK_KEEP_LAYOUT;
-    }
-    return view_memory(py, x, dtypes, view);
-}
-
-PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, PyObject *device, int on_cpu)
-{
-    PyObject *args = Py_BuildValue("(L)", (long long)nbytes);
-    PyObject *kwargs = on_cpu ? Py_NewRef(py->cpu_bytes)
-                              : Py_BuildValue("{sOsO}", "dtype", py->uint8, "device", device);
-    PyObject *bytes = args && kwargs ? PyObject_Call(py->empty, args, kwargs) : NULL;
-
-    Py_XDECREF(args);
+    Py_XDECREF(where);
     Py_XDECREF(kwargs);
-    return bytes;
+    Py_XDECREF(args);
+    return out;
 }
 
-static PyObject *tuple_of(int n, const int64_t *values)
+PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, int device)
+{
+    return empty(py, py->empty, Py_BuildValue("(L)", (long long)nbytes), py->uint8, device);
+}
+
+PyObject *gck_sizes(int n, const int64_t *values)
 {
     PyObject *tuple = PyTuple_New(n);
 
@@ -235,23 +165,15 @@ static PyObject *tuple_of(int n, const int64_t *values)
     return tuple;
 }
 
-PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides,
-                    PyObject *dtype, PyObject *device)
+PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype, int device)
 {
-    PyObject *shape = tuple_of(ndim, sizes);
-    PyObject *steps = strides != NULL ? tuple_of(ndim, strides) : Py_NewRef(Py_None);
-    PyObject *kwargs = Py_BuildValue("{sOsO}", "dtype", dtype, "device", device);
-    PyObject *args = NULL, *out = NULL;
+    PyObject *shape = gck_sizes(ndim, sizes), *steps = strides != NULL ? gck_sizes(ndim, strides) : NULL;
+    PyObject *args = shape == NULL ? NULL : strides == NULL ? PyTuple_Pack(1, shape)
+                                          : steps != NULL ? PyTuple_Pack(2, shape, steps) : NULL;
 
-    if (shape != NULL && steps != NULL && kwargs != NULL) {
-        args = strides != NULL ? PyTuple_Pack(2, shape, steps) : PyTuple_Pack(1, shape);
-        out = args ? PyObject_Call(strides != NULL ? py->empty_strided : py->empty, args, kwargs) : NULL;
-    }
-    Py_XDECREF(args);
     Py_XDECREF(shape);
     Py_XDECREF(steps);
-    Py_XDECREF(kwargs);
-    return out;
+    return empty(py, strides != NULL ? py->empty_strided : py->empty, args, gck_dtype_object(py, dtype), device);
 }
 
 /* Once, at the first CUDA tensor: the driver must carry the runtime we were built with. */
@@ -287,19 +209,21 @@ static int result_of(const gck_codec *codec, int status, const char *verb)
     return -1;
 }
 
-/* Is there work on the device for which the driver was not looked at?  Is it long enough on the host to let
- * others run?  Device work is only queued here; the allocator works in stream order, as we do. */
+/* Is the driver known to be new enough for device work?  Are others to run meanwhile?  On the host they are when the
+ * work is long.  A launch may wait until the device has room in its queue, so they always are on a device. */
 static int prepare(gck_py *py, const gck_codec *codec, const gck_tensor *x, int n, int *release)
 {
     int64_t here = 0;
 
+    *release = 0;
     for (int i = 0; i < n; i++) {
         if (x[i].device >= 0 && !py->cuda_checked && check_cuda(py, codec) < 0) {
             return -1;
         }
+        *release |= x[i].device >= 0;
         here += x[i].device < 0 ? x[i].numel : 0;
     }
-    *release = here >= GIL_RELEASE_NUMEL;
+    *release |= here >= GIL_RELEASE_NUMEL;
     return 0;
 }
 
@@ -311,12 +235,10 @@ int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void
     if (prepare(py, codec, x, n, &release) < 0) {
         return -1;
     }
+    PyThreadState *others = release ? PyEval_SaveThread() : NULL;
+    status = gck_encode_many(codec, x, payloads, how, n, release ? gck_torch_parallel_for : NULL);
     if (release) {
-        Py_BEGIN_ALLOW_THREADS
-        status = gck_encode_many(codec, x, payloads, how, n, gck_torch_parallel_for);
-        Py_END_ALLOW_THREADS
-    } else {
-        status = gck_encode_many(codec, x, payloads, how, n, NULL);
+        PyEval_RestoreThread(others);
     }
     return result_of(codec, status, "encode");
 }
@@ -328,12 +250,10 @@ int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloa
     if (prepare(py, codec, out, n, &release) < 0) {
         return -1;
     }
+    PyThreadState *others = release ? PyEval_SaveThread() : NULL;
+    status = gck_decode_many(codec, payloads, out, n, release ? gck_torch_parallel_for : NULL);
     if (release) {
-        Py_BEGIN_ALLOW_THREADS
-        status = gck_decode_many(codec, payloads, out, n, gck_torch_parallel_for);
-        Py_END_ALLOW_THREADS
-    } else {
-        status = gck_decode_many(codec, payloads, out, n, NULL);
+        PyEval_RestoreThread(others);
     }
     return result_of(codec, status, "decode");
 }

@@ -27,11 +27,15 @@
     OBJECT(float32, "torch", "float32")                                    \
     OBJECT(float16, "torch", "float16")                                    \
     OBJECT(bfloat16, "torch", "bfloat16")                                  \
+    OBJECT(boolean, "torch", "bool")                                       \
+    OBJECT(device, "torch", "device")                                      \
+    OBJECT(size, "torch", "Size")                                          \
     OBJECT(push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks") \
     OBJECT(pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks")   \
     OBJECT(top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks")   \
     OBJECT(next_node_number, "torch._C._autograd", "_get_sequence_nr")     \
     OBJECT(graph_task_id, "torch._C", "_current_graph_task_id")            \
+    OBJECT(keeps_graph, "torch._C._autograd", "_get_current_graph_task_keep_graph") \
     OBJECT(graph_exec_group, "torch._C", "_get_graph_exec_group")          \
     OBJECT(any_autocast, "torch._C", "_is_any_autocast_enabled")           \
     OBJECT(function_stack_len, "torch._C", "_len_torch_function_stack")    \
@@ -50,6 +54,7 @@
     OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")      \
     OBJECT(set_included, "torch._C", "_dispatch_tls_set_dispatch_key_included") \
     OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
+    OBJECT(is_included, "torch._C", "_dispatch_tls_is_dispatch_key_included") \
     OBJECT(is_excluded, "torch._C", "_dispatch_tls_is_dispatch_key_excluded") \
     OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
     OBJECT(FakeTensor, "torch._subclasses.fake_tensor", "FakeTensor")      \
@@ -64,9 +69,9 @@
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
-    NAME(is_leaf) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
-    NAME(_version) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(frame)         \
-    NAME(save_for_backward) NAME(saved_tensors) NAME(set_materialize_grads)            \
+    NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
+    NAME(_version) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
+    NAME(_backward_hooks) NAME(saved_tensors) NAME(set_materialize_grads)              \
     NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr)
 
@@ -77,13 +82,14 @@
     OBJECT(queue_callback)       /* likewise: at the end of a graph task */                           \
     OBJECT(peek_functorch)       /* torch._C._functorch.peek_interpreter_stack, or NULL */            \
     OBJECT(as_non_leaf)          /* a DelayedError node: alias that requires grad */                  \
-    OBJECT(cpu_bytes)            /* {"dtype": torch.uint8, "device": cpu} */                          \
+    OBJECT(cpu_device)           /* torch.device("cpu") */                                            \
     OBJECT(cpu)                  /* the string "cpu" */                                               \
     OBJECT(recompute_mark) OBJECT(consumed_mark)       /* in the storage of a selective region */     \
     OBJECT(prefer_recompute) OBJECT(must_recompute)    /* of CheckpointPolicy */                      \
     OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
-    OBJECT(key)                  /* the dispatch key that catches operators; NULL: none is free */    \
+    OBJECT(key)                  /* the dispatch key that catches operators, or NULL */               \
     OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
+    OBJECT(draws)                /* torch.Tag.nondeterministic_seeded */                              \
     OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
     OBJECT(selection)            /* gradckpt._selection: those of selective recompute */
 
@@ -136,26 +142,27 @@ extern const char *const gck_reason_text[GCK_NREASONS];
 /* Tensor, Parameter or a subclass: 1; 0; or -1 with an exception. */
 int gck_is_tensor(const gck_py *py, PyObject *x);
 
-/* May x's memory be read as it stands, and as which view?  GCK_COMPRESS and *view, with
- * pointers into x (valid while x lives); else the reason.  -1 with an exception.
- * `dtypes`: set of GCK_BIT() accepted. */
-int gck_tensor_view(gck_py *py, PyObject *x, uint32_t dtypes, gck_tensor *view);
-
 /* 1 when a mode is active under which tensors are not what they seem; 0; -1. */
 int gck_tracing(const gck_py *py);
 
 /* 1 inside a torch.func transform; 0; -1. */
 int gck_functorch_active(const gck_py *py);
 
-/* New reference: uint8[nbytes] on the device of `like`, from torch's allocator. */
-PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, PyObject *device, int on_cpu);
+/* torch's objects for them: borrowed, lives for ever; new reference. */
+PyObject *gck_dtype_object(const gck_py *py, gck_dtype dtype);
+PyObject *gck_device_object(const gck_py *py, int device);
+
+/* New reference: n integers as a tuple. */
+PyObject *gck_sizes(int n, const int64_t *values);
+
+/* New reference: uint8[nbytes], from torch's allocator. */
+PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, int device);
 
 /* New reference: empty tensor; strides NULL means contiguous. */
-PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides,
-                    PyObject *dtype, PyObject *device);
+PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype, int device);
 
-/* Encode or decode n tensors with the GIL released for long host work.  0, or -1 with an
- * exception that names the codec; encode: 1 when the codec cannot hold these values. */
+/* Encode or decode n tensors, whose owners the caller holds: the GIL is released for device work and for long host
+ * work.  0, or -1 with an exception that names the codec; encode: 1 when the codec cannot hold these values. */
 int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
                    int n);
 int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n);
@@ -170,6 +177,9 @@ int gck_ask(PyObject *getter);
 
 /* New reference: the objects as a tuple. */
 PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n);
+
+/* 1, 0, -1 with an exception other than AttributeError. */
+int gck_has_attribute(PyObject *x, const char *name);
 
 /* Attribute as C truth: 1, 0, -1 with an exception. */
 int gck_attr_is_true(PyObject *x, PyObject *name);

@@ -4,12 +4,14 @@ import direct_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from cases import case
 from codec_inputs import bits_of
 from direct_kernels import (
     E_FIT,
     Layout,
     aligned,
     assert_same,
+    check,
     check_everywhere,
     check_last_values_of_a_huge_tensor,
     every_layout,
@@ -26,12 +28,13 @@ every_codec = pytest.mark.parametrize("codec", CODECS)
 
 
 @pytest.fixture
-def same(host_kernels, device_kernels):
+def same(host_kernels, device_kernels, ampere_kernels):
     """Asserts equal bytes everywhere, and that what fits is rounded as torch does it."""
 
     def run(bits, codec, fits=True, **layout):
         bits = np.asarray(bits, np.uint32)
         assert check_everywhere(host_kernels, device_kernels, codec, "float32", bits, **layout) == fits
+        check(ampere_kernels, codec, "float32", bits, "sm_80", **layout)
         if fits:
             x = tensor(bits)
             theirs = x.to(CODECS[codec]).float()
@@ -134,11 +137,12 @@ def test_encoding_again_changes_nothing(codec):
 
 
 @every_codec
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4095, 4096, 4097])
-def test_tails_and_alignment(same, codec, n):
-    bits = np.random.default_rng(n).standard_normal(n).astype(np.float32).view(np.uint32)
-    for offset in (0, 1, 3):
-        same(bits, codec, offset=offset)
+def test_tails_and_alignment(same, codec):
+    for n in (0, 1, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4095, 4096, 4097):
+        bits = np.random.default_rng(n).standard_normal(n).astype(np.float32).view(np.uint32)
+        for offset in (0, 1, 3):
+            with case(n, offset):
+                same(bits, codec, offset=offset)
 
 
 @every_codec

@@ -59,6 +59,49 @@ def test_huge_at_every_place(codec):
     torch.testing.assert_close(restored[~rest], x[~rest], rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", gradckpt.codecs())
+def test_what_is_finite_stays_finite(codec, dtype):
+    """k values beyond 1e30 in a group, for every k: finite, of their sign, and still beyond 1e30; Inf and NaN stay."""
+    info = gradckpt.codec_info(codec)
+    if dtype not in info["dtypes"]:
+        return
+    bits = codec_inputs.huge_groups(dtype)
+    x = tensor(bits, dtype).float()
+    huge = x.isfinite() & (x.abs() > float(oracle.LIMIT[dtype]))
+    assert [int(n) for n in huge.view(129, 6, 128).sum(2).amax(1)[:2]] != [0, 0]
+    for isa in ISAS:
+        with forced(isa):
+            for dither in (None, (1, 2, 3)) if info["stochastic"] else (None,):
+                try:
+                    y = gradckpt.encode(tensor(bits, dtype), codec, dither=dither).decode().float()
+                except ValueError:
+                    assert info["refuses"]  # then the tensor is kept
+                    continue
+                assert torch.equal(y.isfinite(), x.isfinite())
+                assert torch.equal(y[x.isinf()], x[x.isinf()])
+                assert torch.equal(y.isnan(), x.isnan())
+                assert torch.equal(y[huge].sign(), x[huge].sign())
+                assert (y[huge].abs() > float(oracle.LIMIT[dtype])).all()
+                assert (y[~huge & x.isfinite()].abs() <= float(oracle.LIMIT[dtype])).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", oracle.FORMATS)
+def test_huge_values_have_the_oracles_bytes(codec, dtype, avx512):
+    bits = codec_inputs.huge_groups(dtype, (1, 2, 3, 5, 40, 128))
+    want = oracle.encode(codec, bits, dtype)
+    values = oracle.decode(codec, want, bits.size, dtype)
+    for isa in ISAS:
+        with forced(isa):
+            payload = gradckpt.encode(tensor(bits, dtype), codec)
+            np.testing.assert_array_equal(payload.data.numpy(), want)
+            np.testing.assert_array_equal(bits_of(payload.decode()), values)
+    if "avx512" not in ISAS:
+        np.testing.assert_array_equal(avx512.encode(codec, bits, dtype), want)
+        np.testing.assert_array_equal(avx512.decode(codec, want, bits.size, dtype), values)
+
+
 # ---- beyond 2^31 values, without the memory ----
 
 FAR = 2**31 + 4097

@@ -5,6 +5,7 @@ values, and the bytes around them.  The kernels are built twice: as the oldest
 architecture runs them and with models of the instructions that newer ones have."""
 
 import ctypes
+import itertools
 import mmap
 import os
 import shutil
@@ -14,6 +15,8 @@ import sys
 
 import numpy as np
 import pytest
+from cases import case
+from codec_inputs import huge_groups
 from cuda_kernels import (
     CODECS,
     DTYPES,
@@ -27,6 +30,7 @@ from cuda_kernels import (
     build_kernels,
     build_reference,
     check,
+    check_syntax,
     check_together,
     decode_many,
     encode_many,
@@ -43,6 +47,12 @@ MOST_JOBS = 32  # of kernel.cuh
 @pytest.fixture(scope="module", params=[750, 900])
 def kernels(request, tmp_path_factory):
     return build_kernels(tmp_path_factory.mktemp("emulation"), request.param)
+
+
+@pytest.fixture(scope="module")
+def ampere(tmp_path_factory):
+    """sm_80 and sm_86: loads of 16 bytes as later ones have them, and FP8 without instructions."""
+    return build_kernels(tmp_path_factory.mktemp("ampere"), 800, ["fp8"])
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +146,27 @@ def test_magnitudes_and_specials(kernels, reference, codec, dtype):
             check(kernels, reference, codec, dtype, gaussian(dtype, 2000, magnitude, special, seed))
 
 
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "fp8_e5m2"])
+@every_dtype
+def test_ampere(ampere, reference, codec, dtype):
+    check(ampere, reference, codec, dtype, patterns(dtype))
+    for special in (0.0, 0.03):
+        check(ampere, reference, codec, dtype, gaussian(dtype, 2000, 1.0, special), 1)
+
+
+@pytest.mark.parametrize("arch", [750, 800, 890, 1200])
+def test_every_kernel_is_cxx_for(arch):
+    """Instructions are in ptx.cuh only, of which there are models."""
+    check_syntax(arch)
+
+
+@every_format
+@every_dtype
+def test_huge_values(kernels, reference, codec, dtype):
+    """Several values beyond 1e30 in a group, finite and not."""
+    check(kernels, reference, codec, dtype, huge_groups(dtype, (1, 2, 3, 4, 6, 40, 128)))
+
+
 @every_format
 @every_dtype
 def test_spikes(kernels, reference, codec, dtype):
@@ -180,10 +211,10 @@ def test_order_of_the_rotation(kernels, reference, codec):
 
 @every_codec
 @every_dtype
-@pytest.mark.parametrize("n", [0, 1, 16, 127, 128, 129, 1000, 8193])
-def test_tails_and_alignment(kernels, reference, codec, dtype, n):
-    for misaligned in (0, 1, 4):
-        check(kernels, reference, codec, dtype, gaussian(dtype, n, 1.0, 0.001), misaligned)
+def test_tails_and_alignment(kernels, reference, codec, dtype):
+    for n, misaligned in itertools.product([0, 1, 16, 127, 128, 129, 1000, 8193], [0, 1, 4]):
+        with case(n, misaligned):
+            check(kernels, reference, codec, dtype, gaussian(dtype, n, 1.0, 0.001), misaligned)
 
 
 LAYOUTS = {
@@ -198,12 +229,12 @@ LAYOUTS = {
 
 @every_codec
 @every_dtype
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strided(kernels, reference, codec, dtype, layout):
-    sizes, strides = LAYOUTS[layout]
-    n = int(np.prod(sizes))
-    for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), spikes(dtype)[:n]):
-        check(kernels, reference, codec, dtype, bits, 1, sizes, strides)
+def test_strided(kernels, reference, codec, dtype):
+    for layout, (sizes, strides) in LAYOUTS.items():
+        n = int(np.prod(sizes))
+        for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), spikes(dtype)[:n]):
+            with case(layout):
+                check(kernels, reference, codec, dtype, bits, 1, sizes, strides)
 
 
 @every_format
@@ -340,12 +371,41 @@ def test_device_is_put_back(kernels, reference):
     assert ctypes.c_int.in_dll(kernels, "emulated_launch_device").value == 1
 
 
-@pytest.mark.parametrize(("driver", "status"), [(0, E_DRIVER), (12090, E_DRIVER), (13000, 0), (13020, 0), (14000, 0)])
-def test_driver_check(kernels, driver, status):
-    ctypes.c_int.in_dll(kernels, "emulated_driver").value = driver
-    seen, runtime = ctypes.c_int(-1), ctypes.c_int(-1)
-    assert kernels.gck_cuda_check(ctypes.byref(seen), ctypes.byref(runtime)) == status
-    assert (seen.value, runtime.value) == (driver, 13000)
+DRIVERS = {  # what setup.py says of the binaries: {(runtime, driver): status}
+    (): {
+        (13000, 0): E_DRIVER,
+        (13000, 12090): E_DRIVER,
+        **{(13000, driver): 0 for driver in (13000, 13020, 14000)},
+        **{(12060, driver): 0 for driver in (12000, 12030, 12060, 13000)},
+        (12060, 11080): E_DRIVER,
+    },
+    ("-DGCK_CUDA_LEAST_DRIVER=12040",): {  # compressed
+        **{(12080, driver): E_DRIVER for driver in (0, 11080, 12000, 12030)},
+        **{(12080, driver): 0 for driver in (12040, 12090, 13000)},
+        (13000, 12090): E_DRIVER,
+        (13000, 13000): 0,
+    },
+}
+
+
+@pytest.mark.parametrize("binaries", DRIVERS)
+def test_driver_check(tmp_path, binaries):
+    kernels = build_kernels(tmp_path, 750, ["cuda"], *binaries)
+    for (built_with, driver), status in DRIVERS[binaries].items():
+        ctypes.c_int.in_dll(kernels, "emulated_driver").value = driver
+        ctypes.c_int.in_dll(kernels, "emulated_runtime").value = built_with
+        seen, runtime = ctypes.c_int(-1), ctypes.c_int(-1)
+        assert kernels.gck_cuda_check(ctypes.byref(seen), ctypes.byref(runtime)) == status, (built_with, driver)
+        assert (seen.value, runtime.value) == (driver, built_with)
+
+
+def test_failing_driver_check_is_not_left_for_the_next_launch(tmp_path):
+    kernels = build_kernels(tmp_path, 750, ["cuda"])
+    ctypes.c_int.in_dll(kernels, "emulated_sticky_error").value = 3  # cudaErrorInitializationError
+    assert kernels.gck_cuda_check(ctypes.byref(ctypes.c_int()), ctypes.byref(ctypes.c_int())) == 3
+    ctypes.c_int.in_dll(kernels, "emulated_sticky_error").value = 0
+    assert kernels.gck_cuda_check(ctypes.byref(ctypes.c_int()), ctypes.byref(ctypes.c_int())) == 0
+    assert ctypes.c_int.in_dll(kernels, "emulated_last_error").value == 0
 
 
 # ---- sanitizers ----

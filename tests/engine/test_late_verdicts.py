@@ -237,10 +237,11 @@ def test_replay_recomputes_the_forward(make, codec):
 # ---- counting ----
 
 
-def test_shared_payload_of_a_refusal():
+def test_open_verdict_is_not_shared():
+    """Nobody knows yet what its bytes are worth."""
     x = hostile()
     regions = run(x), run(x)
-    assert (gradckpt.stats()["shared"], compressed()) == (1, (2, 1, {}))
+    assert (gradckpt.stats()["shared"], compressed()) == (0, (2, 2, {}))
     _C.settle_verdicts()
     assert compressed() == (0, 0, {SAID: 2})
     assert gradckpt.stats()["shared"] == 0

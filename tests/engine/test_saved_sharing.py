@@ -35,8 +35,8 @@ def test_views_share_one_payload():
     w = nn.Parameter(torch.randn(64, 64))
 
     def run(x):
-        rows = F.linear(x, w), x.view(-1, 64) @ w, F.silu(x.transpose(1, 2)), F.gelu(x[:, None].expand(4, 3, 32, 64))
-        return sum(y.sum() for y in (*rows, F.gelu(x[1:]), F.silu(x[1:, ::2])))
+        rows = F.linear(x, w), x.view(-1, 64) @ w, x.transpose(1, 2) ** 2, x[:, None].expand(4, 3, 32, 64) ** 2
+        return sum(y.sum() for y in (*rows, x[1:] ** 2, x[1:, ::2] ** 2))
 
     y = compress_saved(SMALL)(run)(x)
     s = gradckpt.stats()
@@ -203,9 +203,9 @@ def test_create_graph_after_the_block():
 def test_the_innermost_decides():
     x = activation(64, 64)
     with compress_saved(RAW), compress_saved(SMALL):
-        y = F.silu(x), F.silu(x.view(-1))
-        z = F.silu(y[0]), F.silu(y[1])
-    assert gradckpt.stats()["bytes_out"] == int8_bytes(64 * 64)  # once: its own kind is no outer hook
+        y = x.square(), x.view(-1).square()
+        z = y[0].relu(), y[1].relu()
+    assert gradckpt.stats()["bytes_out"] == int8_bytes(64 * 64) + 2 * 64 * 64 // 8  # once: its own kind is no outer hook
     del y, z
     gradckpt.reset_stats()
     with compress_saved(SMALL):
@@ -393,7 +393,7 @@ def test_stochastic_rounding_begins_a_step_after_a_backward():
 
 def test_bytes_alive_are_those_of_the_arithmetic():
     """One GELU layer with attention: every activation once, by hand."""
-    tokens, width = 64, 64
+    tokens, width = 64, 128
     w1, w2 = nn.Parameter(torch.randn(width, 256)), nn.Parameter(torch.randn(256, width))
     x = activation(tokens, width)
 

@@ -108,6 +108,29 @@ def hostile(dtype, seed=0, groups=40):
     return oracle.to_bits(values.ravel(), dtype)
 
 
+def huge_groups(dtype, ks=range(129), seed=9):
+    """Groups of which k values lie beyond 1e30 (float16: beyond 65472) and are finite: of one sign or both, few
+    distinct ones or all different, alone, or with the dtype's maxima, infinities and NaN; the others ordinary, tiny or
+    zero."""
+    rng = np.random.default_rng(seed)
+    low, top = (65472.0, 65504.0) if dtype == "float16" else (1e30, float(oracle.MAX[dtype]))
+    groups = []
+    for k in ks:
+        for n in range(6):
+            x = rng.standard_normal(128) * [1.0, 1.0, 3e29 if dtype != "float16" else 1e4, 1e-30, 0.0, 1.0][n]
+            size = np.exp(rng.uniform(np.log(low * 1.01), np.log(top), k)) if dtype != "float16" else np.full(k, top)
+            size = size[rng.integers(0, 3 if n == 1 and k else max(k, 1), k).clip(0, max(k - 1, 0))] if n != 5 else size
+            sign = [rng.choice([-1.0, 1.0], k), np.ones(k), -np.ones(k)][n % 3]
+            x[rng.permutation(128)[:k]] = np.minimum(size, top) * sign
+            if n >= 3:
+                at = rng.permutation(128)[: rng.integers(1, 6)]
+                x[at] = rng.choice([top, -top, np.inf, -np.inf, np.nan] if n < 5 else [top, -top], at.size)
+            groups.append(x)
+    with np.errstate(all="ignore"):
+        bits = oracle.to_bits(np.clip(np.array(groups, np.float64), -np.inf, np.inf).astype(np.float32).ravel(), dtype)
+    return bits
+
+
 # ---- sets on which signal to noise is measured ----
 
 #: Gaussian and Laplace values; R: channels and tokens of lognormal size; X: R with outlier channels.

@@ -103,20 +103,24 @@ def encode_table(codec, x, dtype, amax):
     scale = power(64) if amax < TINY else power(0)
     step = F32(F32(amax * scale) * F32(2.0**offset / half))
     inverse = F32(1) / F32(step * power(-offset)) if amax > 0 else F32(0)
-    number, table = 0, []
-    for i, v in enumerate(x):
-        k = kind(v, dtype)
+    kinds_of = [kind(v, dtype) for v in x]
+    others = list(dict.fromkeys(float(v) for v, k in zip(x, kinds_of, strict=True) if k >= kinds))
+    table = others[:size]
+    if kinds == 3 and others:  # one of each sign, if the group has both
+        table = [others[0], *[v for v in others if (v < 0) != (others[0] < 0)][:1]]
+        table = table if len(table) == 2 else others[:2]
+    number = 0
+    for i, (v, k) in enumerate(zip(x, kinds_of, strict=True)):
         if k < 0:
             code = round(Fraction(float(F32(v * scale))) * Fraction(float(inverse))) + half
         elif k < kinds:
             code = special + k
         elif float(v) in table:
             code = special + kinds + table.index(float(v))
-        elif len(table) < size:
-            code = special + kinds + len(table)
-            table.append(float(v))
-        else:  # MAX of its sign, or where that has no code, Inf
-            code = special + (3 if kinds == 5 else 1) + (1 if v < 0 else 0)
+        elif kinds == 5:  # MAX of its sign
+            code = special + (4 if v < 0 else 3)
+        else:  # the first entry of its sign
+            code = special + kinds + next(n for n, entry in enumerate(table) if (entry < 0) == (v < 0))
         number |= code << bits * i
     words = np.array([step * (power(-64) if amax < TINY else power(0)), *table, *[0.0] * (3 - len(table))], F32)
     return np.frombuffer(number.to_bytes(16 * bits, "little") + words.tobytes(), np.uint8)

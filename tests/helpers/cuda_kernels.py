@@ -113,17 +113,26 @@ def compile_all(commands):
         assert (p.returncode, "warning" in text) == (0, False), f"{' '.join(map(str, command))}\n{text}"
 
 
-def build_kernels(out, arch):
-    """The .cu files as a host library; `arch`: whose branches, 750 being the oldest."""
+def build_kernels(out, arch, only=None, *defines):
+    """The .cu files, or those named, as a host library; `arch`: whose branches, 750 being the oldest."""
     gxx = shutil.which("g++")
     if gxx is None:
         pytest.skip("g++ not found: the CUDA emulation is C++")
-    flags = [*GXX_FLAGS, *CHECKS.split(), f"-DEMULATED_ARCH={arch}"]
+    flags = [*GXX_FLAGS, *CHECKS.split(), f"-DEMULATED_ARCH={arch}", *defines]
     others = {"lossless", "mask", "cast", "verdict"}  # direct_kernels.py has those
-    names = sorted({p.stem for p in CODEC.glob("*.cu")} - others)
+    names = only or sorted({p.stem for p in CODEC.glob("*.cu")} - others)
     compile_all([[gxx, *flags, "-c", CODEC / f"{n}.cu", "-o", out / f"{n}.o"] for n in names])
     compile_all([[gxx, "-shared", *CHECKS.split(), "-o", out / "kernels.so", *(out / f"{n}.o" for n in names), "-lm"]])
     return ctypes.CDLL(str(out / "kernels.so"))
+
+
+def check_syntax(arch):
+    """Every .cu file, as g++ reads it for this architecture."""
+    gxx = shutil.which("g++")
+    if gxx is None:
+        pytest.skip("g++ not found: the CUDA emulation is C++")
+    flags = [*GXX_FLAGS, f"-DEMULATED_ARCH={arch}", "-fsyntax-only"]
+    compile_all([[gxx, *flags, path] for path in sorted(CODEC.glob("*.cu"))])
 
 
 def build_reference(out):

@@ -211,12 +211,13 @@ class DeviceKernels:
 
     device = 1
 
-    def __init__(self, folder):
+    def __init__(self, folder, arch=750):
         gxx = shutil.which("g++")
         if gxx is None:
             pytest.skip("g++ not found: the CUDA emulation is C++")
         names = ["cast", "mask", "lossless", "verdict"]
-        commands = [[gxx, *CXX_FLAGS, "-c", CODEC / f"{n}.cu", "-o", folder / f"{n}.cu.o"] for n in names]
+        flags = [*CXX_FLAGS, f"-DEMULATED_ARCH={arch}"]
+        commands = [[gxx, *flags, "-c", CODEC / f"{n}.cu", "-o", folder / f"{n}.cu.o"] for n in names]
         c = [gxx.replace("g++", "gcc"), *C_FLAGS, "-DGCK_WITH_CUDA=1", "-c", CODEC / "verdict.c", "-o"]
         compile_all([*commands, [*c, folder / "verdict.c.o"]])
         objects = [*(folder / f"{n}.cu.o" for n in names), folder / "verdict.c.o"]

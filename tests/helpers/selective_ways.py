@@ -126,7 +126,7 @@ def our_way(request, monkeypatch):
 
 
 def key_is_on():
-    return torch._C._dispatch_tls_is_dispatch_key_included("Fake")
+    return torch._C._dispatch_tls_is_dispatch_key_included("Negative")
 
 
 @pytest.fixture

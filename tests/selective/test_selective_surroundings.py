@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -334,30 +332,6 @@ def test_a_tensor_subclass_inside(our_way):
     (want,) = torch.autograd.grad(region(x).sum(), x)
     assert torch.equal(got.a, want.a)
     assert torch.equal(got.b, want.b)
-
-
-TAKEN = """
-import torch
-library = torch.library.Library("_", "IMPL")
-library.fallback(torch.library.fallthrough_kernel, "Fake")
-import gradckpt
-assert gradckpt._C.selective_key() is None
-x = torch.randn(4, 4, requires_grad=True)
-ops = [torch.ops.aten.mm.default]
-for run in (
-    lambda t: gradckpt.checkpoint(
-        lambda u: (u @ u).sin(), t, context_fn=lambda: gradckpt.create_selective_checkpoint_contexts(ops)),
-    lambda t: gradckpt.SelectiveRecompute.apply(torch.nn.Tanh(), ops, t @ t),
-    lambda t: gradckpt.checkpoint(lambda u: u * (u > 0), t * 1, compress={"codec": "int8", "min_numel": 1}),
-):
-    torch.autograd.grad(run(x).sum(), x)
-print("works")
-"""
-
-
-def test_a_torch_that_uses_the_key_itself():
-    done = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "works\n", done.stderr
 
 
 def test_without_the_key_modes_do_the_work(monkeypatch):

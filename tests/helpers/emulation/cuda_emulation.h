@@ -243,7 +243,6 @@ static ucontext_t scheduler;
 static void     (*body)(void *);
 static void      *body_argument;
 static dim3       block, nblocks, nthreads;
-static int        launch_error, launches;
 
 #if defined(__SANITIZE_ADDRESS__)
 static const void *home;                  /* the scheduler's stack */
@@ -424,22 +423,37 @@ static void run_block(unsigned threads)
 extern "C" {
 __attribute__((weak, visibility("default"))) int emulated_device = 0;
 __attribute__((weak, visibility("default"))) int emulated_driver = 13000;
+__attribute__((weak, visibility("default"))) int emulated_runtime = 13000;
 __attribute__((weak, visibility("default"))) int emulated_launches = 0;
 __attribute__((weak, visibility("default"))) int emulated_launch_device = -1;
+__attribute__((weak, visibility("default"))) int emulated_last_error = 0;    /* until cudaGetLastError() takes it   */
+__attribute__((weak, visibility("default"))) int emulated_sticky_error = 0;  /* a kernel crashed: all calls say so  */
 __attribute__((weak, visibility("default"))) unsigned emulated_first_block = 0;
 __attribute__((weak, visibility("default"))) unsigned emulated_last_block = 0xFFFFFFFFu;
 }
 
 namespace emulation {
 
+/* What a call of the runtime returns; errors are remembered. */
+static inline int answer(int error)
+{
+    error = emulated_sticky_error != 0 ? emulated_sticky_error : error;
+    emulated_last_error = error != 0 ? error : emulated_last_error;
+    return error;
+}
+
 template <typename F>
 static void launch(unsigned grid, unsigned threads, F f)
 {
     if (grid == 0 || threads == 0 || threads > MOST_THREADS || threads % LANES_OF_WARP != 0) {
-        launch_error = 9;                 /* cudaErrorInvalidConfiguration */
+        answer(9);                        /* cudaErrorInvalidConfiguration */
         return;
     }
-    launches++;
+    if (answer(0) != 0) {
+        return;
+    }
+    emulated_launches++;
+    emulated_launch_device = emulated_device;
     body = [](void *p) { (*(F *)p)(); };
     body_argument = &f;
     nblocks = {grid, 1, 1}, nthreads = {threads, 1, 1};
@@ -518,32 +532,31 @@ __attribute__((weak, visibility("default"))) int emulated_capture_mode = cudaStr
 static inline cudaError_t cudaGetDevice(int *device)
 {
     *device = emulated_device;
-    return cudaSuccess;
+    return emulation::answer(cudaSuccess);
 }
 
 static inline cudaError_t cudaSetDevice(int device)
 {
     if (device < 0 || device >= EMULATED_DEVICES) {
-        return 101;                       /* cudaErrorInvalidDevice */
+        return emulation::answer(101);    /* cudaErrorInvalidDevice */
     }
     emulated_device = device;
-    return cudaSuccess;
+    return emulation::answer(cudaSuccess);
 }
 
+/* The last error of any call since it was asked for last; one that a kernel caused stays for ever. */
 static inline cudaError_t cudaGetLastError(void)
 {
-    const int error = emulation::launch_error;
+    const int error = emulated_last_error;
 
-    emulated_launches += emulation::launches;
-    emulated_launch_device = emulated_device;
-    emulation::launches = emulation::launch_error = 0;
-    return error;
+    emulated_last_error = emulated_sticky_error;
+    return error != 0 ? error : emulated_sticky_error;
 }
 
 static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status)
 {
     *status = emulated_capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-    return cudaSuccess;
+    return emulation::answer(cudaSuccess);
 }
 
 static inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode)
@@ -551,30 +564,31 @@ static inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureM
     const cudaStreamCaptureMode before = (cudaStreamCaptureMode)emulated_capture_mode;
     emulated_capture_mode = *mode;
     *mode = before;
-    return cudaSuccess;
+    return emulation::answer(cudaSuccess);
 }
 
 /* As CUDA does, refuses while a capture in global mode goes on. */
 static inline cudaError_t cudaHostAlloc(void **p, size_t nbytes, unsigned)
 {
     if (emulated_host_allocs < 0 || (emulated_capture && emulated_capture_mode == cudaStreamCaptureModeGlobal)) {
-        return 2;                         /* cudaErrorMemoryAllocation */
+        return emulation::answer(2);      /* cudaErrorMemoryAllocation */
     }
     emulated_host_allocs++;
     *p = malloc(nbytes);
-    return cudaSuccess;
+    return emulation::answer(cudaSuccess);
 }
 
+/* Of a driver that is absent: version 0, and no error. */
 static inline cudaError_t cudaDriverGetVersion(int *version)
 {
     *version = emulated_driver;
-    return cudaSuccess;
+    return emulation::answer(cudaSuccess);
 }
 
 static inline cudaError_t cudaRuntimeGetVersion(int *version)
 {
-    *version = 13000;
-    return cudaSuccess;
+    *version = emulated_runtime;
+    return emulation::answer(cudaSuccess);
 }
 
 #endif

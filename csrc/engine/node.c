@@ -1,0 +1,369 @@
+/* node.c: the two autograd Functions whose forward and backward are C: how they are called,
+ * and their forward.
+ *
+ * CheckpointFunction is torch's, to the texts and names in profiles.  In SelectiveRecompute
+ * the parameters of a module are inputs of the node, so it returns their gradients. */
+#include "node.h"
+
+#include "../torch/dynamo.h"
+#include "parameters.h"
+#include "region.h"
+
+const char gck_selective_doc[] =
+    "One graph node for a region that keeps what a policy names and recomputes the rest.\n\n"
+    "``SelectiveRecompute.apply(function, policy, *args, compress=None, **kwargs)`` returns what\n"
+    "``function(*args, **kwargs)`` returns.\n\n"
+    "Args:\n"
+    "    function: A Module, a bound method of one, or a ``functools.partial`` of these: their parameters are inputs\n"
+    "        of the node, too. Any other callable: gradients of tensors that it gets from elsewhere are accumulated\n"
+    "        by a backward inside the backward, as torch's reentrant checkpoint does, with its restrictions.\n"
+    "    policy: What gradckpt.create_selective_checkpoint_contexts takes; None keeps nothing.\n"
+    "    *args, **kwargs: For ``function``; tensors may be nested in containers.\n"
+    "    compress: How the tensors among them are kept, as in gradckpt.checkpoint.\n\n"
+    "Raises:\n"
+    "    RuntimeError: in backward: a second one, when anything was kept; a gradient of the gradient; for callables\n"
+    "        that are no modules, ``autograd.grad`` or ``backward(inputs=...)``; a module that uses a tensor which\n"
+    "        requires grad and is neither a parameter of it nor an argument.\n\n"
+    "Random state, autocast and running statistics as in gradckpt.checkpoint. It needs no saved-tensor hooks.";
+
+/* ---- outputs ---- */
+
+PyObject *gck_node_tensors(gck_py *py, PyObject *out, gck_frame *noted)
+{
+    PyObject *flat, *leaves, *spec, *tensors = NULL, *result = NULL;
+    const int single = gck_is_tensor(py, out);
+    int status = 0;
+
+    if (single != 0) {
+        return single < 0 ? NULL : PyTuple_Pack(1, out);
+    }
+    flat = PyObject_CallFunctionObjArgs(py->tree_flatten, out, NULL);
+    if (flat == NULL || !PyArg_ParseTuple(flat, "O!O", &PyList_Type, &leaves, &spec)
+        || (tensors = PyList_New(0)) == NULL) {
+        Py_XDECREF(flat);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(leaves); i++) {
+        PyObject *leaf = PyList_GetItem(leaves, i);
+        const int tensor = gck_is_tensor(py, leaf);
+        status = tensor > 0 ? PyList_Append(tensors, leaf) : tensor;
+        if (status == 0 && tensor && noted != NULL) {
+            status = PyList_SetItem(leaves, i, Py_NewRef((PyObject *)noted->state->Holder));   /* in its place */
+        }
+    }
+    if (status == 0 && noted != NULL) {
+        noted->outputs = Py_NewRef(flat);
+    }
+    result = status == 0 ? PyList_AsTuple(tensors) : NULL;
+    Py_DECREF(flat);
+    Py_DECREF(tensors);
+    return result;
+}
+
+/* New reference: the output, from tensors that autograd has made its own. */
+static PyObject *assemble(gck_frame *frame, PyObject *tensors)
+{
+    PyObject *leaves, *spec, *result = NULL, *outputs = frame->outputs;
+    Py_ssize_t next = 0;
+
+    if (outputs == NULL) {
+        return PySequence_GetItem(tensors, 0);
+    }
+    frame->outputs = NULL;
+    if (PyArg_ParseTuple(outputs, "OO", &leaves, &spec)) {
+        for (Py_ssize_t i = 0; i < PyList_Size(leaves) && next < PySequence_Size(tensors); i++) {
+            if (PyList_GetItem(leaves, i) == (PyObject *)frame->state->Holder) {
+                PyList_SetItem(leaves, i, PySequence_GetItem(tensors, next++));
+            }
+        }
+        result = PyObject_CallFunctionObjArgs(frame->state->py.tree_unflatten, leaves, spec, NULL);
+    }
+    Py_DECREF(outputs);
+    return result;
+}
+
+/* ---- forward ---- */
+
+static int touch(gck_frame *frame)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
+        status = gck_entry_touch(frame->state, &frame->args[i]);
+    }
+    return status;
+}
+
+/* forward(ctx, frame, args, kwargs or None, *inputs): autograd has switched grad mode off. */
+static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall)
+{
+    gck_state *state = gck_state_of(module);
+    gck_frame *frame = nall < 4 ? NULL : (gck_frame *)all[1];
+    PyObject *done = NULL, *out = NULL, *result = NULL;
+
+    if (frame == NULL || Py_TYPE(all[1]) != state->Frame) {
+        PyErr_SetString(PyExc_TypeError, "SelectiveRecompute.forward is called by SelectiveRecompute.apply");
+        return NULL;
+    }
+    if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0
+        || (!frame->reentrant && (done = PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads,
+                                                                    Py_False, NULL)) == NULL)) {
+        return NULL;
+    }
+    Py_XDECREF(done);
+    out = gck_region_call(frame, NULL, NULL, all[2], all[3] != Py_None ? all[3] : NULL, 0);
+    if (out != NULL && touch(frame) == 0) {
+        result = frame->reentrant ? Py_NewRef(out) : gck_node_tensors(&state->py, out, frame);
+    }
+    Py_XDECREF(out);
+    return result;
+}
+
+static int warn_without_grad(const gck_py *py, PyObject *inputs)
+{
+    int grad = 0;
+
+    for (Py_ssize_t i = 0; grad == 0 && i < PyList_Size(inputs); i++) {
+        grad = gck_attr_is_true(PyList_GetItem(inputs, i), py->names.requires_grad);
+    }
+    return grad != 0 ? grad
+         : PyErr_WarnEx(PyExc_UserWarning, "None of the inputs have requires_grad=True. Gradients will be None", 1);
+}
+
+/* The parameters of the module behind the function are inputs, too.  0 or -1. */
+static int add_parameters(gck_frame *frame, PyObject *inputs)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *module;
+    int status = gck_module_behind(py, frame->function, &module);
+
+    if (module != NULL) {
+        const Py_ssize_t n = PyList_Size(inputs);
+        frame->parameters_in = gck_parameters_of(py, module);
+        status = frame->parameters_in == NULL ? -1 : PyList_SetSlice(inputs, n, n, frame->parameters_in);
+        Py_DECREF(module);
+    }
+    return status;
+}
+
+/* The call of either form: `apply` makes the node.  New reference: what it returns. */
+static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *apply, PyObject *const *args, Py_ssize_t nargs,
+                      PyObject *kwargs, int preserve_rng, int exact)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *inputs = PyList_New(0), *fed_args = NULL, *fed_kwargs = NULL, *head = NULL, *all = NULL, *result = NULL;
+
+    packing->inputs = inputs;
+    if (inputs == NULL || gck_region_keep(frame, packing, args, nargs, kwargs, preserve_rng, exact, &fed_args, &fed_kwargs) < 0
+        || (!frame->reentrant && add_parameters(frame, inputs) < 0) || warn_without_grad(py, inputs) < 0) {
+        goto exit;
+    }
+    head = Py_BuildValue("[OOO]", (PyObject *)frame, fed_args, fed_kwargs ? fed_kwargs : Py_None);
+    if (frame->reentrant) {
+        Py_CLEAR(frame->ambient.device);         /* torch's reentrant form does not enter it again */
+    }
+    if (head != NULL && PyList_SetSlice(head, 3, 3, inputs) == 0 && (all = PyList_AsTuple(head)) != NULL) {
+        Py_CLEAR(head);
+        result = PyObject_Call(apply, all, NULL);
+    }
+    if (result != NULL && gck_aliases_check(&packing->aliases, py) < 0) {
+        Py_CLEAR(result);
+    }
+
+exit:
+    gck_aliases_clear(&packing->aliases);
+    Py_XDECREF(inputs);
+    Py_XDECREF(fed_args);
+    Py_XDECREF(fed_kwargs);
+    Py_XDECREF(head);
+    Py_XDECREF(all);
+    return result;
+}
+
+/* ---- checkpoint(use_reentrant=True) ---- */
+
+/* 0, or -1 with torch's ValueError. */
+static int check_options(const gck_state *state, const gck_options *o, PyObject *kwargs)
+{
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
+        PyObject *comma = PyUnicode_FromString(","), *names = comma ? PyUnicode_Join(comma, kwargs) : NULL;
+        if (names != NULL) {
+            PyErr_Format(PyExc_ValueError, "Unexpected keyword arguments: %U", names);
+        }
+        Py_XDECREF(comma);
+        Py_XDECREF(names);
+        return -1;
+    }
+    if (gck_options_custom_context(state, o) || (o->debug != NULL && o->debug != Py_False)) {
+        PyErr_SetString(PyExc_ValueError, "Passing `context_fn` or `debug` is only supported when use_reentrant=False.");
+        return -1;
+    }
+    if (o->compress != NULL && o->compress != Py_None && o->compress != Py_False) {
+        PyErr_SetString(PyExc_ValueError, "gradckpt: compress= needs use_reentrant=False");
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
+                             PyObject *kwargs)
+{
+    gck_packing packing = {.state = state};
+    const int preserve = gck_truth(o->preserve_rng_state, 1);
+    gck_frame *frame = preserve < 0 || check_options(state, o, kwargs) < 0 ? NULL : gck_frame_new(state);
+    PyObject *apply = frame != NULL ? PyObject_GetAttrString(state->CheckpointFunction, "apply") : NULL, *result = NULL;
+
+    if (apply != NULL) {
+        frame->function = Py_NewRef(o->function);
+        frame->buffers_once = o->once;
+        frame->reentrant = 1;
+        result = call(frame, &packing, apply, args, nargs, NULL, preserve, o->exact);
+    }
+    Py_XDECREF(apply);
+    Py_XDECREF((PyObject *)frame);
+    return result;
+}
+
+/* ---- SelectiveRecompute.apply ---- */
+
+/* Our keyword out of kwargs (a dict, or NULL): compress. */
+static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan)
+{
+    PyObject *compress = kwargs != NULL ? PyDict_GetItemString(kwargs, "compress") : NULL;
+
+    if (gck_options_plan(state, compress, plan) < 0
+        || (compress != NULL && PyDict_DelItemString(kwargs, "compress") < 0)) {
+        return -1;
+    }
+    if (plan->replay) {
+        PyErr_SetString(PyExc_ValueError, "gradckpt.SelectiveRecompute: replay= needs gradckpt.checkpoint");
+        return -1;
+    }
+    return 0;
+}
+
+/* Store and policy of the region in the frame.  0 or -1. */
+static int take_policy(gck_frame *frame, PyObject *policy)
+{
+    gck_state *state = frame->state;
+    PyObject *read, *names, *function;
+    int ok;
+
+    if (policy == Py_None) {
+        return 0;
+    }
+    read = PyObject_CallMethod(state->py.selection, "selective_policy", "(O)", policy);
+    if (read == NULL) {
+        return -1;
+    }
+    ok = PyArg_ParseTuple(read, "O!O", state->Names, &names, &function);
+    if (ok && (((gck_names *)names)->n > 0 || function != Py_None)) {
+        frame->store = gck_store_new(state, (gck_names *)names, 0, 0);
+        frame->policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
+        ok = frame->store != NULL;
+    }
+    Py_DECREF(read);
+    return ok ? 0 : -1;
+}
+
+static int refuse_functorch(const gck_py *py)
+{
+    const int active = gck_functorch_active(py);
+
+    if (active > 0) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt.SelectiveRecompute does not work under torch.func transforms; call "
+                                            "them inside the region, or use gradckpt.checkpoint without them");
+    }
+    return active == 0 ? 0 : -1;
+}
+
+/* apply(function, policy, *args, **kwargs); kwargs is ours, or NULL. */
+static PyObject *apply_selective(gck_state *state, PyObject *const *all, Py_ssize_t nall, PyObject *kwargs)
+{
+    gck_packing packing = {.state = state, .nested = 1};
+    gck_frame *frame = gck_frame_new(state);
+    PyObject *tensors = NULL, *result = NULL;
+
+    if (frame == NULL || take_options(state, kwargs, &packing.plan) < 0 || refuse_functorch(&state->py) < 0) {
+        goto exit;
+    }
+    kwargs = kwargs != NULL && PyDict_Size(kwargs) > 0 ? kwargs : NULL;
+    frame->function = Py_NewRef(all[0]);
+    frame->buffers_once = 1;
+    if (!gck_torch.aoti_torch_grad_mode_is_enabled()) {
+        PyObject *tuple = gck_tuple(all + 2, nall - 2);
+        result = tuple != NULL ? PyObject_Call(frame->function, tuple, kwargs) : NULL;
+        Py_XDECREF(tuple);
+    } else if (take_policy(frame, all[1]) == 0) {
+        tensors = call(frame, &packing, state->selective_apply, all + 2, nall - 2, kwargs, 1, 0);   /* a tuple, as forward's */
+        result = tensors != NULL ? assemble(frame, tensors) : NULL;
+    }
+
+exit:
+    Py_XDECREF(tensors);
+    Py_XDECREF((PyObject *)frame);
+    return result;
+}
+
+/* The forward uncompiled. */
+static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames)
+{
+    gck_state *state = gck_state_of(module);
+    const Py_ssize_t nkw = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
+    PyObject *kwargs = nkw > 0 ? PyDict_New() : NULL, *dynamo, *result = NULL;
+
+    if (nall < 2) {
+        PyErr_SetString(PyExc_TypeError, "SelectiveRecompute.apply(function, policy, *args) takes a function and a policy");
+    }
+    for (Py_ssize_t i = 0; kwargs != NULL && i < nkw; i++) {
+        if (PyDict_SetItem(kwargs, PyTuple_GetItem(kwnames, i), all[nall + i]) < 0) {
+            Py_CLEAR(kwargs);
+        }
+    }
+    if (nall >= 2 && (kwargs != NULL || nkw == 0) && gck_dynamo_off(&state->py, &dynamo) == 0) {
+        result = apply_selective(state, all, nall, kwargs);
+        gck_dynamo_restore(&state->py, dynamo);
+    }
+    Py_XDECREF(kwargs);
+    return result;
+}
+
+/* ---- the classes ---- */
+
+static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, METH_FASTCALL | METH_KEYWORDS, gck_selective_doc};
+static PyMethodDef forward_def = {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL, NULL};
+static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_node_backward, METH_FASTCALL, NULL};
+
+/* New reference.  The metaclass makes the class of the node too, so it is called; a type from a spec
+ * would not get one. */
+static PyObject *make_class(const gck_py *py, const char *name, PyObject *attributes, PyObject *f, PyObject *b)
+{
+    if (attributes == NULL || f == NULL || b == NULL || PyDict_SetItemString(attributes, "forward", f) < 0
+        || PyDict_SetItemString(attributes, "backward", b) < 0) {
+        return NULL;
+    }
+    return PyObject_CallFunction((PyObject *)Py_TYPE(py->Function), "s(O)O", name, py->Function, attributes);
+}
+
+int gck_node_classes(PyObject *module, gck_state *state)
+{
+    const gck_py *py = &state->py;
+    PyObject *f = gck_dynamo_method(py, &forward_def, module), *b = gck_dynamo_method(py, &backward_def, module);
+    PyObject *reentrant = Py_BuildValue("{ss}", "__module__", "gradckpt._C");
+    PyObject *selective = Py_BuildValue("{sNssss}", "apply", PyCFunction_NewEx(&apply_def, module, NULL), "__module__",
+                                        "gradckpt", "__doc__", gck_selective_doc);
+    PyObject *super = NULL;
+
+    state->CheckpointFunction = make_class(py, "CheckpointFunction", reentrant, f, b);
+    state->SelectiveRecompute = make_class(py, "SelectiveRecompute", selective, f, b);
+    if (state->CheckpointFunction != NULL && state->SelectiveRecompute != NULL) {
+        super = PyObject_CallFunction((PyObject *)&PySuper_Type, "OO", py->Function, state->SelectiveRecompute);
+        state->selective_apply = super != NULL ? PyObject_GetAttrString(super, "apply") : NULL;
+    }
+    Py_XDECREF(super);
+    Py_XDECREF(f);
+    Py_XDECREF(b);
+    Py_XDECREF(reentrant);
+    Py_XDECREF(selective);
+    return state->selective_apply == NULL ? -1 : 0;
+}

@@ -1,0 +1,311 @@
+/* node_backward.c: the backward of a region that is one node. */
+#include "node.h"
+#include "parameters.h"
+#include "region.h"
+#include "rerun.h"
+
+/* The region again, with grad.  New reference: what to differentiate by, a sequence; tensors
+ * among its arguments are added to `inputs`. */
+static PyObject *run_again(gck_frame *frame, PyObject *inputs)
+{
+    gck_state *state = frame->state;
+    PyObject *args = NULL, *kwargs = NULL, *out = NULL, *tensors;
+    gck_rerun rerun;
+
+    if (gck_region_restore(frame, inputs, &args, &kwargs) == 0 && gck_rerun_begin(frame, &rerun) == 0) {
+        state->stats.recomputes++;
+        out = gck_region_call(frame, NULL, NULL, args, kwargs, 1);
+        if (gck_rerun_end(frame, &rerun) < 0) {
+            Py_CLEAR(out);
+        }
+    }
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    /* torch's form pairs by position whatever came out. */
+    if (out == NULL || (frame->reentrant && gck_is_tensor(&state->py, out) == 0)) {
+        return out;
+    }
+    tensors = gck_node_tensors(&state->py, out, NULL);
+    Py_DECREF(out);
+    return tensors;
+}
+
+/* Output i, if it is to be differentiated: 1 and a pair is in the lists; 0; or -1. */
+static int pair(const gck_py *py, PyObject *outputs, Py_ssize_t i, PyObject *const *grads, Py_ssize_t ngrads,
+                PyObject *roots, PyObject *root_grads)
+{
+    PyObject *x = PySequence_GetItem(outputs, i);
+    int grad = x == NULL ? -1 : i < ngrads && grads[i] == Py_None ? 0 : gck_is_tensor(py, x);
+
+    if (grad > 0) {
+        grad = gck_attr_is_true(x, py->names.requires_grad);
+    }
+    if (grad > 0 && i >= ngrads) {
+        PyErr_SetString(PyExc_IndexError, "tuple index out of range");
+        grad = -1;
+    }
+    if (grad > 0 && (PyList_Append(roots, x) < 0 || PyList_Append(root_grads, grads[i]) < 0)) {
+        grad = -1;
+    }
+    Py_XDECREF(x);
+    return grad;
+}
+
+/* Outputs that require grad and what came in for them, into two lists.  0 or -1. */
+static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *grads, Py_ssize_t ngrads, PyObject *roots,
+                        PyObject *root_grads)
+{
+    const Py_ssize_t n = PySequence_Size(outputs);
+    int status = n < 0 ? -1 : 0, asked = 0;
+
+    if (n >= 0 && n != ngrads && !frame->reentrant) {
+        PyErr_Format(PyExc_RuntimeError, "gradckpt.SelectiveRecompute: the region returned %zd tensors in the forward and "
+                     "%zd in the recompute", ngrads, n);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < ngrads; i++) {
+        asked |= grads[i] != Py_None;
+    }
+    for (Py_ssize_t i = 0; status >= 0 && i < n; i++) {
+        status = pair(&frame->state->py, outputs, i, grads, ngrads, roots, root_grads);
+    }
+    if (status >= 0 && PyList_Size(roots) == 0 && asked) {
+        PyErr_SetString(PyExc_RuntimeError, "none of output has requires_grad=True, this checkpoint() is not necessary");
+        status = -1;
+    }
+    return status < 0 ? -1 : 0;
+}
+
+/* New reference: list of what to differentiate by: inputs, then parameters, that require grad now. */
+static PyObject *targets_of(const gck_frame *frame, PyObject *inputs)
+{
+    PyObject *const sources[] = {inputs, frame->parameters_in};
+    PyObject *list = PyList_New(0);
+
+    for (int k = 0; k < 2; k++) {
+        for (Py_ssize_t i = 0; list != NULL && sources[k] != NULL && i < PyList_Size(sources[k]); i++) {
+            PyObject *x = PyList_GetItem(sources[k], i);
+            const int grad = gck_attr_is_true(x, frame->state->py.names.requires_grad);
+            if (grad < 0 || (grad && PyList_Append(list, x) < 0)) {
+                Py_CLEAR(list);
+            }
+        }
+    }
+    return list;
+}
+
+/* Once for each module: nothing outside the targets is differentiated by.  0 or -1. */
+static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
+{
+    gck_state *state = frame->state;
+    PyObject *checked;
+
+    if (gck_module_known(state->closed, frame->function)) {
+        return 0;
+    }
+    checked = PyObject_CallMethod(state->py.selection, "check_leaves", "OOO", frame->function, roots, targets);
+    Py_XDECREF(checked);
+    return checked == NULL ? -1 : gck_module_remember(state, state->closed, frame->function);
+}
+
+/* 1 when one of them has, or had, a hook; 0; -1. */
+static int any_hooks(const gck_py *py, PyObject *parameters)
+{
+    int found = 0;
+
+    for (Py_ssize_t i = 0; found == 0 && i < PyList_Size(parameters); i++) {
+        PyObject *hooks = PyObject_GetAttr(PyList_GetItem(parameters, i), py->names._backward_hooks);
+        found = hooks == NULL ? -1 : hooks != Py_None;
+        Py_XDECREF(hooks);
+    }
+    return found;
+}
+
+/* New reference: gradients of the targets, which are all that the region uses.  Where the engine
+ * captures the gradient of a leaf it calls the leaf's hooks, which are for the sum. */
+static PyObject *capture(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
+{
+    const gck_py *py = &frame->state->py;
+    const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->parameters_in);
+    PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets), *result = NULL;
+
+    if (hooks > 0 && inputs != NULL) {
+        result = PyObject_CallMethod(py->selection, "capture", "OOOOO", py->run_backward, roots, grads, inputs,
+                                     frame->parameters_in);
+    } else if (inputs != NULL) {
+        result = PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False,
+                                              NULL);
+    }
+    Py_XDECREF(inputs);
+    return result;
+}
+
+/* The same, by a backward that accumulates in every leaf. */
+static PyObject *accumulate(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
+{
+    PyObject *none = PyTuple_New(0), *done = NULL, *list = NULL;
+
+    if (none != NULL) {
+        done = PyObject_CallFunctionObjArgs(frame->state->py.run_backward, roots, grads, Py_False, Py_False, none, Py_True,
+                                            Py_True, NULL);
+    }
+    list = done != NULL ? PyList_New(0) : NULL;
+    for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(targets); i++) {
+        PyObject *grad = PyObject_GetAttrString(PyList_GetItem(targets, i), "grad");
+        if (grad == NULL || PyList_Append(list, grad) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(grad);
+    }
+    Py_XDECREF(none);
+    Py_XDECREF(done);
+    return list;
+}
+
+/* New reference: x, with a history that raises: who differentiates it hears why. */
+static PyObject *barred(const gck_py *py, PyObject *x)
+{
+    PyObject *node, *leaf, *result;
+
+    if (x == Py_None) {
+        return Py_NewRef(x);
+    }
+    /* Of an alias: x may be the very gradient that came in. */
+    PyObject *alias = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
+    leaf = alias != NULL ? PyObject_CallMethodObjArgs(alias, py->names.requires_grad_, NULL) : NULL;
+    Py_XDECREF(alias);
+    node = PyObject_CallMethod(py->functions, "DelayedError", "si",
+                               "gradckpt.SelectiveRecompute is one graph node and has no gradient of its gradient "
+                               "(create_graph=True); use gradckpt.checkpoint with context_fn="
+                               "gradckpt.create_selective_checkpoint_contexts for that", 1);
+    result = node != NULL && leaf != NULL ? PyObject_CallFunctionObjArgs(node, leaf, NULL) : NULL;
+    Py_XDECREF(leaf);
+    Py_XDECREF(node);
+    return result;
+}
+
+/* New reference: (None for frame, args and kwargs, gradients in the order of the node's inputs). */
+static PyObject *collect(gck_frame *frame, PyObject *inputs, PyObject *targets, PyObject *grads)
+{
+    const gck_py *py = &frame->state->py;
+    const int graph = !frame->reentrant && gck_torch.aoti_torch_grad_mode_is_enabled();
+    PyObject *const sources[] = {inputs, frame->parameters_in};
+    PyObject *list = Py_BuildValue("[OOO]", Py_None, Py_None, Py_None), *result = NULL;
+    Py_ssize_t next = 0;
+
+    for (int k = 0; k < 2; k++) {
+        for (Py_ssize_t i = 0; list != NULL && sources[k] != NULL && i < PyList_Size(sources[k]); i++) {
+            PyObject *grad = Py_NewRef(Py_None);
+            if (grads != NULL && next < PyList_Size(targets) && PyList_GetItem(targets, next) == PyList_GetItem(sources[k], i)) {
+                Py_DECREF(grad);
+                grad = PySequence_GetItem(grads, next++);
+                if (grad != NULL && graph) {
+                    PyObject *exact = grad;
+                    grad = barred(py, exact);
+                    Py_DECREF(exact);
+                }
+            }
+            if (grad == NULL || PyList_Append(list, grad) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(grad);
+        }
+    }
+    result = list != NULL ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return result;
+}
+
+static int check_valid(const gck_frame *frame)
+{
+    const gck_py *py = &frame->state->py;
+    const int truth = frame->parameters_in != NULL ? 1 : gck_ask(py->is_checkpoint_valid);
+
+    if (truth == 0) {
+        PyErr_SetString(PyExc_RuntimeError, frame->reentrant
+                        ? "When use_reentrant=True, torch.utils.checkpoint is incompatible"
+                          " with .grad() or passing an `inputs` parameter to .backward()."
+                          " To resolve this error, you can either set use_reentrant=False,"
+                          " or call .backward() without passing the `inputs` argument."
+                        : "gradckpt.SelectiveRecompute: with a callable that is no module, .grad() and backward(inputs=...) "
+                          "are not possible: tensors that it uses besides its arguments are not known. Pass the module "
+                          "itself, a bound method or a functools.partial of it, or use gradckpt.checkpoint with context_fn="
+                          "gradckpt.create_selective_checkpoint_contexts");
+    }
+    return truth > 0 ? 0 : -1;
+}
+
+/* New reference: the result of backward, of a frame that is whole. */
+static PyObject *differentiate(gck_frame *frame, PyObject *const *grads, Py_ssize_t ngrads)
+{
+    PyObject *inputs = PyList_New(0), *roots = PyList_New(0), *root_grads = PyList_New(0), *targets = NULL;
+    PyObject *outputs = NULL, *root_tuple = NULL, *grad_tuple = NULL, *found = NULL, *result = NULL;
+
+    if (inputs == NULL || roots == NULL || root_grads == NULL || (outputs = run_again(frame, inputs)) == NULL
+        || (targets = targets_of(frame, inputs)) == NULL) {
+        goto exit;
+    }
+    /* Frozen since the forward, all of them: no gradient, and no error. */
+    if (frame->parameters_in == NULL || PyList_Size(targets) > 0) {
+        if (pair_outputs(frame, outputs, grads, ngrads, roots, root_grads) < 0) {
+            goto exit;
+        }
+        Py_CLEAR(outputs);
+        root_tuple = PyList_AsTuple(roots);
+        grad_tuple = PyList_AsTuple(root_grads);
+        if (root_tuple == NULL || grad_tuple == NULL) {
+            goto exit;
+        }
+        if (PyList_Size(roots) > 0) {
+            found = frame->parameters_in != NULL ? capture(frame, root_tuple, grad_tuple, targets)
+                                                 : accumulate(frame, root_tuple, grad_tuple, targets);
+            if (found == NULL) {
+                goto exit;
+            }
+        }
+    }
+    result = collect(frame, inputs, targets, found);
+
+exit:
+    Py_XDECREF(inputs);
+    Py_XDECREF(roots);
+    Py_XDECREF(root_grads);
+    Py_XDECREF(targets);
+    Py_XDECREF(outputs);
+    Py_XDECREF(root_tuple);
+    Py_XDECREF(grad_tuple);
+    Py_XDECREF(found);
+    return result;
+}
+
+/* The graph is kept, or its saved tensors die now: so does the frame.  0 or -1. */
+static int release(const gck_py *py, PyObject *ctx)
+{
+    const int kept = gck_ask(py->keeps_graph);
+
+    return kept != 0 ? (kept < 0 ? -1 : 0) : PyObject_SetAttr(ctx, py->names.frame, Py_None);
+}
+
+PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t nall)
+{
+    gck_state *state = gck_state_of(module);
+    const gck_py *py = &state->py;
+    /* We save none there; but autograd says in its words that the graph was freed. */
+    PyObject *saved = nall >= 1 ? PyObject_GetAttr(all[0], py->names.saved_tensors) : NULL;
+    PyObject *op = saved != NULL ? PyObject_GetAttr(all[0], py->names.frame) : NULL, *result = NULL;
+    gck_frame *frame = op != NULL && Py_TYPE(op) == state->Frame ? (gck_frame *)op : NULL;
+
+    if (frame == NULL || frame->args == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage");
+        }
+    } else if (check_valid(frame) == 0 && gck_region_note_step(frame) == 0) {
+        result = differentiate(frame, all + 1, nall - 1);
+        if (result != NULL && release(py, all[0]) < 0) {
+            Py_CLEAR(result);
+        }
+    }
+    Py_XDECREF(saved);
+    Py_XDECREF(op);
+    return result;
+}

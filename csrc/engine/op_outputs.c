@@ -1,0 +1,392 @@
+/* op_outputs.c: heap type Kept: what is kept of one call of an operator, and how it comes back. */
+#include "store.h"
+
+#include "entry.h"
+#include "rounding.h"
+
+#include <structmember.h>
+
+/* ---- what is kept of one output ---- */
+
+/* Type gradckpt._C.Kept: a value, and the version it had. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *val;           /* a detached alias, a Payload, or no tensor at all; attribute of torch's, too */
+    int64_t   version;       /* -1: not looked at                                            */
+    int       encoded;       /* val is a Payload                                             */
+    PyObject *form;          /* val is what it keeps of a decision; owned, NULL              */
+} gck_kept;
+
+static int kept_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(((gck_kept *)self)->val);
+    Py_VISIT(((gck_kept *)self)->form);
+    return 0;
+}
+
+static int kept_clear(PyObject *self)
+{
+    Py_CLEAR(((gck_kept *)self)->val);
+    Py_CLEAR(((gck_kept *)self)->form);
+    return 0;
+}
+
+static void kept_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+
+    PyObject_GC_UnTrack(self);
+    kept_clear(self);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef kept_members[] = {
+    {"val", T_OBJECT, offsetof(gck_kept, val), READONLY, "What is kept: a detached tensor, a Payload, or no tensor."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot kept_slots[] = {
+    {Py_tp_dealloc, kept_dealloc},
+    {Py_tp_traverse, kept_traverse},
+    {Py_tp_clear, kept_clear},
+    {Py_tp_members, kept_members},
+    {Py_tp_doc, "One output of one operator of a region."},
+    {0, NULL},
+};
+
+PyType_Spec gck_kept_spec = {
+    .name = "gradckpt._C.Kept",
+    .basicsize = sizeof(gck_kept),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = kept_slots,
+};
+
+/* An alias without history that shares x's version counter, as autograd's kernel would
+ * make it: below autograd that part is switched off, so it is switched on meanwhile.
+ * Not so in an inference mode inside the region, which stays as it is. */
+static PyObject *detached(const gck_py *py, PyObject *x)
+{
+    PyObject *excluded = PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL);
+    PyObject *off, *alias, *on, *type, *value, *traceback;
+
+    if (excluded != Py_True) {
+        alias = excluded != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
+        Py_XDECREF(excluded);
+        return alias;
+    }
+    off = PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL);
+    alias = off != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    on = off != NULL ? PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_True, NULL) : NULL;
+    PyErr_Restore(type, value, traceback);
+    Py_DECREF(excluded);
+    Py_XDECREF(off);
+    Py_XDECREF(on);
+    return alias;
+}
+
+/* New reference: the payload of x, or NULL without an exception when x stays as it is. */
+static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
+{
+    gck_state *state = store->state;
+    gck_stats *s = &state->stats;
+    gck_input in = gck_input_of(x);
+    gck_dither dither;
+    PyObject *payload = NULL;
+    int fits = 1;
+    int verdict = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
+                : gck_input_judge(&state->py, &in, plan->codec, plan->min_numel);
+
+    s->asked += verdict >= 0;
+    if (verdict == GCK_COMPRESS) {
+        payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
+                                  GCK_FOR_REGION, NULL, &fits);
+        verdict = fits ? verdict : GCK_KEEP_FIT;
+    }
+    gck_input_clear(&in);
+    if (payload != NULL) {
+        s->compressed++;
+    } else if (verdict > 0) {
+        s->kept[verdict]++;
+    }
+    return payload;
+}
+
+/* New reference; takes over val, also on failure. */
+static PyObject *kept_new(gck_store *store, PyObject *val, int encoded, int64_t version)
+{
+    gck_kept *self = PyObject_GC_New(gck_kept, store->state->Kept);
+
+    if (self == NULL) {
+        Py_DECREF(val);
+        return NULL;
+    }
+    self->val = val;
+    self->encoded = encoded;
+    self->version = version;
+    self->form = NULL;
+    PyObject_GC_Track((PyObject *)self);
+    return (PyObject *)self;
+}
+
+static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
+{
+    const gck_py *py = &store->state->py;
+    const int tensor = gck_is_tensor(py, x);
+    PyObject *val = NULL;
+    int64_t version = -1;                        /* inference tensors have none: nothing to compare */
+
+    if (tensor < 0) {
+        return NULL;
+    }
+    if (tensor && plan != NULL && plan->codec != NULL) {
+        val = encoded(store, x, plan);
+        if (val == NULL && PyErr_Occurred()) {
+            return NULL;
+        }
+    }
+    const int payload = val != NULL;
+    if (val == NULL) {
+        val = tensor ? detached(py, x) : Py_NewRef(x);
+    }
+    if (val == NULL || (tensor && !payload && gck_version_of(py, val, &version) < 0)) {
+        Py_XDECREF(val);
+        return NULL;
+    }
+    return kept_new(store, val, payload, version);
+}
+
+/* A copy of what an operator decided; bool as bits. */
+static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
+{
+    gck_state *state = store->state;
+    const gck_codec *bits = gck_codec_find("mask");
+    const int tensor = gck_is_tensor(&state->py, x);
+    PyObject *val = NULL, *nbytes;
+    int fits, verdict;
+
+    (void)unused;
+    if (tensor <= 0) {
+        return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), 0, -1);
+    }
+    gck_input in = gck_input_of(x);
+    verdict = gck_input_judge(&state->py, &in, bits, 0);
+    if (verdict == GCK_COMPRESS) {
+        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
+        state->stats.decision_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
+    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL) {
+        nbytes = PyObject_GetAttrString(val, "nbytes");
+        state->stats.decision_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
+        Py_XDECREF(nbytes);
+        if (PyErr_Occurred() && gck_clear_refusal() < 0) {
+            Py_CLEAR(val);
+        }
+    }
+    gck_input_clear(&in);
+    state->stats.decisions++;
+    return val != NULL ? kept_new(store, val, verdict == GCK_COMPRESS, -1) : NULL;
+}
+
+/* f(item) for each item of a tuple or list, into a tuple or list.  What an operator returns
+ * besides its first value (log-sum-exp, mean, state of a generator) has no plan: it stays exact. */
+typedef PyObject *item_function(gck_store *store, PyObject *item, const gck_plan *plan);
+static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_function *f)
+{
+    const int tuple = PyTuple_Check(x);
+    const Py_ssize_t n = tuple || PyList_Check(x) ? PySequence_Size(x) : -1;
+    PyObject *list, *result;
+
+    if (n < 0) {
+        return f(store, x, plan);
+    }
+    list = PyList_New(0);
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyObject *item = PySequence_GetItem(x, i);
+        PyObject *mapped = item != NULL ? map(store, item, tuple && i > 0 ? NULL : plan, f) : NULL;
+        if (mapped == NULL || PyList_Append(list, mapped) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+        Py_XDECREF(mapped);
+    }
+    if (!tuple || list == NULL) {
+        return list;
+    }
+    result = PyList_AsTuple(list);
+    Py_DECREF(list);
+    return result;
+}
+
+/* calls[index] = what f makes of the outputs. */
+static int put(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan, item_function *f)
+{
+    PyObject *kept = map(store, out, plan, f);
+    const int status = kept == NULL ? -1 : PyDict_SetItem(calls, index, kept);
+
+    Py_XDECREF(kept);
+    return status;
+}
+
+int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan)
+{
+    return put(store, calls, index, out, plan, keep_one);
+}
+
+/* form.keep(args, kwargs, b) or form.give(a, args, kwargs), without grad: not all operators come from below autograd. */
+static PyObject *ask_form(PyObject *form, const gck_call *call, const char *method, PyObject *a, PyObject *b)
+{
+    const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
+    PyObject *kwargs = call->kwargs != NULL ? call->kwargs : Py_None, *result;
+
+    gck_torch.aoti_torch_grad_mode_set_enabled(false);
+    result = a != NULL ? PyObject_CallMethod(form, method, "OOO", a, call->args, kwargs)
+                       : PyObject_CallMethod(form, method, "OOO", call->args, kwargs, b);
+    gck_torch.aoti_torch_grad_mode_set_enabled(grad);
+    return result;
+}
+
+/* calls[index] = what the form keeps of the call, if anything.  It says how many bytes these are. */
+static int put_form(gck_store *store, PyObject *calls, PyObject *index, const gck_call *call, PyObject *form, PyObject *out)
+{
+    PyObject *made = ask_form(form, call, "keep", NULL, out);
+    PyObject *val, *entry = NULL;
+    long long nbytes;
+    int status = -1;
+
+    if (made == Py_None) {
+        status = gck_store_skip(store, calls, index);
+    } else if (made != NULL && PyArg_ParseTuple(made, "OL", &val, &nbytes)
+        && (entry = kept_new(store, Py_NewRef(val), 0, -1)) != NULL) {
+        ((gck_kept *)entry)->form = Py_NewRef(form);
+        store->state->stats.decisions++;
+        store->state->stats.decision_bytes += nbytes;
+        status = PyDict_SetItem(calls, index, entry);
+    }
+    Py_XDECREF(entry);
+    Py_XDECREF(made);
+    return status;
+}
+
+int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, const gck_call *call, PyObject *form, PyObject *out)
+{
+    return form != NULL ? put_form(store, calls, index, call, form, out) : put(store, calls, index, out, NULL, copy_one);
+}
+
+int gck_store_drew(gck_store *store, PyObject *op, PyObject *index, gck_draw *draw)
+{
+    PyObject *drawn = gck_draw_end(&store->state->py, draw), *key = drawn != NULL ? PyTuple_Pack(2, op, index) : NULL;
+    int status = key != NULL && drawn == Py_None ? 0 : -1;
+
+    if (key != NULL && drawn != Py_None && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)) {
+        PyObject *nbytes = PyObject_GetAttrString(PyTuple_GetItem(drawn, 2), "nbytes");
+        store->state->stats.decision_bytes += nbytes != NULL ? 2 * PyLong_AsLongLong(nbytes) : 0;   /* before and after */
+        Py_XDECREF(nbytes);
+        status = nbytes != NULL ? PyDict_SetItem(store->draws, key, drawn) : -1;
+    }
+    Py_XDECREF(drawn);
+    Py_XDECREF(key);
+    return status;
+}
+
+int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index)
+{
+    return PyDict_SetItem(calls, index, store->state->py.recompute_mark);
+}
+
+/* ---- the other way ---- */
+
+/* Of an entry that stays.  A decision, a copy, is copied again: the recompute may write into it, too. */
+static PyObject *fresh(gck_store *store, const gck_kept *kept)
+{
+    return kept->version >= 0 ? detached(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
+}
+
+static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
+{
+    gck_kept *kept = (gck_kept *)x;
+    const gck_py *py = &store->state->py;
+    int64_t now;
+
+    (void)unused;
+    if (Py_TYPE(x) != store->state->Kept) {
+        return PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", x);
+    }
+    if (kept->encoded) {
+        return gck_payload_decode((gck_payload *)kept->val);
+    }
+    if (kept->version >= 0 && !store->mutation && gck_version_of(py, kept->val, &now) < 0) {
+        return NULL;
+    }
+    if (kept->version >= 0 && !store->mutation && now != kept->version) {
+        PyErr_SetString(PyExc_RuntimeError, "Tensor cached during selective activation checkpoint has been mutated");
+        return NULL;
+    }
+    /* Autograd writes into the object it gets: an entry that stays gives another one. */
+    return (store->reusable || kept->version < 0) && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept) : Py_NewRef(kept->val);
+}
+
+static const char mismatch[] = "This can happen if the operations in the checkpointed region are nondeterministic or "
+                               "depend on global state that changed between forward and backward.";
+
+/* What the call returned, out of its entry. */
+static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *call)
+{
+    const gck_kept *kept = (gck_kept *)entry;
+
+    if (Py_TYPE(entry) != store->state->Kept || kept->form == NULL) {
+        return map(store, entry, NULL, value_of);
+    }
+    return ask_form(kept->form, call, "give", kept->val, NULL);
+}
+
+/* The generator that the call drew from, after it.  0 or -1. */
+static int repeat_draw(gck_store *store, PyObject *op, PyObject *index)
+{
+    PyObject *key = store->draws != NULL ? PyTuple_Pack(2, op, index) : NULL;
+    PyObject *drawn = key != NULL ? PyDict_GetItemWithError(store->draws, key) : NULL;
+    const int status = drawn != NULL ? gck_draw_repeat(&store->state->py, drawn) : PyErr_Occurred() ? -1 : 0;
+
+    Py_XDECREF(key);
+    return status;
+}
+
+PyObject *gck_store_replay(gck_store *store, const gck_call *call, PyObject *op, PyObject *calls, PyObject *index, int lasting,
+                           int *again)
+{
+    const gck_py *py = &store->state->py;
+    PyObject *entry = calls != NULL ? PyDict_GetItemWithError(calls, index) : NULL;
+    PyObject *result;
+
+    *again = 0;
+    if (entry == NULL) {
+        if (!PyErr_Occurred() && calls == NULL && lasting) {
+            *again = 1;                          /* without grad it dispatches otherwise: nothing was decided there */
+        } else if (!PyErr_Occurred() && calls == NULL) {
+            PyErr_Format(PyExc_RuntimeError, "%S encountered during backward but not found in storage. %s", op, mismatch);
+        } else if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_RuntimeError, "%S invocation index %S encountered during backward but not found in "
+                         "storage. %s", op, index, mismatch);
+        }
+        return NULL;
+    }
+    if (entry == py->recompute_mark) {
+        *again = 1;
+        return NULL;
+    }
+    if (entry == py->consumed_mark) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "Trying to backward an extra time. You are only allowed to backward once on any region "
+                        "computed under selective activation checkpoint.");
+        return NULL;
+    }
+    Py_INCREF(entry);
+    result = store->reusable || lasting || PyDict_SetItem(calls, index, py->consumed_mark) == 0
+        ? outputs_of(store, entry, call) : NULL;
+    if (result != NULL && repeat_draw(store, op, index) < 0) {
+        Py_CLEAR(result);
+    }
+    Py_DECREF(entry);
+    return result;
+}

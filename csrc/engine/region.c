@@ -1,0 +1,223 @@
+/* region.c: keeps the arguments of a region, makes them again, runs its function. */
+#include "region.h"
+#include "rounding.h"
+#include "selective.h"
+
+#include <stdlib.h>
+
+/* ---- forward ---- */
+
+/* 1 when other saved-tensor hooks are active around us: payloads then go through them. */
+static int outer_hooks(const gck_py *py)
+{
+    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
+    const int active = top == NULL ? -1 : top != Py_None;
+
+    Py_XDECREF(top);
+    return active;
+}
+
+/* Counts the region.  While something is traced nothing is compressed.  0 or -1. */
+static int begin(gck_frame *frame, gck_packing *packing)
+{
+    gck_state *state = frame->state;
+    const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
+
+    packing->outer = outer_hooks(&state->py);
+    if (packing->outer < 0 || tracing < 0) {
+        return -1;
+    }
+    frame->asked = packing->plan.codec != NULL;
+    state->stats.regions++;
+    state->stats.regions_asked += frame->asked;
+    if (tracing) {
+        packing->plan.codec = NULL;
+        state->stats.kept[GCK_KEEP_TRACING]++;
+    }
+    return 0;
+}
+
+/* Entries for all arguments, and what the forward gets.  0 or -1. */
+static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
+                          PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
+{
+    const Py_ssize_t nkw = kwargs != NULL ? PyDict_Size(kwargs) : 0;
+    PyObject *names = kwargs != NULL ? PySequence_Tuple(kwargs) : NULL;
+    PyObject *fed = PyList_New(0);               /* a tuple later: packing runs Python, which gc shows it to */
+    PyObject *value = NULL;
+    int status = 0;
+
+    *fed_kwargs = kwargs != NULL ? PyDict_New() : NULL;
+    frame->kwnames = names;
+    frame->args = calloc((size_t)(nargs + nkw) + 1, sizeof(gck_entry));
+    if (frame->args == NULL) {
+        PyErr_NoMemory();
+    }
+    if (fed == NULL || (kwargs != NULL && (names == NULL || *fed_kwargs == NULL)) || frame->args == NULL) {
+        status = -1;
+    } else {
+        frame->nargs = nargs;
+        frame->nkwargs = nkw;                    /* not yet packed entries are empty */
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < nargs + nkw; i++) {
+        PyObject *name = i < nargs ? NULL : PyTuple_GetItem(names, i - nargs);
+        status = gck_entry_pack(packing, name == NULL ? args[i] : PyDict_GetItemWithError(kwargs, name), name == NULL,
+                                &frame->args[i], &value);
+        if (status == 0) {
+            status = name == NULL ? PyList_Append(fed, value) : PyDict_SetItem(*fed_kwargs, name, value);
+            Py_CLEAR(value);
+        }
+    }
+    *fed_args = status == 0 ? PyList_AsTuple(fed) : NULL;
+    Py_XDECREF(fed);
+    return *fed_args == NULL ? -1 : 0;
+}
+
+int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs,
+                    int preserve_rng, int exact, PyObject **fed_args, PyObject **fed_kwargs)
+{
+    gck_state *state = frame->state;
+    gck_batch batch;
+    int status;
+
+    *fed_args = *fed_kwargs = NULL;
+    if (begin(frame, packing) < 0) {
+        return -1;
+    }
+    gck_batch_begin(&batch, state, 0);
+    packing->batch = &batch;
+    status = pack_arguments(frame, packing, args, nargs, kwargs, fed_args, fed_kwargs);
+    packing->batch = NULL;
+    if (status < 0) {
+        gck_batch_drop(&batch);
+        return -1;
+    }
+    if (gck_batch_flush(&batch) < 0) {
+        return -1;
+    }
+    frame->compressed = packing->payloads;
+    if (gck_region_decides(state, packing->payloads > 0 ? packing->plan.decisions : 0, &frame->store) < 0) {
+        return -1;
+    }
+    if (packing->payloads == 0 || packing->aliases.rows == NULL) {
+        gck_aliases_clear(&packing->aliases);    /* the function may free what it takes out of a list */
+    }
+    return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs);
+}
+
+/* ---- backward ---- */
+
+static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs, PyObject *args, PyObject *kwargs)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
+        PyObject *value = gck_entry_restore(frame->state, &frame->args[i], batch, inputs);
+        if (value == NULL) {
+            status = -1;
+        } else if (i < frame->nargs) {
+            status = PyList_Append(args, value);
+        } else {
+            status = PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+        }
+        Py_XDECREF(value);
+    }
+    if (status < 0) {
+        gck_batch_drop(batch);
+    }
+    return status < 0 ? -1 : gck_batch_flush(batch);
+}
+
+/* A list first: restoring runs Python, and whoever finds a half-made tuple through gc makes it unchangeable. */
+int gck_region_restore(gck_frame *frame, PyObject *inputs, PyObject **args, PyObject **kwargs)
+{
+    PyObject *list = PyList_New(0);
+    gck_batch batch;
+
+    gck_batch_begin(&batch, frame->state, 1);
+    *args = NULL;
+    *kwargs = frame->nkwargs ? PyDict_New() : NULL;
+    if (list != NULL && (*kwargs != NULL || !frame->nkwargs)
+        && restore_entries(frame, &batch, inputs, list, *kwargs) == 0) {
+        *args = PyList_AsTuple(list);
+    }
+    Py_XDECREF(list);
+    if (*args == NULL) {
+        Py_CLEAR(*kwargs);
+        return -1;
+    }
+    return 0;
+}
+
+int gck_region_note_step(gck_frame *frame)
+{
+    gck_state *state = frame->state;
+    PyObject *id, *result;
+    int64_t task;
+
+    if (!frame->asked || state->stats.steps >= 2) {
+        return 0;
+    }
+    id = PyObject_CallNoArgs(state->py.graph_task_id);
+    task = id == NULL ? -1 : PyLong_AsLongLong(id);
+    Py_XDECREF(id);
+    if (task < 0 || task == state->last_task) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    state->last_task = task;
+    state->stats.steps++;
+    result = PyObject_CallMethod(state->py.shim, "note_step", "L", (long long)state->stats.steps);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* ---- the function ---- */
+
+static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
+{
+    PyObject *shim = frame->state->py.shim;
+
+    kwargs = kwargs != NULL ? kwargs : Py_None;
+    if (!replay) {
+        return PyObject_CallMethod(shim, "call_within", "OOOO", context, frame->function, args, kwargs);
+    }
+    return PyObject_CallMethod(shim, "recompute_within", "OOOOO", context, frame->function, args, kwargs,
+                               frame->ambient.device ? frame->ambient.device : Py_None);
+}
+
+/* Push, call, pop: in one C function, so that no signal handler runs in between. */
+static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
+                             PyObject *kwargs, int replay)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *result;
+
+    if (hooks != NULL && gck_hooks_push(py, hooks->pack, hooks->unpack, hooks->self) < 0) {
+        return NULL;
+    }
+    result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
+                             : call_within(frame, context, args, kwargs, replay);
+    if (hooks != NULL) {
+        gck_hooks_pop(py);
+    }
+    return result;
+}
+
+PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
+                          PyObject *kwargs, int replay)
+{
+    gck_rounding rounding = frame->rounding, *around;
+    gck_catch caught;
+    PyObject *result;
+
+    if (gck_catch_begin(frame->state, &caught, frame->store, frame->policy_fn, replay) < 0) {
+        return NULL;
+    }
+    around = gck_rounding_enter(&rounding);
+    result = call_hooked(frame, hooks, context, args, kwargs, replay);
+    gck_rounding_leave(around);
+    if (gck_catch_end(frame->state, &caught) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}

@@ -1,0 +1,66 @@
+/* stand_in.c: torch's own checkpoint inside a region of ours.
+ *
+ * Its recompute would decide anew, and calls nobody of ours.  So while a region that keeps
+ * decisions runs, torch's function has another body (`__code__`, as under patched()), which
+ * asks whether its thread is inside such a region and then takes the same function in C,
+ * equal to torch's but for the decisions; other threads get torch's.  The last region that
+ * ends puts the body back. */
+#include "stand_in.h"
+
+/* What there is to exchange: (torch's name, function, its code, ours), None where something else stands in torch's
+ * place.  0 or -1. */
+static int find(gck_state *state)
+{
+    PyObject *now = PyObject_GetAttrString(state->py.checkpoint_module, "checkpoint");
+    const int known = now != NULL && state->torchs != NULL && PyTuple_GetItem(state->torchs, 0) == now;
+
+    Py_XDECREF(now);
+    if (now == NULL || known) {
+        return now == NULL ? -1 : 0;
+    }
+    PyObject *old = state->torchs;
+    state->torchs = PyObject_CallMethod(state->py.selection, "torchs_checkpoint", NULL);
+    Py_XDECREF(old);
+    return state->torchs == NULL ? -1 : 0;
+}
+
+static int exchange(gck_state *state)
+{
+    int on, status = state->standing > 0 ? find(state) : 0;
+
+    do {                                         /* an audit hook may let another thread in */
+        on = state->standing > 0;
+        if (status == 0 && state->torchs != NULL && PyTuple_Size(state->torchs) == 4) {
+            status = PyObject_SetAttrString(PyTuple_GetItem(state->torchs, 1), "__code__",
+                                            PyTuple_GetItem(state->torchs, on ? 3 : 2));
+        }
+    } while (on != (state->standing > 0));
+    return status;
+}
+
+int gck_stand_in(gck_state *state, int by)
+{
+    PyObject *type, *value, *traceback;
+    int status;
+
+    state->standing += by;
+    if (state->standing != (by > 0)) {
+        return 0;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    status = exchange(state);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+    if (status < 0 && by > 0) {
+        state->standing -= by;
+    }
+    return status;
+}
+
+PyObject *gck_stand_in_py(PyObject *module, PyObject *by)
+{
+    const long n = PyLong_AsLong(by);
+
+    return PyErr_Occurred() || gck_stand_in(gck_state_of(module), (int)n) < 0 ? NULL : Py_NewRef(Py_None);
+}

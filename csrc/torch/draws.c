@@ -1,0 +1,127 @@
+/* draws.c: the generator that an operator moves.
+ *
+ * Running the operator again and dropping what it returns would not do: how many numbers it
+ * draws may depend on values (poisson), and those of a recompute are approximate. */
+#include "draws.h"
+
+int gck_op_draws(const gck_py *py, PyObject *op)
+{
+    PyObject *tags = PyObject_GetAttrString(op, "tags");
+    const int draws = tags != NULL ? PySequence_Contains(tags, py->draws) : 0;
+
+    Py_XDECREF(tags);
+    if (tags == NULL) {
+        PyErr_Clear();                           /* a higher order operator */
+    }
+    return draws;
+}
+
+/* Borrowed: the generator among the arguments, or NULL. */
+static PyObject *passed_generator(const gck_py *py, PyObject *args, PyObject *kwargs)
+{
+    PyTypeObject *type = Py_TYPE(py->rng.generator);
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+
+    for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++) {
+        if (Py_TYPE(PyTuple_GetItem(args, i)) == type) {
+            return PyTuple_GetItem(args, i);
+        }
+    }
+    while (kwargs != NULL && PyDict_Next(kwargs, &at, &key, &value)) {
+        if (Py_TYPE(value) == type) {
+            return value;
+        }
+    }
+    return NULL;
+}
+
+/* *generator: new reference; NULL: the CPU's default one; None: nothing is drawn from.  0 or -1. */
+static int generator_of(const gck_py *py, PyObject *args, PyObject *kwargs, PyObject **generator)
+{
+    PyObject *x = PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL, *passed = passed_generator(py, args, kwargs);
+    int on_cpu = passed == NULL && x != NULL ? gck_is_tensor(py, x) : 0;
+
+    *generator = NULL;
+    on_cpu = on_cpu > 0 ? gck_attr_is_true(x, py->names.is_cpu) : on_cpu;
+    if (on_cpu != 0 || passed == py->rng.generator) {
+        return on_cpu < 0 ? -1 : 0;
+    }
+    *generator = passed != NULL ? Py_NewRef(passed) : PyObject_CallMethod(py->selection, "default_generator", "OO", args,
+                                                                          kwargs != NULL ? kwargs : Py_None);
+    if (*generator == py->rng.generator) {
+        Py_CLEAR(*generator);
+        return 0;
+    }
+    return *generator == NULL ? -1 : 0;
+}
+
+static PyObject *state_of(gck_py *py, PyObject *generator)
+{
+    return generator == NULL ? gck_rng_stash(&py->rng) : PyObject_CallMethodObjArgs(generator, py->rng.get_state, NULL);
+}
+
+int gck_draw_begin(gck_py *py, PyObject *args, PyObject *kwargs, gck_draw *draw)
+{
+    draw->before = NULL;
+    if (generator_of(py, args, kwargs, &draw->generator) < 0) {
+        return -1;
+    }
+    if (draw->generator != Py_None && (draw->before = state_of(py, draw->generator)) == NULL) {
+        Py_CLEAR(draw->generator);
+        return -1;
+    }
+    return 0;
+}
+
+void gck_draw_clear(gck_draw *draw)
+{
+    Py_CLEAR(draw->generator);
+    Py_CLEAR(draw->before);
+}
+
+PyObject *gck_draw_end(gck_py *py, gck_draw *draw)
+{
+    PyObject *after = draw->before != NULL ? state_of(py, draw->generator) : Py_NewRef(Py_None), *drawn = NULL;
+
+    if (after == draw->before || after == Py_None) {       /* the CPU's: nobody drew */
+        drawn = Py_NewRef(Py_None);
+    } else if (after != NULL) {
+        drawn = PyTuple_Pack(3, draw->generator != NULL ? draw->generator : Py_None, draw->before, after);
+    }
+    Py_XDECREF(after);
+    gck_draw_clear(draw);
+    return drawn;
+}
+
+/* 1, 0, -1. */
+static int same_state(PyObject *a, PyObject *b)
+{
+    PyObject *result = a != b ? PyObject_CallMethod(a, "equal", "O", b) : Py_NewRef(Py_True);
+    const int truth = result == NULL ? -1 : result == Py_True;
+
+    Py_XDECREF(result);
+    return truth;
+}
+
+int gck_draw_repeat(gck_py *py, PyObject *drawn)
+{
+    PyObject *generator, *before, *after, *now, *done = NULL;
+    int status;
+
+    if (!PyArg_ParseTuple(drawn, "OOO", &generator, &before, &after)) {
+        return -1;
+    }
+    const int cpu = generator == Py_None;
+    now = state_of(py, cpu ? NULL : generator);
+    status = now != NULL ? same_state(now, before) : -1;
+    if (status > 0 && cpu) {
+        status = gck_rng_put(&py->rng, after);
+    } else if (status > 0) {
+        done = PyObject_CallMethodObjArgs(generator, py->rng.set_state, after, NULL);
+        status = done == NULL ? -1 : 0;
+        Py_XDECREF(done);
+    }
+    Py_XDECREF(now);
+    return status < 0 ? -1 : 0;
+}

@@ -1,0 +1,162 @@
+/* input.c: facts of a tensor.  A view is refused, with a reason, whenever the memory behind
+ * a tensor is not simply its values. */
+#include "input.h"
+
+enum { CUDA_STRIDED_DIMS = 8 };    /* more strided dimensions than the kernels take: kept as is */
+
+int gck_clear_attribute_error(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
+int gck_clear_refusal(void)
+{
+    const PyObject *type = PyErr_Occurred();
+
+    if (type == PyExc_RuntimeError || type == PyExc_NotImplementedError || type == PyExc_TypeError) {
+        PyErr_Clear();
+        return 0;
+    }
+    return gck_clear_attribute_error();
+}
+
+int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
+{
+    PyObject *value = PyObject_GetAttr(x, py->names._version);
+
+    *version = value == NULL ? -1 : PyLong_AsLongLong(value);
+    Py_XDECREF(value);
+    return *version < 0 && PyErr_Occurred() ? gck_clear_refusal() : 0;
+}
+
+/* ---- views ---- */
+
+static int view_dtype(gck_dl_dtype dtype, gck_dtype *out)
+{
+    if (dtype.code == GCK_DL_FLOAT && dtype.bits == 32) {
+        *out = GCK_F32;
+    } else if (dtype.code == GCK_DL_FLOAT && dtype.bits == 16) {
+        *out = GCK_F16;
+    } else if (dtype.code == GCK_DL_BFLOAT && dtype.bits == 16) {
+        *out = GCK_BF16;
+    } else if (dtype.code == GCK_DL_BOOL && dtype.bits == 8) {
+        *out = GCK_BOOL;
+    } else {
+        return -1;
+    }
+    return dtype.lanes == 1 ? 0 : -1;
+}
+
+int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
+{
+    gck_dl_tensor dl;
+
+    if ((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter) {
+        return GCK_KEEP_SUBCLASS;                /* DLPack would ask it, in Python */
+    }
+    if (py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
+        if (PyErr_ExceptionMatches(PyExc_MemoryError)) {
+            return -1;
+        }
+        PyErr_Clear();                           /* meta, and others without memory */
+        return GCK_KEEP_LAYOUT;
+    }
+    if (view_dtype(dl.dtype, &view->dtype) < 0) {
+        return GCK_KEEP_DTYPE;
+    }
+    if (dl.device.device_type != GCK_DL_CPU && dl.device.device_type != GCK_DL_CUDA) {
+        return GCK_KEEP_DEVICE;
+    }
+    view->data = (char *)dl.data + dl.byte_offset;
+    view->ndim = dl.ndim;
+    view->sizes = dl.shape;
+    view->numel = 1;
+    for (int d = 0; d < dl.ndim; d++) {
+        view->numel *= dl.shape[d];
+    }
+    view->strides = dl.strides == NULL || gck_is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
+    view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
+    view->stream = NULL;
+    if ((dl.data == NULL && view->numel > 0)
+        || (view->device >= 0 && view->strides != NULL && view->ndim > CUDA_STRIDED_DIMS)) {
+        return GCK_KEEP_LAYOUT;
+    }
+    return view->device >= 0 && py->dlpack->current_work_stream(dl.device.device_type, view->device, &view->stream) != 0
+        ? -1 : GCK_COMPRESS;
+}
+
+int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *view)
+{
+    const int verdict = gck_view_of(py, x, view);
+
+    if (verdict == GCK_COMPRESS && view->dtype == was->dtype && view->device == was->device && view->numel == was->numel) {
+        return 0;
+    }
+    if (verdict >= 0) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor was resized or moved while gradckpt read it; do not change "
+                                            "tensors in torch-function modes or other threads");
+    }
+    return -1;
+}
+
+/* Layout is strided and no lazy negation waits: 1, 0 or -1. */
+static int is_plain(const gck_py *py, PyObject *x)
+{
+    PyObject *layout = PyObject_GetAttr(x, py->names.layout), *neg = NULL;
+    const int strided = layout == py->strided;
+
+    if (strided) {
+        neg = PyObject_CallMethodObjArgs(x, py->names.is_neg, NULL);
+    }
+    const int plain = layout == NULL || (strided && neg == NULL) ? -1 : neg == Py_False;
+    Py_XDECREF(layout);
+    Py_XDECREF(neg);
+    return plain;
+}
+
+/* ---- facts ---- */
+
+gck_input gck_input_of(PyObject *x) { return (gck_input){.x = Py_NewRef(x)}; }
+
+void gck_input_clear(gck_input *in) { Py_CLEAR(in->x); }
+
+static int read_view(gck_py *py, gck_input *in)
+{
+    const int exact = (PyObject *)Py_TYPE(in->x) == py->Tensor || (PyObject *)Py_TYPE(in->x) == py->Parameter;
+    const int plain = exact ? is_plain(py, in->x) : 1;
+    int verdict = plain < 0 ? -1 : GCK_KEEP_LAYOUT;
+
+    if (plain > 0) {
+        verdict = gck_view_of(py, in->x, &in->view);
+    }
+    in->verdict = verdict < 0 ? GCK_KEEP_LAYOUT : (gck_verdict)verdict;
+    return verdict < 0 ? -1 : 0;
+}
+
+int gck_input_read(gck_py *py, gck_input *in, int facts)
+{
+    const int missing = facts & ~in->known;
+
+    if (((missing & GCK_FACT_GRAD) && (in->requires_grad = gck_attr_is_true(in->x, py->names.requires_grad)) < 0)
+        || ((missing & GCK_FACT_LEAF) && (in->leaf = gck_attr_is_true(in->x, py->names.is_leaf)) < 0)
+        || ((missing & GCK_FACT_VERSION) && gck_version_of(py, in->x, &in->version) < 0)
+        || ((missing & GCK_FACT_VIEW) && read_view(py, in) < 0)) {       /* last: it ages */
+        return -1;
+    }
+    in->known |= facts;
+    return 0;
+}
+
+int gck_input_judge(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel)
+{
+    if (gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_VIEW) < 0) {
+        return -1;
+    }
+    return in->verdict != GCK_COMPRESS                     ? in->verdict
+         : !(codec->dtypes & GCK_BIT(in->view.dtype)) ? GCK_KEEP_DTYPE
+         : in->view.numel < min_numel                 ? GCK_KEEP_SMALL : GCK_COMPRESS;
+}

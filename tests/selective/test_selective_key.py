@@ -1,0 +1,236 @@
+"""The dispatch key that named operators are caught on: nothing of torch or of other libraries changes by it."""
+
+import contextlib
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from selective_ways import _nothing_left_behind as _nothing_left_behind
+from selective_ways import aten, gradients, kept, key_is_on, leaf, same
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gradckpt
+
+pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
+checkpoint = gradckpt.checkpoint
+
+
+def stdout_of(script, *arguments):
+    """What it prints; no warning, no exception."""
+    command = [sys.executable, "-W", "error::UserWarning", "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    torchs = "terminate called without an active exception\n"  # a thread that waits for the GIL in C++, at exit
+    assert done.stderr in ("", torchs)
+    return done.stdout
+
+
+# ---- torch's own key for fake tensors, which others may claim ----
+
+CLAIMED = """
+import sys, torch
+when = sys.argv[1]
+libraries = []
+
+def claim(moment):
+    if moment == when and not libraries:
+        everything = torch.library.Library("_", "IMPL")
+        everything.fallback(torch.library.fallthrough_kernel, "Fake")
+        one = torch.library.Library("aten", "IMPL")
+        one.impl("gt.Tensor", torch.library.fallthrough_kernel, "Fake")
+        libraries[:] = [everything, one]
+
+claim("before the import")
+import gradckpt
+claim("after the import")
+torch.manual_seed(0)
+data = torch.randn(64, 64), torch.randn(64, 64)
+ops = [torch.ops.aten.mm.default]
+regions = (
+    lambda t, w: gradckpt.checkpoint(
+        lambda u: (u @ w).sin(), t, context_fn=lambda: gradckpt.create_selective_checkpoint_contexts(ops)),
+    lambda t, w: gradckpt.SelectiveRecompute.apply(torch.nn.Tanh(), ops, t @ w),
+    lambda t, w: gradckpt.checkpoint(
+        lambda u: (u @ w) * (u > w) * u.topk(4, -1)[1].sum(), t * 1, compress={"codec": "int8", "min_numel": 1}),
+)
+for step in range(2):
+    for region in regions:
+        x, w = (t.clone().requires_grad_() for t in data)
+        gradients = torch.autograd.grad(region(x, w).sum(), (x, w))
+        print(*(g.double().sum().item().hex() for g in gradients))
+    claim("after the first regions")
+print(gradckpt.stats()["decisions"])
+if libraries:
+    print("claimed", file=sys.stdout)
+"""
+
+
+def test_who_claims_the_key_for_fake_tensors_gets_it():
+    free = stdout_of(CLAIMED, "never")
+    assert "claimed" not in free
+    for when in ("before the import", "after the import", "after the first regions"):
+        assert stdout_of(CLAIMED, when) == free + "claimed\n", when
+
+
+# ---- tensors whose negation is pending ----
+
+
+def negated(*shape):
+    """Its values are the negatives of those in memory."""
+    x = torch.randn(*shape, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    return x
+
+
+@pytest.mark.parametrize("within", [contextlib.nullcontext, "region"], ids=["outside", "in a region"])
+def test_a_pending_negation_is_done(within):
+    """Before and after an operator is named, in a region and outside of one."""
+    named = [
+        aten.mm.default,
+        aten.sin.default,
+        aten.topk.default,
+        aten.gt.Tensor,
+        aten.stack.default,
+        aten.nonzero.default,
+    ]
+    x, y = negated(8, 8), negated(8, 8)
+    calls = [
+        lambda: x @ y,
+        lambda: x.sin(),
+        lambda: x.topk(3),
+        lambda: x > y,
+        lambda: torch.stack([x, y]),
+        lambda: x.clamp(min=0).nonzero(),
+        lambda: torch.func.vmap(lambda row: (row > y.sum()) * row.sin() @ y)(x),
+        lambda: torch.func.vmap(lambda row: (row @ y).sin().topk(2)[1])(x),
+    ]
+    x_done, y_done = x.resolve_neg(), y.resolve_neg()
+    forward, _ = gradckpt.create_selective_checkpoint_contexts(named)
+    for call in calls:
+        with forward if within == "region" else within():
+            got = call()
+        pending, (x, y) = (x, y), (x_done, y_done)
+        want = call()
+        x, y = pending
+        assert torch.utils._pytree.tree_all(lambda a: a, torch.utils._pytree.tree_map(torch.equal, got, want))
+
+
+def test_gradients_of_a_region_with_pending_negations():
+    shift = negated(8, 8)
+
+    def region(t):
+        return ((t - shift) @ shift).sin() * (t > shift) * torch.stack([t, shift]).sum(0)
+
+    x = leaf(8, 8)
+    want = gradients(region, (x,))[1]
+    ops = [aten.mm.default, aten.gt.Tensor, aten.stack.default]
+    assert same(gradients(lambda t: checkpoint(region, t, **kept(ops)), (x,))[1], want)
+
+
+# ---- what the key sees ----
+
+
+def test_views_and_what_torch_has_on_the_key_are_kept_by_a_mode():
+    on = []
+
+    def region(t):
+        on.append(key_is_on())
+        return (t.t().clone() @ t).view(2, 8).sin().reshape(4, 4)
+
+    for op in (aten.view.default, aten.clone.default, aten.t.default, aten._reshape_alias.default):
+        x = leaf(4, 4)
+        got = gradients(lambda t, op=op: checkpoint(region, t, **kept([op, aten.mm.default])), (x,))[1]
+        assert same(got, gradients(region, (x,))[1])
+    assert not any(on)
+
+
+def test_decisions_inside_torch_func_are_replayed():
+    """On whichever level, and once."""
+
+    def region(t):
+        rows = torch.func.vmap(lambda row: row * (row > 0) * row.topk(3)[1].sum())(t)
+        both = torch.func.vmap(torch.func.vmap(lambda v: v * (v > 0)))(torch.stack([rows, t]))
+        return torch.func.functionalize(lambda u: u * (u > 0.2))(both).sum(0)
+
+    noise = torch.randn(64, 64)
+    x = leaf(64, 64)
+    before = gradckpt.stats()["decisions"]
+    out = checkpoint(region, x * 1 + noise, compress="int4")
+    decided = gradckpt.stats()["decisions"] - before
+    (got,) = torch.autograd.grad(out.sum(), x)
+    assert decided == 5
+    fixed = torch.autograd.grad(region(x + noise).sum(), x)[0]
+    assert torch.equal(got == 0, fixed == 0)
+
+
+def test_factories_in_a_fake_mode_inside_are_not_counted():
+    def region(t):
+        with FakeTensorMode():
+            torch.ones(8).sin()
+            torch.rand(8).bernoulli()
+        return t.sin().exp() * t.sigmoid().bernoulli()
+
+    x = leaf(8, 8)
+    pair = gradckpt.create_selective_checkpoint_contexts([aten.sin.default, aten.bernoulli.default])
+    got = gradients(lambda t: checkpoint(region, t, context_fn=lambda: pair), (x,))[1]
+    assert torch.isfinite(got[0]).all()
+    assert list(pair[0].storage[aten.sin.default]) == [0]
+
+
+def test_a_mode_entered_inside_sees_what_runs():
+    from selective_ways import Watch
+
+    seen = []
+
+    def region(t):
+        with Watch() as watch:
+            out = (t @ t).sin().exp()
+        seen.append(watch.seen)
+        return out
+
+    x = leaf(8, 8)
+    got = gradients(lambda t: checkpoint(region, t, early_stop=False, **kept([aten.mm.default])), (x,))[1]
+    assert same(got, gradients(region, (x,))[1])
+    assert [counts[aten.mm.default] for counts in seen[:2]] == [1, 0]
+    assert [counts[aten.sin.default] for counts in seen[:2]] == [1, 1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_block_with_named_operators_inside(dynamic):
+    torch._dynamo.reset()
+    ops = [aten.gt.Scalar, aten.sort.default, aten.sin.default]
+    block = torch.compile(lambda t: (t * (t > 0)).sin() * t.sort(-1)[0], backend="aot_eager", dynamic=dynamic)
+    for n in (8, 12):
+        x = leaf(n, 16)
+        want = gradients(lambda t: (t * (t > 0)).sin() * t.sort(-1)[0] + (t > 1), (x,))[1]
+        for _ in range(2):
+            got = gradients(lambda t: checkpoint(lambda u: block(u) + (u > 1), t * 1, **kept(ops)), (x,))[1]
+            torch.testing.assert_close(got, want)
+    torch._dynamo.reset()
+
+
+# ---- the end of the process ----
+
+AT_EXIT = """
+import functools, sys, threading, torch, gradckpt
+w = torch.randn(64, 64, requires_grad=True)
+x = torch.randn(64, 64, requires_grad=True)
+kept = functools.partial(gradckpt.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+way = {"decisions": {"compress": "int8"}, "contexts": {"context_fn": kept}}[sys.argv[1]]
+warm = threading.Event()
+
+def work():
+    while True:
+        out = gradckpt.checkpoint(lambda h: (h @ w).sin() * (h > 0), x * 1, **way)
+        out.sum().backward()
+        warm.set()
+
+threading.Thread(target=work, daemon=True).start()
+assert warm.wait(60)
+"""
+
+
+def test_a_daemon_thread_in_a_region_outlives_the_interpreter():
+    for way, _ in itertools.product(["decisions", "contexts"], range(2)):
+        assert stdout_of(AT_EXIT, way) == ""
