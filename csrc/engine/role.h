@@ -9,13 +9,13 @@
     ROLE(EXACT, "exactly")                                                                                   \
     ROLE(VALUES, "with the codec")                                                                           \
     ROLE(FACTOR, "with the codec, unless the other factor has more values")                                  \
-    ROLE(CUT, "with the codec, cut off at -20 and 20")                                                       \
+    ROLE(CUT, "with the codec, cut off at -20 and 20 unless rows are a multiple of 128")                     \
     ROLE(FP16, "float32 as `fp16`")                                                                          \
     ROLE(BF16, "float32 as `bf16`")                                                                          \
     ROLE(POSITIVE, "one bit per value: is it positive")                                                      \
     ROLE(POSITIVE_OR_NAN, "one bit per value: is it positive or NaN")                                        \
     ROLE(MASK, "bool as bits")                                                                               \
-    ROLE(CUT_OF_ONE, "with the codec, cut off at -20 and 20, if alpha or beta is 1")                         \
+    ROLE(CUT_OF_ONE, "the same if alpha or beta is 1")                                                       \
     ROLE(POWER, "with the codec if the exponent is 2, 3 or 4")                                               \
     ROLE(ROWS, "with the codec if the values of one mean and scale are a multiple of 128")                   \
     ROLE(PLANES, "with the codec if the values of one mean and scale are 128 or more")                       \

@@ -227,6 +227,13 @@ static int hold(const saver *self, const void *storage)
 
 /* ---- what the saving node needs ---- */
 
+/* Does a group of the codec hold values of several rows, of which one may be much larger?  What
+ * backward does not tell apart is cut off then. */
+static int mixes_rows(const gck_tensor *x)
+{
+    return x->numel > 0 && (x->ndim > 3 ? x->numel / x->sizes[0] : x->ndim > 0 ? x->sizes[x->ndim - 1] : 1) % 128 != 0;
+}
+
 /* The tensor in the form that the role asks for.  1; 0: it has to stay as it is, for the reason *verdict; -1. */
 static int encode_as(const saver *self, gck_role role, gck_input *in, gck_saved *to, int *verdict)
 {
@@ -251,7 +258,7 @@ static int encode_as(const saver *self, gck_role role, gck_input *in, gck_saved 
     }
     *verdict = GCK_KEEP_FIT;
     to->role = role;
-    return role == GCK_ROLE_POSITIVE || role == GCK_ROLE_POSITIVE_OR_NAN || role == GCK_ROLE_CUT
+    return role == GCK_ROLE_POSITIVE || role == GCK_ROLE_POSITIVE_OR_NAN || (role == GCK_ROLE_CUT && mixes_rows(&in->view))
         ? encode_part(self, role, in->x, to) : encode_view(self, codec, in, to);
 }
 
