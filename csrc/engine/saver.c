@@ -298,12 +298,14 @@ static int settle(gck_saved *saved, PyObject *node)
     int role = done < 0 || node == NULL ? GCK_ROLE_EXACT : gck_role_of_input(py, node, (PyObject *)saved, in.x);
 
     /* Values that are gone: unpack says so, as torch does. */
-    if (in.version != saved->entry.version || (role == GCK_ROLE_FACTOR && saved->numel < saved->widest)) {
+    const int gone = in.version != saved->entry.version;
+
+    if (gone || (role == GCK_ROLE_FACTOR && saved->numel < saved->widest)) {
         role = GCK_ROLE_EXACT;
     }
     done = done < 0 || role < 0 ? -1 : encode_as(self, (gck_role)role, &in, fresh, &verdict);
     verdict = done == 1 ? GCK_COMPRESS : node == NULL ? GCK_KEEP_UNKNOWN : verdict;
-    if (done == 0 && self->packing.outer) {      /* now the hooks around ours see it */
+    if (done == 0 && !gone) {                    /* now the hooks around ours see it */
         done = keep(self, &in, fresh);
     }
     if (done >= 0) {
@@ -593,6 +595,28 @@ PyObject *gck_saver_push(PyObject *module, PyObject *compress)
     return push(gck_state_of(module), compress) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* One that goes on waiting when the block has ended: without its graph, of which it may be a result.  0 or -1. */
+static int stay(const saver *self, gck_saved *saved)
+{
+    gck_input in = gck_input_of(saved->entry.value);
+    gck_saved *fresh = gck_saved_new(self->packing.state);
+    void *storage = NULL;
+    int status = fresh == NULL ? -1 : gck_input_read(&self->packing.state->py, &in, GCK_FACT_VERSION);
+
+    Py_INCREF((PyObject *)saved);
+    if (status == 0 && in.version == saved->entry.version) {
+        status = keep(self, &in, fresh) < 0 || gck_storage_of(in.x, &storage) < 0 ? -1 : 0;
+        if (status == 0 && saved->saver != NULL) {
+            gck_saved_swap(saved, fresh);
+        }
+    }
+    status = status < 0 || storage == NULL ? status : hold(self, storage);
+    Py_DECREF((PyObject *)saved);
+    Py_XDECREF((PyObject *)fresh);
+    gck_input_clear(&in);
+    return status;
+}
+
 /* The innermost hooks, ours, come off.  Hooks around them see now what still waits; without such
  * hooks it may wait for another block of this thread.  0 or -1. */
 static int pop(gck_state *state)
@@ -609,8 +633,7 @@ static int pop(gck_state *state)
     if (op != NULL && self->waiting != NULL) {
         status = self->packing.outer ? gck_waiting_end(self->waiting, op, settle) : 0;
         for (int i = 0; status == 0 && (saved = gck_waiting_next(self->waiting, i)) != NULL; i++) {
-            void *storage;
-            status = saved->saver != op ? 0 : gck_storage_of(saved->entry.value, &storage) < 0 ? -1 : hold(self, storage);
+            status = saved->saver == op ? stay(self, saved) : 0;
         }
     }
     Py_XDECREF(op);
