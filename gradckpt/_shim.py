@@ -340,9 +340,9 @@ def check_aliases(rows: list[Any]) -> None:
 def node_allows(node: Any, role: str, x: torch.Tensor) -> bool:
     """Whether an autograd node may get ``x``, which it saves, back rounded: the conditions of ``savers.def``."""
     if role == "POWER":
-        return node._saved_exponent in (2, 3, 4)
+        return bool(node._saved_exponent in (2, 3, 4))
     if role == "CUT_OF_ONE":
-        return (node._saved_alpha if hasattr(node, "_saved_alpha") else node._saved_beta) == 1
+        return bool((node._saved_alpha if hasattr(node, "_saved_alpha") else node._saved_beta) == 1)
     if role == "LOGITS":
         sums = node._saved_log_sumexp if hasattr(node, "_saved_log_sumexp") else node._saved_logsumexp
         return not x.is_cpu or bool((sums.abs() < 30).all())  # elsewhere the answer would have to be waited for

@@ -1,8 +1,8 @@
 """compress_saved("int8") over every differentiable operator of PyTorch's own sample table (OpInfo).
 
-An operator's inputs are brought to ordinary scales and made hostile: tiny, huge, saturated, full of ties and zeros, with
-rows of very different size. What is encoded must leave gradients close; what is not must leave them as they are, to the
-last bit; nothing may become infinite or NaN that was finite.
+An operator's inputs are brought to ordinary scales and made hostile: tiny, huge, saturated, full of ties and zeros,
+with rows of very different size. What is encoded must leave gradients close; what is not must leave them as they are,
+to the last bit; nothing may become infinite or NaN that was finite.
 
     python tests/equivalence/test_saved_operators.py [--part 1/4] [--all] [--only mul]
 
