@@ -3,6 +3,7 @@
 #   TORCH=2.11.0            another torch, in a .venv of its own (the demo and the tests were made with the default)
 #   DEMO_ARGS, TEST_ARGS, WHEEL_ARGS
 #                           passed on, e.g. make demo DEMO_ARGS="--steps 20"
+#   GPU_PYTHON=python3      `make gpu` without pip and the network: with that interpreter and the torch it has
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -11,38 +12,46 @@ RELEASE ?= .venv-release
 DEMO_ARGS ?=
 WHEEL_ARGS ?=
 TEST_ARGS ?=
+GPU_PYTHON ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
-# Compiling device code for every architecture takes minutes; tests need that it compiles and that one runs.
+# Compiling device code for every architecture takes minutes; test_all needs that it compiles and that one runs.
 TEST_ARCHS := $(or $(GRADCKPT_CUDA_ARCHS),8.0;9.0+PTX)
 # The extra "release" alone, without the package and so without torch.
 RELEASE_NAMES := $(PYTHON) -c 'import tomllib; \
     print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"])'
-VENVS := $(VENV) .venv*
-GPU_STAMPS := $(foreach venv,$(VENVS),$(venv)/.gpu-*)
+# There is one extension in the tree, whatever the .venv: who builds another takes away the stamps of these names.
+stamps = $(foreach venv,$(VENV) .venv*,$(addprefix $(venv)/,$(1)))
+GPU_STAMPS := $(call stamps,.gpu-*) build/.gpu-*
+# Of `make gpu`: the .venv, or an interpreter that has all it needs, where nothing is installed.
+GPU_RUN := $(if $(GPU_PYTHON),env PYTHONPATH="$(CURDIR)" $(GPU_PYTHON),$(BIN)/python)
+GPU_BUILT := $(if $(GPU_PYTHON),build,$(VENV))/.gpu-$(CARDS)
 # Two test processes share the cores; two threads in each make both crawl.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 # A test that hangs where no signal reaches it (C++ that waits with the GIL held) ends the run, with all its stacks.
 WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
-.PHONY: help demo test soak bench lint docs gpu gpu_here gpu_tools wheel clean setup tools
+.PHONY: help demo test test_all soak bench lint docs gpu gpu_here gpu_tools wheel clean setup tools
 .DEFAULT_GOAL := help
 # All targets share one .venv and one build folder.
 .NOTPARALLEL:
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z_]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(VENV)/.built  ## train a small Llama under eight kinds of checkpoints; table and demo.png (minutes)
 	@$(BIN)/python examples/train_llama.py $(DEMO_ARGS)
 
-# Ends with pytest's closing line.
-test: lint $(VENV)/.frameworks  ## ruff, mypy, all tests but the long ones
-	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" $(TEST_ARGS)
+# Each ends with pytest's closing line. tests/conftest.py says what `test` leaves to `test_all`, and why.
+test: lint  ## ruff, mypy and the tests of the library itself (8 minutes on two cores, set-up included)
+	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test $(TEST_ARGS)
 
-soak: $(VENV)/.strict  ## the long tests
+test_all: $(VENV)/.all $(VENV)/.frameworks  ## the tests beside those: frameworks, ranks, packaging, docs, device code
+	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test_all $(TEST_ARGS)
+
+soak: $(VENV)/.all  ## the long tests
 	@$(PYTEST) -n 2 -m soak $(TEST_ARGS)
 
 bench: $(VENV)/.built  ## speed of the codecs, host cost per region, selective recompute (minutes)
@@ -50,7 +59,7 @@ bench: $(VENV)/.built  ## speed of the codecs, host cost per region, selective r
 	@$(BIN)/python benchmarks/bench_overhead.py
 	@$(BIN)/python benchmarks/bench_selective.py
 
-lint: $(VENV)/.strict  ## ruff and mypy
+lint: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
 
@@ -60,18 +69,22 @@ docs: $(VENV)/.docs  ## the documentation as a site, in build/docs
 
 gpu:  ## on a CUDA machine: byte parity, sanitizers, speed and memory (under 8 minutes)
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
-	    $(MAKE) --no-print-directory gpu_tools && \
-	    $(MAKE) --no-print-directory gpu_here CARDS="$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
-	        | tr -d ' ' | sort -u | paste -sd, -)"; \
+	    cards="$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d ' ' | sort -u | paste -sd, -)"; \
+	    $(MAKE) --no-print-directory gpu_tools && $(MAKE) --no-print-directory gpu_here CARDS="$$cards"; \
 	else echo "make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run."; fi
 
-# CARDS: compute capabilities, e.g. 9.0 or 8.6,9.0.
-gpu_here: $(VENV)/.gpu-$(CARDS)
-	@$(BIN)/pytest -q --timeout 600 tests/package/test_gpu_device.py $(TEST_ARGS)
-	@$(BIN)/python benchmarks/gpu_parity.py
-	@$(BIN)/python benchmarks/gpu_sanitize.py
-	@$(BIN)/python benchmarks/gpu_roofline.py
-	@$(BIN)/python benchmarks/gpu_memory.py
+# CARDS: compute capabilities, e.g. 9.0 or 8.6,9.0. A step that fails is counted, and the next one runs.
+gpu_here: $(GPU_BUILT)
+	@steps=0; failed=0; names=; \
+	step() { \
+	    name=$$1; shift; steps=$$((steps + 1)); \
+	    "$$@" || { failed=$$((failed + 1)); names="$$names $$name"; }; \
+	}; \
+	step test_gpu_device $(GPU_RUN) -m pytest -q -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true \
+	    tests/package/test_gpu_device.py $(TEST_ARGS); \
+	for name in gpu_parity gpu_sanitize gpu_roofline gpu_memory; do step $$name $(GPU_RUN) benchmarks/$$name.py; done; \
+	echo "make gpu: $$((steps - failed)) of $$steps steps passed"; \
+	test $$failed = 0 || { echo "make gpu: $$failed failed:$$names" >&2; exit 1; }
 
 # In a venv of its own: building needs no torch. The venv of the last check gets the torch of TORCH.
 wheel: $(RELEASE)/.tools  ## dist/: sdist and manylinux wheel, checked and installed in an empty venv (CUDA: minutes)
@@ -112,20 +125,26 @@ $(RELEASE)/.tools: pyproject.toml | tools
 	@$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check $$($(RELEASE_NAMES))
 	@touch $@
 
-# Editable, so that the sources and the installed package are one; C is compiled again when it changed. There is one
-# extension in the tree, whatever the .venv: who builds it for other architectures takes those stamps away.
+# Editable, so that the sources and the installed package are one; C is compiled again when it changed.
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	@echo "building gradckpt"
-	@rm -f $(VENV)/.strict $(GPU_STAMPS)
+	@rm -f $(call stamps,.test .all) $(GPU_STAMPS)
 	@$(PIP) --editable ".[demo]" "torch==$(TORCH)"
 	@touch $@
 
-# The same with warnings as errors and the tools of the tests; serves the other targets too.
-$(VENV)/.strict: $(VENV)/.torch $(SOURCES)
+# For `test` and `lint`: warnings are errors, and nvcc, which takes minutes, is left to `test_all`.
+$(VENV)/.test: $(VENV)/.torch $(SOURCES)
+	@echo "building gradckpt without device code, warnings are errors"
+	@rm -f $(call stamps,.built .all) $(GPU_STAMPS)
+	@GRADCKPT_WERROR=1 GRADCKPT_CUDA=$${GRADCKPT_CUDA:-0} $(PIP) --editable ".[test]" "torch==$(TORCH)"
+	@touch $@
+
+# The same with device code and all that the tests import; serves the other targets too.
+$(VENV)/.all: $(VENV)/.torch $(SOURCES)
 	@echo "building gradckpt, warnings are errors"
 	@rm -f $(GPU_STAMPS)
-	@GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(TEST_ARCHS)" $(PIP) --editable ".[demo,test]" "torch==$(TORCH)"
-	@touch $(VENV)/.built $@
+	@GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(TEST_ARCHS)" $(PIP) --editable ".[demo,test-all]" "torch==$(TORCH)"
+	@touch $(VENV)/.built $(VENV)/.test $@
 
 # What builds the site, as pyproject.toml names it.
 $(VENV)/.docs: $(VENV)/.built
@@ -133,7 +152,7 @@ $(VENV)/.docs: $(VENV)/.built
 	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
-# What the tests import in processes of their own only; the list says why. pip's --target does not replace.
+# What tests of `test_all` import in processes of their own only; the list says why. pip's --target does not replace.
 $(VENV)/.frameworks: tests/helpers/frameworks.txt $(VENV)/.torch
 	@echo "installing timm, torchvision, DeepSpeed and torchtitan beside $(VENV)'s packages"
 	@rm -rf $(VENV)/frameworks $(VENV)/engines
@@ -148,12 +167,23 @@ $(VENV)/.gpu-$(CARDS): $(VENV)/.torch $(SOURCES)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
 	    || { echo "make gpu: the torch in $(VENV) is built without CUDA; install one with CUDA there" >&2; exit 1; }
 	@echo "building gradckpt for compute capability $(CARDS)"
-	@rm -f $(foreach venv,$(VENVS),$(venv)/.built $(venv)/.strict) $(GPU_STAMPS)
+	@rm -f $(call stamps,.built .test .all) $(GPU_STAMPS)
 	@GRADCKPT_CUDA=1 GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(CARDS)" $(PIP) --editable ".[demo,test]" "torch==$(TORCH)"
 	@touch $@
 
-# Where setup.py looks for it; asked before anything is downloaded.
+build/.gpu-$(CARDS): $(SOURCES)
+	@echo "building gradckpt for compute capability $(CARDS) with $(GPU_PYTHON)"
+	@rm -f $(call stamps,.built .test .all) $(GPU_STAMPS)
+	@GRADCKPT_CUDA=1 GRADCKPT_WERROR=1 GRADCKPT_CUDA_ARCHS="$(CARDS)" $(GPU_PYTHON) setup.py -q build_ext --inplace
+	@mkdir -p build && touch $@
+
+# Asked before anything is downloaded or built; nvcc where setup.py looks for it.
 gpu_tools:
+ifneq ($(GPU_PYTHON),)
+	@command -v $(GPU_PYTHON) >/dev/null \
+	    || { echo "make gpu: GPU_PYTHON=$(GPU_PYTHON) was not found; name an interpreter that has torch" >&2; exit 1; }
+	@GPU_PYTHON="$(GPU_PYTHON)" $(GPU_PYTHON) benchmarks/gpu_python.py
+endif
 	@home="$${CUDA_HOME:-$$CUDA_PATH}"; \
 	 if [ -n "$$home" ]; then test -x "$$home/bin/nvcc"; \
 	 else command -v nvcc >/dev/null || test -x /usr/local/cuda/bin/nvcc; fi \

@@ -18,7 +18,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -196,7 +196,15 @@ def extension() -> Extension:
     )
 
 
+class InPlace(Distribution):
+    """Reads no pyproject.toml, which says nothing of the extension, and which setuptools before 77 cannot read."""
+
+    def parse_config_files(self, *args: object, **kwargs: object) -> None:
+        pass
+
+
 setup(
+    distclass=InPlace if "build_ext" in sys.argv else Distribution,
     ext_modules=[extension()],
     cmdclass={"build_ext": BuildExt},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

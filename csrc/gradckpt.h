@@ -40,6 +40,7 @@ typedef struct {
     int            ndim;
     const int64_t *sizes;
     const int64_t *strides;
+    const int64_t *steps;        /* the strides, also where `strides` is NULL; no codec reads them */
     gck_dtype      dtype;
     int            device;       /* -1: host memory; else the CUDA device index   */
     void          *stream;       /* cudaStream_t of that device; NULL on the host */
@@ -139,6 +140,8 @@ int gck_decode_many(const gck_codec *codec, const void *const *payloads, const g
  * if the work was captured in a CUDA graph. */
 uint32_t *gck_verdict_take(int device);
 void      gck_verdict_give(uint32_t *verdict);
+/* 1 when the work that writes it was captured in a CUDA graph: it comes when that is launched, or never. */
+int       gck_verdict_is_captured(const uint32_t *verdict);
 
 /* A sentence without a final full stop; borrowed, lives for ever. */
 const char *gck_status_text(int status);

@@ -252,7 +252,8 @@ static PyMethodDef methods[] = {
     {"set_rounding_state", set_rounding_state, METH_VARARGS,
      "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.set_rounding_state()."},
     {"late_verdicts", gck_late_verdicts, METH_O,
-     "late_verdicts(on, /)\n--\n\nFor tests: CPU codecs say as late as a device whether they can hold the values."},
+     "late_verdicts(seconds, /)\n--\n\nFor tests: CPU codecs say as late as a device whether they can hold the values, "
+     "and a forward that is far ahead waits so long for them. 0: no more."},
     {"settle_verdicts", gck_settle_verdicts, METH_NOARGS,
      "settle_verdicts()\n--\n\nFor tests: the late verdicts come."},
     {"make_names", gck_make_names, METH_VARARGS,

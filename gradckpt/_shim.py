@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger("gradckpt")
@@ -46,6 +47,12 @@ def tracing_mode_active() -> bool:
     """A dispatch mode under which a plain tensor's memory is not its values."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def is_dual(x: torch.Tensor) -> bool:
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
+        return False  # a kernel below autograd: there are no tangents there
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -195,6 +202,12 @@ def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool) -> None
     with torch.no_grad():
         x = original.detach()
         out.copy_(torch.where(out.isnan(), x, out) if only_nan else x)
+
+
+def fill_holes(out: torch.Tensor) -> None:
+    """NaN between the elements of ``out``: whoever reads beyond them must not find what looks like a value."""
+    whole = out.data.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,), 0)
+    whole.fill_(float("nan") if out.is_floating_point() else 1)
 
 
 def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
@@ -348,7 +361,7 @@ def node_allows(node: Any, role: str, x: torch.Tensor) -> bool:
         return not x.is_cpu or bool((sums.abs() < 30).all())  # elsewhere the answer would have to be waited for
     statistics = node._saved_result1
     values = x.numel() // max(1, statistics.numel())
-    return values % 128 == 0 if role == "ROWS" else values >= 128
+    return bool(values % 128 == 0 if role == "ROWS" else values >= 128)
 
 
 def raise_modified(x: torch.Tensor, expected: int) -> None:
@@ -378,29 +391,29 @@ _APPROXIMATE = (
 )
 
 
-def _tip(compressed: int) -> str:
+def _tip(approximate: int) -> str:
     tip: str = getattr(torch_checkpoint, "_debug_tip_msg", "")
-    return tip + (_APPROXIMATE if compressed else "")
+    return tip + (_APPROXIMATE if approximate else "")
 
 
 def raise_stop_iteration(error: BaseException) -> None:
     raise RuntimeError("generator raised StopIteration") from error
 
 
-def raise_more_saved(compressed: int) -> None:
+def raise_more_saved(approximate: int) -> None:
     raise torch_checkpoint.CheckpointError(
         "torch.utils.checkpoint: trying to save more tensors during "
-        f"recomputation than during the original forward pass.\n{_tip(compressed)}"
+        f"recomputation than during the original forward pass.\n{_tip(approximate)}"
     )
 
 
-def raise_fewer_saved(forward: int, recompute: int, compressed: int) -> None:
+def raise_fewer_saved(forward: int, recompute: int, approximate: int) -> None:
     raise torch_checkpoint.CheckpointError(
         "torch.utils.checkpoint: A different number of tensors was saved "
         "during the original forward and recomputation.\n"
         f"Number of tensors saved during forward: {forward}\n"
         f"Number of tensors saved during recomputation: {recompute}.\n"
-        f"{_tip(compressed)}"
+        f"{_tip(approximate)}"
     )
 
 
@@ -416,7 +429,7 @@ def from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int)
     return torch.Size(sizes), getattr(torch, name, name), where
 
 
-def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], compressed: int) -> None:
+def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], approximate: int) -> None:
     def describe(meta: tuple[Any, ...]) -> Any:
         if len(meta) == 1:  # of a determinism check of the user's own
             return meta[0]
@@ -430,7 +443,7 @@ def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], com
     raise torch_checkpoint.CheckpointError(
         "torch.utils.checkpoint: Recomputed values for the following tensors "
         "have different metadata than during the forward pass.\n"
-        f"{mismatches}.\n{_tip(compressed)}"
+        f"{mismatches}.\n{_tip(approximate)}"
     )
 
 

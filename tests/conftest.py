@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""What every test starts from, and which of the two targets of the Makefile it belongs to."""
 
 import gc
 import re
@@ -6,6 +6,37 @@ import sys
 
 import pytest
 import torch
+from checkout import TESTS
+from targets import LEFT, is_left
+
+# ---- make test and make test_all
+
+
+def pytest_addoption(parser):
+    parser.addoption("--target", choices=("test", "test_all"), help="only the tests of this target of the Makefile")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files are not imported for the target that they have no test for: it may lack their packages."""
+    target = config.getoption("--target")
+    if target is None or not collection_path.is_relative_to(TESTS) or collection_path == TESTS:
+        return None
+    name = collection_path.relative_to(TESTS).as_posix()
+    if target == "test":
+        return is_left(name) or None
+    return not (is_left(name) or any(key.startswith((f"{name}/", f"{name}::")) for key in LEFT)) or None
+
+
+def _of_target(config, items):
+    target = config.getoption("--target")
+    if target is None:
+        return
+    mine = [is_left(item.nodeid.removeprefix("tests/")) == (target == "test_all") for item in items]
+    config.hook.pytest_deselected(items=[item for item, of_it in zip(items, mine, strict=True) if not of_it])
+    items[:] = [item for item, of_it in zip(items, mine, strict=True) if of_it]
+
+
+# ---- a session
 
 
 def pytest_sessionstart(session):
@@ -79,6 +110,7 @@ def pytest_collection_modifyitems(config, items):
         return codec not in codecs() or dtype not in dtypes or dtype in codec_info(codec)["dtypes"]
 
     items[:] = [item for item in items if exists(item)]
+    _of_target(config, items)
 
 
 # ---- transformers before 5.23: what it has not is skipped, with the reason

@@ -95,3 +95,11 @@ void gck_verdict_retire(const uint32_t *word)
     }
     pthread_mutex_unlock(&mutex);
 }
+
+int gck_verdict_is_captured(const uint32_t *word)
+{
+    pthread_mutex_lock(&mutex);
+    const int i = index_in(&devices, word), captured = i >= 0 && devices.use[i] == RETIRED;
+    pthread_mutex_unlock(&mutex);
+    return captured;
+}

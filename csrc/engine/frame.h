@@ -81,7 +81,7 @@ struct gck_frame {
     int             early_stop, check_metadata, ignore_mismatch;
     int             asked;         /* compression was asked for                          */
     int             buffers_once;  /* put running statistics back after a recompute      */
-    int             compressed;    /* entries that are payloads                          */
+    int             approximate;   /* a recompute gets other values than the forward     */
     gck_rounding    rounding;      /* where the noise of what is encoded inside begins   */
     gck_store      *store;         /* outputs that the recompute gets from the forward; NULL: none */
     PyObject       *policy_fn;     /* owned; NULL: the store's names are the policy      */

@@ -44,7 +44,7 @@ int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_
 static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
 
 /* What the original looks like.  No question is asked: the view is taken again.  0 or -1. */
-static int describe(gck_payload *self, gck_input *in)
+static int describe(gck_payload *self, gck_input *in, int exact)
 {
     const gck_tensor was = in->view;
     const gck_tensor *view = &in->view;
@@ -59,11 +59,8 @@ static int describe(gck_payload *self, gck_input *in)
         PyErr_NoMemory();
         return -1;
     }
-    self->strided = view->strides != NULL && view->ndim <= GCK_MAX_DIM && gck_is_dense(view);
-    for (int d = 0; d < view->ndim; d++) {
-        self->sizes[d] = view->sizes[d];
-        self->sizes[view->ndim + d] = self->strided ? view->strides[d] : 0;
-    }
+    memcpy(self->sizes, view->sizes, sizeof(int64_t) * (size_t)view->ndim);
+    self->layout = gck_layout_of(view, exact, self->sizes + view->ndim);
     self->dtype = view->dtype;
     self->device = view->device;
     self->stream = view->stream;
@@ -183,7 +180,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if (self->stochastic) {
         self->dither = first != NULL ? first->dither : *dither;
     }
-    if (describe(self, in) < 0 || (self->buffer = gck_bytes_empty(&state->py, self->nbytes, self->device)) == NULL) {
+    /* What a user decodes may live on: without holes. */
+    if (describe(self, in, codec->max_error == 0 && use != GCK_FOR_USER) < 0
+        || (self->buffer = gck_bytes_empty(&state->py, self->nbytes, self->device)) == NULL) {
         goto exit;
     }
     if (gck_pending_begin(self) < 0 && use != GCK_FOR_USER) {
@@ -207,6 +206,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         Py_CLEAR(result);
     } else if (use == GCK_FOR_REGION && self->version >= 0) {
         gck_sharing_remember(self);
+    }
+    if (result != NULL && self->verdict != NULL && gck_pending_bound(self) < 0) {
+        Py_CLEAR(result);
     }
 
 exit:
@@ -289,16 +291,20 @@ static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const
 static PyObject *decode(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
-    PyObject *out, *original;
+    PyObject *out, *original, *filled = Py_None;
     gck_tensor view;
     int verdict, ok = 0;
 
     if (gck_pending_original(self, &original) < 0) {
         return NULL;
     }
-    out = gck_empty(&state->py, self->ndim, self->sizes, self->strided ? self->sizes + self->ndim : NULL,
+    out = gck_empty(&state->py, self->ndim, self->sizes, self->layout ? self->sizes + self->ndim : NULL,
                     self->dtype, self->device);
-    verdict = out != NULL ? gck_view_of(&state->py, out, &view) : -1;
+    if (out != NULL && self->layout == GCK_LAYOUT_HOLES) {
+        filled = PyObject_CallMethod(state->py.shim, "fill_holes", "O", out);
+        Py_XDECREF(filled);
+    }
+    verdict = out != NULL && filled != NULL ? gck_view_of(&state->py, out, &view) : -1;
     if (verdict == GCK_COMPRESS) {
         ok = (original != NULL && self->codec->max_error == 0)
             || decode_bytes(self, out, &view, original == NULL ? batch : NULL) == 0;

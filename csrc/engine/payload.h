@@ -36,11 +36,12 @@ struct gck_payload {
     int              live;         /* in its live_bytes: outer hooks have not taken them */
     int              ndim;
     int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
-    int              strided;      /* the strides are meant                              */
+    int              layout;       /* see layout.h; 0: the strides are not meant         */
     void            *stream;       /* that wrote the bytes                               */
     /* See pending.h. */
     uint32_t        *verdict;      /* not NULL: open, and this is in state->pending      */
     uint32_t         late;         /* tests: what the device would write                 */
+    int              unheard;      /* it was waited for in vain                          */
     int              refused;      /* buffer and saved may be NULL then                  */
     PyObject        *kept;         /* the original itself, while open and when refused   */
     gck_payload     *next_pending;

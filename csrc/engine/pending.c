@@ -1,12 +1,22 @@
 /* pending.c: verdicts that come late. */
 #include "pending.h"
 
+#include <time.h>
+
+enum {
+    MOST_OPEN = 2,                 /* originals of a device that may wait for their verdicts ... */
+    SMALL = 16 << 20,              /* ... and any number that has fewer bytes together           */
+};
+static const int64_t SECOND = 1000000000;
+
 int gck_pending_begin(gck_payload *p)
 {
     if (!p->codec->refuses || p->numel == 0 || (p->device < 0 && !p->state->late_verdicts)) {
         return 0;
     }
+    Py_BEGIN_ALLOW_THREADS                       /* the first one of a device allocates memory */
     p->verdict = gck_verdict_take(p->device);
+    Py_END_ALLOW_THREADS
     return p->verdict == NULL ? -1 : 0;
 }
 
@@ -111,42 +121,97 @@ void gck_pending_poll(gck_state *state)
     }
 }
 
+/* Lets others run until p's verdict has come: 1; 0 when there was none for `seconds`, or a captured graph will bring it;
+ * -1 with an exception, since Ctrl-C is heard. */
+static int await(gck_payload *p, int seconds)
+{
+    const volatile uint32_t *word = p->verdict;
+    struct timespec pause = {0, 10000};
+    int64_t patience = p->state->late_verdicts ? p->state->late_verdicts : seconds * SECOND;
+
+    while (p->verdict != NULL && *word == GCK_PENDING) {         /* another thread may have settled p */
+        if (patience < 0 || gck_verdict_is_captured(p->verdict)) {
+            return 0;
+        }
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+        Py_BEGIN_ALLOW_THREADS
+        nanosleep(&pause, NULL);
+        Py_END_ALLOW_THREADS
+        patience -= pause.tv_nsec;
+        pause.tv_nsec += pause.tv_nsec < 500000 ? pause.tv_nsec : 0;
+    }
+    return 1;
+}
+
+/* Borrowed: of the open ones of its device the oldest, if there are too many; else NULL. */
+static gck_payload *oldest_of_too_many(const gck_payload *newest)
+{
+    gck_payload *oldest = NULL;
+    int64_t bytes = 0;
+    int open = 0;
+
+    for (gck_payload *p = newest->state->pending; p != NULL; p = p->next_pending) {
+        if (p->device == newest->device && p->counted && !p->unheard) {
+            oldest = p;
+            open++;
+            bytes += p->bytes_in;
+        }
+    }
+    return open > MOST_OPEN && bytes > SMALL ? oldest : NULL;
+}
+
+int gck_pending_bound(gck_payload *newest)
+{
+    gck_state *state = newest->state;
+    gck_payload *p;
+    int came = 0;
+
+    while (came >= 0 && (p = oldest_of_too_many(newest)) != NULL) {
+        Py_INCREF((PyObject *)p);
+        came = await(p, 1);
+        p->unheard = came == 0;
+        Py_DECREF((PyObject *)p);
+        gck_pending_poll(state);
+    }
+    return came < 0 ? -1 : 0;
+}
+
 int gck_pending_original(gck_payload *p, PyObject **original)
 {
     PyObject *kept, *raised;
     int64_t now = -1;
+    int came = 1;
 
-    *original = NULL;
-    if (p->verdict != NULL) {
-        settle(p);
+    for (*original = NULL; came > 0; Py_DECREF(kept)) {
+        gck_pending_poll(p->state);
+        if ((kept = Py_XNewRef(p->kept)) == NULL) {      /* owned: a question runs Python, which may settle p */
+            return 0;
+        }
+        if (p->version >= 0 && gck_version_of(&p->state->py, kept, &now) < 0) {
+            came = -1;
+        } else if (now == p->version) {                  /* or an inference tensor: nobody can tell */
+            *original = kept;
+            return 0;
+        } else if ((came = await(p, 600)) == 0 || p->refused) {
+            /* Changed, and the payload does not hold its values, or a graph alone will tell. */
+            raised = PyObject_CallMethod(p->state->py.shim, "raise_modified", "OL", kept, (long long)p->version);
+            Py_XDECREF(raised);
+            came = -1;
+        }
     }
-    if ((kept = Py_XNewRef(p->kept)) == NULL) {  /* owned: a question runs Python, which may settle p */
-        return 0;
-    }
-    if (p->version >= 0 && gck_version_of(&p->state->py, kept, &now) < 0) {
-        Py_DECREF(kept);
-        return -1;
-    }
-    if (now == p->version) {                     /* or an inference tensor: nobody can tell */
-        *original = kept;
-        return 0;
-    }
-    /* Changed.  While the verdict is open the payload will do, or decode to NaN. */
-    raised = p->refused ? PyObject_CallMethod(p->state->py.shim, "raise_modified", "OL", kept, (long long)p->version)
-                        : Py_NewRef(Py_None);
-    Py_XDECREF(raised);
-    Py_DECREF(kept);
-    return raised == NULL ? -1 : 0;
+    return -1;
 }
 
-PyObject *gck_late_verdicts(PyObject *module, PyObject *on)
+PyObject *gck_late_verdicts(PyObject *module, PyObject *seconds)
 {
-    const int truth = PyObject_IsTrue(on);
+    const double patience = PyFloat_AsDouble(seconds);
 
-    if (truth < 0) {
+    if (patience == -1 && PyErr_Occurred()) {
         return NULL;
     }
-    gck_state_of(module)->late_verdicts = truth;
+    gck_state_of(module)->late_verdicts = (int64_t)(patience * (double)SECOND);
     Py_RETURN_NONE;
 }
 

@@ -91,7 +91,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
             return value;
         }
         Py_DECREF(value);
-        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_more_saved", "i", frame->compressed));
+        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_more_saved", "i", frame->approximate));
         return NULL;
     }
     if (frame->slots[index] != NULL) {           /* else that part of the graph is freed already */
@@ -219,7 +219,7 @@ static int check_metadata(gck_frame *frame, gck_table *table)
         status = check_slot(frame, table, i, &differences);
     }
     if (status == 0 && differences != NULL) {
-        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_metadata", "Oi", differences, frame->compressed));
+        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_metadata", "Oi", differences, frame->approximate));
         status = -1;
     }
     Py_XDECREF(differences);
@@ -233,7 +233,7 @@ static int check(gck_frame *frame, gck_table *table)
     }
     if (table->counter != table->size) {
         Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_fewer_saved", "nni", table->size,
-                                       table->counter, frame->compressed));
+                                       table->counter, frame->approximate));
         return -1;
     }
     return frame->check_metadata ? check_metadata(frame, table) : 0;

@@ -95,7 +95,7 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (gck_batch_flush(&batch) < 0) {
         return -1;
     }
-    frame->compressed = packing->payloads;
+    frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.replay;
     if (gck_region_decides(state, packing->payloads > 0 ? packing->plan.decisions : 0, &frame->store) < 0) {
         return -1;
     }

@@ -23,12 +23,14 @@ void gck_sharing_forget(gck_payload *self)
 /* Seen in the same way. */
 static int same_view(const gck_payload *p, const gck_tensor *view)
 {
+    int64_t strides[GCK_MAX_DIM];
+
     if (p->dtype != view->dtype || p->device != view->device || p->ndim != view->ndim
-        || p->strided != (view->strides != NULL && gck_is_dense(view))) {
+        || p->layout != gck_layout_of(view, p->codec->max_error == 0, strides)) {
         return 0;
     }
     for (int d = 0; d < p->ndim; d++) {
-        if (p->sizes[d] != view->sizes[d] || (p->strided && p->sizes[p->ndim + d] != view->strides[d])) {
+        if (p->sizes[d] != view->sizes[d] || (p->layout && p->sizes[p->ndim + d] != strides[d])) {
             return 0;
         }
     }

@@ -77,7 +77,7 @@ typedef struct {
     PyObject     *torchs;          /* torch's checkpoint, see stand_in.c; NULL before the first exchange */
     int           standing;        /* how many need ours in its place                    */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
-    int           late_verdicts;   /* tests: see pending.h                               */
+    int64_t       late_verdicts;   /* tests: see pending.h; nanoseconds                  */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;
 

@@ -78,6 +78,7 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
     for (int d = 0; d < dl.ndim; d++) {
         view->numel *= dl.shape[d];
     }
+    view->steps = dl.strides;
     view->strides = dl.strides == NULL || gck_is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
     view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
     view->stream = NULL;
@@ -118,6 +119,23 @@ static int is_plain(const gck_py *py, PyObject *x)
     return plain;
 }
 
+/* Does x carry a tangent of forward-mode differentiation?  1, 0 or -1. */
+static int is_dual(const gck_py *py, PyObject *x)
+{
+    PyObject *globals = PyModule_GetDict(py->forward_ad);
+    PyObject *level = PyDict_GetItemWithError(globals, py->names._current_level);        /* borrowed; -1: none is active */
+    PyObject *dual;
+    int truth;
+
+    if (level == NULL || PyLong_AsLong(level) < 0) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    dual = PyObject_CallMethod(py->shim, "is_dual", "O", x);
+    truth = dual == NULL ? -1 : dual == Py_True;
+    Py_XDECREF(dual);
+    return truth;
+}
+
 /* ---- facts ---- */
 
 gck_input gck_input_of(PyObject *x) { return (gck_input){.x = Py_NewRef(x)}; }
@@ -131,7 +149,8 @@ static int read_view(gck_py *py, gck_input *in)
     int verdict = plain < 0 ? -1 : GCK_KEEP_LAYOUT;
 
     if (plain > 0) {
-        verdict = gck_view_of(py, in->x, &in->view);
+        const int dual = exact ? is_dual(py, in->x) : 0;
+        verdict = dual < 0 ? -1 : dual ? GCK_KEEP_DUAL : gck_view_of(py, in->x, &in->view);
     }
     in->verdict = verdict < 0 ? GCK_KEEP_LAYOUT : (gck_verdict)verdict;
     return verdict < 0 ? -1 : 0;

@@ -45,6 +45,7 @@
     OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
     OBJECT(is_compiling, "torch.compiler", "is_compiling")                 \
     OBJECT(functions, "torch._C", "_functions")                            \
+    OBJECT(forward_ad, "torch.autograd", "forward_ad")                     \
     OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
     OBJECT(determinism_checks, "torch.utils.checkpoint", "_allowed_determinism_checks_to_fns") \
@@ -72,7 +73,7 @@
     NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
     NAME(_version) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
     NAME(_backward_hooks) NAME(saved_tensors) NAME(set_materialize_grads)              \
-    NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                \
+    NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled) \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr)
 
 /* Others, owned too; NULL where noted. */
@@ -128,6 +129,7 @@ void gck_py_clear(gck_py *py);
     REASON(GCK_KEEP_SUBCLASS, "tensor subclass")                        \
     REASON(GCK_KEEP_LAYOUT, "not a plain strided tensor with data")     \
     REASON(GCK_KEEP_DEVICE, "device without kernels")                   \
+    REASON(GCK_KEEP_DUAL, "carries a forward-mode tangent")             \
     REASON(GCK_KEEP_TRACING, "tracing, fake or functional mode active")
 typedef enum {
     GCK_COMPRESS,

@@ -75,10 +75,13 @@ def test_words(device):
 def test_captured_work_keeps_its_word(device):
     """A graph may run again whenever it likes."""
     take, give = device.library.gck_verdict_take, device.library.gck_verdict_give
-    word = take(0)
+    word, captured = take(0), device.library.gck_verdict_is_captured
+    assert captured(word) == 0  # who wants it may wait
     device.integer("emulated_capture").value = 1
     assert encode(device, "bf16", True, word) == 0
     device.integer("emulated_capture").value = 0
+    assert captured(word) == 1
+    assert captured(device.library.gck_verdict_take(-1)) == 0
     give(word)
     rest = [take(0) for _ in range(4096)]
     assert None in rest

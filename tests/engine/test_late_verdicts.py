@@ -3,8 +3,10 @@
 `_C.late_verdicts(True)` makes the CPU codecs do the same; `_C.settle_verdicts()` is the moment at which
 the device has written its words."""
 
+import _thread
 import contextlib
 import gc
+import threading
 import weakref
 
 import pytest
@@ -138,10 +140,113 @@ def test_layouts(layout, settled, make):
         _C.settle_verdicts()
     gradient(y, x)
     assert torch.equal(seen[1][0], x)
-    _C.late_verdicts(False)
-    fits = layout(fitting())
-    payload = gradckpt.encode(fits, "lossless").decode()
-    assert seen[1][1] == payload.stride()
+    assert seen[1][1] == seen[0][1] == x.stride()
+
+
+# ---- a CPU that is far ahead of its device ----
+
+
+class Ahead:
+    """A forward of `count` regions in a thread, that lets go of each input at once."""
+
+    def __init__(self, count, n, codec="lossless"):
+        self.begun, self.called, self.originals, self.outputs = 0, 0, [], []
+        self.thread = threading.Thread(target=self.forward, args=(count, n, codec))
+        self.thread.start()
+
+    def forward(self, count, n, codec):
+        leaf = torch.randn(n, requires_grad=True)
+        for _ in range(count):
+            x = leaf * 1
+            self.originals.append(weakref.ref(x))
+            self.begun += 1
+            y = run(x, codec, self.function)
+            del x
+            self.outputs.append(y)
+
+    def function(self, h):
+        self.called += 1
+        return h.sin().sum()
+
+    def wait_until(self, condition):
+        for _ in range(6000):
+            if condition():
+                return
+            self.thread.join(0.01)
+        raise AssertionError(f"{self.begun} regions begun, {self.called} functions called")
+
+    def alive(self):
+        return sum(original() is not None for original in self.originals)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "bf16"])
+def test_open_originals_are_bounded(codec):
+    """Of large ones about two; the forward then waits, and other threads run."""
+    _C.late_verdicts(600)
+    ahead = Ahead(7, 2 << 20, codec)
+    for begun in (3, 6):
+        ahead.wait_until(lambda begun=begun: ahead.begun == begun)
+        ahead.thread.join(0.3)
+        assert (ahead.begun, ahead.called) == (begun, begun - 1)  # it waits after the encode
+        assert ahead.alive() == 3
+        _C.settle_verdicts()
+    ahead.wait_until(lambda: not ahead.thread.is_alive())
+    assert (ahead.called, ahead.alive()) == (7, 1)
+    _C.settle_verdicts()
+    assert (gradckpt.stats()["kept"], ahead.alive()) == ({}, 0)
+    ahead.outputs.clear()
+
+
+def test_forward_does_not_wait_for_ever():
+    """What the device does may wait for this thread. Who was waited for in vain is not waited for again."""
+    _C.late_verdicts(0.02)
+    ahead = Ahead(7, 2 << 20)
+    ahead.wait_until(lambda: not ahead.thread.is_alive())
+    assert (ahead.called, ahead.alive()) == (7, 7)
+    _C.settle_verdicts()
+    gradckpt.stats()
+    assert ahead.alive() == 0
+    ahead.outputs.clear()
+
+
+def test_small_originals_are_not_worth_waiting_for():
+    _C.late_verdicts(600)
+    ahead = Ahead(20, 1000)
+    ahead.wait_until(lambda: not ahead.thread.is_alive())
+    assert ahead.alive() == 20
+    ahead.outputs.clear()
+
+
+def test_ctrl_c_in_a_forward_that_waits():
+    _C.late_verdicts(600)
+    x = [torch.randn(2 << 20, requires_grad=True) * 1 for _ in range(3)]
+    kept = [run(x[0]), run(x[1])]
+    with settling_soon(_thread.interrupt_main), pytest.raises(KeyboardInterrupt):
+        run(x[2])
+    _C.settle_verdicts()
+    assert torch.equal(gradient(kept[0], x[0]), x[0].cos())
+
+
+def test_every_restore_looks_at_all_verdicts():
+    """Originals that are kept when a region is recomputed: none, not one less each time."""
+    leaf = torch.randn(5000, requires_grad=True)
+    for _ in range(3):  # the end of the first two backwards looks, too
+        originals, alive = [], []
+
+        def function(h, originals=originals, alive=alive):
+            if len(originals) == 6:
+                alive.append(sum(original() is not None for original in originals))
+            return h.sin()
+
+        x = leaf * 1
+        for n in range(6):
+            y = run(x, function=function)
+            originals.append(weakref.ref(x))
+            x = y * 1 if n < 5 else y
+            del y
+        _C.settle_verdicts()
+        torch.autograd.grad(x.sum(), leaf)
+        assert alive == [0] * 6
 
 
 # ---- changes in place ----
@@ -157,16 +262,68 @@ def test_change_before_a_fitting_verdict():
     assert torch.equal(gradient(y, x), want)
 
 
-def test_change_while_the_verdict_is_open():
-    """The payload is taken: right, or NaN where it could not hold the values."""
-    for make, right in ((fitting, True), (hostile, False)):
+@contextlib.contextmanager
+def settling_soon(what=_C.settle_verdicts):
+    """Another thread does it while this one waits."""
+    timer = threading.Timer(0.1, what)
+    timer.start()
+    yield
+    timer.join()
+
+
+MODIFIED = r"modified by an inplace operation.*is at version 1; expected version 0"
+
+
+@pytest.mark.parametrize("codec", ["lossless", "bf16", "fp16"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_change_while_the_verdict_is_open(codec, inside):
+    """A restore waits for it: right values where the payload holds them, else torch's words, never anything else."""
+    _C.late_verdicts(60)
+
+    def change(h):
+        return h.mul_(2).sin() if inside else h.sin()
+
+    for make in (fitting, hostile):
         x = make()
-        y, want = run(x), gradient(x.sin(), x)
+        leaf, values = x.grad_fn.next_functions[0][0].variable, x.detach().clone()
+        if make is fitting and codec != "lossless":
+            values = values.to({"bf16": torch.bfloat16, "fp16": torch.float16}[codec]).float()
+        y = run(x, codec, change)
+        if not inside:
+            with torch.no_grad():
+                x.mul_(2)
+        with settling_soon():
+            if make is hostile:
+                with pytest.raises(RuntimeError, match=MODIFIED):
+                    gradient(y, leaf)
+            else:
+                probe = values.requires_grad_()
+                want = torch.autograd.grad((probe * 2).sin().sum() if inside else probe.sin().sum(), probe)[0]
+                assert torch.equal(gradient(y, leaf), want)
+
+
+def test_verdict_that_never_comes():
+    """The payload may hold NaN, and the original has changed: an error after a while, not a hang."""
+    _C.late_verdicts(0.05)
+    for make in (fitting, hostile):
+        x = make()
+        y = run(x)
         with torch.no_grad():
             x.mul_(2)
-        got = gradient(y, x)
-        assert torch.equal(got, want) == right
-        assert right or got.isnan().any()
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            gradient(y, x)
+
+
+def test_waiting_hears_ctrl_c():
+    _C.late_verdicts(60)
+    x = fitting()
+    y, want = run(x), gradient(x.sin(), x)
+    with torch.no_grad():
+        x.mul_(2)
+    with settling_soon(_thread.interrupt_main), pytest.raises(KeyboardInterrupt):
+        gradient(y, x)
+    _C.settle_verdicts()
+    assert torch.equal(gradient(y, x), want)
 
 
 def test_change_before_a_refusal():

@@ -3,7 +3,7 @@
 Bit-equal to plain autograd in float64, float32 and bfloat16, but where torch.utils.checkpoint itself differs from plain
 autograd in the same run (it raises, or the operator is not deterministic); there ours must do what torch's does.
 
-    python tests/equivalence/test_opinfo.py [--dtype float32] [--part 1/4] [--all]
+    python tests/equivalence/test_opinfo.py [--dtype float32] [--part 1/4] [--all] [--way "raw"]
 
 does the sweep and prints the operators in which torch's own differs. Without --all it takes of each operator and
 dtype at most SAMPLES samples, spread over the first SPREAD of its table. Every test is such a process: torch's test
@@ -32,6 +32,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from exact_codecs import WAYS, Way
 from torch.utils._pytree import tree_leaves
 
 import gradckpt
@@ -105,13 +106,14 @@ def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
-ours = functools.partial(gradckpt.checkpoint, compress=None)
+NONE = Way(functools.partial(gradckpt.checkpoint, compress=None), theirs)
 
 
 class Sweep:
-    """Counts, the operators in which torch's checkpoint differs, and where ours is wrong."""
+    """Counts, the operators in which the reference differs from plain autograd, and where ours is wrong."""
 
-    def __init__(self) -> None:
+    def __init__(self, way: Way = NONE) -> None:
+        self.way = way
         self.counts: Counter[str] = Counter()
         self.torch_differs: dict[str, str] = {}
         self.wrong: list[str] = []
@@ -122,8 +124,8 @@ class Sweep:
         if expected.raised or not expected.grads:
             self.counts["without gradient"] += 1
             return
-        found = run(case, ours)
-        reference = run(case, theirs)
+        found = run(case, self.way.ours)
+        reference = run(case, self.way.reference)
         self.counts["recomputed"] += found.calls > 1
         right = found == reference
         if reference[:2] != expected[:2]:
@@ -176,8 +178,8 @@ def cases(op: Any, dtype: torch.dtype, everything: bool) -> Iterator[Case]:
             yield Case(op.formatted_name, op.op, args, sample.kwargs)
 
 
-def sweep(dtype: str, part: int, parts: int, everything: bool) -> Sweep:
-    result = Sweep()
+def sweep(dtype: str, part: int, parts: int, everything: bool, way: Way = NONE) -> Sweep:
+    result = Sweep(way)
     wanted = getattr(torch, dtype)
     for op in operators()[part::parts]:
         if wanted in op.supported_backward_dtypes("cpu"):
@@ -192,13 +194,14 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th operator, from the I-th")
     parser.add_argument("--all", action="store_true", help="all samples")
+    parser.add_argument("--way", choices=WAYS, action="append", help="with a codec without loss")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     part, parts = map(int, chosen.part.split("/"))
     wrong = 0
-    for dtype in chosen.dtype or DTYPES:
-        result = sweep(dtype, part, parts, chosen.all)
-        print(f"{dtype}: " + ", ".join(f"{n} {name}" for name, n in result.counts.items()))
+    for dtype, way in itertools.product(chosen.dtype or DTYPES, chosen.way or [None]):
+        result = sweep(dtype, part, parts, chosen.all, WAYS[way] if way else NONE)
+        print(f"{dtype}: " + ", ".join(f"{n} {name}" for name, n in result.counts.items()), f"({way})")
         print(f"  torch's own checkpoint differs from plain autograd in {len(result.torch_differs)} operators")
         for name, how in sorted(result.torch_differs.items()):
             print(f"    {name}: {how}")

@@ -225,6 +225,7 @@ class DeviceKernels:
         self.library = ctypes.CDLL(str(folder / "device.so"))
         self.library.gck_verdict_take.restype = ctypes.c_void_p
         self.library.gck_verdict_give.argtypes = [ctypes.c_void_p]
+        self.library.gck_verdict_is_captured.argtypes = [ctypes.c_void_p]
 
     def integer(self, name):
         return ctypes.c_int.in_dll(self.library, name)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -389,7 +390,7 @@ def make(tmp_path):
     tools, venv = tmp_path / "tools", tmp_path / ".venv"
     smi = 'case "$1" in -L) echo "GPU 0: a card";; *) echo 9.0; echo 8.6; echo 9.0;; esac'
     scripts = {tools / "nvidia-smi": smi, tools / "nvcc": ""}
-    for name in ("python", "pytest"):
+    for name in ("python", "pytest", "ruff", "mypy"):
         scripts[venv / "bin" / name] = f'echo {name} "[$GRADCKPT_CUDA_ARCHS]" "$@" >> log'
     for path, text in scripts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -444,6 +445,11 @@ def test_make_gpu_builds_for_the_cards(make):
     assert built("gpu") == []
     assert built("soak") == ["8.0;9.0+PTX"]
     assert built("soak") == []
+    assert built("test") == [], "what serves every test serves the few"
+    assert built("gpu") == ["8.6,9.0"]
+    assert built("test") == [""]
+    assert built("test") == []
+    assert built("soak") == ["8.0;9.0+PTX"]
     assert built("gpu") == ["8.6,9.0"]
     assert built("setup") == [""]
     assert built("setup") == []
@@ -451,9 +457,100 @@ def test_make_gpu_builds_for_the_cards(make):
     assert built("soak") == ["8.0;9.0+PTX"]
 
 
+STEPS = ["tests/package/test_gpu_device.py", *(f"benchmarks/{name}.py" for name in SCRIPTS)]
+
+
+def steps_of(log):
+    return [step for line in log for step in STEPS if step in line]
+
+
 def test_make_gpu_runs_everything(make):
-    status, _, _, log = make("gpu")
+    status, stdout, _, log = make("gpu")
     assert status == 0
-    assert [line for line in log if line.startswith("pytest") and "tests/package/test_gpu_device.py" in line]
-    ran = [re.search(r"benchmarks/(\w+)\.py$", line) for line in log]
-    assert [found[1] for found in ran if found] == list(SCRIPTS)
+    assert steps_of(log) == STEPS
+    assert stdout.splitlines()[-1] == "make gpu: 5 of 5 steps passed"
+
+
+def test_make_gpu_counts_what_fails_and_goes_on(make):
+    fails = 'case "$*" in *gpu_device*|*gpu_sanitize*) exit 3;; esac'
+    (make.venv / "bin/python").write_text(f'#!/bin/sh\necho "$@" >> log\n{fails}\n')
+    status, stdout, stderr, log = make("gpu")
+    assert status == 2
+    assert steps_of(log) == STEPS
+    assert stdout.splitlines()[-1] == "make gpu: 3 of 5 steps passed"
+    assert "make gpu: 2 failed: test_gpu_device gpu_sanitize" in stderr.splitlines()
+
+
+# ---- make gpu with an interpreter of the machine ----
+
+
+@pytest.fixture
+def own_python(make):
+    """An interpreter that is no venv's and writes down what it is called with."""
+    path = make.tools / "own-python"
+    path.write_text('#!/bin/sh\necho own "[$PYTHONPATH]" "[$GRADCKPT_CUDA_ARCHS]" "$@" >> log\n')
+    path.chmod(0o755)
+    return path.name
+
+
+def test_make_gpu_with_the_machines_own_python(make, own_python):
+    """No venv, no pip: what it has is asked, the extension is built in the tree, everything runs with it."""
+    shutil.rmtree(make.venv)
+    status, stdout, stderr, log = make("gpu", f"GPU_PYTHON={own_python}")
+    assert (status, stderr) == (0, "")
+    assert not make.venv.exists()
+    assert all(line.startswith("own ") and "pip" not in line for line in log)
+    assert log[0].endswith("benchmarks/gpu_python.py")
+    assert log[1] == "own [] [8.6,9.0] setup.py -q build_ext --inplace"
+    assert steps_of(log) == STEPS
+    assert all(line.startswith(f"own [{make.tools.parent}] ") for line in log[2:])
+    assert stdout.splitlines()[-1] == "make gpu: 5 of 5 steps passed"
+    assert not [line for line in make("gpu", f"GPU_PYTHON={own_python}")[3] if "setup.py" in line], "built once"
+
+
+def test_make_gpu_with_a_python_that_is_not_there(make):
+    status, _, stderr, log = make("gpu", "GPU_PYTHON=no-such-python")
+    assert (status, log) == (2, [])
+    assert "make gpu: GPU_PYTHON=no-such-python was not found; name an interpreter that has torch" in stderr
+
+
+def test_make_gpu_stops_where_its_python_lacks_something(make, own_python):
+    (make.tools / own_python).write_text("#!/bin/sh\nexit 1\n")
+    status, _, _, log = make("gpu", f"GPU_PYTHON={own_python}")
+    assert (status, log) == (2, [])
+
+
+def lacks(tmp_path, **modules):
+    """What gpu_python.py says of this interpreter when these modules are as given; None: it is absent."""
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not here')" if text is None else text)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "GPU_PYTHON": "python3"}
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_python.py"]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert ran.returncode == bool(ran.stderr), ran.stderr
+    assert all(line.startswith("make gpu: GPU_PYTHON=python3: it") for line in ran.stderr.splitlines()), ran.stderr
+    return ran.stderr
+
+
+TORCH = """
+import types
+__version__ = "{version}"
+version = types.SimpleNamespace(cuda={cuda!r})
+cuda = types.SimpleNamespace(is_available=lambda: {available})
+"""
+FINE = {"version": "2.11.0+cu130", "cuda": "13.0", "available": True}
+
+
+def test_what_a_python_lacks_is_said(tmp_path):
+    given = dict.fromkeys(("setuptools", "numpy", "pytest"), "")
+    good = {**given, "torch": TORCH.format(**FINE)}
+    assert lacks(tmp_path, **good) == ""
+    assert "cannot import torch (not here); install torch there, >= 2.10" in lacks(tmp_path, **{**good, "torch": None})
+    for change, said in (
+        ({"version": "2.9.1"}, "its torch is 2.9.1; install torch >= 2.10 there"),
+        ({"cuda": None}, "its torch 2.11.0+cu130 is built without CUDA; install one with CUDA there"),
+        ({"available": False}, "its torch 2.11.0+cu130 sees no CUDA device; check the driver"),
+    ):
+        assert said in lacks(tmp_path, **{**good, "torch": TORCH.format(**FINE | change)})
+    for name in ("setuptools", "numpy", "pytest"):
+        assert f"cannot import {name} (not here); install {name} there" in lacks(tmp_path, **{**good, name: None})

@@ -11,8 +11,6 @@ import sys
 import pytest
 import torch
 from checkout import ROOT
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers
@@ -87,12 +85,16 @@ def test_since_before_a_reset():
 
 def events(folder):
     """{tag: [(step, value)]} of what a SummaryWriter left there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
 def test_tensorboard(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
     with SummaryWriter(tmp_path) as writer:
         for step in (1, 2):
             train(2)

@@ -1,0 +1,158 @@
+"""Restored tensors have the strides of the original, so that torch takes the same kernels: with a codec without loss
+every bit of what a region computes is that of ``compress=None``."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gradckpt
+from gradckpt import CompressionConfig
+
+EXACT = ["raw", "lossless"]
+ROUNDS = ["int8", "bf16"]
+
+
+def _windows(x):
+    """Overlapping ones, as unfold makes them."""
+    return x.reshape(-1).unfold(0, 480, 240)[:4].unflatten(1, (4, 10, 12))
+
+
+CHANNELS_LAST = torch.channels_last
+# From a dense (2, 16, 24, 24) to four dimensions.
+LAYOUTS = {
+    "contiguous": lambda x: x * 1,
+    "channels last": lambda x: x.to(memory_format=CHANNELS_LAST) * 1,
+    "slice of channels last": lambda x: x.to(memory_format=CHANNELS_LAST)[:, :8],
+    "window of channels last": lambda x: x.to(memory_format=CHANNELS_LAST)[:, :, 2:20, 3:17],
+    "one channel": lambda x: x[:, 3:4],
+    "one channel of channels last": lambda x: x.to(memory_format=CHANNELS_LAST)[:, 3:4],
+    "one image": lambda x: x[1:],
+    "every other row": lambda x: x[:, :, ::2],
+    "every third column": lambda x: x[..., ::3],
+    "transposed": lambda x: x.transpose(2, 3),
+    "transposed slice": lambda x: x[:, 2:9].transpose(1, 3),
+    "heads of a projection": lambda x: x.reshape(2, 16, 3, 192)[:, :, 1].unflatten(-1, (8, 24)).transpose(1, 2),
+    "expanded": lambda x: x[:, :1].expand(2, 16, 24, 24),
+    "expanded twice": lambda x: x[:1, :, :, 1:2].expand(3, 16, 24, 24),
+    "expanded slice": lambda x: x[:, :1, :, 4:20].expand(2, 16, 24, 16),
+    "overlapping": _windows,
+    "ones": lambda x: x[:1, :1, :1, :1],
+    "empty": lambda x: x[:, :0].transpose(1, 3),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def given(layout, dtype=torch.float32):
+    x = torch.randn(2, 16, 24, 24, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    return x, LAYOUTS[layout](x)
+
+
+def in_both_runs(layout, config):
+    """The input as the forward and as the recompute see it."""
+    seen = []
+
+    def region(t):
+        seen.append(t.detach())
+        return t.sin()
+
+    _, h = given(layout)
+    gradckpt.checkpoint(region, h, compress=config).sum().backward()
+    return seen
+
+
+@layouts
+@pytest.mark.parametrize("codec", EXACT)
+def test_strides_are_the_originals(layout, codec):
+    forward, recompute = in_both_runs(layout, CompressionConfig(codec, min_numel=0))
+    assert recompute.stride() == forward.stride()
+    assert torch.equal(recompute, forward)
+    assert gradckpt.stats()["encoded"] > 0
+
+
+@layouts
+@pytest.mark.parametrize("codec", ROUNDS)
+def test_a_codec_that_rounds_keeps_the_order_of_dimensions_without_holes(layout, codec):
+    forward, recompute = in_both_runs(layout, CompressionConfig(codec, min_numel=0))
+    assert torch.allclose(recompute, forward, atol=0.1)
+    if "expanded" in layout or layout == "overlapping":
+        assert recompute.is_contiguous()
+        return
+    assert recompute.untyped_storage().nbytes() == forward.numel() * forward.element_size()
+    # What torch makes of it when it keeps the format.
+    like = torch.empty_like(forward)
+    moving = [d for d, n in enumerate(forward.shape) if n > 1]
+    assert [recompute.stride(d) for d in moving] == [like.stride(d) for d in moving]
+
+
+@layouts
+@pytest.mark.parametrize("codec", EXACT)
+def test_holes_hold_no_values(layout, codec):
+    _, recompute = in_both_runs(layout, CompressionConfig(codec, min_numel=0))
+    whole = recompute.as_strided((recompute.untyped_storage().nbytes() // recompute.element_size(),), (1,), 0)
+    addresses = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(recompute.shape, recompute.stride(), strict=True):
+        addresses = (addresses[:, None] + torch.arange(size) * stride).flatten()
+    between = torch.ones_like(whole, dtype=torch.bool)
+    between[addresses] = False
+    assert whole[between].isnan().all()
+    assert not whole[~between].isnan().any()
+
+
+@pytest.mark.parametrize("codec", EXACT)
+def test_what_a_user_decodes_has_no_holes(codec):
+    decoded = gradckpt.encode(torch.randn(64, 4096)[:, 5], codec).decode()
+    assert decoded.untyped_storage().nbytes() == 64 * 4
+
+
+REGIONS = {
+    "conv2d": lambda h: F.conv2d(
+        h, torch.linspace(-1, 1, 4 * h.shape[1] * 9).view(4, h.shape[1], 3, 3).to(h), padding=1
+    ),
+    "matmul": lambda h: (h @ torch.linspace(-1, 1, h.shape[-1] * 40).view(h.shape[-1], 40).to(h)).tanh(),
+    "sums": lambda h: (h * h.sum(-1, keepdim=True)).tanh() * h.sum((0, 1)) * h.square().mean(),
+    "softmax": lambda h: h.softmax(1) * h.softmax(-1),
+    "layer norm": lambda h: F.layer_norm(h, h.shape[-1:]) * h,
+    "batch norm": lambda h: F.batch_norm(h, None, None, training=True).sin(),
+    "group norm": lambda h: F.group_norm(h, 1).sin(),
+    "pool": lambda h: F.avg_pool2d(h.sin(), 2) * F.max_pool2d(h, 2) if min(h.shape[2:]) > 1 else h.exp(),
+    "attention": lambda h: F.scaled_dot_product_attention(h, h, h),
+    "upsampling": lambda h: F.interpolate(h, scale_factor=2, mode="bilinear").sin(),
+    "in place": lambda h: h.sin().mul_(h).add_(h.exp()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", REGIONS)
+def test_gradients_are_bit_equal(name, dtype):
+    """Also of regions in regions, of saved tensors, and of what a policy keeps."""
+
+    def gradient(layout, checkpoint):
+        x, h = given(layout, dtype)
+        y = checkpoint(REGIONS[name], h)
+        weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)
+        return torch.autograd.grad((y * weight).float().sum(), x)[0]
+
+    def nested(config, f, h):
+        inner = functools.partial(gradckpt.checkpoint, f, compress=config)
+        return gradckpt.checkpoint(lambda t: inner(t) * inner(t.sin()), h, compress=config)
+
+    def saved(config, f, h):
+        with gradckpt.compress_saved(config):
+            return f(h)
+
+    for layout in LAYOUTS:
+        if layout in ("empty", "ones") and name in ("batch norm", "group norm", "upsampling", "conv2d"):
+            continue
+        want = gradient(layout, lambda f, h: f(h))
+        want_nested = gradient(layout, functools.partial(nested, None))
+        for codec in EXACT:
+            config = CompressionConfig(codec, min_numel=0)
+            for replay in (False, True):
+                whole = CompressionConfig(codec, min_numel=0, replay=replay)
+                assert torch.equal(gradient(layout, functools.partial(gradckpt.checkpoint, compress=whole)), want), (
+                    layout
+                )
+                assert torch.equal(gradient(layout, functools.partial(nested, whole)), want_nested), layout
+            assert torch.equal(gradient(layout, functools.partial(saved, config)), want), layout

@@ -1,0 +1,88 @@
+"""The codecs without loss as the default of every call: what runs with them must be what runs without.
+
+``WAYS`` are stand-ins for ``checkpoint(function, *args, **kwargs)``: each with every floating tensor as a payload, and
+the same without compression, to the last bit the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+
+import gradckpt
+
+CODECS = ("raw", "lossless")
+CONFIGS = {
+    f"{codec}, replay" if replay else codec: gradckpt.CompressionConfig(
+        codec, min_numel=0, include="floating", leaves=True, replay=replay
+    )
+    for codec in CODECS
+    for replay in (False, True)
+}
+
+
+class Way(NamedTuple):
+    """A way to run a region, and what it is to be compared with."""
+
+    ours: Callable[..., Any]
+    reference: Callable[..., Any]
+
+
+def by_default(config: Any, function: Any, *args: Any, **options: Any) -> Any:
+    """``gradckpt.checkpoint`` with `config`; the reentrant form refuses compression, and runs without."""
+    if not options.get("use_reentrant", False):
+        options.setdefault("compress", config)
+    return gradckpt.checkpoint(function, *args, **options)
+
+
+def _patched(config: Any, function: Any, *args: Any, **options: Any) -> Any:
+    with gradckpt.patched(config):
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
+
+
+def _saved(config: Any, function: Any, *args: Any, **options: Any) -> Any:
+    with gradckpt.compress_saved(config):
+        return function(*args, **options)
+
+
+class _Module(torch.nn.Module):
+    """SelectiveRecompute knows the leaves of a module, and allows autograd.grad."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
+
+
+def _selective(config: Any, function: Any, *args: Any, **options: Any) -> Any:
+    return gradckpt.SelectiveRecompute.apply(_Module(function), None, *args, compress=config, **options)
+
+
+def _nested(checkpoint: Callable[..., Any], function: Any, *args: Any, **options: Any) -> Any:
+    """A region in a region that hands its arguments on."""
+    return checkpoint(functools.partial(checkpoint, function), *args, **options)
+
+
+def _plain(function: Any, *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
+
+
+_theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
+WAYS: dict[str, Way] = {}
+for _name, _config in CONFIGS.items():
+    _ours = functools.partial(by_default, _config)
+    _none = functools.partial(by_default, None)
+    WAYS[_name] = Way(_ours, _theirs)
+    WAYS[f"nested {_name}"] = Way(functools.partial(_nested, _ours), functools.partial(_nested, _none))
+for _codec in CODECS:
+    _config = CONFIGS[_codec]
+    _kept = gradckpt.CompressionConfig(_codec, min_numel=0, leaves=True)
+    WAYS[f"patched {_codec}"] = Way(functools.partial(_patched, _config), _theirs)
+    WAYS[f"saved {_codec}"] = Way(functools.partial(_saved, _kept), _plain)
+    WAYS[f"selective {_codec}"] = Way(functools.partial(_selective, _config), functools.partial(_selective, None))

@@ -1,0 +1,50 @@
+"""Which tests `make test` runs, and which `make test_all` beside them. conftest.py asks, for ``--target``."""
+
+#: What `make test` leaves to `make test_all`, by reason: folders, files, and the first letters of tests.
+LEFT_BECAUSE = {
+    "needs packages that `make test` does not install, or ranks of its own": (
+        "frameworks",
+        "package/test_stats_reporting.py::test_reporters_before_the_callback_see_its_numbers",
+        "package/test_stats_reporting.py::test_tensorboard",
+    ),
+    "builds the device code, with nvcc or for the CPU": (
+        "codec/test_cuda_build.py",
+        "codec/test_cuda_emulation.py",
+    ),
+    "builds packages or the site, or runs what users run: a process each": (
+        "models/test_nothing_left.py",
+        "models/test_trainer_flag.py::test_order_of_imports",
+        "package/test_benchmarks_families.py",
+        "package/test_benchmarks_selective.py",
+        "package/test_docs.py::test_commands_run",
+        "package/test_docs.py::test_every_page_is_built",
+        "package/test_docs.py::test_examples_run",
+        "package/test_docs.py::test_nothing_is_loaded_from_elsewhere",
+        "package/test_docs.py::test_reference_is_complete",
+        "package/test_docs.py::test_tables_are_tables",
+        "package/test_examples.py",
+        "package/test_packaging.py",
+        "package/test_run.py",
+    ),
+    "compiles whole models, or by inductor": (
+        "compile/test_compile.py::test_torchs_own_backends",
+        "compile/test_compile_breaks.py",
+        "compile/test_compile_limits.py::test_a_graph_from_inductors_cache",
+        "compile/test_compile_models.py",
+        "models/test_patched_models.py::TestCompile::test_afterwards_graphs_are_torchs",
+    ),
+    "is a sweep of which `make test` has a part": (
+        "codec/test_codec_hostile.py::test_last_values_of_a_tensor_beyond_2_31",
+        "equivalence/test_opinfo.py::test_gradients_of_every_operator_are_those_of_plain_autograd[bfloat16",
+        "equivalence/test_opinfo.py::test_gradients_of_every_operator_are_those_of_plain_autograd[float64",
+    ),
+}
+LEFT = [key for keys in LEFT_BECAUSE.values() for key in keys]
+
+
+def is_left(name):
+    """Does the table name this folder, file or test, or what it lies in?"""
+    return any(
+        name == key or name.startswith((f"{key}/", f"{key}::")) or ("::" in key and name.startswith(key))
+        for key in LEFT
+    )
