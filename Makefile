@@ -33,7 +33,7 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 # A test that hangs where no signal reaches it (C++ that waits with the GIL held) ends the run, with all its stacks.
 WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
-.PHONY: help demo test test_all soak bench lint docs gpu gpu_here gpu_tools wheel clean setup tools
+.PHONY: help demo test test_all soak mutants bench lint docs gpu gpu_here gpu_tools wheel clean setup tools
 .DEFAULT_GOAL := help
 # All targets share one .venv and one build folder.
 .NOTPARALLEL:
@@ -53,6 +53,9 @@ test_all: $(VENV)/.all $(VENV)/.frameworks  ## the tests beside those: framework
 
 soak: $(VENV)/.all  ## the long tests
 	@$(PYTEST) -n 2 -m soak $(TEST_ARGS)
+
+mutants: $(VENV)/.test  ## removes 40 guards of the C sources, one at a time: which do the tests notice? (an hour)
+	@$(BIN)/python tests/mutate_guards.py $(TEST_ARGS)
 
 bench: $(VENV)/.built  ## speed of the codecs, host cost per region, selective recompute (minutes)
 	@$(BIN)/python benchmarks/bench_codecs.py

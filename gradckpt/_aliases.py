@@ -4,11 +4,12 @@ the caller see the write?"""
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
-#: An argument, what the function got for it, whether a payload is kept of it, and the version it had (-1: none).
-Row = tuple[torch.Tensor, torch.Tensor, bool, int]
+#: An argument, what the function got for it, the payload that is kept of it or None, and the version it had (-1: none).
+Row = tuple[torch.Tensor, torch.Tensor, Any, int]
 
 
 def check(rows: list[Row]) -> None:

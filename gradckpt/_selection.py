@@ -5,6 +5,7 @@ Called from C only (csrc/engine); nothing here is public.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 # ---- policies ----
 
@@ -178,6 +180,13 @@ def decision_names(casts: int) -> Any:
     policy = policies.decisions if casts else policies.decisions_but_casts
     selective.catch(policy)
     return policy.names
+
+
+def without_modes() -> contextlib.ExitStack:
+    """Take all dispatch modes off until it is closed."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    return stack
 
 
 def default_generator(args: Any, kwargs: Any) -> torch.Generator | None:

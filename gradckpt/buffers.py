@@ -229,9 +229,11 @@ def _known_function(function: FunctionType, roots: list[Module], depth: int) -> 
     for code in codes:  # grows: functions inside the function
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         for name in code.co_names:
-            value = function.__globals__.get(name)
-            if value is not None and not isinstance(value, _PLAIN):
-                return False  # a global, or an attribute that happens to be called like one
+            value = function.__globals__.get(name)  # a global, or an attribute that happens to be called like one
+            if isinstance(value, Module):
+                roots.append(value)
+            elif value is not None and not isinstance(value, _PLAIN):
+                return False
     try:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a cell not filled yet
@@ -396,18 +398,22 @@ _idle = Guard()
 def enter(function: Any, others: tuple[Any, ...] = ()) -> Guard | None:
     """Called by C before ``function`` runs again; it calls ``close()`` of the guard afterwards, in any case.
 
-    ``others``: those of its arguments that are no tensors. None: there is no stateful module in the function, and
-    that holds until :func:`forget` calls ``_C.forget_modules()``.
+    ``others``: those of its arguments that are no tensors. None: there is no stateful module in the function. What C is
+    told of modules and functions holds until :func:`forget` calls ``_C.forget_modules()``.
     """
     roots: list[Module] = []
     if type(function) is FunctionType:
         if _known((function, others), roots, 0) and not [root for root in roots if _stateful(root)]:
-            return _idle
+            if not any(isinstance(constant, CodeType) for constant in function.__code__.co_consts):
+                _C.remember_stateless([function.__code__, *roots, *_PLAIN, torch.nn.Parameter])
+            return None
         roots, watch = [], True
     else:
         watch = _collect(function, roots)
     found = _stateful(roots[0]) if len(roots) == 1 else [ref for root in roots for ref in _stateful(root)]
     if not found and not watch:
+        if isinstance(function, Module):
+            _C.remember_stateless([function])
         return None
     guard = _OpenGuard()
     try:

@@ -148,6 +148,8 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
     if not _compiling.depth:
         _warn_unpacked()
         return
+    if may_refuse(config.codec):
+        return
     _compiling.answers = len(HOOKS)
     mode = get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
@@ -163,6 +165,20 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
     value = first[0].meta.get("val")
     if isinstance(value, torch.Tensor) and value.numel() >= config.min_numel and value.dtype in dtypes(config.codec):
         first[0].meta[_CODEC] = config.codec
+
+
+@functools.cache
+def may_refuse(codec: str) -> bool:
+    """There are values that the codec cannot hold. A graph cannot ask, so it keeps what such a codec is asked for as it
+    is; that is said once."""
+    refuses: bool = _C.codec_info(codec)["refuses"]
+    if refuses:
+        warn_inactive(
+            f"torch.compile: codec {codec!r} may refuse values, which a compiled graph cannot find out; its tensors "
+            "stay uncompressed, use 'int8' or do not compile",
+            stacklevel=2,
+        )
+    return refuses
 
 
 @functools.cache

@@ -80,6 +80,7 @@ class Policy:
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r)) for r in self.rules.values())
         self.names = _C.make_names(rows, self.wanted)
+        self.deciding: Policy | None = None  # with decisions, once it was asked for
         self.catchable = all(_is_catchable(op) for op in self.rules)
 
     def compressed(self, compress: Compress) -> Policy:
@@ -88,6 +89,12 @@ class Policy:
         return Policy(
             (r if r.keep in _DECISIONS else r._replace(config=config) for r in self.rules.values()), self.wanted
         )
+
+    @property
+    def decisions(self) -> bool | str:
+        """What of decisions is kept after an output that came back approximate, as in a config; False: none does."""
+        lossy = [r.config.decisions for r in self.rules.values() if r.config is not None and r.config.lossy]
+        return "casts" if "casts" in lossy else any(lossy)
 
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
@@ -334,14 +341,15 @@ def create_selective_checkpoint_contexts(
     """
     policy = as_policy(policy_or_ops)
     if not _TRACES_OURS and torch_checkpoint._is_compiling(None, None, None):
-        asked = policy_or_ops if policy is None else asker(policy)
+        asked = policy_or_ops if policy is None else asker(_with_decisions(policy))
         made: Any = torch_checkpoint.create_selective_checkpoint_contexts(asked, allow_cache_entry_mutation)
         return made  # type: ignore[no-any-return]
     by_key = policy is not None and policy.catchable and _key is not None
     if policy is None:
         store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
     else:
-        store, policy_fn = _C.make_store(policy.names, allow_cache_entry_mutation, reusable), asker(policy)
+        store = _C.make_store(policy.names, allow_cache_entry_mutation, reusable)
+        policy_fn = asker(_with_decisions(policy))
         if by_key:
             catch(policy)
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
@@ -352,6 +360,18 @@ _TRACES_OURS = hasattr(torch_checkpoint, "_CONSUMED")
 
 #: No names: a function is asked.
 ASKED = _C.make_names(None, frozenset())
+
+
+def _with_decisions(policy: Policy) -> Policy:
+    """What is traced for a policy: csrc/engine adds decisions by itself."""
+    if not policy.decisions:
+        return policy
+    if policy.deciding is None:
+        from gradckpt import policies
+
+        decisions = policies.decisions if policy.decisions == "casts" else policies.decisions_but_casts
+        policy.deciding = decisions | policy
+    return policy.deciding
 
 
 def asker(policy: Policy) -> Callable[..., Any]:

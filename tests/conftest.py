@@ -1,12 +1,15 @@
 """What every test starts from, and which of the two targets of the Makefile it belongs to."""
 
 import gc
+import os
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
 import torch
-from checkout import TESTS
+from checkout import ROOT, TESTS
 from targets import LEFT, is_left
 
 # ---- make test and make test_all
@@ -68,18 +71,49 @@ def _no_payload_left_by_a_test(request):
         assert request.session.testsfailed or gradckpt.stats()["live_bytes"] == 0, "payloads outlive their test"
 
 
+@pytest.fixture(scope="session")
+def sanitized(tmp_path_factory):
+    """The package with a C half under ASan and UBSan; environment to run it in."""
+    # libstdc++ too: else ASan cannot intercept the exceptions that torch throws.
+    names = ("libasan.so", "libstdc++.so.6")
+    found = [
+        subprocess.run(["gcc", f"-print-file-name={n}"], capture_output=True, text=True).stdout.strip() for n in names
+    ]
+    if not all(os.path.isabs(path) for path in found):
+        pytest.skip("gcc has no libasan or no libstdc++")
+    runtime = " ".join(found)
+    tree = tmp_path_factory.mktemp("sanitized")
+    for name in ("csrc", "gradckpt", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tree / name)
+    for built in (tree / "gradckpt").glob("_C*.so"):
+        built.unlink()
+    env = {**os.environ, "GRADCKPT_SANITIZE": "address,undefined", "GRADCKPT_CUDA": "0"}
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, env=env, check=True)
+    options = {
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0,abort_on_error=1",
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(tree),
+        "HF_HUB_OFFLINE": "1",
+    }
+    return tree, {**os.environ, **options}
+
+
 #: Files whose module fixtures start processes or build something, which takes long: one worker runs all that use them.
 WORLDS = {
     "test_codec_hostile",
     "test_cuda_build",
     "test_cuda_emulation",
+    "test_cuda_errors",
     "test_deepspeed",
     "test_distributed",
     "test_distributed_compiled",
     "test_distributed_pipeline",
     "test_distributed_trainer",
     "test_docs",
+    "test_launches",
     "test_lightning",
+    "test_operator_faults",
     "test_packaging",
     "test_ranks",
     "test_timm",

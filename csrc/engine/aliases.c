@@ -1,17 +1,18 @@
 /* aliases.c: arguments of a compressed region that share memory. */
 #include "aliases.h"
 
-static int append(PyObject *rows, PyObject *x, PyObject *fed, int packed, int64_t version)
+static int append(PyObject *rows, PyObject *x, PyObject *fed, PyObject *payload, int64_t version)
 {
-    PyObject *row = Py_BuildValue("(OOOL)", x, fed, packed ? Py_True : Py_False, (long long)version);
+    PyObject *row = Py_BuildValue("(OOOL)", x, fed, payload, (long long)version);
     const int status = row == NULL ? -1 : PyList_Append(rows, row);
 
     Py_XDECREF(row);
     return status;
 }
 
-int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, int packed)
+int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload)
 {
+    PyObject *kept = payload != NULL ? payload : Py_None;
     int64_t version;
 
     if (gck_input_read(py, in, GCK_FACT_VERSION) < 0) {
@@ -22,26 +23,49 @@ int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, in
         return -1;
     }
     if (a->x == NULL && a->rows == NULL && fed == in->x) {       /* the usual region has no second one */
-        *a = (gck_aliases){Py_NewRef(in->x), Py_NewRef(fed), packed, NULL, version};
+        *a = (gck_aliases){Py_NewRef(in->x), Py_NewRef(fed), Py_NewRef(kept), NULL, version};
         return 0;
     }
     if (a->rows == NULL
         && ((a->rows = PyList_New(0)) == NULL
-            || (a->x != NULL && append(a->rows, a->x, a->fed, a->packed, a->version) < 0))) {
+            || (a->x != NULL && append(a->rows, a->x, a->fed, a->payload, a->version) < 0))) {
         return -1;
     }
-    return append(a->rows, in->x, fed, packed, version);
+    return append(a->rows, in->x, fed, kept, version);
+}
+
+/* Nothing here runs Python: what is borrowed stays. */
+PyObject *gck_aliases_find(const gck_aliases *a, const gck_input *in, PyObject **fed)
+{
+    PyObject *row, *payload = Py_None;
+
+    if (a->rows == NULL && a->x == in->x && a->version == in->version) {
+        payload = a->payload;
+        *fed = a->fed;
+    }
+    for (Py_ssize_t i = 0; a->rows != NULL && payload == Py_None && i < PyList_Size(a->rows); i++) {
+        row = PyList_GetItem(a->rows, i);
+        if (PyTuple_GetItem(row, 0) == in->x) {
+            payload = PyTuple_GetItem(row, 2);
+            *fed = PyTuple_GetItem(row, 1);
+        }
+    }
+    if (payload == Py_None) {
+        return NULL;
+    }
+    Py_INCREF(*fed);
+    return Py_NewRef(payload);
 }
 
 /* Row i: 1: written to since; 0; -1. */
 static int is_changed(const gck_py *py, PyObject *rows, Py_ssize_t i)
 {
-    PyObject *row = PySequence_GetItem(rows, i), *x, *fed;
-    int packed, status = -1;
+    PyObject *row = PySequence_GetItem(rows, i), *x, *fed, *payload;
+    int status = -1;
     long long version;
     int64_t now;
 
-    if (row != NULL && PyArg_ParseTuple(row, "OOpL", &x, &fed, &packed, &version)) {
+    if (row != NULL && PyArg_ParseTuple(row, "OOOL", &x, &fed, &payload, &version)) {
         status = gck_version_of(py, fed, &now) < 0 ? -1 : now != version;
     }
     Py_XDECREF(row);
@@ -70,5 +94,6 @@ void gck_aliases_clear(gck_aliases *a)
 {
     Py_CLEAR(a->x);
     Py_CLEAR(a->fed);
+    Py_CLEAR(a->payload);
     Py_CLEAR(a->rows);
 }

@@ -10,15 +10,18 @@
 
 typedef struct {
     PyObject *x, *fed;       /* owned: the first tensor, and what the function gets for it */
-    int       packed;
-    PyObject *rows;          /* owned list of (x, fed, packed, version), from the second tensor on, or from the
+    PyObject *payload;       /* owned: of x; None: it is kept by reference                 */
+    PyObject *rows;          /* owned list of (x, fed, payload, version), from the second tensor on, or from the
                                 first for which the function gets another */
     int64_t   version;       /* of fed above; -1: it has none                              */
 } gck_aliases;
 
-/* in->x is an argument, and `fed` what the function gets for it; packed: it is kept as a
- * payload.  0 or -1. */
-int gck_aliases_add(gck_aliases *aliases, gck_py *py, gck_input *in, PyObject *fed, int packed);
+/* in->x is an argument, `fed` what the function gets for it, and `payload` how it is kept; NULL: by
+ * reference.  0 or -1. */
+int gck_aliases_add(gck_aliases *aliases, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload);
+
+/* New reference: the payload that x, as it is, has got as an argument before, and *fed; or NULL. */
+PyObject *gck_aliases_find(const gck_aliases *aliases, const gck_input *in, PyObject **fed);
 
 /* After the function has run: what it wrote to a stand-in of an argument goes to the argument.  0, or -1 with an
  * exception, also when it wrote to memory that a compressed argument shares with another. */

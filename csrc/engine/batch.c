@@ -55,9 +55,8 @@ int gck_batch_flush(gck_batch *b)
 
 void gck_batch_drop(gck_batch *b)
 {
-    PyObject *type, *value, *traceback;
+    gck_error error = gck_error_take();
 
-    PyErr_Fetch(&type, &value, &traceback);
     let_go(b, 0);
-    PyErr_Restore(type, value, traceback);
+    gck_error_return(&error);
 }

@@ -83,14 +83,10 @@ static PyMethodDef unpack_def = {"unpack", gck_unpack, METH_O, NULL};
  * function is one inside. */
 static void convert_stop_iteration(const gck_py *py)
 {
-    PyObject *type, *value, *traceback;
+    PyObject *error = gck_error_object();
 
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    Py_XDECREF(PyObject_CallMethod(py->shim, "raise_stop_iteration", "O", value));
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
+    Py_XDECREF(PyObject_CallMethod(py->shim, "raise_stop_iteration", "O", error));
+    Py_XDECREF(error);
 }
 
 /* With an accelerator in this torch: 1 when its state exists already. */

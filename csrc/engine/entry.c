@@ -52,42 +52,66 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-/* in->x becomes a payload: 1; or may not: 0; or -1. */
-static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
+/* New reference: a payload of the tensor, which has been judged, and *forward.  NULL with *fits = 0 when the codec
+ * cannot hold it, else with an exception. */
+static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward, int *fits)
 {
     gck_state *state = p->state;
-    const int verdict = judge(p, in);
-    PyObject *payload = NULL;
-    gck_payload *first;
-    gck_dither dither;
     /* Outer hooks and the replay read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.replay ? NULL : p->batch;
     const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.replay ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
+    gck_payload *first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
+    PyObject *payload = NULL;
+    gck_dither dither;
+
+    *fits = 1;
+    if (first != NULL || !PyErr_Occurred()) {
+        payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use, batch,
+                                  fits);
+    }
+    Py_XDECREF((PyObject *)first);
+    if (payload != NULL
+        && (replay(p, in->x, payload, forward) < 0
+            || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0))) {
+        Py_CLEAR(*forward);
+        Py_CLEAR(payload);
+    }
+    return payload;
+}
+
+/* in->x becomes a payload: 1; is one already: 2; or may not: 0; or -1.
+ *
+ * A tensor that is an argument for the second time is restored once, for a function may ask `a is b`; not where each
+ * argument is an input of a node.  Outer hooks see it twice nevertheless: a recompute in which the two are no longer
+ * one object has to save as many tensors. */
+static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
+{
+    const int verdict = judge(p, in);
+    PyObject *again, *payload = NULL, *fed = NULL;
     int fits = 1;
 
     if (verdict != GCK_COMPRESS) {
-        return verdict < 0 ? -1 : gck_count_kept(state, in->x, verdict);
+        return verdict < 0 ? -1 : gck_count_kept(p->state, in->x, verdict);
     }
-    first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
-    if (first != NULL || !PyErr_Occurred()) {
-        payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use, batch,
-                                  &fits);
+    again = p->inputs == NULL ? gck_aliases_find(&p->aliases, in, forward) : NULL;
+    if (again == NULL || p->outer) {
+        payload = make_payload(p, in, again == NULL ? forward : &fed, &fits);
+        Py_XDECREF(fed);
+        if (payload == NULL) {
+            Py_XDECREF(again);
+            Py_CLEAR(*forward);
+            return fits ? -1 : gck_count_kept(p->state, in->x, GCK_KEEP_FIT);
+        }
     }
-    Py_XDECREF((PyObject *)first);
-    if (payload == NULL) {
-        return fits ? -1 : gck_count_kept(state, in->x, GCK_KEEP_FIT);
+    if (again != NULL) {
+        Py_XDECREF(payload);
+        gck_payload_again((gck_payload *)again);
     }
-    if (replay(p, in->x, payload, forward) < 0
-        || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0)) {
-        Py_CLEAR(*forward);
-        Py_DECREF(payload);
-        return -1;
-    }
-    *entry = (gck_entry){GCK_PAYLOAD, payload, 0, 0, NULL, 0};
-    state->stats.asked++;
-    state->stats.compressed++;
+    *entry = (gck_entry){GCK_PAYLOAD, again != NULL ? again : payload, 0, 0, NULL, 0};
+    p->state->stats.asked++;
+    p->state->stats.compressed++;
     p->payloads++;
-    return 1;
+    return again != NULL ? 2 : 1;
 }
 
 /* The same, and the tensor is known to the check of aliases. */
@@ -95,12 +119,13 @@ static int pack_payload(gck_packing *p, gck_input *in, gck_entry *entry, PyObjec
 {
     const int packed = encode(p, in, entry, forward);
 
-    if (packed >= 0 && gck_aliases_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x, packed) < 0) {
+    if ((packed == 0 || packed == 1)
+        && gck_aliases_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x, packed ? entry->value : NULL) < 0) {
         gck_entry_clear(entry);
         Py_CLEAR(*forward);
         return -1;
     }
-    return packed;
+    return packed > 0 ? 1 : packed;
 }
 
 /* 1, 0, or -1.  A subclass that refuses to say is none. */
@@ -305,6 +330,25 @@ static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
     return copy;
 }
 
+/* New reference: what this payload has given, or gives now, in the recompute that the batch belongs to. */
+static PyObject *restore_payload(gck_payload *payload, gck_batch *batch, const PyObject *inputs)
+{
+    PyObject *x;
+
+    if (!payload->again || batch == NULL || inputs != NULL) {
+        return gck_payload_restore(payload, batch);
+    }
+    if (batch->made == NULL && (batch->made = PyDict_New()) == NULL) {
+        return NULL;
+    }
+    x = Py_XNewRef(PyDict_GetItemWithError(batch->made, (PyObject *)payload));
+    if (x == NULL && !PyErr_Occurred() && (x = gck_payload_restore(payload, batch)) != NULL
+        && PyDict_SetItem(batch->made, (PyObject *)payload, x) < 0) {
+        Py_CLEAR(x);
+    }
+    return x;
+}
+
 PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
 {
     PyObject *value = Py_NewRef(entry->value), *x;           /* what runs here may empty the entry */
@@ -312,7 +356,7 @@ PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch 
     switch (entry->kind) {
     case GCK_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
     case GCK_VERSIONED: x = restore_versioned(state, value, entry->version, entry->leaf); break;
-    case GCK_PAYLOAD:   x = gck_payload_restore((gck_payload *)value, batch); break;
+    case GCK_PAYLOAD:   x = restore_payload((gck_payload *)value, batch, inputs); break;
     case GCK_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
     default:            return value;
     }

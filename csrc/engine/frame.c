@@ -88,6 +88,16 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
             return result;
         }
     }
+    for (Py_ssize_t i = 0; i < frame->nslots; i++) {
+        Py_VISIT(frame->metas[i].objects);
+    }
+    for (Py_ssize_t t = 0; t < frame->ntables; t++) {
+        const gck_table *table = frame->tables[t];
+        Py_VISIT(table->group);
+        for (Py_ssize_t i = 0; table->values != NULL && i < table->size; i++) {
+            Py_VISIT(table->values[i]);
+        }
+    }
     return gck_ambient_traverse(&frame->ambient, visit, arg);
 }
 
@@ -96,6 +106,10 @@ static int frame_clear(PyObject *op)
     gck_frame *frame = (gck_frame *)op;
     gck_entry *args = frame->args;
 
+    gck_frame_tables_clear(frame);
+    for (Py_ssize_t i = 0; i < frame->nslots; i++) {
+        gck_meta_clear(&frame->metas[i]);
+    }
     frame->args = NULL;
     for (Py_ssize_t i = 0; args != NULL && i < frame->nargs + frame->nkwargs; i++) {
         gck_entry_clear(&args[i]);
@@ -126,13 +140,11 @@ static void frame_dealloc(PyObject *op)
         if (frame->slots[i] != NULL) {
             frame->slots[i]->frame = NULL;
         }
-        gck_meta_clear(&frame->metas[i]);
     }
-    gck_frame_tables_clear(frame);
+    frame_clear(op);
     free(frame->slots);
     free(frame->metas);
     free(frame->tables);
-    frame_clear(op);
     PyObject_GC_Del(op);
     Py_DECREF(type);
 }

@@ -29,9 +29,11 @@ int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
         return meta->objects == NULL ? -1 : 0;
     }
     if (!whole && ((PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter)) {
-        if (py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
-            PyErr_Clear();                       /* meta, sparse, quantised: the long way */
-        } else if (dl.ndim <= GCK_META_INLINE) {
+        const int shown = gck_read_dlpack(py, x, &dl);
+        if (shown < 0) {
+            return -1;
+        }
+        if (shown && dl.ndim <= GCK_META_INLINE) {             /* else the long way */
             meta->dtype = dl.dtype;
             meta->device = dl.device;
             meta->ndim = dl.ndim;

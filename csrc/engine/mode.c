@@ -162,15 +162,17 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
         keep = -1;
     }
     const gck_named *deciding = keep >= 0 ? gck_store_deciding(d->store, d->key, d->args, d->kwargs) : NULL;
-    if (deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE)) {
+    const int decide = deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE);
+    PyObject *modes;
+    if (keep > 0 || decide) {
         const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
-        keep = gck_store_decide(d->store, calls, index, &call, deciding->form, out) == 0 ? 2 : -1;
-    } else if (keep > 0) {
-        keep = gck_store_keep(d->store, calls, index, out, &plan);
-        keep = keep == 0 ? 2 : -1;
-    }
-    if (keep > 1) {
-        keep = draw->before != NULL ? gck_store_drew(d->store, d->key, index, draw) : 0;
+        keep = gck_hide_begin(d->store->state, &modes);
+        if (keep == 0) {
+            keep = decide ? gck_store_decide(d->store, calls, index, &call, deciding->form, out)
+                          : gck_store_keep(d->store, calls, index, out, &plan);
+            keep = keep == 0 && draw->before != NULL ? gck_store_drew(d->store, d->key, index, draw) : keep;
+            keep = gck_hide_end(d->store->state, modes) < 0 ? -1 : keep;
+        }
     }
     Py_XDECREF(index);
     Py_XDECREF(answer);
@@ -206,8 +208,13 @@ static PyObject *replay_answer(gck_dispatch *d, int *again)
     PyObject *out = NULL;
     const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
 
-    if (index != NULL && !PyErr_Occurred()) {
+    PyObject *modes;
+    if (index != NULL && !PyErr_Occurred() && gck_hide_begin(d->store->state, &modes) == 0) {
         out = gck_store_replay(d->store, &call, d->key, calls, index, 0, again);
+        if (gck_hide_end(d->store->state, modes) < 0) {
+            Py_CLEAR(out);
+            *again = 0;
+        }
     }
     Py_XDECREF(index);
     return out;

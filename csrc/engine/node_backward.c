@@ -98,14 +98,15 @@ static PyObject *targets_of(const gck_frame *frame, PyObject *inputs)
 static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
 {
     gck_state *state = frame->state;
+    const int module = PyObject_IsInstance(frame->function, state->py.Module);
     PyObject *checked;
 
-    if (gck_module_known(state->closed, frame->function)) {
-        return 0;
+    if (module < 0 || (module && gck_known(state->closed, frame->function))) {
+        return module < 0 ? -1 : 0;
     }
     checked = PyObject_CallMethod(state->py.selection, "check_leaves", "OOO", frame->function, roots, targets);
     Py_XDECREF(checked);
-    return checked == NULL ? -1 : gck_module_remember(state, state->closed, frame->function);
+    return checked == NULL ? -1 : module ? gck_remember(state->closed, frame->function) : 0;
 }
 
 /* 1 when one of them has, or had, a hook; 0; -1. */

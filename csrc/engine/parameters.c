@@ -97,29 +97,23 @@ PyObject *gck_parameters_of(const gck_py *py, PyObject *module)
     return list;
 }
 
-int gck_module_known(PyObject *known, PyObject *function)
+int gck_known(PyObject *known, PyObject *x)
 {
-    PyObject *key = PyLong_FromVoidPtr(function);
+    PyObject *key = PyLong_FromVoidPtr(x);
     PyObject *reference = key != NULL ? PyDict_GetItemWithError(known, key) : NULL;            /* borrowed */
 
     Py_XDECREF(key);
     PyErr_Clear();
-    return reference != NULL && PyWeakref_GetObject(reference) == function;
+    return reference != NULL && PyWeakref_GetObject(reference) == x;
 }
 
-int gck_module_remember(const gck_state *state, PyObject *known, PyObject *function)
+int gck_remember(PyObject *known, PyObject *x)
 {
-    const int module = PyObject_IsInstance(function, state->py.Module);
-    PyObject *key, *reference;
+    PyObject *key = PyLong_FromVoidPtr(x), *reference = PyWeakref_NewRef(x, NULL);
 
-    if (module <= 0) {
-        return module;
-    }
     if (PyDict_Size(known) >= MAX_KNOWN) {
         PyDict_Clear(known);
     }
-    key = PyLong_FromVoidPtr(function);
-    reference = PyWeakref_NewRef(function, NULL);
     if (key != NULL && reference != NULL) {
         PyDict_SetItem(known, key, reference);
     }

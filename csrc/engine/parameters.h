@@ -12,11 +12,11 @@ int gck_module_behind(const gck_py *py, PyObject *function, PyObject **module);
  * Module.parameters(). */
 PyObject *gck_parameters_of(const gck_py *py, PyObject *module);
 
-/* Facts about modules that hold until one gets another child (gck_forget_modules): in a
- * dict id -> weak reference, which tells a dead module from a new one at its address. */
-int gck_module_known(PyObject *known, PyObject *function);                       /* 1 or 0 */
-/* Does nothing for what is no module.  0, or -1 with an exception. */
-int gck_module_remember(const gck_state *state, PyObject *known, PyObject *function);
+/* Facts about objects that hold until a module gets another child (gck_forget_modules): in a
+ * dict id -> weak reference, which tells a dead object from a new one at its address. */
+int gck_known(PyObject *known, PyObject *x);                                     /* 1 or 0 */
+/* Does nothing for what has no weak references.  Always 0. */
+int gck_remember(PyObject *known, PyObject *x);
 
 /* For gradckpt._hooks. */
 PyObject *gck_guard_hooks(PyObject *module, PyObject *args);

@@ -105,6 +105,13 @@ static void count_use(gck_payload *self)
     self->uses++;
 }
 
+void gck_payload_again(gck_payload *self)
+{
+    self->again = 1;
+    self->state->stats.shared++;
+    count_use(self);
+}
+
 void gck_payload_arrived(gck_payload *self, int done)
 {
     self->waits = NULL;

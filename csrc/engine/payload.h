@@ -43,6 +43,7 @@ struct gck_payload {
     uint32_t         late;         /* tests: what the device would write                 */
     int              unheard;      /* it was waited for in vain                          */
     int              refused;      /* buffer and saved may be NULL then                  */
+    int              again;        /* it serves two arguments of one region              */
     PyObject        *kept;         /* the original itself, while open and when refused   */
     gck_payload     *next_pending;
     int64_t          epoch;        /* of the counters below: reset_stats() begins a new one */
@@ -66,6 +67,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
 /* From here on the saved-tensor hooks around the region have the bytes.  To read them in the forward would run
  * whatever those hooks do, an enclosing region's recompute among it.  0 or -1. */
 int gck_payload_hand_over(gck_payload *payload);
+
+/* It serves another argument of the same region. */
+void gck_payload_again(gck_payload *payload);
 
 /* The memory of its bytes, which are in `buffer`.  0 or -1. */
 int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);

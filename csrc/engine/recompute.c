@@ -62,21 +62,18 @@ static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
 static PyObject *recompute_pack(PyObject *op, PyObject *x)
 {
     gck_recompute *self = (gck_recompute *)op;
-    gck_frame *frame = self->frame;
+    const gck_py *py = self->frame != NULL ? &self->frame->state->py : NULL;
+    const int requires_grad = py != NULL ? gck_attr_is_true(x, py->names.requires_grad) : 0;
+    PyObject *value = requires_grad < 0 ? NULL : requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL)
+                                                               : Py_NewRef(x);
+    gck_frame *frame = self->frame;              /* now: the questions may have run the end of the recompute */
     gck_table *table = self->table;
-    PyObject *value;
-    int requires_grad;
 
-    if (frame == NULL) {
-        PyErr_SetString(PyExc_AssertionError, "Internal error: target_frame reference is None");
-        return NULL;
-    }
-    requires_grad = gck_attr_is_true(x, frame->state->py.names.requires_grad);
-    if (requires_grad < 0) {
-        return NULL;
-    }
-    value = requires_grad ? PyObject_CallMethodObjArgs(x, frame->state->py.names.detach, NULL) : Py_NewRef(x);
-    if (value == NULL) {
+    if (value == NULL || frame == NULL) {
+        Py_XDECREF(value);
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_AssertionError, "Internal error: target_frame reference is None");
+        }
         return NULL;
     }
     const Py_ssize_t index = table->counter++;   /* what is too much counts too, as in torch */
@@ -187,27 +184,26 @@ static int append_difference(PyObject *differences, Py_ssize_t index, const gck_
 static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject **differences)
 {
     PyObject *value = table->values != NULL ? table->values[i] : NULL;
-    gck_meta now;
-    int status;
+    gck_meta then, now;
+    int status, same = -1;
 
     if (frame->slots[i] == NULL || value == NULL) {
         return 0;
     }
-    Py_INCREF(value);                            /* reading a subclass runs Python */
-    status = gck_meta_of(frame, value, frame->metas[i].objects != NULL, &now);
+    Py_INCREF(value);                            /* reading a subclass runs Python, which may record more slots */
+    then = frame->metas[i];
+    Py_XINCREF(then.objects);
+    status = gck_meta_of(frame, value, then.objects != NULL, &now);
     Py_DECREF(value);
-    if (status < 0) {
-        return -1;
-    }
-    const int same = gck_meta_same(&frame->state->py, &frame->metas[i], &now);
-    if (same == 0) {
-        if (*differences == NULL) {
-            *differences = PyList_New(0);
+    if (status == 0) {
+        same = gck_meta_same(&frame->state->py, &then, &now);
+        if (same == 0 && (*differences != NULL || (*differences = PyList_New(0)) != NULL)) {
+            status = append_difference(*differences, i, &then, &now);
         }
-        status = *differences == NULL ? -1 : append_difference(*differences, i, &frame->metas[i], &now);
+        gck_meta_clear(&now);
     }
-    gck_meta_clear(&now);
-    return same < 0 ? -1 : status;
+    gck_meta_clear(&then);
+    return same < 0 || PyErr_Occurred() ? -1 : status;
 }
 
 static int check_metadata(gck_frame *frame, gck_table *table)
@@ -321,7 +317,7 @@ static PyObject *unpack(gck_frame *frame, Py_ssize_t index)
 PyObject *gck_unpack(PyObject *op, PyObject *holder)
 {
     gck_frame *frame = (gck_frame *)op;
-    PyObject *value, *type, *error, *traceback;
+    PyObject *value, *error;
 
     if (Py_TYPE(holder) != frame->state->Holder || ((gck_holder *)holder)->frame != frame) {
         PyErr_SetString(PyExc_TypeError, "gradckpt: unpack was called with something that this region did not pack");
@@ -335,12 +331,9 @@ PyObject *gck_unpack(PyObject *op, PyObject *holder)
     /* The holder may go with it, so its index is read now. */
     value = unpack(frame, ((gck_holder *)holder)->index);
     if (value == NULL && frame->error_callback != NULL && PyErr_ExceptionMatches(frame->state->py.CheckpointError)) {
-        PyErr_Fetch(&type, &error, &traceback);
-        PyErr_NormalizeException(&type, &error, &traceback);
+        error = gck_error_object();
         value = PyObject_CallFunctionObjArgs(frame->error_callback, error, NULL);
-        Py_XDECREF(type);
         Py_XDECREF(error);
-        Py_XDECREF(traceback);
     }
     Py_DECREF(op);
     return value;

@@ -40,12 +40,64 @@ static PyObject *function_and_others(const gck_frame *frame)
     return tuple;
 }
 
+/* Reaches no running statistics: a value of a plain type, or a module that was looked at. */
+static int harmless(const gck_state *state, PyObject *x)
+{
+    return gck_known(state->stateless, (PyObject *)Py_TYPE(x)) || gck_known(state->stateless, x);
+}
+
+/* The same of all items; items NULL or None: there are none.  Takes them over. */
+static int all_harmless(const gck_state *state, PyObject *items, PyObject *globals, const char *attribute)
+{
+    const Py_ssize_t n = items != NULL && items != Py_None ? PyTuple_Size(items) : 0;
+    int good = items != NULL;
+
+    for (Py_ssize_t i = 0; good && i < n; i++) {
+        PyObject *item = PyTuple_GetItem(items, i), *x = item;
+        if (globals != NULL) {
+            x = Py_XNewRef(PyDict_GetItemWithError(globals, item));
+        } else {
+            x = attribute != NULL ? PyObject_GetAttrString(item, attribute) : Py_NewRef(item);
+        }
+        good = x != NULL ? harmless(state, x) : globals != NULL;     /* else a cell that is empty */
+        Py_XDECREF(x);
+    }
+    PyErr_Clear();
+    Py_XDECREF(items);
+    return good;
+}
+
+/* A plain function whose code gradckpt.buffers has read: nothing that it reaches now has running statistics. */
+static int function_harmless(const gck_frame *frame)
+{
+    const gck_state *state = frame->state;
+    PyObject *f = frame->function;
+    PyObject *code = Py_TYPE(f) == Py_TYPE(state->py.noop_context_fn) ? PyObject_GetAttrString(f, "__code__") : NULL;
+    PyObject *keywords = code != NULL ? PyObject_GetAttrString(f, "__kwdefaults__") : NULL;
+    int good = keywords == Py_None && gck_known(state->stateless, code);
+
+    Py_XDECREF(keywords);
+    for (Py_ssize_t i = 0; good && i < frame->nargs + frame->nkwargs; i++) {
+        const gck_entry *entry = &frame->args[i];
+        good = entry->kind != GCK_TREE && (entry->kind != GCK_KEPT || harmless(state, entry->value));
+    }
+    if (good) {
+        PyObject *globals = PyObject_GetAttrString(f, "__globals__");
+        good = all_harmless(state, PyObject_GetAttrString(code, "co_names"), globals, NULL)
+            && all_harmless(state, PyObject_GetAttrString(f, "__closure__"), NULL, "cell_contents")
+            && all_harmless(state, PyObject_GetAttrString(f, "__defaults__"), NULL, NULL);
+        Py_XDECREF(globals);
+    }
+    Py_XDECREF(code);
+    return good;
+}
+
 static int enter_buffers(gck_frame *frame, gck_rerun *r)
 {
     gck_state *state = frame->state;
     PyObject *function, *args;
 
-    if (!frame->buffers_once || gck_module_known(state->stateless, frame->function)) {
+    if (!frame->buffers_once || gck_known(state->stateless, frame->function) || function_harmless(frame)) {
         return 0;
     }
     function = PyObject_GetAttrString(state->py.shim, "buffers_enter");
@@ -55,9 +107,17 @@ static int enter_buffers(gck_frame *frame, gck_rerun *r)
     Py_XDECREF(args);
     if (r->buffers == Py_None) {
         Py_CLEAR(r->buffers);
-        return gck_module_remember(state, state->stateless, frame->function);
+        return 0;
     }
     return r->buffers == NULL ? -1 : 0;
+}
+
+PyObject *gck_remember_stateless(PyObject *module, PyObject *objects)
+{
+    for (Py_ssize_t i = 0; i < PyList_Size(objects); i++) {
+        gck_remember(gck_state_of(module)->stateless, PyList_GetItem(objects, i));
+    }
+    Py_RETURN_NONE;
 }
 
 /* ---- begin, end ---- */
@@ -103,24 +163,17 @@ int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
 
 int gck_rerun_end(gck_frame *frame, gck_rerun *r)
 {
-    PyObject *type, *value, *traceback;
-    int status = 0;
+    gck_error error = gck_error_take();
 
     depth--;
     gck_torch.aoti_torch_grad_mode_set_enabled(r->grad);
     if (r->buffers != NULL) {
-        PyErr_Fetch(&type, &value, &traceback);
-        PyObject *result = PyObject_CallMethod(r->buffers, "close", NULL);
-        status = result == NULL ? -1 : 0;
-        Py_XDECREF(result);
+        Py_XDECREF(PyObject_CallMethod(r->buffers, "close", NULL));
+        gck_error_keep(&error);
         Py_CLEAR(r->buffers);
-        if (type != NULL) {
-            PyErr_Restore(type, value, traceback);   /* the first exception is the one to report */
-        }
     }
-    if (gck_ambient_leave(&frame->state->py, &r->surroundings) < 0) {
-        status = -1;
-    }
+    gck_ambient_leave(&frame->state->py, &r->surroundings);
+    gck_error_keep(&error);
     gck_dynamo_restore(&frame->state->py, r->dynamo);
-    return status;
+    return gck_error_return(&error);
 }

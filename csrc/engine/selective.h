@@ -43,6 +43,14 @@ int gck_region_decides(gck_state *state, int own, gck_store **store);
  * 0 or -1. */
 int gck_region_decides_from(gck_state *state, gck_store *store, int decisions);
 
+/* The store of `active` keeps decisions: what torch's checkpoint runs inside does so, too.  0 or -1. */
+int gck_announce(gck_state *state, gck_active *active);
+
+/* Operators that we call to keep an output, or to give it back, are seen by no region of this thread and by no mode.
+ * 0, or -1 with the first exception. */
+int gck_hide_begin(gck_state *state, PyObject **modes);
+int gck_hide_end(gck_state *state, PyObject *modes);
+
 /* One call of the store's operator i, new reference: run, and what the policy wants of its outputs is kept; or given
  * back as call `number` of the forward returned them, or run again. */
 PyObject *gck_record_call(gck_store *store, int i, const gck_call *call);

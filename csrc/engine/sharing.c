@@ -53,6 +53,8 @@ gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_inpu
             && p->version == in->version && p->requires_grad == in->requires_grad && p->leaf == in->leaf
             && same_view(p, &in->view)) {
             found = (gck_payload *)Py_NewRef((PyObject *)p);
+            memmove(&state->recent[1], &state->recent[0], (size_t)i * sizeof p);       /* used latest */
+            state->recent[0] = p;
         }
     }
     if (found != NULL && found->waits != NULL && gck_batch_flush(batch) < 0) {

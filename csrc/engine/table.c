@@ -135,11 +135,9 @@ void gck_frame_table_free(gck_frame *frame, gck_table *table)
 
 void gck_frame_tables_clear(gck_frame *frame)
 {
-    unlist(frame);
-    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
-        table_free(frame->tables[i]);
+    while (frame->ntables > 0) {                 /* freeing one may free others */
+        gck_frame_table_free(frame, frame->tables[0]);
     }
-    frame->ntables = 0;
 }
 
 /* The oldest tables go: their backwards are over.  Were one not, it would recompute. */
@@ -159,13 +157,17 @@ static void forget_old(gck_frame *frame)
 
 /* ---- the end of a graph task ---- */
 
-/* Borrowed: a table of this task, with its frame; NULL when there is none. */
+/* Borrowed: a table of this task, with its frame; NULL when there is none.  One that a recompute
+ * fills belongs to it, and goes by its number afterwards. */
 static gck_table *table_of_task(gck_state *state, int64_t task, gck_frame **frame)
 {
     for (*frame = state->with_tables; *frame != NULL; *frame = (*frame)->next) {
         gck_table *table = gck_frame_table(*frame, task, NULL);
-        if (table != NULL) {
+        if (table != NULL && table->phase != GCK_RESTORING) {
             return table;
+        }
+        if (table != NULL) {
+            table->watched = 0;
         }
     }
     return NULL;
@@ -173,6 +175,7 @@ static gck_table *table_of_task(gck_state *state, int64_t task, gck_frame **fram
 
 /* What the engine's callback is bound to: it dies with the graph task, also when that
  * raised and the callback itself was never called. */
+enum { NO_TASK = -1 };
 typedef struct {
     gck_state    *state;
     PyTypeObject *keeper;          /* owned: keeps the module, and so the state, alive   */
@@ -182,11 +185,10 @@ typedef struct {
 static void end_task(PyObject *capsule)
 {
     task_end *end = PyCapsule_GetPointer(capsule, NULL);
-    PyObject *type, *value, *traceback;
+    gck_error error = gck_error_take();
     gck_frame *frame;
     gck_table *table;
 
-    PyErr_Fetch(&type, &value, &traceback);
     /* Freeing values may run anything, so every round starts at the head of the list. */
     while ((table = table_of_task(end->state, end->task, &frame)) != NULL) {
         gck_frame_table_free(frame, table);
@@ -196,7 +198,7 @@ static void end_task(PyObject *capsule)
     }
     Py_DECREF(end->keeper);
     free(end);
-    PyErr_Restore(type, value, traceback);
+    gck_error_return(&error);
 }
 
 static PyObject *nothing(PyObject *self, PyObject *unused)
@@ -208,26 +210,26 @@ static PyObject *nothing(PyObject *self, PyObject *unused)
 
 static PyMethodDef nothing_def = {"end_of_graph_task", nothing, METH_NOARGS, NULL};
 
-/* New reference: a capsule whose death ends the task.  NULL, no exception. */
+/* New reference: a capsule whose death ends the task. */
 static PyObject *task_capsule(gck_state *state, int64_t task)
 {
     task_end *end = malloc(sizeof *end);
-    PyObject *capsule = NULL;
+    PyObject *capsule;
 
-    if (end != NULL) {
-        *end = (task_end){state, (PyTypeObject *)Py_NewRef((PyObject *)state->Frame), task};
-        capsule = PyCapsule_New(end, NULL, end_task);
-        if (capsule == NULL) {
-            Py_DECREF(end->keeper);
-            free(end);
-        }
+    if (end == NULL) {
+        return PyErr_NoMemory();
     }
-    PyErr_Clear();
+    *end = (task_end){state, (PyTypeObject *)Py_NewRef((PyObject *)state->Frame), task};
+    capsule = PyCapsule_New(end, NULL, end_task);
+    if (capsule == NULL) {
+        Py_DECREF(end->keeper);
+        free(end);
+    }
     return capsule;
 }
 
 /* 1 when the tables of this task will be freed at its end; one callback per task.  0 when
- * the engine takes none: then old tables go by their number. */
+ * the engine takes none: then old tables go by their number.  -1 with an exception. */
 static int watch_task(gck_state *state, int64_t task)
 {
     PyObject *capsule, *callback, *result = NULL;
@@ -237,17 +239,15 @@ static int watch_task(gck_state *state, int64_t task)
     }
     capsule = task_capsule(state, task);
     callback = capsule != NULL ? PyCFunction_New(&nothing_def, capsule) : NULL;
-    if (callback != NULL) {
-        result = PyObject_CallFunctionObjArgs(state->py.queue_callback, callback, NULL);
-    }
-    if (result != NULL) {
+    if (callback != NULL && (result = PyObject_CallFunctionObjArgs(state->py.queue_callback, callback, NULL)) != NULL) {
         state->watched_task = task;
+    } else if (capsule != NULL) {
+        ((task_end *)PyCapsule_GetPointer(capsule, NULL))->task = NO_TASK;      /* its death says nothing */
     }
-    PyErr_Clear();
     Py_XDECREF(result);
     Py_XDECREF(callback);
     Py_XDECREF(capsule);
-    return result != NULL;
+    return result != NULL ? 1 : gck_clear_refusal();
 }
 
 gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
@@ -275,7 +275,11 @@ gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
     table->thread = PyThread_get_thread_ident();
     frame->tables[frame->ntables++] = table;
     list(frame);
-    table->watched = group == NULL && task >= 0 && watch_task(frame->state, task);
+    table->watched = group == NULL && task >= 0 ? watch_task(frame->state, task) : 0;
+    if (table->watched < 0) {
+        gck_frame_table_free(frame, table);
+        return NULL;
+    }
     forget_old(frame);
     return table;
 }

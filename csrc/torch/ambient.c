@@ -83,31 +83,18 @@ static int autocast_differs(const gck_py *py, const gck_ambient *a)
     return differs;
 }
 
-/* The first exception is the one to report; steps after it start with none set. */
-static int keep_first(int failed, PyObject **type, PyObject **value, PyObject **traceback)
-{
-    if (failed && *type == NULL) {
-        PyErr_Fetch(type, value, traceback);
-    } else if (failed) {
-        PyErr_Clear();
-    }
-    return failed;
-}
-
 /* Every (builtin, args) of the list, also after one failed.  0, or -1 with the first error. */
 static int run_calls(PyObject *calls)
 {
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    int failed = 0;
+    gck_error error = {NULL, NULL, NULL};
 
-    for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {
-        PyObject *call = PyList_GetItem(calls, i);               /* borrowed */
+    for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {        /* the list and its tuples are ours alone */
+        PyObject *call = PyList_GetItem(calls, i);
         PyObject *result = PyObject_CallObject(PyTuple_GetItem(call, 0), PyTuple_GetItem(call, 1));
-        failed |= keep_first(result == NULL, &type, &value, &traceback);
+        gck_error_keep(&error);
         Py_XDECREF(result);
     }
-    PyErr_Restore(type, value, traceback);
-    return failed ? -1 : 0;
+    return gck_error_return(&error);
 }
 
 /* The stack of torch function modes becomes exactly `modes`.  0 or -1. */
@@ -166,30 +153,29 @@ int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_sur
 
 int gck_ambient_leave(gck_py *py, gck_surroundings *s)
 {
-    PyObject *type, *value, *traceback, *result;
-    int failed = 0;
+    gck_error error = gck_error_take();
 
-    PyErr_Fetch(&type, &value, &traceback);
     if (s->leave != NULL) {
-        failed |= keep_first(run_calls(s->leave) < 0, &type, &value, &traceback);
+        run_calls(s->leave);
+        gck_error_keep(&error);
     }
     if (s->modes != NULL) {
-        failed |= keep_first(set_modes(py, s->modes) < 0, &type, &value, &traceback);
+        set_modes(py, s->modes);
+        gck_error_keep(&error);
     }
     if (s->device_rng != NULL) {
-        result = PyObject_CallMethod(py->shim, "device_rng_swap", "O", s->device_rng);
-        failed |= keep_first(result == NULL, &type, &value, &traceback);
-        Py_XDECREF(result);
+        Py_XDECREF(PyObject_CallMethod(py->shim, "device_rng_swap", "O", s->device_rng));
+        gck_error_keep(&error);
     }
     if (s->cpu_rng != NULL) {
-        failed |= keep_first(gck_rng_put(&py->rng, s->cpu_rng) < 0, &type, &value, &traceback);
+        gck_rng_put(&py->rng, s->cpu_rng);
     }
+    gck_error_keep(&error);
     Py_CLEAR(s->leave);
     Py_CLEAR(s->modes);
     Py_CLEAR(s->device_rng);
     Py_CLEAR(s->cpu_rng);
-    PyErr_Restore(type, value, traceback);
-    return failed ? -1 : 0;
+    return gck_error_return(&error);
 }
 
 int gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg)

@@ -19,18 +19,19 @@ int gck_dynamo_off(const gck_py *py, PyObject **before)
 
 void gck_dynamo_restore(const gck_py *py, PyObject *before)
 {
-    PyObject *type, *value, *traceback, *result;
+    gck_error error;
+    PyObject *result;
 
     if (before == NULL) {
         return;
     }
-    PyErr_Fetch(&type, &value, &traceback);
+    error = gck_error_take();
     result = PyObject_CallFunctionObjArgs(py->set_frame_callback, before, NULL);
     if (result == NULL) {
         PyErr_WriteUnraisable(before);
     }
-    PyErr_Restore(type, value, traceback);
     Py_XDECREF(result);
+    gck_error_return(&error);
     Py_DECREF(before);
 }
 

@@ -4,26 +4,6 @@
 
 enum { CUDA_STRIDED_DIMS = 8 };    /* more strided dimensions than the kernels take: kept as is */
 
-int gck_clear_attribute_error(void)
-{
-    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        return -1;
-    }
-    PyErr_Clear();
-    return 0;
-}
-
-int gck_clear_refusal(void)
-{
-    const PyObject *type = PyErr_Occurred();
-
-    if (type == PyExc_RuntimeError || type == PyExc_NotImplementedError || type == PyExc_TypeError) {
-        PyErr_Clear();
-        return 0;
-    }
-    return gck_clear_attribute_error();
-}
-
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
 {
     PyObject *value = PyObject_GetAttr(x, py->names._version);
@@ -51,6 +31,18 @@ static int view_dtype(gck_dl_dtype dtype, gck_dtype *out)
     return dtype.lanes == 1 ? 0 : -1;
 }
 
+int gck_read_dlpack(const gck_py *py, PyObject *x, gck_dl_tensor *dl)
+{
+    if (py->dlpack->dltensor_from_py_object_no_sync(x, dl) == 0) {
+        return 1;
+    }
+    if (PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return -1;
+    }
+    PyErr_Clear();                               /* no Python has run: torch says that it has no memory to show */
+    return 0;
+}
+
 int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
 {
     gck_dl_tensor dl;
@@ -58,12 +50,8 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
     if ((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter) {
         return GCK_KEEP_SUBCLASS;                /* DLPack would ask it, in Python */
     }
-    if (py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
-        if (PyErr_ExceptionMatches(PyExc_MemoryError)) {
-            return -1;
-        }
-        PyErr_Clear();                           /* meta, and others without memory */
-        return GCK_KEEP_LAYOUT;
+    if (gck_read_dlpack(py, x, &dl) <= 0) {
+        return PyErr_Occurred() ? -1 : GCK_KEEP_LAYOUT;
     }
     if (view_dtype(dl.dtype, &view->dtype) < 0) {
         return GCK_KEEP_DTYPE;

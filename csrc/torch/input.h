@@ -35,6 +35,9 @@ int gck_input_read(gck_py *py, gck_input *in, int facts);
  * an exception. */
 int gck_input_judge(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel);
 
+/* How DLPack shows a plain Tensor or Parameter: 1; 0: meta, sparse and others, which it cannot; -1. */
+int gck_read_dlpack(const gck_py *py, PyObject *x, gck_dl_tensor *dl);
+
 /* x's memory without a question: GCK_COMPRESS and *view, or the reason why not; -1. */
 int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view);
 
@@ -44,13 +47,5 @@ int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *v
 
 /* Version of x into *version, -1 where x has none.  0 or -1. */
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version);
-
-/* A question failed.  0, and the exception is cleared: AttributeError, or the plain
- * RuntimeError, NotImplementedError, TypeError by which torch and subclasses of tensors refuse
- * an answer.  -1: it is any other (KeyboardInterrupt, MemoryError), and stays. */
-int gck_clear_refusal(void);
-
-/* The same for AttributeError alone. */
-int gck_clear_attribute_error(void);
 
 #endif

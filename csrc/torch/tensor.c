@@ -1,8 +1,6 @@
 /* tensor.c: attributes, hooks, empty tensors, and the work of the codecs on them. */
 #include "tensor.h"
 
-#include "input.h"
-
 const char *const gck_reason_text[GCK_NREASONS] = {
     "compressed",
 #define REASON(name, text) text,
@@ -63,15 +61,14 @@ int gck_hooks_push(const gck_py *py, PyMethodDef *pack_def, PyMethodDef *unpack_
 
 void gck_hooks_pop(const gck_py *py)
 {
-    PyObject *type, *value, *traceback, *result;
+    gck_error error = gck_error_take();
+    PyObject *result = PyObject_CallNoArgs(py->pop_hooks);
 
-    PyErr_Fetch(&type, &value, &traceback);
-    result = PyObject_CallNoArgs(py->pop_hooks);
     if (result == NULL) {
         PyErr_WriteUnraisable(py->pop_hooks);    /* somebody popped our hooks: nothing left to undo */
     }
     Py_XDECREF(result);
-    PyErr_Restore(type, value, traceback);
+    gck_error_return(&error);
 }
 
 int gck_ask(PyObject *getter)

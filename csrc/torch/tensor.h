@@ -7,6 +7,7 @@
 
 #include "../gradckpt.h"
 #include "abi.h"
+#include "error.h"
 #include "rng.h"
 
 /* Python objects of torch that the hot paths call: looked up once, owned. */

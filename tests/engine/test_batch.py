@@ -232,7 +232,7 @@ class Stubs:
         n = len(tensors)
         views = (Tensor * n)(
             *(
-                Tensor(8 * i + 8, numel, 0, None, None, NUMBERS[dtype], device, stream)
+                Tensor(8 * i + 8, numel, 0, None, None, None, NUMBERS[dtype], device, stream)
                 for i, (device, stream, numel) in enumerate(tensors)
             )
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import inspect
 import json
@@ -90,7 +91,7 @@ def stand_in(name: str) -> None:
             sys.modules[package] = module
 
 
-def put_ours_in_place() -> Callable[[], int]:
+def put_ours_in_place(codec: str) -> Callable[[], int]:
     """Replace torch's functions wherever torch already holds them. Returns a counter of our regions."""
     import torch.utils.checkpoint as torch_checkpoint
 
@@ -98,6 +99,10 @@ def put_ours_in_place() -> Callable[[], int]:
     import gradckpt.compat
 
     ours = {name: getattr(gradckpt.compat, name) for name in ("checkpoint", "checkpoint_sequential")}
+    if codec:
+        from exact_codecs import CONFIGS, by_default
+
+        ours["checkpoint"] = functools.partial(by_default, CONFIGS[codec], buffers="torch")
     theirs = {id(getattr(torch_checkpoint, name)): name for name in ours}
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").split(".")[0] != "torch" or not isinstance(module, types.ModuleType):
@@ -187,7 +192,7 @@ def run_one(test: unittest.TestCase) -> Outcome:
     return result
 
 
-def child(path: Path, ours: bool, results: Path, expression: str) -> None:
+def child(path: Path, ours: bool, results: Path, expression: str, codec: str) -> None:
     """Run what is not in `results` yet, writing a line before and one after each test."""
     done = {line["test"] for line in read_lines(results)}
     with results.open("a", buffering=1) as file:
@@ -196,7 +201,7 @@ def child(path: Path, ours: bool, results: Path, expression: str) -> None:
             file.write(json.dumps(line) + "\n")
 
         stub_expecttest()
-        regions = put_ours_in_place() if ours else lambda: 0
+        regions = put_ours_in_place(codec) if ours else lambda: 0
         try:
             module, missing = import_test_file(path)
         except Exception:
@@ -232,12 +237,12 @@ def unfinished(results: Path) -> str | None:
     return lines[-1]["test"] if lines and "outcome" not in lines[-1] else None
 
 
-def run_file(path: Path, ours: bool, expression: str, timeout: float) -> dict[str, dict[str, Any]]:
+def run_file(path: Path, ours: bool, expression: str, timeout: float, codec: str) -> dict[str, dict[str, Any]]:
     """Outcome of each test of one file with one implementation. A crash costs one test, not the file."""
     environment = {**os.environ, "PYTORCH_TEST_WITH_SLOW": "1", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
-        command = [sys.executable, __file__, str(path), "--child", str(results), "-k", expression]
+        command = [sys.executable, __file__, str(path), "--child", str(results), "-k", expression, "--codec", codec]
         command += ["--ours"] if ours else []
         while True:
             detail = ""
@@ -323,6 +328,7 @@ def main() -> int:
     parser.add_argument("-k", dest="expression", default="", help="only tests whose Class.test matches this regex")
     parser.add_argument("-v", dest="verbose", action="store_true", help="list what passes with both, too")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one file and function (default: 900)")
+    parser.add_argument("--codec", default="", help='of ours: "raw", "lossless, replay" and so on, see exact_codecs.py')
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ours", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -330,14 +336,16 @@ def main() -> int:
         if not path.exists():
             parser.error(f"no such file or folder: {path}")
     if options.child:
-        child(options.paths[0], options.ours, options.child, options.expression)
+        child(options.paths[0], options.ours, options.child, options.expression, options.codec)
         return 0
     total: Counter[str] = Counter()
     for path, reason in test_files(options.paths):
         if reason is not None:
             print(f"\n{path}\n  left out: {reason}")
             continue
-        theirs, ours = (run_file(path, which, options.expression, options.timeout) for which in (False, True))
+        theirs, ours = (
+            run_file(path, which, options.expression, options.timeout, options.codec) for which in (False, True)
+        )
         total += report(path, theirs, ours, options.verbose)
     print()
     for row, text in VERDICTS.items():

@@ -9,6 +9,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 from checkout import CODEC
+from cuda_kernels import Tensor
 
 FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror")
 ISA_FLAGS = {
@@ -31,21 +32,6 @@ int64_t units_size(const char *name) { return gck_codec_find(name)->unit; }
 int64_t units_nbytes(const char *name, int64_t n, int dtype) { return gck_nbytes(gck_codec_find(name), n, dtype); }
 int64_t units_sizeof_tensor(void) { return sizeof(gck_tensor); }
 """
-
-
-class Tensor(ctypes.Structure):
-    """gck_tensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("ndim", ctypes.c_int),
-        ("sizes", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("dtype", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("stream", ctypes.c_void_p),
-    )
 
 
 def compile_codecs(folder, extra=()):
@@ -88,12 +74,12 @@ class CodecLibrary:
         return self.library.units_sizeof_tensor()
 
     def encode_units(self, codec, x, numel, dtype, payload, first, last):
-        tensor = Tensor(x, numel, 0, None, None, NUMBERS[dtype], -1, None)
+        tensor = Tensor(x, numel, 0, None, None, None, NUMBERS[dtype], -1, None)
         bounds = ctypes.c_int64(first), ctypes.c_int64(last)
         return self.library.units_encode(codec.encode(), ctypes.byref(tensor), ctypes.c_void_p(payload), *bounds)
 
     def decode_units(self, codec, payload, numel, dtype, x, first, last):
-        tensor = Tensor(x, numel, 0, None, None, NUMBERS[dtype], -1, None)
+        tensor = Tensor(x, numel, 0, None, None, None, NUMBERS[dtype], -1, None)
         bounds = ctypes.c_int64(first), ctypes.c_int64(last)
         self.library.units_decode(codec.encode(), ctypes.c_void_p(payload), ctypes.byref(tensor), *bounds)
 

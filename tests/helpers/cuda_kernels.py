@@ -76,7 +76,7 @@ void reference_decode(int format, int dtype, uint8_t *codes, int64_t n, char *x,
 
 
 class Tensor(ctypes.Structure):
-    """gck_tensor."""
+    """gck_tensor; the only mirror of it."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -84,6 +84,7 @@ class Tensor(ctypes.Structure):
         ("ndim", ctypes.c_int),
         ("sizes", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("steps", ctypes.POINTER(ctypes.c_int64)),
         ("dtype", ctypes.c_int),
         ("device", ctypes.c_int),
         ("stream", ctypes.c_void_p),
@@ -171,7 +172,7 @@ def view(buffer, offset, n, dtype, sizes=None, strides=None):
         return None if values is None else (ctypes.c_int64 * len(values))(*values)
 
     return Tensor(
-        buffer.ctypes.data + offset, n, len(sizes or ()), array(sizes), array(strides), DTYPES[dtype][0], 1, None
+        buffer.ctypes.data + offset, n, len(sizes or ()), array(sizes), array(strides), None, DTYPES[dtype][0], 1, None
     )
 
 

@@ -149,6 +149,7 @@ class Layout:
             len(self.sizes or ()),
             array(self.sizes),
             array(self.strides),
+            None,
             NUMBERS[self.dtype],
             device,
             None,

@@ -26,6 +26,11 @@ LEFT_BECAUSE = {
         "package/test_packaging.py",
         "package/test_run.py",
     ),
+    "runs mypy once more": (
+        "package/test_typing.py::test_a_typed_program_passes",
+        "package/test_typing.py::test_a_wrong_line_is_an_error",
+        "package/test_typing.py::test_the_stub_is_what_the_extension_has",
+    ),
     "compiles whole models, or by inductor": (
         "compile/test_compile.py::test_torchs_own_backends",
         "compile/test_compile_breaks.py",

@@ -22,7 +22,7 @@ def declare() -> "torch.library.Library | None":
     """The declarations, which hold as long as the object lives; None: torchvision's own operators load."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
-        raise SystemExit("torchvision is not installed; `make test` installs it for the tests of timm")
+        raise SystemExit("torchvision is not installed; `make test_all` installs it for the tests of timm")
     try:
         torch.ops.load_library(Path(spec.origin).with_name("_C.so"))
     except OSError:

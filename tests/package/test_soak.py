@@ -1,48 +1,17 @@
 """Long runs, started by `make soak`: sanitizers, random groups on every instruction set."""
 
-import os
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from checkout import ROOT
 from codec_isas import ISAS, forced
 
 import gradckpt
 from gradckpt import _C
 
 pytestmark = pytest.mark.soak
-
-
-@pytest.fixture(scope="module")
-def sanitized(tmp_path_factory):
-    """The package with a C half under ASan and UBSan; environment to run it in."""
-    # libstdc++ too: else ASan cannot intercept the exceptions that torch throws.
-    names = ("libasan.so", "libstdc++.so.6")
-    found = [
-        subprocess.run(["gcc", f"-print-file-name={n}"], capture_output=True, text=True).stdout.strip() for n in names
-    ]
-    if not all(os.path.isabs(path) for path in found):
-        pytest.skip("gcc has no libasan or no libstdc++")
-    runtime = " ".join(found)
-    tree = tmp_path_factory.mktemp("sanitized")
-    for name in ("csrc", "gradckpt", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tree / name)
-    for built in (tree / "gradckpt").glob("_C*.so"):
-        built.unlink()
-    env = {**os.environ, "GRADCKPT_SANITIZE": "address,undefined", "GRADCKPT_CUDA": "0"}
-    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, env=env, check=True)
-    options = {
-        "LD_PRELOAD": runtime,
-        "ASAN_OPTIONS": "detect_leaks=0,abort_on_error=1",
-        "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": str(tree),
-        "HF_HUB_OFFLINE": "1",
-    }
-    return tree, {**os.environ, **options}
 
 
 @pytest.mark.timeout(3000)

@@ -1,0 +1,233 @@
+"""The engine asks tensors for attributes, and the answer may run Python: what that code raises or drops."""
+
+import functools
+import gc
+import os
+import subprocess
+import sys
+import traceback
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.overrides import TorchFunctionMode
+
+import gradckpt
+
+WEIGHT = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+LINEAR = torch.nn.Linear(16, 16)
+SMALL = {"codec": "int8", "min_numel": 0}
+
+
+def hidden(rows=8):
+    return torch.randn(rows, 16).requires_grad_() * 1
+
+
+class Nth(TorchFunctionMode):
+    """Raises at the n-th call of torch, getters included."""
+
+    def __init__(self, n, error=MemoryError):
+        super().__init__()
+        self.n, self.i, self.error = n, 0, error
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.i += 1
+        if self.i == self.n:
+            raise self.error(f"call {self.i}")
+        return func(*args, **(kwargs or {}))
+
+
+def several_arguments():
+    gradckpt.checkpoint(lambda h, k: (h @ WEIGHT).relu() * k, hidden(), hidden(), compress=SMALL).sum().backward()
+
+
+def by_reference():
+    gradckpt.checkpoint(lambda h: (h @ WEIGHT).relu(), hidden()).sum().backward()
+
+
+def too_small():
+    gradckpt.checkpoint(torch.sin, hidden(), compress={"codec": "int8", "min_numel": 10**6}).sum().backward()
+
+
+def nested():
+    def outer(h):
+        return gradckpt.checkpoint(lambda t: (t @ WEIGHT).relu(), h.sin(), compress=SMALL) * h
+
+    gradckpt.checkpoint(outer, hidden(), compress=SMALL).sum().backward()
+
+
+def shared():
+    x = hidden()
+    y = gradckpt.checkpoint(torch.sin, x, compress=SMALL) + gradckpt.checkpoint(torch.cos, x, compress=SMALL)
+    y.sum().backward()
+
+
+def containers():
+    x = hidden()
+    gradckpt.checkpoint(
+        lambda t: (t["a"] @ WEIGHT).relu() + t["b"][0], {"a": x, "b": [x]}, compress=SMALL
+    ).sum().backward()
+
+
+def saved():
+    with gradckpt.compress_saved(SMALL):
+        y = ((hidden() @ WEIGHT).relu() @ WEIGHT).softmax(-1)
+    y.sum().backward()
+
+
+def one_node():
+    gradckpt.SelectiveRecompute.apply(LINEAR, "save_matmuls:int8", hidden(), compress=SMALL).sum().backward()
+
+
+def contexts():
+    policy = functools.partial(gradckpt.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls)
+    gradckpt.checkpoint(lambda h: (h @ WEIGHT).topk(3)[0], hidden(), compress=SMALL, context_fn=policy).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "run", [several_arguments, by_reference, too_small, nested, shared, containers, saved, one_node, contexts]
+)
+def test_what_any_question_raises_arrives(run):
+    """MemoryError and KeyboardInterrupt at each call in turn; nothing of the failed run is left behind."""
+    run()
+    for error in (MemoryError, KeyboardInterrupt):
+        n = 1
+        while True:
+            mode, heard = Nth(n, error), None
+            try:
+                with mode:
+                    run()
+            except error as raised:
+                heard = str(raised)
+            if mode.i < n:
+                break
+            assert heard == f"call {n}", error
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, n
+            assert torch.is_grad_enabled(), n
+            assert not gradckpt.is_recomputing(), n
+            n += 1
+        gc.collect()
+        assert gradckpt.stats()["live_bytes"] == 0
+        assert n > 5
+    run()
+
+
+class Dropping(TorchFunctionMode):
+    """Lets go of what it holds at the first question for an attribute of that name."""
+
+    def __init__(self, name, held):
+        super().__init__()
+        self.name, self.held = name, held
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(getattr(func, "__self__", None), "__name__", getattr(func, "__name__", ""))
+        if name == self.name and self.held:
+            self.held.clear()
+            gc.collect()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["requires_grad", "is_leaf", "_version", "layout", "is_neg", "empty"])
+def test_a_question_may_drop_the_payload_that_would_be_shared(name):
+    x = hidden()
+    held = [gradckpt.checkpoint(lambda h: h @ WEIGHT, x, compress=SMALL)]
+    mode = Dropping(name, held)
+    with mode:
+        y = gradckpt.checkpoint(lambda h: h @ WEIGHT, x, compress=SMALL)
+    assert not held
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.allclose(g, WEIGHT.sum(1).expand(8, 16), atol=1e-5)
+
+
+def test_a_question_may_change_the_tensor():
+    """Its memory is looked at when nothing runs any more: an error, or the values that are there."""
+
+    class Changing(TorchFunctionMode):
+        armed = True
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.empty and self.armed:
+                self.armed = False
+                x.data = torch.ones(3, 16)
+            return func(*args, **(kwargs or {}))
+
+    for codec in ("int8", "lossless"):
+        x = hidden(200)
+        with (
+            Changing(),
+            pytest.raises(RuntimeError, match=r"^gradckpt: a tensor was resized or moved while gradckpt read it"),
+        ):
+            gradckpt.checkpoint(torch.sin, x, compress={"codec": codec, "min_numel": 0})
+    assert gradckpt.stats()["live_bytes"] == 0
+
+
+WITHOUT_CALLBACKS = """
+import torch
+class Engine:
+    def __init__(self, engine): self.engine = engine
+    def __getattr__(self, name): return getattr(self.engine, name)
+    def queue_callback(self, callback): raise RuntimeError("no callbacks here")
+torch.autograd.Variable._execution_engine = Engine(torch.autograd.Variable._execution_engine)
+import gradckpt
+w = torch.randn(64, 64, requires_grad=True)
+for _ in range(20):
+    x = torch.randn(64, 64, requires_grad=True)
+    inner = lambda h: gradckpt.checkpoint(lambda t: torch.relu(t @ w).sin(), h.sin())
+    (a,) = torch.autograd.grad(gradckpt.checkpoint(inner, x * 1).sum(), x)
+    (b,) = torch.autograd.grad(torch.relu(x.sin() @ w).sin().sum(), x)
+    assert torch.equal(a, b)
+print("right")
+"""
+
+
+def test_an_engine_that_takes_no_callback():
+    out = subprocess.run([sys.executable, "-c", WITHOUT_CALLBACKS], capture_output=True, text=True, env=os.environ)
+    assert out.stdout == "right\n", (out.returncode, out.stderr[-2000:])
+
+
+# ---- tracebacks ----
+
+
+def lines_of(error):
+    return [f.name for f in traceback.extract_tb(error.__traceback__)]
+
+
+def ends_early(h):
+    return next(iter([])) * h
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_line_that_raised_stop_iteration_is_shown(grad):
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="generator raised StopIteration") as raised:
+        gradckpt.checkpoint(ends_early, torch.ones(3, requires_grad=True))
+    assert "ends_early" in lines_of(raised.value.__cause__)
+
+
+def test_debug_shows_where_the_check_failed():
+    runs = [lambda h: (h @ WEIGHT).sin(), lambda h: (h @ WEIGHT[:, :2]).sin()]
+    y = gradckpt.checkpoint(lambda h: runs.pop(0)(h), hidden(), debug=True)
+    with pytest.raises(torch_checkpoint.CheckpointError) as raised:
+        y.sum().backward()
+    assert raised.value.__cause__ is not None
+    assert lines_of(raised.value.__cause__)
+
+
+# ---- cycles ----
+
+
+def frames():
+    return [o for o in gc.get_objects() if type(o).__name__ == "Frame"]
+
+
+def test_the_collector_sees_what_a_frame_keeps_of_tensors(monkeypatch):
+    """The metadata of its check, and recomputed values that nobody has fetched."""
+    made = []
+    checks = torch_checkpoint._allowed_determinism_checks_to_fns
+    monkeypatch.setitem(checks, "remembers", lambda x: made.append(("of", x.shape)) or made[-1])
+    x, before = hidden(), frames()
+    ys = gradckpt.checkpoint(lambda t: (t.sin().exp(), t.cos().tanh()), x, determinism_check="remembers")
+    metadata = {id(m) for m in made}
+    torch.autograd.grad(ys[0].sum(), x, retain_graph=True)  # what the other needs stays in the frame
+    (frame,) = (f for f in frames() if not any(f is old for old in before))
+    kept = gc.get_referents(frame)
+    assert {id(t[0]) for t in kept if isinstance(t, tuple) and len(t) == 1} >= metadata

@@ -1,0 +1,147 @@
+"""``raw`` and ``lossless`` as the default of every call, every floating tensor a payload: programs and operators run as
+with ``compress=None``, to the last bit."""
+
+import functools
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from exact_codecs import CONFIGS, WAYS, by_default
+from random_program_runs import Run
+from random_programs import LENGTH, features, program_of
+
+import gradckpt
+
+HERE = Path(__file__).parent
+CHANGED = ("one of the variables needed", "Trying to use a saved", "Inference tensors cannot be saved")
+IGNORED = ("option preserve_rng_state=False", "option contexts")  # by a run without a checkpoint
+WRITES = {"between change an input", "between change a parameter", "between change data"}
+#: What a payload cannot give back, or what is no pure function to begin with.
+NOT_COMPARED = {
+    "a region that does otherwise the second time": lambda seen: any(f.startswith("Diverge") for f in seen),
+    "reentrant: compression is refused": lambda seen: bool({"option use_reentrant=True"} & seen),
+}
+
+
+class Watched(Run):
+    """Notices a gradient that a recompute cannot have: of a region's input by something outside. The input that is
+    restored has no history (docs/errors.md)."""
+
+    past = False
+
+    def __init__(self, program, checkpoint):
+        super().__init__(program, checkpoint)
+        self.had = {}
+
+    def do_innergrad(self, node, env, function):
+        before = len(env)
+        super().do_innergrad(node, env, function)
+        found = len(env) > before
+        self.past |= self.had.setdefault((function, id(node)), found) and not found
+
+
+def shown(run):
+    """All but what payloads change and may: operators that run, tensors that outer hooks see, what stops when."""
+    return [e for e in run.log if e[0] not in ("operators",) and not re.search("hooks|calls", e[0])]
+
+
+def raised(run):
+    return [e[1] for e in run.log if isinstance(e[1], tuple) and e[1][:1] == ("raised",)]
+
+
+def values(run):
+    return [e for e in run.log if e[0] == "grads" or e[0].startswith(("register", "rng"))]
+
+
+def plain(function, *args, **options):
+    ours = ("use_reentrant", "early_stop", "preserve_rng_state", "determinism_check", "context_fn", "buffers")
+    return function(*args, **{name: value for name, value in options.items() if name not in ours})
+
+
+def outcome(program, config):
+    """ "same", or why it is not to be; "differs" otherwise."""
+    seen = features(program)
+    for reason, applies in NOT_COMPARED.items():
+        if applies(seen):
+            return reason
+    buffers = {} if program.api == "gradckpt" else {"buffers": "torch"}
+    none = Run(program, functools.partial(by_default, None, **buffers)).execute()
+    mine = Watched(program, functools.partial(by_default, config, **buffers)).execute()
+    if shown(none) == shown(mine):
+        return "same"
+    if mine.past or any("went past the region's compressed input" in r[3] for r in raised(mine)):
+        return "differentiates past its input"
+    # The region's inputs were written to: torch refuses, or takes the new values. A payload has those of the forward.
+    without = Run(program, plain).execute()
+    if values(without) == values(mine):
+        return "as without a checkpoint"
+    if "InnerGrad backward" in seen:  # accumulates into a leaf again in each recompute; into its copy, with a payload
+        return "accumulates again"
+    if WRITES & seen:  # after the region; tensors that its function reaches otherwise have the new values
+        return "writes to an input"
+    refused = any(r[3].startswith(CHANGED) for r in raised(none)) or program_writes(seen)
+    if refused and (raised(without) or any(f.startswith(IGNORED) for f in seen)):
+        return "writes to an input"
+    return "differs"
+
+
+def program_writes(seen):
+    return bool(seen & {"in place inside", "in place outside", "Custom changes input"})
+
+
+def sweep(name, first, count):
+    counts = Counter()
+    for seed in range(first, first + count):
+        drawn = random.Random(seed)
+        program = program_of(bytes(drawn.randrange(256) for _ in range(LENGTH)))
+        found = outcome(program, CONFIGS[name])
+        counts[found] += 1
+        assert found != "differs", f"{name}, seed {seed}: {program}"
+    print(name, dict(counts))
+    assert counts["same"] > count * 0.6
+    others = ("writes to an input", "differentiates past its input", "accumulates again")
+    assert sum(counts[reason] for reason in others) < count * 0.1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_random_programs(name):
+    sweep(name, 0, 50)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_three_thousand_random_programs(name):
+    sweep(name, 10_000, 3_000)
+
+
+# ---- every operator ----
+
+
+def operators(way, dtype, part):
+    paths = [str(Path(gradckpt.__file__).parent.parent), str(HERE.parent / "helpers"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    command = [sys.executable, HERE / "test_opinfo.py", "--way", way, "--dtype", dtype, "--part", part]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert int(re.search(r"(\d+) samples", done.stdout)[1]) > 50
+
+
+def test_some_operators():
+    operators("raw", "float32", "3/20")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_operator(way, dtype):
+    operators(way, dtype, "0/1")
