@@ -228,13 +228,17 @@ else:
         return context
 
 
-def proxy_mode_active() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+def traced_forward(context: Any) -> bool:
+    """Someone traces, and a policy has to mark the operators of the graph."""
+    return context.policy_fn is not None and torch_checkpoint._is_compiling(None, None, None)
 
 
-def dispatch_as_torch(mode: str, self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    torchs = {
-        "forward": torch_checkpoint._CachingTorchDispatchMode,
-        "recompute": torch_checkpoint._CachedTorchDispatchMode,
-    }
-    return torchs[mode].__torch_dispatch__(self, func, types, args, kwargs or {})
+def record_as_torch(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator while its graph is traced: torch keeps every output, and marks the nodes by the policy."""
+    mode = torch_checkpoint._CachingTorchDispatchMode
+    return mode.__torch_dispatch__(context, func, types, args, kwargs or {})
+
+
+def traced_value(entry: Any, allow_mutation: int) -> Any:
+    """What torch's mode has kept of a call."""
+    return torch.utils._pytree.tree_map(lambda x: x.get_val(bool(allow_mutation)), entry)

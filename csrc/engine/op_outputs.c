@@ -338,6 +338,9 @@ static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *c
 {
     const gck_kept *kept = (gck_kept *)entry;
 
+    if (store->traced) {
+        return PyObject_CallMethod(store->state->py.selection, "traced_value", "Oi", entry, store->mutation);
+    }
     if (Py_TYPE(entry) != store->state->Kept || kept->form == NULL) {
         return map(store, entry, NULL, value_of);
     }

@@ -376,19 +376,19 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     return function;
 }
 
-/* gradckpt._C.selective_name(x, name, stores): in regions that catch by key, and in these, of modes. */
+/* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in those of these modes that are ours. */
 PyObject *gck_selective_name(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     const unsigned long thread = PyThread_get_thread_ident();
-    PyObject *x, *name, *stores;
+    PyObject *x, *name, *modes;
 
-    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &stores)) {
+    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &modes)) {
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < PyList_Size(stores); i++) {
-        PyObject *store = PyList_GetItem(stores, i);
-        if (Py_TYPE(store) == state->Store && gck_store_name((gck_store *)store, x, name) < 0) {
+    for (Py_ssize_t i = 0; i < PyList_Size(modes); i++) {
+        PyObject *mode = PyList_GetItem(modes, i);
+        if (PyObject_TypeCheck(mode, state->Context) && gck_context_name(mode, x, name) < 0) {
             return NULL;
         }
     }
@@ -412,7 +412,7 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
     if (store == NULL || (modes = gck_ask(state->py.dispatch_stack_len)) < 0) {
         return store == NULL ? 0 : -1;
     }
-    if (policy_fn == NULL && !modes && state->py.key != NULL) {
+    if (policy_fn == NULL && !modes && gck_catches_by_key(state, store)) {
         c->by_key = gck_selective_begin(state, &c->active, store, replay, 1) == 0;
         return c->by_key ? 0 : -1;
     }
@@ -451,6 +451,22 @@ int gck_catch_end(gck_state *state, gck_catch *c)
         PyErr_Restore(type, value, traceback);
     }
     return left == NULL ? -1 : 0;
+}
+
+int gck_catches_by_key(const gck_state *state, const gck_store *store)
+{
+    return state->py.key != NULL && !state->by_mode && !store->traced;
+}
+
+PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
+{
+    const int truth = PyObject_IsTrue(on);
+
+    if (truth < 0) {
+        return NULL;
+    }
+    gck_state_of(module)->by_mode = truth;
+    Py_RETURN_NONE;
 }
 
 PyObject *gck_selective_key(PyObject *module, PyObject *unused)

@@ -59,13 +59,18 @@ PyObject *gck_replay_call(gck_store *store, int i, int64_t number, const gck_cal
 /* Borrowed: what this thread has entered with that context; NULL: nothing. */
 gck_active *gck_active_of(gck_state *state, const PyObject *context);
 
-/* For Python: catcher(op), selective_key(). */
+/* For Python: catcher(op), selective_key(), and for tests catch_by_mode(on). */
 PyObject *gck_catcher(PyObject *module, PyObject *op);
 PyObject *gck_selective_key(PyObject *module, PyObject *unused);
 PyObject *gck_decides_py(PyObject *module, PyObject *unused);
 PyObject *gck_selective_name(PyObject *module, PyObject *args);
 
-/* mode.c: add_dispatch(class, class). */
-PyObject *gck_add_dispatch(PyObject *module, PyObject *args);
+/* 1: the operators that the store names may be caught on the key; 0: a mode has to. */
+int gck_catches_by_key(const gck_state *state, const gck_store *store);
+PyObject *gck_catch_by_mode(PyObject *module, PyObject *on);
+
+/* mode.c: type gradckpt._C.Context; x got a name under one.  0 or -1. */
+extern PyType_Spec gck_context_spec;
+int gck_context_name(PyObject *context, PyObject *x, PyObject *name);
 
 #endif
