@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import shutil
 import subprocess
 import sys
