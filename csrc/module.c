@@ -258,15 +258,14 @@ static PyMethodDef methods[] = {
     {"make_names", gck_make_names, METH_VARARGS,
      "make_names(rows, wanted, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group, form)."},
     {"make_store", gck_make_store, METH_VARARGS, "make_store(names, mutation, reusable, /)\n--\n\nAn empty Store for one region."},
-    {"selective_name", gck_selective_name, METH_VARARGS, "selective_name(x, name, stores, /)\n--\n\nSee gradckpt.name()."},
+    {"selective_name", gck_selective_name, METH_VARARGS, "selective_name(x, name, modes, /)\n--\n\nSee gradckpt.name()."},
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nThe kernel that catches it."},
     {"selective_key", gck_selective_key, METH_NOARGS, "selective_key()\n--\n\nThe dispatch key that catchers are registered at, or None."},
+    {"catch_by_mode", gck_catch_by_mode, METH_O, "catch_by_mode(on, /)\n--\n\nFor tests: no operator is caught on the dispatch key."},
     {"stand_in", gck_stand_in_py, METH_O,
      "stand_in(by, /)\n--\n\nOne more (1) or one less (-1) needs gradckpt's checkpoint in the place of torch's."},
     {"decides", gck_decides_py, METH_NOARGS,
      "decides()\n--\n\nTrue while the calling thread runs a region that keeps decisions."},
-    {"add_dispatch", gck_add_dispatch, METH_VARARGS,
-     "add_dispatch(forward, recompute, /)\n--\n\nGive two modes their methods that are C."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
     {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
     {NULL, NULL, 0, NULL},
@@ -405,6 +404,7 @@ static int module_exec(PyObject *module)
         || (state->Names = add_type(module, &gck_names_spec)) == NULL
         || (state->Store = add_type(module, &gck_store_spec)) == NULL
         || (state->Kept = add_type(module, &gck_kept_spec)) == NULL
+        || (state->Context = add_type(module, &gck_context_spec)) == NULL
         || (state->Saver = add_type(module, &gck_saver_spec)) == NULL
         || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
@@ -413,7 +413,7 @@ static int module_exec(PyObject *module)
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }
-    return add_compat(module) < 0 ? -1 : PyModule_AddType(module, state->Payload);
+    return add_compat(module) < 0 || PyModule_AddType(module, state->Context) < 0 ? -1 : PyModule_AddType(module, state->Payload);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -434,6 +434,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->Recompute);
     Py_VISIT(state->Names);
     Py_VISIT(state->Store);
+    Py_VISIT(state->Context);
     Py_VISIT(state->Kept);
     Py_VISIT(state->Saver);
     Py_VISIT(state->Saved);
@@ -465,6 +466,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->Recompute);
     Py_CLEAR(state->Names);
     Py_CLEAR(state->Store);
+    Py_CLEAR(state->Context);
     Py_CLEAR(state->Kept);
     Py_CLEAR(state->Saver);
     Py_CLEAR(state->Saved);

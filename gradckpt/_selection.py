@@ -5,6 +5,7 @@ Called from C only (csrc/engine); nothing here is public.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 # ---- policies ----
 
@@ -180,6 +182,13 @@ def decision_names(casts: int) -> Any:
     return policy.names
 
 
+def without_modes() -> contextlib.ExitStack:
+    """Take all dispatch modes off until it is closed."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
 def default_generator(args: Any, kwargs: Any) -> torch.Generator | None:
     """Return the generator of the device that an operator runs on.
 
@@ -219,13 +228,17 @@ else:
         return context
 
 
-def proxy_mode_active() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+def traced_forward(context: Any) -> bool:
+    """Someone traces, and a policy has to mark the operators of the graph."""
+    return context.policy_fn is not None and torch_checkpoint._is_compiling(None, None, None)
 
 
-def dispatch_as_torch(mode: str, self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    torchs = {
-        "forward": torch_checkpoint._CachingTorchDispatchMode,
-        "recompute": torch_checkpoint._CachedTorchDispatchMode,
-    }
-    return torchs[mode].__torch_dispatch__(self, func, types, args, kwargs or {})
+def record_as_torch(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator while its graph is traced: torch keeps every output, and marks the nodes by the policy."""
+    mode = torch_checkpoint._CachingTorchDispatchMode
+    return mode.__torch_dispatch__(context, func, types, args, kwargs or {})
+
+
+def traced_value(entry: Any, allow_mutation: int) -> Any:
+    """What torch's mode has kept of a call."""
+    return torch.utils._pytree.tree_map(lambda x: x.get_val(bool(allow_mutation)), entry)

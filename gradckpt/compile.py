@@ -28,6 +28,7 @@ from gradckpt._decisions import KEPT, ROUNDING
 from gradckpt._ops import payload_nbytes
 from gradckpt.config import CompressionConfig, parse_compress, warn_inactive
 from gradckpt.imports import after_import
+from gradckpt.selective import create_selective_checkpoint_contexts
 from gradckpt.stats import compiled as compiled_stats
 from gradckpt.stats import format_bytes
 
@@ -197,7 +198,7 @@ class Backend:
         modules = [m for m in module.modules() if isinstance(m, GraphModule)]
         _guard_leaves(module)
         _leave_written(modules)
-        kept = bool(self.decisions) and _keep_decisions(modules, self.decisions)
+        kept = _keep_decisions(module, self.decisions)
         cached = _cache_hits()
         with _without_advice() if kept else contextlib.nullcontext(), packing.hooks() as packed:
             compiled = self.backend(module, inputs, **options)
@@ -280,17 +281,26 @@ def _regions(module: GraphModule) -> Any:
     return module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
 
 
-def _keep_decisions(modules: list[GraphModule], decisions: bool | str) -> bool:
-    """``CompressionConfig.decisions``: what is decided in a marked region is kept, as by a policy. False: none was."""
-    policy = policies.decisions if decisions == "casts" else policies.decisions_but_casts
+def _keep_decisions(module: GraphModule, decisions: bool | str, around: bool | str = False) -> bool:
+    """Keep what is decided in regions that may run again on restored values; False: nothing is.
+
+    Such are marked regions (by ``decisions``, their :attr:`CompressionConfig.decisions`), those whose policy keeps
+    outputs lossily, and all inside one of these (``around``), whoever's checkpoint made them.
+    """
     kept = False
-    for module in modules:
-        for node in _regions(module):
-            region = getattr(module, node.args[0].target)
-            marked = any(x.target is packing.region_input for x in node.all_input_nodes)
-            if marked and _CONTEXT not in region.meta and _decides(region):
-                region.meta[_CONTEXT] = policies.contexts_of(policy)
-                kept = True
+    for node in _regions(module):
+        region = getattr(module, node.args[0].target)
+        marked = any(x.target is packing.region_input for x in node.all_input_nodes)
+        made = region.meta.get(_CONTEXT)
+        policy = made.args[0] if getattr(made, "func", None) is create_selective_checkpoint_contexts else None
+        policy = policy if isinstance(policy, policies.Policy) else None
+        levels = (around, decisions if marked else False, policy.decisions if policy is not None else False)
+        level = "casts" if "casts" in levels else any(levels)
+        if level and (made is None or policy is not None) and _decides(region):
+            deciding = policies.decisions if level == "casts" else policies.decisions_but_casts
+            region.meta[_CONTEXT] = policies.contexts_of(deciding if policy is None else deciding | policy)
+            kept = True
+        kept |= _keep_decisions(region, decisions, level)
     return kept
 
 

@@ -7,6 +7,7 @@ a policy that is a function must be asked about every operator, which takes a di
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Policy:
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r)) for r in self.rules.values())
         self.names = _C.make_names(rows, self.wanted)
+        self.deciding: Policy | None = None  # with decisions, once it was asked for
         self.catchable = all(_is_catchable(op) for op in self.rules)
 
     def compressed(self, compress: Compress) -> Policy:
@@ -88,6 +90,12 @@ class Policy:
         return Policy(
             (r if r.keep in _DECISIONS else r._replace(config=config) for r in self.rules.values()), self.wanted
         )
+
+    @property
+    def decisions(self) -> bool | str:
+        """What of decisions is kept after an output that came back approximate, as in a config; False: none does."""
+        lossy = [r.config.decisions for r in self.rules.values() if r.config is not None and r.config.lossy]
+        return "casts" if "casts" in lossy else any(lossy)
 
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
@@ -131,7 +139,7 @@ def name(x: torch.Tensor, name: str) -> torch.Tensor:
     """
     if not torch.compiler.is_compiling():
         modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
-        _C.selective_name(x, name, [mode._store for mode in modes if isinstance(mode, ForwardContext)])
+        _C.selective_name(x, name, modes)
     return x
 
 
@@ -231,7 +239,6 @@ def _of_list(ops: tuple[Any, ...]) -> Policy:
 
 # ---- catching them ----
 
-_key: Any = _C.selective_key()
 _KEY = "Negative"
 _lock = threading.Lock()
 _caught: set[Any] = set()
@@ -252,8 +259,8 @@ def catch(policy: Policy) -> None:
 
     At interpreter exit torch takes them off again; its own fallback then runs the operators of threads that still run.
     """
-    if _key is None:
-        return
+    if _C.selective_key() is None:
+        return _say_modes_only()
     with _lock:
         for op in policy.rules:
             if op not in _caught:
@@ -263,49 +270,44 @@ def catch(policy: Policy) -> None:
                 _caught.add(op)
 
 
+@functools.cache
+def _say_modes_only() -> None:
+    logging.getLogger("gradckpt").info(
+        "gradckpt: the dispatch key Negative has no fallback in this torch; named operators take a dispatch mode, "
+        "which costs more host time"
+    )
+
+
 # ---- the two contexts ----
 
 
-class _Keyed:
-    """Enters the key where that is possible, else the mode; by ``__enter__`` and ``__exit__`` in csrc/engine/mode.c."""
-
-    _store: Any
-    _by_key: bool
-    _replay: bool
-
-    def enter_mode(self) -> Any:
-        return super().__enter__()  # type: ignore[misc]
-
-    def exit_mode(self, *error: Any) -> Any:
-        return super().__exit__(*error)  # type: ignore[misc]
-
-
-class ForwardContext(_Keyed, torch_checkpoint._CachingTorchDispatchMode):
-    """Of the forward: keeps outputs."""
-
-    _replay = False
+class ForwardContext(_C.Context, torch_checkpoint._CachingTorchDispatchMode):
+    """Of the forward: keeps outputs. Enters the key where that is possible, else the mode (csrc/engine/mode.c)."""
 
     def __init__(self, policy_fn: Any, store: Any, by_key: bool):
-        super().__init__(policy_fn, store.storage)
-        self._store, self._by_key = store, by_key
-
-
-class RecomputeContext(_Keyed, torch_checkpoint._CachedTorchDispatchMode):
-    """Of the recompute: gives them back."""
-
-    _replay = True
-
-    def __init__(self, store: Any, by_key: bool, mutation: bool):
-        super().__init__(None, store.storage, mutation)
-        self._store, self._by_key = store, by_key
-        self.func_counter: dict[Any, int] = {}
+        _C.Context.__init__(self, store, by_key, False)
+        torch_checkpoint._CachingTorchDispatchMode.__init__(self, policy_fn, store.storage)
 
     def enter_mode(self) -> Any:
-        self.func_counter.clear()  # torch < 2.12 has none
-        return super().enter_mode()
+        return torch_checkpoint._CachingTorchDispatchMode.__enter__(self)
+
+    def exit_mode(self, *error: Any) -> Any:
+        return torch_checkpoint._CachingTorchDispatchMode.__exit__(self, *error)
 
 
-_C.add_dispatch(ForwardContext, RecomputeContext)
+class RecomputeContext(_C.Context, torch_checkpoint._CachedTorchDispatchMode):
+    """Of the recompute: gives them back."""
+
+    def __init__(self, store: Any, by_key: bool, mutation: bool):
+        _C.Context.__init__(self, store, by_key, True)
+        torch_checkpoint._CachedTorchDispatchMode.__init__(self, None, store.storage, mutation)
+
+    def enter_mode(self) -> Any:
+        self.func_counter = {}  # torch < 2.12 has none
+        return torch_checkpoint._CachedTorchDispatchMode.__enter__(self)
+
+    def exit_mode(self, *error: Any) -> Any:
+        return torch_checkpoint._CachedTorchDispatchMode.__exit__(self, *error)
 
 
 def create_selective_checkpoint_contexts(
@@ -334,14 +336,15 @@ def create_selective_checkpoint_contexts(
     """
     policy = as_policy(policy_or_ops)
     if not _TRACES_OURS and torch_checkpoint._is_compiling(None, None, None):
-        asked = policy_or_ops if policy is None else asker(policy)
+        asked = policy_or_ops if policy is None else asker(_with_decisions(policy))
         made: Any = torch_checkpoint.create_selective_checkpoint_contexts(asked, allow_cache_entry_mutation)
         return made  # type: ignore[no-any-return]
-    by_key = policy is not None and policy.catchable and _key is not None
+    by_key = policy is not None and policy.catchable
     if policy is None:
         store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
     else:
-        store, policy_fn = _C.make_store(policy.names, allow_cache_entry_mutation, reusable), asker(policy)
+        store = _C.make_store(policy.names, allow_cache_entry_mutation, reusable)
+        policy_fn = asker(_with_decisions(policy))
         if by_key:
             catch(policy)
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
@@ -352,6 +355,18 @@ _TRACES_OURS = hasattr(torch_checkpoint, "_CONSUMED")
 
 #: No names: a function is asked.
 ASKED = _C.make_names(None, frozenset())
+
+
+def _with_decisions(policy: Policy) -> Policy:
+    """What is traced for a policy: csrc/engine adds decisions by itself."""
+    if not policy.decisions:
+        return policy
+    if policy.deciding is None:
+        from gradckpt import policies
+
+        decisions = policies.decisions if policy.decisions == "casts" else policies.decisions_but_casts
+        policy.deciding = decisions | policy
+    return policy.deciding
 
 
 def asker(policy: Policy) -> Callable[..., Any]:

@@ -83,6 +83,7 @@ struct gck_frame {
     int             buffers_once;  /* put running statistics back after a recompute      */
     int             approximate;   /* a recompute gets other values than the forward     */
     gck_rounding    rounding;      /* where the noise of what is encoded inside begins   */
+    int             decisions;     /* its inputs may come back approximate: what is kept, as in a gck_plan */
     gck_store      *store;         /* outputs that the recompute gets from the forward; NULL: none */
     PyObject       *policy_fn;     /* owned; NULL: the store's names are the policy      */
     /* Of a region that is one node of the graph (node.h): */

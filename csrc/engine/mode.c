@@ -1,13 +1,23 @@
-/* mode.c: __torch_dispatch__ of the two modes behind a policy that is a function.
+/* mode.c: heap type Context, the part in C of the two modes of a selective region: their __torch_dispatch__.
  *
- * Semantics and texts are those of torch's _CachingTorchDispatchMode and
- * _CachedTorchDispatchMode; the classes, in gradckpt/selective.py, derive from them. */
+ * They serve policies that are functions, regions under modes of others, and who traces.  Semantics and texts are
+ * those of torch's _CachingTorchDispatchMode and _CachedTorchDispatchMode; the classes, in gradckpt/selective.py,
+ * derive from them and from Context. */
 #include "options.h"
 #include "selective.h"
 
 #include <stdlib.h>
 
-/* What one call of __torch_dispatch__ is about; borrowed, but for `store` and `key`. */
+/* Type gradckpt._C.Context. */
+typedef struct {
+    PyObject_HEAD
+    gck_store *store;                /* owned; NULL before __init__                         */
+    PyObject  *counter;              /* torch's `func_counter`: dict; owned, NULL at first  */
+    int        by_key;               /* the policy needs no mode                            */
+    int        replay;               /* of the recompute                                    */
+} gck_context;
+
+/* What one call of __torch_dispatch__ is about; borrowed, but for `store` and the last two. */
 typedef struct {
     gck_store *store;
     PyObject  *self, *func, *types, *args, *kwargs;
@@ -15,26 +25,14 @@ typedef struct {
     PyObject  *call;                 /* what runs it                                        */
 } gck_dispatch;
 
-static int dispatch_begin(PyObject *self, PyObject *all, gck_dispatch *d)
+/* New reference: the store of a context; NULL with TypeError when it has none. */
+static gck_store *store_of(const gck_context *self)
 {
-    *d = (gck_dispatch){.self = self};
-    d->store = (gck_store *)PyObject_GetAttrString(self, "_store");
-    if (d->store == NULL || !PyArg_ParseTuple(all, "OO|OO:__torch_dispatch__", &d->func, &d->types, &d->args, &d->kwargs)) {
-        return -1;
+    if (self->store == NULL) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: a selective context that create_selective_checkpoint_contexts did not make");
+        return NULL;
     }
-    d->kwargs = d->kwargs == Py_None ? NULL : d->kwargs;
-    if (d->args == NULL || !PyTuple_Check(d->args)) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: __torch_dispatch__ takes a tuple of arguments");
-        return -1;
-    }
-    return 0;
-}
-
-static void dispatch_end(gck_dispatch *d)
-{
-    Py_XDECREF((PyObject *)d->store);
-    Py_XDECREF(d->key);
-    Py_XDECREF(d->call);
+    return (gck_store *)Py_NewRef((PyObject *)self->store);
 }
 
 /* Key and callable of the operator.  Higher order operators have neither an `_op` nor
@@ -43,7 +41,7 @@ static int identify(gck_dispatch *d)
 {
     const gck_py *py = &d->store->state->py;
 
-    d->call = PyObject_GetAttrString(d->func, "_op");
+    d->call = PyObject_GetAttr(d->func, py->names._op);
     if (d->call != NULL) {
         d->key = Py_NewRef(d->func);
         return 0;
@@ -54,7 +52,7 @@ static int identify(gck_dispatch *d)
     return d->key == NULL ? -1 : 0;
 }
 
-/* 1: somebody traces this; torch's own method then knows what to do; 0; -1. */
+/* 1: somebody traces a forward, whose graph takes every output and torch's marks; 0; -1. */
 static int is_traced(const gck_dispatch *d)
 {
     const gck_py *py = &d->store->state->py;
@@ -62,19 +60,20 @@ static int is_traced(const gck_dispatch *d)
     PyObject *result;
     int truth;
 
-    if (modes <= 0) {
-        return modes;
+    if (modes <= 0 || d->store->policy == NULL) {
+        return modes < 0 ? -1 : 0;
     }
-    result = PyObject_CallMethod(py->selection, "proxy_mode_active", NULL);
+    result = PyObject_CallMethod(py->selection, "traced_forward", "O", d->self);
     truth = result != NULL ? PyObject_IsTrue(result) : -1;
     Py_XDECREF(result);
     return truth;
 }
 
-static PyObject *as_torch(gck_dispatch *d, const char *mode)
+static PyObject *record_as_torch(gck_dispatch *d)
 {
-    return PyObject_CallMethod(d->store->state->py.selection, "dispatch_as_torch", "sOOOOO", mode, d->self, d->func,
-                               d->types, d->args, d->kwargs != NULL ? d->kwargs : Py_None);
+    d->store->traced = 1;
+    return PyObject_CallMethod(d->store->state->py.selection, "record_as_torch", "OOOOO", d->self, d->func, d->types, d->args,
+                               d->kwargs != NULL ? d->kwargs : Py_None);
 }
 
 /* New reference: policy(context, func, *args, **kwargs). */
@@ -83,8 +82,8 @@ static PyObject *ask(gck_dispatch *d, PyObject *out)
     const gck_py *py = &d->store->state->py;
     const Py_ssize_t n = PyTuple_Size(d->args);
     PyObject *policy = PyObject_GetAttrString(d->self, "policy_fn");
-    PyObject *context = PyObject_CallMethod(py->selection, "selective_context", "(O)", out);
-    PyObject *all = policy && context ? PyTuple_New(n + 2) : NULL, *answer = NULL;
+    PyObject *context = policy != NULL ? PyObject_CallMethod(py->selection, "selective_context", "(O)", out) : NULL;
+    PyObject *all = context != NULL ? PyTuple_New(n + 2) : NULL, *answer = NULL;
 
     if (all != NULL) {
         PyTuple_SetItem(all, 0, Py_NewRef(context));
@@ -122,26 +121,29 @@ static int understand(gck_dispatch *d, PyObject *answer, gck_plan *plan)
     return keep;
 }
 
-/* Borrowed: the calls of d->key in the storage; made when there are none and `make`. */
+/* New reference: the calls of d->key in the storage; made when there are none and `make`. */
 static PyObject *calls_of(gck_dispatch *d, int make)
 {
     PyObject *storage = d->store->storage;
-    PyObject *calls = PyDict_GetItemWithError(storage, d->key);
+    PyObject *calls = Py_XNewRef(PyDict_GetItemWithError(storage, d->key));
 
     if (calls == NULL && make && !PyErr_Occurred()) {
-        PyObject *made = PyDict_New();
-        if (made != NULL && PyDict_SetItem(storage, d->key, made) == 0) {
-            calls = made;
+        calls = PyDict_New();
+        if (calls != NULL && PyDict_SetItem(storage, d->key, calls) < 0) {
+            Py_CLEAR(calls);
         }
-        Py_XDECREF(made);                        /* the storage has it */
+    }
+    if (calls != NULL && !PyDict_Check(calls)) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", calls);
+        Py_CLEAR(calls);
     }
     return calls;
 }
 
-/* The operators of a policy that names them: index, -1 for any other; -2: it is a function. */
+/* The operators that are named: index, -1 for any other; -2: a function says which, or the trace kept all. */
 static int named(const gck_dispatch *d)
 {
-    return d->store->policy != NULL && d->store->policy->asks ? -2 : gck_store_find(d->store, d->func, d->args, d->kwargs);
+    return d->store->traced || (d->store->policy != NULL && d->store->policy->asks) ? -2 : gck_store_find(d->store, d->func, d->args, d->kwargs);
 }
 
 /* Of a policy that is a function: what it says of this call. */
@@ -162,16 +164,19 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
         keep = -1;
     }
     const gck_named *deciding = keep >= 0 ? gck_store_deciding(d->store, d->key, d->args, d->kwargs) : NULL;
-    if (deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE)) {
+    const int decide = deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE);
+    PyObject *modes;
+    if (keep > 0 || decide) {
         const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
-        keep = gck_store_decide(d->store, calls, index, &call, deciding->form, out) == 0 ? 2 : -1;
-    } else if (keep > 0) {
-        keep = gck_store_keep(d->store, calls, index, out, &plan);
-        keep = keep == 0 ? 2 : -1;
+        keep = gck_hide_begin(d->store->state, &modes);
+        if (keep == 0) {
+            keep = decide ? gck_store_decide(d->store, calls, index, &call, deciding->form, out)
+                          : gck_store_keep(d->store, calls, index, out, &plan);
+            keep = keep == 0 && draw->before != NULL ? gck_store_drew(d->store, d->key, index, draw) : keep;
+            keep = gck_hide_end(d->store->state, modes) < 0 ? -1 : keep;
+        }
     }
-    if (keep > 1) {
-        keep = draw->before != NULL ? gck_store_drew(d->store, d->key, index, draw) : 0;
-    }
+    Py_XDECREF(calls);
     Py_XDECREF(index);
     Py_XDECREF(answer);
     return keep < 0 ? -1 : 0;
@@ -180,23 +185,16 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
 /* New reference: which call of d->key this is, counted in the mode. */
 static PyObject *next_index(gck_dispatch *d)
 {
-    PyObject *counter = PyObject_GetAttrString(d->self, "func_counter");
-    PyObject *index = counter != NULL ? PyDict_GetItemWithError(counter, d->key) : NULL, *next = NULL;
+    gck_context *self = (gck_context *)d->self;
+    PyObject *counter = Py_XNewRef(self->counter != NULL ? self->counter : (self->counter = PyDict_New()));
+    PyObject *index = counter != NULL ? PyDict_GetItemWithError(counter, d->key) : NULL;
+    const long long number = index != NULL ? PyLong_AsLongLong(index) : 0;
+    PyObject *next = PyErr_Occurred() ? NULL : PyLong_FromLongLong(number + 1);
+    const int status = next == NULL || counter == NULL ? -1 : PyDict_SetItem(counter, d->key, next);
 
-    if (counter != NULL && index == NULL && !PyErr_Occurred()) {
-        index = PyLong_FromLong(0);
-    } else {
-        Py_XINCREF(index);
-    }
-    if (index != NULL) {
-        next = PyLong_FromLongLong(PyLong_AsLongLong(index) + 1);
-    }
-    if (next == NULL || PyDict_SetItem(counter, d->key, next) < 0) {
-        Py_CLEAR(index);
-    }
     Py_XDECREF(counter);
     Py_XDECREF(next);
-    return index;
+    return status < 0 ? NULL : PyLong_FromLongLong(number);
 }
 
 static PyObject *replay_answer(gck_dispatch *d, int *again)
@@ -206,9 +204,15 @@ static PyObject *replay_answer(gck_dispatch *d, int *again)
     PyObject *out = NULL;
     const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
 
-    if (index != NULL && !PyErr_Occurred()) {
+    PyObject *modes;
+    if (index != NULL && !PyErr_Occurred() && gck_hide_begin(d->store->state, &modes) == 0) {
         out = gck_store_replay(d->store, &call, d->key, calls, index, 0, again);
+        if (gck_hide_end(d->store->state, modes) < 0) {
+            Py_CLEAR(out);
+            *again = 0;
+        }
     }
+    Py_XDECREF(calls);
     Py_XDECREF(index);
     return out;
 }
@@ -219,8 +223,9 @@ static PyObject *replay(gck_dispatch *d)
 {
     const int i = named(d);
     const gck_call call = {d->key, d->args, d->kwargs, run_call, d->call};
-    int again = i == -1;
-    PyObject *out = i >= 0 ? gck_replay_call(d->store, i, d->store->lines[i].next++, &call) : i == -2 ? replay_answer(d, &again) : NULL;
+    gck_active *active = i >= 0 ? gck_active_of(d->store->state, d->self) : NULL;
+    int again = i == -1 || (i >= 0 && active == NULL);   /* not entered in this thread: nothing is replayed */
+    PyObject *out = active != NULL ? gck_replay_call(d->store, i, active->next[i]++, &call) : i == -2 ? replay_answer(d, &again) : NULL;
 
     return again ? run_call(&call) : out;
 }
@@ -245,66 +250,92 @@ static PyObject *record(gck_dispatch *d)
     return out;
 }
 
-/* One operator: as torch's mode of that name while somebody traces, else by `work`. */
-static PyObject *dispatch(PyObject *self, PyObject *all, const char *mode, PyObject *(*work)(gck_dispatch *))
+/* 1: torch never keeps what the operator returns; 0; -1.  Few they are, and their __hash__ is Python. */
+static int is_ignored(gck_py *py, PyObject *func)
 {
-    gck_dispatch d;
-    PyObject *out = NULL;
-    int status = dispatch_begin(self, all, &d);
+    const Py_ssize_t n = PySet_Size(py->ignored_ops);
 
-    if (status == 0) {
-        status = is_traced(&d);
+    if (n < 0 || (n > 0 && (py->ignored == NULL || PyTuple_Size(py->ignored) != n))) {
+        PyObject *old = py->ignored;
+        py->ignored = n < 0 ? NULL : PySequence_Tuple(py->ignored_ops);
+        Py_XDECREF(old);
+        if (py->ignored == NULL) {
+            return -1;
+        }
     }
-    if (status > 0) {
-        out = as_torch(&d, mode);
-    } else if (status == 0 && (status = PySet_Contains(d.store->state->py.ignored_ops, d.func)) >= 0
-               && identify(&d) == 0) {
-        out = status ? PyObject_Call(d.call, d.args, d.kwargs) : work(&d);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (PyTuple_GetItem(py->ignored, i) == func) {
+            return 1;
+        }
     }
-    dispatch_end(&d);
-    return out;
+    return 0;
 }
 
-static PyObject *dispatch_forward(PyObject *self, PyObject *all) { return dispatch(self, all, "forward", record); }
+/* __torch_dispatch__(func, types, args=(), kwargs=None): one operator. */
+static PyObject *context_dispatch(PyObject *op, PyObject *const *all, Py_ssize_t n)
+{
+    const int replays = ((gck_context *)op)->replay;
+    gck_dispatch d = {.self = op, .store = store_of((gck_context *)op)};
+    PyObject *out = NULL;
+    int traced, ignored;
 
-static PyObject *dispatch_recompute(PyObject *self, PyObject *all) { return dispatch(self, all, "recompute", replay); }
+    if (d.store == NULL) {
+        return NULL;
+    }
+    if (n < 3 || n > 4 || !PyTuple_Check(all[2]) || (n == 4 && all[3] != Py_None && !PyDict_Check(all[3]))) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: __torch_dispatch__ takes a tuple of arguments and a dict of keywords");
+        goto exit;
+    }
+    d.func = all[0];
+    d.types = all[1];
+    d.args = all[2];
+    d.kwargs = n == 4 && all[3] != Py_None && PyDict_Size(all[3]) > 0 ? all[3] : NULL;
+    if ((traced = replays ? 0 : is_traced(&d)) != 0) {
+        out = traced < 0 ? NULL : record_as_torch(&d);
+    } else if ((ignored = is_ignored(&d.store->state->py, d.func)) >= 0 && identify(&d) == 0) {
+        out = ignored ? PyObject_Call(d.call, d.args, d.kwargs) : replays ? replay(&d) : record(&d);
+    }
+
+exit:
+    Py_XDECREF((PyObject *)d.store);
+    Py_XDECREF(d.key);
+    Py_XDECREF(d.call);
+    return out;
+}
 
 /* ---- with context: ---- */
 
 /* 1: by key; 0: a mode, where somebody traces and where somebody's mode watches; -1. */
-static int may_use_key(const gck_py *py, PyObject *self)
+static int may_use_key(const gck_context *self)
 {
-    PyObject *by_key = PyObject_GetAttrString(self, "_by_key");
-    const int wanted = by_key == NULL ? -1 : by_key == Py_True;
-    const int modes = wanted > 0 ? gck_ask(py->dispatch_stack_len) : 0;
-    const int compiling = wanted > 0 && modes == 0 ? gck_ask(py->is_compiling) : 0;
+    const gck_state *state = self->store->state;
+    const int wanted = self->by_key && gck_catches_by_key(state, self->store);
+    const int modes = wanted ? gck_ask(state->py.dispatch_stack_len) : 0;
+    const int compiling = wanted && modes == 0 ? gck_ask(state->py.is_compiling) : 0;
 
-    Py_XDECREF(by_key);
-    return wanted < 0 || modes < 0 || compiling < 0 ? -1 : wanted && !modes && !compiling;
+    return modes < 0 || compiling < 0 ? -1 : wanted && !modes && !compiling;
 }
 
 /* In C, so that no signal handler runs between the key and the with statement. */
-static PyObject *context_enter(PyObject *self, PyObject *unused)
+static PyObject *context_enter(PyObject *op, PyObject *unused)
 {
-    gck_store *store = (gck_store *)PyObject_GetAttrString(self, "_store");
-    PyObject *replay = store != NULL ? PyObject_GetAttrString(self, "_replay") : NULL, *result = NULL;
-    const int by_key = replay != NULL ? may_use_key(&store->state->py, self) : -1;
+    gck_context *self = (gck_context *)op;
+    gck_store *store = store_of(self);
+    const int by_key = store != NULL ? may_use_key(self) : -1;
     gck_active *active = NULL;
+    PyObject *result = NULL;
 
     (void)unused;
-    if (by_key < 0 || (replay == Py_False && gck_region_decides(store->state, 0, &store) < 0)) {
+    if (by_key < 0 || (!self->replay && gck_region_decides(store->state, 0, &store) < 0)) {
         goto exit;
     }
     if ((active = malloc(sizeof *active)) == NULL) {
         PyErr_NoMemory();
-    } else if (gck_selective_begin(store->state, active, store, replay == Py_True, by_key) < 0) {
+    } else if (gck_selective_begin(store->state, active, store, self->replay, by_key) < 0) {
         free(active);
     } else {
-        active->context = self;
-        if (!by_key && replay == Py_True) {
-            gck_store_rewind(store);
-        }
-        result = by_key ? Py_NewRef(self) : PyObject_CallMethod(self, "enter_mode", NULL);
+        active->context = op;
+        result = by_key ? Py_NewRef(op) : PyObject_CallMethod(op, "enter_mode", NULL);
         if (result == NULL) {
             gck_selective_end(store->state, active);
             free(active);
@@ -313,17 +344,15 @@ static PyObject *context_enter(PyObject *self, PyObject *unused)
 
 exit:
     Py_XDECREF((PyObject *)store);
-    Py_XDECREF(replay);
     return result;
 }
 
-static PyObject *context_exit(PyObject *self, PyObject *error)
+static PyObject *context_exit(PyObject *op, PyObject *error)
 {
-    gck_store *store = (gck_store *)PyObject_GetAttrString(self, "_store");
-    gck_active *active = store != NULL ? gck_active_of(store->state, self) : NULL;
-    PyObject *method, *result;
-
+    gck_store *store = store_of((gck_context *)op);
+    gck_active *active = store != NULL ? gck_active_of(store->state, op) : NULL;
     const int by_key = active != NULL && active->by_key;
+    PyObject *method, *result;
 
     if (active != NULL) {
         gck_selective_end(store->state, active);
@@ -332,7 +361,7 @@ static PyObject *context_exit(PyObject *self, PyObject *error)
     if (by_key) {
         result = Py_NewRef(Py_None);
     } else {
-        method = store != NULL ? PyObject_GetAttrString(self, "exit_mode") : NULL;
+        method = store != NULL ? PyObject_GetAttrString(op, "exit_mode") : NULL;
         result = method != NULL ? PyObject_Call(method, error, NULL) : NULL;
         Py_XDECREF(method);
     }
@@ -344,37 +373,114 @@ static PyObject *context_exit(PyObject *self, PyObject *error)
     return result;
 }
 
-/* ---- the classes ---- */
+/* ---- the type ---- */
 
-static PyMethodDef enter_def = {"__enter__", context_enter, METH_NOARGS, NULL};
-static PyMethodDef exit_def = {"__exit__", context_exit, METH_VARARGS, NULL};
-static PyMethodDef forward_def = {"__torch_dispatch__", dispatch_forward, METH_VARARGS, NULL};
-static PyMethodDef recompute_def = {"__torch_dispatch__", dispatch_recompute, METH_VARARGS, NULL};
-
-static int add_method(PyTypeObject *class, PyMethodDef *def)
+static int context_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    PyObject *method = PyDescr_NewMethod(class, def);
-    const int status = method != NULL ? PyObject_SetAttrString((PyObject *)class, def->ml_name, method) : -1;
+    gck_context *self = (gck_context *)op;
+    PyObject *store;
+    gck_store *old = self->store;
+    int by_key, replay;
 
-    Py_XDECREF(method);
-    return status;
+    if (!PyArg_ParseTuple(args, "Opp:Context", &store, &by_key, &replay)) {
+        return -1;
+    }
+    if (kwargs != NULL || !gck_is_store(store)) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: a selective context takes a Store, not %R", store);
+        return -1;
+    }
+    self->store = (gck_store *)Py_NewRef(store);
+    self->by_key = by_key;
+    self->replay = replay;
+    Py_XDECREF((PyObject *)old);
+    return 0;
 }
 
-/* add_dispatch(class of the forward's mode, class of the recompute's): gives them their methods. */
-PyObject *gck_add_dispatch(PyObject *module, PyObject *args)
+static int context_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    PyMethodDef *defs[2] = {&forward_def, &recompute_def};
-    PyTypeObject *classes[2];
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT((PyObject *)((gck_context *)op)->store);
+    Py_VISIT(((gck_context *)op)->counter);
+    return 0;
+}
 
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!:add_dispatch", &PyType_Type, &classes[0], &PyType_Type, &classes[1])) {
-        return NULL;
+static int context_clear(PyObject *op)
+{
+    Py_CLEAR(((gck_context *)op)->store);
+    Py_CLEAR(((gck_context *)op)->counter);
+    return 0;
+}
+
+static void context_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+
+    PyObject_GC_UnTrack(op);
+    context_clear(op);
+    PyObject_GC_Del(op);
+    Py_DECREF(type);
+}
+
+/* `which`: NULL for the storage, which is the store's; else the counter. */
+static PyObject *context_get(PyObject *op, void *which)
+{
+    const gck_context *self = (gck_context *)op;
+    PyObject *value = which != NULL ? self->counter : self->store != NULL ? self->store->storage : NULL;
+
+    return Py_NewRef(value != NULL ? value : Py_None);
+}
+
+static int context_set(PyObject *op, PyObject *value, void *which)
+{
+    gck_context *self = (gck_context *)op;
+
+    if (which == NULL ? self->store == NULL || value != self->store->storage : value == NULL || !PyDict_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: a selective context has a %s of its own; make new contexts instead",
+                     which == NULL ? "storage" : "func_counter");
+        return -1;
     }
-    for (int i = 0; i < 2; i++) {
-        if (add_method(classes[i], defs[i]) < 0 || add_method(classes[i], &enter_def) < 0
-            || add_method(classes[i], &exit_def) < 0) {
-            return NULL;
-        }
+    if (which != NULL) {
+        PyObject *old = self->counter;
+        self->counter = Py_NewRef(value);
+        Py_XDECREF(old);
     }
-    Py_RETURN_NONE;
+    return 0;
+}
+
+static PyMethodDef context_methods[] = {
+    {"__enter__", context_enter, METH_NOARGS, "Catch operators in this thread."},
+    {"__exit__", context_exit, METH_VARARGS, "Catch them no longer."},
+    {"__torch_dispatch__", (PyCFunction)(void (*)(void))context_dispatch, METH_FASTCALL, "Run one operator, or give back what it returned."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef context_getset[] = {
+    {"storage", context_get, context_set, "{operator: {call: what is kept of it}}.", NULL},
+    {"func_counter", context_get, context_set, "{operator: number of its calls}, under a mode.", (void *)context_methods},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot context_slots[] = {
+    {Py_tp_init, context_init},
+    {Py_tp_dealloc, context_dealloc},
+    {Py_tp_traverse, context_traverse},
+    {Py_tp_clear, context_clear},
+    {Py_tp_methods, context_methods},
+    {Py_tp_getset, context_getset},
+    {Py_tp_doc, "What the contexts of a selective region do in C."},
+    {0, NULL},
+};
+
+PyType_Spec gck_context_spec = {
+    .name = "gradckpt._C.Context",
+    .basicsize = sizeof(gck_context),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .slots = context_slots,
+};
+
+int gck_context_name(PyObject *context, PyObject *x, PyObject *name)
+{
+    const gck_context *self = (gck_context *)context;
+
+    return self->store == NULL || self->replay ? 0 : gck_store_name(self->store, x, name);
 }

@@ -3,6 +3,7 @@
 #include "store.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 static int names_traverse(PyObject *op, visitproc visit, void *arg)
 {
@@ -29,6 +30,7 @@ static void names_dealloc(PyObject *op)
     }
     Py_XDECREF(self->wanted);
     free(self->named);
+    free(self->slots);
     PyObject_GC_Del(op);
     Py_DECREF(type);
 }
@@ -63,6 +65,45 @@ static int read_row(gck_state *state, PyObject *row, gck_named *named)
     return named->draws < 0 ? -1 : 0;
 }
 
+static size_t hash(const gck_names *names, const PyObject *op)
+{
+    return ((uintptr_t)op >> 4) * 0x9E3779B97F4A7C15u >> 32 & names->mask;
+}
+
+int gck_names_find(const gck_names *names, const PyObject *op)
+{
+    size_t at = hash(names, op);
+
+    while (names->slots[at] >= 0 && names->named[names->slots[at]].op != op) {
+        at = (at + 1) & names->mask;
+    }
+    return names->slots[at];
+}
+
+/* Of rows with the same operator the first counts.  0 or -1. */
+static int index_names(gck_names *self)
+{
+    self->mask = 15;
+    while (self->mask < 2 * (size_t)self->n) {
+        self->mask = 2 * self->mask + 1;
+    }
+    if ((self->slots = malloc((self->mask + 1) * sizeof *self->slots)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(self->slots, -1, (self->mask + 1) * sizeof *self->slots);
+    for (int i = 0; i < self->n; i++) {
+        if (gck_names_find(self, self->named[i].op) < 0) {
+            size_t at = hash(self, self->named[i].op);
+            while (self->slots[at] >= 0) {
+                at = (at + 1) & self->mask;
+            }
+            self->slots[at] = i;
+        }
+    }
+    return 0;
+}
+
 PyObject *gck_make_names(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
@@ -79,6 +120,7 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
     self->n = self->ngroups = self->decisions = 0;
     self->wanted = Py_NewRef(wanted);
     self->asks = rows == Py_None;
+    self->slots = NULL;
     if ((self->named = calloc((size_t)n + 1, sizeof *self->named)) == NULL) {
         PyErr_NoMemory();
         status = -1;
@@ -90,7 +132,7 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
         self->decisions = named->plan.decisions > self->decisions ? named->plan.decisions : self->decisions;
     }
     PyObject_GC_Track((PyObject *)self);
-    if (status < 0) {
+    if (status < 0 || index_names(self) < 0) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;

@@ -283,7 +283,7 @@ int gck_store_drew(gck_store *store, PyObject *op, PyObject *index, gck_draw *dr
     int status = key != NULL && drawn == Py_None ? 0 : -1;
 
     if (key != NULL && drawn != Py_None && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)) {
-        PyObject *nbytes = PyObject_GetAttrString(PyTuple_GetItem(drawn, 2), "nbytes");
+        PyObject *nbytes = PyObject_GetAttrString(PyTuple_GetItem(drawn, 1), "nbytes");
         store->state->stats.decision_bytes += nbytes != NULL ? 2 * PyLong_AsLongLong(nbytes) : 0;   /* before and after */
         Py_XDECREF(nbytes);
         status = nbytes != NULL ? PyDict_SetItem(store->draws, key, drawn) : -1;
@@ -338,6 +338,9 @@ static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *c
 {
     const gck_kept *kept = (gck_kept *)entry;
 
+    if (store->traced) {
+        return PyObject_CallMethod(store->state->py.selection, "traced_value", "Oi", entry, store->mutation);
+    }
     if (Py_TYPE(entry) != store->state->Kept || kept->form == NULL) {
         return map(store, entry, NULL, value_of);
     }
@@ -345,11 +348,11 @@ static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *c
 }
 
 /* The generator that the call drew from, after it.  0 or -1. */
-static int repeat_draw(gck_store *store, PyObject *op, PyObject *index)
+static int repeat_draw(gck_store *store, const gck_call *call, PyObject *op, PyObject *index)
 {
     PyObject *key = store->draws != NULL ? PyTuple_Pack(2, op, index) : NULL;
     PyObject *drawn = key != NULL ? PyDict_GetItemWithError(store->draws, key) : NULL;
-    const int status = drawn != NULL ? gck_draw_repeat(&store->state->py, drawn) : PyErr_Occurred() ? -1 : 0;
+    const int status = drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) : PyErr_Occurred() ? -1 : 0;
 
     Py_XDECREF(key);
     return status;
@@ -387,7 +390,7 @@ PyObject *gck_store_replay(gck_store *store, const gck_call *call, PyObject *op,
     Py_INCREF(entry);
     result = store->reusable || lasting || PyDict_SetItem(calls, index, py->consumed_mark) == 0
         ? outputs_of(store, entry, call) : NULL;
-    if (result != NULL && repeat_draw(store, op, index) < 0) {
+    if (result != NULL && repeat_draw(store, call, op, index) < 0) {
         Py_CLEAR(result);
     }
     Py_DECREF(entry);

@@ -1,18 +1,21 @@
 /* region.c: keeps the arguments of a region, makes them again, runs its function. */
 #include "region.h"
 #include "rounding.h"
+#include "saver.h"
 #include "selective.h"
 
 #include <stdlib.h>
 
 /* ---- forward ---- */
 
-/* 1 when other saved-tensor hooks are active around us: payloads then go through them. */
-static int outer_hooks(const gck_py *py)
+/* 1 when other saved-tensor hooks are active around us: payloads then go through them.  *decisions: of what these
+ * keep lossily, inputs of ours among it. */
+static int outer_hooks(const gck_py *py, int *decisions)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
     const int active = top == NULL ? -1 : top != Py_None;
 
+    *decisions = active > 0 ? gck_saver_decisions(top) : 0;
     Py_XDECREF(top);
     return active;
 }
@@ -23,7 +26,7 @@ static int begin(gck_frame *frame, gck_packing *packing)
     gck_state *state = frame->state;
     const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
 
-    packing->outer = outer_hooks(&state->py);
+    packing->outer = outer_hooks(&state->py, &frame->decisions);
     if (packing->outer < 0 || tracing < 0) {
         return -1;
     }
@@ -35,6 +38,26 @@ static int begin(gck_frame *frame, gck_packing *packing)
         state->stats.kept[GCK_KEEP_TRACING]++;
     }
     return 0;
+}
+
+/* The region's decisions, in the store of its contexts where these are ours.  0 or -1. */
+static int decide(gck_frame *frame)
+{
+    gck_state *state = frame->state;
+    PyObject *store = frame->recompute_context != NULL ? PyObject_GetAttrString(frame->recompute_context, "_store") : NULL;
+    const int ours = store != NULL && Py_TYPE(store) == state->Store;
+    gck_store *of_contexts = (gck_store *)store;
+    int status;
+
+    if (store == NULL && frame->recompute_context != NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    status = gck_region_decides(state, frame->decisions, ours ? &of_contexts : &frame->store);
+    Py_XDECREF(store);
+    return status;
 }
 
 /* Entries for all arguments, and what the forward gets.  0 or -1. */
@@ -96,7 +119,10 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
         return -1;
     }
     frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.replay;
-    if (gck_region_decides(state, packing->payloads > 0 ? packing->plan.decisions : 0, &frame->store) < 0) {
+    if (packing->payloads > 0 && packing->plan.decisions > frame->decisions) {
+        frame->decisions = packing->plan.decisions;
+    }
+    if (decide(frame) < 0) {
         return -1;
     }
     if (packing->payloads == 0 || packing->aliases.rows == NULL) {

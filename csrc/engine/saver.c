@@ -389,6 +389,14 @@ static int push(gck_state *state, PyObject *compress)
     return status;
 }
 
+int gck_saver_decisions(PyObject *hooks)
+{
+    PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
+    const int ours = hook != NULL && PyCFunction_CheckExact(hook) && PyCFunction_GetFunction(hook) == pack;
+
+    return ours ? ((saver *)PyCFunction_GetSelf(hook))->packing.plan.decisions : 0;
+}
+
 PyObject *gck_saver_push(PyObject *module, PyObject *compress)
 {
     return push(gck_state_of(module), compress) < 0 ? NULL : Py_NewRef(Py_None);

@@ -6,6 +6,9 @@
 
 extern PyType_Spec gck_saver_spec;
 
+/* hooks: what torch says of the innermost ones of this thread.  Ours, with a codec that rounds: a gck_plan's decisions. */
+int gck_saver_decisions(PyObject *hooks);
+
 /* saved_push(compress): the hooks become the innermost of this thread. */
 PyObject *gck_saver_push(PyObject *module, PyObject *compress);
 

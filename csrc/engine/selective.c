@@ -35,16 +35,6 @@ static int set_key(const gck_py *py, int on)
     return result == NULL ? -1 : 0;
 }
 
-/* The store of `active` keeps decisions: what torch's checkpoint runs inside does so, too.  0 or -1. */
-static int announce(gck_state *state, gck_active *active)
-{
-    if (active->store->decisions > 0 && !active->decides) {
-        active->decides = gck_stand_in(state, 1) == 0;
-        return active->decides ? 0 : -1;
-    }
-    return 0;
-}
-
 int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay, int by_key)
 {
     /* Counted here, not in the store: two threads may recompute one region at once. */
@@ -64,7 +54,7 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, 
         .outer = state->active,
     };
     state->active = active;
-    if (announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
+    if (gck_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
     }
@@ -179,12 +169,44 @@ static PyObject *run_below(const gck_call *call)
     return call_below(with->state, with->hit, PyThread_get_thread_ident(), call->op, with->call, call->args, call->kwargs);
 }
 
-/* Operators that we call to keep an output (detach, clone, empty) are nobody's. */
-static void hide(gck_state *state, unsigned long thread, int by)
+static void count_busy(gck_state *state, int by)
 {
+    const unsigned long thread = PyThread_get_thread_ident();
+
     for (gck_active *a = state->active; a != NULL; a = a->outer) {
         a->busy += a->thread == thread ? by : 0;
     }
+}
+
+int gck_hide_begin(gck_state *state, PyObject **modes)
+{
+    const int any = gck_ask(state->py.dispatch_stack_len), tracing = any > 0 ? gck_tracing(&state->py) : 0;
+    const int active = any < 0 || tracing < 0 ? -1 : any && !tracing;    /* what is traced needs its modes */
+
+    *modes = active > 0 ? PyObject_CallMethod(state->py.selection, "without_modes", NULL) : NULL;
+    if (active < 0 || (active > 0 && *modes == NULL)) {
+        return -1;
+    }
+    count_busy(state, 1);
+    return 0;
+}
+
+int gck_hide_end(gck_state *state, PyObject *modes)
+{
+    PyObject *type, *value, *traceback, *done = NULL;
+
+    count_busy(state, -1);
+    if (modes == NULL) {
+        return 0;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    done = PyObject_CallMethod(modes, "close", NULL);
+    Py_DECREF(modes);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 /* Are the outputs of the next call of the operator i to be kept? */
@@ -228,35 +250,40 @@ static int keep_outputs(gck_store *store, int i, const gck_call *call, gck_draw 
 PyObject *gck_record_call(gck_store *store, int i, const gck_call *call)
 {
     gck_state *state = store->state;
-    const unsigned long thread = PyThread_get_thread_ident();
     gck_draw draw = {NULL, NULL};
-    PyObject *out = NULL;
+    PyObject *out = NULL, *modes;
 
     if (!gck_store_named(store, i)->draws || gck_draw_begin(&state->py, call->args, call->kwargs, &draw) == 0) {
         out = call->run(call);
     }
-    hide(state, thread, 1);
-    if (out != NULL && keep_outputs(store, i, call, &draw, out) < 0) {
+    if (out != NULL && gck_hide_begin(state, &modes) < 0) {
         Py_CLEAR(out);
+    } else if (out != NULL) {
+        const int status = keep_outputs(store, i, call, &draw, out);
+        if (gck_hide_end(state, modes) < 0 || status < 0) {
+            Py_CLEAR(out);
+        }
     }
-    hide(state, thread, -1);
     gck_draw_clear(&draw);
     return out;
 }
 
 PyObject *gck_replay_call(gck_store *store, int i, int64_t number, const gck_call *call)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
-    PyObject *index = PyLong_FromLongLong(number), *out = NULL;
+    PyObject *index = PyLong_FromLongLong(number), *out = NULL, *modes;
     int again = 0;
 
-    hide(store->state, thread, 1);
-    if (index != NULL) {
-        out = gck_store_replay(store, call, gck_store_named(store, i)->op, store->lines[i].calls, index,
-                               store->policy == NULL || i >= store->policy->n, &again);
+    if (index == NULL || gck_hide_begin(store->state, &modes) < 0) {
+        Py_XDECREF(index);
+        return NULL;
     }
-    hide(store->state, thread, -1);
-    Py_XDECREF(index);
+    out = gck_store_replay(store, call, gck_store_named(store, i)->op, store->lines[i].calls, index,
+                           store->policy == NULL || i >= store->policy->n, &again);
+    Py_DECREF(index);
+    if (gck_hide_end(store->state, modes) < 0) {
+        Py_CLEAR(out);
+        return NULL;
+    }
     return again ? call->run(call) : out;
 }
 
@@ -349,19 +376,19 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     return function;
 }
 
-/* gradckpt._C.selective_name(x, name, stores): in regions that catch by key, and in these, of modes. */
+/* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in those of these modes that are ours. */
 PyObject *gck_selective_name(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     const unsigned long thread = PyThread_get_thread_ident();
-    PyObject *x, *name, *stores;
+    PyObject *x, *name, *modes;
 
-    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &stores)) {
+    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &modes)) {
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < PyList_Size(stores); i++) {
-        PyObject *store = PyList_GetItem(stores, i);
-        if (Py_TYPE(store) == state->Store && gck_store_name((gck_store *)store, x, name) < 0) {
+    for (Py_ssize_t i = 0; i < PyList_Size(modes); i++) {
+        PyObject *mode = PyList_GetItem(modes, i);
+        if (PyObject_TypeCheck(mode, state->Context) && gck_context_name(mode, x, name) < 0) {
             return NULL;
         }
     }
@@ -385,7 +412,7 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
     if (store == NULL || (modes = gck_ask(state->py.dispatch_stack_len)) < 0) {
         return store == NULL ? 0 : -1;
     }
-    if (policy_fn == NULL && !modes && state->py.key != NULL) {
+    if (policy_fn == NULL && !modes && gck_catches_by_key(state, store)) {
         c->by_key = gck_selective_begin(state, &c->active, store, replay, 1) == 0;
         return c->by_key ? 0 : -1;
     }
@@ -426,45 +453,20 @@ int gck_catch_end(gck_state *state, gck_catch *c)
     return left == NULL ? -1 : 0;
 }
 
-/* What the stores at work in this thread keep of decisions. */
-static int decisions_around(const gck_state *state)
+int gck_catches_by_key(const gck_state *state, const gck_store *store)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
-    int decisions = 0;
-
-    for (const gck_active *a = state->active; a != NULL; a = a->outer) {
-        decisions = a->thread == thread && a->store->decisions > decisions ? a->store->decisions : decisions;
-    }
-    return decisions;
+    return state->py.key != NULL && !state->by_mode && !store->traced;
 }
 
-PyObject *gck_decides_py(PyObject *module, PyObject *unused)
+PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
 {
-    (void)unused;
-    return PyBool_FromLong(decisions_around(gck_state_of(module)) > 0);
-}
+    const int truth = PyObject_IsTrue(on);
 
-int gck_region_decides_from(gck_state *state, gck_store *store, int decisions)
-{
-    int status = gck_store_decide_from(store, decisions);
-
-    for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
-        status = a->store == store ? announce(state, a) : 0;
+    if (truth < 0) {
+        return NULL;
     }
-    return status;
-}
-
-int gck_region_decides(gck_state *state, int own, gck_store **store)
-{
-    const int policy = *store != NULL && (*store)->policy != NULL ? (*store)->policy->decisions : 0;
-    const int around = decisions_around(state);
-    int decisions = own > policy ? own : policy;
-
-    decisions = around > decisions ? around : decisions;
-    if (decisions > 0 && *store == NULL) {
-        *store = gck_store_new(state, NULL, 0, 1);
-    }
-    return decisions == 0 ? 0 : *store == NULL ? -1 : gck_store_decide_from(*store, decisions);
+    gck_state_of(module)->by_mode = truth;
+    Py_RETURN_NONE;
 }
 
 PyObject *gck_selective_key(PyObject *module, PyObject *unused)

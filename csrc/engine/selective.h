@@ -43,6 +43,14 @@ int gck_region_decides(gck_state *state, int own, gck_store **store);
  * 0 or -1. */
 int gck_region_decides_from(gck_state *state, gck_store *store, int decisions);
 
+/* The store of `active` keeps decisions: what torch's checkpoint runs inside does so, too.  0 or -1. */
+int gck_announce(gck_state *state, gck_active *active);
+
+/* Operators that we call to keep an output, or to give it back, are seen by no region of this thread and by no mode.
+ * 0, or -1 with the first exception. */
+int gck_hide_begin(gck_state *state, PyObject **modes);
+int gck_hide_end(gck_state *state, PyObject *modes);
+
 /* One call of the store's operator i, new reference: run, and what the policy wants of its outputs is kept; or given
  * back as call `number` of the forward returned them, or run again. */
 PyObject *gck_record_call(gck_store *store, int i, const gck_call *call);
@@ -51,13 +59,18 @@ PyObject *gck_replay_call(gck_store *store, int i, int64_t number, const gck_cal
 /* Borrowed: what this thread has entered with that context; NULL: nothing. */
 gck_active *gck_active_of(gck_state *state, const PyObject *context);
 
-/* For Python: catcher(op), selective_key(). */
+/* For Python: catcher(op), selective_key(), and for tests catch_by_mode(on). */
 PyObject *gck_catcher(PyObject *module, PyObject *op);
 PyObject *gck_selective_key(PyObject *module, PyObject *unused);
 PyObject *gck_decides_py(PyObject *module, PyObject *unused);
 PyObject *gck_selective_name(PyObject *module, PyObject *args);
 
-/* mode.c: add_dispatch(class, class). */
-PyObject *gck_add_dispatch(PyObject *module, PyObject *args);
+/* 1: the operators that the store names may be caught on the key; 0: a mode has to. */
+int gck_catches_by_key(const gck_state *state, const gck_store *store);
+PyObject *gck_catch_by_mode(PyObject *module, PyObject *on);
+
+/* mode.c: type gradckpt._C.Context; x got a name under one.  0 or -1. */
+extern PyType_Spec gck_context_spec;
+int gck_context_name(PyObject *context, PyObject *x, PyObject *name);
 
 #endif

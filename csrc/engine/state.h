@@ -52,7 +52,7 @@ typedef struct gck_payload gck_payload;
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept, *Saver, *Saved;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept, *Context, *Saver, *Saved;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* another one, public                                */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */
@@ -77,6 +77,7 @@ typedef struct {
     PyObject     *torchs;          /* torch's checkpoint, see stand_in.c; NULL before the first exchange */
     int           standing;        /* how many need ours in its place                    */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
+    int           by_mode;         /* tests: operators are caught by modes only            */
     int64_t       late_verdicts;   /* tests: see pending.h; nanoseconds                  */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;

@@ -31,12 +31,9 @@ static int is_rounding_cast(PyObject *args, PyObject *kwargs)
 /* Index among these names, or -1. */
 static int find_in(const gck_names *names, const PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    for (int i = 0; names != NULL && i < names->n; i++) {
-        if (names->named[i].op == op) {
-            return names->named[i].keep != GCK_DECIDE_CAST || is_rounding_cast(args, kwargs) ? i : -1;
-        }
-    }
-    return -1;
+    const int i = names != NULL ? gck_names_find(names, op) : -1;
+
+    return i >= 0 && names->named[i].keep == GCK_DECIDE_CAST && !is_rounding_cast(args, kwargs) ? -1 : i;
 }
 
 static int lines_of(const gck_names *names) { return names != NULL ? names->n : 0; }
@@ -70,13 +67,6 @@ const gck_named *gck_store_named(const gck_store *store, int i)
 }
 
 int gck_store_nlines(const gck_store *store) { return lines_of(store->policy) + lines_of(store->deciding); }
-
-void gck_store_rewind(gck_store *store)
-{
-    for (int i = 0; i < gck_store_nlines(store); i++) {
-        store->lines[i].next = 0;
-    }
-}
 
 static int store_traverse(PyObject *op, visitproc visit, void *arg)
 {
@@ -143,6 +133,11 @@ PyType_Spec gck_store_spec = {
     .slots = store_slots,
 };
 
+int gck_is_store(PyObject *x)
+{
+    return (destructor)PyType_GetSlot(Py_TYPE(x), Py_tp_dealloc) == store_dealloc;
+}
+
 gck_store *gck_store_new(gck_state *state, gck_names *policy, int mutation, int reusable)
 {
     gck_store *self = PyObject_GC_New(gck_store, state->Store);
@@ -153,6 +148,7 @@ gck_store *gck_store_new(gck_state *state, gck_names *policy, int mutation, int 
     self->state = state;
     self->mutation = mutation;
     self->reusable = reusable;
+    self->traced = 0;
     self->decisions = 0;
     self->policy = (gck_names *)Py_XNewRef((PyObject *)policy);
     self->deciding = NULL;

@@ -39,6 +39,8 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     int        n, ngroups;
+    int       *slots;        /* a hash table of indices into `named` by operator, -1 where empty; malloc */
+    size_t     mask;         /* its size is a power of two: less one                         */
     int        asks;         /* no names: a function is asked                                */
     int        decisions;    /* some outputs are kept lossily: of what follows them, as in a gck_plan */
     gck_named *named;        /* n; malloc                                                    */
@@ -48,7 +50,7 @@ typedef struct {
 /* The calls of one named operator in one region. */
 typedef struct {
     PyObject *calls;         /* dict: call -> what is kept; owned, NULL before the first     */
-    int64_t   next;          /* call of the forward, or of a recompute under a mode          */
+    int64_t   next;          /* call of the forward                                          */
 } gck_line;
 
 /* Type gradckpt._C.Store: what one region keeps. */
@@ -58,6 +60,7 @@ typedef struct {
     PyObject  *storage;      /* defaultdict: operator -> calls; torch's modes write into it, too */
     int        mutation;     /* entries may have been changed in place                       */
     int        reusable;     /* a call may be replayed more than once                        */
+    int        traced;       /* torch's own mode kept every output, for a graph              */
     int        decisions;    /* the region may run again on restored values; as in a gck_plan */
     gck_names *policy;       /* owned; NULL: nothing is kept for a policy                    */
     gck_names *deciding;     /* owned; NULL while `decisions` is 0                           */
@@ -67,6 +70,9 @@ typedef struct {
     PyObject  *candidates;   /* list of (what gradckpt._selection finds it by, line, call), in the forward; or NULL */
     int        met;          /* names that were wanted and given                             */
 } gck_store;
+
+/* Index of op, or -1. */
+int gck_names_find(const gck_names *names, const PyObject *op);
 
 extern PyType_Spec gck_names_spec, gck_store_spec, gck_kept_spec;
 
@@ -108,8 +114,8 @@ int gck_store_name(gck_store *store, PyObject *x, PyObject *name);
 /* The forward is over.  0, or -1 with what a warning raised. */
 int gck_store_finish(gck_store *store);
 
-/* The calls of a recompute under a mode are counted from 0. */
-void gck_store_rewind(gck_store *store);
+/* Is the object a Store? */
+int gck_is_store(PyObject *x);
 
 /* gradckpt._C.make_names(rows, wanted): a row is (op, keep, what compress= takes, every, phase, group, form);
  * None: a function will say.

@@ -87,7 +87,7 @@ PyObject *gck_draw_end(gck_py *py, gck_draw *draw)
     if (after == draw->before || after == Py_None) {       /* the CPU's: nobody drew */
         drawn = Py_NewRef(Py_None);
     } else if (after != NULL) {
-        drawn = PyTuple_Pack(3, draw->generator != NULL ? draw->generator : Py_None, draw->before, after);
+        drawn = PyTuple_Pack(2, draw->before, after);
     }
     Py_XDECREF(after);
     gck_draw_clear(draw);
@@ -104,24 +104,22 @@ static int same_state(PyObject *a, PyObject *b)
     return truth;
 }
 
-int gck_draw_repeat(gck_py *py, PyObject *drawn)
+int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *drawn)
 {
-    PyObject *generator, *before, *after, *now, *done = NULL;
-    int status;
+    gck_draw now;
+    PyObject *before, *after, *done = NULL;
+    int status = gck_draw_begin(py, args, kwargs, &now);
 
-    if (!PyArg_ParseTuple(drawn, "OOO", &generator, &before, &after)) {
-        return -1;
+    if (status == 0 && now.before != NULL && PyArg_ParseTuple(drawn, "OO", &before, &after)) {
+        status = same_state(now.before, before);
+        if (status > 0 && now.generator == NULL) {
+            status = gck_rng_put(&py->rng, after);
+        } else if (status > 0) {
+            done = PyObject_CallMethodObjArgs(now.generator, py->rng.set_state, after, NULL);
+            status = done == NULL ? -1 : 0;
+            Py_XDECREF(done);
+        }
     }
-    const int cpu = generator == Py_None;
-    now = state_of(py, cpu ? NULL : generator);
-    status = now != NULL ? same_state(now, before) : -1;
-    if (status > 0 && cpu) {
-        status = gck_rng_put(&py->rng, after);
-    } else if (status > 0) {
-        done = PyObject_CallMethodObjArgs(generator, py->rng.set_state, after, NULL);
-        status = done == NULL ? -1 : 0;
-        Py_XDECREF(done);
-    }
-    Py_XDECREF(now);
+    gck_draw_clear(&now);
     return status < 0 ? -1 : 0;
 }

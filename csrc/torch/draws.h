@@ -19,8 +19,8 @@ int gck_draw_begin(gck_py *py, PyObject *args, PyObject *kwargs, gck_draw *draw)
 PyObject *gck_draw_end(gck_py *py, gck_draw *draw);
 void gck_draw_clear(gck_draw *draw);
 
-/* A generator that stands where it stood before the call is put where the call left it.  Any other was not put
- * back for the recompute and stays.  0 or -1. */
-int gck_draw_repeat(gck_py *py, PyObject *drawn);
+/* The generator of a call with these arguments, if it stands where the other call found it, is put where that call
+ * left it.  Any other was not put back for the recompute and stays.  0 or -1. */
+int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *drawn);
 
 #endif

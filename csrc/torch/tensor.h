@@ -71,7 +71,7 @@
 #define GCK_PY_NAMES(NAME)                                                             \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
     NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
-    NAME(_version) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
+    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
     NAME(_backward_hooks) NAME(saved_tensors) NAME(set_materialize_grads)              \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
 
@@ -86,6 +86,7 @@
     OBJECT(cpu)                  /* the string "cpu" */                                               \
     OBJECT(recompute_mark) OBJECT(consumed_mark)       /* in the storage of a selective region */     \
     OBJECT(prefer_recompute) OBJECT(must_recompute)    /* of CheckpointPolicy */                      \
+    OBJECT(ignored)              /* ignored_ops as a tuple; NULL before the first look */             \
     OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
     OBJECT(key)                  /* the dispatch key that catches operators, or NULL */               \
     OBJECT(key_inplace)          /* ADInplaceOrView */                                                \

@@ -21,7 +21,8 @@ def probe(tmp_path_factory):
     library = tmp_path_factory.mktemp("launches") / "probe.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE",
                     "-Wno-missing-field-initializers", f"-I{CSRC}", f"-I{CSRC}/torch", f"-I{headers}",
-                    HELPERS / "launch_probe.c", "-o", library], check=True)  # fmt: skip
+                    HELPERS / "launch_probe.c",
+                    CSRC / "torch" / "error.c", "-o", library], check=True)  # fmt: skip
     return ctypes.PyDLL(str(library))  # called with the GIL held
 
 

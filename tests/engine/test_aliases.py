@@ -184,7 +184,8 @@ def test_an_argument_given_twice_is_one_object_in_both_runs(config, nested):
     gradckpt.reset_stats()
     y = run(function, h, h, {"other": [h]}, v=h)
     counts = gradckpt.stats()
-    assert (counts["compressed"], counts["encoded"]) == ((8, 2) if nested else (4, 1))
+    # The hooks of an enclosing region see each argument, one object or not.
+    assert (counts["compressed"], counts["encoded"]) == ((8, 5) if nested else (4, 1))
     (g,) = torch.autograd.grad(y.sum(), x)
     assert len(seen) > 1
     assert set(seen) == {(True, True, True)}

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
 import gradckpt
-from gradckpt import selective
 
 aten = torch.ops.aten
 calls = Counter()
@@ -96,10 +95,9 @@ class Contexts:
 class Way:
     """One way to keep what a list of operators returns."""
 
-    def __init__(self, name, monkeypatch):
+    def __init__(self, name):
         self.name = name
-        if name == "by mode":
-            monkeypatch.setattr(selective, "_key", None)
+        gradckpt._C.catch_by_mode(name == "by mode")
 
     def contexts(self, ops, **options):
         """The context_fn of these operators."""
@@ -116,13 +114,15 @@ OURS = ["by key", "by mode", "by function", "under a mode"]
 
 
 @pytest.fixture(params=["torch", *OURS])
-def way(request, monkeypatch):
-    return Way(request.param, monkeypatch)
+def way(request):
+    yield Way(request.param)
+    gradckpt._C.catch_by_mode(False)
 
 
 @pytest.fixture(params=OURS)
-def our_way(request, monkeypatch):
-    return Way(request.param, monkeypatch)
+def our_way(request):
+    yield Way(request.param)
+    gradckpt._C.catch_by_mode(False)
 
 
 def key_is_on():
@@ -142,7 +142,7 @@ def _nothing_left_behind():
 
 def catches_nothing():
     """A region of now keeps what is its own, and nobody else does."""
-    context_fn = Way("by key", None).contexts([aten.mm.default])
+    context_fn = Way("by key").contexts([aten.mm.default])
     x = torch.ones(4, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(gradckpt.checkpoint(lambda t: t.mm(t).exp(), x, context_fn=context_fn).sum(), x)
     want = torch.autograd.grad(x.mm(x).exp().sum(), x)[0]

@@ -66,6 +66,7 @@ PYTHON = {
         "gradckpt.imports",
         "gradckpt.packing",
         "gradckpt.policies",
+        "gradckpt.selective",
         "gradckpt.stats",
     },
     "gradckpt.config": {"gradckpt._C", "gradckpt.rounding"},

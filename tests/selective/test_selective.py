@@ -113,7 +113,7 @@ def test_kept_operators_run_once_and_others_twice(ck, way, ops, doubles, squares
 def test_a_mode_around_sees_what_it_sees_with_torch(ck, our_way, ops):
     x, w = leaf(8, 8), leaf(8, 8)
     seen = []
-    for k, each in ((theirs, Way("torch", None)), (ck, our_way)):
+    for k, each in ((theirs, Way("torch")), (ck, our_way)):
         context_fn = each.contexts(ops)
         with Watch() as watch:
             gradients(lambda *a, k=k, c=context_fn: k(REGIONS["matmuls"][0], *a, context_fn=c), (x, w))
@@ -361,7 +361,7 @@ def test_nested_regions_each_by_their_own_policy(ck, our_way, inner, outer):
     x = leaf(8)
     want = gradients(lambda u: chain(u.cos()) * square(u), (x,))[1]
     calls.clear()
-    assert same(gradients(run(Way("torch", None), theirs), (x,))[1], want)
+    assert same(gradients(run(Way("torch"), theirs), (x,))[1], want)
     expected = dict(calls)
     calls.clear()
     assert same(gradients(run(our_way, ck), (x,))[1], want)

@@ -32,7 +32,6 @@ from selective_ways import _nothing_left_behind as _nothing_left_behind
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradckpt
-from gradckpt import selective
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 __all__ = ["our_way"]
@@ -334,9 +333,9 @@ def test_a_tensor_subclass_inside(our_way):
     assert torch.equal(got.b, want.b)
 
 
-def test_without_the_key_modes_do_the_work(monkeypatch):
-    monkeypatch.setattr(selective, "_key", None)
-    assert selective._key is None
+def test_without_the_key_modes_do_the_work(request):
+    request.addfinalizer(lambda: gradckpt._C.catch_by_mode(False))
+    gradckpt._C.catch_by_mode(True)
     with contexts([SQUARE])[0]:
         assert not key_is_on()
         assert torch._C._len_torch_dispatch_stack() == 1

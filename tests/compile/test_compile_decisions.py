@@ -1,0 +1,84 @@
+"""torch.compile: what is decided in regions that may run again on restored values is kept, at every level."""
+
+import pytest
+import torch
+from compile_cases import (
+    OLD,
+    assert_same,
+    fresh_dynamo,  # noqa: F401 (a fixture of every test here)
+    gradients,
+    leaf,
+    weight,
+)
+from compiled_graphs import Graphs
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+
+import gradckpt
+from gradckpt.policies import contexts_of
+
+ck = gradckpt.checkpoint
+SAVES = contexts_of("save_matmuls:int4")
+OTHER = contexts_of("save_attention")
+
+
+def route(x, w):
+    best = (x @ w).topk(2, -1)
+    return x.gather(-1, best.indices).exp() * best.values
+
+
+def after_a_product(x, w):
+    return route((x @ w).sin(), w)
+
+
+def within(checkpoint, **options):
+    """A region of ours that compresses, around one of theirs."""
+
+    def outer(x, w):
+        return checkpoint(route, x.sin(), w, use_reentrant=False, **options) * x[:, :2]
+
+    return lambda x, w: ck(outer, x * 2, w, compress="int4")
+
+
+def twice(x, w):
+    return ck(lambda x, w: ck(lambda x, w: torchs_checkpoint(route, x.sin(), w, use_reentrant=False), x.cos(), w), x, w)
+
+
+PROGRAMS = {
+    "a region": lambda x, w: ck(route, x * 2, w, compress="int4"),
+    "ours inside": within(ck),
+    "torch's inside": within(torchs_checkpoint),
+    "three levels": lambda x, w: ck(twice, x * 2, w, compress="int4"),
+    "policy": lambda x, w: ck(after_a_product, x * 2, w, context_fn=SAVES),
+    "another policy": lambda x, w: ck(after_a_product, x * 2, w, compress="int4", context_fn=OTHER),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_router_chooses_once(name):
+    if OLD and "policy" in name:
+        pytest.skip("torch < 2.12: what a policy keeps stays uncompressed in compiled graphs")
+    graphs, inputs = Graphs(), (leaf(64, 64), weight())
+    assert_same(gradients(graphs.compile(PROGRAMS[name]), *inputs), gradients(PROGRAMS[name], *inputs))
+    nodes = [node for m in graphs.backward for node in m.graph.nodes]
+    assert not [node for node in nodes if node.target is torch.ops.aten.topk.default]
+    assert graphs.payloads
+
+
+@pytest.mark.parametrize("compress", ["raw", {"codec": "int4", "decisions": False}])
+def test_nothing_is_kept_where_nothing_is_approximate_or_wanted(compress):
+    graphs = Graphs()
+    gradients(graphs.compile(lambda x, w: ck(route, x * 2, w, compress=compress)), leaf(64, 64), weight())
+    nodes = [node for m in graphs.backward for node in m.graph.nodes]
+    assert [node for node in nodes if node.target is torch.ops.aten.topk.default]
+
+
+def test_a_result_that_backward_compares_is_computed_again():
+    """Kept as it was beside a restored input, it would be found in it nowhere, and its gradient be 0 / 0."""
+
+    def largest(x, w):
+        return (x @ w).amax(-1) * (x @ w).max()
+
+    graphs, inputs = Graphs(), (leaf(64, 64), weight())
+    for grad in gradients(graphs.compile(lambda x, w: ck(largest, x * 2, w, compress="int8")), *inputs):
+        assert grad.isfinite().all()
+        assert grad.count_nonzero()
