@@ -294,6 +294,51 @@ ROUNDING = (
 )
 
 
+#: Operators of the same kinds whose results are not kept, by the reason.
+NOT_KEPT: dict[str, tuple[str, ...]] = {
+    # The value is continuous; the gradient changes hands where two values are equal. A bit or more for every value
+    # would have to be kept, and most of these compare their restored inputs in the backward, where no result counts.
+    "a kink, and backward compares the inputs": (
+        *("maximum", "minimum", "fmax", "fmin", "clamp_max", "clamp_min", "threshold"),
+    ),
+    "made of others, which are kept": (
+        *("adaptive_max_pool1d", "max_pool1d", "max_pool1d_with_indices", "max_pool2d", "max_pool3d", "argwhere"),
+        *("nonzero_numpy", "quantile", "isclose", "greater_equal", "less_equal", "not_equal", "is_nonzero"),
+        *("linalg_matrix_norm", "linalg_norm", "frobenius_norm", "nuclear_norm", "histogramdd", "rrelu", "rrelu_"),
+        *("_unique", "_aminmax", "norm_except_dim", "unique_dim_consecutive"),
+    ),
+    "called by others, which are kept": (
+        *("_cummax_helper", "_cummin_helper", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts"),
+        *("_histogramdd_from_bin_tensors", "rrelu_with_noise_functional"),
+    ),
+    "only exact zeros decide; a comparison with zero is kept": ("count_nonzero",),
+    "counts, without a gradient": ("histogram",),
+    "older than linalg.vector_norm, which torch.norm calls": ("norm",),
+    "indices come as an argument": ("max_unpool2d", "max_unpool3d"),
+    "smooth": (
+        *("_weight_norm", "_weight_norm_interface", "poisson_nll_loss", "special_gammainc", "special_gammaincc"),
+        *("special_gammaln", "_dirichlet_grad", "_standard_gamma_grad"),
+    ),
+    "no values": ("is_signed", "_convolution_mode"),
+    "draws as many numbers whatever the values, and its result follows them": (
+        *("_philox_normal", "alpha_dropout", "alpha_dropout_", "cauchy", "cauchy_", "dropout", "dropout_"),
+        *("exponential", "exponential_", "feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout"),
+        *("feature_dropout_", "geometric", "geometric_", "log_normal", "log_normal_", "native_dropout", "normal"),
+        *("normal_", "normal_functional", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+        *("random", "random_", "randperm", "uniform", "uniform_", "_fused_dropout", "gru", "lstm", "rnn_relu"),
+        *("rnn_tanh", "_cudnn_rnn", "miopen_rnn", "_lstm_mps", "_cudnn_init_dropout_state"),
+        *("scaled_dot_product_attention", "_scaled_dot_product_attention_math", "_fused_sdp_choice"),
+        *("_scaled_dot_product_attention_math_for_mps", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
+        *("_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_efficient_attention_backward"),
+        *("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace", "_efficient_attention_forward"),
+        *("_cudnn_attention_forward", "_cudnn_attention_backward", "_triton_scaled_dot_attention"),
+        *("_fill_mem_eff_dropout_mask_", "_nested_tensor_softmax_with_shape"),
+    ),
+}
+
+
 def overloads(name: str, writing: bool = False) -> list[Any]:
     """Return the operators on tensors of that name that this torch has; writing: those that write into arguments."""
     packet_name, _, overload = name.partition(".")

@@ -46,7 +46,9 @@ static int identify(gck_dispatch *d)
         d->key = Py_NewRef(d->func);
         return 0;
     }
-    PyErr_Clear();
+    if (gck_clear_attribute_error() < 0) {
+        return -1;
+    }
     d->call = Py_NewRef(d->func);
     d->key = PyObject_CallMethod(py->selection, "selective_key", "OO", d->func, d->args);
     return d->key == NULL ? -1 : 0;

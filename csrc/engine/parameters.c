@@ -8,8 +8,8 @@ static PyObject *attribute(PyObject *x, PyObject *name)
 {
     PyObject *value = PyObject_GetAttr(x, name);
 
-    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
+    if (value == NULL) {
+        gck_clear_attribute_error();
     }
     return value;
 }
@@ -103,7 +103,7 @@ int gck_known(PyObject *known, PyObject *x)
     PyObject *reference = key != NULL ? PyDict_GetItemWithError(known, key) : NULL;            /* borrowed */
 
     Py_XDECREF(key);
-    PyErr_Clear();
+    gck_error_report();
     return reference != NULL && PyWeakref_GetObject(reference) == x;
 }
 
@@ -119,7 +119,7 @@ int gck_remember(PyObject *known, PyObject *x)
     }
     Py_XDECREF(key);
     Py_XDECREF(reference);
-    PyErr_Clear();                               /* not remembered: asked again next time */
+    gck_error_report();                          /* not remembered: asked again next time */
     return 0;
 }
 

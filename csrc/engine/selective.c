@@ -23,16 +23,10 @@ static gck_active *next_here(gck_active *a, unsigned long thread)
 /* Switches the key for this thread; an exception that is pending survives.  0 or -1. */
 static int set_key(const gck_py *py, int on)
 {
-    PyObject *type, *value, *traceback, *result;
+    gck_error error = gck_error_take();
 
-    PyErr_Fetch(&type, &value, &traceback);
-    result = PyObject_CallFunctionObjArgs(py->set_included, py->key, on ? Py_True : Py_False, NULL);
-    Py_XDECREF(result);
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-        return -1;
-    }
-    return result == NULL ? -1 : 0;
+    Py_XDECREF(PyObject_CallFunctionObjArgs(py->set_included, py->key, on ? Py_True : Py_False, NULL));
+    return gck_error_return(&error);
 }
 
 int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay, int by_key)
@@ -77,12 +71,11 @@ void gck_selective_end(gck_state *state, gck_active *active)
     if (active->decides) {
         gck_stand_in(state, -1);
     }
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    gck_error error = gck_error_take();
     free(active->next);
     active->next = NULL;
     Py_CLEAR(active->store);
-    PyErr_Restore(type, value, traceback);
+    gck_error_return(&error);
 }
 
 gck_active *gck_active_of(gck_state *state, const PyObject *context)
@@ -305,7 +298,7 @@ static int compiling(const gck_py *py)
     PyObject *context = PyObject_GetAttrString(py->guards, "tracing_context");
     const int truth = context != NULL && context != Py_None;
 
-    PyErr_Clear();                               /* no such attribute: it never did */
+    gck_error_report();                          /* no such attribute: it never did */
     Py_XDECREF(context);
     return truth;
 }
@@ -430,7 +423,7 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
 /* An exception that is pending survives. */
 int gck_catch_end(gck_state *state, gck_catch *c)
 {
-    PyObject *type, *value, *traceback, *left;
+    gck_error error;
 
     if (c->by_key) {
         gck_store *store = c->active.replay || PyErr_Occurred() ? NULL
@@ -443,14 +436,11 @@ int gck_catch_end(gck_state *state, gck_catch *c)
     if (c->mode == NULL) {
         return 0;
     }
-    PyErr_Fetch(&type, &value, &traceback);
-    left = PyObject_CallMethod(c->mode, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    Py_XDECREF(left);
+    error = gck_error_take();
+    Py_XDECREF(PyObject_CallMethod(c->mode, "__exit__", "OOO", Py_None, Py_None, Py_None));
+    gck_error_keep(&error);
     Py_CLEAR(c->mode);
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-    }
-    return left == NULL ? -1 : 0;
+    return gck_error_return(&error);
 }
 
 int gck_catches_by_key(const gck_state *state, const gck_store *store)

@@ -40,18 +40,16 @@ static int exchange(gck_state *state)
 
 int gck_stand_in(gck_state *state, int by)
 {
-    PyObject *type, *value, *traceback;
+    gck_error error;
     int status;
 
     state->standing += by;
     if (state->standing != (by > 0)) {
         return 0;
     }
-    PyErr_Fetch(&type, &value, &traceback);
+    error = gck_error_take();
     status = exchange(state);
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-    }
+    gck_error_return(&error);
     if (status < 0 && by > 0) {
         state->standing -= by;
     }

@@ -12,7 +12,7 @@ static int is_floating(PyObject *dtype)
     const int truth = floating == Py_True;
 
     Py_XDECREF(floating);
-    PyErr_Clear();
+    gck_error_report();
     return truth;
 }
 

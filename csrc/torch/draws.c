@@ -7,12 +7,9 @@
 int gck_op_draws(const gck_py *py, PyObject *op)
 {
     PyObject *tags = PyObject_GetAttrString(op, "tags");
-    const int draws = tags != NULL ? PySequence_Contains(tags, py->draws) : 0;
+    const int draws = tags != NULL ? PySequence_Contains(tags, py->draws) : gck_clear_attribute_error();
 
-    Py_XDECREF(tags);
-    if (tags == NULL) {
-        PyErr_Clear();                           /* a higher order operator */
-    }
+    Py_XDECREF(tags);                            /* a higher order operator has none */
     return draws;
 }
 

@@ -57,3 +57,10 @@ int gck_clear_refusal(void)
     }
     return gck_clear_attribute_error();
 }
+
+void gck_error_report(void)
+{
+    if (PyErr_Occurred() && gck_clear_refusal() < 0) {
+        PyErr_WriteUnraisable(NULL);
+    }
+}

@@ -30,4 +30,7 @@ int gck_clear_refusal(void);
 /* The same for AttributeError alone. */
 int gck_clear_attribute_error(void);
 
+/* Where no caller can be told: a refusal is cleared, anything else goes to sys.unraisablehook. */
+void gck_error_report(void);
+
 #endif

@@ -1,0 +1,171 @@
+"""Which operators decide, and what is kept of each: every operator of torch's that looks like one is in a table."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gradckpt
+from gradckpt._decisions import FORMS, KEPT, NOT_KEPT, ROUNDING, WRITING, narrow, overloads, widen
+
+aten = torch.ops.aten
+
+#: By their names, operators that select, sort, search, compare, pool or draw by values.
+SUSPECT = re.compile(
+    r"(^|_)(arg|a?max|a?min|cummax|cummin|sort|topk|median|mode|unique|search|bucket|nonzero|kthvalue|quantile|histc"
+    r"|histogram|multinomial|bernoulli|poisson|binomial|gamma|dirichlet|norm|isin|threshold|sign|isclose|equal)"
+    r"|pool.*indices|max_pool|maximum|minimum|fmax|fmin|aminmax"
+)
+#: Normalization layers, backwards, and kernels of other layouts and libraries.
+ELSEWHERE = re.compile(
+    r"(batch|layer|group|instance|rms|native)_norm|_backward|sparse|quantized|mkldnn|miopen_batch|cudnn_batch|foreach"
+    r"|cslt|fft|nested|_for_size$"
+)
+
+
+def all_operators():
+    for full in torch._C._dispatch_get_all_op_names():
+        space, _, name = full.partition("::")
+        packet, _, overload = name.partition(".")
+        if space == "aten" and (op := getattr(getattr(aten, packet, None), overload or "default", None)) is not None:
+            yield packet, op
+
+
+def test_every_operator_that_looks_like_one_is_decided_upon():
+    """One that torch adds appears here."""
+    known = {name.partition(".")[0] for name in (*KEPT, *ROUNDING, *WRITING)}
+    known |= {name for names in NOT_KEPT.values() for name in names}
+    undecided = set()
+    for packet, op in all_operators():
+        draws = torch.Tag.nondeterministic_seeded in op.tags
+        suspect = SUSPECT.search(packet) and not ELSEWHERE.search(packet) and not packet.endswith("_")
+        if packet not in known and (draws or suspect):
+            undecided.add(packet)
+    assert not undecided
+
+
+def test_what_is_kept_is_there():
+    newest = {"equal", "unique_dim", "rrelu_with_noise_.default"}
+    for name in {*KEPT, *ROUNDING} - newest:
+        assert overloads(name, writing=name.endswith("noise.default")), name
+    assert len(FORMS) > 100
+
+
+@pytest.mark.parametrize("bound", [1, 256, 257, 1 << 16, (1 << 16) + 1, 1 << 31])
+def test_indices_survive_in_few_bytes(bound):
+    index = torch.tensor([0, bound // 2, bound - 1])
+    kept = narrow(index, bound)
+    assert torch.equal(widen(kept), index)
+    assert kept.dtype.itemsize == (1 if bound <= 256 else 2 if bound <= 1 << 16 else 4)
+
+
+# ---- gradients ----
+
+
+def planes(h):
+    return h.view(4, 4, 16, 64)
+
+
+def pooled(pool, *shape):
+    return lambda h: pool(h.view(*shape)).flatten()
+
+
+def each(reduce):
+    return lambda h: torch.stack([reduce(row) for row in h])
+
+
+#: Results that one value of the input determines, and whose gradient goes there.
+SELECT = {
+    "max along a dimension": lambda h: h.max(-1).values,
+    "max": each(torch.max),
+    "min": each(torch.min),
+    "median": each(torch.median),
+    "nanmedian": each(torch.nanmedian),
+    "median along a dimension": lambda h: h.median(-1).values,
+    "amax": lambda h: h.amax(-1),
+    "amax of two dimensions": lambda h: h.view(8, 4, 8, 16).amax((1, -1)),
+    "amax of all": lambda h: torch.stack([row.amax() for row in h]),
+    "amin keeps": lambda h: h.amin(0, keepdim=True),
+    "aminmax": lambda h: torch.stack(torch.aminmax(h, dim=1)),
+    "infinity norm": lambda h: torch.linalg.vector_norm(h, float("inf"), dim=-1),
+    "normalize": lambda h: F.normalize(h, p=float("inf")),
+    "kthvalue": lambda h: h.kthvalue(7).values,
+    "topk": lambda h: h.topk(5).values,
+    "sort": lambda h: h.sort(-1, descending=True).values[:, :9],
+    "cummax": lambda h: h.cummax(-1).values,
+    "max_pool1d": pooled(lambda x: F.max_pool1d(x, 4), 16, 4, 64),
+    "max_pool2d": pooled(lambda x: F.max_pool2d(x, (2, 3), padding=(1, 1)), 4, 4, 16, 16),
+    "max_pool2d channels last": pooled(
+        lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2), 4, 4, 16, 16
+    ),
+    "max_pool3d": pooled(lambda x: F.max_pool3d(x, 2), 4, 4, 4, 8, 8),
+    "adaptive_max_pool1d": pooled(lambda x: F.adaptive_max_pool1d(x, 9), 16, 4, 64),
+    "adaptive_max_pool2d": pooled(lambda x: F.adaptive_max_pool2d(x, 5), 4, 4, 16, 16),
+    "adaptive_max_pool3d": pooled(lambda x: F.adaptive_max_pool3d(x, 3), 4, 4, 4, 8, 8),
+    "fractional_max_pool2d": pooled(lambda x: F.fractional_max_pool2d(x, 3, output_size=7), 4, 4, 16, 16),
+    "quantile": lambda h: h.quantile(0.3, dim=-1),
+    "written by out=": lambda h: h.gather(-1, torch.argmax(h.detach(), -1, True, out=h.new_empty(0).long())),
+    "compared in place": lambda h: h * h.detach().clone().gt_(0.3),
+    "signbit": lambda h: h * h.signbit(),
+}
+
+
+def gradients(select, checkpoint):
+    torch.manual_seed(1)
+    w = (torch.randn(64, 64) / 8).requires_grad_()
+    x = torch.randn(64, 64, requires_grad=True)
+    torch.manual_seed(2)
+    out = checkpoint(lambda h: select(h @ w), x * 1)
+    torch.manual_seed(3)
+    return torch.autograd.grad(out, (w, x), torch.randn_like(out))
+
+
+@pytest.mark.parametrize("name", SELECT)
+def test_the_gradient_goes_where_the_forward_found_the_result(name):
+    select = SELECT[name]
+    exact = gradients(select, lambda f, h: f(h))
+    for codec, bound in (("int8", 0.03), ("int4", 0.25)):
+        found = gradients(select, lambda f, h, codec=codec: gradckpt.checkpoint(f, h, compress=codec))
+        for a, b in zip(found, exact, strict=True):
+            assert a.isfinite().all()
+            assert (a - b).norm() <= bound * b.norm()
+
+
+def test_ties():
+    """Of equal values one gets the gradient, with those equal to it in the restored input: the sum is right."""
+    x = torch.zeros(64, 64, requires_grad=True)
+    gradckpt.checkpoint(lambda h: h.amax(-1), x * 1, compress="int8").sum().backward()
+    assert torch.equal(x.grad.sum(-1), torch.ones(64))
+
+
+def test_a_policy_that_keeps_such_a_result_beside_an_approximate_input():
+    """Exactly the maximum of the forward is nowhere in the restored input: its place is kept."""
+    x = torch.randn(64, 64, requires_grad=True)
+    contexts = gradckpt.policies.contexts_of([aten.amax.default])
+    gradckpt.checkpoint(lambda h: h.sin().amax(-1), x * 1, compress="int4", context_fn=contexts).sum().backward()
+    assert x.grad.isfinite().all()
+    assert x.grad.count_nonzero() >= 64
+
+
+def test_integers_and_empty_inputs_run_again():
+    def region(h):
+        return h * h.detach().long().amax() + h[:0].sum() + h.detach().bool().amax(-1, keepdim=True)
+
+    x = torch.randn(64, 64, requires_grad=True)
+    gradckpt.checkpoint(region, x * 1, compress="int8").sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_what_rounds_is_kept_on_request():
+    seen = []
+
+    def region(h):
+        seen.append((h * 9).round().sign())
+        return h * seen[-1]
+
+    x = torch.randn(64, 64, requires_grad=True)
+    for decisions, same in ((True, False), ("casts", True)):
+        seen.clear()
+        gradckpt.checkpoint(region, x * 1, compress={"codec": "int4", "decisions": decisions}).sum().backward()
+        assert torch.equal(*seen) == same
