@@ -32,10 +32,15 @@ class compress_saved:
 
     ``with compress_saved("int8"): loss = model(x)`` and ``@compress_saved("int8")`` above a function or method.
     Nothing is recomputed: forward is exact, backward computes with restored values. Compressed are floating
-    tensors that require grad and are not leaves; bool masks become ``mask`` payloads and a ReLU's output, of
-    which only the sign is read, one bit per value. Views share the payload of the tensor they are views of. By
-    reference, checked for changes in place as without hooks: parameters and other leaves, what reaches one through
-    views or casts (``w.t()``, the autocast copy), statistics (mean, rstd, log-sum-exp), integers, subclasses.
+    tensors that require grad and are not leaves, when an operator saves them of which :meth:`table` says that its
+    backward bears it; which operator saves a tensor is known a moment later, and until then the tensor waits as it
+    is. Bool masks become ``mask`` payloads and a ReLU's output, of which only the sign is read, one bit per value.
+    Views share the payload of the tensor they are views of. By reference, checked for changes in place as without
+    hooks: all else, parameters and other leaves, what reaches one through views or casts (``w.t()``, the autocast
+    copy), integers, subclasses. With a codec that loses nothing, everything that requires grad is compressed.
+
+    What the last operators of a ``with`` block save stays as it is unless another block of the same thread
+    continues the graph; a decorated function's results are looked at, and nothing waits when it has returned.
 
     The forward decides: backward may run outside. Inner saved-tensor hooks win, as in torch; hooks around it see the
     payloads' bytes (``torch.autograd.graph.save_on_cpu`` offloads them, a checkpoint region drops and rebuilds
@@ -77,6 +82,13 @@ class compress_saved:
             return _C.saved_call(config, function, args, kwargs)
 
         return within
+
+    @staticmethod
+    def table() -> str:
+        """Return what a lossy codec encodes: autograd node, argument, and how; all else is kept exactly."""
+        rows = _C.savers()
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        return "\n".join(f"{node:{widths[0]}}  {argument:{widths[1]}}  {how}" for node, argument, how in rows)
 
     def __repr__(self) -> str:
         return f"compress_saved({self.config!r})"

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -46,6 +47,9 @@ def pytest_sessionstart(session):
     """torch's log of operators (``debug=True``) has records that cannot be formatted. It keeps them to itself, unless
     an import meanwhile sets the loggers up again; pytest's handlers would then raise within the operator."""
     plugin = session.config.pluginmanager.get_plugin("logging-plugin")
+    # A shell that starts this in the background has it ignore Ctrl-C, and the tests of Ctrl-C would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for handler in (plugin.caplog_handler, plugin.report_handler):
         handler.addFilter(lambda record: record.name != "LoggingTensor")
 

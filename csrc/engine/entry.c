@@ -138,6 +138,8 @@ static int is_inference(PyObject *x)
     return value == NULL ? gck_clear_refusal() : truth;
 }
 
+_Thread_local int gck_entry_of_region;
+
 /* A positional tensor that stays is what autograd calls a saved tensor.  With saved-tensor
  * hooks around us it becomes torch's SavedTensor, which goes through them (R2).  Without,
  * that would only hold the tensor and its version, which we do ourselves for a tenth of
@@ -159,7 +161,9 @@ int gck_entry_keep(const gck_packing *p, gck_input *in, gck_entry *entry)
         *entry = (gck_entry){GCK_VERSIONED, Py_NewRef(in->x), in->version, in->leaf, NULL, 0};
         return 0;
     }
+    gck_entry_of_region++;
     saved = inference > 0 ? PyObject_CallFunctionObjArgs(py->make_saved_tensor, in->x, Py_False, NULL) : NULL;
+    gck_entry_of_region--;
     if (saved == NULL) {
         return -1;
     }

@@ -47,6 +47,9 @@ int gck_entry_touch(gck_state *state, gck_entry *entry);
  * version.  0 or -1. */
 int gck_entry_keep(const gck_packing *packing, gck_input *in, gck_entry *entry);
 
+/* Not 0 while a region hands what it keeps to outer hooks: no autograd node saves that. */
+extern _Thread_local int gck_entry_of_region;
+
 /* In stats(): x stays for this reason.  0 or -1. */
 int gck_count_kept(gck_state *state, PyObject *x, int verdict);
 

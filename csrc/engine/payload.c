@@ -73,13 +73,18 @@ static int describe(gck_payload *self, gck_input *in, int exact)
     return 0;
 }
 
+void gck_count_live(gck_state *state, int64_t nbytes)
+{
+    gck_stats *s = &state->stats;
+
+    s->live_bytes += nbytes;
+    s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+}
+
 static void count_live(gck_payload *self)
 {
-    gck_stats *s = &self->state->stats;
-
     self->live = 1;
-    s->live_bytes += self->nbytes;
-    s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+    gck_count_live(self->state, self->nbytes);
 }
 
 void gck_payload_uncount(gck_payload *self)

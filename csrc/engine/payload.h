@@ -95,6 +95,9 @@ PyObject *gck_payload_restore(gck_payload *payload, gck_batch *batch);
 /* The same for a saved tensor, of which autograd knows the history: none here. */
 PyObject *gck_payload_revive(gck_payload *payload);
 
+/* In stats(): so many bytes more are alive. */
+void gck_count_live(gck_state *state, int64_t nbytes);
+
 /* gradckpt.encode(x, codec, (seed, step, tensor) or None). */
 PyObject *gck_encode_py(PyObject *module, PyObject *args);
 

@@ -1,6 +1,8 @@
 /* saved.c: heap type Saved: one tensor as compress_saved() keeps it between forward and backward. */
 #include "saved.h"
 
+#include "waiting.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
@@ -17,12 +19,29 @@ gck_saved *gck_saved_new(gck_state *state)
     return self;
 }
 
+void gck_saved_swap(gck_saved *a, gck_saved *b)
+{
+    const gck_saved old = *a;
+
+#define SWAP(field) (a->field = b->field, b->field = old.field)
+    SWAP(entry), SWAP(role), SWAP(dtype), SWAP(ndim), SWAP(offset), SWAP(geometry);
+#undef SWAP
+}
+
 static void saved_dealloc(PyObject *op)
 {
     gck_saved *self = (gck_saved *)op;
     PyTypeObject *type = Py_TYPE(op);
 
+    if (self->waiting != NULL) {
+        gck_waiting_forget(self);
+    }
+    if (self->saver != NULL) {
+        self->state->stats.live_bytes -= self->waits;
+    }
     gck_entry_clear(&self->entry);
+    Py_XDECREF(self->saver);
+    Py_XDECREF(self->node);
     Py_XDECREF(self->dtype);
     free(self->geometry);
     PyObject_Free(op);
@@ -70,10 +89,10 @@ PyObject *gck_saved_view(const gck_saved *self, PyObject *whole)
     return view;
 }
 
-/* New reference: 1 where the mask is False, 0 where it is True. */
+/* New reference: 1 where the mask says so and 0 elsewhere.  A POSITIVE_OR_NAN one says where not. */
 static PyObject *signs_of(const gck_saved *self, PyObject *mask)
 {
-    PyObject *positive = PyObject_CallMethod(mask, "logical_not", NULL);
+    PyObject *positive = self->role == GCK_ROLE_POSITIVE ? Py_NewRef(mask) : PyObject_CallMethod(mask, "logical_not", NULL);
     PyObject *signs = positive != NULL ? PyObject_CallMethod(positive, "to", "O", self->dtype) : NULL;
 
     Py_XDECREF(positive);

@@ -8,221 +8,72 @@
 #include <string.h>
 
 #include "options.h"
-#include "origin.h"
-#include "rounding.h"
-#include "saved.h"
-
-typedef struct {
-    PyObject_HEAD
-    gck_packing packing;
-    PyObject   *outer_pack, *outer_unpack;       /* hooks around ours, or NULL           */
-} saver;
-
-/* ---- what is kept as it is ---- */
-
-/* The hooks around ours become the innermost.  0 or -1. */
-static int push_outer(const saver *self)
-{
-    PyObject *result = PyObject_CallFunctionObjArgs(self->packing.state->py.push_hooks, self->outer_pack,
-                                                    self->outer_unpack, NULL);
-
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
-/* By reference, checked against its version at unpack.  0 or -1. */
-static int keep(const saver *self, gck_input *in, gck_saved *to)
-{
-    gck_py *py = &self->packing.state->py;
-    gck_input plain = {.x = NULL};
-    int status = gck_input_read(py, in, GCK_FACT_LEAF);
-
-    if (status == 0) {
-        plain.x = in->leaf ? Py_NewRef(in->x) : PyObject_CallMethodObjArgs(in->x, py->names.detach, NULL);
-        status = plain.x == NULL || (self->packing.outer && push_outer(self) < 0) ? -1 : 0;
-    }
-    if (status == 0) {
-        status = gck_entry_keep(&self->packing, &plain, &to->entry);
-        if (self->packing.outer) {
-            gck_hooks_pop(py);
-        }
-    }
-    gck_input_clear(&plain);
-    return status;
-}
-
-/* ---- what becomes a payload ---- */
-
-/* x in the memory of a base; *offset in values.  1 when it lies there as a whole. */
-static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize, int64_t *offset)
-{
-    const intptr_t distance = (intptr_t)x->data - (intptr_t)base->data;
-    int64_t last = *offset = distance / itemsize;
-
-    for (int d = 0; d < x->ndim && x->strides != NULL; d++) {
-        last += (x->sizes[d] - 1) * x->strides[d];
-        if (x->strides[d] < 0) {
-            return 0;
-        }
-    }
-    last += x->strides == NULL ? x->numel - 1 : 0;
-    return x->dtype == base->dtype && distance >= 0 && distance % itemsize == 0 && last < base->numel;
-}
-
-/* A payload of the tensor, found or made.  1; 0 when the codec cannot hold the values; -1.
- * only_found: 0 also when there is none yet. */
-static int encode(const saver *self, const gck_codec *codec, gck_input *in, int only_found, gck_saved *to)
-{
-    gck_state *state = self->packing.state;
-    const gck_plan *plan = &self->packing.plan;
-    const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
-    const gck_payload_use use = outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION;
-    gck_payload *first = outer ? NULL : gck_payload_find(state, codec, in, stochastic, NULL);
-    PyObject *payload = NULL;
-    gck_input own = *in;
-    gck_dither dither;
-    int fits = 1, done = -1;
-
-    if (PyErr_Occurred() || (only_found && first == NULL)) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    /* A device's verdict may come late, and the payload holds what it was made from until
-     * then: not a tensor whose node holds the payload. */
-    own.x = codec->refuses ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
-    if (own.x != NULL && (!outer || push_outer(self) == 0)) {
-        payload = gck_payload_new(state, codec, &own, first,
-                                  stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL, use, NULL, &fits);
-        if (outer) {
-            gck_hooks_pop(&state->py);
-        }
-    }
-    if (payload == NULL) {
-        done = fits ? -1 : 0;
-    } else if (only_found && payload != (PyObject *)first) {
-        done = 0;                                /* it was written to since, and costs more than a part of it */
-    } else if (own.x == in->x || gck_payload_adopt((gck_payload *)payload, in->x) == 0) {
-        to->entry = (gck_entry){GCK_PAYLOAD, Py_NewRef(payload), 0, 0, NULL, 0};
-        done = 1;
-    }
-    gck_input_clear(&own);
-    Py_XDECREF(payload);
-    Py_XDECREF((PyObject *)first);
-    return done;
-}
-
-/* What a payload of x gives back lies in memory as x does. */
-static int keeps_strides(const gck_tensor *x)
-{
-    return x->strides == NULL || (x->ndim <= GCK_MAX_DIM && gck_is_dense(x));
-}
-
-/* The tensor, by the payload of the whole tensor that it is a view of where that costs no more
- * than its own: so all views of it share one.  1, 0, -1 as above. */
-static int encode_view(const saver *self, const gck_codec *codec, gck_input *in, gck_saved *to)
-{
-    gck_py *py = &self->packing.state->py;
-    gck_input whole = {.x = PyObject_GetAttrString(in->x, "_base")};
-    gck_tensor view;
-    int64_t offset;
-    int done = 0, verdict = whole.x == NULL ? -1 : GCK_KEEP_LAYOUT;
-
-    if (whole.x != NULL && whole.x != Py_None) {
-        verdict = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &whole, codec, 0);
-    }
-    if (verdict < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
-        done = -1;
-    } else if (verdict == GCK_COMPRESS && keeps_strides(&whole.view)
-               && lies_within(&view, &whole.view, view.dtype == GCK_F32 ? 4 : view.dtype == GCK_BOOL ? 1 : 2, &offset)) {
-        done = gck_saved_describe(to, &view, offset) < 0 ? -1
-            : encode(self, codec, &whole, view.numel < whole.view.numel, to);
-        to->ndim = done == 1 ? to->ndim : -1;
-    }
-    gck_input_clear(&whole);
-    return done != 0 ? done : encode(self, codec, in, 0, to);
-}
-
-/* The mask of x <= 0 (NaN lets gradients through, as in torch).  1, 0, -1. */
-static int encode_signs(const saver *self, PyObject *x, gck_saved *to)
-{
-    gck_py *py = &self->packing.state->py;
-    const gck_codec *codec = gck_codec_find("mask");
-    gck_input mask = {.x = PyObject_CallMethod(x, "le", "i", 0)};
-    int done = mask.x == NULL ? -1 : gck_input_judge(py, &mask, codec, 0);
-
-    done = done < 0 ? -1 : done == GCK_COMPRESS ? encode(self, codec, &mask, 0, to) : 0;
-    if (done == 1 && (to->dtype = PyObject_GetAttr(x, py->names.dtype)) == NULL) {
-        done = -1;
-    }
-    gck_input_clear(&mask);
-    return done;
-}
-
-/* x is being saved by a reduction that compares its input with it: the input, too, has to
- * be exact, and was encoded a moment ago.  0 or -1. */
-static int unpack_input(const saver *self, PyObject *x)
-{
-    PyObject *before = gck_origin_saved(x, "_raw_saved_self"), *original = NULL, *input = NULL;
-    gck_saved *of = (gck_saved *)before;
-    int status = 0;
-
-    if (before != NULL && Py_TYPE(before) == self->packing.state->Saved && of->entry.kind == GCK_PAYLOAD) {
-        original = PyWeakref_GetObject(((gck_payload *)of->entry.value)->original);   /* borrowed */
-        Py_XINCREF(original);
-    }
-    if (original != NULL && original != Py_None) {
-        gck_input exact = {.x = of->ndim >= 0 ? gck_saved_view(of, original) : Py_NewRef(original)};
-        input = Py_XNewRef(exact.x);
-        gck_entry_clear(&of->entry);
-        status = input == NULL ? -1 : keep(self, &exact, of);
-        gck_input_clear(&exact);
-        of->ndim = -1;
-        self->packing.state->stats.compressed--;
-        if (status == 0) {
-            self->packing.state->stats.asked--;
-            status = gck_count_kept(self->packing.state, input, GCK_KEEP_EXACT);
-        }
-    }
-    Py_XDECREF(before);
-    Py_XDECREF(original);
-    Py_XDECREF(input);
-    return status;
-}
+#include "settling.h"
 
 /* ---- pack ---- */
 
-/* How x is kept: a codec, or the reason why as it is. */
+/* How x is kept: a role, once the tensor may be encoded at all; or the reason why as it is. */
 typedef struct {
-    const gck_codec *codec;
-    gck_origin       origin;
-    int              verdict;        /* gck_verdict, or -1 */
+    gck_role role;
+    int      waits;                  /* the role is not known yet                         */
+    int      verdict;                /* gck_verdict, or -1                                */
 } decision;
 
-/* x requires grad and is no leaf: what the graph tells. */
-static void judge_origin(const gck_plan *plan, const gck_input *in, decision *d)
+/* Is x an output of an autograd Function that is saving just now?  1, 0, -1. */
+static int is_being_saved(PyObject *node)
 {
-    const int lossy = plan->codec->max_error > 0;
-    const int origin = gck_origin_of(in->x);
+    PyObject *to_save;
+    int truth;
 
-    if (origin < 0) {
-        d->verdict = -1;
-        return;
+    if (!(PyType_GetFlags(Py_TYPE(node)) & Py_TPFLAGS_HEAPTYPE)) {
+        return 0;                                /* not made in Python */
     }
-    d->origin = (gck_origin)origin;
-    if (origin == GCK_ORIGIN_LEAF) {
-        d->verdict = GCK_KEEP_LEAF;
-    } else if (origin == GCK_ORIGIN_STATISTIC || origin == GCK_ORIGIN_COMPARED) {
-        d->verdict = lossy ? GCK_KEEP_EXACT : GCK_COMPRESS;
-    } else if (origin == GCK_ORIGIN_LOG && lossy) {
-        d->codec = gck_codec_find("fp16");
-        d->verdict = in->view.dtype == GCK_F32 ? GCK_COMPRESS : GCK_KEEP_EXACT;
-    }
+    to_save = PyObject_GetAttrString(node, "to_save");
+    truth = to_save == NULL ? -1 : to_save != Py_None;
+    Py_XDECREF(to_save);
+    return truth;
 }
 
-static decision judge(const saver *self, gck_input *in)
+/* x requires grad: what the graph tells.  `number`: of the node that is being made.  0 or -1. */
+static int judge_saver(const gck_saver *self, PyObject *x, PyObject *node, int64_t number, decision *d)
+{
+    const gck_py *py = &self->packing.state->py;
+    const int leaf = node != Py_None ? gck_is_of_leaf(py, x, node) : 0;
+    const int64_t made = leaf == 0 && node != Py_None ? gck_node_number(py, node) : 0;
+    int role = GCK_ROLE_VALUES, own;
+
+    if (leaf != 0 || made < 0) {
+        d->verdict = GCK_KEEP_LEAF;
+        return leaf < 0 || made < 0 ? -1 : 0;
+    }
+    if (self->waiting == NULL || gck_entry_of_region || d->verdict != GCK_COMPRESS) {
+        return 0;
+    }
+    own = made >= number ? 1 : node != Py_None ? is_being_saved(node) : 0;
+    if (own > 0) {
+        role = made == number ? gck_role_of_result(node, x) : GCK_ROLE_EXACT;
+    }
+    d->waits = own == 0;
+    d->role = (gck_role)role;
+    return own < 0 || role < 0 ? -1 : 0;
+}
+
+/* Values in memory: those of an expanded tensor are one. */
+static int64_t values_of(const gck_tensor *x)
+{
+    int64_t n = 1;
+
+    for (int d = 0; d < x->ndim; d++) {
+        n *= x->strides != NULL && x->strides[d] == 0 ? 1 : x->sizes[d];
+    }
+    return n;
+}
+
+static decision judge(const gck_saver *self, gck_input *in, PyObject *node, int64_t number)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
-    decision d = {.codec = plan->codec, .origin = GCK_ORIGIN_VALUES, .verdict = -1};
+    decision d = {.role = GCK_ROLE_VALUES, .verdict = -1};
     int tracing;
 
     if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
@@ -232,55 +83,85 @@ static decision judge(const saver *self, gck_input *in)
         d.verdict = GCK_KEEP_LEAF;
         return d;
     }
-    if (!in->requires_grad) {
-        d.codec = gck_codec_find("mask");
+    d.role = in->requires_grad ? GCK_ROLE_VALUES : GCK_ROLE_MASK;
+    d.verdict = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
+    if (self->waiting != NULL && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)) {
+        gck_waiting_note(self->waiting, number, values_of(&in->view));
     }
-    d.verdict = gck_input_judge(py, in, d.codec, plan->min_numel);
     if (d.verdict == GCK_KEEP_DTYPE && !in->requires_grad) {
         d.verdict = GCK_KEEP_NO_GRAD;
     }
     if (d.verdict == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
         d.verdict = tracing < 0 ? -1 : GCK_KEEP_TRACING;
     }
-    if (in->requires_grad && !in->leaf && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)) {
-        const int small = d.verdict == GCK_KEEP_SMALL;
-        judge_origin(plan, in, &d);
-        d.verdict = small && d.verdict == GCK_COMPRESS ? GCK_KEEP_SMALL : d.verdict;
+    if (in->requires_grad && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)
+        && judge_saver(self, in->x, node, number, &d) < 0) {
+        d.verdict = -1;
     }
     return d;
+}
+
+/* The tensor waits in `to`.  0 or -1. */
+static int wait(gck_saver *self, gck_input *in, int64_t number, gck_saved *to)
+{
+    gck_state *state = self->packing.state;
+    gck_packing packing = self->packing;
+    const int64_t kept = state->stats.kept_bytes;
+
+    packing.outer = 0;                           /* they see what it becomes */
+    if (gck_entry_keep(&packing, in, &to->entry) < 0 || gck_count_kept(state, in->x, GCK_KEEP_UNKNOWN) < 0) {
+        return -1;
+    }
+    if (to->entry.kind != GCK_VERSIONED) {
+        return 0;
+    }
+    to->number = number;
+    to->numel = values_of(&in->view);
+    to->nbytes = to->waits = state->stats.kept_bytes - kept;
+    to->epoch = state->epoch;
+    to->saver = Py_NewRef((PyObject *)self);
+    gck_count_live(state, to->waits);
+    return gck_waiting_add(self->waiting, to, gck_settling_settle);
 }
 
 /* Called by autograd for every tensor it saves, without grad.  New reference: a Saved. */
 static PyObject *pack(PyObject *op, PyObject *x)
 {
-    const saver *self = (saver *)op;
+    gck_saver *self = (gck_saver *)op;
     gck_state *state = self->packing.state;
-    gck_saved *to = gck_saved_new(state);
+    /* First: to ask for the node of a view that was changed in place makes nodes. */
+    const int64_t number = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
+    PyObject *node = number < 0 ? NULL : PyObject_GetAttr(x, state->py.names.grad_fn);
+    gck_saved *to = node != NULL ? gck_saved_new(state) : NULL;
     gck_input in = gck_input_of(x);
-    decision d;
+    decision d = {.verdict = -1};
     int done = to == NULL ? -1 : 0;
 
+    if (done == 0 && self->waiting != NULL && node != Py_None) {
+        done = gck_waiting_reach(self->waiting, state, node, number, gck_settling_settle);
+    }
     if (done == 0) {
-        d = judge(self, &in);
+        d = judge(self, &in, node, number);
         done = d.verdict < 0 ? -1 : 0;
     }
-    if (done == 0 && d.origin == GCK_ORIGIN_COMPARED && self->packing.plan.codec->max_error > 0) {
-        done = unpack_input(self, x);
-    }
-    if (done == 0 && d.verdict == GCK_COMPRESS) {
-        done = d.origin == GCK_ORIGIN_SIGNS && d.codec->max_error > 0 ? encode_signs(self, x, to)
-                                                                      : encode_view(self, d.codec, &in, to);
-        d.verdict = done == 0 ? GCK_KEEP_FIT : d.verdict;
+    if (done == 0 && d.verdict == GCK_COMPRESS && d.waits) {
+        done = wait(self, &in, number, to) < 0 ? -1 : 2;
+    } else if (done == 0 && d.verdict == GCK_COMPRESS) {
+        done = gck_settling_encode(self, d.role, &in, to, &d.verdict);
     }
     if (done == 1) {
         state->stats.asked++;
         state->stats.compressed++;
     } else if (done == 0) {
-        done = keep(self, &in, to) < 0 ? -1 : gck_count_kept(state, x, d.verdict);
+        done = gck_settling_keep(self, &in, to) < 0 ? -1 : gck_count_kept(state, x, d.verdict);
+    }
+    if (done >= 0 && done < 2) {
+        done = gck_settling_remember(self, to);
     }
     if (done < 0) {
         Py_CLEAR(to);
     }
+    Py_XDECREF(node);
     gck_input_clear(&in);
     return (PyObject *)to;
 }
@@ -288,7 +169,7 @@ static PyObject *pack(PyObject *op, PyObject *x)
 /* What autograd gets back: without history, which it has itself. */
 static PyObject *unpack(PyObject *op, PyObject *packed)
 {
-    gck_state *state = ((saver *)op)->packing.state;
+    gck_state *state = ((gck_saver *)op)->packing.state;
 
     if (Py_TYPE(packed) != state->Saved) {
         return PyErr_Format(PyExc_TypeError, "gradckpt: not a saved tensor of compress_saved(): %R", Py_TYPE(packed));
@@ -304,15 +185,17 @@ static PyMethodDef unpack_def = {"unpack", unpack, METH_O, NULL};
 static int saver_traverse(PyObject *op, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(op));
-    Py_VISIT(((saver *)op)->outer_pack);
-    Py_VISIT(((saver *)op)->outer_unpack);
+    Py_VISIT(((gck_saver *)op)->outer_pack);
+    Py_VISIT(((gck_saver *)op)->outer_unpack);
+    Py_VISIT(((gck_saver *)op)->waiting);
     return 0;
 }
 
 static int saver_clear(PyObject *op)
 {
-    Py_CLEAR(((saver *)op)->outer_pack);
-    Py_CLEAR(((saver *)op)->outer_unpack);
+    Py_CLEAR(((gck_saver *)op)->outer_pack);
+    Py_CLEAR(((gck_saver *)op)->outer_unpack);
+    Py_CLEAR(((gck_saver *)op)->waiting);
     return 0;
 }
 
@@ -335,14 +218,16 @@ static PyType_Slot saver_slots[] = {
 
 PyType_Spec gck_saver_spec = {
     .name = "gradckpt._C.Saver",
-    .basicsize = sizeof(saver),
+    .basicsize = sizeof(gck_saver),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = saver_slots,
 };
 
+static int is_ours(PyObject *hook) { return PyCFunction_CheckExact(hook) && PyCFunction_GetFunction(hook) == pack; }
+
 /* The hooks around ours see the bytes of our payloads.  Around other hooks of this file are
  * those that these had: the innermost codec is meant.  0 or -1. */
-static int find_outer(saver *self, const gck_py *py)
+static int find_outer(gck_saver *self, const gck_py *py)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
     PyObject *outer_pack = NULL, *outer_unpack = NULL;
@@ -351,8 +236,8 @@ static int find_outer(saver *self, const gck_py *py)
         Py_XDECREF(top);
         return -1;
     }
-    if (outer_pack != NULL && PyCFunction_CheckExact(outer_pack) && PyCFunction_GetFunction(outer_pack) == pack) {
-        const saver *around = (saver *)PyCFunction_GetSelf(outer_pack);
+    if (outer_pack != NULL && is_ours(outer_pack)) {
+        const gck_saver *around = (gck_saver *)PyCFunction_GetSelf(outer_pack);
         outer_pack = around->outer_pack;
         outer_unpack = around->outer_unpack;
     }
@@ -367,8 +252,8 @@ static int find_outer(saver *self, const gck_py *py)
 static int push(gck_state *state, PyObject *compress)
 {
     gck_plan plan;
-    saver *self;
-    int status;
+    gck_saver *self;
+    int status = -1;
 
     if (gck_options_plan(state, compress, &plan) < 0) {
         return -1;
@@ -377,14 +262,17 @@ static int push(gck_state *state, PyObject *compress)
         PyErr_SetString(PyExc_ValueError, "gradckpt: compress_saved() needs a codec");
         return -1;
     }
-    self = PyObject_GC_New(saver, state->Saver);
+    self = PyObject_GC_New(gck_saver, state->Saver);
     if (self == NULL) {
         return -1;
     }
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->packing = (gck_packing){state, plan, 0, 0, NULL, {NULL, NULL, 0, NULL}};
     PyObject_GC_Track(self);
-    status = find_outer(self, &state->py) < 0 ? -1 : gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self);
+    if (find_outer(self, &state->py) == 0
+        && (plan.codec->max_error == 0 || (self->waiting = gck_waiting_of_thread()) != NULL)) {
+        status = gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self);
+    }
     Py_DECREF(self);
     return status;
 }
@@ -394,7 +282,7 @@ int gck_saver_decisions(PyObject *hooks)
     PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
     const int ours = hook != NULL && PyCFunction_CheckExact(hook) && PyCFunction_GetFunction(hook) == pack;
 
-    return ours ? ((saver *)PyCFunction_GetSelf(hook))->packing.plan.decisions : 0;
+    return ours ? ((gck_saver *)PyCFunction_GetSelf(hook))->packing.plan.decisions : 0;
 }
 
 PyObject *gck_saver_push(PyObject *module, PyObject *compress)
@@ -402,23 +290,97 @@ PyObject *gck_saver_push(PyObject *module, PyObject *compress)
     return push(gck_state_of(module), compress) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* One that goes on waiting when the block has ended: without its graph, of which it may be a result.  0 or -1. */
+static int stay(const gck_saver *self, gck_saved *saved)
+{
+    gck_input in = gck_input_of(saved->entry.value);
+    gck_saved *fresh = gck_saved_new(self->packing.state);
+    void *storage = NULL;
+    int status = fresh == NULL ? -1 : gck_input_read(&self->packing.state->py, &in, GCK_FACT_VERSION);
+
+    Py_INCREF((PyObject *)saved);
+    if (status == 0 && in.version == saved->entry.version) {
+        status = gck_settling_keep(self, &in, fresh) < 0 || gck_storage_of(in.x, &storage) < 0 ? -1 : 0;
+        if (status == 0 && saved->saver != NULL) {
+            gck_saved_swap(saved, fresh);
+        }
+    }
+    status = status < 0 || storage == NULL ? status : gck_settling_hold(self, storage);
+    Py_DECREF((PyObject *)saved);
+    Py_XDECREF((PyObject *)fresh);
+    gck_input_clear(&in);
+    return status;
+}
+
+/* The innermost hooks, ours, come off.  Hooks around them see now what still waits; without such
+ * hooks it may wait for another block of this thread.  0 or -1. */
+static int pop(gck_state *state)
+{
+    PyObject *top = PyObject_CallFunctionObjArgs(state->py.top_hooks, Py_True, NULL);
+    PyObject *hook = top != NULL && top != Py_None ? PyTuple_GetItem(top, 0) : NULL;
+    PyObject *op = hook != NULL && is_ours(hook) ? Py_NewRef(PyCFunction_GetSelf(hook)) : NULL;
+    const gck_saver *self = (gck_saver *)op;
+    gck_saved *saved;
+    int status = top == NULL ? -1 : 0;
+
+    Py_XDECREF(top);
+    gck_hooks_pop(&state->py);
+    if (op != NULL && self->waiting != NULL) {
+        status = self->packing.outer ? gck_waiting_end(self->waiting, op, gck_settling_settle) : 0;
+        for (int i = 0; status == 0 && (saved = gck_waiting_next(self->waiting, i)) != NULL; i++) {
+            status = saved->saver == op ? stay(self, saved) : 0;
+        }
+    }
+    Py_XDECREF(op);
+    return status;
+}
+
 PyObject *gck_saver_pop(PyObject *module, PyObject *unused)
 {
     (void)unused;
-    gck_hooks_pop(&gck_state_of(module)->py);
-    Py_RETURN_NONE;
+    return pop(gck_state_of(module)) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* What the function returned leads to the nodes that it made.  0 or -1. */
+static int look_behind(gck_state *state, PyObject *result)
+{
+    PyObject *flat = PyObject_CallFunctionObjArgs(state->py.tree_flatten, result, NULL);
+    PyObject *leaves = flat != NULL && PyTuple_Check(flat) ? PyTuple_GetItem(flat, 0) : NULL;
+    PyObject *waiting = leaves != NULL && PyList_Check(leaves) ? gck_waiting_of_thread() : NULL;
+    int status = waiting == NULL ? -1 : 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(leaves); i++) {
+        PyObject *leaf = PyList_GetItem(leaves, i);                  /* borrowed from a list that is ours */
+        PyObject *node = gck_is_tensor(&state->py, leaf) > 0 ? PyObject_GetAttr(leaf, state->py.names.grad_fn) : NULL;
+        status = PyErr_Occurred() ? -1 : node != NULL && node != Py_None ? gck_waiting_reach(waiting, state, node, INT64_MAX, gck_settling_settle)
+            : 0;
+        Py_XDECREF(node);
+    }
+    Py_XDECREF(flat);
+    Py_XDECREF(waiting);
+    return status;
 }
 
 PyObject *gck_saver_call(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     PyObject *compress, *function, *tuple, *kwargs, *result;
+    PyObject *type, *value, *traceback;
 
     if (!PyArg_ParseTuple(args, "OOO!O!:saved_call", &compress, &function, &PyTuple_Type, &tuple, &PyDict_Type, &kwargs)
         || push(state, compress) < 0) {
         return NULL;
     }
     result = PyObject_Call(function, tuple, kwargs);
-    gck_hooks_pop(&state->py);
+    if (result != NULL && look_behind(state, result) < 0) {
+        Py_CLEAR(result);
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    if (pop(state) < 0) {
+        Py_CLEAR(result);
+    }
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
     return result;
 }

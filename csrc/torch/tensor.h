@@ -34,6 +34,7 @@
     OBJECT(push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks") \
     OBJECT(pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks")   \
     OBJECT(top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks")   \
+    OBJECT(next_node_number, "torch._C._autograd", "_get_sequence_nr")     \
     OBJECT(graph_task_id, "torch._C", "_current_graph_task_id")            \
     OBJECT(keeps_graph, "torch._C._autograd", "_get_current_graph_task_keep_graph") \
     OBJECT(graph_exec_group, "torch._C", "_get_graph_exec_group")          \
@@ -73,7 +74,8 @@
     NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
     NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
     NAME(_backward_hooks) NAME(saved_tensors) NAME(set_materialize_grads)              \
-    NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)
+    NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled) \
+    NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr)
 
 /* Others, owned too; NULL where noted. */
 #define GCK_PY_MADE(OBJECT)                                                                           \
@@ -124,7 +126,8 @@ void gck_py_clear(gck_py *py);
     REASON(GCK_KEEP_DTYPE, "dtype the codec does not take")             \
     REASON(GCK_KEEP_FIT, "values the codec cannot hold")                \
     REASON(GCK_KEEP_SMALL, "smaller than min_numel")                    \
-    REASON(GCK_KEEP_EXACT, "statistic that backward needs exactly")     \
+    REASON(GCK_KEEP_EXACT, "backward needs it exactly")                 \
+    REASON(GCK_KEEP_UNKNOWN, "not known which operator saves it")       \
     REASON(GCK_KEEP_SUBCLASS, "tensor subclass")                        \
     REASON(GCK_KEEP_LAYOUT, "not a plain strided tensor with data")     \
     REASON(GCK_KEEP_DEVICE, "device without kernels")                   \

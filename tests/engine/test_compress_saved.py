@@ -118,21 +118,19 @@ def test_a_function_that_hands_out_its_weight_keeps_it_by_reference():
 
     w = nn.Parameter(torch.randn(64, 64))
     x = activation(64, 64)
-    with compress_saved(SMALL):
-        (x @ HandOut.apply(w)).sum().backward()
+    y = compress_saved(SMALL)(lambda: x @ HandOut.apply(w))()
+    y.sum().backward()
     assert gradckpt.stats()["kept"] == {"leaf": 1}
     assert gradckpt.stats()["compressed"] == 1
 
 
 def test_leaves_of_the_user_stay_exact_unless_asked():
     x = torch.randn(64, 64, requires_grad=True)
-    with compress_saved(SMALL):
-        y = (x.sin() * x.view(-1, 64)).sum()
+    y = compress_saved(SMALL)(lambda: (x.sin() * x.view(-1, 64)).sum())()
     assert gradckpt.stats()["encoded"] == 1  # of x.sin()
     y.backward()
     gradckpt.reset_stats()
-    with compress_saved({**SMALL, "leaves": True}):
-        y = x.sin().sum()
+    y = compress_saved({**SMALL, "leaves": True})(lambda: F.silu(x).sum())()
     assert gradckpt.stats()["encoded"] == 1
     y.backward()
 
@@ -141,10 +139,10 @@ def test_leaves_of_the_user_stay_exact_unless_asked():
 
 
 STATISTICS = {
-    "layer_norm": lambda x: F.layer_norm(x, (64,)),
+    "layer_norm": lambda x: F.layer_norm(x, (128,)),
     "group_norm": lambda x: F.group_norm(x.transpose(1, 2), 8),
     "instance_norm": lambda x: F.instance_norm(x),
-    "rms_norm": lambda x: F.rms_norm(x, (64,)),
+    "rms_norm": lambda x: F.rms_norm(x, (128,)),
     "rms_norm by hand": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
     "normalize": lambda x: F.normalize(x, dim=-1),
     "std": lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),
@@ -156,18 +154,23 @@ STATISTICS = {
     "relu_": lambda x: (x * 1).relu_(),
     "relu_ of a view": lambda x: (x * 1).view(-1, 32).relu_() * 2,
     "log_softmax": lambda x: (8 * x).log_softmax(-1),
-    "attention": lambda x: F.scaled_dot_product_attention(*(x.view(4, 32, 4, 16).transpose(1, 2) for _ in range(3))),
+    "attention": lambda x: F.scaled_dot_product_attention(*(x.view(4, 32, 4, 32).transpose(1, 2) for _ in range(3))),
     "max_pool": lambda x: F.max_pool2d(x, 2),
 }
 
 
-#: Of these, so many tensors of a kind that would do harm when rounded; of the others none.
-KEPT_EXACT = dict.fromkeys(
-    ("group_norm", "rms_norm by hand", "normalize", "std", "logsumexp", "amax", "max", "median"), 2
-)
-
-
-KEPT_EXACT["relu_ of a view"] = 1
+#: Of these all that is saved, or some of it, is kept as it is; nothing is of the others.
+KEPT_EXACT = {
+    "group_norm": 2,
+    "rms_norm by hand": 2,
+    "normalize": 5,
+    "std": 4,
+    "logsumexp": 2,
+    "amax": 2,
+    "max": 2,
+    "median": 2,
+    "relu_ of a view": 1,
+}
 
 
 @pytest.mark.parametrize("name", STATISTICS)
@@ -175,18 +178,16 @@ def test_statistics_and_comparisons_stay_exact(name):
     if BLIND and name in ("logsumexp", "amax", "max", "median", "relu", "relu_"):
         pytest.skip(BLIND_REASON)
     """Gradients are as good as the activations: where a statistic or a sign were rounded they would not be."""
-    x = activation(4, 32, 64)
+    x = activation(4, 32, 128)
     function = STATISTICS[name]
     weight = torch.randn_like(function(x))
     (expected,) = torch.autograd.grad((function(x) * weight).sum(), x)
-    with compress_saved({"codec": "int8", "min_numel": 1}):
-        y = function(x)
-        kept = gradckpt.stats()["kept"].get(EXACT, 0)
-        y = (y * weight).sum()
+    y = compress_saved({"codec": "int8", "min_numel": 1})(function)(x)
+    kept = gradckpt.stats()["kept"].get(EXACT, 0)
     assert kept == KEPT_EXACT.get(name, 0) or name == "rms_norm"  # of which torch has several
-    if name in ("amax", "logsumexp"):  # their input was a payload for a moment
+    if name in ("amax", "logsumexp"):
         assert (gradckpt.stats()["compressed"], gradckpt.stats()["live_bytes"]) == (0, 0)
-    (got,) = torch.autograd.grad(y, x)
+    (got,) = torch.autograd.grad((y * weight).sum(), x)
     assert (got - expected).norm() < (0.03 if name == "attention" else 0.012) * expected.norm()
     if name in ("amax", "max", "median", "relu", "relu_", "relu_ of a view", "logsumexp", "max_pool"):
         assert torch.equal(got, expected)
@@ -195,9 +196,7 @@ def test_statistics_and_comparisons_stay_exact(name):
 @needs_data
 def test_a_relu_keeps_one_bit_and_what_follows_its_values():
     x, w = activation(64, 128), nn.Parameter(torch.randn(128, 128))
-    with compress_saved(SMALL):
-        y = x.relu()
-        z = y @ w
+    y, z = compress_saved(SMALL)(lambda: ((y := x.relu()), y @ w))()
     mask = payload_of(y.grad_fn._raw_saved_result.data)
     values = payload_of(z.grad_fn._raw_saved_self.data)
     assert (mask.codec, mask.nbytes) == ("mask", 64 * 128 // 8)
@@ -211,8 +210,8 @@ def test_a_relu_that_freed_its_output_does_not_save_it_again():
     with compress_saved(SMALL):
         y = x.relu()
         torch.autograd.grad(y.sum(), x)
-        z = y.sin()
-    assert torch.allclose(z.grad_fn._saved_self, y, atol=0.05)
+        z = F.silu(F.silu(y))
+    assert torch.allclose(z.grad_fn.next_functions[0][0]._saved_self, y, atol=0.05)
 
 
 def test_relu_of_nan_lets_the_gradient_through_as_torch_does():
@@ -227,8 +226,7 @@ def test_relu_of_nan_lets_the_gradient_through_as_torch_does():
 @needs_data
 def test_log_softmax_is_kept_in_half_precision_once():
     logits = activation(64, 100)
-    with compress_saved(SMALL):
-        loss = F.cross_entropy(logits * 8, torch.randint(0, 100, (64,)))
+    loss = compress_saved(SMALL)(lambda: F.cross_entropy(logits * 8, torch.randint(0, 100, (64,))))()
     payloads = [payload_of(data) for _, _, data in saved_by(lambda: loss) if payload_of(data)]
     assert {(p.codec, p.nbytes) for p in payloads} == {("fp16", 64 * 100 * 2)}
     assert gradckpt.stats()["encoded"] == 1
@@ -239,11 +237,10 @@ def test_values_the_codec_cannot_hold_stay_and_are_counted():
     x = activation(64, 64) * 1e6
     y = x.detach().clone().requires_grad_()
     z = y * 1
-    with compress_saved({"codec": "fp16", "min_numel": 16}):
-        loss = z.sin().sum()
+    loss = compress_saved({"codec": "fp16", "min_numel": 16})(lambda: z.square().sum())()
     assert gradckpt.stats()["kept"] == {"values the codec cannot hold": 1}
     loss.backward()
-    assert torch.equal(y.grad, y.detach().cos())
+    assert torch.equal(y.grad, 2 * y.detach())
 
 
 @pytest.mark.parametrize("late", [False, True])

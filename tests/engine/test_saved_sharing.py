@@ -35,11 +35,10 @@ def test_views_share_one_payload():
     w = nn.Parameter(torch.randn(64, 64))
 
     def run(x):
-        rows = F.linear(x, w), x.view(-1, 64) @ w, x.transpose(1, 2).sin(), x[:, None].expand(4, 3, 32, 64).cos()
-        return sum(y.sum() for y in (*rows, x[1:].cos(), x[1:, ::2].sin()))
+        rows = F.linear(x, w), x.view(-1, 64) @ w, x.transpose(1, 2) ** 2, x[:, None].expand(4, 3, 32, 64) ** 2
+        return sum(y.sum() for y in (*rows, x[1:] ** 2, x[1:, ::2] ** 2))
 
-    with compress_saved(SMALL):
-        y = run(x)
+    y = compress_saved(SMALL)(run)(x)
     s = gradckpt.stats()
     assert (s["encoded"], s["shared"], s["live_bytes"]) == (1, 5, int8_bytes(x.numel()))
     x_hat = gradckpt.encode(x.detach(), "int8").decode().requires_grad_()
@@ -49,11 +48,15 @@ def test_views_share_one_payload():
 
 def test_disjoint_slices_cost_no_more_than_their_base():
     qkv = activation(4, 16, 3 * 64)
-    with compress_saved(SMALL):
+
+    @compress_saved(SMALL)
+    def run():
         q, k, v = (t.view(4, 16, 4, 16).transpose(1, 2) for t in qkv.split(64, -1))
-        F.scaled_dot_product_attention(q, k, v)
-        live = gradckpt.stats()["live_bytes"]
-    assert live <= int8_bytes(qkv.numel(), 4 * 16 * 64)  # and the output
+        return F.scaled_dot_product_attention(q, k, v)
+
+    y = run()
+    assert y.grad_fn is not None
+    assert gradckpt.stats()["live_bytes"] <= int8_bytes(qkv.numel(), 4 * 16 * 64)  # and the output
 
 
 def test_a_view_smaller_than_its_base_is_encoded_by_itself():
@@ -175,7 +178,7 @@ def test_double_backward(codec):
 
     def second(context):
         with context:
-            h = torch.tanh(x * 1 @ w).exp().relu()
+            h = F.silu(x * 1 @ w).square().relu()
             (g,) = torch.autograd.grad((h * h).sum(), x, create_graph=True)
             return torch.autograd.grad(g.square().sum(), [x, w])
 
@@ -200,9 +203,11 @@ def test_create_graph_after_the_block():
 def test_the_innermost_decides():
     x = activation(64, 64)
     with compress_saved(RAW), compress_saved(SMALL):
-        y = x.sin(), x.view(-1).sin()
-    assert gradckpt.stats()["bytes_out"] == int8_bytes(64 * 64)  # once: its own kind is no outer hook
-    del y
+        y = x.square(), x.view(-1).square()
+        z = y[0].relu(), y[1].relu()
+    # once: its own kind is no outer hook
+    assert gradckpt.stats()["bytes_out"] == int8_bytes(64 * 64) + 2 * 64 * 64 // 8
+    del y, z
     gradckpt.reset_stats()
     with compress_saved(SMALL):
         with compress_saved(None):
@@ -210,7 +215,7 @@ def test_the_innermost_decides():
         with save_on_cpu():
             x.cos()
         assert gradckpt.stats()["encoded"] == 0
-        x.exp()
+        x.relu()
     assert gradckpt.stats()["encoded"] == 1
 
 
@@ -283,15 +288,15 @@ def test_as_decorator():
         @compress_saved(SMALL)
         def forward(self, x, *, scale):
             "Doc."
-            return self.forward(x.sin(), scale=0) @ self.w if scale else x.cos()
+            return self.forward(F.silu(x), scale=0) @ self.w if scale else F.gelu(x)
 
     layer = Layer()
     out = layer(activation(64, 64), scale=2)
     assert out.shape == (64, 64)
-    assert gradckpt.stats()["encoded"] == 3
+    assert gradckpt.stats()["encoded"] == 3  # of what the last operator saves, too: the result leads to it
     assert Layer.forward.__doc__ == "Doc."
     assert Layer.forward.__name__ == "forward"
-    activation(64, 64).sin()
+    activation(64, 64).relu()
     assert gradckpt.stats()["encoded"] == 3  # off again
 
 
@@ -353,11 +358,11 @@ def test_where_hooks_are_disabled_torch_says_so():
 def test_threads_have_their_own_hooks():
     x = activation(64, 64)
     with compress_saved(SMALL):
-        thread = threading.Thread(target=x.sin)
+        thread = threading.Thread(target=x.relu)
         thread.start()
         thread.join()
         assert gradckpt.stats()["encoded"] == 0
-        x.sin()
+        x.relu()
     assert gradckpt.stats()["encoded"] == 1
 
 
@@ -372,8 +377,7 @@ def test_stochastic_rounding_begins_a_step_after_a_backward():
     x = activation(64, 64)
 
     def run():
-        with compress_saved({"codec": "int8", "min_numel": 16, "stochastic": True}):
-            y = x.sin()
+        y = compress_saved({"codec": "int8", "min_numel": 16, "stochastic": True})(F.silu)(x)
         value = y.grad_fn._saved_self
         return value
 
@@ -390,14 +394,18 @@ def test_stochastic_rounding_begins_a_step_after_a_backward():
 
 def test_bytes_alive_are_those_of_the_arithmetic():
     """One GELU layer with attention: every activation once, by hand."""
-    tokens, width = 64, 64
+    tokens, width = 64, 128
     w1, w2 = nn.Parameter(torch.randn(width, 256)), nn.Parameter(torch.randn(256, width))
     x = activation(tokens, width)
-    with compress_saved("int8"):
+
+    @compress_saved("int8")
+    def run():
         h = F.layer_norm(x, (width,))  # x
         u = h @ w1  # h
         y = F.gelu(u) @ w2  # u; gelu(u)
-        loss = (y + x).square().sum()  # y + x
+        return (y + x).square().sum()  # y + x
+
+    loss = run()
     kept = [tokens * width, tokens * width, tokens * 256, tokens * 256, tokens * width]
     assert gradckpt.stats()["live_bytes"] == int8_bytes(*kept)
     assert gradckpt.stats()["kept"] == {"does not require grad": 2, "leaf": 2}  # mean, rstd; the weights
@@ -407,8 +415,7 @@ def test_bytes_alive_are_those_of_the_arithmetic():
 
 def test_bytes_of_a_llama():
     _model, loss_of = llama(tokens=64)
-    with compress_saved({"codec": "int8", "min_numel": 64}):
-        loss = loss_of()
+    loss = compress_saved({"codec": "int8", "min_numel": 64})(loss_of)()
     n, hidden, ffn, vocab = 2 * 64, 64, 128, 256
     head = 16  # values per head; 4 query heads, 2 of keys and values
     layer = [n * hidden] * 2 * 2  # each norm: its input, and the normalized input

@@ -16,7 +16,7 @@ SMALL = {"codec": "int8", "min_numel": 16}
 RAW = {"codec": "raw", "min_numel": 16}
 
 
-EXACT = "statistic that backward needs exactly"
+EXACT = "backward needs it exactly"
 
 
 #: torch 2.10 and 2.11: what a node will need of a tensor is not to be seen, so it is rounded (docs/saved.md).
