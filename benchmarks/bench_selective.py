@@ -266,6 +266,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["operators"] = selective_cost.operators(options.host_rounds)
         steps.say("host cost of a Llama layer")
         found["operators"].append(selective_cost.layer(options.host_rounds))
+        steps.say("host cost of decisions")
+        found["decisions"] = selective_cost.decisions(options.host_rounds)
         steps.say("host cost of one-node regions")
         found["regions"] = selective_cost.regions(options.host_rounds)
         steps.done()
@@ -342,6 +344,9 @@ def show(found: dict[str, Any], markdown: bool) -> None:
         table(f"{name} Llama: saves in int8", columns, saves_rows(model["saves"]))
     columns = ["added by forward and recompute, us", "torch", "gradckpt", "of torch's", "at most"]
     table("host cost of selective contexts", columns, operator_rows(found["operators"]))
+    columns = ["a step of a tiny Llama, inputs in int8", "least ms", "median ms", "of the first"]
+    cells = [[r["what"], f"{r['least']:.2f}", f"{r['median']:.2f}", f"{r['ratio']:.3f}"] for r in found["decisions"]]
+    table("host cost of decisions", columns, cells)
     columns = ["region", "", "in place us", "of torch's", "plain us", "of torch's", "at most"]
     title = "overhead per one-node region with nothing kept; recompute and the forward without grad not counted"
     table(title, columns, region_rows(found["regions"]))

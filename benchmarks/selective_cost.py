@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +156,43 @@ def layer(rounds: int, times: int = 10) -> dict[str, Any]:
     found = rounds_of(runs, rounds)
     us = {name: typical(found, lambda t, name=name: t[name] - t["plain"]) / times * 1e6 for name in WAYS}
     return {"what": "Llama layer, matrix products and attention saved", **us, "asked": 1 / 6}
+
+
+# ---- decisions ----
+
+
+def decided_step(layers: list[LlamaLayer], x: torch.Tensor, decisions: bool, by_mode: bool = False) -> None:
+    config = {"codec": "int8", "min_numel": 1, "decisions": decisions}
+    gradckpt._C.catch_by_mode(by_mode)
+    try:
+        h = x * 1
+        for each in layers:
+            h = gradckpt.checkpoint(each, h, compress=config)
+        h.sum().backward()
+    finally:
+        gradckpt._C.catch_by_mode(False)
+
+
+def decisions(rounds: int, depth: int = 6) -> list[dict[str, Any]]:
+    """A step of a Llama so small that only host time counts, inputs in int8: without decisions, with them caught on the
+    dispatch key, and caught by a dispatch mode in C."""
+    torch.manual_seed(0)
+    layers, x = [LlamaLayer(64) for _ in range(depth)], torch.randn(1, 32, 64, requires_grad=True)
+    runs: dict[str, Callable[[], Any]] = {
+        "without decisions": functools.partial(decided_step, layers, x, False),
+        "on the dispatch key": functools.partial(decided_step, layers, x, True),
+        "by a dispatch mode in C": functools.partial(decided_step, layers, x, True, True),
+    }
+    found = rounds_of(runs, rounds)
+    return [
+        {
+            "what": name,
+            "least": min(each[name] for each in found) * 1e3,
+            "median": statistics.median(each[name] for each in found) * 1e3,
+            "ratio": statistics.median(each[name] / each["without decisions"] for each in found),
+        }
+        for name in runs
+    ]
 
 
 # ---- a region of one node ----
