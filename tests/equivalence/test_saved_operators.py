@@ -219,7 +219,8 @@ def main() -> int:
 
 def check(part: str, *options: str) -> None:
     here = Path(__file__).parent
-    paths = [str(Path(gradckpt.__file__).parent.parent), str(here), os.environ.get("PYTHONPATH", "")]
+    helpers = here.parent / "helpers"
+    paths = [str(Path(gradckpt.__file__).parent.parent), str(here), str(helpers), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     command = [sys.executable, __file__, "--part", part, *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
