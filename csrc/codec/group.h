@@ -55,9 +55,10 @@
  *     code c: c <= 118 is c - 59 steps; 119 NaN, 120 +Inf, 121 -Inf, 122 +MAX,
  *     123 -MAX, 124..126 table[c - 124] (int6: 22, 11, 23, ...).  A fourth distinct value
  *     becomes +-MAX.
- *     int4: b = 3; c <= 2 is c - 1 steps amax, stored x 2^24; 3 NaN, 4 +Inf, 5 -Inf, 6, 7 table[2],
- *     which has +-MAX too: the first such value, and the first of the other sign or else the second.
- *     A third distinct value becomes the first of the two that has its sign.
+ *     int4: b = 3; c <= 2 is c - 1 steps amax, stored x 2^24; 3 NaN, 4 +Inf, 5 -Inf, 6, 7 table[0 .. 1],
+ *     which has +-MAX too; a third distinct value becomes +-MAX: that is what the code of an infinity
+ *     says whose bit (1 +Inf, 2 -Inf) is set in the word table[2].  Of a group that has that infinity, it
+ *     becomes the first entry of its sign; where both have the other, its first value is the second.
  * The rotated formats also use form A for a group whose amax(y) (int4: amax) is below 2^-80.
  *
  * Spike (int8 and int6, scale = 0xFF81): one value is so large that at least 124 of the

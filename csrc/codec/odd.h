@@ -82,12 +82,20 @@ typedef struct {
     float    step;           /* stored   */
     float    table[3];
     int      used;           /* entries of the table */
+    uint32_t infinite;       /* int4: 1 +Inf, 2 -Inf is among the values */
+    uint32_t as_max;         /* int4: 1 +Inf's, 2 -Inf's code says MAX; stored as table[2] */
 } gck_escape_table;
 
-/* Where no code says MAX (int4), both signs need an entry: the first value that has no code, and the first of the other
- * sign, or else the second. */
+/* Where no code says MAX (int4): the code of an infinity that the group does not have says MAX of its sign.  A group
+ * that has it needs an entry of its sign: where the first two values have none, the first of that sign is the second. */
 GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const void *x, gck_dtype dtype, int count)
 {
+    for (int i = 0; i < count; i++) {
+        const float v = gck_load(x, dtype, i);
+        if ((gck_bits(v) & 0x7FFFFFFFu) == 0x7F800000u) {
+            t->infinite |= 1u << (gck_bits(v) >> 31);
+        }
+    }
     for (int i = 0; i < count; i++) {
         const float v = gck_load(x, dtype, i);
         const uint32_t bits = gck_bits(v), first = gck_bits(t->table[0]), second = gck_bits(t->table[1]);
@@ -96,7 +104,8 @@ GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const vo
         }
         if (t->used == 0) {
             t->table[t->used++] = v;
-        } else if (bits != first && (t->used == 1 || ((first ^ second) >> 31 == 0 && (first ^ bits) >> 31 != 0))) {
+        } else if (bits != first && (t->used == 1 || ((t->infinite >> (bits >> 31) & 1u) != 0
+                                                      && (first ^ second) >> 31 == 0 && (first ^ bits) >> 31 != 0))) {
             t->table[1] = v;
             t->used = 2;
         }
@@ -122,7 +131,15 @@ GCK_FN uint32_t gck_table_code(gck_format format, gck_escape_table *t, float v, 
         }
     }
     if (t->used == size) {                               /* MAX of its sign, or the first entry of its sign */
-        return special + 3u + (kinds == 5 ? gck_bits(v) >> 31 : (gck_bits(v) ^ gck_bits(t->table[0])) >> 31);
+        const uint32_t negative = gck_bits(v) >> 31;
+        if (kinds == 5) {
+            return special + 3u + negative;
+        }
+        if (t->infinite >> negative & 1u) {
+            return special + 3u + (negative ^ gck_bits(t->table[0]) >> 31);
+        }
+        t->as_max |= 1u << negative;
+        return special + 1u + negative;
     }
     t->table[t->used] = v;
     return special + (uint32_t)(kinds + t->used++);
@@ -138,7 +155,7 @@ GCK_SLOW_FN void gck_encode_table(gck_format format, const void *x, gck_dtype dt
     const float step = amax * scale * gck_table_factor(format);    /* of the scaled values */
     const float unit = gck_table_unit(format);
     const float inv = amax > 0.f ? 1.0f / (step * (unit * unit)) : 0.f;
-    gck_escape_table t = {step * (k ? 0x1p-64f : 1.f), {0.f, 0.f, 0.f}, 0};
+    gck_escape_table t = {step * (k ? 0x1p-64f : 1.f), {0.f, 0.f, 0.f}, 0, 0u, 0u};
     uint32_t pending = 0;                                          /* bits not yet written */
     int npending = 0, at = 0;
 
@@ -154,7 +171,8 @@ GCK_SLOW_FN void gck_encode_table(gck_format format, const void *x, gck_dtype dt
         }
     }
     for (int w = 0; w < 4; w++) {
-        const uint32_t u = gck_bits(w == 0 ? t.step : t.table[w - 1]);
+        const uint32_t u = w == 3 && gck_table_kinds(format) < 5 ? t.as_max
+                         : gck_bits(w == 0 ? t.step : t.table[w - 1]);
         for (int b = 0; b < 4; b++) {
             codes[16 * bits + 4 * w + b] = (uint8_t)(u >> (8 * b));
         }
@@ -171,6 +189,7 @@ GCK_SLOW_FN void gck_decode_table(gck_format format, const uint8_t *codes, void 
     const int bits = gck_table_bits(format), half = gck_table_half(format), kinds = gck_table_kinds(format);
     const uint8_t *table = codes + 16 * bits;
     const float step = gck_read_f32(table), unit = gck_table_unit(format);
+    const int as_max = kinds < 5 ? table[12] & 3 : 0;
 
     for (int i = 0; i < count; i++) {
         const int bit = bits * i, byte = bit / 8;
@@ -179,7 +198,8 @@ GCK_SLOW_FN void gck_decode_table(gck_format format, const uint8_t *codes, void 
         if (special < 0) {
             gck_store(x, dtype, i, ((float)c * (step * unit)) * unit);
         } else if (special < kinds) {
-            gck_store_escape(x, dtype, i, gck_escape_value(special, dtype));
+            const int max = special > 0 && (as_max & special) != 0;
+            gck_store_escape(x, dtype, i, gck_escape_value(special + (max ? 2 : 0), dtype));
         } else {
             const int entry = special - kinds < gck_table_size(format) ? special - kinds : 0;
             gck_store_escape(x, dtype, i, gck_read_f32(table + 4 + 4 * entry));

@@ -106,10 +106,13 @@ def encode_table(codec, x, dtype, amax):
     kinds_of = [kind(v, dtype) for v in x]
     others = list(dict.fromkeys(float(v) for v, k in zip(x, kinds_of, strict=True) if k >= kinds))
     table = others[:size]
-    if kinds == 3 and others:  # one of each sign, if the group has both
-        table = [others[0], *[v for v in others if (v < 0) != (others[0] < 0)][:1]]
-        table = table if len(table) == 2 else others[:2]
-    number = 0
+    infinite = {k - 1 for k in kinds_of if k in (1, 2)}
+    if kinds == 3:  # a sign whose infinity is there needs an entry
+        for sign in infinite:
+            its = [v for v in others if (v < 0) == sign]
+            if its and its[0] not in table:
+                table[1] = its[0]
+    number = as_max = 0
     for i, (v, k) in enumerate(zip(x, kinds_of, strict=True)):
         if k < 0:
             code = round(Fraction(float(F32(v * scale))) * Fraction(float(inverse))) + half
@@ -119,10 +122,15 @@ def encode_table(codec, x, dtype, amax):
             code = special + kinds + table.index(float(v))
         elif kinds == 5:  # MAX of its sign
             code = special + (4 if v < 0 else 3)
+        elif int(v < 0) not in infinite:  # MAX too
+            code = special + 1 + int(v < 0)
+            as_max |= 1 << int(v < 0)
         else:  # the first entry of its sign
             code = special + kinds + next(n for n, entry in enumerate(table) if (entry < 0) == (v < 0))
         number |= code << bits * i
     words = np.array([step * (power(-64) if amax < TINY else power(0)), *table, *[0.0] * (3 - len(table))], F32)
+    if kinds == 3:
+        words.view(np.uint32)[3] = as_max
     return np.frombuffer(number.to_bytes(16 * bits, "little") + words.tobytes(), np.uint8)
 
 
@@ -195,6 +203,9 @@ def decode_table(codec, packed, dtype):
     out = np.empty(GROUP, F32)
     escape = np.zeros(GROUP, bool)
     special = [*[np.nan, np.inf, -np.inf, MAX[dtype], -MAX[dtype]][:kinds], *table[:size]]
+    if kinds == 3:
+        as_max = int(packed[16 * bits + 12])
+        special[1:3] = [MAX[dtype] if as_max & 1 else np.inf, -MAX[dtype] if as_max & 2 else -np.inf]
     for i in range(GROUP):
         code = (number >> bits * i & (2**bits - 1)) - half
         escape[i] = code > half
