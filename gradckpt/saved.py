@@ -66,9 +66,9 @@ class compress_saved:
         if self.config is not None:
             _C.saved_push(self.config)
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self.config is not None:
-            _C.saved_pop()
+            _C.saved_pop(kind is not None)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         instead = "`with compress_saved(...)` around what it computes between two yields or awaits"

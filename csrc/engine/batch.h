@@ -20,6 +20,7 @@ typedef struct gck_batch {
     gck_payload     *payload[GCK_BATCH]; /* all owned:                                      */
     PyObject        *tensor[GCK_BATCH];  /* read or written                                 */
     PyObject        *buffer[GCK_BATCH];  /* the bytes of the payload                        */
+    PyObject        *saved;              /* borrowed iterator: of ctx.saved_tensors; NULL: there is no node */
     PyObject        *made;               /* owned dict: what payloads gave that serve two arguments; NULL: none did */
 } gck_batch;
 
@@ -30,7 +31,7 @@ static inline void gck_batch_begin(gck_batch *b, gck_state *state, int decode)
     b->codec = NULL;
     b->decode = decode;
     b->n = 0;
-    b->made = NULL;
+    b->saved = b->made = NULL;
 }
 
 /* May this work wait?  b NULL: no. */

@@ -187,6 +187,10 @@ static int pack_leaf(gck_packing *p, gck_input *in, int tensor, int positional, 
 {
     int packed = tensor && p->plan.codec != NULL ? pack_payload(p, in, entry, forward) : 0;
 
+    if (tensor && p->of_node) {
+        *entry = (gck_entry){GCK_OF_NODE, Py_NewRef(Py_None), 0, 0, NULL, 0};
+        return 1;
+    }
     if (tensor && packed >= 0 && p->inputs != NULL && PyList_Append(p->inputs, in->x) < 0) {
         gck_entry_clear(entry);
         return -1;
@@ -357,6 +361,7 @@ PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch 
     case GCK_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
     case GCK_VERSIONED: x = restore_versioned(state, value, entry->version, entry->leaf); break;
     case GCK_PAYLOAD:   x = restore_payload((gck_payload *)value, batch, inputs); break;
+    case GCK_OF_NODE:   x = PyIter_Next(batch->saved); break;
     case GCK_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
     default:            return value;
     }

@@ -10,6 +10,7 @@ typedef enum {
     GCK_VERSIONED,           /* value: the tensor, checked against its version             */
     GCK_SAVED,               /* value: torch's SavedTensor: outer saved-tensor hooks see it */
     GCK_PAYLOAD,             /* value: a Payload                                           */
+    GCK_OF_NODE,             /* value: None; the tensor is the next of ctx.saved_tensors   */
     GCK_TREE,                /* value: pytree spec; leaves: entries, some of them payloads */
 } gck_entry_kind;
 
@@ -33,6 +34,7 @@ typedef struct {
     PyObject  *inputs;       /* list, out: tensors, which become inputs of a node and are checked
                                 against their versions; NULL: the region is no node           */
     int        nested;       /* those in containers, too                                      */
+    int        of_node;      /* tensors are kept by the node that is being made, all of them  */
 } gck_packing;
 
 /* Keep x in *entry.  positional: torch version-checks such tensors.  *forward takes a new

@@ -94,31 +94,6 @@ static int touch(gck_frame *frame)
     return status;
 }
 
-/* forward(ctx, frame, args, kwargs or None, *inputs): autograd has switched grad mode off. */
-static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall)
-{
-    gck_state *state = gck_state_of(module);
-    gck_frame *frame = nall < 4 ? NULL : (gck_frame *)all[1];
-    PyObject *done = NULL, *out = NULL, *result = NULL;
-
-    if (frame == NULL || Py_TYPE(all[1]) != state->Frame) {
-        PyErr_SetString(PyExc_TypeError, "SelectiveRecompute.forward is called by SelectiveRecompute.apply");
-        return NULL;
-    }
-    if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0
-        || (!frame->reentrant && (done = PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads,
-                                                                    Py_False, NULL)) == NULL)) {
-        return NULL;
-    }
-    Py_XDECREF(done);
-    out = gck_region_call(frame, NULL, NULL, all[2], all[3] != Py_None ? all[3] : NULL, 0);
-    if (out != NULL && touch(frame) == 0) {
-        result = frame->reentrant ? Py_NewRef(out) : gck_node_tensors(&state->py, out, frame);
-    }
-    Py_XDECREF(out);
-    return result;
-}
-
 static int warn_without_grad(const gck_py *py, PyObject *inputs)
 {
     int grad = 0;
@@ -128,6 +103,66 @@ static int warn_without_grad(const gck_py *py, PyObject *inputs)
     }
     return grad != 0 ? grad
          : PyErr_WarnEx(PyExc_UserWarning, "None of the inputs have requires_grad=True. Gradients will be None", 1);
+}
+
+/* torch's form: its tensors become the node's saved tensors, the rest of what a frame holds is read
+ * here, within the node.  *args: what the function gets, owned by the caller.  0 or -1. */
+static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyObject *const *all, Py_ssize_t n, PyObject **args)
+{
+    const gck_py *py = &frame->state->py;
+    gck_packing packing = {.state = frame->state, .of_node = 1};
+    PyObject *inputs = PyList_New(0), *tuple = NULL, *save = NULL, *done = NULL, *none = NULL;
+    int preserve, exact, status = inputs != NULL && PyArg_ParseTuple(flags, "pp", &preserve, &exact) ? 0 : -1;
+
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        const int tensor = gck_is_tensor(py, all[i]);
+        status = tensor > 0 ? PyList_Append(inputs, all[i]) : tensor;
+    }
+    if (status == 0 && warn_without_grad(py, inputs) >= 0
+        && gck_region_keep(frame, &packing, all, n, NULL, preserve, exact, args, &none) == 0) {
+        tuple = PyList_AsTuple(inputs);
+        save = PyObject_GetAttr(ctx, py->names.save_for_backward);
+        done = tuple != NULL && save != NULL ? PyObject_Call(save, tuple, NULL) : NULL;
+    }
+    Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
+    gck_aliases_clear(&packing.aliases);
+    Py_XDECREF(inputs);
+    Py_XDECREF(tuple);
+    Py_XDECREF(save);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Autograd has switched grad mode off.  forward(ctx, frame, args, kwargs or None, *inputs); of torch's form:
+ * forward(ctx, frame, (preserve_rng_state, exact), None, *args). */
+static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall)
+{
+    gck_state *state = gck_state_of(module);
+    gck_frame *frame = nall < 4 ? NULL : (gck_frame *)all[1];
+    PyObject *args = NULL, *out = NULL, *result = NULL;
+
+    if (frame == NULL || Py_TYPE(all[1]) != state->Frame) {
+        PyErr_SetString(PyExc_TypeError, "SelectiveRecompute.forward is called by SelectiveRecompute.apply");
+        return NULL;
+    }
+    if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0) {
+        return NULL;
+    }
+    if (frame->reentrant) {
+        if (keep_arguments(frame, all[0], all[2], all + 4, nall - 4, &args) == 0) {
+            result = gck_region_call(frame, NULL, NULL, args, NULL, 0);
+        }
+        Py_XDECREF(args);
+        return result;
+    }
+    PyObject *done = PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads, Py_False, NULL);
+    out = done != NULL ? gck_region_call(frame, NULL, NULL, all[2], all[3] != Py_None ? all[3] : NULL, 0) : NULL;
+    if (out != NULL && touch(frame) == 0) {
+        result = gck_node_tensors(&state->py, out, frame);
+    }
+    Py_XDECREF(done);
+    Py_XDECREF(out);
+    return result;
 }
 
 /* The parameters of the module behind the function are inputs, too.  0 or -1. */
@@ -146,25 +181,21 @@ static int add_parameters(gck_frame *frame, PyObject *inputs)
     return status;
 }
 
-/* The call of either form: `apply` makes the node.  New reference: what it returns. */
-static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *apply, PyObject *const *args, Py_ssize_t nargs,
-                      PyObject *kwargs, int preserve_rng, int exact)
+/* New reference: the tensors among what the region returns, a tuple. */
+static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
     const gck_py *py = &frame->state->py;
     PyObject *inputs = PyList_New(0), *fed_args = NULL, *fed_kwargs = NULL, *head = NULL, *all = NULL, *result = NULL;
 
     packing->inputs = inputs;
-    if (inputs == NULL || gck_region_keep(frame, packing, args, nargs, kwargs, preserve_rng, exact, &fed_args, &fed_kwargs) < 0
-        || (!frame->reentrant && add_parameters(frame, inputs) < 0) || warn_without_grad(py, inputs) < 0) {
+    if (inputs == NULL || gck_region_keep(frame, packing, args, nargs, kwargs, 1, 0, &fed_args, &fed_kwargs) < 0
+        || add_parameters(frame, inputs) < 0 || warn_without_grad(py, inputs) < 0) {
         goto exit;
     }
     head = Py_BuildValue("[OOO]", (PyObject *)frame, fed_args, fed_kwargs ? fed_kwargs : Py_None);
-    if (frame->reentrant) {
-        Py_CLEAR(frame->ambient.device);         /* torch's reentrant form does not enter it again */
-    }
     if (head != NULL && PyList_SetSlice(head, 3, 3, inputs) == 0 && (all = PyList_AsTuple(head)) != NULL) {
         Py_CLEAR(head);
-        result = PyObject_Call(apply, all, NULL);
+        result = PyObject_Call(frame->state->selective_apply, all, NULL);
     }
     if (result != NULL && gck_aliases_check(&packing->aliases, py) < 0) {
         Py_CLEAR(result);
@@ -208,18 +239,23 @@ static int check_options(const gck_state *state, const gck_options *o, PyObject 
 PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *kwargs)
 {
-    gck_packing packing = {.state = state};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     gck_frame *frame = preserve < 0 || check_options(state, o, kwargs) < 0 ? NULL : gck_frame_new(state);
-    PyObject *apply = frame != NULL ? PyObject_GetAttrString(state->CheckpointFunction, "apply") : NULL, *result = NULL;
+    PyObject *apply = frame != NULL ? PyObject_GetAttrString(state->CheckpointFunction, "apply") : NULL;
+    PyObject *head = apply != NULL ? Py_BuildValue("(O(ii)O)", (PyObject *)frame, preserve, o->exact, Py_None) : NULL;
+    PyObject *rest = head != NULL ? gck_tuple(args, nargs) : NULL;
+    PyObject *all = rest != NULL ? PySequence_Concat(head, rest) : NULL, *result = NULL;
 
-    if (apply != NULL) {
+    if (all != NULL) {
         frame->function = Py_NewRef(o->function);
         frame->buffers_once = o->once;
         frame->reentrant = 1;
-        result = call(frame, &packing, apply, args, nargs, NULL, preserve, o->exact);
+        result = PyObject_Call(apply, all, NULL);
     }
     Py_XDECREF(apply);
+    Py_XDECREF(head);
+    Py_XDECREF(rest);
+    Py_XDECREF(all);
     Py_XDECREF((PyObject *)frame);
     return result;
 }
@@ -295,7 +331,7 @@ static PyObject *apply_selective(gck_state *state, PyObject *const *all, Py_ssiz
         result = tuple != NULL ? PyObject_Call(frame->function, tuple, kwargs) : NULL;
         Py_XDECREF(tuple);
     } else if (take_policy(frame, all[1]) == 0) {
-        tensors = call(frame, &packing, state->selective_apply, all + 2, nall - 2, kwargs, 1, 0);   /* a tuple, as forward's */
+        tensors = call(frame, &packing, all + 2, nall - 2, kwargs);
         result = tensors != NULL ? assemble(frame, tensors) : NULL;
     }
 

@@ -6,19 +6,20 @@
 
 /* The region again, with grad.  New reference: what to differentiate by, a sequence; tensors
  * among its arguments are added to `inputs`. */
-static PyObject *run_again(gck_frame *frame, PyObject *inputs)
+static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
 {
     gck_state *state = frame->state;
-    PyObject *args = NULL, *kwargs = NULL, *out = NULL, *tensors;
+    PyObject *args = NULL, *kwargs = NULL, *out = NULL, *tensors, *next = PyObject_GetIter(saved);
     gck_rerun rerun;
 
-    if (gck_region_restore(frame, inputs, &args, &kwargs) == 0 && gck_rerun_begin(frame, &rerun) == 0) {
+    if (next != NULL && gck_region_restore(frame, next, inputs, &args, &kwargs) == 0 && gck_rerun_begin(frame, &rerun) == 0) {
         state->stats.recomputes++;
         out = gck_region_call(frame, NULL, NULL, args, kwargs, 1);
         if (gck_rerun_end(frame, &rerun) < 0) {
             Py_CLEAR(out);
         }
     }
+    Py_XDECREF(next);
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
     /* torch's form pairs by position whatever came out. */
@@ -185,6 +186,21 @@ static PyObject *barred(const gck_py *py, PyObject *x)
     return result;
 }
 
+/* New reference: the inputs of torch's form: its arguments, with None in the place of what is no tensor. */
+static PyObject *spread(const gck_frame *frame, PyObject *inputs)
+{
+    PyObject *list = PyList_New(0);
+    Py_ssize_t next = 0;
+
+    for (Py_ssize_t i = 0; list != NULL && i < frame->nargs; i++) {
+        const int tensor = frame->args[i].kind == GCK_OF_NODE && next < PyList_Size(inputs);
+        if (PyList_Append(list, tensor ? PyList_GetItem(inputs, next++) : Py_None) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
 /* New reference: (None for frame, args and kwargs, gradients in the order of the node's inputs). */
 static PyObject *collect(gck_frame *frame, PyObject *inputs, PyObject *targets, PyObject *grads)
 {
@@ -237,12 +253,12 @@ static int check_valid(const gck_frame *frame)
 }
 
 /* New reference: the result of backward, of a frame that is whole. */
-static PyObject *differentiate(gck_frame *frame, PyObject *const *grads, Py_ssize_t ngrads)
+static PyObject *differentiate(gck_frame *frame, PyObject *saved, PyObject *const *grads, Py_ssize_t ngrads)
 {
     PyObject *inputs = PyList_New(0), *roots = PyList_New(0), *root_grads = PyList_New(0), *targets = NULL;
-    PyObject *outputs = NULL, *root_tuple = NULL, *grad_tuple = NULL, *found = NULL, *result = NULL;
+    PyObject *outputs = NULL, *root_tuple = NULL, *grad_tuple = NULL, *found = NULL, *all = NULL, *result = NULL;
 
-    if (inputs == NULL || roots == NULL || root_grads == NULL || (outputs = run_again(frame, inputs)) == NULL
+    if (inputs == NULL || roots == NULL || root_grads == NULL || (outputs = run_again(frame, saved, inputs)) == NULL
         || (targets = targets_of(frame, inputs)) == NULL) {
         goto exit;
     }
@@ -265,9 +281,11 @@ static PyObject *differentiate(gck_frame *frame, PyObject *const *grads, Py_ssiz
             }
         }
     }
-    result = collect(frame, inputs, targets, found);
+    all = frame->reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
+    result = all != NULL ? collect(frame, all, targets, found) : NULL;
 
 exit:
+    Py_XDECREF(all);
     Py_XDECREF(inputs);
     Py_XDECREF(roots);
     Py_XDECREF(root_grads);
@@ -291,17 +309,19 @@ PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t n
 {
     gck_state *state = gck_state_of(module);
     const gck_py *py = &state->py;
-    /* We save none there; but autograd says in its words that the graph was freed. */
-    PyObject *saved = nall >= 1 ? PyObject_GetAttr(all[0], py->names.saved_tensors) : NULL;
-    PyObject *op = saved != NULL ? PyObject_GetAttr(all[0], py->names.frame) : NULL, *result = NULL;
+    PyObject *op = nall >= 1 ? PyObject_GetAttr(all[0], py->names.frame) : NULL, *saved = NULL, *result = NULL;
     gck_frame *frame = op != NULL && Py_TYPE(op) == state->Frame ? (gck_frame *)op : NULL;
 
-    if (frame == NULL || frame->args == NULL) {
+    /* Where the graph was freed, saved_tensors raises autograd's own words, also where nothing is in them. */
+    if (op != NULL && (frame == NULL || check_valid(frame) == 0)) {
+        saved = PyObject_GetAttr(all[0], py->names.saved_tensors);
+    }
+    if (saved == NULL || frame == NULL || frame->args == NULL) {
         if (!PyErr_Occurred()) {
             PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage");
         }
-    } else if (check_valid(frame) == 0 && gck_region_note_step(frame) == 0) {
-        result = differentiate(frame, all + 1, nall - 1);
+    } else if (gck_region_note_step(frame) == 0) {
+        result = differentiate(frame, saved, all + 1, nall - 1);
         if (result != NULL && release(py, all[0]) < 0) {
             Py_CLEAR(result);
         }

@@ -145,7 +145,7 @@ static int fill(gck_frame *frame, gck_table *table)
     }
     self->frame = frame;
     self->table = table;
-    if (gck_region_restore(frame, NULL, &args, &kwargs) < 0) {
+    if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
         goto exit;
     }
     state->stats.recomputes++;

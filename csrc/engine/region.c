@@ -155,12 +155,13 @@ static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs,
 }
 
 /* A list first: restoring runs Python, and whoever finds a half-made tuple through gc makes it unchangeable. */
-int gck_region_restore(gck_frame *frame, PyObject *inputs, PyObject **args, PyObject **kwargs)
+int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyObject **args, PyObject **kwargs)
 {
     PyObject *list = PyList_New(0);
     gck_batch batch;
 
     gck_batch_begin(&batch, frame->state, 1);
+    batch.saved = saved;
     *args = NULL;
     *kwargs = frame->nkwargs ? PyDict_New() : NULL;
     if (list != NULL && (*kwargs != NULL || !frame->nkwargs)

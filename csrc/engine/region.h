@@ -12,9 +12,10 @@
 int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs,
                     int preserve_rng, int exact, PyObject **fed_args, PyObject **fed_kwargs);
 
-/* The arguments again, new references; *kwargs may be NULL.  inputs: NULL, or a list that gets
- * each tensor among them; such a tensor has no history.  0 or -1. */
-int gck_region_restore(gck_frame *frame, PyObject *inputs, PyObject **args, PyObject **kwargs);
+/* The arguments again, new references; *kwargs may be NULL.  saved: an iterator over what the node
+ * has saved, NULL without one.  inputs: NULL, or a list that gets each tensor among them; such a
+ * tensor has no history.  0 or -1. */
+int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyObject **args, PyObject **kwargs);
 
 /* Saved-tensor hooks that are active while the function runs. */
 typedef struct {

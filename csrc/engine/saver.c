@@ -49,7 +49,7 @@ static int judge_saver(const gck_saver *self, PyObject *x, PyObject *node, int64
     if (self->waiting == NULL || gck_entry_of_region || d->verdict != GCK_COMPRESS) {
         return 0;
     }
-    own = made >= number ? 1 : node != Py_None ? is_being_saved(node) : 0;
+    own = made >= number && made != INT64_MAX ? 1 : node != Py_None ? is_being_saved(node) : 0;   /* some have no number */
     if (own > 0) {
         role = made == number ? gck_role_of_result(node, x) : GCK_ROLE_EXACT;
     }
@@ -248,33 +248,34 @@ static int find_outer(gck_saver *self, const gck_py *py)
     return 0;
 }
 
-/* 0 or -1, and nothing pushed. */
-static int push(gck_state *state, PyObject *compress)
+/* New reference; NULL: nothing was pushed.  What waits under hooks of others waits in a list of its
+ * own: a region's recompute must keep what its forward kept, whatever else the thread does. */
+static gck_saver *push(gck_state *state, PyObject *compress)
 {
     gck_plan plan;
     gck_saver *self;
-    int status = -1;
 
     if (gck_options_plan(state, compress, &plan) < 0) {
-        return -1;
+        return NULL;
     }
     if (plan.codec == NULL) {
         PyErr_SetString(PyExc_ValueError, "gradckpt: compress_saved() needs a codec");
-        return -1;
+        return NULL;
     }
     self = PyObject_GC_New(gck_saver, state->Saver);
     if (self == NULL) {
-        return -1;
+        return NULL;
     }
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->packing = (gck_packing){state, plan, 0, 0, NULL, {NULL, NULL, 0, NULL}};
     PyObject_GC_Track(self);
-    if (find_outer(self, &state->py) == 0
-        && (plan.codec->max_error == 0 || (self->waiting = gck_waiting_of_thread()) != NULL)) {
-        status = gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self);
+    if (find_outer(self, &state->py) < 0
+        || (plan.codec->max_error > 0
+            && (self->waiting = self->packing.outer ? gck_waiting_new() : gck_waiting_of_thread()) == NULL)
+        || gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self) < 0) {
+        Py_CLEAR(self);
     }
-    Py_DECREF(self);
-    return status;
+    return self;
 }
 
 int gck_saver_decisions(PyObject *hooks)
@@ -287,7 +288,10 @@ int gck_saver_decisions(PyObject *hooks)
 
 PyObject *gck_saver_push(PyObject *module, PyObject *compress)
 {
-    return push(gck_state_of(module), compress) < 0 ? NULL : Py_NewRef(Py_None);
+    gck_saver *self = push(gck_state_of(module), compress);
+
+    Py_XDECREF((PyObject *)self);
+    return self == NULL ? NULL : Py_NewRef(Py_None);
 }
 
 /* One that goes on waiting when the block has ended: without its graph, of which it may be a result.  0 or -1. */
@@ -312,20 +316,22 @@ static int stay(const gck_saver *self, gck_saved *saved)
     return status;
 }
 
-/* The innermost hooks, ours, come off.  Hooks around them see now what still waits; without such
- * hooks it may wait for another block of this thread.  0 or -1. */
-static int pop(gck_state *state)
+/* The innermost hooks, ours, come off.  Hooks around them see now what still waits, unless the block
+ * failed: a recompute has stopped then, and takes no more.  Without such hooks it may wait for another
+ * block of this thread.  0 or -1. */
+static int pop(gck_state *state, int failed)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(state->py.top_hooks, Py_True, NULL);
     PyObject *hook = top != NULL && top != Py_None ? PyTuple_GetItem(top, 0) : NULL;
     PyObject *op = hook != NULL && is_ours(hook) ? Py_NewRef(PyCFunction_GetSelf(hook)) : NULL;
-    const gck_saver *self = (gck_saver *)op;
+    gck_saver *self = (gck_saver *)op;
     gck_saved *saved;
     int status = top == NULL ? -1 : 0;
 
     Py_XDECREF(top);
     gck_hooks_pop(&state->py);
     if (op != NULL && self->waiting != NULL) {
+        self->packing.outer = self->packing.outer && !failed;
         status = self->packing.outer ? gck_waiting_end(self->waiting, op, gck_settling_settle) : 0;
         for (int i = 0; status == 0 && (saved = gck_waiting_next(self->waiting, i)) != NULL; i++) {
             status = saved->saver == op ? stay(self, saved) : 0;
@@ -335,29 +341,27 @@ static int pop(gck_state *state)
     return status;
 }
 
-PyObject *gck_saver_pop(PyObject *module, PyObject *unused)
+PyObject *gck_saver_pop(PyObject *module, PyObject *failed)
 {
-    (void)unused;
-    return pop(gck_state_of(module)) < 0 ? NULL : Py_NewRef(Py_None);
+    return pop(gck_state_of(module), failed == Py_True) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* What the function returned leads to the nodes that it made.  0 or -1. */
-static int look_behind(gck_state *state, PyObject *result)
+static int look_behind(const gck_saver *self, PyObject *result)
 {
+    gck_state *state = self->packing.state;
     PyObject *flat = PyObject_CallFunctionObjArgs(state->py.tree_flatten, result, NULL);
     PyObject *leaves = flat != NULL && PyTuple_Check(flat) ? PyTuple_GetItem(flat, 0) : NULL;
-    PyObject *waiting = leaves != NULL && PyList_Check(leaves) ? gck_waiting_of_thread() : NULL;
-    int status = waiting == NULL ? -1 : 0;
+    int status = leaves == NULL || !PyList_Check(leaves) ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(leaves); i++) {
         PyObject *leaf = PyList_GetItem(leaves, i);                  /* borrowed from a list that is ours */
         PyObject *node = gck_is_tensor(&state->py, leaf) > 0 ? PyObject_GetAttr(leaf, state->py.names.grad_fn) : NULL;
-        status = PyErr_Occurred() ? -1 : node != NULL && node != Py_None ? gck_waiting_reach(waiting, state, node, INT64_MAX, gck_settling_settle)
+        status = PyErr_Occurred() ? -1 : node != NULL && node != Py_None ? gck_waiting_reach(self->waiting, state, node, INT64_MAX, gck_settling_settle)
             : 0;
         Py_XDECREF(node);
     }
     Py_XDECREF(flat);
-    Py_XDECREF(waiting);
     return status;
 }
 
@@ -366,19 +370,21 @@ PyObject *gck_saver_call(PyObject *module, PyObject *args)
     gck_state *state = gck_state_of(module);
     PyObject *compress, *function, *tuple, *kwargs, *result;
     PyObject *type, *value, *traceback;
+    gck_saver *self;
 
     if (!PyArg_ParseTuple(args, "OOO!O!:saved_call", &compress, &function, &PyTuple_Type, &tuple, &PyDict_Type, &kwargs)
-        || push(state, compress) < 0) {
+        || (self = push(state, compress)) == NULL) {
         return NULL;
     }
     result = PyObject_Call(function, tuple, kwargs);
-    if (result != NULL && look_behind(state, result) < 0) {
+    if (result != NULL && self->waiting != NULL && look_behind(self, result) < 0) {
         Py_CLEAR(result);
     }
     PyErr_Fetch(&type, &value, &traceback);
-    if (pop(state) < 0) {
+    if (pop(state, result == NULL) < 0) {
         Py_CLEAR(result);
     }
+    Py_DECREF((PyObject *)self);
     if (type != NULL) {
         PyErr_Restore(type, value, traceback);
     }

@@ -12,8 +12,8 @@ int gck_saver_decisions(PyObject *hooks);
 /* saved_push(compress): the hooks become the innermost of this thread. */
 PyObject *gck_saver_push(PyObject *module, PyObject *compress);
 
-/* saved_pop(): the innermost ones come off. */
-PyObject *gck_saver_pop(PyObject *module, PyObject *unused);
+/* saved_pop(failed): the innermost ones come off; an exception ended their block, or not. */
+PyObject *gck_saver_pop(PyObject *module, PyObject *failed);
 
 /* saved_call(compress, function, args, kwargs): push, call, pop. */
 PyObject *gck_saver_call(PyObject *module, PyObject *args);

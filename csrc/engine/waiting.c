@@ -26,20 +26,27 @@ static list *list_of(PyObject *waiting) { return PyCapsule_GetPointer(waiting, c
 
 static void capsule_free(PyObject *capsule) { free(list_of(capsule)); }
 
+PyObject *gck_waiting_new(void)
+{
+    list *l = calloc(1, sizeof *l);
+    PyObject *capsule = l != NULL ? PyCapsule_New(l, capsule_name, capsule_free) : PyErr_NoMemory();
+
+    if (capsule == NULL) {
+        free(l);
+    }
+    return capsule;
+}
+
 PyObject *gck_waiting_of_thread(void)
 {
     PyObject *thread = PyThreadState_GetDict();
     PyObject *capsule = thread != NULL ? PyDict_GetItemString(thread, capsule_name) : NULL;
-    list *l;
 
     if (capsule != NULL) {
         return Py_NewRef(capsule);
     }
-    l = calloc(1, sizeof *l);
-    capsule = l != NULL ? PyCapsule_New(l, capsule_name, capsule_free) : PyErr_NoMemory();
-    if (capsule == NULL) {
-        free(l);
-    } else if (thread != NULL && PyDict_SetItemString(thread, capsule_name, capsule) < 0) {
+    capsule = gck_waiting_new();
+    if (capsule != NULL && thread != NULL && PyDict_SetItemString(thread, capsule_name, capsule) < 0) {
         Py_CLEAR(capsule);
     }
     return capsule;

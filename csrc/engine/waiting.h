@@ -11,7 +11,8 @@ enum { GCK_WAITING_TENSORS = 64, GCK_WAITING_NODES = 1024 };
 /* What becomes of one that waited.  node: it saves it; NULL: not known.  0 or -1. */
 typedef int gck_settle(gck_saved *saved, PyObject *node);
 
-/* One per thread: its capsule, new reference. */
+/* A list's capsule, new reference: one of its own, or the one that blocks of this thread share. */
+PyObject *gck_waiting_new(void);
 PyObject *gck_waiting_of_thread(void);
 
 /* The node with this number saves a tensor of so many values: those that wait for it learn it. */

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from checkout import HELPERS
 from exact_codecs import CONFIGS, WAYS, by_default
 from random_program_runs import Run
 from random_programs import LENGTH, features, program_of
@@ -126,7 +127,7 @@ def test_three_thousand_random_programs(name):
 
 
 def operators(way, dtype, part):
-    paths = [str(Path(gradckpt.__file__).parent.parent), str(HERE.parent / "helpers"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(gradckpt.__file__).parent.parent), str(HELPERS), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     command = [sys.executable, HERE / "test_opinfo.py", "--way", way, "--dtype", dtype, "--part", part]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

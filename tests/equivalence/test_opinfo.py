@@ -32,6 +32,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from checkout import HELPERS
 from exact_codecs import WAYS, Way
 from torch.utils._pytree import tree_leaves
 
@@ -215,7 +216,7 @@ def main() -> int:
 
 
 def check(dtype: str, part: str, *options: str) -> None:
-    paths = [str(Path(gradckpt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(gradckpt.__file__).parent.parent), str(HELPERS), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     command = [sys.executable, __file__, "--dtype", dtype, "--part", part, *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

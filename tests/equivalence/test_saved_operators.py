@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import HELPERS
 from test_opinfo import cases, operators
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -218,9 +219,7 @@ def main() -> int:
 
 
 def check(part: str, *options: str) -> None:
-    here = Path(__file__).parent
-    helpers = here.parent / "helpers"
-    paths = [str(Path(gradckpt.__file__).parent.parent), str(here), str(helpers), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(gradckpt.__file__).parent.parent), str(HELPERS), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     command = [sys.executable, __file__, "--part", part, *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -270,14 +270,9 @@ def program(seed: int, counts: Counter[str]) -> bool:
     rng = random.Random(seed)
     codec, kind = rng.choice(CODECS), rng.choice(("calm", "calm", "raise", "raise", "wild"))
     steps = draw_body(rng, 2)
-    try:
-        with Counting() as counting:
-            want = run(World(codec), steps, seed)
-    except (torch_checkpoint.CheckpointError, AssertionError):
-        counts["unrepeatable"] += 1  # compress_saved inside a region: what it saves differs in the recompute
-        return False
-    finally:
-        forget_gradients()
+    with Counting() as counting:
+        want = run(World(codec), steps, seed)
+    forget_gradients()
     if codec in EXACT:
         plain = run(World(None), steps, seed)
         forget_gradients()

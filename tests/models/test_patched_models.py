@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as early
 
 import gradckpt
-from gradckpt import GradckptInactiveWarning
+from gradckpt import GradckptInactiveWarning, packing
 
 
 def train(call, steps=2, **keywords):
@@ -164,9 +164,34 @@ class TestCompile:
                 assert handle.inactive_reason is None
             assert error(found, eager) < 2e-3  # the last region's output is made again, too, for the square's gradient
             assert error(found, exact) > 1e-4
-            with gradckpt.patched("lossless"):
+            with gradckpt.patched("raw") as handle:
                 assert error(torch.autograd.grad(compiled(x * 1), parameters), exact) < 1e-5
+                assert handle.inactive_reason is None
             assert error(torch.autograd.grad(compiled(x * 1), parameters), exact) < 1e-5
+        torch._dynamo.reset()
+
+    def test_what_a_graph_cannot_ask_about_stays_exact_and_says_so(self):
+        """A codec that may refuse packs nothing there: gradients are right, and the user is told what packs."""
+        layer = model()[0][:2]
+        x = torch.randn(32, WIDTH, requires_grad=True)
+        parameters = list(layer.parameters())
+        exact = torch.autograd.grad(layer(x * 1).square().sum(), parameters)
+        packing.may_refuse.cache_clear()
+        torch._dynamo.reset()
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def forward(x):
+            return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).square().sum()
+
+        with gradckpt.patched("lossless") as handle:
+            with pytest.warns(GradckptInactiveWarning, match="'lossless' may refuse .* use 'int8'"):
+                found = torch.autograd.grad(forward(x * 1), parameters)
+            assert handle.stats()["compiled_tensors"] == handle.stats()["compressed"] == 0
+            handle.remove()
+        assert error(found, exact) < 1e-5
+        with gradckpt.patched("int8") as handle:
+            torch.autograd.grad(forward(x * 1), parameters)
+            assert handle.stats()["compiled_tensors"] > 0
         torch._dynamo.reset()
 
     @pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"preserve_rng_state": False}])

@@ -27,17 +27,13 @@ def check(name, codec, depth, choice, seed=0):
     assert nested <= 1.05 * error(of_way(built, name, codec), exact)
 
 
-#: torch's regions in compress_saved() get their inputs back exactly: nothing is approximate there.
-EXACT = {"compress_saved, torch's"}
-
-
 #: A reentrant region calls what is inside it without grad.
 QUIET = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 
 
 @QUIET
 @CODECS
-@pytest.mark.parametrize("name", sorted(set(WAYS) - EXACT))
+@pytest.mark.parametrize("name", sorted(WAYS))
 def test_routers_choose_as_in_the_forward(name, codec):
     for depth in (1, 2, 3) if codec == "int4" else (2,):
         check(name, codec, depth, "tokens" if depth < 3 else "experts")
@@ -46,7 +42,7 @@ def test_routers_choose_as_in_the_forward(name, codec):
 @QUIET
 @pytest.mark.soak
 @CODECS
-@pytest.mark.parametrize("name", sorted(set(WAYS) - EXACT))
+@pytest.mark.parametrize("name", sorted(WAYS))
 def test_routers_choose_as_in_the_forward_many(name, codec):
     for seed in range(1, 6):
         for depth in (1, 2, 3):
