@@ -2,6 +2,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, final, overload, type_check_only
 
 import torch
+from typing_extensions import disjoint_base
 
 from gradckpt.config import Compress
 
@@ -47,6 +48,7 @@ class Store:
     @property
     def storage(self) -> dict[Any, dict[int, Any]]: ...
 
+@disjoint_base
 class Context:
     storage: Any
     func_counter: dict[Any, int]

@@ -63,7 +63,10 @@ def test_torchs_own_backends(backend):
     for _ in range(2):
         got = step(model, function)
         torch.testing.assert_close(got[0], loss)
-        assert_same(got[1], grads)
+        # Inductor rounds as the machine's instructions do: a value beside a step may get the next code.
+        # That is far below the 0.6 % of int8.
+        for a, b in zip(got[1], grads, strict=True):
+            assert (a - b).norm() <= (1e-3 if backend == "inductor" else 0) * b.norm()
     nbytes = gradckpt.encode(torch.zeros(NUMEL), "int8").nbytes
     found = {key: n for key, n in gradckpt.stats().items() if key.startswith("compiled_")}
     assert found == {
