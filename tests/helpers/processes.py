@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from checkout import HELPERS, ROOT
 
+REFUSED = 77  # exit status of a child in which torch's engine refuses
 WAIT = 30  # seconds, for what happens at once unless something is broken
 
 
@@ -28,7 +30,11 @@ def in_child(function):
             function()
             code = 0
         except BaseException as error:
+            code = REFUSED if "autograd's threading" in str(error) else 1
             print(repr(error), flush=True)
         finally:
             os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == REFUSED:
+        pytest.skip("an earlier test made torch's engine start threads: a forked child has no backward then")
+    assert status == 0
