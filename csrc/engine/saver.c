@@ -281,9 +281,8 @@ static gck_saver *push(gck_state *state, PyObject *compress)
 int gck_saver_decisions(PyObject *hooks)
 {
     PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
-    const int ours = hook != NULL && PyCFunction_CheckExact(hook) && PyCFunction_GetFunction(hook) == pack;
 
-    return ours ? ((gck_saver *)PyCFunction_GetSelf(hook))->packing.plan.decisions : 0;
+    return hook != NULL && is_ours(hook) ? ((gck_saver *)PyCFunction_GetSelf(hook))->packing.plan.decisions : 0;
 }
 
 PyObject *gck_saver_push(PyObject *module, PyObject *compress)

@@ -28,12 +28,13 @@ static int exchange(gck_state *state)
 {
     int on, status = state->standing > 0 ? find(state) : 0;
 
-    do {                                         /* an audit hook may let another thread in */
+    do {                                         /* an audit hook may let another thread in, which may find anew */
+        PyObject *torchs = Py_XNewRef(state->torchs);
         on = state->standing > 0;
-        if (status == 0 && state->torchs != NULL && PyTuple_Size(state->torchs) == 4) {
-            status = PyObject_SetAttrString(PyTuple_GetItem(state->torchs, 1), "__code__",
-                                            PyTuple_GetItem(state->torchs, on ? 3 : 2));
+        if (status == 0 && torchs != NULL && PyTuple_Size(torchs) == 4) {
+            status = PyObject_SetAttrString(PyTuple_GetItem(torchs, 1), "__code__", PyTuple_GetItem(torchs, on ? 3 : 2));
         }
+        Py_XDECREF(torchs);
     } while (on != (state->standing > 0));
     return status;
 }

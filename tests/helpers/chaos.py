@@ -260,7 +260,7 @@ def left_behind() -> dict[str, int]:
         "recomputing": gradckpt.is_recomputing(),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "key": torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("Fake")),
+        "key": torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("Negative")),
         **{name: found[name] for name in ("Frame", "Store", "Kept")},
     }
 
