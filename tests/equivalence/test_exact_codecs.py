@@ -11,10 +11,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from cases import case
 from checkout import HELPERS
-from exact_codecs import CONFIGS, WAYS, by_default
+from exact_codec_differences import DIFFERENCES
+from exact_codecs import CODECS, CONFIGS, WAYS, by_default
 from random_program_runs import Run
 from random_programs import LENGTH, features, program_of
+from test_changed_inputs import CHANGES
 
 import gradckpt
 
@@ -146,3 +150,68 @@ def test_some_operators():
 @pytest.mark.parametrize("way", WAYS)
 def test_every_operator(way, dtype):
     operators(way, dtype, "0/1")
+
+
+# ---- the tests of this folder ----
+
+#: Programs and operators in these files are compared in every respect; here they are compared as far as is meant.
+LEFT_OUT = ("test_exact_codecs.py", "test_opinfo.py", "test_random_programs.py", "test_saved_operators.py")
+
+
+def folder(name, *files):
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not soak", "--codec", name]
+    options += [f"--ignore={HERE / file}" for file in LEFT_OUT]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-3000:]
+    assert " xfailed" in done.stdout
+    print(done.stdout.splitlines()[-1])
+
+
+def test_some_tests_of_this_folder():
+    folder("raw", "test_saved_hooks.py", "test_early_stop.py")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_this_folder(name):
+    folder(name, ".")
+
+
+def test_every_difference_is_of_a_test():
+    source = "".join(path.read_text() for path in HERE.glob("test_*.py"))
+    for name in (name for difference in DIFFERENCES for name in difference.tests):
+        assert f"\ndef {name}(" in source, name
+
+
+def gradients(kind, change, checkpoint):
+    """Of a region whose input is written to before the backward."""
+    torch.manual_seed(0)
+    x, w, fixed = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    h = {"non-leaf": lambda: x * 2, "leaf": lambda: x, "no grad": lambda: fixed, "view": lambda: (x * 2).t()}[kind]()
+    y = checkpoint(lambda t, w: (t @ w).sin().exp(), h, w)
+    with torch.set_grad_enabled(kind != "leaf"):
+        change(h)
+    y.sum().backward()
+    return [None if t.grad is None else bytes(t.grad.view(torch.uint8).numpy()) for t in (x, w)]
+
+
+FLAGS = {"grad", "detach_", "requires_grad_"}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("change", [name for name in CHANGES if name not in FLAGS])
+def test_an_input_that_is_written_to_has_the_values_of_the_forward(codec, change):
+    checkpoint = functools.partial(by_default, CONFIGS[codec])
+    for kind in ("non-leaf", "leaf", "no grad", "view"):
+        with case(kind):
+            assert gradients(kind, CHANGES[change], checkpoint) == gradients(kind, lambda h: None, plain)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("change", sorted(FLAGS))
+def test_an_input_that_gets_other_flags_has_the_gradients_of_no_checkpoint(codec, change):
+    checkpoint = functools.partial(by_default, CONFIGS[codec])
+    for kind in ("leaf", "no grad"):
+        with case(kind):
+            assert gradients(kind, CHANGES[change], checkpoint) == gradients(kind, CHANGES[change], plain)
