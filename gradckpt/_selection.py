@@ -27,10 +27,8 @@ def read_policy(answer: Any, op: Any) -> tuple[int, Any]:
 
 def selective_policy(policy: Any) -> tuple[Any, Any]:
     """Names to catch, and the function to ask, or None."""
-    from gradckpt import policies, selective
+    from gradckpt import selective
 
-    if isinstance(policy, str):
-        policy = policies.by_name(policy)
     known = selective.as_policy(policy)
     if known is None:
         return selective.ASKED, policy

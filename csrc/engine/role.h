@@ -15,7 +15,7 @@
     ROLE(POSITIVE, "one bit per value: is it positive")                                                      \
     ROLE(POSITIVE_OR_NAN, "one bit per value: is it positive or NaN")                                        \
     ROLE(MASK, "bool as bits")                                                                               \
-    ROLE(CUT_OF_ONE, "the same if alpha or beta is 1")                                                       \
+    ROLE(CUT_OF_ONE, "with the codec if alpha or beta is 1, cut off at -20 and 20 unless rows are a multiple of 128") \
     ROLE(POWER, "with the codec if the exponent is 2, 3 or 4")                                               \
     ROLE(ROWS, "with the codec if the values of one mean and scale are a multiple of 128")                   \
     ROLE(PLANES, "with the codec if the values of one mean and scale are 128 or more")                       \

@@ -76,7 +76,7 @@ PYTHON = {
     "gradckpt.packing": {"gradckpt._C", "gradckpt.config"},
     "gradckpt.rounding": {"gradckpt._C"},
     "gradckpt.selftest": {"gradckpt._C"},
-    "gradckpt.selectors": {"gradckpt.kinds"},
+    "gradckpt.selectors": {"gradckpt._C", "gradckpt.config", "gradckpt.kinds"},
     "gradckpt.residuals": {"gradckpt.stats"},
     "gradckpt.patched": {
         "gradckpt._C",
