@@ -222,8 +222,8 @@ def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
     if callable(policy_or_ops) and not isinstance(policy_or_ops, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
     raise TypeError(
-        'gradckpt: a policy is a name ("save_matmuls:int8"), one of gradckpt.policies, a list or mapping of OpOverload, '
-        f"or a function; not {type(policy_or_ops).__name__}"
+        'gradckpt: a policy is a name ("save_matmuls:int8"), one of gradckpt.policies, a list or mapping of '
+        f"OpOverload, or a function; not {type(policy_or_ops).__name__}"
     )
 
 
@@ -327,8 +327,9 @@ def create_selective_checkpoint_contexts(
     Args:
         policy_or_ops: A list of ``OpOverload``: their outputs are kept. A mapping of them to ``gradckpt.save("int8")``,
             a codec's name, a ``CheckpointPolicy`` or a bool. A :class:`Policy` (see ``gradckpt.policies``) or the name
-            of one, ``"save_matmuls:int8"``. Or a function ``policy(ctx, op, *args, **kwargs)`` that answers one of these for each operator as it runs; it is
-            asked in the forward only, and costs host time for every operator, where named ones do not.
+            of one, ``"save_matmuls:int8"``. Or a function ``policy(ctx, op, *args, **kwargs)`` that answers
+            ``gradckpt.save(...)``, a ``CheckpointPolicy`` or a bool for each operator as it runs; it is asked in the
+            forward only, and costs host time for every operator, where named ones do not.
         allow_cache_entry_mutation: Do not check whether kept tensors were changed in place since.
         reusable: Kept outputs serve any number of backwards and go with the graph; False: one backward, as in torch.
 

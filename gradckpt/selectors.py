@@ -147,7 +147,7 @@ def _what_there_is(selector: Any, tree: Tree) -> str:
     if isinstance(selector, Subset):
         return f"{describe(selector.selector)} matches {len(set(_modules_of(selector.selector, tree)))}"
     if isinstance(selector, str) and (selector in _C.codecs() or selector in ALIASES):
-        return f"that is a codec, and modules come first: {{\"layer\": {selector!r}}}"
+        return f'that is a codec, and modules come first: {{"layer": {selector!r}}}'
     kinds = ", ".join(f'"{kind}" ({count})' for kind, count in tree.counts()) or "none"
     text = f"kinds in this {type(tree.model).__name__}: {kinds}"
     if isinstance(selector, str) and selector in _INSTEAD:

@@ -43,8 +43,8 @@ def stats() -> dict[str, Any]:
 
     Returns:
         ``regions``: checkpoint calls with grad on; ``regions_asked``: those with compression.
-        ``asked``: region inputs that could be compressed (floating tensors that require grad and
-        are not leaves); ``compressed``: those that were. ``encoded``: payloads written;
+        ``asked``: region inputs, and tensors saved under :class:`gradckpt.compress_saved`, that could be compressed
+        (floating, require grad and are not leaves); ``compressed``: those that were. ``encoded``: payloads written;
         ``shared``: times one payload served another region. ``bytes_in``, ``bytes_out``: bytes of
         the encoded tensors and of their payloads; ``ratio``: their quotient out / in, or None.
         ``live_bytes``, ``peak_live_bytes``: payload bytes alive now, and at most.
@@ -143,8 +143,8 @@ def _rows(s: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("regions", f"{s['regions']:,}", ""),
         ("regions with compression", f"{s['regions_asked']:,}", ""),
         ("recomputes", f"{s['recomputes']:,}", ""),
-        ("inputs that could be compressed", f"{s['asked']:,}", ""),
-        ("inputs compressed", f"{s['compressed']:,}", ""),
+        ("tensors that could be compressed", f"{s['asked']:,}", ""),
+        ("tensors compressed", f"{s['compressed']:,}", ""),
         ("payloads written", f"{s['encoded']:,}", written + ratio),
         ("payloads used again", f"{s['shared']:,}", ""),
         ("payloads alive", "", alive),
