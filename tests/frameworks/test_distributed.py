@@ -159,4 +159,5 @@ def test_example(engine, compress):
         assert "losses equal to the last bit: 3 of 3" in done.stdout
     else:
         assert "compressed on this rank: 9 of 9 inputs" in done.stdout
-        assert re.search(r"losses equal to the last bit: [12] of 3, the first too", done.stdout)  # the later ones may be
+        # The later ones may be.
+        assert re.search(r"losses equal to the last bit: [12] of 3, the first too", done.stdout)

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 
+import processes
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -24,7 +25,6 @@ from patched_calls import (
     model,
     nothing_left_behind,  # noqa: F401 (a fixture of every test here)
 )
-from processes import alone, in_child
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint as early
@@ -330,7 +330,7 @@ class TestNothingLeftBehind:
         assert equal(gradients(model(), early, use_reentrant=False), exact)
 
     def test_a_forked_child_inherits_it(self):
-        alone(fork_while_patched)
+        processes.alone(fork_while_patched)
 
 
 def fork_while_patched():
@@ -338,7 +338,7 @@ def fork_while_patched():
         assert compressed(gradients, model(), early, use_reentrant=False)[1] == 4
 
     with gradckpt.patched("int8"):
-        in_child(child)
+        processes.in_child(child)
         gradients(model(), early, use_reentrant=False)
 
 
