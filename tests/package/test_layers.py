@@ -38,9 +38,10 @@ PYTHON = {
     "gradckpt._aliases": set(),
     "gradckpt._decisions": set(),
     "gradckpt._hooks": {"gradckpt._C"},
+    "gradckpt._objects": set(),
     "gradckpt._ops": {"gradckpt._C"},
     "gradckpt._selection": set(),
-    "gradckpt._shim": set(),
+    "gradckpt._shim": {"gradckpt._objects"},
     "gradckpt.apply": {
         "gradckpt",
         "gradckpt.caches",
