@@ -359,7 +359,7 @@ def node_allows(node: Any, role: str, x: torch.Tensor) -> bool:
     values = x.numel() // max(1, node._saved_result1.numel())  # of one mean and scale
     if role == "PLANES":
         return values >= 128
-    return values % 128 == 0 or (x.is_cpu and values > 0 and _rows_are_alike(x.detach().reshape(-1, values)))
+    return values % 128 == 0 or (x.is_cpu and values >= 32 and _rows_are_alike(x.detach().reshape(-1, values)))
 
 
 def _rows_are_alike(rows: torch.Tensor) -> bool:
