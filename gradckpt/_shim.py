@@ -356,9 +356,19 @@ def node_allows(node: Any, role: str, x: torch.Tensor) -> bool:
     if role == "LOGITS":
         sums = node._saved_log_sumexp if hasattr(node, "_saved_log_sumexp") else node._saved_logsumexp
         return not x.is_cpu or bool((sums.abs() < 30).all())  # elsewhere the answer would have to be waited for
-    statistics = node._saved_result1
-    values = x.numel() // max(1, statistics.numel())
-    return bool(values % 128 == 0 if role == "ROWS" else values >= 128)
+    values = x.numel() // max(1, node._saved_result1.numel())  # of one mean and scale
+    if role == "PLANES":
+        return values >= 128
+    return values % 128 == 0 or (x.is_cpu and values > 0 and _rows_are_alike(x.detach().reshape(-1, values)))
+
+
+def _rows_are_alike(rows: torch.Tensor) -> bool:
+    """Whether a codec's groups of 128 values may hold several of these rows: none is lost beside its neighbours."""
+    touching = min(127 // rows.shape[1] + 2, rows.shape[0])  # rows of one group
+    variance, mean = torch.var_mean(rows.float(), 1, correction=0)
+    largest = torch.nn.functional.max_pool1d((variance + mean.square())[None], touching, 1)
+    least = -torch.nn.functional.max_pool1d(-variance[None], touching, 1)
+    return bool((largest < 16 * least).all())  # what is not finite or has no spread is not
 
 
 def raise_modified(x: torch.Tensor, expected: int) -> None:

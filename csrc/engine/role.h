@@ -17,7 +17,8 @@
     ROLE(MASK, "bool as bits")                                                                               \
     ROLE(CUT_OF_ONE, "with the codec if alpha or beta is 1, cut off at -20 and 20 unless rows are a multiple of 128") \
     ROLE(POWER, "with the codec if the exponent is 2, 3 or 4")                                               \
-    ROLE(ROWS, "with the codec if the values of one mean and scale are a multiple of 128")                   \
+    ROLE(ROWS, "with the codec if the values of one mean and scale are a multiple of 128; on the CPU also if "  \
+               "neighbouring means and scales differ by less than 4 times")                                  \
     ROLE(PLANES, "with the codec if the values of one mean and scale are 128 or more")                       \
     ROLE(LOGITS, "with the codec if no row of the scores sums to more than e^30 (on the CPU)")
 typedef enum {
