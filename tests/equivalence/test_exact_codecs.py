@@ -124,7 +124,7 @@ def sweep(name, first, wanted):
         counts[found] += 1
         assert found != "differs", f"{name}, seed {seed}: {program}"
     print(f"{name}: {compared} programs compared: {dict(counts)}")
-    assert counts["same"] > compared * 0.9
+    assert counts["same"] > compared * 0.8
 
 
 @pytest.mark.filterwarnings("ignore")
