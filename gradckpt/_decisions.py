@@ -2,8 +2,8 @@
 
 An operator decides when a small change of its input can change its output, or the gradient through it, altogether. A
 *form* says what is kept of such a call in place of copies of its outputs. :data:`NOT_KEPT` says why nothing is kept of
-the others. Of torch's operators tests/selective/test_deciding_operators.py looks at the names, and test_jumps.py, beside
-it, at what they return.
+the others. Of torch's operators tests/selective/test_deciding_operators.py looks at the names, and test_jumps.py
+beside it at what they return.
 """
 
 from __future__ import annotations
