@@ -46,6 +46,12 @@ def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
+def told_by(args: Any, kwargs: Any) -> list[Any]:
+    """What tells a call from others of its operator: the shapes of its tensors, and all other arguments."""
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
 # ---- names ----
 
 
