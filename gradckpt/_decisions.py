@@ -272,7 +272,7 @@ KEPT: dict[str, Form | None] = {
     "fractional_max_pool2d.default": Pool(2),
     "fractional_max_pool3d.default": Pool(3),
     # comparisons
-    **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne", "equal", "isin", "signbit"), None),
+    **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne", "equal", "allclose", "isin", "signbit"), None),
     **dict.fromkeys(("isinf", "isposinf", "isneginf"), None),
     # draws whose result, or whose number, depends on values
     "multinomial.default": Indices(lambda args, kwargs: args[0].size(-1)),

@@ -47,9 +47,13 @@ def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def told_by(args: Any, kwargs: Any) -> list[Any]:
-    """What tells a call from others of its operator: the shapes of its tensors, and all other arguments."""
+    """What tells a call from others of its operator: the shapes of its tensors, its numbers, and the types of the rest.
+
+    A generator, for one, may be another object in the recompute.
+    """
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    return [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in leaves]
+    numbers = (x if isinstance(x, (bool, int, float, str)) else type(x) for x in leaves)
+    return [(*x.shape,) if isinstance(x, torch.Tensor) else n for x, n in zip(leaves, numbers, strict=True)]
 
 
 # ---- names ----

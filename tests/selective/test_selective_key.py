@@ -1,17 +1,23 @@
 """The dispatch key that named operators are caught on: nothing of torch or of other libraries changes by it."""
 
 import contextlib
+import functools
 import itertools
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+from checkout import HELPERS, ROOT
 from selective_ways import _nothing_left_behind as _nothing_left_behind
 from selective_ways import aten, gradients, kept, key_is_on, leaf, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradckpt
+from gradckpt.selective import WRITING_KERNELS
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 checkpoint = gradckpt.checkpoint
@@ -243,3 +249,51 @@ assert warm.wait(60)
 def test_a_daemon_thread_in_a_region_outlives_the_interpreter():
     for way, _ in itertools.product(["decisions", "contexts"], range(2)):
         assert stdout_of(AT_EXIT, way) == ""
+
+
+# ---- kernels that write into what operators that they call have returned ----
+
+WRITTEN = {
+    "_embedding_bag": (lambda x: F.embedding_bag(INDEX, x, STARTS, mode="mean"), [aten.cumsum.default]),
+    "_euclidean_dist": (lambda x: torch.cdist(x, x.flip(0), compute_mode="use_mm_for_euclid_dist"), [aten.mm.default]),
+    "_linalg_det": (torch.linalg.det, [aten.sum.dim_IntList]),
+    "_linalg_slogdet": (lambda x: torch.linalg.slogdet(x)[1], [aten.abs.default, aten.sum.dim_IntList]),
+    "allclose": (lambda x: x * torch.allclose(x, x + 1e-9), [aten.eq.Tensor, aten.mul.Tensor]),
+    "binary_cross_entropy_with_logits": (
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x) / 3, pos_weight=torch.full((8,), 2.0)),
+        [aten.mul.Tensor, aten.log_sigmoid_forward.default],
+    ),
+    "logsumexp": (lambda x: x.logsumexp(-1), [aten.sub.Tensor]),
+    "mvlgamma": (lambda x: torch.mvlgamma(x.exp() + 3, 2), [aten.add.Tensor, aten.sum.dim_IntList]),
+    "renorm": (lambda x: x.renorm(2, 0, 0.5), [aten.linalg_vector_norm.default]),
+    "rot90": (lambda x: x.rot90(2).sin(), [aten.flip.default]),
+}
+INDEX, STARTS = torch.arange(8), torch.tensor([0, 3])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_kernel_calls_is_not_kept(name):
+    """Its kernel writes into what a policy would keep, and no version counter moves."""
+    function, ops = WRITTEN[name]
+    context_fn = functools.partial(gradckpt.create_selective_checkpoint_contexts, ops)
+    results = []
+    for region in (lambda x: function(x), lambda x: checkpoint(function, x, context_fn=context_fn, early_stop=False)):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        out = region(x * 1)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_kernels_that_write_are_listed():
+    assert set(WRITTEN) == set(WRITING_KERNELS)
+
+
+@pytest.mark.soak
+def test_no_other_kernel_writes():
+    """Of the operators in torch's own table."""
+    path = os.pathsep.join(map(str, (ROOT, HELPERS, ROOT / "tests" / "equivalence")))
+    command = [sys.executable, str(HELPERS / "writing_kernels.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == set(WRITING_KERNELS)
