@@ -15,6 +15,8 @@ import gradckpt
 from gradckpt import SelectiveRecompute
 
 CODECS = pytest.mark.parametrize("codec", ["int8", "int4"])
+#: float32's own, where nothing was rounded by a codec.
+ROUNDING = 1e-6
 
 
 def check(name, codec, depth, choice, seed=0):
@@ -24,9 +26,9 @@ def check(name, codec, depth, choice, seed=0):
     nested = error(of_way(built, name, codec), exact)
     assert all(len(router.runs) > 1 for router in built[0]), "every region ran again"
     assert rerouted(built[0]) == 0
-    assert nested <= 1.1 * math.sqrt(depth) * apart
+    assert nested <= 1.1 * math.sqrt(depth) * apart + ROUNDING
     fix(built)
-    assert nested <= 1.05 * error(of_way(built, name, codec), exact)
+    assert nested <= 1.05 * error(of_way(built, name, codec), exact) + ROUNDING
 
 
 #: A reentrant region calls what is inside it without grad.
