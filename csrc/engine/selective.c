@@ -361,6 +361,11 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (hit == NULL || tracing) {                /* no store names it; or a block is compiled inside the region: that is no call */
         return call_below(state, NULL, thread, op, call, args, kwargs);
     }
+    /* A mode that was entered inside comes first, as under torch's modes: what is replayed would not reach it. */
+    const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
+    if (modes != 0) {
+        return modes < 0 ? NULL : PyObject_CallMethod(state->py.selection, "through_modes", "OOO", call, args, kwargs ? kwargs : Py_None);
+    }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
     below with = {state, hit, call};
     const gck_call here = {op, args, kwargs, run_below, &with};

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint as torch_checkpoint
 from checkout import HELPERS, ROOT
 from selective_ways import _nothing_left_behind as _nothing_left_behind
 from selective_ways import aten, gradients, kept, key_is_on, leaf, same
@@ -193,7 +194,8 @@ def test_factories_in_a_fake_mode_inside_are_not_counted():
     assert list(pair[0].storage[aten.sin.default]) == [0]
 
 
-def test_a_mode_entered_inside_sees_what_runs():
+def test_a_mode_entered_inside_sees_every_call():
+    """Also one that is replayed, as under torch's modes: the mode may be that of a region inside."""
     from selective_ways import Watch
 
     seen = []
@@ -207,7 +209,7 @@ def test_a_mode_entered_inside_sees_what_runs():
     x = leaf(8, 8)
     got = gradients(lambda t: checkpoint(region, t, early_stop=False, **kept([aten.mm.default])), (x,))[1]
     assert same(got, gradients(region, (x,))[1])
-    assert [counts[aten.mm.default] for counts in seen[:2]] == [1, 0]
+    assert [counts[aten.mm.default] for counts in seen[:2]] == [1, 1]
     assert [counts[aten.sin.default] for counts in seen[:2]] == [1, 1]
 
 
@@ -297,3 +299,52 @@ def test_no_other_kernel_writes():
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == set(WRITING_KERNELS)
+
+
+# ---- modes inside a region that catches on the key, which is above them ----
+
+
+def _saves_products(context, op, *args, **kwargs):
+    return op == aten.mm.default
+
+
+INSIDE = {
+    "torch's": lambda f, h: torch_checkpoint.checkpoint(
+        f,
+        h,
+        use_reentrant=False,
+        context_fn=functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, [aten.mm.default]),
+    ),
+    "a function": lambda f, h: checkpoint(
+        f, h, context_fn=lambda: gradckpt.create_selective_checkpoint_contexts(_saves_products)
+    ),
+    "one node, a function": lambda f, h: gradckpt.SelectiveRecompute.apply(f, _saves_products, h),
+    "debug": lambda f, h: checkpoint(f, h, debug=True),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("policy", [None, [aten.mm.default]], ids=["decisions", "products"])
+def test_modes_inside_see_what_is_replayed(inside, policy):
+    """The recompute of a node runs the forward of what is inside for the first time with grad."""
+    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    start = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    chosen, results = [], []
+
+    def function(h):
+        chosen.append((h @ weight).topk(4, -1)[1])
+        return torch.sin(h.tanh() @ weight).gather(1, chosen[-1]).square().sum()
+
+    for nested in (False, True):
+        x = start.clone().requires_grad_()
+        if nested:
+            compress = {"codec": "int8", "min_numel": 0} if policy is None else None
+            apply = gradckpt.SelectiveRecompute.apply
+            out = apply(lambda h: INSIDE[inside](function, h.cos()), policy, x * 1, compress=compress)
+        else:
+            out = function((x * 1).cos())
+        out.backward()
+        results.append(x.grad)
+    assert len(chosen) > 2
+    assert all(torch.equal(chosen[0], again) for again in chosen)
+    assert torch.dist(*results) < (0.05 if policy is None else 1e-5) * results[0].norm()
