@@ -16,8 +16,6 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
-from gradckpt import _C
-
 # ---- policies ----
 
 
@@ -61,8 +59,12 @@ def told_by(args: Any, kwargs: Any) -> list[Any]:
 class _KeyAgain(TorchDispatchMode):
     """Below all modes: the key, which the region around them catches on, and which is off within modes."""
 
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.key = key
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = _C.selective_key()
+        key = self.key
         excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
         torch._C._dispatch_tls_set_dispatch_key_included(key, True)
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
@@ -73,13 +75,13 @@ class _KeyAgain(TorchDispatchMode):
             torch._C._dispatch_tls_set_dispatch_key_included(key, False)
 
 
-def through_modes(call: Any, args: Any, kwargs: Any) -> Any:
+def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator, caught on the key, through the modes that were entered inside the region; then it is caught."""
-    key, modes = _C.selective_key(), _get_current_dispatch_mode_stack()
+    modes = _get_current_dispatch_mode_stack()
     torch._C._dispatch_tls_set_dispatch_key_included(key, False)
     try:
         with _disable_current_modes(), contextlib.ExitStack() as stack:
-            for mode in (_KeyAgain(), *modes):
+            for mode in (_KeyAgain(key), *modes):
                 stack.callback(torch._C._pop_torch_dispatch_stack, None)
                 torch._C._push_on_torch_dispatch_stack(mode)
             return call(*args, **(kwargs or {}))

@@ -364,7 +364,8 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     /* A mode that was entered inside comes first, as under torch's modes: what is replayed would not reach it. */
     const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
     if (modes != 0) {
-        return modes < 0 ? NULL : PyObject_CallMethod(state->py.selection, "through_modes", "OOO", call, args, kwargs ? kwargs : Py_None);
+        return modes < 0 ? NULL : PyObject_CallMethod(state->py.selection, "through_modes", "OOOO", state->py.key, call, args,
+                                                       kwargs ? kwargs : Py_None);
     }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
     below with = {state, hit, call};
