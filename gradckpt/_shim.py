@@ -350,20 +350,6 @@ def check_aliases(rows: list[Any]) -> None:
     _aliases.write_back(rows)
 
 
-def node_allows(node: Any, role: str, x: torch.Tensor) -> bool:
-    """Whether an autograd node may get ``x``, which it saves, back rounded: the conditions of ``savers.def``."""
-    if role == "POWER":
-        return bool(node._saved_exponent in (2, 3, 4))
-    if role == "CUT_OF_ONE":
-        return bool((node._saved_alpha if hasattr(node, "_saved_alpha") else node._saved_beta) == 1)
-    if role == "LOGITS":
-        sums = node._saved_log_sumexp if hasattr(node, "_saved_log_sumexp") else node._saved_logsumexp
-        return not x.is_cpu or bool((sums.abs() < 30).all())  # elsewhere the answer would have to be waited for
-    statistics = node._saved_result1
-    values = x.numel() // max(1, statistics.numel())
-    return bool(values % 128 == 0 if role == "ROWS" else values >= 128)
-
-
 def raise_modified(x: torch.Tensor, expected: int) -> None:
     """An input of a region was changed between forward and recompute: autograd's own words.
 

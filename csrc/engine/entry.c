@@ -38,7 +38,7 @@ int gck_count_kept(gck_state *state, PyObject *x, int verdict)
         return 0;
     }
     s->asked++;
-    nbytes = PyObject_GetAttrString(x, "nbytes");
+    nbytes = PyObject_GetAttr(x, state->py.names.nbytes);
     s->kept_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
     Py_XDECREF(nbytes);
     return PyErr_Occurred() ? gck_clear_refusal() : 0;   /* a subclass may refuse: the count goes without it */

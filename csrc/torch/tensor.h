@@ -75,7 +75,8 @@
     NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads) \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled) \
-    NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr)
+    NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(untyped_storage) NAME(data_ptr) NAME(_base) NAME(nbytes) \
+    NAME(form_of_input) NAME(form_when_packed)
 
 /* Others, owned too; NULL where noted. */
 #define GCK_PY_MADE(OBJECT)                                                                           \
@@ -94,7 +95,8 @@
     OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
     OBJECT(draws)                /* torch.Tag.nondeterministic_seeded */                              \
     OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
-    OBJECT(selection)            /* gradckpt._selection: those of selective recompute */
+    OBJECT(selection)            /* gradckpt._selection: those of selective recompute */              \
+    OBJECT(savers)               /* gradckpt._savers: those of compress_saved() */
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

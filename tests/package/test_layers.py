@@ -39,6 +39,7 @@ PYTHON = {
     "gradckpt._decisions": set(),
     "gradckpt._hooks": {"gradckpt._C"},
     "gradckpt._ops": {"gradckpt._C"},
+    "gradckpt._savers": set(),
     "gradckpt._selection": set(),
     "gradckpt._shim": set(),
     "gradckpt.apply": {
@@ -90,7 +91,7 @@ PYTHON = {
     },
     "gradckpt.policies": {"gradckpt._decisions", "gradckpt.packing", "gradckpt.selective"},
     "gradckpt.run": {"gradckpt.config", "gradckpt.patched", "gradckpt.policies", "gradckpt.stats"},
-    "gradckpt.saved": {"gradckpt._C", "gradckpt.config", "gradckpt.decorator"},
+    "gradckpt.saved": {"gradckpt._C", "gradckpt._savers", "gradckpt.config", "gradckpt.decorator"},
     "gradckpt.selective": {"gradckpt._C", "gradckpt._decisions", "gradckpt.config", "gradckpt.packing"},
     "gradckpt.sequential": {"gradckpt.config"},
     "gradckpt.stats": {"gradckpt._C", "gradckpt.config"},
