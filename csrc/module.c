@@ -321,21 +321,6 @@ static int load_torch(void)
     return 0;
 }
 
-static int load_python_half(gck_py *py)
-{
-    PyObject *value;
-
-    if ((py->shim = PyImport_ImportModule("gradckpt._shim")) == NULL
-        || (py->selection = PyImport_ImportModule("gradckpt._selection")) == NULL
-        || (py->savers = PyImport_ImportModule("gradckpt._savers")) == NULL) {
-        return -1;
-    }
-    value = PyObject_CallMethod(py->shim, "has_accelerator", NULL);
-    py->has_accelerator = value == NULL ? -1 : PyObject_IsTrue(value);
-    Py_XDECREF(value);
-    return py->has_accelerator < 0 ? -1 : 0;
-}
-
 static int choose_isa(void)
 {
     const char *forced = secure_getenv("GRADCKPT_ISA");
@@ -346,15 +331,6 @@ static int choose_isa(void)
     PyErr_Format(PyExc_ImportError, "gradckpt: GRADCKPT_ISA=%s is %s; there are scalar, avx2 and avx512", forced,
                  gck_isa_supported(forced) < 0 ? "not known" : "not supported by this CPU");
     return -1;
-}
-
-/* Where torch has no way to make a SavedTensor, the shim's goes through an autograd node. */
-static int choose_saved_tensor(gck_py *py)
-{
-    if (py->make_saved_tensor == NULL) {
-        py->make_saved_tensor = PyObject_GetAttrString(py->shim, "make_saved_tensor");
-    }
-    return py->make_saved_tensor == NULL ? -1 : 0;
 }
 
 static int intern_option_names(gck_state *state)
@@ -394,8 +370,7 @@ static int module_exec(PyObject *module)
     gck_state *state = gck_state_of(module);
 
     state->last_task = state->watched_task = -1;
-    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || load_python_half(&state->py) < 0
-        || choose_saved_tensor(&state->py) < 0 || intern_option_names(state) < 0) {
+    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || intern_option_names(state) < 0) {
         return -1;
     }
     if ((state->Payload = add_type(module, &gck_payload_spec)) == NULL

@@ -53,7 +53,18 @@ def _power(node: Any, x: torch.Tensor) -> Form | None:
 
 
 def _rows(node: Any, x: torch.Tensor) -> Form | None:
-    return None if _values_of_a_mean(node, x) % 128 else PLAIN
+    values = _values_of_a_mean(node, x)
+    alike = values % 128 == 0 or (x.is_cpu and values > 0 and _rows_are_alike(x.detach().reshape(-1, values)))
+    return PLAIN if alike else None
+
+
+def _rows_are_alike(rows: torch.Tensor) -> bool:
+    """Whether a codec's groups of 128 values may hold several of these rows: none is lost beside its neighbours."""
+    touching = min(127 // rows.shape[1] + 2, rows.shape[0])  # rows of one group
+    variance, mean = torch.var_mean(rows.float(), 1, correction=0)
+    largest = torch.nn.functional.max_pool1d((variance + mean.square())[None], touching, 1)
+    least = -torch.nn.functional.max_pool1d(-variance[None], touching, 1)
+    return bool((largest < 16 * least).all())  # what is not finite or has no spread is not
 
 
 def _planes(node: Any, x: torch.Tensor) -> Form | None:
@@ -73,7 +84,9 @@ def _logits(node: Any, x: torch.Tensor) -> Form | None:
 VALUES = Role("with the codec", lambda node, x: PLAIN)
 FACTOR = Role("with the codec, unless it has fewer values than the product", _factor)
 CUT = Role("with the codec, cut off at -20 and 20 unless rows are a multiple of 128", _cut)
-CUT_OF_ONE = Role("the same if alpha or beta is 1", _cut_of_one)
+CUT_OF_ONE = Role(
+    "with the codec if alpha or beta is 1, cut off at -20 and 20 unless rows are a multiple of 128", _cut_of_one
+)
 FP16 = Role("float32 as `fp16`", lambda node, x: ("fp16", None))
 BF16 = Role("float32 as `bf16`", lambda node, x: ("bf16", None))
 POSITIVE = Role("one bit per value: is it positive", lambda node, x: ("mask", x.detach().gt(0)))
@@ -81,7 +94,11 @@ POSITIVE_OR_NAN = Role(
     "one bit per value: is it positive or NaN", lambda node, x: ("mask", x.detach().le(0).logical_not_())
 )
 POWER = Role("with the codec if the exponent is 2, 3 or 4", _power)
-ROWS = Role("with the codec if the values of one mean and scale are a multiple of 128", _rows)
+ROWS = Role(
+    "with the codec if the values of one mean and scale are a multiple of 128; "
+    "on the CPU also if neighbouring means and scales differ by less than 4 times",
+    _rows,
+)
 PLANES = Role("with the codec if the values of one mean and scale are 128 or more", _planes)
 LOGITS = Role("with the codec if no row of the scores sums to more than e^30 (on the CPU)", _logits)
 
@@ -135,6 +152,7 @@ TABLE: dict[str, dict[str, Role]] = {
     # probabilities: what follows may divide by them, so the error has to be relative; of their logarithms backward
     # takes the exponential, so it has to be small
     "SoftmaxBackward0": {"result": BF16},
+    "SafeSoftmaxBackward0": {"result": BF16},
     "LogSoftmaxBackward0": {"result": FP16},
     "NllLossBackward0": {"self": FP16},
     "NllLoss2DBackward0": {"self": FP16},

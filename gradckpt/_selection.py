@@ -18,19 +18,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # ---- policies ----
 
+_RECOMPUTE = (torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE, torch_checkpoint.CheckpointPolicy.MUST_RECOMPUTE)
 
-def read_policy(answer: Any, op: Any) -> tuple[int, Any]:
+
+def ask(mode: Any, op: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """What a policy that is a function says of an operator: False: recompute; else how its outputs are compressed."""
+    answer = mode.policy_fn(selective_context(out), op, *args, **(kwargs or {}))
+    if answer is False or answer is _RECOMPUTE[0] or answer is _RECOMPUTE[1]:
+        return False
     from gradckpt import selective
 
-    return selective.read_policy(answer, op)
+    keep, config = selective.read_policy(answer, op)
+    return config if keep else False
 
 
 def selective_policy(policy: Any) -> tuple[Any, Any]:
     """Names to catch, and the function to ask, or None."""
-    from gradckpt import policies, selective
+    from gradckpt import selective
 
-    if isinstance(policy, str):
-        policy = policies.by_name(policy)
     known = selective.as_policy(policy)
     if known is None:
         return selective.ASKED, policy
@@ -92,6 +97,34 @@ def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
 
 
 # ---- the function form ----
+
+_TENSOR = object()
+
+
+def tensors_of(out: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """The tensors in what a region returned, and the rest of it, for :func:`together`."""
+    leaves, spec = torch.utils._pytree.tree_flatten(out)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return tensors, ([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+
+def together(rest: Any, tensors: Any) -> Any:
+    leaves, spec = rest
+    each = iter(tensors)
+    return torch.utils._pytree.tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+
+
+def barred(grads: Any) -> list[torch.Tensor | None]:
+    """The gradients with a history that raises: who differentiates them hears why.
+
+    Of aliases: one of them may be the very gradient that came in.
+    """
+    node = torch._C._functions.DelayedError
+    text = (
+        "gradckpt.SelectiveRecompute is one graph node and has no gradient of its gradient (create_graph=True); "
+        "use gradckpt.checkpoint with context_fn=gradckpt.create_selective_checkpoint_contexts for that"
+    )
+    return [None if grad is None else node(text, 1)(grad.detach().requires_grad_()) for grad in grads]
 
 
 #: id(module) -> weak reference to it, and the methods that were looked at; a module need not be hashable.
@@ -189,12 +222,15 @@ def without_modes() -> contextlib.ExitStack:
     return stack
 
 
-def default_generator(args: Any, kwargs: Any) -> torch.Generator | None:
-    """Return the generator of the device that an operator runs on.
+def generator_of(args: Any, kwargs: Any) -> torch.Generator | None:
+    """Return the generator that an operator draws from: one that it is given, or its device's.
 
     None where nothing is drawn, or where a graph is captured, which moves its generators when it is replayed.
     """
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    passed = next((x for x in leaves if isinstance(x, torch.Generator)), None)
+    if passed is not None:
+        return passed
     devices = [x.device for x in leaves if isinstance(x, torch.Tensor)]
     devices += [torch.device(x) for x in (kwargs or {}).values() if isinstance(x, torch.device)]
     device = next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.get_default_device())

@@ -16,6 +16,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
+from gradckpt._objects import make_saved_tensor
+
 logger = logging.getLogger("gradckpt")
 
 
@@ -301,6 +303,30 @@ def in_python(builtin: Callable[..., Any]) -> Any:
     return staticmethod(method)
 
 
+def node_classes(
+    forward: Callable[..., Any], backward: Callable[..., Any], apply: Callable[..., Any], doc: str
+) -> tuple[Any, Any, Any]:
+    """torch's reentrant Function, gradckpt.SelectiveRecompute, and autograd's own ``apply`` of the latter."""
+    base: Any = torch.autograd.Function
+
+    def make(name: str, **attributes: Any) -> Any:
+        return type(base)(name, (base,), {"forward": in_python(forward), "backward": in_python(backward), **attributes})
+
+    reentrant = make("CheckpointFunction", __module__="gradckpt._C")
+    selective = make("SelectiveRecompute", __module__="gradckpt", __doc__=doc, apply=apply)
+    return reentrant, selective, super(base, selective).apply
+
+
+def check_reentrant(kwargs: Any, contexts: int, compress: int) -> None:
+    """torch's words for what its reentrant form does not take."""
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    if contexts:
+        raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+    if compress:
+        raise ValueError("gradckpt: compress= needs use_reentrant=False")
+
+
 # ---- the decorator form ----
 
 
@@ -308,35 +334,6 @@ def decorate(module: Any, options: dict[str, Any]) -> Any:
     from gradckpt.decorator import decorate
 
     return decorate(module.checkpoint, options)
-
-
-# ---- torch without _make_saved_tensor ----
-
-
-class _SaveOne(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return torch.empty((0,))
-
-
-class _NodeSaved:
-    """One tensor, saved through an autograd node, so that outer saved-tensor hooks see it."""
-
-    __slots__ = ("output",)
-
-    def __init__(self, x: torch.Tensor) -> None:
-        with torch.enable_grad():
-            anchor = torch.empty((0,), requires_grad=True)
-            self.output = _SaveOne.apply(anchor, x)  # type: ignore[no-untyped-call]  # owns the node
-
-    def unpack(self) -> torch.Tensor:
-        x: torch.Tensor = self.output.grad_fn.saved_tensors[0]
-        return x
-
-
-def make_saved_tensor(x: torch.Tensor, is_output: bool) -> _NodeSaved:
-    return _NodeSaved(x)
 
 
 # ---- errors: torch's classes and texts ----
@@ -357,10 +354,9 @@ def raise_modified(x: torch.Tensor, expected: int) -> None:
     """
     autograd: Any = torch._C._autograd
     now = x._version
-    make: Any = getattr(autograd, "_make_saved_tensor", make_saved_tensor)
     try:
         autograd._unsafe_set_version_counter((x,), (expected,))
-        saved = make(x, False)
+        saved = make_saved_tensor(x, False)
     finally:
         autograd._unsafe_set_version_counter((x,), (now,))
     saved.unpack()

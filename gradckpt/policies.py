@@ -104,16 +104,14 @@ def by_name(name: str) -> Policy:
     return combined
 
 
-#: What every ``policy=`` accepts: nothing, a name for :func:`by_name`, or what makes a pair of contexts.
-PolicyLike = Union[None, str, PolicyOrOps]
+#: What every ``policy=`` accepts: nothing, or what makes a pair of contexts.
+PolicyLike = Union[None, PolicyOrOps]
 
 
 def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
     """The ``context_fn`` of a policy, which pickles if the policy does; None for None."""
     if policy is None:
         return None
-    if isinstance(policy, str):
-        policy = by_name(policy)
     known = as_policy(policy)
     made: Any = functools.partial(create_selective_checkpoint_contexts, known or policy)
     if known is not None:  # so that torch may cache graphs with it

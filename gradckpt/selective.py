@@ -144,7 +144,7 @@ def name(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 Answer = Union[bool, CheckpointPolicy, Save, str, CompressionConfig]
-PolicyOrOps = Union[Policy, list[Any], tuple[Any, ...], set[Any], Mapping[Any, Any], Callable[..., Any]]
+PolicyOrOps = Union[Policy, str, list[Any], tuple[Any, ...], set[Any], Mapping[Any, Any], Callable[..., Any]]
 
 
 # ---- what the caller names ----
@@ -201,23 +201,30 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
 
 
 def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
-    """The policy that a list or mapping means; None: it is a function.
+    """The policy that a name, list or mapping means; None: it is a function.
 
     Raises:
-        ValueError: something in it is no operator, or writes into its arguments.
+        ValueError: there is no such name; something in it is no operator, or writes into its arguments.
         TypeError: neither a function, nor operators, nor a policy.
     """
     if isinstance(policy_or_ops, Policy):
         return policy_or_ops
+    if isinstance(policy_or_ops, str):
+        from gradckpt import policies
+
+        return policies.by_name(policy_or_ops)
     if isinstance(policy_or_ops, Mapping):
         for op in policy_or_ops:
             _check_op(op)
         return Policy(_rule(op, answer) for op, answer in policy_or_ops.items())
     if isinstance(policy_or_ops, (list, tuple, set, frozenset)):
         return _of_list(tuple(policy_or_ops))
-    if callable(policy_or_ops):
+    if callable(policy_or_ops) and not isinstance(policy_or_ops, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
-    raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
+    raise TypeError(
+        'gradckpt: a policy is a name ("save_matmuls:int8"), one of gradckpt.policies, a list or mapping of '
+        f"OpOverload, or a function; not {type(policy_or_ops).__name__}"
+    )
 
 
 _lists: dict[tuple[Any, ...], Policy] = {}
@@ -319,9 +326,10 @@ def create_selective_checkpoint_contexts(
 
     Args:
         policy_or_ops: A list of ``OpOverload``: their outputs are kept. A mapping of them to ``gradckpt.save("int8")``,
-            a codec's name, a ``CheckpointPolicy`` or a bool. A :class:`Policy` (see ``gradckpt.policies``). Or a
-            function ``policy(ctx, op, *args, **kwargs)`` that answers one of these for each operator as it runs; it is
-            asked in the forward only, and costs host time for every operator, where named ones do not.
+            a codec's name, a ``CheckpointPolicy`` or a bool. A :class:`Policy` (see ``gradckpt.policies``) or the name
+            of one, ``"save_matmuls:int8"``. Or a function ``policy(ctx, op, *args, **kwargs)`` that answers
+            ``gradckpt.save(...)``, a ``CheckpointPolicy`` or a bool for each operator as it runs; it is asked in the
+            forward only, and costs host time for every operator, where named ones do not.
         allow_cache_entry_mutation: Do not check whether kept tensors were changed in place since.
         reusable: Kept outputs serve any number of backwards and go with the graph; False: one backward, as in torch.
 
@@ -329,8 +337,8 @@ def create_selective_checkpoint_contexts(
         (for the forward, for the recompute): each of torch's mode classes, with its ``storage`` and ``policy_fn``.
 
     Raises:
-        ValueError: something in the list is no ``OpOverload``, or writes into its arguments.
-        TypeError: neither a function nor operators; in the forward: a policy that answers something else.
+        ValueError: unknown name; something in the list is no ``OpOverload``, or writes into its arguments.
+        TypeError: neither a function nor operators nor a policy; in the forward: a policy that answers something else.
 
     Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
     """

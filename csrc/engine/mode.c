@@ -78,48 +78,19 @@ static PyObject *record_as_torch(gck_dispatch *d)
                                d->kwargs != NULL ? d->kwargs : Py_None);
 }
 
-/* New reference: policy(context, func, *args, **kwargs). */
-static PyObject *ask(gck_dispatch *d, PyObject *out)
-{
-    const gck_py *py = &d->store->state->py;
-    const Py_ssize_t n = PyTuple_Size(d->args);
-    PyObject *policy = PyObject_GetAttrString(d->self, "policy_fn");
-    PyObject *context = policy != NULL ? PyObject_CallMethod(py->selection, "selective_context", "(O)", out) : NULL;
-    PyObject *all = context != NULL ? PyTuple_New(n + 2) : NULL, *answer = NULL;
-
-    if (all != NULL) {
-        PyTuple_SetItem(all, 0, Py_NewRef(context));
-        PyTuple_SetItem(all, 1, Py_NewRef(d->func));
-        for (Py_ssize_t i = 0; i < n; i++) {
-            PyTuple_SetItem(all, i + 2, Py_NewRef(PyTuple_GetItem(d->args, i)));
-        }
-        answer = PyObject_Call(policy, all, d->kwargs);
-    }
-    Py_XDECREF(policy);
-    Py_XDECREF(context);
-    Py_XDECREF(all);
-    return answer;
-}
-
-/* 1: keep, by *plan; 0: recompute; -1. */
-static int understand(gck_dispatch *d, PyObject *answer, gck_plan *plan)
+/* What the policy says of the call: 1: keep, by *plan; 0: recompute; -1. */
+static int ask(gck_dispatch *d, PyObject *out, gck_plan *plan)
 {
     gck_state *state = d->store->state;
-    PyObject *read, *compress;
-    int keep;
+    PyObject *compress = PyObject_CallMethod(state->py.selection, "ask", "OOOOO", d->self, d->func, d->args,
+                                             d->kwargs != NULL ? d->kwargs : Py_None, out);
+    int keep = compress == NULL ? -1 : compress != Py_False;
 
     plan->codec = NULL;
-    if (answer == Py_False || answer == state->py.prefer_recompute || answer == state->py.must_recompute) {
-        return 0;
-    }
-    read = PyObject_CallMethod(state->py.selection, "read_policy", "OO", answer, d->func);
-    if (read == NULL) {
-        return -1;
-    }
-    if (!PyArg_ParseTuple(read, "iO", &keep, &compress) || (keep && gck_options_plan(state, compress, plan) < 0)) {
+    if (keep > 0 && gck_options_plan(state, compress, plan) < 0) {
         keep = -1;
     }
-    Py_DECREF(read);
+    Py_XDECREF(compress);
     return keep;
 }
 
@@ -153,13 +124,12 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
 {
     PyObject *calls = calls_of(d, 1);
     PyObject *index = calls != NULL ? PyLong_FromSsize_t(PyDict_Size(calls)) : NULL;
-    PyObject *answer = NULL;
     gck_plan plan;
     int keep = -1;
 
     /* Before the policy runs: it may call operators, too. */
-    if (index != NULL && gck_store_skip(d->store, calls, index) == 0 && (answer = ask(d, out)) != NULL) {
-        keep = understand(d, answer, &plan);
+    if (index != NULL && gck_store_skip(d->store, calls, index) == 0) {
+        keep = ask(d, out, &plan);
     }
     if (keep > 0 && plan.codec != NULL && plan.decisions > d->store->decisions
         && gck_region_decides_from(d->store->state, d->store, plan.decisions) < 0) {
@@ -180,7 +150,6 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
     }
     Py_XDECREF(calls);
     Py_XDECREF(index);
-    Py_XDECREF(answer);
     return keep < 0 ? -1 : 0;
 }
 

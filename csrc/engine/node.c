@@ -28,58 +28,31 @@ const char gck_selective_doc[] =
 
 /* ---- outputs ---- */
 
-PyObject *gck_node_tensors(gck_py *py, PyObject *out, gck_frame *noted)
+PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
 {
-    PyObject *flat, *leaves, *spec, *tensors = NULL, *result = NULL;
     const int single = gck_is_tensor(py, out);
-    int status = 0;
+    PyObject *both, *tensors;
 
     if (single != 0) {
         return single < 0 ? NULL : PyTuple_Pack(1, out);
     }
-    flat = PyObject_CallFunctionObjArgs(py->tree_flatten, out, NULL);
-    if (flat == NULL || !PyArg_ParseTuple(flat, "O!O", &PyList_Type, &leaves, &spec)
-        || (tensors = PyList_New(0)) == NULL) {
-        Py_XDECREF(flat);
-        return NULL;
+    both = PyObject_CallMethod(py->selection, "tensors_of", "(O)", out);
+    tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
+    if (both != NULL && noted != NULL) {
+        noted->outputs = PySequence_GetItem(both, 1);
     }
-    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(leaves); i++) {
-        PyObject *leaf = PyList_GetItem(leaves, i);
-        const int tensor = gck_is_tensor(py, leaf);
-        status = tensor > 0 ? PyList_Append(tensors, leaf) : tensor;
-        if (status == 0 && tensor && noted != NULL) {
-            status = PyList_SetItem(leaves, i, Py_NewRef((PyObject *)noted->state->Holder));   /* in its place */
-        }
-    }
-    if (status == 0 && noted != NULL) {
-        noted->outputs = Py_NewRef(flat);
-    }
-    result = status == 0 ? PyList_AsTuple(tensors) : NULL;
-    Py_DECREF(flat);
-    Py_DECREF(tensors);
-    return result;
+    Py_XDECREF(both);
+    return tensors;
 }
 
 /* New reference: the output, from tensors that autograd has made its own. */
 static PyObject *assemble(gck_frame *frame, PyObject *tensors)
 {
-    PyObject *leaves, *spec, *result = NULL, *outputs = frame->outputs;
-    Py_ssize_t next = 0;
+    PyObject *rest = frame->outputs;
 
-    if (outputs == NULL) {
-        return PySequence_GetItem(tensors, 0);
-    }
     frame->outputs = NULL;
-    if (PyArg_ParseTuple(outputs, "OO", &leaves, &spec)) {
-        for (Py_ssize_t i = 0; i < PyList_Size(leaves) && next < PySequence_Size(tensors); i++) {
-            if (PyList_GetItem(leaves, i) == (PyObject *)frame->state->Holder) {
-                PyList_SetItem(leaves, i, PySequence_GetItem(tensors, next++));
-            }
-        }
-        result = PyObject_CallFunctionObjArgs(frame->state->py.tree_unflatten, leaves, spec, NULL);
-    }
-    Py_DECREF(outputs);
-    return result;
+    return rest == NULL ? PySequence_GetItem(tensors, 0)
+                        : PyObject_CallMethod(frame->state->py.selection, "together", "NO", rest, tensors);
 }
 
 /* ---- forward ---- */
@@ -111,26 +84,25 @@ static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyOb
 {
     const gck_py *py = &frame->state->py;
     gck_packing packing = {.state = frame->state, .of_node = 1};
-    PyObject *inputs = PyList_New(0), *tuple = NULL, *save = NULL, *done = NULL, *none = NULL;
+    PyObject *inputs = PyList_New(0), *tuple = NULL, *save = NULL, *none = NULL;
     int preserve, exact, status = inputs != NULL && PyArg_ParseTuple(flags, "pp", &preserve, &exact) ? 0 : -1;
 
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
         const int tensor = gck_is_tensor(py, all[i]);
         status = tensor > 0 ? PyList_Append(inputs, all[i]) : tensor;
     }
-    if (status == 0 && warn_without_grad(py, inputs) >= 0
-        && gck_region_keep(frame, &packing, all, n, NULL, preserve, exact, args, &none) == 0) {
+    if (status == 0 && (status = warn_without_grad(py, inputs)) >= 0
+        && (status = gck_region_keep(frame, &packing, all, n, NULL, preserve, exact, args, &none)) == 0) {
         tuple = PyList_AsTuple(inputs);
         save = PyObject_GetAttr(ctx, py->names.save_for_backward);
-        done = tuple != NULL && save != NULL ? PyObject_Call(save, tuple, NULL) : NULL;
+        status = tuple != NULL && save != NULL ? gck_done(PyObject_Call(save, tuple, NULL)) : -1;
     }
     Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
     gck_aliases_clear(&packing.aliases);
     Py_XDECREF(inputs);
     Py_XDECREF(tuple);
     Py_XDECREF(save);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return status;
 }
 
 /* Autograd has switched grad mode off.  forward(ctx, frame, args, kwargs or None, *inputs); of torch's form:
@@ -155,12 +127,12 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
         Py_XDECREF(args);
         return result;
     }
-    PyObject *done = PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads, Py_False, NULL);
-    out = done != NULL ? gck_region_call(frame, NULL, NULL, all[2], all[3] != Py_None ? all[3] : NULL, 0) : NULL;
+    if (gck_done(PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads, Py_False, NULL)) == 0) {
+        out = gck_region_call(frame, NULL, NULL, all[2], all[3] != Py_None ? all[3] : NULL, 0);
+    }
     if (out != NULL && touch(frame) == 0) {
         result = gck_node_tensors(&state->py, out, frame);
     }
-    Py_XDECREF(done);
     Py_XDECREF(out);
     return result;
 }
@@ -193,8 +165,7 @@ static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *a
         goto exit;
     }
     head = Py_BuildValue("[OOO]", (PyObject *)frame, fed_args, fed_kwargs ? fed_kwargs : Py_None);
-    if (head != NULL && PyList_SetSlice(head, 3, 3, inputs) == 0 && (all = PyList_AsTuple(head)) != NULL) {
-        Py_CLEAR(head);
+    if (head != NULL && PyList_SetSlice(inputs, 0, 0, head) == 0 && (all = PyList_AsTuple(inputs)) != NULL) {
         result = PyObject_Call(frame->state->selective_apply, all, NULL);
     }
     if (result != NULL && gck_aliases_check(&packing->aliases, py) < 0) {
@@ -216,24 +187,12 @@ exit:
 /* 0, or -1 with torch's ValueError. */
 static int check_options(const gck_state *state, const gck_options *o, PyObject *kwargs)
 {
-    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
-        PyObject *comma = PyUnicode_FromString(","), *names = comma ? PyUnicode_Join(comma, kwargs) : NULL;
-        if (names != NULL) {
-            PyErr_Format(PyExc_ValueError, "Unexpected keyword arguments: %U", names);
-        }
-        Py_XDECREF(comma);
-        Py_XDECREF(names);
-        return -1;
-    }
-    if (gck_options_custom_context(state, o) || (o->debug != NULL && o->debug != Py_False)) {
-        PyErr_SetString(PyExc_ValueError, "Passing `context_fn` or `debug` is only supported when use_reentrant=False.");
-        return -1;
-    }
-    if (o->compress != NULL && o->compress != Py_None && o->compress != Py_False) {
-        PyErr_SetString(PyExc_ValueError, "gradckpt: compress= needs use_reentrant=False");
-        return -1;
-    }
-    return 0;
+    const int contexts = gck_options_custom_context(state, o) || (o->debug != NULL && o->debug != Py_False);
+    const int compress = o->compress != NULL && o->compress != Py_None && o->compress != Py_False;
+
+    return kwargs == NULL && !contexts && !compress ? 0
+         : gck_done(PyObject_CallMethod(state->py.shim, "check_reentrant", "Oii", kwargs ? kwargs : Py_None, contexts,
+                                        compress));
 }
 
 PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
@@ -370,36 +329,19 @@ static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, MET
 static PyMethodDef forward_def = {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL, NULL};
 static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_node_backward, METH_FASTCALL, NULL};
 
-/* New reference.  The metaclass makes the class of the node too, so it is called; a type from a spec
- * would not get one. */
-static PyObject *make_class(const gck_py *py, const char *name, PyObject *attributes, PyObject *f, PyObject *b)
-{
-    if (attributes == NULL || f == NULL || b == NULL || PyDict_SetItemString(attributes, "forward", f) < 0
-        || PyDict_SetItemString(attributes, "backward", b) < 0) {
-        return NULL;
-    }
-    return PyObject_CallFunction((PyObject *)Py_TYPE(py->Function), "s(O)O", name, py->Function, attributes);
-}
-
 int gck_node_classes(PyObject *module, gck_state *state)
 {
-    const gck_py *py = &state->py;
-    PyObject *f = gck_dynamo_method(py, &forward_def, module), *b = gck_dynamo_method(py, &backward_def, module);
-    PyObject *reentrant = Py_BuildValue("{ss}", "__module__", "gradckpt._C");
-    PyObject *selective = Py_BuildValue("{sNssss}", "apply", PyCFunction_NewEx(&apply_def, module, NULL), "__module__",
-                                        "gradckpt", "__doc__", gck_selective_doc);
-    PyObject *super = NULL;
+    PyObject *made = PyObject_CallMethod(state->py.shim, "node_classes", "NNNs", PyCFunction_NewEx(&forward_def, module, NULL),
+                                         PyCFunction_NewEx(&backward_def, module, NULL),
+                                         PyCFunction_NewEx(&apply_def, module, NULL), gck_selective_doc);
+    PyObject *reentrant, *selective, *autograds;
+    const int good = made != NULL && PyArg_ParseTuple(made, "OOO", &reentrant, &selective, &autograds);
 
-    state->CheckpointFunction = make_class(py, "CheckpointFunction", reentrant, f, b);
-    state->SelectiveRecompute = make_class(py, "SelectiveRecompute", selective, f, b);
-    if (state->CheckpointFunction != NULL && state->SelectiveRecompute != NULL) {
-        super = PyObject_CallFunction((PyObject *)&PySuper_Type, "OO", py->Function, state->SelectiveRecompute);
-        state->selective_apply = super != NULL ? PyObject_GetAttrString(super, "apply") : NULL;
+    if (good) {
+        state->CheckpointFunction = Py_NewRef(reentrant);
+        state->SelectiveRecompute = Py_NewRef(selective);
+        state->selective_apply = Py_NewRef(autograds);
     }
-    Py_XDECREF(super);
-    Py_XDECREF(f);
-    Py_XDECREF(b);
-    Py_XDECREF(reentrant);
-    Py_XDECREF(selective);
-    return state->selective_apply == NULL ? -1 : 0;
+    Py_XDECREF(made);
+    return good ? 0 : -1;
 }

@@ -21,6 +21,6 @@ PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t n
 
 /* New reference: the tensors among what a region returned, as a tuple.  `noted`, if not NULL,
  * remembers the rest; nothing for a single tensor. */
-PyObject *gck_node_tensors(gck_py *py, PyObject *out, gck_frame *noted);
+PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted);
 
 #endif

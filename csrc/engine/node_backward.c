@@ -31,31 +31,11 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
     return tensors;
 }
 
-/* Output i, if it is to be differentiated: 1 and a pair is in the lists; 0; or -1. */
-static int pair(const gck_py *py, PyObject *outputs, Py_ssize_t i, PyObject *const *grads, Py_ssize_t ngrads,
-                PyObject *roots, PyObject *root_grads)
-{
-    PyObject *x = PySequence_GetItem(outputs, i);
-    int grad = x == NULL ? -1 : i < ngrads && grads[i] == Py_None ? 0 : gck_is_tensor(py, x);
-
-    if (grad > 0) {
-        grad = gck_attr_is_true(x, py->names.requires_grad);
-    }
-    if (grad > 0 && i >= ngrads) {
-        PyErr_SetString(PyExc_IndexError, "tuple index out of range");
-        grad = -1;
-    }
-    if (grad > 0 && (PyList_Append(roots, x) < 0 || PyList_Append(root_grads, grads[i]) < 0)) {
-        grad = -1;
-    }
-    Py_XDECREF(x);
-    return grad;
-}
-
 /* Outputs that require grad and what came in for them, into two lists.  0 or -1. */
 static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *grads, Py_ssize_t ngrads, PyObject *roots,
                         PyObject *root_grads)
 {
+    const gck_py *py = &frame->state->py;
     const Py_ssize_t n = PySequence_Size(outputs);
     int status = n < 0 ? -1 : 0, asked = 0;
 
@@ -67,29 +47,34 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
     for (Py_ssize_t i = 0; i < ngrads; i++) {
         asked |= grads[i] != Py_None;
     }
-    for (Py_ssize_t i = 0; status >= 0 && i < n; i++) {
-        status = pair(&frame->state->py, outputs, i, grads, ngrads, roots, root_grads);
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        PyObject *x = PySequence_GetItem(outputs, i);
+        const int tensor = x == NULL ? -1 : i < ngrads && grads[i] == Py_None ? 0 : gck_is_tensor(py, x);
+        const int grad = tensor > 0 ? gck_attr_is_true(x, py->names.requires_grad) : tensor;
+        if (grad > 0 && i >= ngrads) {
+            PyErr_SetString(PyExc_IndexError, "tuple index out of range");
+        }
+        status = grad <= 0 ? grad
+               : i >= ngrads || PyList_Append(roots, x) < 0 || PyList_Append(root_grads, grads[i]) < 0 ? -1 : 0;
+        Py_XDECREF(x);
     }
-    if (status >= 0 && PyList_Size(roots) == 0 && asked) {
+    if (status == 0 && PyList_Size(roots) == 0 && asked) {
         PyErr_SetString(PyExc_RuntimeError, "none of output has requires_grad=True, this checkpoint() is not necessary");
         status = -1;
     }
-    return status < 0 ? -1 : 0;
+    return status;
 }
 
 /* New reference: list of what to differentiate by: inputs, then parameters, that require grad now. */
 static PyObject *targets_of(const gck_frame *frame, PyObject *inputs)
 {
-    PyObject *const sources[] = {inputs, frame->parameters_in};
     PyObject *list = PyList_New(0);
 
-    for (int k = 0; k < 2; k++) {
-        for (Py_ssize_t i = 0; list != NULL && sources[k] != NULL && i < PyList_Size(sources[k]); i++) {
-            PyObject *x = PyList_GetItem(sources[k], i);
-            const int grad = gck_attr_is_true(x, frame->state->py.names.requires_grad);
-            if (grad < 0 || (grad && PyList_Append(list, x) < 0)) {
-                Py_CLEAR(list);
-            }
+    for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(inputs); i++) {
+        PyObject *x = PyList_GetItem(inputs, i);
+        const int grad = gck_attr_is_true(x, frame->state->py.names.requires_grad);
+        if (grad < 0 || (grad && PyList_Append(list, x) < 0)) {
+            Py_CLEAR(list);
         }
     }
     return list;
@@ -100,14 +85,12 @@ static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
 {
     gck_state *state = frame->state;
     const int module = PyObject_IsInstance(frame->function, state->py.Module);
-    PyObject *checked;
 
     if (module < 0 || (module && gck_known(state->closed, frame->function))) {
         return module < 0 ? -1 : 0;
     }
-    checked = PyObject_CallMethod(state->py.selection, "check_leaves", "OOO", frame->function, roots, targets);
-    Py_XDECREF(checked);
-    return checked == NULL ? -1 : module ? gck_remember(state->closed, frame->function) : 0;
+    return gck_done(PyObject_CallMethod(state->py.selection, "check_leaves", "OOO", frame->function, roots, targets)) < 0
+        ? -1 : module ? gck_remember(state->closed, frame->function) : 0;
 }
 
 /* 1 when one of them has, or had, a hook; 0; -1. */
@@ -129,15 +112,12 @@ static PyObject *capture(gck_frame *frame, PyObject *roots, PyObject *grads, PyO
 {
     const gck_py *py = &frame->state->py;
     const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->parameters_in);
-    PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets), *result = NULL;
+    PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets);
+    PyObject *result = inputs == NULL ? NULL
+        : hooks ? PyObject_CallMethod(py->selection, "capture", "OOOOO", py->run_backward, roots, grads, inputs,
+                                      frame->parameters_in)
+        : PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False, NULL);
 
-    if (hooks > 0 && inputs != NULL) {
-        result = PyObject_CallMethod(py->selection, "capture", "OOOOO", py->run_backward, roots, grads, inputs,
-                                     frame->parameters_in);
-    } else if (inputs != NULL) {
-        result = PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False,
-                                              NULL);
-    }
     Py_XDECREF(inputs);
     return result;
 }
@@ -145,45 +125,19 @@ static PyObject *capture(gck_frame *frame, PyObject *roots, PyObject *grads, PyO
 /* The same, by a backward that accumulates in every leaf. */
 static PyObject *accumulate(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
 {
-    PyObject *none = PyTuple_New(0), *done = NULL, *list = NULL;
+    PyObject *none = PyTuple_New(0), *list = NULL;
 
-    if (none != NULL) {
-        done = PyObject_CallFunctionObjArgs(frame->state->py.run_backward, roots, grads, Py_False, Py_False, none, Py_True,
-                                            Py_True, NULL);
+    if (none != NULL && gck_done(PyObject_CallFunctionObjArgs(frame->state->py.run_backward, roots, grads, Py_False, Py_False,
+                                                              none, Py_True, Py_True, NULL)) == 0) {
+        list = PyList_New(0);
     }
-    list = done != NULL ? PyList_New(0) : NULL;
     for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(targets); i++) {
-        PyObject *grad = PyObject_GetAttrString(PyList_GetItem(targets, i), "grad");
-        if (grad == NULL || PyList_Append(list, grad) < 0) {
+        if (gck_append(list, PyObject_GetAttrString(PyList_GetItem(targets, i), "grad")) < 0) {
             Py_CLEAR(list);
         }
-        Py_XDECREF(grad);
     }
     Py_XDECREF(none);
-    Py_XDECREF(done);
     return list;
-}
-
-/* New reference: x, with a history that raises: who differentiates it hears why. */
-static PyObject *barred(const gck_py *py, PyObject *x)
-{
-    PyObject *node, *leaf, *result;
-
-    if (x == Py_None) {
-        return Py_NewRef(x);
-    }
-    /* Of an alias: x may be the very gradient that came in. */
-    PyObject *alias = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
-    leaf = alias != NULL ? PyObject_CallMethodObjArgs(alias, py->names.requires_grad_, NULL) : NULL;
-    Py_XDECREF(alias);
-    node = PyObject_CallMethod(py->functions, "DelayedError", "si",
-                               "gradckpt.SelectiveRecompute is one graph node and has no gradient of its gradient "
-                               "(create_graph=True); use gradckpt.checkpoint with context_fn="
-                               "gradckpt.create_selective_checkpoint_contexts for that", 1);
-    result = node != NULL && leaf != NULL ? PyObject_CallFunctionObjArgs(node, leaf, NULL) : NULL;
-    Py_XDECREF(leaf);
-    Py_XDECREF(node);
-    return result;
 }
 
 /* New reference: the inputs of torch's form: its arguments, with None in the place of what is no tensor. */
@@ -202,35 +156,19 @@ static PyObject *spread(const gck_frame *frame, PyObject *inputs)
 }
 
 /* New reference: (None for frame, args and kwargs, gradients in the order of the node's inputs). */
-static PyObject *collect(gck_frame *frame, PyObject *inputs, PyObject *targets, PyObject *grads)
+static PyObject *collect(PyObject *inputs, PyObject *targets, PyObject *grads)
 {
-    const gck_py *py = &frame->state->py;
-    const int graph = !frame->reentrant && gck_torch.aoti_torch_grad_mode_is_enabled();
-    PyObject *const sources[] = {inputs, frame->parameters_in};
-    PyObject *list = Py_BuildValue("[OOO]", Py_None, Py_None, Py_None), *result = NULL;
+    PyObject *list = Py_BuildValue("[OOO]", Py_None, Py_None, Py_None);
     Py_ssize_t next = 0;
 
-    for (int k = 0; k < 2; k++) {
-        for (Py_ssize_t i = 0; list != NULL && sources[k] != NULL && i < PyList_Size(sources[k]); i++) {
-            PyObject *grad = Py_NewRef(Py_None);
-            if (grads != NULL && next < PyList_Size(targets) && PyList_GetItem(targets, next) == PyList_GetItem(sources[k], i)) {
-                Py_DECREF(grad);
-                grad = PySequence_GetItem(grads, next++);
-                if (grad != NULL && graph) {
-                    PyObject *exact = grad;
-                    grad = barred(py, exact);
-                    Py_DECREF(exact);
-                }
-            }
-            if (grad == NULL || PyList_Append(list, grad) < 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(grad);
+    for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(inputs); i++) {
+        const int target = grads != NULL && next < PyList_Size(targets)
+            && PyList_GetItem(targets, next) == PyList_GetItem(inputs, i);
+        if (gck_append(list, target ? PySequence_GetItem(grads, next++) : Py_NewRef(Py_None)) < 0) {
+            Py_CLEAR(list);
         }
     }
-    result = list != NULL ? PyList_AsTuple(list) : NULL;
-    Py_XDECREF(list);
-    return result;
+    return gck_as_tuple(list);
 }
 
 static int check_valid(const gck_frame *frame)
@@ -252,47 +190,50 @@ static int check_valid(const gck_frame *frame)
     return truth > 0 ? 0 : -1;
 }
 
+/* New reference: gradients of the targets by outputs that require grad now; NULL without an exception: there are none. */
+static PyObject *gradients(gck_frame *frame, PyObject *outputs, PyObject *const *grads, Py_ssize_t ngrads, PyObject *targets)
+{
+    PyObject *roots = PyList_New(0), *root_grads = PyList_New(0), *found = NULL;
+    int status = roots != NULL && root_grads != NULL ? pair_outputs(frame, outputs, grads, ngrads, roots, root_grads) : -1;
+
+    Py_DECREF(outputs);
+    roots = gck_as_tuple(roots);
+    root_grads = gck_as_tuple(root_grads);
+    if (status == 0 && roots != NULL && root_grads != NULL && PyTuple_Size(roots) > 0) {
+        found = (frame->parameters_in != NULL ? capture : accumulate)(frame, roots, root_grads, targets);
+    }
+    Py_XDECREF(roots);
+    Py_XDECREF(root_grads);
+    return found;
+}
+
 /* New reference: the result of backward, of a frame that is whole. */
 static PyObject *differentiate(gck_frame *frame, PyObject *saved, PyObject *const *grads, Py_ssize_t ngrads)
 {
-    PyObject *inputs = PyList_New(0), *roots = PyList_New(0), *root_grads = PyList_New(0), *targets = NULL;
-    PyObject *outputs = NULL, *root_tuple = NULL, *grad_tuple = NULL, *found = NULL, *all = NULL, *result = NULL;
+    PyObject *inputs = PyList_New(0), *outputs = inputs != NULL ? run_again(frame, saved, inputs) : NULL;
+    PyObject *targets = NULL, *found = NULL, *all = NULL, *result = NULL;
 
-    if (inputs == NULL || roots == NULL || root_grads == NULL || (outputs = run_again(frame, saved, inputs)) == NULL
+    if (outputs == NULL || (frame->parameters_in != NULL
+                            && PyList_SetSlice(inputs, PyList_Size(inputs), PyList_Size(inputs), frame->parameters_in) < 0)
         || (targets = targets_of(frame, inputs)) == NULL) {
-        goto exit;
+        Py_XDECREF(outputs);
+    } else if (frame->parameters_in != NULL && PyList_Size(targets) == 0) {
+        Py_DECREF(outputs);                      /* frozen since the forward, all of them: no gradient, and no error */
+    } else {
+        found = gradients(frame, outputs, grads, ngrads, targets);
     }
-    /* Frozen since the forward, all of them: no gradient, and no error. */
-    if (frame->parameters_in == NULL || PyList_Size(targets) > 0) {
-        if (pair_outputs(frame, outputs, grads, ngrads, roots, root_grads) < 0) {
-            goto exit;
-        }
-        Py_CLEAR(outputs);
-        root_tuple = PyList_AsTuple(roots);
-        grad_tuple = PyList_AsTuple(root_grads);
-        if (root_tuple == NULL || grad_tuple == NULL) {
-            goto exit;
-        }
-        if (PyList_Size(roots) > 0) {
-            found = frame->parameters_in != NULL ? capture(frame, root_tuple, grad_tuple, targets)
-                                                 : accumulate(frame, root_tuple, grad_tuple, targets);
-            if (found == NULL) {
-                goto exit;
-            }
-        }
+    if (found != NULL && !frame->reentrant && gck_torch.aoti_torch_grad_mode_is_enabled()) {
+        PyObject *exact = found;
+        found = PyObject_CallMethod(frame->state->py.selection, "barred", "(O)", exact);
+        Py_DECREF(exact);
     }
-    all = frame->reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
-    result = all != NULL ? collect(frame, all, targets, found) : NULL;
-
-exit:
+    if (!PyErr_Occurred()) {
+        all = frame->reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
+        result = all != NULL ? collect(all, targets, found) : NULL;
+    }
     Py_XDECREF(all);
     Py_XDECREF(inputs);
-    Py_XDECREF(roots);
-    Py_XDECREF(root_grads);
     Py_XDECREF(targets);
-    Py_XDECREF(outputs);
-    Py_XDECREF(root_tuple);
-    Py_XDECREF(grad_tuple);
     Py_XDECREF(found);
     return result;
 }

@@ -105,7 +105,7 @@ static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyOb
         return NULL;
     }
     if (PyFloat_Check(x)) {
-        options = Py_BuildValue("{OOsO}", py->names.dtype, dtype, "device", py->cpu);
+        options = Py_BuildValue("{OOOO}", py->names.dtype, dtype, py->names.device, py->names.cpu);
         out = options != NULL ? PyObject_Call(py->scalar_tensor, args, options) : NULL;
         Py_XDECREF(options);
     } else if ((PyObject *)Py_TYPE(x) == py->Tensor) {
@@ -445,7 +445,7 @@ int gck_catch_end(gck_state *state, gck_catch *c)
 
 int gck_catches_by_key(const gck_state *state, const gck_store *store)
 {
-    return state->py.key != NULL && !state->by_mode && !store->traced;
+    return state->py.key != Py_None && !state->by_mode && !store->traced;
 }
 
 PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
@@ -461,8 +461,6 @@ PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
 
 PyObject *gck_selective_key(PyObject *module, PyObject *unused)
 {
-    const gck_py *py = &gck_state_of(module)->py;
-
     (void)unused;
-    return Py_NewRef(py->key != NULL ? py->key : Py_None);
+    return Py_NewRef(gck_state_of(module)->py.key);
 }

@@ -17,7 +17,7 @@ static int from_shim(PyObject *result, PyObject **out)
 }
 
 /* New reference: the dtype of autocast on the CPU. */
-static PyObject *cpu_dtype(const gck_py *py) { return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->cpu, NULL); }
+static PyObject *cpu_dtype(const gck_py *py) { return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->names.cpu, NULL); }
 
 /* Dtype and cache flag count while autocast is off, too: the region may switch it on. */
 static int capture_autocast(const gck_py *py, gck_ambient *a)
@@ -90,9 +90,8 @@ static int run_calls(PyObject *calls)
 
     for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {        /* the list and its tuples are ours alone */
         PyObject *call = PyList_GetItem(calls, i);
-        PyObject *result = PyObject_CallObject(PyTuple_GetItem(call, 0), PyTuple_GetItem(call, 1));
+        Py_XDECREF(PyObject_CallObject(PyTuple_GetItem(call, 0), PyTuple_GetItem(call, 1)));
         gck_error_keep(&error);
-        Py_XDECREF(result);
     }
     return gck_error_return(&error);
 }
@@ -103,16 +102,12 @@ static int set_modes(const gck_py *py, PyObject *modes)
     int more;
 
     while ((more = gck_ask(py->function_stack_len)) == 1) {
-        PyObject *mode = PyObject_CallNoArgs(py->pop_function_mode);
-        if (mode == NULL) {
+        if (gck_done(PyObject_CallNoArgs(py->pop_function_mode)) < 0) {
             return -1;
         }
-        Py_DECREF(mode);
     }
     for (Py_ssize_t i = 0; more == 0 && i < PyList_Size(modes); i++) {
-        PyObject *result = PyObject_CallFunctionObjArgs(py->push_function_mode, PyList_GetItem(modes, i), NULL);
-        more = result == NULL ? -1 : 0;
-        Py_XDECREF(result);
+        more = gck_done(PyObject_CallFunctionObjArgs(py->push_function_mode, PyList_GetItem(modes, i), NULL));
     }
     return more;
 }

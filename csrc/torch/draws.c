@@ -13,44 +13,23 @@ int gck_op_draws(const gck_py *py, PyObject *op)
     return draws;
 }
 
-/* Borrowed: the generator among the arguments, or NULL. */
-static PyObject *passed_generator(const gck_py *py, PyObject *args, PyObject *kwargs)
-{
-    PyTypeObject *type = Py_TYPE(py->rng.generator);
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-
-    for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++) {
-        if (Py_TYPE(PyTuple_GetItem(args, i)) == type) {
-            return PyTuple_GetItem(args, i);
-        }
-    }
-    while (kwargs != NULL && PyDict_Next(kwargs, &at, &key, &value)) {
-        if (Py_TYPE(value) == type) {
-            return value;
-        }
-    }
-    return NULL;
-}
-
 /* *generator: new reference; NULL: the CPU's default one; None: nothing is drawn from.  0 or -1. */
 static int generator_of(const gck_py *py, PyObject *args, PyObject *kwargs, PyObject **generator)
 {
-    PyObject *x = PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL, *passed = passed_generator(py, args, kwargs);
-    int on_cpu = passed == NULL && x != NULL ? gck_is_tensor(py, x) : 0;
+    PyObject *x = kwargs == NULL && PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
+    int on_cpu = x != NULL ? gck_is_tensor(py, x) : 0;
 
-    *generator = NULL;
-    on_cpu = on_cpu > 0 ? gck_attr_is_true(x, py->names.is_cpu) : on_cpu;
-    if (on_cpu != 0 || passed == py->rng.generator) {
-        return on_cpu < 0 ? -1 : 0;
+    for (Py_ssize_t i = 1; on_cpu > 0 && i < PyTuple_Size(args); i++) {
+        on_cpu = Py_TYPE(PyTuple_GetItem(args, i)) != Py_TYPE(py->rng.generator);
     }
-    *generator = passed != NULL ? Py_NewRef(passed) : PyObject_CallMethod(py->selection, "default_generator", "OO", args,
-                                                                          kwargs != NULL ? kwargs : Py_None);
+    on_cpu = on_cpu > 0 ? gck_attr_is_true(x, py->names.is_cpu) : on_cpu;
+    *generator = on_cpu != 0 ? NULL : PyObject_CallMethod(py->selection, "generator_of", "OO", args,
+                                                          kwargs != NULL ? kwargs : Py_None);
     if (*generator == py->rng.generator) {
         Py_CLEAR(*generator);
         return 0;
     }
-    return *generator == NULL ? -1 : 0;
+    return on_cpu > 0 || *generator != NULL ? 0 : -1;
 }
 
 static PyObject *state_of(gck_py *py, PyObject *generator)
@@ -91,30 +70,17 @@ PyObject *gck_draw_end(gck_py *py, gck_draw *draw)
     return drawn;
 }
 
-/* 1, 0, -1. */
-static int same_state(PyObject *a, PyObject *b)
-{
-    PyObject *result = a != b ? PyObject_CallMethod(a, "equal", "O", b) : Py_NewRef(Py_True);
-    const int truth = result == NULL ? -1 : result == Py_True;
-
-    Py_XDECREF(result);
-    return truth;
-}
-
 int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *drawn)
 {
     gck_draw now;
-    PyObject *before, *after, *done = NULL;
+    PyObject *before, *after;
     int status = gck_draw_begin(py, args, kwargs, &now);
 
     if (status == 0 && now.before != NULL && PyArg_ParseTuple(drawn, "OO", &before, &after)) {
-        status = same_state(now.before, before);
-        if (status > 0 && now.generator == NULL) {
-            status = gck_rng_put(&py->rng, after);
-        } else if (status > 0) {
-            done = PyObject_CallMethodObjArgs(now.generator, py->rng.set_state, after, NULL);
-            status = done == NULL ? -1 : 0;
-            Py_XDECREF(done);
+        status = now.before == before ? 1 : gck_is_true(PyObject_CallMethod(now.before, "equal", "O", before));
+        if (status > 0) {
+            status = now.generator == NULL ? gck_rng_put(&py->rng, after)
+                : gck_done(PyObject_CallMethodObjArgs(now.generator, py->rng.set_state, after, NULL));
         }
     }
     gck_draw_clear(&now);

@@ -1,4 +1,4 @@
-/* dynamo.c: the hook of this thread that hands frames to torch.compile; methods that it can read. */
+/* dynamo.c: the hook of this thread that hands frames to torch.compile. */
 #include "dynamo.h"
 
 int gck_dynamo_off(const gck_py *py, PyObject **before)
@@ -20,26 +20,14 @@ int gck_dynamo_off(const gck_py *py, PyObject **before)
 void gck_dynamo_restore(const gck_py *py, PyObject *before)
 {
     gck_error error;
-    PyObject *result;
 
     if (before == NULL) {
         return;
     }
     error = gck_error_take();
-    result = PyObject_CallFunctionObjArgs(py->set_frame_callback, before, NULL);
-    if (result == NULL) {
+    if (gck_done(PyObject_CallFunctionObjArgs(py->set_frame_callback, before, NULL)) < 0) {
         PyErr_WriteUnraisable(before);
     }
-    Py_XDECREF(result);
     gck_error_return(&error);
     Py_DECREF(before);
-}
-
-PyObject *gck_dynamo_method(const gck_py *py, PyMethodDef *method, PyObject *module)
-{
-    PyObject *builtin = PyCFunction_NewEx(method, module, NULL);
-    PyObject *function = builtin != NULL ? PyObject_CallMethod(py->shim, "in_python", "O", builtin) : NULL;
-
-    Py_XDECREF(builtin);
-    return function;
 }

@@ -1,4 +1,4 @@
-/* dynamo.h: torch.compile kept out of regions that run without it, and let into the autograd Functions. */
+/* dynamo.h: torch.compile kept out of regions that run without it. */
 #ifndef GRADCKPT_DYNAMO_H
 #define GRADCKPT_DYNAMO_H
 
@@ -12,9 +12,5 @@ int gck_dynamo_off(const gck_py *py, PyObject **before);
 
 /* With an exception pending, too, which survives. */
 void gck_dynamo_restore(const gck_py *py, PyObject *before);
-
-/* New reference: what a class derived from autograd's Function has for forward or backward.  Dynamo reads the code
- * of the one, compiled autograd traces the other, and both fail on a builtin; so it is a Python function around it. */
-PyObject *gck_dynamo_method(const gck_py *py, PyMethodDef *method, PyObject *module);
 
 #endif

@@ -17,18 +17,17 @@ int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
 
 static int view_dtype(gck_dl_dtype dtype, gck_dtype *out)
 {
-    if (dtype.code == GCK_DL_FLOAT && dtype.bits == 32) {
-        *out = GCK_F32;
-    } else if (dtype.code == GCK_DL_FLOAT && dtype.bits == 16) {
-        *out = GCK_F16;
-    } else if (dtype.code == GCK_DL_BFLOAT && dtype.bits == 16) {
-        *out = GCK_BF16;
-    } else if (dtype.code == GCK_DL_BOOL && dtype.bits == 8) {
-        *out = GCK_BOOL;
-    } else {
-        return -1;
+    static const gck_dl_dtype known[GCK_NDTYPES] = {
+        {GCK_DL_FLOAT, 32, 1}, {GCK_DL_FLOAT, 16, 1}, {GCK_DL_BFLOAT, 16, 1}, {GCK_DL_BOOL, 8, 1},
+    };
+
+    for (int d = 0; d < GCK_NDTYPES; d++) {
+        if (dtype.code == known[d].code && dtype.bits == known[d].bits && dtype.lanes == known[d].lanes) {
+            *out = (gck_dtype)d;
+            return 0;
+        }
     }
-    return dtype.lanes == 1 ? 0 : -1;
+    return -1;
 }
 
 int gck_read_dlpack(const gck_py *py, PyObject *x, gck_dl_tensor *dl)
@@ -95,16 +94,12 @@ int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *v
 /* Layout is strided and no lazy negation waits: 1, 0 or -1. */
 static int is_plain(const gck_py *py, PyObject *x)
 {
-    PyObject *layout = PyObject_GetAttr(x, py->names.layout), *neg = NULL;
-    const int strided = layout == py->strided;
+    PyObject *layout = PyObject_GetAttr(x, py->names.layout);
+    const int strided = layout == NULL ? -1 : layout == py->strided;
+    const int neg = strided > 0 ? gck_is_true(PyObject_CallMethodObjArgs(x, py->names.is_neg, NULL)) : 1;
 
-    if (strided) {
-        neg = PyObject_CallMethodObjArgs(x, py->names.is_neg, NULL);
-    }
-    const int plain = layout == NULL || (strided && neg == NULL) ? -1 : neg == Py_False;
     Py_XDECREF(layout);
-    Py_XDECREF(neg);
-    return plain;
+    return strided < 0 || neg < 0 ? -1 : !neg;
 }
 
 /* Does x carry a tangent of forward-mode differentiation?  1, 0 or -1. */
@@ -112,16 +107,11 @@ static int is_dual(const gck_py *py, PyObject *x)
 {
     PyObject *globals = PyModule_GetDict(py->forward_ad);
     PyObject *level = PyDict_GetItemWithError(globals, py->names._current_level);        /* borrowed; -1: none is active */
-    PyObject *dual;
-    int truth;
 
     if (level == NULL || PyLong_AsLong(level) < 0) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    dual = PyObject_CallMethod(py->shim, "is_dual", "O", x);
-    truth = dual == NULL ? -1 : dual == Py_True;
-    Py_XDECREF(dual);
-    return truth;
+    return gck_is_true(PyObject_CallMethod(py->shim, "is_dual", "O", x));
 }
 
 /* ---- facts ---- */

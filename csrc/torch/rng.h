@@ -17,7 +17,7 @@ typedef struct {
     unsigned char        seen[GCK_RNG_WINDOW];    /* the window when `latest` held             */
 } gck_rng;
 
-/* 0, or -1 with an exception.  Imports torch. */
+/* 0, or -1 with an exception. */
 int gck_rng_load(gck_rng *rng);
 int gck_rng_traverse(gck_rng *rng, visitproc visit, void *arg);
 void gck_rng_clear(gck_rng *rng);

@@ -10,17 +10,38 @@ const char *const gck_reason_text[GCK_NREASONS] = {
 
 enum { GIL_RELEASE_NUMEL = 65536 };    /* below, releasing costs more than it frees */
 
-int gck_attr_is_true(PyObject *x, PyObject *name)
+int gck_done(PyObject *result)
 {
-    PyObject *value = PyObject_GetAttr(x, name);
-    int truth;
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
 
-    if (value == NULL) {
-        return -1;
-    }
-    truth = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
-    Py_DECREF(value);
+int gck_is_true(PyObject *value)
+{
+    const int truth = value == NULL ? -1 : value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
+
+    Py_XDECREF(value);
     return truth;
+}
+
+int gck_attr_is_true(PyObject *x, PyObject *name) { return gck_is_true(PyObject_GetAttr(x, name)); }
+
+int gck_ask(PyObject *getter) { return gck_is_true(PyObject_CallNoArgs(getter)); }
+
+int gck_append(PyObject *list, PyObject *item)
+{
+    const int status = item == NULL ? -1 : PyList_Append(list, item);
+
+    Py_XDECREF(item);
+    return status;
+}
+
+PyObject *gck_as_tuple(PyObject *list)
+{
+    PyObject *tuple = list != NULL ? PyList_AsTuple(list) : NULL;
+
+    Py_XDECREF(list);
+    return tuple;
 }
 
 int gck_has_attribute(PyObject *x, const char *name)
@@ -49,47 +70,30 @@ int gck_is_tensor(const gck_py *py, PyObject *x)
 
 int gck_hooks_push(const gck_py *py, PyMethodDef *pack_def, PyMethodDef *unpack_def, PyObject *self)
 {
-    PyObject *pack = PyCFunction_New(pack_def, self);
-    PyObject *unpack = PyCFunction_New(unpack_def, self);
-    PyObject *result = pack && unpack ? PyObject_CallFunctionObjArgs(py->push_hooks, pack, unpack, NULL) : NULL;
+    PyObject *pack = PyCFunction_New(pack_def, self), *unpack = PyCFunction_New(unpack_def, self);
+    const int status = pack == NULL || unpack == NULL
+        ? -1 : gck_done(PyObject_CallFunctionObjArgs(py->push_hooks, pack, unpack, NULL));
 
     Py_XDECREF(pack);
     Py_XDECREF(unpack);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return status;
 }
 
 void gck_hooks_pop(const gck_py *py)
 {
     gck_error error = gck_error_take();
-    PyObject *result = PyObject_CallNoArgs(py->pop_hooks);
 
-    if (result == NULL) {
+    if (gck_done(PyObject_CallNoArgs(py->pop_hooks)) < 0) {
         PyErr_WriteUnraisable(py->pop_hooks);    /* somebody popped our hooks: nothing left to undo */
     }
-    Py_XDECREF(result);
     gck_error_return(&error);
-}
-
-int gck_ask(PyObject *getter)
-{
-    PyObject *value = PyObject_CallNoArgs(getter);
-    const int truth = value == NULL ? -1 : PyObject_IsTrue(value);
-
-    Py_XDECREF(value);
-    return truth;
 }
 
 int gck_functorch_active(const gck_py *py)
 {
-    PyObject *level;
-    int truth;
+    PyObject *level = PyObject_CallNoArgs(py->peek_functorch);
+    const int truth = level == NULL ? -1 : level != Py_None;
 
-    if (py->peek_functorch == NULL) {
-        return 0;
-    }
-    level = PyObject_CallNoArgs(py->peek_functorch);
-    truth = level == NULL ? -1 : level != Py_None;
     Py_XDECREF(level);
     return truth;
 }
@@ -97,24 +101,9 @@ int gck_functorch_active(const gck_py *py)
 int gck_tracing(const gck_py *py)
 {
     const int modes = gck_ask(py->dispatch_stack_len);
-    PyObject *result;
-    int truth;
+    const int tracing = modes <= 0 ? modes : gck_is_true(PyObject_CallMethod(py->shim, "tracing_mode_active", NULL));
 
-    if (modes < 0) {
-        return -1;
-    }
-    if (modes) {                       /* rare: ask which */
-        result = PyObject_CallMethod(py->shim, "tracing_mode_active", NULL);
-        if (result == NULL) {
-            return -1;
-        }
-        truth = PyObject_IsTrue(result);
-        Py_DECREF(result);
-        if (truth != 0) {
-            return truth;
-        }
-    }
-    return gck_functorch_active(py);
+    return tracing != 0 ? tracing : gck_functorch_active(py);
 }
 
 PyObject *gck_dtype_object(const gck_py *py, gck_dtype dtype)
@@ -132,11 +121,10 @@ PyObject *gck_device_object(const gck_py *py, int device)
 /* New reference: torch.empty(*args) of this dtype there.  Takes over args, which may be NULL. */
 static PyObject *empty(const gck_py *py, PyObject *function, PyObject *args, PyObject *dtype, int device)
 {
-    PyObject *where = gck_device_object(py, device);
-    PyObject *kwargs = where != NULL ? Py_BuildValue("{OOsO}", py->names.dtype, dtype, "device", where) : NULL;
-    PyObject *out = args && kwargs ? PyObject_Call(function, args, kwargs) : NULL;
+    PyObject *kwargs = args == NULL ? NULL : Py_BuildValue("{OOON}", py->names.dtype, dtype, py->names.device,
+                                                           gck_device_object(py, device));
+    PyObject *out = kwargs != NULL ? PyObject_Call(function, args, kwargs) : NULL;
 
-    Py_XDECREF(where);
     Py_XDECREF(kwargs);
     Py_XDECREF(args);
     return out;
@@ -164,12 +152,9 @@ PyObject *gck_sizes(int n, const int64_t *values)
 
 PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype, int device)
 {
-    PyObject *shape = gck_sizes(ndim, sizes), *steps = strides != NULL ? gck_sizes(ndim, strides) : NULL;
-    PyObject *args = shape == NULL ? NULL : strides == NULL ? PyTuple_Pack(1, shape)
-                                          : steps != NULL ? PyTuple_Pack(2, shape, steps) : NULL;
+    PyObject *shape = gck_sizes(ndim, sizes);
+    PyObject *args = strides == NULL ? Py_BuildValue("(N)", shape) : Py_BuildValue("(NN)", shape, gck_sizes(ndim, strides));
 
-    Py_XDECREF(shape);
-    Py_XDECREF(steps);
     return empty(py, strides != NULL ? py->empty_strided : py->empty, args, gck_dtype_object(py, dtype), device);
 }
 
@@ -196,61 +181,44 @@ static int check_cuda(gck_py *py, const gck_codec *codec)
     return -1;
 }
 
-static int result_of(const gck_codec *codec, int status, const char *verb)
-{
-    if (status == GCK_OK || status == GCK_E_FIT) {
-        return status == GCK_E_FIT;
-    }
-    PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s (status %d)", codec->name, verb,
-                 gck_status_text(status), status);
-    return -1;
-}
-
-/* Is the driver known to be new enough for device work?  Are others to run meanwhile?  On the host they are when the
- * work is long.  A launch may wait until the device has room in its queue, so they always are on a device. */
-static int prepare(gck_py *py, const gck_codec *codec, const gck_tensor *x, int n, int *release)
+/* Work on the host is given to other threads when it is long, and Python runs meanwhile.  A launch may wait until the
+ * device has room in its queue, so with a device Python always does. */
+static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
+               int decode)
 {
     int64_t here = 0;
+    int release = 0;
 
-    *release = 0;
     for (int i = 0; i < n; i++) {
         if (x[i].device >= 0 && !py->cuda_checked && check_cuda(py, codec) < 0) {
             return -1;
         }
-        *release |= x[i].device >= 0;
+        release |= x[i].device >= 0;
         here += x[i].device < 0 ? x[i].numel : 0;
     }
-    *release |= here >= GIL_RELEASE_NUMEL;
-    return 0;
+    release |= here >= GIL_RELEASE_NUMEL;
+    gck_parallel_for *parallel = release ? gck_torch_parallel_for : NULL;
+    PyThreadState *others = release ? PyEval_SaveThread() : NULL;
+    const int status = decode ? gck_decode_many(codec, (const void *const *)payloads, x, n, parallel)
+                              : gck_encode_many(codec, x, payloads, how, n, parallel);
+    if (release) {
+        PyEval_RestoreThread(others);
+    }
+    if (status != GCK_OK && status != GCK_E_FIT) {
+        PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s (status %d)", codec->name,
+                     decode ? "decode" : "encode", gck_status_text(status), status);
+        return -1;
+    }
+    return status == GCK_E_FIT;
 }
 
 int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
                    int n)
 {
-    int release, status;
-
-    if (prepare(py, codec, x, n, &release) < 0) {
-        return -1;
-    }
-    PyThreadState *others = release ? PyEval_SaveThread() : NULL;
-    status = gck_encode_many(codec, x, payloads, how, n, release ? gck_torch_parallel_for : NULL);
-    if (release) {
-        PyEval_RestoreThread(others);
-    }
-    return result_of(codec, status, "encode");
+    return run(py, codec, x, payloads, how, n, 0);
 }
 
 int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n)
 {
-    int release, status;
-
-    if (prepare(py, codec, out, n, &release) < 0) {
-        return -1;
-    }
-    PyThreadState *others = release ? PyEval_SaveThread() : NULL;
-    status = gck_decode_many(codec, payloads, out, n, release ? gck_torch_parallel_for : NULL);
-    if (release) {
-        PyEval_RestoreThread(others);
-    }
-    return result_of(codec, status, "decode");
+    return run(py, codec, out, (void *const *)payloads, NULL, n, 1);
 }

@@ -45,7 +45,6 @@
     OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
     OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
     OBJECT(is_compiling, "torch.compiler", "is_compiling")                 \
-    OBJECT(functions, "torch._C", "_functions")                            \
     OBJECT(forward_ad, "torch.autograd", "forward_ad")                     \
     OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
@@ -58,15 +57,26 @@
     OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
     OBJECT(is_included, "torch._C", "_dispatch_tls_is_dispatch_key_included") \
     OBJECT(is_excluded, "torch._C", "_dispatch_tls_is_dispatch_key_excluded") \
-    OBJECT(parse_key, "torch._C", "_dispatch_key_parse")                   \
     OBJECT(FakeTensor, "torch._subclasses.fake_tensor", "FakeTensor")      \
     OBJECT(guards, "torch._guards", "_TLS")                                \
     OBJECT(frame_callback, "torch._C._dynamo.eval_frame", "get_eval_frame_callback")    \
     OBJECT(set_frame_callback, "torch._C._dynamo.eval_frame", "set_eval_frame")         \
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(defaultdict, "collections", "defaultdict")                      \
-    OBJECT(CheckpointPolicy, "torch.utils.checkpoint", "CheckpointPolicy") \
-    OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")
+    OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")       \
+    /* What they are is said there: */                                     \
+    OBJECT(make_saved_tensor, "gradckpt._objects", "make_saved_tensor")       \
+    OBJECT(run_backward, "gradckpt._objects", "run_backward")                 \
+    OBJECT(queue_callback, "gradckpt._objects", "queue_callback")             \
+    OBJECT(peek_functorch, "gradckpt._objects", "peek_functorch")             \
+    OBJECT(as_non_leaf, "gradckpt._objects", "as_non_leaf")                   \
+    OBJECT(cpu_device, "gradckpt._objects", "cpu_device")                     \
+    OBJECT(recompute_mark, "gradckpt._objects", "recompute_mark")             \
+    OBJECT(consumed_mark, "gradckpt._objects", "consumed_mark")               \
+    OBJECT(cast, "gradckpt._objects", "cast")                                 \
+    OBJECT(draws, "gradckpt._objects", "draws")                               \
+    OBJECT(key, "gradckpt._objects", "key")                                   \
+    OBJECT(key_inplace, "gradckpt._objects", "key_inplace")
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
@@ -75,25 +85,12 @@
     NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads) \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled) \
-    NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(untyped_storage) NAME(data_ptr) NAME(_base) NAME(nbytes) \
-    NAME(form_of_input) NAME(form_when_packed)
+    NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
+    NAME(nbytes) NAME(form_of_input) NAME(form_when_packed)
 
-/* Others, owned too; NULL where noted. */
+/* Others, owned too. */
 #define GCK_PY_MADE(OBJECT)                                                                           \
-    OBJECT(make_saved_tensor)    /* torch's, or the shim's where torch < 2.12 has none */             \
-    OBJECT(run_backward)         /* of the autograd engine */                                         \
-    OBJECT(queue_callback)       /* likewise: at the end of a graph task */                           \
-    OBJECT(peek_functorch)       /* torch._C._functorch.peek_interpreter_stack, or NULL */            \
-    OBJECT(as_non_leaf)          /* a DelayedError node: alias that requires grad */                  \
-    OBJECT(cpu_device)           /* torch.device("cpu") */                                            \
-    OBJECT(cpu)                  /* the string "cpu" */                                               \
-    OBJECT(recompute_mark) OBJECT(consumed_mark)       /* in the storage of a selective region */     \
-    OBJECT(prefer_recompute) OBJECT(must_recompute)    /* of CheckpointPolicy */                      \
     OBJECT(ignored)              /* ignored_ops as a tuple; NULL before the first look */             \
-    OBJECT(cast)                 /* torch.ops.aten._to_copy.default */                                \
-    OBJECT(key)                  /* the dispatch key that catches operators, or NULL */               \
-    OBJECT(key_inplace)          /* ADInplaceOrView */                                                \
-    OBJECT(draws)                /* torch.Tag.nondeterministic_seeded */                              \
     OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
     OBJECT(selection)            /* gradckpt._selection: those of selective recompute */              \
     OBJECT(savers)               /* gradckpt._savers: those of compress_saved() */
@@ -116,7 +113,7 @@ typedef struct {
     int cuda_checked;              /* 1 after the driver was compared with the runtime */
 } gck_py;
 
-/* 0, or -1 with an exception.  Imports torch; gradckpt's own modules come later. */
+/* 0, or -1 with an exception.  Imports the rare paths, and with them torch. */
 int gck_py_load(gck_py *py);
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg);
 void gck_py_clear(gck_py *py);
@@ -178,8 +175,20 @@ int gck_hooks_push(const gck_py *py, PyMethodDef *pack, PyMethodDef *unpack, PyO
 /* Take the innermost ones off, also with an exception pending, which survives. */
 void gck_hooks_pop(const gck_py *py);
 
-/* Result of a getter without arguments, as C truth: 1, 0, -1 with an exception. */
+/* What a call returned, taken over; NULL: it raised.  0, or -1 with the exception. */
+int gck_done(PyObject *result);
+
+/* The same as C truth: 1, 0, -1 with an exception. */
+int gck_is_true(PyObject *value);
+
+/* Result of a getter without arguments, likewise. */
 int gck_ask(PyObject *getter);
+
+/* An item, taken over, at the end of a list; NULL: making it raised.  0, or -1 with the exception. */
+int gck_append(PyObject *list, PyObject *item);
+
+/* New reference: a list, taken over, as a tuple; NULL: making it raised. */
+PyObject *gck_as_tuple(PyObject *list);
 
 /* New reference: the objects as a tuple. */
 PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n);

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 
+import processes
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -24,7 +25,6 @@ from patched_calls import (
     model,
     nothing_left_behind,  # noqa: F401 (a fixture of every test here)
 )
-from processes import in_child
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint as early
@@ -330,12 +330,16 @@ class TestNothingLeftBehind:
         assert equal(gradients(model(), early, use_reentrant=False), exact)
 
     def test_a_forked_child_inherits_it(self):
-        def child():
-            assert compressed(gradients, model(), early, use_reentrant=False)[1] == 4
+        processes.alone(fork_while_patched)
 
-        with gradckpt.patched("int8"):
-            in_child(child)
-            gradients(model(), early, use_reentrant=False)
+
+def fork_while_patched():
+    def child():
+        assert compressed(gradients, model(), early, use_reentrant=False)[1] == 4
+
+    with gradckpt.patched("int8"):
+        processes.in_child(child)
+        gradients(model(), early, use_reentrant=False)
 
 
 class TestErrors:
@@ -389,3 +393,7 @@ class TestErrors:
         for thing in (coroutine, generator, nn.Linear, 3):
             with pytest.raises(TypeError, match=r"patched\(\) (cannot decorate|decorates)"):
                 gradckpt.patched("int8")(thing)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -38,10 +38,11 @@ PYTHON = {
     "gradckpt._aliases": set(),
     "gradckpt._decisions": set(),
     "gradckpt._hooks": {"gradckpt._C"},
+    "gradckpt._objects": set(),
     "gradckpt._ops": {"gradckpt._C"},
     "gradckpt._savers": set(),
     "gradckpt._selection": set(),
-    "gradckpt._shim": set(),
+    "gradckpt._shim": {"gradckpt._objects"},
     "gradckpt.apply": {
         "gradckpt",
         "gradckpt.caches",
@@ -77,7 +78,7 @@ PYTHON = {
     "gradckpt.packing": {"gradckpt._C", "gradckpt.config"},
     "gradckpt.rounding": {"gradckpt._C"},
     "gradckpt.selftest": {"gradckpt._C"},
-    "gradckpt.selectors": {"gradckpt.kinds"},
+    "gradckpt.selectors": {"gradckpt._C", "gradckpt.config", "gradckpt.kinds"},
     "gradckpt.residuals": {"gradckpt.stats"},
     "gradckpt.patched": {
         "gradckpt._C",
