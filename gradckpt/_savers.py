@@ -72,7 +72,7 @@ def _planes(node: Any, x: torch.Tensor) -> Form | None:
 
 
 def _values_of_a_mean(node: Any, x: torch.Tensor) -> int:
-    return x.numel() // max(1, node._saved_result1.numel())
+    return x.numel() // max(1, int(node._saved_result1.numel()))
 
 
 def _logits(node: Any, x: torch.Tensor) -> Form | None:
@@ -267,7 +267,7 @@ _VIEWS = {
 _MAX_STEPS = 16
 
 
-_AccumulateGrad = torch._C._functions.AccumulateGrad
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def _storage(x: torch.Tensor) -> int:

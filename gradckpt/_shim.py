@@ -212,6 +212,11 @@ def fill_holes(out: torch.Tensor) -> None:
     whole.fill_(float("nan") if out.is_floating_point() else 1)
 
 
+def payload_repr(payload: Any, bytes_in: int) -> str:
+    what = f"{payload.codec} of {payload.dtype} {payload.shape}"
+    return f"<gradckpt.Payload {what}, {bytes_in} -> {payload.nbytes} bytes>"
+
+
 def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
     if buffer.device.type == "cuda":
         buffer.record_stream(torch.cuda.current_stream(device))
@@ -403,7 +408,7 @@ _DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 8: "mps", 14: "xpu"}
 
 
-def from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int) -> tuple[Any, Any, Any]:
+def from_dlpack(sizes: tuple[int, ...], code: int, bits: int, device: int, index: int) -> tuple[Any, Any, Any]:
     """Shape, dtype and device as torch prints them, from DLPack's numbers."""
     name = "bool" if code == 6 else f"{_DLPACK_DTYPES.get(code, 'dlpack')}{bits}"
     kind = _DLPACK_DEVICES.get(device, "privateuseone")
@@ -411,12 +416,25 @@ def from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int)
     return torch.Size(sizes), getattr(torch, name, name), where
 
 
+def metadata(x: torch.Tensor) -> tuple[Any, Any, Any]:
+    """What the determinism check compares of a tensor that C cannot read."""
+    return x.shape, x.dtype, x.device
+
+
+def _as_torch(meta: tuple[Any, ...]) -> tuple[Any, ...]:
+    return from_dlpack(*meta) if len(meta) == 5 else meta
+
+
+def same_metadata(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Of which one may be numbers: a subclass may come back detached, as a plain tensor."""
+    return _as_torch(then) == _as_torch(now)
+
+
 def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], approximate: int) -> None:
     def describe(meta: tuple[Any, ...]) -> Any:
         if len(meta) == 1:  # of a determinism check of the user's own
             return meta[0]
-        objects = meta if len(meta) == 3 else from_dlpack(*meta)
-        return dict(zip(("shape", "dtype", "device"), objects, strict=True))
+        return dict(zip(("shape", "dtype", "device"), _as_torch(meta), strict=True))
 
     mismatches = "".join(
         f"tensor at position {index}:\nsaved metadata: {describe(saved)}\nrecomputed metadata: {describe(now)}\n"

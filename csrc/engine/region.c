@@ -125,7 +125,7 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (decide(frame) < 0) {
         return -1;
     }
-    if (packing->payloads == 0 || packing->aliases.rows == NULL) {
+    if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.replay)) {
         gck_aliases_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
     return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs);

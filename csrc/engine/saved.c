@@ -75,7 +75,7 @@ PyObject *gck_saved_restore(const gck_saved *self)
     if (form->entry.kind != GCK_PAYLOAD) {
         return gck_entry_restore(self->state, &form->entry, NULL, NULL);
     }
-    whole = gck_payload_revive((gck_payload *)form->entry.value);
+    whole = gck_payload_revive((gck_payload *)form->entry.value, NULL);
     if (whole == NULL || (form->dtype == NULL && form->view == NULL)) {
         return whole;
     }

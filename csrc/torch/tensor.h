@@ -61,6 +61,7 @@
     OBJECT(guards, "torch._guards", "_TLS")                                \
     OBJECT(frame_callback, "torch._C._dynamo.eval_frame", "get_eval_frame_callback")    \
     OBJECT(set_frame_callback, "torch._C._dynamo.eval_frame", "set_eval_frame")         \
+    OBJECT(new_lock, "_thread", "allocate_lock")                            \
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(defaultdict, "collections", "defaultdict")                      \
     OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")       \
