@@ -24,13 +24,13 @@ logger = logging.getLogger("gradckpt")
 # ---- compress= ----
 
 
-def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, int, bool, int] | None:
+def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, bool, int, bool, int]:
     """What C needs of ``compress=``: codec, min_numel, replay, floating, leaves, decisions, stochastic, seed."""
     from gradckpt.config import parse_compress
 
     config = parse_compress(compress)
     if config is None:
-        return None
+        return None, 0, False, False, False, 0, False, 0
     floating = config.include == "floating"
     decisions = 0 if config.replay or not config.lossy else 2 if config.decisions == "casts" else int(config.decisions)
     return (
@@ -43,6 +43,16 @@ def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, int, bool, in
         config.stochastic,
         config.seed,
     )
+
+
+def determinism_check(value: Any) -> Any:
+    """``determinism_check=``: True for ours, None for none, else what reads the values that are compared."""
+    if isinstance(value, str) and value in ("default", "none"):
+        return True if value == "default" else None
+    checks = torch_checkpoint._allowed_determinism_checks_to_fns
+    if value not in checks:
+        raise ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
+    return checks[value]
 
 
 def tracing_mode_active() -> bool:
@@ -288,11 +298,11 @@ def recompute_within(
 # ---- what a recompute must not do twice ----
 
 
-def buffers_enter(function: Any, *others: Any) -> Any:
+def buffers_enter(function: Any, others: list[Any]) -> Any:
     """A guard whose close() puts running statistics back; None: the function has none."""
     from gradckpt import buffers
 
-    return buffers.enter(function, others)
+    return buffers.enter(function, tuple(others))
 
 
 # ---- autograd Functions ----
@@ -335,10 +345,11 @@ def check_reentrant(kwargs: Any, contexts: int, compress: int) -> None:
 # ---- the decorator form ----
 
 
-def decorate(module: Any, options: dict[str, Any]) -> Any:
+def decorate(module: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    """``checkpoint(compress=..., ...)`` above a function: a decorator with these keywords."""
     from gradckpt.decorator import decorate
 
-    return decorate(module.checkpoint, options)
+    return decorate(module.checkpoint, dict(zip(names, values, strict=True)))
 
 
 # ---- errors: torch's classes and texts ----

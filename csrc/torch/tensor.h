@@ -48,7 +48,6 @@
     OBJECT(forward_ad, "torch.autograd", "forward_ad")                     \
     OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
-    OBJECT(determinism_checks, "torch.utils.checkpoint", "_allowed_determinism_checks_to_fns") \
     OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")   \
     OBJECT(tree_flatten, "torch.utils._pytree", "tree_flatten")            \
     OBJECT(tree_unflatten, "torch.utils._pytree", "tree_unflatten")        \
