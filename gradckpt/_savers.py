@@ -53,9 +53,24 @@ def _power(node: Any, x: torch.Tensor) -> Form | None:
 
 
 def _rows(node: Any, x: torch.Tensor) -> Form | None:
-    values = _values_of_a_mean(node, x)
-    alike = values % 128 == 0 or (x.is_cpu and values > 0 and _rows_are_alike(x.detach().reshape(-1, values)))
-    return PLAIN if alike else None
+    if hasattr(node, "_saved_normalized_shape"):
+        values = math.prod(node._saved_normalized_shape)  # of one mean and scale
+    else:
+        values = node._saved_C * node._saved_HxW // node._saved_group
+    looked_at = x.is_cpu and values >= 32 and _kept(node, "result1") is not None
+    return PLAIN if values % 128 == 0 or (looked_at and _rows_are_alike(x.detach().reshape(-1, values))) else None
+
+
+def _kept(node: Any, *arguments: str) -> torch.Tensor | None:
+    """What ``compress_saved()`` keeps of what the node saves, as it is.
+
+    None where hooks around ours have it: to ask them may recompute a region, which gets other values than its forward
+    and must decide the same.
+    """
+    names = [f"_raw_saved_{argument}" for argument in arguments]
+    raw = next((getattr(node, name) for name in names if hasattr(node, name)), None)
+    value = getattr(getattr(raw, "data", None), "value", None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _rows_are_alike(rows: torch.Tensor) -> bool:
@@ -68,17 +83,13 @@ def _rows_are_alike(rows: torch.Tensor) -> bool:
 
 
 def _planes(node: Any, x: torch.Tensor) -> Form | None:
-    return PLAIN if _values_of_a_mean(node, x) >= 128 else None
-
-
-def _values_of_a_mean(node: Any, x: torch.Tensor) -> int:
-    return x.numel() // max(1, int(node._saved_result1.numel()))
+    return PLAIN if x.numel() >= 128 * x.shape[1] else None
 
 
 def _logits(node: Any, x: torch.Tensor) -> Form | None:
-    sums = node._saved_log_sumexp if hasattr(node, "_saved_log_sumexp") else node._saved_logsumexp
+    sums = _kept(node, "logsumexp", "log_sumexp")
     # elsewhere than on the CPU the answer would have to be waited for
-    return PLAIN if not x.is_cpu or bool((sums.abs() < 30).all()) else None
+    return PLAIN if not x.is_cpu or (sums is not None and bool((sums.abs() < 30).all())) else None
 
 
 VALUES = Role("with the codec", lambda node, x: PLAIN)
@@ -96,11 +107,16 @@ POSITIVE_OR_NAN = Role(
 POWER = Role("with the codec if the exponent is 2, 3 or 4", _power)
 ROWS = Role(
     "with the codec if the values of one mean and scale are a multiple of 128; "
-    "on the CPU also if neighbouring means and scales differ by less than 4 times",
+    "on the CPU also if they are 32 or more and neighbours differ in size by less than 4 times "
+    "(not inside regions and other hooks)",
     _rows,
 )
 PLANES = Role("with the codec if the values of one mean and scale are 128 or more", _planes)
-LOGITS = Role("with the codec if no row of the scores sums to more than e^30 (on the CPU)", _logits)
+LOGITS = Role(
+    "with the codec if no row of the scores sums to more than e^30 "
+    "(on the CPU; there never inside regions and other hooks)",
+    _logits,
+)
 
 _ATTENTION = {"query": LOGITS, "key": LOGITS, "value": VALUES, "output": VALUES}
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Union
 
 from gradckpt import packing
-from gradckpt._decisions import FORMS, ROUNDING, Choice, overloads
+from gradckpt._decisions import FORMS, ROUNDING_FORMS, overloads
+from gradckpt._forms import Compared
 from gradckpt.selective import (
     CHOOSE,
     DECIDE,
@@ -57,10 +58,10 @@ save_attention = _policy(ATTENTION)
 #: Of a region's matrix products, the second, the fourth and so on are kept (as torchtitan does).
 every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
 
-decisions_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Choice) else DECIDE) for op, form in FORMS.items())
+decisions_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Compared) else DECIDE) for op, form in FORMS.items())
 
 #: What operators decide is kept, exactly. On by default, but for what rounds: see ``CompressionConfig.decisions``.
-decisions = decisions_but_casts | _policy(ROUNDING, keep=DECIDE) | _policy(CASTS, keep=DECIDE_CAST)
+decisions = decisions_but_casts | Policy(Rule(op, DECIDE) for op in ROUNDING_FORMS) | _policy(CASTS, keep=DECIDE_CAST)
 
 
 def save_named(*names: str) -> Policy:

@@ -19,13 +19,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
-from gradckpt._decisions import FORMS
+from gradckpt._decisions import FORMS, ROUNDING_FORMS
+from gradckpt._forms import OfFloats
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
 from gradckpt.packing import keep_packed
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
 RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED, CHOOSE = range(6)
 _DECISIONS = (DECIDE, DECIDE_CAST, CHOOSE)
+_FORMS = FORMS | ROUNDING_FORMS
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Policy:
     def __init__(self, rules: Iterable[Rule], wanted: Iterable[str] = ()):
         self.rules: dict[Any, Rule] = {}
         for rule in rules:
-            if rule.keep not in _DECISIONS or rule.op not in FORMS:
+            if rule.keep not in _DECISIONS or rule.op not in _FORMS:
                 _check_op(rule.op)
             if rule.op in torch_checkpoint.SAC_IGNORED_OPS:  # never caught: torch makes tensors by detaching
                 continue
@@ -115,7 +117,7 @@ class Policy:
 
 
 def _form(rule: Rule) -> Any:
-    return FORMS.get(rule.op) if rule.keep in _DECISIONS else None
+    return _FORMS.get(rule.op) if rule.keep in _DECISIONS else None
 
 
 def _policy_of(rows: list[Any], wanted: frozenset[str]) -> Policy:
@@ -261,6 +263,15 @@ def _is_catchable(op: Any) -> bool:
     return op in _caught or not (known and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
 
 
+#: Operators whose kernels call others and write into what these return, unseen by version counters: a kept output would
+#: change. Ours stand in for them, so that what they call is seen by no region, as under torch's modes. Not listed are
+#: those that only write into new memory that they asked for.
+WRITING_KERNELS = (
+    *("_embedding_bag", "_euclidean_dist", "_linalg_det", "_linalg_slogdet", "allclose", "logsumexp", "mvlgamma"),
+    *("binary_cross_entropy_with_logits", "renorm", "rot90"),
+)
+
+
 def catch(policy: Policy) -> None:
     """Register the kernels, once in a process. They do nothing while no region names their operator.
 
@@ -269,7 +280,8 @@ def catch(policy: Policy) -> None:
     if _C.selective_key() is None:
         return _say_modes_only()
     with _lock:
-        for op in policy.rules:
+        first = () if _caught else (getattr(torch.ops.aten, name).default for name in WRITING_KERNELS)
+        for op in (*first, *policy.rules):
             if op not in _caught:
                 if op.namespace not in _libraries:
                     _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
@@ -343,7 +355,10 @@ def create_selective_checkpoint_contexts(
     Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
     """
     policy = as_policy(policy_or_ops)
-    if not _TRACES_OURS and torch_checkpoint._is_compiling(None, None, None):
+    traced = torch_checkpoint._is_compiling(None, None, None)
+    if policy is None and traced:
+        policy_or_ops = _asked_for_graph(policy_or_ops)
+    if not _TRACES_OURS and traced:
         asked = policy_or_ops if policy is None else asker(_with_decisions(policy))
         made: Any = torch_checkpoint.create_selective_checkpoint_contexts(asked, allow_cache_entry_mutation)
         return made  # type: ignore[no-any-return]
@@ -365,16 +380,48 @@ _TRACES_OURS = hasattr(torch_checkpoint, "_CONSUMED")
 ASKED = _C.make_names(None, frozenset())
 
 
+def _decisions(level: bool | str) -> Policy:
+    from gradckpt import policies
+
+    return policies.decisions if level == "casts" else policies.decisions_but_casts
+
+
 def _with_decisions(policy: Policy) -> Policy:
     """What is traced for a policy: csrc/engine adds decisions by itself."""
     if not policy.decisions:
         return policy
     if policy.deciding is None:
-        from gradckpt import policies
-
-        decisions = policies.decisions if policy.decisions == "casts" else policies.decisions_but_casts
-        policy.deciding = decisions | policy
+        policy.deciding = _decisions(policy.decisions) | policy
     return policy.deciding
+
+
+def _asked_for_graph(policy_fn: Any) -> Callable[..., Any]:
+    """The caller's function with answers that torch knows: a graph cannot hold a :class:`Save`. After an output that
+    comes back approximate, decisions are kept, as csrc/engine does where nothing is traced."""
+    deciding: Callable[..., Any] | None = None
+
+    def asked(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal deciding
+        answer = policy_fn(ctx, op, *args, **kwargs)
+        keep, config = read_policy(answer, op)
+        if not keep and deciding is not None and deciding(ctx, op, *args) is CheckpointPolicy.MUST_SAVE:
+            return CheckpointPolicy.MUST_SAVE
+        if not keep or config is None:
+            said = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            return answer if isinstance(answer, CheckpointPolicy) else said
+        if config.lossy and config.decisions and deciding is None:
+            deciding = asker(_decisions(config.decisions))
+        return _save_in_graph(op, config)
+
+    return asked
+
+
+def _save_in_graph(op: Any, config: CompressionConfig) -> CheckpointPolicy:
+    if _TRACES_OURS:
+        keep_packed(op, config)
+    else:  # asked before the operator runs, of which there is no node yet
+        _warn_exact_saves()
+    return CheckpointPolicy.MUST_SAVE
 
 
 def asker(policy: Policy) -> Callable[..., Any]:
@@ -387,6 +434,8 @@ def asker(policy: Policy) -> Callable[..., Any]:
         # input, which would be found in it no more.
         if rule is None or rule.keep in (RECOMPUTE, NAMED, CHOOSE) or (_is_overload(op) and op._schema.is_mutable):
             return CheckpointPolicy.PREFER_RECOMPUTE
+        if isinstance(_FORMS.get(op), OfFloats) and not OfFloats.decides(args):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         call = counts[rule.group] = counts.get(rule.group, -1) + 1
         if call % rule.every != rule.phase:
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -395,11 +444,7 @@ def asker(policy: Policy) -> Callable[..., Any]:
         if rule.config is None:
             return CheckpointPolicy.MUST_SAVE
         if torch_checkpoint._is_compiling(None, None, None):
-            if _TRACES_OURS:
-                keep_packed(op, rule.config)
-            else:  # asked before the operator runs, of which there is no node yet
-                _warn_exact_saves()
-            return CheckpointPolicy.MUST_SAVE
+            return _save_in_graph(op, rule.config)
         return Save(rule.config)
 
     return policy_fn

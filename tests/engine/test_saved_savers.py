@@ -403,6 +403,32 @@ def test_inside_a_region_the_recompute_packs_what_the_forward_packed(checkpoint)
             assert (g - e).norm() < 0.05 * e.norm()
 
 
+@pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_inside_a_region_the_forward_runs_once(checkpoint, width):
+    """What backward needs is found out without asking the region for what it saved, which would recompute it."""
+    calls = []
+
+    def region(t):
+        calls.append(torch.is_grad_enabled())
+        with compress_saved(SMALL):
+            t = F.layer_norm(t, (width,)) + t
+            t = t * F.group_norm(t.view(8, 8, width), 8).view_as(t)
+            t = F.batch_norm(t.view(32, 2, width), None, None, training=True).view_as(t)
+            h = t.view(1, 8, 8, width)
+            t = F.scaled_dot_product_attention(h, h.cos(), h.sin()).view_as(t)
+            return t.amax(-1, keepdim=True) + t
+
+    x = torch.randn(64, width, requires_grad=True)
+    exact = torch.autograd.grad(region(x).square().sum(), x)[0]
+    calls.clear()
+    y = checkpoint(region, x * 1, use_reentrant=False)
+    assert len(calls) == 1
+    got = torch.autograd.grad(y.square().sum(), x)[0]
+    assert len(calls) == 2
+    assert (got - exact).norm() < 0.05 * exact.norm()
+
+
 def test_inputs_of_regions_are_encoded():
     net, x = nn.Linear(64, 64), activation(32, 64)
     with compress_saved(SMALL):
