@@ -63,6 +63,7 @@
     OBJECT(set_frame_callback, "torch._C._dynamo.eval_frame", "set_eval_frame")         \
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(defaultdict, "collections", "defaultdict")                      \
+    OBJECT(count, "itertools", "count")                                    \
     OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")       \
     /* What they are is said there: */                                     \
     OBJECT(make_saved_tensor, "gradckpt._objects", "make_saved_tensor")       \
