@@ -2,81 +2,46 @@
 
 An operator decides when a small change of its input can change its output, or the gradient through it, altogether. A
 *form* says what is kept of such a call in place of copies of its outputs. :data:`NOT_KEPT` says why nothing is kept of
-the others; tests/selective/test_deciding_operators.py looks at every operator of torch's OpInfo list.
+the others. Of torch's operators tests/selective/test_deciding_operators.py looks at the names, and test_jumps.py
+beside it at what they return.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
+from gradckpt._forms import (
+    Args,
+    Choice,
+    Chosen,
+    ChosenOfSegments,
+    Farthest,
+    Form,
+    Indices,
+    InfinityDistance,
+    InfinityNorm,
+    Kwargs,
+    OfFloats,
+    Pool,
+    Slopes,
+    Written,
+    argument,
+    largest,
+    same,
+    smallest,
+)
 
-
-class Form(Protocol):
-    """What is kept of a call. Both methods run without grad, and no region sees the operators that they call."""
-
-    def keep(self, args: Args, kwargs: Kwargs | None, out: Any) -> tuple[Any, int] | None:
-        """Return what is kept and its bytes; None: nothing, the call runs again."""
-
-    def give(self, kept: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        """Return the outputs of the call, which has these arguments in the recompute."""
-
-
-# ---- indices ----
-
-
-def narrow(index: torch.Tensor, bound: int) -> torch.Tensor:
-    """Return integers from 0 to below ``bound`` in as few bytes as they need; two bytes hold 16 bits without a sign."""
-    for limit, dtype in ((1 << 8, torch.uint8), (1 << 16, torch.int16), (1 << 31, torch.int32)):
-        if bound <= limit:
-            return index.to(dtype, copy=True)
-    return index.clone()
-
-
-def widen(index: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return what :func:`narrow` was given, in new memory."""
-    wide = index.to(dtype, copy=True)
-    return wide.bitwise_and_(0xFFFF) if index.dtype is torch.int16 else wide
-
-
-def _nbytes(tensors: tuple[torch.Tensor, ...]) -> int:
-    return sum(x.nbytes for x in tensors)
-
-
-class Indices:
-    """Indices among the outputs, in as few bytes as they need; the first ``values`` outputs are copied."""
-
-    def __init__(self, bound: Callable[[Args, Kwargs], int], values: int = 0) -> None:
-        self.bound, self.values = bound, values
-
-    def keep(self, args: Args, kwargs: Kwargs | None, out: Any) -> tuple[Any, int]:
-        outputs = out if isinstance(out, tuple) else (out,)
-        bound = self.bound(args, kwargs or {})
-        copies = [x.clone() if i < self.values else narrow(x, bound) for i, x in enumerate(outputs)]
-        kept = tuple(copies)
-        return (kept, tuple(x.dtype for x in outputs), isinstance(out, tuple)), _nbytes(kept)
-
-    def give(self, kept: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        tensors, dtypes, several = kept
-        pairs = enumerate(zip(tensors, dtypes, strict=True))
-        outputs = tuple(x.clone() if i < self.values else widen(x, dtype) for i, (x, dtype) in pairs)
-        return outputs if several else outputs[0]
-
-
-def _argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
+# ---- how large an index may be ----
 
 
 def _along(position: int, default: Any = -1) -> Callable[[Args, Kwargs], int]:
     """Return the size of the dimension that the argument at that position names; None there: of all."""
 
     def bound(args: Args, kwargs: Kwargs) -> int:
-        dim = _argument(args, kwargs, position, "dim", default)
+        dim = argument(args, kwargs, position, "dim", default)
         x: torch.Tensor = args[0]
         return x.numel() if dim is None else x.size(dim) if x.dim() else 1
 
@@ -91,143 +56,30 @@ def _any_size(args: Args, kwargs: Kwargs) -> int:
     return int(max((1, *args[0].shape)))
 
 
+def _truth(args: Args, kwargs: Kwargs) -> int:
+    return 2
+
+
 def _count(args: Args, kwargs: Kwargs) -> int:
     return int(args[0].numel()) + 1
 
 
-# ---- results that backward compares with the input ----
+# ---- which vectors have a distance ----
 
 
-def _slices(x: torch.Tensor, dims: Any) -> torch.Tensor:
-    """Return x with the dimensions that are reduced as one, the last."""
-    if dims is None or dims == []:
-        return x.reshape(-1)
-    reduced = [d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims)]
-    rest = [d for d in range(x.dim()) if d not in reduced]
-    return x.permute(*rest, *reduced).flatten(len(rest)) if x.dim() else x.reshape(-1)
+def _each_with_each(args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    return args[0].unsqueeze(-2), args[1].unsqueeze(-3)
 
 
-class Choice:
-    """Where in its input each result lies. The recompute finds its own value there, so that the backward, which looks
-    for the result in the input, finds it in the same place. Of several equal values one gets the gradient, with those
-    that are equal to it in the restored input."""
-
-    def __init__(self, find: tuple[Callable[..., torch.Tensor], ...], dims: int | None, value: Any = None) -> None:
-        self.find, self.dims, self.value = find, dims, value
-
-    def _dims(self, args: Args, kwargs: Kwargs | None) -> Any:
-        return None if self.dims is None else _argument(args, kwargs or {}, self.dims, "dim", None)
-
-    def _values(self, args: Args, kwargs: Kwargs | None) -> torch.Tensor:
-        x = _slices(args[0], self._dims(args, kwargs))
-        return x if self.value is None else self.value(x)
-
-    def keep(self, args: Args, kwargs: Kwargs | None, out: Any) -> tuple[Any, int] | None:
-        x = self._values(args, kwargs)
-        outputs = out if isinstance(out, tuple) else (out,)
-        if x.numel() == 0 or not x.is_floating_point():
-            return None
-        found = (find(x, each) for find, each in zip(self.find, outputs, strict=True))
-        kept = tuple(narrow(index, x.size(-1)) for index in found)
-        return (kept, outputs[0].shape, outputs[0].dtype, isinstance(out, tuple)), _nbytes(kept)
-
-    def give(self, kept: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        indices, shape, dtype, several = kept
-        x = self._values(args, kwargs)
-        outputs = tuple(x.gather(-1, widen(i).unsqueeze(-1)).reshape(shape).to(dtype) for i in indices)
-        return outputs if several else outputs[0]
-
-
-class InfinityNorm(Choice):
-    """A :class:`Choice` where the norm is one: the largest or the smallest magnitude."""
-
-    def keep(self, args: Args, kwargs: Kwargs | None, out: Any) -> tuple[Any, int] | None:
-        order = _argument(args, kwargs or {}, 1, "ord", 2)
-        if not isinstance(order, (int, float)) or not math.isinf(order):
-            return None
-        self_ = Choice((_largest if order > 0 else _smallest,), self.dims, torch.abs)
-        return self_.keep(args, kwargs, out)
-
-
-def _largest(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return x.argmax(-1)
-
-
-def _smallest(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return x.argmin(-1)
-
-
-def _equal(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return x.eq(out).logical_or_(x.ne(x).logical_and_(out.ne(out))).to(torch.uint8).argmax(-1)
-
-
-# ---- others ----
-
-
-class Pool:
-    """Where in its plane each maximum lies; the recompute finds its own values there."""
-
-    def __init__(self, ndim: int) -> None:
-        self.ndim = ndim
-        self.channels_last = torch.channels_last if ndim == 2 else torch.channels_last_3d
-
-    def keep(self, args: Args, kwargs: Kwargs | None, out: Any) -> tuple[Any, int]:
-        values, index = out
-        kept = narrow(index, math.prod(args[0].shape[-self.ndim :]))
-        last = values.dim() == self.ndim + 2 and not values.is_contiguous()
-        return (kept, self.channels_last if last else torch.contiguous_format), kept.nbytes
-
-    def give(self, kept: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        narrowed, layout = kept
-        index = widen(narrowed)
-        planes = args[0].flatten(-self.ndim)
-        values = planes.gather(-1, index.flatten(-self.ndim)).reshape(index.shape)
-        return values.contiguous(memory_format=layout), index.contiguous(memory_format=layout)
-
-
-class Written:
-    """What the operator writes into its arguments, which is what it returns."""
-
-    def __init__(self, op: Any) -> None:
-        self.at = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
-
-    def _arguments(self, args: Args, kwargs: Kwargs | None) -> tuple[torch.Tensor, ...]:
-        return tuple(_argument(args, kwargs or {}, i, name, None) for i, name in self.at)
-
-    def keep(self, args: Args, kwargs: Kwargs | None, out: Any) -> tuple[Any, int]:
-        kept = tuple(x.clone() for x in self._arguments(args, kwargs))
-        return kept, _nbytes(kept)
-
-    def give(self, kept: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        written = self._arguments(args, kwargs)
-        for x, value in zip(written, kept, strict=True):
-            if x.shape != value.shape:
-                x.resize_(value.shape)
-            x.copy_(value)
-        return written if len(written) > 1 else written[0]
-
-
-class Slopes:
-    """``rrelu``'s slopes: of each value the drawn one, or 1; it draws for negative values only."""
-
-    def __init__(self, inplace: bool) -> None:
-        self.inplace = inplace
-
-    def keep(self, args: Args, kwargs: Kwargs | None, out: Any) -> tuple[Any, int] | None:
-        if not _argument(args, kwargs or {}, 4, "training", False):
-            return None
-        kept = args[1].clone()
-        return kept, kept.nbytes
-
-    def give(self, kept: Any, args: Args, kwargs: Kwargs | None) -> Any:
-        args[1].copy_(kept)
-        return args[0].mul_(kept) if self.inplace else args[0] * kept
+def _each_with_later(args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = torch.triu_indices(len(args[0]), len(args[0]), 1, device=args[0].device)
+    return args[0][first], args[0][second]
 
 
 # ---- the table ----
 
 _ROW = Indices(_along(1, None))
-_MAXIMUM, _MINIMUM = Choice((_largest,), None), Choice((_smallest,), None)
+_MAXIMUM, _MINIMUM = Choice((largest,), None), Choice((smallest,), None)
 
 #: Kept by default, of ``"mm.default"`` or, for every overload that does not write, ``"topk"``: its form; None: copies
 #: of its outputs, bool as bits.
@@ -259,12 +111,20 @@ KEPT: dict[str, Form | None] = {
     # backward looks for the result in the input
     "max.default": _MAXIMUM,
     "min.default": _MINIMUM,
-    "median.default": Choice((_equal,), None),
-    "nanmedian.default": Choice((_equal,), None),
-    "amax.default": Choice((_largest,), 1),
-    "amin.default": Choice((_smallest,), 1),
-    "aminmax.default": Choice((_smallest, _largest), 1),
-    "linalg_vector_norm.default": InfinityNorm((), 2, torch.abs),
+    "median.default": Choice((same,), None),
+    "nanmedian.default": Choice((same,), None),
+    "amax.default": Choice((largest,), 1),
+    "amin.default": Choice((smallest,), 1),
+    "aminmax.default": Choice((smallest, largest), 1),
+    "linalg_vector_norm.default": InfinityNorm((1, "ord"), 2),
+    "_cdist_forward.default": Farthest(2, _each_with_each),
+    "_pdist_forward.default": Farthest(1, _each_with_later),
+    "dist.default": InfinityDistance((2, "p"), None),
+    "scatter_reduce.two": Chosen(),
+    "scatter_reduce_.two": Chosen(inplace=True),
+    "index_reduce.default": Chosen(),
+    "index_reduce_.default": Chosen(inplace=True),
+    "segment_reduce.default": ChosenOfSegments(),
     "max_pool2d_with_indices.default": Pool(2),
     "max_pool3d_with_indices.default": Pool(3),
     "adaptive_max_pool2d.default": Pool(2),
@@ -274,13 +134,18 @@ KEPT: dict[str, Form | None] = {
     # comparisons
     **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne", "equal", "isin", "signbit"), None),
     **dict.fromkeys(("isinf", "isposinf", "isneginf"), None),
+    # a codec may give back as zero what was not
+    **dict.fromkeys(("logical_not", "logical_and", "logical_or", "logical_xor", "any", "all"), OfFloats(_truth)),
+    "count_nonzero": OfFloats(_count),
     # draws whose result, or whose number, depends on values
     "multinomial.default": Indices(lambda args, kwargs: args[0].size(-1)),
     **dict.fromkeys(("bernoulli", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"), None),
     "rrelu_with_noise.default": Slopes(inplace=False),
     "rrelu_with_noise_.default": Slopes(inplace=True),
-    # the signs of eigenvectors; their backward needs the results alone
-    **dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_eig"), None),
+    # signs and pivots; backward needs the results alone
+    **dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_qr", "geqrf"), None),
+    **dict.fromkeys(("linalg_lu", "linalg_lu_factor_ex", "linalg_ldl_factor_ex"), None),
+    "frexp.Tensor": None,
 }
 
 #: Operators that write what one of :data:`KEPT` returns; so do the overloads of these with ``out=``.
@@ -311,7 +176,6 @@ NOT_KEPT: dict[str, tuple[str, ...]] = {
         *("_cummax_helper", "_cummin_helper", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts"),
         *("_histogramdd_from_bin_tensors", "rrelu_with_noise_functional"),
     ),
-    "only exact zeros decide; a comparison with zero is kept": ("count_nonzero",),
     "counts, without a gradient": ("histogram",),
     "older than linalg.vector_norm, which torch.norm calls": ("norm",),
     "indices come as an argument": ("max_unpool2d", "max_unpool3d"),
@@ -354,13 +218,31 @@ def _on_tensors(op: Any) -> bool:
     return any(str(a.type) == "Tensor" for a in arguments) and all(str(a.type) == "Tensor" for a in written)
 
 
+#: Those that write and have a form for it; the others' forms with ``out=`` keep what is written.
+WRITERS = (
+    "rrelu_with_noise.default",
+    "rrelu_with_noise_.default",
+    "scatter_reduce_.two",
+    "index_reduce_.default",
+)
+
+
+def _rounding() -> dict[Any, Form | None]:
+    inplace = ("_.".join(name.split(".")) if "." in name else f"{name}_" for name in ROUNDING)
+    forms: dict[Any, Form | None] = {op: None for name in ROUNDING for op in overloads(name)}
+    return forms | {op: Written(op) for name in inplace for op in overloads(name, writing=True)}
+
+
 def _forms() -> dict[Any, Form | None]:
-    own = ("rrelu_with_noise.default", "rrelu_with_noise_.default")
-    forms = {op: KEPT[name] for name in KEPT for op in overloads(name, writing=name in own)}
-    outs = dict.fromkeys(name.partition(".")[0] for name in KEPT if name not in own)
+    forms = {op: KEPT[name] for name in KEPT for op in overloads(name, writing=name in WRITERS)}
+    seldom = (Slopes, Chosen, ChosenOfSegments)  # most calls of these decide nothing
+    outs = dict.fromkeys(name.partition(".")[0] for name in KEPT if not isinstance(KEPT[name], seldom))
     forms.update((op, Written(op)) for name in (*WRITING, *outs) for op in overloads(name, writing=True))
     return forms
 
+
+#: What is kept of each operator that rounds.
+ROUNDING_FORMS = _rounding()
 
 #: What is kept of each operator that decides.
 FORMS: dict[Any, Form | None] = _forms()

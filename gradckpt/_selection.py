@@ -34,10 +34,8 @@ def ask(mode: Any, op: Any, args: Any, kwargs: Any, out: Any) -> Any:
 
 def selective_policy(policy: Any) -> tuple[Any, Any]:
     """Names to catch, and the function to ask, or None."""
-    from gradckpt import policies, selective
+    from gradckpt import selective
 
-    if isinstance(policy, str):
-        policy = policies.by_name(policy)
     known = selective.as_policy(policy)
     if known is None:
         return selective.ASKED, policy

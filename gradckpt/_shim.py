@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -355,11 +356,35 @@ def node_allows(node: Any, role: str, x: torch.Tensor) -> bool:
     if role == "CUT_OF_ONE":
         return bool((node._saved_alpha if hasattr(node, "_saved_alpha") else node._saved_beta) == 1)
     if role == "LOGITS":
-        sums = node._saved_log_sumexp if hasattr(node, "_saved_log_sumexp") else node._saved_logsumexp
-        return not x.is_cpu or bool((sums.abs() < 30).all())  # elsewhere the answer would have to be waited for
-    statistics = node._saved_result1
-    values = x.numel() // max(1, statistics.numel())
-    return bool(values % 128 == 0 if role == "ROWS" else values >= 128)
+        sums = _kept(node, "logsumexp", "log_sumexp")
+        # Elsewhere the answer would have to be waited for.
+        return not x.is_cpu or (sums is not None and bool((sums.abs() < 30).all()))
+    if role == "PLANES":
+        return x.numel() >= 128 * x.shape[1]
+    if hasattr(node, "_saved_normalized_shape"):
+        values = math.prod(node._saved_normalized_shape)  # of one mean and scale
+    else:
+        values = node._saved_C * node._saved_HxW // node._saved_group
+    looked_at = x.is_cpu and values >= 32 and _kept(node, "result1") is not None
+    return values % 128 == 0 or (looked_at and _rows_are_alike(x.detach().reshape(-1, values)))
+
+
+def _kept(node: Any, *arguments: str) -> torch.Tensor | None:
+    """What ``compress_saved()`` keeps of what the node saves, as it is. None where hooks around ours have it: to ask
+    them may recompute a region, which gets other values than its forward and must decide the same."""
+    names = [f"_raw_saved_{argument}" for argument in arguments]
+    raw = next((getattr(node, name) for name in names if hasattr(node, name)), None)
+    value = getattr(getattr(raw, "data", None), "value", None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _rows_are_alike(rows: torch.Tensor) -> bool:
+    """Whether a codec's groups of 128 values may hold several of these rows: none is lost beside its neighbours."""
+    touching = min(127 // rows.shape[1] + 2, rows.shape[0])  # rows of one group
+    variance, mean = torch.var_mean(rows.float(), 1, correction=0)
+    largest = torch.nn.functional.max_pool1d((variance + mean.square())[None], touching, 1)
+    least = -torch.nn.functional.max_pool1d(-variance[None], touching, 1)
+    return bool((largest < 16 * least).all())  # what is not finite or has no spread is not
 
 
 def raise_modified(x: torch.Tensor, expected: int) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Union
 
 from gradckpt import packing
-from gradckpt._decisions import FORMS, ROUNDING, Choice, overloads
+from gradckpt._decisions import FORMS, ROUNDING_FORMS, overloads
+from gradckpt._forms import Compared
 from gradckpt.selective import (
     CHOOSE,
     DECIDE,
@@ -57,10 +58,10 @@ save_attention = _policy(ATTENTION)
 #: Of a region's matrix products, the second, the fourth and so on are kept (as torchtitan does).
 every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
 
-decisions_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Choice) else DECIDE) for op, form in FORMS.items())
+decisions_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Compared) else DECIDE) for op, form in FORMS.items())
 
 #: What operators decide is kept, exactly. On by default, but for what rounds: see ``CompressionConfig.decisions``.
-decisions = decisions_but_casts | _policy(ROUNDING, keep=DECIDE) | _policy(CASTS, keep=DECIDE_CAST)
+decisions = decisions_but_casts | Policy(Rule(op, DECIDE) for op in ROUNDING_FORMS) | _policy(CASTS, keep=DECIDE_CAST)
 
 
 def save_named(*names: str) -> Policy:
@@ -104,16 +105,14 @@ def by_name(name: str) -> Policy:
     return combined
 
 
-#: What every ``policy=`` accepts: nothing, a name for :func:`by_name`, or what makes a pair of contexts.
-PolicyLike = Union[None, str, PolicyOrOps]
+#: What every ``policy=`` accepts: nothing, or what makes a pair of contexts.
+PolicyLike = Union[None, PolicyOrOps]
 
 
 def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
     """The ``context_fn`` of a policy, which pickles if the policy does; None for None."""
     if policy is None:
         return None
-    if isinstance(policy, str):
-        policy = by_name(policy)
     known = as_policy(policy)
     made: Any = functools.partial(create_selective_checkpoint_contexts, known or policy)
     if known is not None:  # so that torch may cache graphs with it

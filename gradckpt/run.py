@@ -276,7 +276,7 @@ class _Run:
         if counted["compressed"]:
             size, ratio = format_bytes(counted["bytes_out"]), counted["ratio"]
             lines.append(
-                f"  compressed {counted['compressed']} of {counted['asked']} region inputs: "
+                f"  compressed {counted['compressed']} of {counted['asked']} tensors: "
                 f"{format_bytes(counted['bytes_in'])} -> {size} ({ratio:.3f}), "
                 f"at most {format_bytes(counted['peak_live_bytes'])} at a time"
             )

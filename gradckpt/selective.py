@@ -19,13 +19,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
-from gradckpt._decisions import FORMS
+from gradckpt._decisions import FORMS, ROUNDING_FORMS
+from gradckpt._forms import OfFloats
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
 from gradckpt.packing import keep_packed
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
 RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED, CHOOSE = range(6)
 _DECISIONS = (DECIDE, DECIDE_CAST, CHOOSE)
+_FORMS = FORMS | ROUNDING_FORMS
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Policy:
     def __init__(self, rules: Iterable[Rule], wanted: Iterable[str] = ()):
         self.rules: dict[Any, Rule] = {}
         for rule in rules:
-            if rule.keep not in _DECISIONS or rule.op not in FORMS:
+            if rule.keep not in _DECISIONS or rule.op not in _FORMS:
                 _check_op(rule.op)
             if rule.op in torch_checkpoint.SAC_IGNORED_OPS:  # never caught: torch makes tensors by detaching
                 continue
@@ -115,7 +117,7 @@ class Policy:
 
 
 def _form(rule: Rule) -> Any:
-    return FORMS.get(rule.op) if rule.keep in _DECISIONS else None
+    return _FORMS.get(rule.op) if rule.keep in _DECISIONS else None
 
 
 def _policy_of(rows: list[Any], wanted: frozenset[str]) -> Policy:
@@ -144,7 +146,7 @@ def name(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 Answer = Union[bool, CheckpointPolicy, Save, str, CompressionConfig]
-PolicyOrOps = Union[Policy, list[Any], tuple[Any, ...], set[Any], Mapping[Any, Any], Callable[..., Any]]
+PolicyOrOps = Union[Policy, str, list[Any], tuple[Any, ...], set[Any], Mapping[Any, Any], Callable[..., Any]]
 
 
 # ---- what the caller names ----
@@ -201,23 +203,30 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
 
 
 def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
-    """The policy that a list or mapping means; None: it is a function.
+    """The policy that a name, list or mapping means; None: it is a function.
 
     Raises:
-        ValueError: something in it is no operator, or writes into its arguments.
+        ValueError: there is no such name; something in it is no operator, or writes into its arguments.
         TypeError: neither a function, nor operators, nor a policy.
     """
     if isinstance(policy_or_ops, Policy):
         return policy_or_ops
+    if isinstance(policy_or_ops, str):
+        from gradckpt import policies
+
+        return policies.by_name(policy_or_ops)
     if isinstance(policy_or_ops, Mapping):
         for op in policy_or_ops:
             _check_op(op)
         return Policy(_rule(op, answer) for op, answer in policy_or_ops.items())
     if isinstance(policy_or_ops, (list, tuple, set, frozenset)):
         return _of_list(tuple(policy_or_ops))
-    if callable(policy_or_ops):
+    if callable(policy_or_ops) and not isinstance(policy_or_ops, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
-    raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
+    raise TypeError(
+        'gradckpt: a policy is a name ("save_matmuls:int8"), one of gradckpt.policies, a list or mapping of '
+        f"OpOverload, or a function; not {type(policy_or_ops).__name__}"
+    )
 
 
 _lists: dict[tuple[Any, ...], Policy] = {}
@@ -318,9 +327,10 @@ def create_selective_checkpoint_contexts(
 
     Args:
         policy_or_ops: A list of ``OpOverload``: their outputs are kept. A mapping of them to ``gradckpt.save("int8")``,
-            a codec's name, a ``CheckpointPolicy`` or a bool. A :class:`Policy` (see ``gradckpt.policies``). Or a
-            function ``policy(ctx, op, *args, **kwargs)`` that answers one of these for each operator as it runs; it is
-            asked in the forward only, and costs host time for every operator, where named ones do not.
+            a codec's name, a ``CheckpointPolicy`` or a bool. A :class:`Policy` (see ``gradckpt.policies``) or the name
+            of one, ``"save_matmuls:int8"``. Or a function ``policy(ctx, op, *args, **kwargs)`` that answers
+            ``gradckpt.save(...)``, a ``CheckpointPolicy`` or a bool for each operator as it runs; it is asked in the
+            forward only, and costs host time for every operator, where named ones do not.
         allow_cache_entry_mutation: Do not check whether kept tensors were changed in place since.
         reusable: Kept outputs serve any number of backwards and go with the graph; False: one backward, as in torch.
 
@@ -328,13 +338,16 @@ def create_selective_checkpoint_contexts(
         (for the forward, for the recompute): each of torch's mode classes, with its ``storage`` and ``policy_fn``.
 
     Raises:
-        ValueError: something in the list is no ``OpOverload``, or writes into its arguments.
-        TypeError: neither a function nor operators; in the forward: a policy that answers something else.
+        ValueError: unknown name; something in the list is no ``OpOverload``, or writes into its arguments.
+        TypeError: neither a function nor operators nor a policy; in the forward: a policy that answers something else.
 
     Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
     """
     policy = as_policy(policy_or_ops)
-    if not _TRACES_OURS and torch_checkpoint._is_compiling(None, None, None):
+    traced = torch_checkpoint._is_compiling(None, None, None)
+    if policy is None and traced:
+        policy_or_ops = _asked_for_graph(policy_or_ops)
+    if not _TRACES_OURS and traced:
         asked = policy_or_ops if policy is None else asker(_with_decisions(policy))
         made: Any = torch_checkpoint.create_selective_checkpoint_contexts(asked, allow_cache_entry_mutation)
         return made  # type: ignore[no-any-return]
@@ -356,16 +369,48 @@ _TRACES_OURS = hasattr(torch_checkpoint, "_CONSUMED")
 ASKED = _C.make_names(None, frozenset())
 
 
+def _decisions(level: bool | str) -> Policy:
+    from gradckpt import policies
+
+    return policies.decisions if level == "casts" else policies.decisions_but_casts
+
+
 def _with_decisions(policy: Policy) -> Policy:
     """What is traced for a policy: csrc/engine adds decisions by itself."""
     if not policy.decisions:
         return policy
     if policy.deciding is None:
-        from gradckpt import policies
-
-        decisions = policies.decisions if policy.decisions == "casts" else policies.decisions_but_casts
-        policy.deciding = decisions | policy
+        policy.deciding = _decisions(policy.decisions) | policy
     return policy.deciding
+
+
+def _asked_for_graph(policy_fn: Any) -> Callable[..., Any]:
+    """The caller's function with answers that torch knows: a graph cannot hold a :class:`Save`. After an output that
+    comes back approximate, decisions are kept, as csrc/engine does where nothing is traced."""
+    deciding: Callable[..., Any] | None = None
+
+    def asked(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal deciding
+        answer = policy_fn(ctx, op, *args, **kwargs)
+        keep, config = read_policy(answer, op)
+        if not keep and deciding is not None and deciding(ctx, op, *args) is CheckpointPolicy.MUST_SAVE:
+            return CheckpointPolicy.MUST_SAVE
+        if not keep or config is None:
+            said = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            return answer if isinstance(answer, CheckpointPolicy) else said
+        if config.lossy and config.decisions and deciding is None:
+            deciding = asker(_decisions(config.decisions))
+        return _save_in_graph(op, config)
+
+    return asked
+
+
+def _save_in_graph(op: Any, config: CompressionConfig) -> CheckpointPolicy:
+    if _TRACES_OURS:
+        keep_packed(op, config)
+    else:  # asked before the operator runs, of which there is no node yet
+        _warn_exact_saves()
+    return CheckpointPolicy.MUST_SAVE
 
 
 def asker(policy: Policy) -> Callable[..., Any]:
@@ -378,6 +423,8 @@ def asker(policy: Policy) -> Callable[..., Any]:
         # input, which would be found in it no more.
         if rule is None or rule.keep in (RECOMPUTE, NAMED, CHOOSE) or (_is_overload(op) and op._schema.is_mutable):
             return CheckpointPolicy.PREFER_RECOMPUTE
+        if isinstance(_FORMS.get(op), OfFloats) and not OfFloats.decides(args):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         call = counts[rule.group] = counts.get(rule.group, -1) + 1
         if call % rule.every != rule.phase:
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -386,11 +433,7 @@ def asker(policy: Policy) -> Callable[..., Any]:
         if rule.config is None:
             return CheckpointPolicy.MUST_SAVE
         if torch_checkpoint._is_compiling(None, None, None):
-            if _TRACES_OURS:
-                keep_packed(op, rule.config)
-            else:  # asked before the operator runs, of which there is no node yet
-                _warn_exact_saves()
-            return CheckpointPolicy.MUST_SAVE
+            return _save_in_graph(op, rule.config)
         return Save(rule.config)
 
     return policy_fn

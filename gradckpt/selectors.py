@@ -10,6 +10,8 @@ from typing import Any, Union
 
 from torch.nn import Module
 
+from gradckpt import _C
+from gradckpt.config import ALIASES
 from gradckpt.kinds import KINDS, MEGATRON, Tree
 
 __all__ = ["Selector", "Subset", "describe", "every", "m_of_n", "select"]
@@ -144,6 +146,8 @@ _INSTEAD = {
 def _what_there_is(selector: Any, tree: Tree) -> str:
     if isinstance(selector, Subset):
         return f"{describe(selector.selector)} matches {len(set(_modules_of(selector.selector, tree)))}"
+    if isinstance(selector, str) and (selector in _C.codecs() or selector in ALIASES):
+        return f'that is a codec, and modules come first: {{"layer": {selector!r}}}'
     kinds = ", ".join(f'"{kind}" ({count})' for kind, count in tree.counts()) or "none"
     text = f"kinds in this {type(tree.model).__name__}: {kinds}"
     if isinstance(selector, str) and selector in _INSTEAD:
@@ -155,6 +159,9 @@ def _what_there_is(selector: Any, tree: Tree) -> str:
             return f"a pattern is for the whole name, so write {f'*.{selector}'!r}; {text}"
     if not names:
         return f"{text}; it has no modules inside"
+    if isinstance(selector, str) and selector in KINDS:
+        classes = {type(module).__name__ for name, module in tree.names if name}
+        return f"{text}; choose by class instead, one of {', '.join(sorted(classes))}"
     few = [name for name, module in tree.names if id(module) in tree.kinds][:4] or names[:4]
     return f"{text}; names: {', '.join(map(repr, few))}, ..."
 

@@ -43,8 +43,9 @@ def stats() -> dict[str, Any]:
 
     Returns:
         ``regions``: checkpoint calls with grad on; ``regions_asked``: those with compression.
-        ``asked``: region inputs that could be compressed (floating tensors that require grad and
-        are not leaves); ``compressed``: those that were. ``encoded``: payloads written;
+        ``asked``: tensors that could be compressed (floating, require grad and are not leaves): region inputs, outputs
+        that a policy keeps compressed, tensors saved under :class:`gradckpt.compress_saved`; ``compressed``: those
+        that were. ``encoded``: payloads written;
         ``shared``: times one payload served another region. ``bytes_in``, ``bytes_out``: bytes of
         the encoded tensors and of their payloads; ``ratio``: their quotient out / in, or None.
         ``live_bytes``, ``peak_live_bytes``: payload bytes alive now, and at most.
@@ -143,8 +144,8 @@ def _rows(s: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("regions", f"{s['regions']:,}", ""),
         ("regions with compression", f"{s['regions_asked']:,}", ""),
         ("recomputes", f"{s['recomputes']:,}", ""),
-        ("inputs that could be compressed", f"{s['asked']:,}", ""),
-        ("inputs compressed", f"{s['compressed']:,}", ""),
+        ("tensors that could be compressed", f"{s['asked']:,}", ""),
+        ("tensors compressed", f"{s['compressed']:,}", ""),
         ("payloads written", f"{s['encoded']:,}", written + ratio),
         ("payloads used again", f"{s['shared']:,}", ""),
         ("payloads alive", "", alive),
@@ -200,7 +201,7 @@ def announce() -> None:
     """The line a user looks for: once, at the first backward."""
     s = stats()
     logger.info(
-        "compressed %d of %d region inputs, %s -> %s",
+        "compressed %d of %d tensors, %s -> %s",
         s["compressed"],
         s["asked"],
         format_bytes(s["bytes_in"]),
@@ -214,7 +215,8 @@ def inactive_reason(kept: dict[str, int]) -> str:
         return "the regions got no tensors; pass the activations as arguments instead of closing over them"
     reason, _ = max(kept.items(), key=lambda item: item[1])
     advice = {
-        "does not require grad": "does the input need enable_input_require_grads(), or was the model frozen whole?",
+        "does not require grad": "is it the batch itself, was the model frozen whole, or does it need "
+        "enable_input_require_grads()?",
         "leaf": "leaves stay alive anyway, so compressing them saves nothing",
         "smaller than min_numel": 'lower it with compress={"codec": ..., "min_numel": ...}',
     }.get(reason, "see gradckpt.stats()['kept']")

@@ -57,9 +57,14 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
     if (!debug && !custom) {
         return 0;
     }
+    if (custom && !o->exact && !PyCallable_Check(o->context_fn)) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: context_fn is a function that returns two context managers, not %R",
+                     o->context_fn);
+        return -1;
+    }
     made = debug ? PyObject_CallMethod(state->py.shim, "debug_contexts", "OO", o->function,
                                        o->exact ? Py_True : Py_False)
-                 : PyObject_CallMethod(state->py.shim, "contexts", "O", o->context_fn);
+                 : PyObject_CallMethod(state->py.shim, "contexts", "(O)", o->context_fn);
     if (made == NULL) {
         return -1;
     }

@@ -15,11 +15,14 @@
     ROLE(POSITIVE, "one bit per value: is it positive")                                                      \
     ROLE(POSITIVE_OR_NAN, "one bit per value: is it positive or NaN")                                        \
     ROLE(MASK, "bool as bits")                                                                               \
-    ROLE(CUT_OF_ONE, "the same if alpha or beta is 1")                                                       \
+    ROLE(CUT_OF_ONE, "with the codec if alpha or beta is 1, cut off at -20 and 20 unless rows are a multiple of 128") \
     ROLE(POWER, "with the codec if the exponent is 2, 3 or 4")                                               \
-    ROLE(ROWS, "with the codec if the values of one mean and scale are a multiple of 128")                   \
+    ROLE(ROWS, "with the codec if the values of one mean and scale are a multiple of 128; on the CPU also if they "   \
+               "are 32 or more and neighbours differ in size by less than 4 times (not inside regions and other "    \
+               "hooks)")                                                                                            \
     ROLE(PLANES, "with the codec if the values of one mean and scale are 128 or more")                       \
-    ROLE(LOGITS, "with the codec if no row of the scores sums to more than e^30 (on the CPU)")
+    ROLE(LOGITS, "with the codec if no row of the scores sums to more than e^30 (on the CPU; there never inside "  \
+               "regions and other hooks)")
 typedef enum {
 #define ROLE(name, text) GCK_ROLE_##name,
     GCK_ROLES(ROLE)

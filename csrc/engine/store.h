@@ -35,7 +35,7 @@ typedef struct {
     int       every, phase;  /* of the calls of its group, those with index % every == phase */
     int       group;         /* index into the store's counters                              */
     int       draws;         /* moves a random generator                                     */
-    PyObject *form;          /* what is kept in place of the outputs: an object of gradckpt._decisions; NULL: they
+    PyObject *form;          /* what is kept in place of the outputs: an object of gradckpt._forms; NULL: they
                                 are copied; borrowed                                         */
 } gck_named;
 

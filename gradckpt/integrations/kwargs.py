@@ -108,9 +108,9 @@ def check_torchs(keywords: Mapping[str, Any]) -> None:
 
 def unknown(key: str) -> str:
     near = difflib.get_close_matches(str(key), (*OURS, *TORCHS), 1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    meant = f"; did you mean {near[0]!r}?" if near else "."
     known = ", ".join((*OURS, *TORCHS))
-    return f"gradckpt: unknown key {key!r} among the checkpointing kwargs; {meant}The keys are: {known}"
+    return f"gradckpt: unknown key {key!r} among the checkpointing kwargs{meant} The keys are: {known}"
 
 
 def means_ours(keywords: Mapping[str, Any]) -> bool:

@@ -185,8 +185,11 @@ def _chosen(model: Module, check_fn: Any, policy: Any) -> dict[int, tuple[Module
             "gradckpt: auto_wrap_policy= takes one of torch's policies, such as ModuleWrapPolicy({Block}); not "
             f"{type(policy).__name__}"
         )
-    if check_fn is not None and not callable(check_fn):
-        raise TypeError(f"gradckpt: check_fn= takes a function of a module, not {type(check_fn).__name__}")
+    if check_fn is not None and (isinstance(check_fn, type) or not callable(check_fn)):
+        raise TypeError(
+            "gradckpt: check_fn= takes a function of a module, such as lambda module: isinstance(module, Block); not "
+            f"{check_fn!r}"
+        )
     chosen: dict[int, tuple[Module, dict[str, Any]]] = {}
     if check_fn is None and policy is None:
         modules = dict(model.named_modules())

@@ -19,6 +19,7 @@ from gradckpt.policies import contexts_of
 ck = gradckpt.checkpoint
 SAVES = contexts_of("save_matmuls:int4")
 OTHER = contexts_of("save_attention")
+ASKED = contexts_of(lambda ctx, op, *args, **kwargs: "int4" if op is torch.ops.aten.mm.default else False)
 
 
 def route(x, w):
@@ -49,6 +50,7 @@ PROGRAMS = {
     "torch's inside": within(torchs_checkpoint),
     "three levels": lambda x, w: ck(twice, x * 2, w, compress="int4"),
     "policy": lambda x, w: ck(after_a_product, x * 2, w, context_fn=SAVES),
+    "a function as policy": lambda x, w: ck(after_a_product, x * 2, w, context_fn=ASKED),
     "another policy": lambda x, w: ck(after_a_product, x * 2, w, compress="int4", context_fn=OTHER),
 }
 
@@ -82,3 +84,17 @@ def test_a_result_that_backward_compares_is_computed_again():
     for grad in gradients(graphs.compile(lambda x, w: ck(largest, x * 2, w, compress="int8")), *inputs):
         assert grad.isfinite().all()
         assert grad.count_nonzero()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_block_in_an_eager_region_routes_as_in_the_forward(backend):
+    """What stays a call of torch's there is kept; Inductor has no kernel of its own for topk."""
+    inputs = leaf(64, 64), weight()
+    exact = gradients(lambda x, w: route(x * 2, w), *inputs)
+    block = torch.compile(route, backend=backend)
+    for function in (route, block):
+        gradckpt.reset_stats()
+        found = gradients(lambda x, w, function=function: ck(function, x * 2, w, compress="int8"), *inputs)
+        assert gradckpt.stats()["decisions"] == 1
+        for a, b in zip(found, exact, strict=True):
+            assert (a - b).norm() <= 0.03 * b.norm()

@@ -25,6 +25,7 @@ from compile_cases import (
 )
 from compiled_graphs import Graphs
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 import gradckpt
 from gradckpt import CompressionConfig, GradckptInactiveWarning, packing, selective
@@ -65,7 +66,19 @@ def test_compat_is_torchs_checkpoint():
     assert not graphs.payloads
 
 
-SAVES = {name: contexts_of(name) for name in ("save_matmuls", "save_matmuls:int8")}
+def answering(answer):
+    return contexts_of(lambda ctx, op, *args, **kwargs: answer if op is torch.ops.aten.mm.default else False)
+
+
+SAVES = {
+    **{name: contexts_of(name) for name in ("save_matmuls", "save_matmuls:int8")},
+    "a function": answering(True),
+    "a function, CheckpointPolicy": answering(CheckpointPolicy.MUST_SAVE),
+    "a function, save()": answering(gradckpt.save()),
+    "a function, save:int8": answering(gradckpt.save("int8")),
+    "a function, codec:int8": answering("int8"),
+    "a function, config:int8": answering(CompressionConfig("int8")),
+}
 
 
 @pytest.mark.parametrize("name", SAVES)

@@ -294,6 +294,7 @@ def test_reentrant_is_torchs(reentrant):
         (lambda ck: ck(torch.sin, leaf(2), debug=True, context_fn=list), ValueError),
         (lambda ck: ck(torch.sin, leaf(2), leaf(2), leaf(2)), TypeError),
         (lambda ck: ck(torch.sin, leaf(2), context_fn=lambda: 3), TypeError),
+        (lambda ck: ck(torch.sin, leaf(2), context_fn=3), TypeError),
     ],
 )
 def test_bad_calls(call, error):
@@ -303,6 +304,15 @@ def test_bad_calls(call, error):
         call(gradckpt.checkpoint)
     if error is ValueError:
         assert str(mine.value) == str(other.value)
+
+
+@pytest.mark.parametrize("given", [gradckpt.policies.save_matmuls, "save_matmuls", (1, 2)])
+def test_what_is_no_context_fn_is_named(given):
+    with pytest.raises(TypeError, match="context_fn is a function that returns two context managers, not ") as said:
+        gradckpt.checkpoint(torch.sin, leaf(2), context_fn=given)
+    assert repr(given) in str(said.value)
+    with pytest.raises(TypeError, match=f"'{type(given).__name__}' object is not callable"):
+        gradckpt.compat.checkpoint(torch.sin, leaf(2), use_reentrant=False, context_fn=given)
 
 
 def test_signature_has_torchs_keywords():

@@ -76,7 +76,7 @@ def test_says_once_what_it_does(caplog):
     with caplog.at_level(logging.INFO, "gradckpt"):
         for _ in range(3):
             checkpoint(torch.sin, activation(128, 128)).sum().backward()
-    assert [r.getMessage() for r in caplog.records] == ["compressed 1 of 1 region inputs, 64.00 KiB -> 16.25 KiB"]
+    assert [r.getMessage() for r in caplog.records] == ["compressed 1 of 1 tensors, 64.00 KiB -> 16.25 KiB"]
 
 
 @pytest.mark.filterwarnings("always::gradckpt.GradckptInactiveWarning")

@@ -118,7 +118,10 @@ ROUNDED = {
     "cube": lambda x: x**3,
     "conv": lambda x: F.conv1d(x.view(4, 16, 128), torch.ones(16, 16, 3).requires_grad_() * 0.1),
     "layer_norm": lambda x: F.layer_norm(x, (128,)),
+    "layer_norm, narrow": lambda x: F.layer_norm(x.view(256, 32), (32,)),
+    "layer_norm, 2.5 groups": lambda x: F.layer_norm(x.view(-1)[:8000].view(25, 320), (320,)),
     "group_norm": lambda x: F.group_norm(x.view(4, 16, 128), 4),
+    "group_norm, narrow": lambda x: F.group_norm(x.view(8, 16, 64), 16),
     "batch_norm": lambda x: F.batch_norm(x.view(4, 16, 128), None, None, training=True),
     "rms_norm": lambda x: F.rms_norm(x, (128,)),
     "rms_norm by hand": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
@@ -132,6 +135,9 @@ ROUNDED = {
     "log_softmax": lambda x: x.log_softmax(-1),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(64)),
     "attention": lambda x: F.scaled_dot_product_attention(*(x.view(1, 2, 32, 128) * s for s in (1.0, 0.9, 0.8))),
+    "attention with dropout": lambda x: F.scaled_dot_product_attention(
+        *(x.view(1, 2, 32, 128) * s for s in (1.0, 0.9, 0.8)), dropout_p=0.1
+    ),
     "relu": F.relu,
     "leaky_relu": F.leaky_relu,
     "max_pool": lambda x: F.max_pool1d(x.view(4, 16, 128), 2),
@@ -166,6 +172,26 @@ def test_hostile_values_are_bearable(name):
         error = (got[finite] - exact[finite]).norm()
         largest = max(bound * max(1.0, float(change.abs().max())), float(exact[finite].abs().max()))
         assert error <= 0.05 * 64 * largest
+
+
+@pytest.mark.parametrize("width", [32, 96, 192, 320])
+def test_narrow_rows_of_norms_are_exact_beside_larger_ones(width):
+    function, x = (lambda x: F.layer_norm(x, (width,))), torch.randn(64, width)
+    for k in (0, 31, 63):
+        for change in (
+            x.clone().index_fill_(0, torch.tensor([k]), 0.0),
+            x.clone().index_copy_(0, torch.tensor([k]), 10 * x[k : k + 1]),
+        ):
+            exact, got = both(function, change)
+            assert torch.equal(got, exact)
+
+
+def test_attention_with_dropout_keeps_nothing_exact():
+    """On the CPU torch makes it of products and a softmax of its own."""
+    x = torch.randn(64, 128).requires_grad_() * 1
+    y = compress_saved(SMALL)(ROUNDED["attention with dropout"])(x)
+    assert EXACT not in kept()
+    y.sum().backward()
 
 
 def test_large_scores_keep_queries_and_keys_exact():
@@ -376,6 +402,32 @@ def test_inside_a_region_the_recompute_packs_what_the_forward_packed(checkpoint)
         got = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
         for g, e in zip(got, exact, strict=True):
             assert (g - e).norm() < 0.05 * e.norm()
+
+
+@pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_inside_a_region_the_forward_runs_once(checkpoint, width):
+    """What backward needs is found out without asking the region for what it saved, which would recompute it."""
+    calls = []
+
+    def region(t):
+        calls.append(torch.is_grad_enabled())
+        with compress_saved(SMALL):
+            t = F.layer_norm(t, (width,)) + t
+            t = t * F.group_norm(t.view(8, 8, width), 8).view_as(t)
+            t = F.batch_norm(t.view(32, 2, width), None, None, training=True).view_as(t)
+            h = t.view(1, 8, 8, width)
+            t = F.scaled_dot_product_attention(h, h.cos(), h.sin()).view_as(t)
+            return t.amax(-1, keepdim=True) + t
+
+    x = torch.randn(64, width, requires_grad=True)
+    exact = torch.autograd.grad(region(x).square().sum(), x)[0]
+    calls.clear()
+    y = checkpoint(region, x * 1, use_reentrant=False)
+    assert len(calls) == 1
+    got = torch.autograd.grad(y.square().sum(), x)[0]
+    assert len(calls) == 2
+    assert (got - exact).norm() < 0.05 * exact.norm()
 
 
 def test_inputs_of_regions_are_encoded():

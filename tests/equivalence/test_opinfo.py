@@ -16,31 +16,25 @@ import argparse
 import functools
 import itertools
 import os
-import random
 import re
 import subprocess
 import sys
-import types
-import unittest
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from checkout import HELPERS
 from exact_codecs import WAYS, Way
+from opinfo import Case, cases, operators
 from torch.utils._pytree import tree_leaves
 
 import gradckpt
 
-SAMPLES = 8
-SPREAD = 24
-MAX_NUMEL = 100_000  # of the inputs of a sample
 DTYPES = ("float64", "float32", "bfloat16")
 PARTS = 2
 SOAK_PARTS = 4
@@ -55,15 +49,6 @@ class Outcome(NamedTuple):
     raised: tuple[str, str] | None
     grads: tuple[Any, ...]
     calls: int
-
-
-class Case(NamedTuple):
-    """An operator with one sample of arguments."""
-
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def bits(x: torch.Tensor | None) -> Any:
@@ -151,39 +136,14 @@ def describe(outcome: Outcome) -> str:
     return f"{what} ({outcome.calls} calls)"
 
 
-# ---- the table ----
-
-
-def operators() -> list[Any]:
-    """torch's table. Its module wants expecttest, for classes that nothing here uses: a stand-in will do."""
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
-        stand_in: Any = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase
-        sys.modules["expecttest"] = stand_in
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return [op for op in op_db if op.supports_autograd]
-
-
-def cases(op: Any, dtype: torch.dtype, everything: bool) -> Iterator[Case]:
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(0)
-    samples = op.sample_inputs("cpu", dtype, requires_grad=True)
-    chosen = samples if everything else itertools.islice(samples, 0, SPREAD, SPREAD // SAMPLES)
-    for sample in chosen:
-        args = (sample.input, *sample.args)
-        tensors = [t for t in tree_leaves((args, sample.kwargs)) if isinstance(t, torch.Tensor)]
-        if sum(t.numel() for t in tensors) <= MAX_NUMEL:
-            yield Case(op.formatted_name, op.op, args, sample.kwargs)
+# ---- the sweep ----
 
 
 def sweep(dtype: str, part: int, parts: int, everything: bool, way: Way = NONE) -> Sweep:
     result = Sweep(way)
     wanted = getattr(torch, dtype)
     for op in operators()[part::parts]:
-        if wanted in op.supported_backward_dtypes("cpu"):
+        if op.supports_autograd and wanted in op.supported_backward_dtypes("cpu"):
             result.counts["operators"] += 1
             for case in cases(op, wanted, everything):
                 result.check(case)

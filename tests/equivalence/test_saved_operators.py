@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import HELPERS
-from test_opinfo import cases, operators
+from opinfo import cases, operators
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gradckpt

@@ -317,7 +317,7 @@ def test_an_unchanged_script_under_the_launcher(tmp_path, monkeypatch):
     runpy.run_path(str(script), run_name="__main__")
     done = call(*LAUNCH, "--compress", "int8", script, "--save", tmp_path / "int8.pt", cwd=tmp_path)
     assert "6 calls of checkpoint; gradckpt ran 6 regions with grad" in done.stderr
-    assert "compressed 6 of 6 region inputs" in done.stderr
+    assert "compressed 6 of 6 tensors" in done.stderr
     stock, int8 = (torch.load(tmp_path / f"{name}.pt") for name in ("stock", "int8"))
     assert int8["losses"][0] == stock["losses"][0]
     assert not equal(int8["weights"], stock["weights"])

@@ -107,7 +107,9 @@ def test_nested_regions_when_they_are_asked_for():
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
-        ("attention", ValueError, "no module matches 'attention'; kinds in this Net: none; names: 'layers',"),
+        ("attention", ValueError, "'attention'; kinds in this Net: none; choose by class instead, one of "),
+        ("int8", ValueError, "no module matches 'int8'; that is a codec, and modules come first: {\"layer\": 'int8'}"),
+        ("fp8", ValueError, "no module matches 'fp8'; that is a codec"),
         ("nothing.*", ValueError, r"no module matches 'nothing\.\*'; .*names: 'layers', 'layers\.0', 'layers\.0\.0'"),
         ("?.0", ValueError, r"a pattern is for the whole name, so write '\*\.\?\.0'"),
         (nn.Conv2d, ValueError, "no module matches Conv2d"),

@@ -112,7 +112,7 @@ class TestKeys:
             ({"min_numell": 3}, r"did you mean 'min_numel'\?"),
             ({"every_n_layer": 3}, r"did you mean 'every_n_layers'\?"),
             ({"use_reentrent": False}, r"did you mean 'use_reentrant'\?"),
-            ({"spam": 3}, "unknown key 'spam' among the checkpointing kwargs; The keys are: compress,"),
+            ({"spam": 3}, "unknown key 'spam' among the checkpointing kwargs. The keys are: compress,"),
             ({"compress": "int7"}, "unknown codec 'int7'"),
             ({"compress": 8}, "compress= takes None, True, a codec name"),
             ({"compress": {"codex": "int8"}}, "unknown field 'codex'"),

@@ -149,7 +149,7 @@ class TestKeys:
                 {"compress": "int8", "use_rentrant": False},
                 r"unknown key 'use_rentrant' .* did you mean 'use_re",
             ),
-            ({"compress": "int8", "spam": 1}, r"unknown key 'spam' among the checkpointing kwargs; The keys are: com"),
+            ({"compress": "int8", "spam": 1}, r"unknown key 'spam' among the checkpointing kwargs\. The keys are: com"),
             ({"compress": "int7"}, "unknown codec 'int7'; choose one of: .*int8"),
             ({"compress": "int8", "min_numel": -1}, "min_numel counts values and cannot be -1"),
             ({"compress": None, "min_numel": -1}, "min_numel counts values and cannot be -1"),

@@ -431,4 +431,5 @@ def test_nothing_to_wrap():
     refused("exclude each other", many, net(), check_fn=is_block, auto_wrap_policy=ModuleWrapPolicy({MyBlock}))
     refused("takes a torch.nn.Module", many, [], error=TypeError)
     refused("takes one of torch's policies", many, net(), auto_wrap_policy=7, error=TypeError)
-    refused("takes a function of a module, not int", many, net(), check_fn=7, error=TypeError)
+    refused("takes a function of a module, such as lambda module: ", many, net(), check_fn=7, error=TypeError)
+    refused("not <class 'torch.nn.modules.linear.Linear'>", many, net(), check_fn=nn.Linear, error=TypeError)

@@ -86,6 +86,11 @@ def test_what_is_not_run_says_why(page):
     assert not re.findall(r"^```(?!(?:python|py)$)(?:py\S*|\S+ .*)$|^ +```py.*", text, re.M)
 
 
+def test_no_page_has_the_marks_of_a_merge():
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        assert not re.search(r"^(<{7}|={7}|>{7})( |$)", path.read_text(), re.M), path.name
+
+
 TRAIN = """
 import torch
 from torch.utils.checkpoint import checkpoint

@@ -71,7 +71,7 @@ def test_untouched_scripts(tmp_path, train, regions):
     assert f"gradckpt ran {regions} regions" in done.stderr
 
     int8, done = train(tmp_path, "int8", *LAUNCH, "--compress", "int8", "--stats", "stats.json")
-    assert f"compressed {regions} of {regions} region inputs" in done.stderr
+    assert f"compressed {regions} of {regions} tensors" in done.stderr
     stats = json.loads((tmp_path / "stats.json").read_text())
     assert (stats["calls"], stats["compressed"]) == (regions, regions)
     assert 0 < stats["bytes_out"] == round(stats["bytes_in"] * 8.125 / 32)
@@ -326,7 +326,7 @@ def test_accelerate_launch(tmp_path):
     path = script(tmp_path, textwrap.dedent(REGION) + "step()\nprint(sys.argv[1:])")
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1]
     done = call(*launch, *LAUNCH, "--compress", "int8", path, "--lr", 1, cwd=tmp_path)
-    assert "compressed 1 of 1 region inputs" in done.stderr
+    assert "compressed 1 of 1 tensors" in done.stderr
     assert "['--lr', '1']" in done.stdout
 
 
@@ -338,7 +338,7 @@ def test_accelerate_launch(tmp_path):
 def test_processes_of_multiprocessing(tmp_path, how, target):
     script(tmp_path, RANKS, "train.py")
     done = call(*LAUNCH, "--compress", "int4", "--stats", "s.json", *target, how, cwd=tmp_path)
-    assert done.stderr.count("compressed 2 of 2 region inputs") == 1
+    assert done.stderr.count("compressed 2 of 2 tensors") == 1
     assert re.search(r"gradckpt.run \(int4, rank 0 of 2, process \d+ \(", done.stderr)
     assert "those of rank 0 that called checkpoint said so above" in done.stderr
     stats = json.loads((tmp_path / "s.json").read_text())

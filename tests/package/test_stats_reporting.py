@@ -117,7 +117,7 @@ def test_text():
     lines = gradckpt.format_stats().splitlines()
     assert not [line for line in lines if line != line.rstrip() or "\t" in line]
     row = {line.partition("  ")[0]: line for line in lines}
-    assert row["inputs compressed"].split()[-1] == "3"
+    assert row["tensors compressed"].split()[-1] == "3"
     assert row["payloads written"].endswith("3  48.00 KiB -> 12.19 KiB, ratio 0.254")
     assert row["kept: smaller than min_numel"].split()[-1] == "3"
     assert len({line.index(" B") for line in lines if line.endswith("  0 B")}) == 1, "a column"

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import gradckpt
-from gradckpt._decisions import FORMS, KEPT, NOT_KEPT, ROUNDING, WRITING, narrow, overloads, widen
+from gradckpt._decisions import FORMS, KEPT, NOT_KEPT, ROUNDING, WRITERS, WRITING, overloads
+from gradckpt._forms import narrow, widen
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ def test_every_operator_that_looks_like_one_is_decided_upon():
 def test_what_is_kept_is_there():
     newest = {"equal", "unique_dim", "rrelu_with_noise_.default"}
     for name in {*KEPT, *ROUNDING} - newest:
-        assert overloads(name, writing=name.endswith("noise.default")), name
+        assert overloads(name, writing=name in WRITERS), name
     assert len(FORMS) > 100
 
 
@@ -75,6 +76,15 @@ def each(reduce):
     return lambda h: torch.stack([reduce(row) for row in h])
 
 
+PLACES = torch.randint(9, (64, 64), generator=torch.Generator().manual_seed(4))
+
+
+def into(name, *shape, **options):
+    """A reduction into fewer places than there are values."""
+    index = PLACES if name.startswith("scatter") else PLACES[0]
+    return lambda h: getattr(h.new_full(shape, 0.1), name)(0, index, h, **options)
+
+
 #: Results that one value of the input determines, and whose gradient goes there.
 SELECT = {
     "max along a dimension": lambda h: h.max(-1).values,
@@ -90,6 +100,17 @@ SELECT = {
     "aminmax": lambda h: torch.stack(torch.aminmax(h, dim=1)),
     "infinity norm": lambda h: torch.linalg.vector_norm(h, float("inf"), dim=-1),
     "normalize": lambda h: F.normalize(h, p=float("inf")),
+    "distance by the farthest coordinate": lambda h: torch.cdist(h, h.roll(1, 0) * 0.9, p=float("inf")),
+    "of all pairs": lambda h: F.pdist(h, p=float("inf")),
+    "of one pair": lambda h: torch.stack([torch.dist(row, row.roll(1), float("inf")) for row in h]),
+    "amax into places": into("scatter_reduce", 9, 64, reduce="amax"),
+    "in place": into("scatter_reduce_", 9, 64, reduce="amin", include_self=False),
+    "of slices": into("index_reduce", 9, 64, reduce="amin"),
+    "of slices in place": into("index_reduce_", 9, 64, reduce="amax"),
+    "of segments": lambda h: torch.segment_reduce(h, "max", lengths=torch.tensor([10, 0, 20, 34]), initial=-9.0),
+    "of orthogonal vectors": lambda h: torch.linalg.qr(h.view(16, 4, 64))[0],
+    "of pivots": lambda h: torch.linalg.lu(h.view(16, 16, 16))[1],
+    "exponents": lambda h: torch.frexp(h)[0],
     "kthvalue": lambda h: h.kthvalue(7).values,
     "topk": lambda h: h.topk(5).values,
     "sort": lambda h: h.sort(-1, descending=True).values[:, :9],
@@ -132,6 +153,18 @@ def test_the_gradient_goes_where_the_forward_found_the_result(name):
             assert (a - b).norm() <= bound * b.norm()
 
 
+def test_what_counts_values_counts_those_of_the_forward():
+    seen = []
+
+    def region(h):
+        seen.append(torch.stack([h.count_nonzero(), h.logical_not().sum(), h.logical_xor(h > 0).sum(), h[:2].all()]))
+        return (h * 2).sin()
+
+    x = torch.randn(64, 64, requires_grad=True)  # small values come back as zeros
+    gradckpt.checkpoint(region, x * 1, compress="int4", early_stop=False).sum().backward()
+    assert torch.equal(*seen)
+
+
 def test_ties():
     """Of equal values one gets the gradient, with those equal to it in the restored input: the sum is right."""
     x = torch.zeros(64, 64, requires_grad=True)
@@ -157,11 +190,12 @@ def test_integers_and_empty_inputs_run_again():
     assert x.grad.isfinite().all()
 
 
-def test_what_rounds_is_kept_on_request():
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_rounds_is_kept_on_request(inplace):
     seen = []
 
     def region(h):
-        seen.append((h * 9).round().sign())
+        seen.append((h.detach() * 9).round_().sign_() if inplace else (h * 9).round().sign())
         return h * seen[-1]
 
     x = torch.randn(64, 64, requires_grad=True)
