@@ -198,6 +198,8 @@ static int wanted(gck_store *store, int line)
     return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
 }
 
+static int decides(const gck_named *named) { return named->keep >= GCK_DECIDE && named->keep != GCK_NAMED; }
+
 /* The same of a policy that is a function, 1, 0 or -1.  *rule: what is done with them: `own` is filled, or a decision. */
 static int ask(gck_store *store, const gck_call *call, PyObject *out, gck_named *own, const gck_named **rule)
 {
@@ -238,6 +240,9 @@ static int keep_outputs(gck_store *store, int line, const gck_call *call, gck_dr
     status = rule->keep == GCK_SAVE ? gck_store_keep(store, call, out, &rule->plan)
            : rule->keep == GCK_NAMED ? gck_store_candidate(store, line, call, out)
                                      : gck_store_decide(store, call, rule->form, out);
+    if (status == 0 && decides(rule)) {
+        status = gck_store_tell(store, call);
+    }
     if (status == 0 && draw->before != NULL) {
         status = gck_store_drew(store, call, draw);
     }
@@ -298,13 +303,22 @@ PyObject *gck_replay_call(gck_active *active, int line, gck_call *call)
 {
     gck_store *store = active->store;
     const int lasting = line >= 0 && (store->policy == NULL || line >= store->policy->n);
+    const int told = line == GCK_ASKED || (store->by_call && decides(gck_store_named(store, line)));
     PyObject *out = NULL, *entry = NULL, *modes;
-    int again = 0;
+    int again = 0, same = -1;
 
     call->index = next_index(active, line, call->key);
     call->calls = call->index != NULL ? gck_store_calls(store, line, call, 0) : NULL;
     if (call->index != NULL && !PyErr_Occurred()) {
+        same = told ? gck_store_is_told(store, call, line == GCK_ASKED) : 1;
+    }
+    if (same > 0) {
         entry = find_entry(store, lasting, call, &again);
+    } else if (same == 0) {                      /* the forward decided nothing here */
+        again = 1;
+        if (line >= 0) {
+            active->next[line]--;
+        }
     }
     if (entry != NULL && gck_hide_begin(store->state, &modes) == 0) {
         out = gck_store_give(store, call, entry, lasting);
@@ -387,6 +401,12 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (hit == NULL || tracing) {                /* no store names it; or a block is compiled inside the region: that is no call */
         return call_below(state, NULL, op, call, args, kwargs);
     }
+    /* A mode that was entered inside comes first, as under torch's modes: what is replayed would not reach it. */
+    const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
+    if (modes != 0) {
+        return modes < 0 ? NULL : PyObject_CallMethod(state->py.selection, "through_modes", "OOOO", state->py.key, call, args,
+                                                       kwargs ? kwargs : Py_None);
+    }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
     with.hit = hit;
     out = hit->replay ? gck_replay_call(hit, line, &here) : gck_record_call(store, line, &here);
@@ -427,73 +447,4 @@ PyObject *gck_selective_name(PyObject *module, PyObject *args)
         }
     }
     Py_RETURN_NONE;
-}
-
-/* ---- around a region ---- */
-
-int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay)
-{
-    int modes;
-
-    c->mode = NULL;
-    c->by_key = 0;
-    if (store == NULL || (modes = gck_ask(state->py.dispatch_stack_len)) < 0) {
-        return store == NULL ? 0 : -1;
-    }
-    if (policy_fn == NULL && !modes && gck_catches_by_key(state, store)) {
-        c->by_key = gck_selective_begin(state, &c->active, store, replay, 1) == 0;
-        return c->by_key ? 0 : -1;
-    }
-    c->mode = PyObject_CallMethod(state->py.selection, "selective_mode", "OOi", (PyObject *)store,
-                                  policy_fn != NULL ? policy_fn : Py_None, replay);
-    if (c->mode == NULL || gck_done(PyObject_CallMethod(c->mode, "__enter__", NULL)) < 0) {
-        Py_CLEAR(c->mode);
-        return -1;
-    }
-    return 0;
-}
-
-/* An exception that is pending survives. */
-int gck_catch_end(gck_state *state, gck_catch *c)
-{
-    gck_error error;
-
-    if (c->by_key) {
-        gck_store *store = c->active.replay || PyErr_Occurred() ? NULL
-                         : (gck_store *)Py_NewRef((PyObject *)c->active.store);
-        gck_selective_end(state, &c->active);
-        const int status = store != NULL ? gck_store_finish(store) : 0;
-        Py_XDECREF((PyObject *)store);
-        return status;
-    }
-    if (c->mode == NULL) {
-        return 0;
-    }
-    error = gck_error_take();
-    gck_done(PyObject_CallMethod(c->mode, "__exit__", "OOO", Py_None, Py_None, Py_None));
-    gck_error_keep(&error);
-    Py_CLEAR(c->mode);
-    return gck_error_return(&error);
-}
-
-int gck_catches_by_key(const gck_state *state, const gck_store *store)
-{
-    return state->py.key != Py_None && !state->by_mode && !store->traced;
-}
-
-PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
-{
-    const int truth = PyObject_IsTrue(on);
-
-    if (truth < 0) {
-        return NULL;
-    }
-    gck_state_of(module)->by_mode = truth;
-    Py_RETURN_NONE;
-}
-
-PyObject *gck_selective_key(PyObject *module, PyObject *unused)
-{
-    (void)unused;
-    return Py_NewRef(gck_state_of(module)->py.key);
 }

@@ -80,6 +80,7 @@ static int store_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT((PyObject *)self->policy);
     Py_VISIT((PyObject *)self->deciding);
     Py_VISIT(self->draws);
+    Py_VISIT(self->told);
     Py_VISIT(self->candidates);
     for (int i = 0; self->lines != NULL && i < gck_store_nlines(self); i++) {
         Py_VISIT(self->lines[i]);
@@ -94,6 +95,7 @@ static int store_clear(PyObject *op)
     Py_CLEAR(self->storage);
     Py_CLEAR(self->candidates);
     Py_CLEAR(self->draws);
+    Py_CLEAR(self->told);
     for (int i = 0; self->lines != NULL && i < gck_store_nlines(self); i++) {
         Py_CLEAR(self->lines[i]);
     }

@@ -59,6 +59,8 @@ typedef struct {
     int        mutation;     /* entries may have been changed in place                       */
     int        reusable;     /* a call may be replayed more than once                        */
     int        traced;       /* torch's own mode kept every output, for a graph              */
+    int        by_call;      /* of a node: its forward runs without grad, where operators made of others may call
+                                other ones, or with other arguments: a decision is replayed to the same call only */
     int        decisions;    /* the region may run again on restored values; as in a gck_plan */
     gck_names *policy;       /* owned; NULL: nothing is kept for a policy                    */
     gck_names *deciding;     /* owned; NULL while `decisions` is 0                           */
@@ -66,6 +68,7 @@ typedef struct {
                                 owned, NULL before the first; malloc                         */
     int64_t   *counters;     /* one per group: calls in this forward; malloc                 */
     PyObject  *draws;        /* {(operator, call): what it drew, see ../torch/draws.h}; owned, NULL before the first */
+    PyObject  *told;         /* {(operator, call): what tells it from others}, where `by_call`; owned, NULL before the first */
     PyObject  *candidates;   /* list of (what gradckpt._selection finds it by, line, call), in the forward; or NULL */
     int        met;          /* names that were wanted and given                             */
 } gck_store;
@@ -103,6 +106,11 @@ int gck_store_candidate(gck_store *store, int line, const gck_call *call, PyObje
 
 /* What the call drew from a generator, so that its replay leaves the generator where the call did.  0 or -1. */
 int gck_store_drew(gck_store *store, const gck_call *call, gck_draw *draw);
+
+/* Remember which call a decision comes from, where `by_call`.  0 or -1. */
+int gck_store_tell(gck_store *store, const gck_call *call);
+/* 1: its place of the forward was a decision of this call; 0: of another one; -1; otherwise, as `unknown`. */
+int gck_store_is_told(gck_store *store, const gck_call *call, int unknown);
 
 /* New reference: the outputs of that call, its generator where it left it, out of what was kept.  lasting: that stays,
  * also in a store that serves one backward. */
