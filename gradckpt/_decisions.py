@@ -132,7 +132,7 @@ KEPT: dict[str, Form | None] = {
     "fractional_max_pool2d.default": Pool(2),
     "fractional_max_pool3d.default": Pool(3),
     # comparisons
-    **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne", "equal", "isin", "signbit"), None),
+    **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne", "equal", "allclose", "isin", "signbit"), None),
     **dict.fromkeys(("isinf", "isposinf", "isneginf"), None),
     # a codec may give back as zero what was not
     **dict.fromkeys(("logical_not", "logical_and", "logical_or", "logical_xor", "any", "all"), OfFloats(_truth)),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 # ---- policies ----
 
@@ -49,6 +49,49 @@ def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator as torch's fallback for pending negations would, which our kernel stands in for."""
     args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, kwargs or {}))
     return call(*args, **kwargs)
+
+
+def told_by(args: Any, kwargs: Any) -> list[Any]:
+    """What tells a call from others of its operator: the shapes of its tensors, its numbers, and the types of the rest.
+
+    A generator, for one, may be another object in the recompute.
+    """
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    numbers = (x if isinstance(x, (bool, int, float, str)) else type(x) for x in leaves)
+    return [(*x.shape,) if isinstance(x, torch.Tensor) else n for x, n in zip(leaves, numbers, strict=True)]
+
+
+class _KeyAgain(TorchDispatchMode):
+    """Below all modes: the key, which the region around them catches on, and which is off within modes."""
+
+    def __init__(self, key: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.key = key
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = self.key
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+        torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+            torch._C._dispatch_tls_set_dispatch_key_included(key, False)
+
+
+def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator, caught on the key, through the modes that were entered inside the region; then it is caught."""
+    modes = _get_current_dispatch_mode_stack()
+    torch._C._dispatch_tls_set_dispatch_key_included(key, False)
+    try:
+        with _disable_current_modes(), contextlib.ExitStack() as stack:
+            for mode in (_KeyAgain(key), *modes):
+                stack.callback(torch._C._pop_torch_dispatch_stack, None)
+                torch._C._push_on_torch_dispatch_stack(mode)
+            return call(*args, **(kwargs or {}))
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_included(key, True)
 
 
 # ---- names ----

@@ -144,6 +144,7 @@ static int record_answer(gck_dispatch *d, gck_draw *draw, PyObject *out)
         if (keep == 0) {
             keep = decide ? gck_store_decide(d->store, calls, index, &call, deciding->form, out)
                           : gck_store_keep(d->store, calls, index, out, &plan);
+            keep = keep == 0 && decide ? gck_store_tell(d->store, d->key, index, &call) : keep;
             keep = keep == 0 && draw->before != NULL ? gck_store_drew(d->store, d->key, index, draw) : keep;
             keep = gck_hide_end(d->store->state, modes) < 0 ? -1 : keep;
         }
@@ -176,7 +177,9 @@ static PyObject *replay_answer(gck_dispatch *d, int *again)
     const gck_call call = {d->key, d->args, d->kwargs, NULL, NULL};
 
     PyObject *modes;
-    if (index != NULL && !PyErr_Occurred() && gck_hide_begin(d->store->state, &modes) == 0) {
+    const int same = index != NULL && !PyErr_Occurred() ? gck_store_is_told(d->store, d->key, index, &call, 1) : -1;
+    *again = same == 0;
+    if (same > 0 && gck_hide_begin(d->store->state, &modes) == 0) {
         out = gck_store_replay(d->store, &call, d->key, calls, index, 0, again);
         if (gck_hide_end(d->store->state, modes) < 0) {
             Py_CLEAR(out);
@@ -196,7 +199,7 @@ static PyObject *replay(gck_dispatch *d)
     const gck_call call = {d->key, d->args, d->kwargs, run_call, d->call};
     gck_active *active = i >= 0 ? gck_active_of(d->store->state, d->self) : NULL;
     int again = i == -1 || (i >= 0 && active == NULL);   /* not entered in this thread: nothing is replayed */
-    PyObject *out = active != NULL ? gck_replay_call(d->store, i, active->next[i]++, &call) : i == -2 ? replay_answer(d, &again) : NULL;
+    PyObject *out = active != NULL ? gck_replay_call(d->store, i, &active->next[i], &call) : i == -2 ? replay_answer(d, &again) : NULL;
 
     return again ? run_call(&call) : out;
 }

@@ -293,6 +293,41 @@ int gck_store_drew(gck_store *store, PyObject *op, PyObject *index, gck_draw *dr
     return status;
 }
 
+/* New reference: what tells this call from others of its operator. */
+static PyObject *told_by(const gck_store *store, const gck_call *call)
+{
+    return PyObject_CallMethod(store->state->py.selection, "told_by", "OO", call->args, call->kwargs ? call->kwargs : Py_None);
+}
+
+int gck_store_tell(gck_store *store, PyObject *op, PyObject *index, const gck_call *call)
+{
+    PyObject *told = store->by_call ? told_by(store, call) : NULL, *key = told != NULL ? PyTuple_Pack(2, op, index) : NULL;
+    int status = store->by_call ? -1 : 0;
+
+    if (key != NULL && (store->told != NULL || (store->told = PyDict_New()) != NULL)) {
+        status = PyDict_SetItem(store->told, key, told);
+    }
+    Py_XDECREF(told);
+    Py_XDECREF(key);
+    return status;
+}
+
+int gck_store_is_told(gck_store *store, PyObject *op, PyObject *index, const gck_call *call, int unknown)
+{
+    PyObject *key = store->told != NULL ? PyTuple_Pack(2, op, index) : NULL, *now;
+    PyObject *told = key != NULL ? Py_XNewRef(PyDict_GetItemWithError(store->told, key)) : NULL;
+    int same = PyErr_Occurred() ? -1 : unknown;
+
+    if (told != NULL) {
+        now = told_by(store, call);
+        same = now != NULL ? PyObject_RichCompareBool(now, told, Py_EQ) : -1;
+        Py_XDECREF(now);
+    }
+    Py_XDECREF(key);
+    Py_XDECREF(told);
+    return same;
+}
+
 int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index)
 {
     return PyDict_SetItem(calls, index, store->state->py.recompute_mark);

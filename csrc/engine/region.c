@@ -125,6 +125,9 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (decide(frame) < 0) {
         return -1;
     }
+    if (frame->store != NULL) {
+        frame->store->by_call = packing->inputs != NULL || packing->of_node;
+    }
     if (packing->payloads == 0 || packing->aliases.rows == NULL) {
         gck_aliases_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }

@@ -214,6 +214,8 @@ static int wanted(gck_store *store, int i)
     return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
 }
 
+static int decides(const gck_named *named) { return named->keep >= GCK_DECIDE && named->keep != GCK_NAMED; }
+
 /* Keep of a call's outputs what is wanted.  0 or -1. */
 static int keep_outputs(gck_store *store, int i, const gck_call *call, gck_draw *draw, PyObject *out)
 {
@@ -233,6 +235,9 @@ static int keep_outputs(gck_store *store, int i, const gck_call *call, gck_draw 
            : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
            : named->keep == GCK_NAMED ? gck_store_candidate(store, i, index, out)
                                       : gck_store_decide(store, line->calls, index, call, named->form, out);
+    if (status == 0 && decides(named)) {
+        status = gck_store_tell(store, named->op, index, call);
+    }
     if (status == 0 && named->draws) {
         status = gck_store_drew(store, named->op, index, draw);
     }
@@ -261,16 +266,24 @@ PyObject *gck_record_call(gck_store *store, int i, const gck_call *call)
     return out;
 }
 
-PyObject *gck_replay_call(gck_store *store, int i, int64_t number, const gck_call *call)
+PyObject *gck_replay_call(gck_store *store, int i, int64_t *next, const gck_call *call)
 {
-    PyObject *index = PyLong_FromLongLong(number), *out = NULL, *modes;
+    const gck_named *named = gck_store_named(store, i);
+    PyObject *index = PyLong_FromLongLong(*next), *out = NULL, *modes;
     int again = 0;
+    const int same = index == NULL ? -1 : store->by_call && decides(named)
+        ? gck_store_is_told(store, named->op, index, call, 0) : 1;
 
-    if (index == NULL || gck_hide_begin(store->state, &modes) < 0) {
+    if (same == 0) {                             /* the forward decided nothing here */
+        Py_DECREF(index);
+        return call->run(call);
+    }
+    *next += same > 0;
+    if (same < 0 || gck_hide_begin(store->state, &modes) < 0) {
         Py_XDECREF(index);
         return NULL;
     }
-    out = gck_store_replay(store, call, gck_store_named(store, i)->op, store->lines[i].calls, index,
+    out = gck_store_replay(store, call, named->op, store->lines[i].calls, index,
                            store->policy == NULL || i >= store->policy->n, &again);
     Py_DECREF(index);
     if (gck_hide_end(store->state, modes) < 0) {
@@ -348,10 +361,16 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (hit == NULL || tracing) {                /* no store names it; or a block is compiled inside the region: that is no call */
         return call_below(state, NULL, thread, op, call, args, kwargs);
     }
+    /* A mode that was entered inside comes first, as under torch's modes: what is replayed would not reach it. */
+    const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
+    if (modes != 0) {
+        return modes < 0 ? NULL : PyObject_CallMethod(state->py.selection, "through_modes", "OOOO", state->py.key, call, args,
+                                                       kwargs ? kwargs : Py_None);
+    }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
     below with = {state, hit, call};
     const gck_call here = {op, args, kwargs, run_below, &with};
-    out = hit->replay ? gck_replay_call(store, i, hit->next[i]++, &here) : gck_record_call(store, i, &here);
+    out = hit->replay ? gck_replay_call(store, i, &hit->next[i], &here) : gck_record_call(store, i, &here);
     Py_DECREF((PyObject *)store);
     return out;
 }

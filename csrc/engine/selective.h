@@ -52,9 +52,9 @@ int gck_hide_begin(gck_state *state, PyObject **modes);
 int gck_hide_end(gck_state *state, PyObject *modes);
 
 /* One call of the store's operator i, new reference: run, and what the policy wants of its outputs is kept; or given
- * back as call `number` of the forward returned them, or run again. */
+ * back as call `*next` of the forward returned them, or run again. */
 PyObject *gck_record_call(gck_store *store, int i, const gck_call *call);
-PyObject *gck_replay_call(gck_store *store, int i, int64_t number, const gck_call *call);
+PyObject *gck_replay_call(gck_store *store, int i, int64_t *next, const gck_call *call);
 
 /* Borrowed: what this thread has entered with that context; NULL: nothing. */
 gck_active *gck_active_of(gck_state *state, const PyObject *context);

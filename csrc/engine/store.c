@@ -77,6 +77,7 @@ static int store_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT((PyObject *)self->policy);
     Py_VISIT((PyObject *)self->deciding);
     Py_VISIT(self->draws);
+    Py_VISIT(self->told);
     Py_VISIT(self->candidates);
     for (int i = 0; self->lines != NULL && i < gck_store_nlines(self); i++) {
         Py_VISIT(self->lines[i].calls);
@@ -91,6 +92,7 @@ static int store_clear(PyObject *op)
     Py_CLEAR(self->storage);
     Py_CLEAR(self->candidates);
     Py_CLEAR(self->draws);
+    Py_CLEAR(self->told);
     for (int i = 0; self->lines != NULL && i < gck_store_nlines(self); i++) {
         Py_CLEAR(self->lines[i].calls);
     }
@@ -148,14 +150,14 @@ gck_store *gck_store_new(gck_state *state, gck_names *policy, int mutation, int 
     self->state = state;
     self->mutation = mutation;
     self->reusable = reusable;
-    self->traced = 0;
+    self->traced = self->by_call = 0;
     self->decisions = 0;
     self->policy = (gck_names *)Py_XNewRef((PyObject *)policy);
     self->deciding = NULL;
     self->storage = PyObject_CallFunctionObjArgs(state->py.defaultdict, (PyObject *)&PyDict_Type, NULL);
     self->lines = calloc((size_t)lines_of(policy) + 1, sizeof *self->lines);
     self->counters = calloc(policy != NULL ? (size_t)policy->ngroups + 1 : 1, sizeof *self->counters);
-    self->candidates = self->draws = NULL;
+    self->candidates = self->draws = self->told = NULL;
     self->met = 0;
     PyObject_GC_Track((PyObject *)self);
     if (self->lines == NULL || self->counters == NULL || self->storage == NULL) {

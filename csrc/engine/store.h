@@ -61,12 +61,15 @@ typedef struct {
     int        mutation;     /* entries may have been changed in place                       */
     int        reusable;     /* a call may be replayed more than once                        */
     int        traced;       /* torch's own mode kept every output, for a graph              */
+    int        by_call;      /* of a node: its forward runs without grad, where operators made of others may call
+                                other ones, or with other arguments: a decision is replayed to the same call only */
     int        decisions;    /* the region may run again on restored values; as in a gck_plan */
     gck_names *policy;       /* owned; NULL: nothing is kept for a policy                    */
     gck_names *deciding;     /* owned; NULL while `decisions` is 0                           */
     gck_line  *lines;        /* one per name of the policy, then per name of `deciding`; malloc */
     int64_t   *counters;     /* one per group: calls in this forward; malloc                 */
     PyObject  *draws;        /* {(operator, call): what it drew, see ../torch/draws.h}; owned, NULL before the first */
+    PyObject  *told;         /* {(operator, call): what tells it from others}, where `by_call`; owned, NULL before the first */
     PyObject  *candidates;   /* list of (what gradckpt._selection finds it by, line, call), in the forward; or NULL */
     int        met;          /* names that were wanted and given                             */
 } gck_store;
@@ -99,6 +102,11 @@ int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index);
 
 /* What the call drew from a generator, so that its replay leaves the generator where the call did.  0 or -1. */
 int gck_store_drew(gck_store *store, PyObject *op, PyObject *index, gck_draw *draw);
+
+/* Remember which call a decision comes from, where `by_call`.  0 or -1. */
+int gck_store_tell(gck_store *store, PyObject *op, PyObject *index, const gck_call *call);
+/* 1: `index` of the forward was a decision of this call; 0: of another one; -1; otherwise, as `unknown`. */
+int gck_store_is_told(gck_store *store, PyObject *op, PyObject *index, const gck_call *call, int unknown);
 
 /* New reference: the outputs of that call, its generator where it left it; NULL with *again = 1 and no exception:
  * to be recomputed.  lasting: the entry stays, also in a store that serves one backward. */

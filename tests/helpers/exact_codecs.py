@@ -32,11 +32,30 @@ class Way(NamedTuple):
     reference: Callable[..., Any]
 
 
-def by_default(config: Any, function: Any, *args: Any, **options: Any) -> Any:
+_checkpoint, _compat = gradckpt.checkpoint, gradckpt.compat.checkpoint
+
+
+def by_default(config: Any, *args: Any, **options: Any) -> Any:
     """``gradckpt.checkpoint`` with `config`; the reentrant form refuses compression, and runs without."""
-    if not options.get("use_reentrant", False):
+    reentrant = options.get("use_reentrant", False)
+    if reentrant is not None and not reentrant:
         options.setdefault("compress", config)
-    return gradckpt.checkpoint(function, *args, **options)
+    return _checkpoint(*args, **options)
+
+
+def compat_by_default(config: Any, *args: Any, **options: Any) -> Any:
+    """The same for ``gradckpt.compat.checkpoint``, where it can be: it is reentrant unless told otherwise, and the
+    keywords of ours are the function's."""
+    otherwise = {"compress", "buffers"} & {*options} or options.get("context_fn", _compat) is None
+    if not args or options.get("use_reentrant") is not False or otherwise:
+        return _compat(*args, **options)
+    return by_default(config, *args, buffers="torch", **options)
+
+
+def exchange_defaults(config: Any) -> None:
+    """For the rest of this process, whoever looks the functions up from now on."""
+    gradckpt.checkpoint = functools.wraps(_checkpoint)(functools.partial(by_default, config))
+    gradckpt.compat.checkpoint = functools.wraps(_compat)(functools.partial(compat_by_default, config))
 
 
 def _patched(config: Any, function: Any, *args: Any, **options: Any) -> Any:

@@ -1,17 +1,24 @@
 """The dispatch key that named operators are caught on: nothing of torch or of other libraries changes by it."""
 
 import contextlib
+import functools
 import itertools
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as torch_checkpoint
+from checkout import HELPERS, ROOT
 from selective_ways import _nothing_left_behind as _nothing_left_behind
 from selective_ways import aten, gradients, kept, key_is_on, leaf, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradckpt
+from gradckpt.selective import WRITING_KERNELS
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 checkpoint = gradckpt.checkpoint
@@ -187,7 +194,8 @@ def test_factories_in_a_fake_mode_inside_are_not_counted():
     assert list(pair[0].storage[aten.sin.default]) == [0]
 
 
-def test_a_mode_entered_inside_sees_what_runs():
+def test_a_mode_entered_inside_sees_every_call():
+    """Also one that is replayed, as under torch's modes: the mode may be that of a region inside."""
     from selective_ways import Watch
 
     seen = []
@@ -201,7 +209,7 @@ def test_a_mode_entered_inside_sees_what_runs():
     x = leaf(8, 8)
     got = gradients(lambda t: checkpoint(region, t, early_stop=False, **kept([aten.mm.default])), (x,))[1]
     assert same(got, gradients(region, (x,))[1])
-    assert [counts[aten.mm.default] for counts in seen[:2]] == [1, 0]
+    assert [counts[aten.mm.default] for counts in seen[:2]] == [1, 1]
     assert [counts[aten.sin.default] for counts in seen[:2]] == [1, 1]
 
 
@@ -243,3 +251,100 @@ assert warm.wait(60)
 def test_a_daemon_thread_in_a_region_outlives_the_interpreter():
     for way, _ in itertools.product(["decisions", "contexts"], range(2)):
         assert stdout_of(AT_EXIT, way) == ""
+
+
+# ---- kernels that write into what operators that they call have returned ----
+
+WRITTEN = {
+    "_embedding_bag": (lambda x: F.embedding_bag(INDEX, x, STARTS, mode="mean"), [aten.cumsum.default]),
+    "_euclidean_dist": (lambda x: torch.cdist(x, x.flip(0), compute_mode="use_mm_for_euclid_dist"), [aten.mm.default]),
+    "_linalg_det": (torch.linalg.det, [aten.sum.dim_IntList]),
+    "_linalg_slogdet": (lambda x: torch.linalg.slogdet(x)[1], [aten.abs.default, aten.sum.dim_IntList]),
+    "allclose": (lambda x: x * torch.allclose(x, x + 1e-9), [aten.eq.Tensor, aten.mul.Tensor]),
+    "binary_cross_entropy_with_logits": (
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x) / 3, pos_weight=torch.full((8,), 2.0)),
+        [aten.mul.Tensor, aten.log_sigmoid_forward.default],
+    ),
+    "logsumexp": (lambda x: x.logsumexp(-1), [aten.sub.Tensor]),
+    "mvlgamma": (lambda x: torch.mvlgamma(x.exp() + 3, 2), [aten.add.Tensor, aten.sum.dim_IntList]),
+    "renorm": (lambda x: x.renorm(2, 0, 0.5), [aten.linalg_vector_norm.default]),
+    "rot90": (lambda x: x.rot90(2).sin(), [aten.flip.default]),
+}
+INDEX, STARTS = torch.arange(8), torch.tensor([0, 3])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_kernel_calls_is_not_kept(name):
+    """Its kernel writes into what a policy would keep, and no version counter moves."""
+    function, ops = WRITTEN[name]
+    context_fn = functools.partial(gradckpt.create_selective_checkpoint_contexts, ops)
+    results = []
+    for region in (lambda x: function(x), lambda x: checkpoint(function, x, context_fn=context_fn, early_stop=False)):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        out = region(x * 1)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_kernels_that_write_are_listed():
+    assert set(WRITTEN) == set(WRITING_KERNELS)
+
+
+@pytest.mark.soak
+def test_no_other_kernel_writes():
+    """Of the operators in torch's own table."""
+    path = os.pathsep.join(map(str, (ROOT, HELPERS, ROOT / "tests" / "equivalence")))
+    command = [sys.executable, str(HELPERS / "writing_kernels.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == set(WRITING_KERNELS)
+
+
+# ---- modes inside a region that catches on the key, which is above them ----
+
+
+def _saves_products(context, op, *args, **kwargs):
+    return op == aten.mm.default
+
+
+INSIDE = {
+    "torch's": lambda f, h: torch_checkpoint.checkpoint(
+        f,
+        h,
+        use_reentrant=False,
+        context_fn=functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, [aten.mm.default]),
+    ),
+    "a function": lambda f, h: checkpoint(
+        f, h, context_fn=lambda: gradckpt.create_selective_checkpoint_contexts(_saves_products)
+    ),
+    "one node, a function": lambda f, h: gradckpt.SelectiveRecompute.apply(f, _saves_products, h),
+    "debug": lambda f, h: checkpoint(f, h, debug=True),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("policy", [None, [aten.mm.default]], ids=["decisions", "products"])
+def test_modes_inside_see_what_is_replayed(inside, policy):
+    """The recompute of a node runs the forward of what is inside for the first time with grad."""
+    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    start = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    chosen, results = [], []
+
+    def function(h):
+        chosen.append((h @ weight).topk(4, -1)[1])
+        return torch.sin(h.tanh() @ weight).gather(1, chosen[-1]).square().sum()
+
+    for nested in (False, True):
+        x = start.clone().requires_grad_()
+        if nested:
+            compress = {"codec": "int8", "min_numel": 0} if policy is None else None
+            apply = gradckpt.SelectiveRecompute.apply
+            out = apply(lambda h: INSIDE[inside](function, h.cos()), policy, x * 1, compress=compress)
+        else:
+            out = function((x * 1).cos())
+        out.backward()
+        results.append(x.grad)
+    assert len(chosen) > 2
+    assert all(torch.equal(chosen[0], again) for again in chosen)
+    assert torch.dist(*results) < (0.05 if policy is None else 1e-5) * results[0].norm()
