@@ -65,7 +65,7 @@ class _KeyAgain(TorchDispatchMode):
     """Below all modes: the key, which the region around them catches on, and which is off within modes."""
 
     def __init__(self, key: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.key = key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
