@@ -277,7 +277,8 @@ def check_parameters(parameters: list[tuple[str, torch.Tensor, int]]) -> None:
         )
 
 
-def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any) -> Any:
+    """As torch: no context may swallow an exception; torch.device is around it already."""
     with context:
         return function(*args, **(kwargs or {}))
     raise RuntimeError(

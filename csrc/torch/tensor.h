@@ -63,6 +63,7 @@
     OBJECT(new_lock, "_thread", "allocate_lock")                            \
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(defaultdict, "collections", "defaultdict")                      \
+    OBJECT(count, "itertools", "count")                                    \
     OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")       \
     /* What they are is said there: */                                     \
     OBJECT(make_saved_tensor, "gradckpt._objects", "make_saved_tensor")       \

@@ -144,8 +144,8 @@ def test_three_thousand_random_programs(name):
 # ---- every operator ----
 
 
-def operators(way, dtype, part):
-    printed = run_python(HERE / "test_opinfo.py", "--way", way, "--dtype", dtype, "--part", part)
+def operators(way, dtype, part, *options):
+    printed = run_python(HERE / "test_opinfo.py", "--way", way, "--dtype", dtype, "--part", part, *options)
     assert int(re.search(r"(\d+) samples", printed)[1]) > 50
 
 
@@ -158,7 +158,7 @@ def test_some_operators():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_operator(way, dtype):
-    operators(way, dtype, "0/1")
+    operators(way, dtype, "0/1", *(["--all"] if way in CODECS else []))
 
 
 # ---- the tests of this folder ----
