@@ -246,7 +246,6 @@ static PyMethodDef methods[] = {
      "guard_hooks(hooks, type, kind, /)\n--\n\nFor gradckpt._hooks: guard the hooks of a parameter."},
     {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"saved_pop", gck_saver_pop, METH_O, "saved_pop(failed, /)\n--\n\nSee gradckpt.compress_saved()."},
-    {"savers", gck_savers, METH_NOARGS, "savers()\n--\n\nThe rows of savers.def."},
     {"saved_call", gck_saver_call, METH_VARARGS,
      "saved_call(compress, function, args, kwargs, /)\n--\n\nSee gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},

@@ -65,7 +65,7 @@ class _KeyAgain(TorchDispatchMode):
     """Below all modes: the key, which the region around them catches on, and which is off within modes."""
 
     def __init__(self, key: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.key = key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,13 +97,13 @@ def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
 # ---- names ----
 
 
-def candidate(out: Any) -> tuple[Any, Any]:
+def candidate(out: Any, line: int, call: int) -> tuple[Any, int, int]:
     """What finds an output again when a tensor of the same memory gets a name; it keeps a single tensor no longer."""
     if isinstance(out, torch.Tensor):
         layout = (out.size(), out.stride(), out.storage_offset(), out.dtype)
-        return [StorageWeakRef(out.untyped_storage())], layout
+        return ([StorageWeakRef(out.untyped_storage())], layout), line, call
     refs = [StorageWeakRef(x.untyped_storage()) for x in out if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    return refs, out
+    return (refs, out), line, call
 
 
 def find_candidate(candidates: list[Any] | None, x: Any, name: str) -> tuple[Any, int, int]:
@@ -307,15 +307,29 @@ else:
         return context
 
 
-def traced_forward(context: Any) -> bool:
-    """Someone traces, and a policy has to mark the operators of the graph."""
-    return context.policy_fn is not None and torch_checkpoint._is_compiling(None, None, None)
+def record_traced(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator where someone traces, and a policy has to mark the operators of the graph.
 
-
-def record_as_torch(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator while its graph is traced: torch keeps every output, and marks the nodes by the policy."""
+    torch keeps every output then, and marks the nodes by the policy. NotImplemented: nobody traces.
+    """
+    if context.policy_fn is None or not torch_checkpoint._is_compiling(None, None, None):
+        return NotImplemented
     mode = torch_checkpoint._CachingTorchDispatchMode
     return mode.__torch_dispatch__(context, func, types, args, kwargs or {})
+
+
+def raise_no_entry(op: Any, index: int, known: int, consumed: int) -> None:
+    """Nothing is kept of a call of the recompute: torch's words."""
+    if consumed:
+        raise RuntimeError(
+            "Trying to backward an extra time. You are only allowed to backward once on any region computed under "
+            "selective activation checkpoint."
+        )
+    call = f"{op} invocation index {index}" if known else str(op)
+    raise RuntimeError(
+        f"{call} encountered during backward but not found in storage. This can happen if the operations in the "
+        "checkpointed region are nondeterministic or depend on global state that changed between forward and backward."
+    )
 
 
 def traced_value(entry: Any, allow_mutation: int) -> Any:

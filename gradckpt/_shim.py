@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,13 +24,13 @@ logger = logging.getLogger("gradckpt")
 # ---- compress= ----
 
 
-def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, int, bool, int] | None:
+def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, bool, int, bool, int]:
     """What C needs of ``compress=``: codec, min_numel, replay, floating, leaves, decisions, stochastic, seed."""
     from gradckpt.config import parse_compress
 
     config = parse_compress(compress)
     if config is None:
-        return None
+        return None, 0, False, False, False, 0, False, 0
     floating = config.include == "floating"
     decisions = 0 if config.replay or not config.lossy else 2 if config.decisions == "casts" else int(config.decisions)
     return (
@@ -44,6 +43,16 @@ def parse_plan(compress: Any) -> tuple[str, int, bool, bool, bool, int, bool, in
         config.stochastic,
         config.seed,
     )
+
+
+def determinism_check(value: Any) -> Any:
+    """``determinism_check=``: True for ours, None for none, else what reads the values that are compared."""
+    if isinstance(value, str) and value in ("default", "none"):
+        return True if value == "default" else None
+    checks = torch_checkpoint._allowed_determinism_checks_to_fns
+    if value not in checks:
+        raise ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
+    return checks[value]
 
 
 def tracing_mode_active() -> bool:
@@ -213,6 +222,11 @@ def fill_holes(out: torch.Tensor) -> None:
     whole.fill_(float("nan") if out.is_floating_point() else 1)
 
 
+def payload_repr(payload: Any, bytes_in: int) -> str:
+    what = f"{payload.codec} of {payload.dtype} {payload.shape}"
+    return f"<gradckpt.Payload {what}, {bytes_in} -> {payload.nbytes} bytes>"
+
+
 def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
     if buffer.device.type == "cuda":
         buffer.record_stream(torch.cuda.current_stream(device))
@@ -263,7 +277,8 @@ def check_parameters(parameters: list[tuple[str, torch.Tensor, int]]) -> None:
         )
 
 
-def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any) -> Any:
+    """As torch: no context may swallow an exception; torch.device is around it already."""
     with context:
         return function(*args, **(kwargs or {}))
     raise RuntimeError(
@@ -284,11 +299,11 @@ def recompute_within(
 # ---- what a recompute must not do twice ----
 
 
-def buffers_enter(function: Any, *others: Any) -> Any:
+def buffers_enter(function: Any, others: list[Any]) -> Any:
     """A guard whose close() puts running statistics back; None: the function has none."""
     from gradckpt import buffers
 
-    return buffers.enter(function, others)
+    return buffers.enter(function, tuple(others))
 
 
 # ---- autograd Functions ----
@@ -331,10 +346,11 @@ def check_reentrant(kwargs: Any, contexts: int, compress: int) -> None:
 # ---- the decorator form ----
 
 
-def decorate(module: Any, options: dict[str, Any]) -> Any:
+def decorate(module: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    """``checkpoint(compress=..., ...)`` above a function: a decorator with these keywords."""
     from gradckpt.decorator import decorate
 
-    return decorate(module.checkpoint, options)
+    return decorate(module.checkpoint, dict(zip(names, values, strict=True)))
 
 
 # ---- errors: torch's classes and texts ----
@@ -346,44 +362,6 @@ def check_aliases(rows: list[Any]) -> None:
 
     _aliases.check(rows)
     _aliases.write_back(rows)
-
-
-def node_allows(node: Any, role: str, x: torch.Tensor) -> bool:
-    """Whether an autograd node may get ``x``, which it saves, back rounded: the conditions of ``savers.def``."""
-    if role == "POWER":
-        return bool(node._saved_exponent in (2, 3, 4))
-    if role == "CUT_OF_ONE":
-        return bool((node._saved_alpha if hasattr(node, "_saved_alpha") else node._saved_beta) == 1)
-    if role == "LOGITS":
-        sums = _kept(node, "logsumexp", "log_sumexp")
-        # Elsewhere the answer would have to be waited for.
-        return not x.is_cpu or (sums is not None and bool((sums.abs() < 30).all()))
-    if role == "PLANES":
-        return x.numel() >= 128 * x.shape[1]
-    if hasattr(node, "_saved_normalized_shape"):
-        values = math.prod(node._saved_normalized_shape)  # of one mean and scale
-    else:
-        values = node._saved_C * node._saved_HxW // node._saved_group
-    looked_at = x.is_cpu and values >= 32 and _kept(node, "result1") is not None
-    return values % 128 == 0 or (looked_at and _rows_are_alike(x.detach().reshape(-1, values)))
-
-
-def _kept(node: Any, *arguments: str) -> torch.Tensor | None:
-    """What ``compress_saved()`` keeps of what the node saves, as it is. None where hooks around ours have it: to ask
-    them may recompute a region, which gets other values than its forward and must decide the same."""
-    names = [f"_raw_saved_{argument}" for argument in arguments]
-    raw = next((getattr(node, name) for name in names if hasattr(node, name)), None)
-    value = getattr(getattr(raw, "data", None), "value", None)
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _rows_are_alike(rows: torch.Tensor) -> bool:
-    """Whether a codec's groups of 128 values may hold several of these rows: none is lost beside its neighbours."""
-    touching = min(127 // rows.shape[1] + 2, rows.shape[0])  # rows of one group
-    variance, mean = torch.var_mean(rows.float(), 1, correction=0)
-    largest = torch.nn.functional.max_pool1d((variance + mean.square())[None], touching, 1)
-    least = -torch.nn.functional.max_pool1d(-variance[None], touching, 1)
-    return bool((largest < 16 * least).all())  # what is not finite or has no spread is not
 
 
 def raise_modified(x: torch.Tensor, expected: int) -> None:
@@ -442,7 +420,7 @@ _DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 8: "mps", 14: "xpu"}
 
 
-def from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int) -> tuple[Any, Any, Any]:
+def from_dlpack(sizes: tuple[int, ...], code: int, bits: int, device: int, index: int) -> tuple[Any, Any, Any]:
     """Shape, dtype and device as torch prints them, from DLPack's numbers."""
     name = "bool" if code == 6 else f"{_DLPACK_DTYPES.get(code, 'dlpack')}{bits}"
     kind = _DLPACK_DEVICES.get(device, "privateuseone")
@@ -450,12 +428,25 @@ def from_dlpack(sizes: list[int], code: int, bits: int, device: int, index: int)
     return torch.Size(sizes), getattr(torch, name, name), where
 
 
+def metadata(x: torch.Tensor) -> tuple[Any, Any, Any]:
+    """What the determinism check compares of a tensor that C cannot read."""
+    return x.shape, x.dtype, x.device
+
+
+def _as_torch(meta: tuple[Any, ...]) -> tuple[Any, ...]:
+    return from_dlpack(*meta) if len(meta) == 5 else meta
+
+
+def same_metadata(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Of which one may be numbers: a subclass may come back detached, as a plain tensor."""
+    return _as_torch(then) == _as_torch(now)
+
+
 def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], approximate: int) -> None:
     def describe(meta: tuple[Any, ...]) -> Any:
         if len(meta) == 1:  # of a determinism check of the user's own
             return meta[0]
-        objects = meta if len(meta) == 3 else from_dlpack(*meta)
-        return dict(zip(("shape", "dtype", "device"), objects, strict=True))
+        return dict(zip(("shape", "dtype", "device"), _as_torch(meta), strict=True))
 
     mismatches = "".join(
         f"tensor at position {index}:\nsaved metadata: {describe(saved)}\nrecomputed metadata: {describe(now)}\n"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gradckpt import _C
+from gradckpt import _C, _savers
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import check_runs_at_call
 
@@ -86,7 +86,8 @@ class compress_saved:
     @staticmethod
     def table() -> str:
         """Return what a lossy codec encodes: autograd node, argument, and how; all else is kept exactly."""
-        rows = _C.savers()
+        table = _savers.TABLE.items()
+        rows = [(node, argument, role.text) for node, roles in table for argument, role in roles.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{node:{widths[0]}}  {argument:{widths[1]}}  {how}" for node, argument, how in rows)
 

@@ -322,7 +322,6 @@ class RecomputeContext(_C.Context, torch_checkpoint._CachedTorchDispatchMode):
         torch_checkpoint._CachedTorchDispatchMode.__init__(self, None, store.storage, mutation)
 
     def enter_mode(self) -> Any:
-        self.func_counter = {}  # torch < 2.12 has none
         return torch_checkpoint._CachedTorchDispatchMode.__enter__(self)
 
     def exit_mode(self, *error: Any) -> Any:

@@ -1,37 +1,14 @@
 /* aliases.c: arguments of a compressed region that share memory. */
 #include "aliases.h"
 
-static int append(PyObject *rows, PyObject *x, PyObject *fed, PyObject *payload, int64_t version)
-{
-    PyObject *row = Py_BuildValue("(OOOL)", x, fed, payload, (long long)version);
-    const int status = row == NULL ? -1 : PyList_Append(rows, row);
-
-    Py_XDECREF(row);
-    return status;
-}
-
 int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload)
 {
-    PyObject *kept = payload != NULL ? payload : Py_None;
     int64_t version;
 
-    if (gck_input_read(py, in, GCK_FACT_VERSION) < 0) {
+    if (gck_version_of(py, fed, &version) < 0 || (a->rows == NULL && (a->rows = PyList_New(0)) == NULL)) {
         return -1;
     }
-    version = in->version;
-    if (fed != in->x && gck_version_of(py, fed, &version) < 0) {
-        return -1;
-    }
-    if (a->x == NULL && a->rows == NULL && fed == in->x) {       /* the usual region has no second one */
-        *a = (gck_aliases){Py_NewRef(in->x), Py_NewRef(fed), Py_NewRef(kept), NULL, version};
-        return 0;
-    }
-    if (a->rows == NULL
-        && ((a->rows = PyList_New(0)) == NULL
-            || (a->x != NULL && append(a->rows, a->x, a->fed, a->payload, a->version) < 0))) {
-        return -1;
-    }
-    return append(a->rows, in->x, fed, kept, version);
+    return gck_append(a->rows, Py_BuildValue("(OOOL)", in->x, fed, payload != NULL ? payload : Py_None, (long long)version));
 }
 
 /* Nothing here runs Python: what is borrowed stays. */
@@ -39,10 +16,6 @@ PyObject *gck_aliases_find(const gck_aliases *a, const gck_input *in, PyObject *
 {
     PyObject *row, *payload = Py_None;
 
-    if (a->rows == NULL && a->x == in->x && a->version == in->version) {
-        payload = a->payload;
-        *fed = a->fed;
-    }
     for (Py_ssize_t i = 0; a->rows != NULL && payload == Py_None && i < PyList_Size(a->rows); i++) {
         row = PyList_GetItem(a->rows, i);
         if (PyTuple_GetItem(row, 0) == in->x) {
@@ -90,10 +63,4 @@ int gck_aliases_check(gck_aliases *a, const gck_py *py)
     return changed;
 }
 
-void gck_aliases_clear(gck_aliases *a)
-{
-    Py_CLEAR(a->x);
-    Py_CLEAR(a->fed);
-    Py_CLEAR(a->payload);
-    Py_CLEAR(a->rows);
-}
+void gck_aliases_clear(gck_aliases *a) { Py_CLEAR(a->rows); }

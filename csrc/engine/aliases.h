@@ -9,11 +9,8 @@
 #include "../torch/input.h"
 
 typedef struct {
-    PyObject *x, *fed;       /* owned: the first tensor, and what the function gets for it */
-    PyObject *payload;       /* owned: of x; None: it is kept by reference                 */
-    PyObject *rows;          /* owned list of (x, fed, payload, version), from the second tensor on, or from the
-                                first for which the function gets another */
-    int64_t   version;       /* of fed above; -1: it has none                              */
+    PyObject *rows;          /* owned list of (the tensor, what the function gets for it, its payload, version of the
+                                second); payload None: by reference; NULL: there is none */
 } gck_aliases;
 
 /* in->x is an argument, `fed` what the function gets for it, and `payload` how it is kept; NULL: by

@@ -97,16 +97,7 @@ static void convert_stop_iteration(const gck_py *py)
 /* With an accelerator in this torch: 1 when its state exists already. */
 static int accelerator_initialized(const gck_py *py)
 {
-    PyObject *value;
-    int truth;
-
-    if (!py->has_accelerator) {
-        return 0;
-    }
-    value = PyObject_CallMethod(py->shim, "accelerator_initialized", NULL);
-    truth = value == NULL ? -1 : PyObject_IsTrue(value);
-    Py_XDECREF(value);
-    return truth;
+    return py->has_accelerator ? gck_is_true(PyObject_CallMethod(py->shim, "accelerator_initialized", NULL)) : 0;
 }
 
 static int check_accelerator(const gck_py *py, int before)
@@ -211,24 +202,6 @@ static int is_reentrant(const gck_options *o)
     return gck_truth(o->use_reentrant, 0);
 }
 
-/* checkpoint(compress=..., ...) above a function: a decorator with these keywords. */
-static PyObject *decorate(PyObject *module, gck_state *state, PyObject *const *values, PyObject *kwnames)
-{
-    PyObject *options = PyDict_New();
-    PyObject *result = NULL;
-
-    for (Py_ssize_t i = 0; options != NULL && i < PyTuple_Size(kwnames); i++) {
-        if (PyDict_SetItem(options, PyTuple_GetItem(kwnames, i), values[i]) < 0) {
-            Py_CLEAR(options);
-        }
-    }
-    if (options != NULL) {
-        result = PyObject_CallMethod(state->py.shim, "decorate", "OO", module, options);
-        Py_DECREF(options);
-    }
-    return result;
-}
-
 /* Either form, its forward uncompiled. */
 static PyObject *run_region(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
                             PyObject *kwargs)
@@ -255,7 +228,7 @@ static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, P
         return NULL;
     }
     if (o.function == NULL && !exact && kwnames != NULL) {
-        result = decorate(module, state, all, kwnames);
+        result = PyObject_CallMethod(state->py.shim, "decorate", "OON", module, kwnames, gck_tuple(all, PyTuple_Size(kwnames)));
     } else if (o.function == NULL) {
         PyErr_SetString(PyExc_TypeError, "checkpoint() missing 1 required positional argument: 'function'");
     } else {

@@ -38,7 +38,7 @@ int gck_count_kept(gck_state *state, PyObject *x, int verdict)
         return 0;
     }
     s->asked++;
-    nbytes = PyObject_GetAttrString(x, "nbytes");
+    nbytes = PyObject_GetAttr(x, state->py.names.nbytes);
     s->kept_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
     Py_XDECREF(nbytes);
     return PyErr_Occurred() ? gck_clear_refusal() : 0;   /* a subclass may refuse: the count goes without it */
@@ -131,11 +131,9 @@ static int pack_payload(gck_packing *p, gck_input *in, gck_entry *entry, PyObjec
 /* 1, 0, or -1.  A subclass that refuses to say is none. */
 static int is_inference(PyObject *x)
 {
-    PyObject *value = PyObject_CallMethod(x, "is_inference", NULL);
-    const int truth = value == Py_True;
+    const int truth = gck_is_true(PyObject_CallMethod(x, "is_inference", NULL));
 
-    Py_XDECREF(value);
-    return value == NULL ? gck_clear_refusal() : truth;
+    return truth < 0 ? gck_clear_refusal() : truth;
 }
 
 _Thread_local int gck_entry_of_region;
@@ -302,18 +300,13 @@ static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t versio
 /* Containers are put together by code of the user, which may look at the values. */
 static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
 {
-    PyObject *leaves = PyList_New(entry->nleaves);
-    PyObject *tree = NULL;
+    PyObject *leaves = PyList_New(0), *tree = NULL;
+    int status = leaves == NULL ? -1 : 0;
 
-    for (Py_ssize_t i = 0; leaves != NULL && i < entry->nleaves; i++) {
-        PyObject *leaf = gck_entry_restore(state, &entry->leaves[i], batch, inputs);
-        if (leaf == NULL) {
-            Py_CLEAR(leaves);
-        } else {
-            PyList_SetItem(leaves, i, leaf);
-        }
+    for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
+        status = gck_append(leaves, gck_entry_restore(state, &entry->leaves[i], batch, inputs));
     }
-    if (leaves != NULL && gck_batch_flush(batch) == 0) {
+    if (status == 0 && gck_batch_flush(batch) == 0) {
         tree = PyObject_CallFunctionObjArgs(state->py.tree_unflatten, leaves, entry->value, NULL);
     }
     Py_XDECREF(leaves);

@@ -8,13 +8,11 @@
 
 gck_frame *gck_frame_new(gck_state *state)
 {
-    gck_frame *frame = PyObject_GC_New(gck_frame, state->Frame);
+    gck_frame *frame = (gck_frame *)PyType_GenericAlloc(state->Frame, 0);
 
     if (frame != NULL) {
-        memset((char *)frame + sizeof(PyObject), 0, sizeof *frame - sizeof(PyObject));
         frame->state = state;
         frame->rounding = gck_rounding_of_region(state);
-        PyObject_GC_Track(frame);
     }
     return frame;
 }
@@ -22,20 +20,13 @@ gck_frame *gck_frame_new(gck_state *state)
 static int grow(gck_frame *frame)
 {
     const Py_ssize_t capacity = frame->capacity ? 2 * frame->capacity : 8;
-    gck_holder **slots = realloc(frame->slots, (size_t)capacity * sizeof *slots);
-    gck_meta *metas;
+    gck_slot *slots = realloc(frame->slots, (size_t)capacity * sizeof *slots);
 
     if (slots == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     frame->slots = slots;
-    metas = realloc(frame->metas, (size_t)capacity * sizeof *metas);
-    if (metas == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    frame->metas = metas;
     frame->capacity = capacity;
     return 0;
 }
@@ -49,19 +40,14 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     if (frame->check_metadata && gck_meta_of(frame, x, 0, &meta) < 0) {
         return NULL;
     }
-    if (frame->nslots == frame->capacity && grow(frame) < 0) {
-        gck_meta_clear(&meta);
-        return NULL;
-    }
-    holder = PyObject_New(gck_holder, frame->state->Holder);
+    holder = frame->nslots < frame->capacity || grow(frame) == 0 ? PyObject_New(gck_holder, frame->state->Holder) : NULL;
     if (holder == NULL) {
         gck_meta_clear(&meta);
         return NULL;
     }
     holder->frame = frame;
     holder->index = frame->nslots;
-    frame->slots[frame->nslots] = holder;
-    frame->metas[frame->nslots++] = meta;
+    frame->slots[frame->nslots++] = (gck_slot){holder, meta};
     return (PyObject *)holder;
 }
 
@@ -89,7 +75,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
         }
     }
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
-        Py_VISIT(frame->metas[i].objects);
+        Py_VISIT(frame->slots[i].meta.objects);
     }
     for (Py_ssize_t t = 0; t < frame->ntables; t++) {
         const gck_table *table = frame->tables[t];
@@ -108,7 +94,7 @@ static int frame_clear(PyObject *op)
 
     gck_frame_tables_clear(frame);
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
-        gck_meta_clear(&frame->metas[i]);
+        gck_meta_clear(&frame->slots[i].meta);
     }
     frame->args = NULL;
     for (Py_ssize_t i = 0; args != NULL && i < frame->nargs + frame->nkwargs; i++) {
@@ -132,21 +118,18 @@ static int frame_clear(PyObject *op)
 static void frame_dealloc(PyObject *op)
 {
     gck_frame *frame = (gck_frame *)op;
-    PyTypeObject *type = Py_TYPE(op);
 
     PyObject_GC_UnTrack(op);
     /* Autograd drops the hooks before the holder of the same SavedVariable. */
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
-        if (frame->slots[i] != NULL) {
-            frame->slots[i]->frame = NULL;
+        if (frame->slots[i].holder != NULL) {
+            frame->slots[i].holder->frame = NULL;
         }
     }
     frame_clear(op);
     free(frame->slots);
-    free(frame->metas);
     free(frame->tables);
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    gck_object_free(op);
 }
 
 static PyType_Slot frame_slots[] = {
@@ -187,17 +170,15 @@ static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
 static void holder_dealloc(PyObject *op)
 {
     gck_holder *holder = (gck_holder *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject *value;
 
     while (holder->frame != NULL && (value = take_value(holder->frame, holder->index)) != NULL) {
         Py_DECREF(value);
     }
     if (holder->frame != NULL) {
-        holder->frame->slots[holder->index] = NULL;
+        holder->frame->slots[holder->index].holder = NULL;
     }
-    PyObject_Free(op);
-    Py_DECREF(type);
+    gck_object_free(op);
 }
 
 static PyType_Slot holder_slots[] = {{Py_tp_dealloc, holder_dealloc}, {0, NULL}};
@@ -211,15 +192,7 @@ PyType_Spec gck_holder_spec = {
 
 /* ---- Recompute ---- */
 
-static void recompute_dealloc(PyObject *op)
-{
-    PyTypeObject *type = Py_TYPE(op);
-
-    PyObject_Free(op);
-    Py_DECREF(type);
-}
-
-static PyType_Slot recompute_slots[] = {{Py_tp_dealloc, recompute_dealloc}, {0, NULL}};
+static PyType_Slot recompute_slots[] = {{Py_tp_dealloc, gck_object_free}, {0, NULL}};
 
 PyType_Spec gck_recompute_spec = {
     .name = "gradckpt._C.Recompute",

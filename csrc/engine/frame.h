@@ -39,13 +39,13 @@ typedef struct {
     int64_t       sizes[GCK_META_INLINE];
 } gck_meta;
 
-typedef enum { GCK_RESTORING = 1, GCK_FILLED, GCK_DRAINED } gck_table_phase;
-
-/* Where threads wait for a recompute that another one does.  Made by the first that waits. */
+/* One per saved tensor. */
 typedef struct {
-    PyThread_type_lock lock;       /* held until the recompute is over                   */
-    int                users;      /* threads at it, and the table                       */
-} gck_gate;
+    gck_holder *holder;            /* borrowed; NULL: that part of the graph is freed    */
+    gck_meta    meta;              /* when check_metadata                                */
+} gck_slot;
+
+typedef enum { GCK_RESTORING = 1, GCK_FILLED, GCK_DRAINED } gck_table_phase;
 
 /* The recomputed tensors of one backward: of one graph task, GraphExecGroup, or access
  * from outside any backward. */
@@ -55,7 +55,7 @@ typedef struct {
     gck_table_phase phase;
     int             watched;       /* freed at the end of its graph task                 */
     unsigned long   thread;        /* that recomputes, while RESTORING                   */
-    gck_gate       *gate;          /* NULL: nobody waits                                 */
+    PyObject       *gate;          /* a lock that is held until the recompute is over; NULL: nobody waits */
     Py_ssize_t      counter;       /* tensors packed by the recompute so far             */
     Py_ssize_t      left;          /* values not handed out yet                          */
     Py_ssize_t      size;          /* slots when it was made: a region may record more   */
@@ -90,8 +90,7 @@ struct gck_frame {
     int             reentrant;     /* as torch's reentrant form                          */
     PyObject       *parameters_in; /* list: inputs of the node after the arguments; NULL: not all are known */
     PyObject       *outputs;       /* (leaves, spec) until they are put together; NULL: one tensor */
-    gck_holder    **slots;         /* borrowed; NULL: that part of the graph is freed    */
-    gck_meta       *metas;         /* one per slot when check_metadata                   */
+    gck_slot       *slots;
     Py_ssize_t      nslots, capacity;
     gck_table     **tables;
     Py_ssize_t      ntables;
@@ -128,7 +127,7 @@ void gck_frame_tables_clear(gck_frame *frame);
 /* The recompute is over: who waits for it goes on. */
 void gck_table_open(gck_table *table);
 /* Wait for the thread that recomputes, the GIL released.  0, or -1 when a signal handler raised. */
-int gck_table_wait(gck_table *table);
+int gck_table_wait(const gck_py *py, gck_table *table);
 /* Free the values; what was handed out stays known. */
 void gck_table_drain(gck_table *table);
 

@@ -3,19 +3,6 @@
 
 #include <string.h>
 
-static PyObject *attributes(const gck_py *py, PyObject *x)
-{
-    PyObject *shape = PyObject_GetAttr(x, py->names.shape);
-    PyObject *dtype = shape ? PyObject_GetAttr(x, py->names.dtype) : NULL;
-    PyObject *device = dtype ? PyObject_GetAttr(x, py->names.device) : NULL;
-    PyObject *objects = device ? PyTuple_Pack(3, shape, dtype, device) : NULL;
-
-    Py_XDECREF(shape);
-    Py_XDECREF(dtype);
-    Py_XDECREF(device);
-    return objects;
-}
-
 int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
 {
     const gck_py *py = &frame->state->py;
@@ -23,9 +10,7 @@ int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
 
     memset(meta, 0, sizeof *meta);
     if (frame->metadata_fn != NULL) {
-        PyObject *value = PyObject_CallFunctionObjArgs(frame->metadata_fn, x, NULL);
-        meta->objects = value != NULL ? PyTuple_Pack(1, value) : NULL;
-        Py_XDECREF(value);
+        meta->objects = Py_BuildValue("(N)", PyObject_CallFunctionObjArgs(frame->metadata_fn, x, NULL));
         return meta->objects == NULL ? -1 : 0;
     }
     if (!whole && ((PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter)) {
@@ -43,35 +28,14 @@ int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
             return 0;
         }
     }
-    meta->objects = attributes(py, x);
+    meta->objects = PyObject_CallMethod(py->shim, "metadata", "O", x);
     return meta->objects == NULL ? -1 : 0;
-}
-
-/* (shape, dtype, device) as torch's objects: new reference. */
-static PyObject *as_objects(const gck_py *py, const gck_meta *meta)
-{
-    PyObject *numbers = gck_meta_describe(meta), *convert, *objects = NULL;
-
-    if (numbers == NULL || meta->objects != NULL) {
-        return numbers;
-    }
-    convert = PyObject_GetAttrString(py->shim, "from_dlpack");
-    if (convert != NULL) {
-        objects = PyObject_CallObject(convert, numbers);
-    }
-    Py_XDECREF(convert);
-    Py_DECREF(numbers);
-    return objects;
 }
 
 int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b)
 {
     if (a->objects != NULL || b->objects != NULL) {      /* a subclass may come back detached, as a plain tensor */
-        PyObject *x = as_objects(py, a), *y = x ? as_objects(py, b) : NULL;
-        const int same = y ? PyObject_RichCompareBool(x, y, Py_EQ) : -1;
-        Py_XDECREF(x);
-        Py_XDECREF(y);
-        return same;
+        return gck_is_true(PyObject_CallMethod(py->shim, "same_metadata", "NN", gck_meta_describe(a), gck_meta_describe(b)));
     }
     return a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
         && memcmp(&a->device, &b->device, sizeof a->device) == 0
@@ -80,21 +44,9 @@ int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b)
 
 PyObject *gck_meta_describe(const gck_meta *meta)
 {
-    PyObject *sizes;
-
-    if (meta->objects != NULL) {
-        return Py_NewRef(meta->objects);
-    }
-    sizes = PyList_New(0);
-    for (int d = 0; sizes != NULL && d < meta->ndim; d++) {
-        PyObject *size = PyLong_FromLongLong(meta->sizes[d]);
-        if (size == NULL || PyList_Append(sizes, size) < 0) {
-            Py_CLEAR(sizes);
-        }
-        Py_XDECREF(size);
-    }
-    return sizes == NULL ? NULL : Py_BuildValue("(Niiii)", sizes, meta->dtype.code, meta->dtype.bits,
-                                                meta->device.device_type, meta->device.device_id);
+    return meta->objects != NULL ? Py_NewRef(meta->objects)
+        : Py_BuildValue("(Niiii)", gck_sizes(meta->ndim, meta->sizes), meta->dtype.code, meta->dtype.bits,
+                        meta->device.device_type, meta->device.device_id);
 }
 
 void gck_meta_clear(gck_meta *meta) { Py_CLEAR(meta->objects); }

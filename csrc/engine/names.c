@@ -10,10 +10,7 @@ static int names_traverse(PyObject *op, visitproc visit, void *arg)
     gck_names *self = (gck_names *)op;
 
     Py_VISIT(Py_TYPE(op));
-    for (int i = 0; i < self->n; i++) {
-        Py_VISIT(self->named[i].op);
-        Py_VISIT(self->named[i].form);
-    }
+    Py_VISIT(self->rows);
     Py_VISIT(self->wanted);
     return 0;
 }
@@ -24,10 +21,7 @@ static void names_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
 
     PyObject_GC_UnTrack(op);
-    for (int i = 0; i < self->n; i++) {
-        Py_XDECREF(self->named[i].op);
-        Py_XDECREF(self->named[i].form);
-    }
+    Py_XDECREF(self->rows);
     Py_XDECREF(self->wanted);
     free(self->named);
     free(self->slots);
@@ -58,27 +52,25 @@ static int read_row(gck_state *state, PyObject *row, gck_named *named)
         || gck_options_plan(state, compress, &named->plan) < 0) {
         return -1;
     }
-    named->op = Py_NewRef(op);
-    named->form = form != Py_None ? Py_NewRef(form) : NULL;
+    named->op = op;
+    named->form = form != Py_None ? form : NULL;
     named->keep = (gck_keep)keep;
     named->draws = gck_op_draws(&state->py, op);
     return named->draws < 0 ? -1 : 0;
 }
 
-static size_t hash(const gck_names *names, const PyObject *op)
+/* Where the operator is in the table, or would be. */
+static size_t slot_of(const gck_names *names, const PyObject *op)
 {
-    return ((uintptr_t)op >> 4) * 0x9E3779B97F4A7C15u >> 32 & names->mask;
-}
-
-int gck_names_find(const gck_names *names, const PyObject *op)
-{
-    size_t at = hash(names, op);
+    size_t at = ((uintptr_t)op >> 4) * 0x9E3779B97F4A7C15u >> 32 & names->mask;
 
     while (names->slots[at] >= 0 && names->named[names->slots[at]].op != op) {
         at = (at + 1) & names->mask;
     }
-    return names->slots[at];
+    return at;
 }
+
+int gck_names_find(const gck_names *names, const PyObject *op) { return names->slots[slot_of(names, op)]; }
 
 /* Of rows with the same operator the first counts.  0 or -1. */
 static int index_names(gck_names *self)
@@ -93,11 +85,8 @@ static int index_names(gck_names *self)
     }
     memset(self->slots, -1, (self->mask + 1) * sizeof *self->slots);
     for (int i = 0; i < self->n; i++) {
-        if (gck_names_find(self, self->named[i].op) < 0) {
-            size_t at = hash(self, self->named[i].op);
-            while (self->slots[at] >= 0) {
-                at = (at + 1) & self->mask;
-            }
+        const size_t at = slot_of(self, self->named[i].op);
+        if (self->slots[at] < 0) {
             self->slots[at] = i;
         }
     }
@@ -113,14 +102,12 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "OO!:make_names", &rows, &PyFrozenSet_Type, &wanted)
         || (rows != Py_None && !PyTuple_Check(rows))
-        || (self = PyObject_GC_New(gck_names, state->Names)) == NULL) {
+        || (self = (gck_names *)PyType_GenericAlloc(state->Names, 0)) == NULL) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "make_names takes a tuple of rows or None, not %R", rows);
     }
     const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Size(rows);
-    self->n = self->ngroups = self->decisions = 0;
     self->wanted = Py_NewRef(wanted);
-    self->asks = rows == Py_None;
-    self->slots = NULL;
+    self->rows = Py_NewRef(rows);
     if ((self->named = calloc((size_t)n + 1, sizeof *self->named)) == NULL) {
         PyErr_NoMemory();
         status = -1;
@@ -131,7 +118,6 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
         self->ngroups = named->group >= self->ngroups ? named->group + 1 : self->ngroups;
         self->decisions = named->plan.decisions > self->decisions ? named->plan.decisions : self->decisions;
     }
-    PyObject_GC_Track((PyObject *)self);
     if (status < 0 || index_names(self) < 0) {
         Py_CLEAR(self);
     }

@@ -1,19 +1,13 @@
 /* naming.c: outputs that get a name after their operator has run: gradckpt.name(). */
 #include "store.h"
 
-int gck_store_candidate(gck_store *store, int line, PyObject *index, PyObject *out)
+int gck_store_candidate(gck_store *store, int line, const gck_call *call, PyObject *out)
 {
-    /* Until it gets a name it is run again. */
-    PyObject *found = gck_store_skip(store, store->lines[line].calls, index) == 0
-        ? PyObject_CallMethod(store->state->py.selection, "candidate", "(O)", out) : NULL;
-    PyObject *row = found != NULL ? Py_BuildValue("(NiO)", found, line, index) : NULL;
-    int status = -1;
-
-    if (row != NULL && (store->candidates != NULL || (store->candidates = PyList_New(0)) != NULL)) {
-        status = PyList_Append(store->candidates, row);
+    if (store->candidates == NULL && (store->candidates = PyList_New(0)) == NULL) {
+        return -1;
     }
-    Py_XDECREF(row);
-    return status;
+    return gck_append(store->candidates, PyObject_CallMethod(store->state->py.selection, "candidate", "OiO", out, line,
+                                                             call->index));
 }
 
 /* x has the name: what it was made from is kept. */
@@ -21,11 +15,13 @@ static int keep_candidate(gck_store *store, PyObject *x, PyObject *name)
 {
     PyObject *found = PyObject_CallMethod(store->state->py.selection, "find_candidate", "OOO",
                                           store->candidates != NULL ? store->candidates : Py_None, x, name);
-    PyObject *out, *index;
+    gck_call call = {.op = NULL};
+    PyObject *out;
     int line, status = -1;
 
-    if (found != NULL && PyArg_ParseTuple(found, "OiO", &out, &line, &index)) {
-        status = gck_store_keep(store, store->lines[line].calls, index, out, &store->policy->named[line].plan);
+    if (found != NULL && PyArg_ParseTuple(found, "OiO", &out, &line, &call.index)) {
+        call.calls = store->lines[line];
+        status = gck_store_keep(store, &call, out, &store->policy->named[line].plan);
         store->met++;
     }
     Py_XDECREF(found);
@@ -41,17 +37,10 @@ int gck_store_name(gck_store *store, PyObject *x, PyObject *name)
 
 int gck_store_finish(gck_store *store)
 {
-    PyObject *warned;
-
     if (store->policy == NULL || PySet_Size(store->policy->wanted) == 0) {
         return 0;
     }
     Py_CLEAR(store->candidates);
-    if (store->met > 0) {
-        return 0;
-    }
-    warned = PyObject_CallMethod(store->state->py.selection, "warn_unnamed", "OO", (PyObject *)store->policy,
-                                 store->policy->wanted);
-    Py_XDECREF(warned);
-    return warned == NULL ? -1 : 0;
+    return store->met > 0 ? 0 : gck_done(PyObject_CallMethod(store->state->py.selection, "warn_unnamed", "OO",
+                                                             (PyObject *)store->policy, store->policy->wanted));
 }

@@ -13,7 +13,6 @@ typedef struct {
     PyObject_HEAD
     PyObject *val;           /* a detached alias, a Payload, or no tensor at all; attribute of torch's, too */
     int64_t   version;       /* -1: not looked at                                            */
-    int       encoded;       /* val is a Payload                                             */
     PyObject *form;          /* val is what it keeps of a decision; owned, NULL              */
 } gck_kept;
 
@@ -68,24 +67,20 @@ PyType_Spec gck_kept_spec = {
  * Not so in an inference mode inside the region, which stays as it is. */
 static PyObject *detached(const gck_py *py, PyObject *x)
 {
-    PyObject *excluded = PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL);
-    PyObject *off, *alias, *on;
-    gck_error error;
+    const int excluded = gck_is_true(PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL));
+    PyObject *alias;
 
-    if (excluded != Py_True) {
-        alias = excluded != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
-        Py_XDECREF(excluded);
-        return alias;
+    if (excluded < 0
+        || (excluded && gck_done(PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL)) < 0)) {
+        return NULL;
     }
-    off = PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL);
-    alias = off != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
-    error = gck_error_take();
-    on = off != NULL ? PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_True, NULL) : NULL;
-    Py_DECREF(excluded);
-    Py_XDECREF(off);
-    Py_XDECREF(on);
-    if (gck_error_return(&error) < 0) {
-        Py_CLEAR(alias);
+    alias = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
+    if (excluded) {
+        gck_error error = gck_error_take();
+        gck_done(PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_True, NULL));
+        if (gck_error_return(&error) < 0) {
+            Py_CLEAR(alias);
+        }
     }
     return alias;
 }
@@ -117,20 +112,17 @@ static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
     return payload;
 }
 
-/* New reference; takes over val, also on failure. */
-static PyObject *kept_new(gck_store *store, PyObject *val, int encoded, int64_t version)
+/* New reference; takes over val, also on failure; NULL: making it raised. */
+static PyObject *kept_new(gck_store *store, PyObject *val, int64_t version)
 {
-    gck_kept *self = PyObject_GC_New(gck_kept, store->state->Kept);
+    gck_kept *self = val != NULL ? (gck_kept *)PyType_GenericAlloc(store->state->Kept, 0) : NULL;
 
     if (self == NULL) {
-        Py_DECREF(val);
+        Py_XDECREF(val);
         return NULL;
     }
     self->val = val;
-    self->encoded = encoded;
     self->version = version;
-    self->form = NULL;
-    PyObject_GC_Track((PyObject *)self);
     return (PyObject *)self;
 }
 
@@ -138,27 +130,26 @@ static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
 {
     const gck_py *py = &store->state->py;
     const int tensor = gck_is_tensor(py, x);
-    PyObject *val = NULL;
+    PyObject *val = tensor > 0 && plan != NULL && plan->codec != NULL ? encoded(store, x, plan) : NULL;
     int64_t version = -1;                        /* inference tensors have none: nothing to compare */
 
-    if (tensor < 0) {
-        return NULL;
-    }
-    if (tensor && plan != NULL && plan->codec != NULL) {
-        val = encoded(store, x, plan);
-        if (val == NULL && PyErr_Occurred()) {
-            return NULL;
+    if (val == NULL && tensor >= 0 && !PyErr_Occurred()) {
+        val = tensor ? detached(py, x) : Py_NewRef(x);
+        if (val != NULL && tensor && gck_version_of(py, val, &version) < 0) {
+            Py_CLEAR(val);
         }
     }
-    const int payload = val != NULL;
-    if (val == NULL) {
-        val = tensor ? detached(py, x) : Py_NewRef(x);
-    }
-    if (val == NULL || (tensor && !payload && gck_version_of(py, val, &version) < 0)) {
-        Py_XDECREF(val);
-        return NULL;
-    }
-    return kept_new(store, val, payload, version);
+    return kept_new(store, val, version);
+}
+
+/* What decisions take: these bytes, too; none of a tensor that does not tell.  0 or -1. */
+static int count_bytes(gck_state *state, PyObject *x)
+{
+    PyObject *nbytes = PyObject_GetAttrString(x, "nbytes");
+
+    state->stats.decision_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
+    Py_XDECREF(nbytes);
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
 /* A copy of what an operator decided; bool as bits. */
@@ -167,29 +158,24 @@ static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
     gck_state *state = store->state;
     const gck_codec *bits = gck_codec_find("mask");
     const int tensor = gck_is_tensor(&state->py, x);
-    PyObject *val = NULL, *nbytes;
+    PyObject *val = NULL;
     int fits, verdict;
 
     (void)unused;
     if (tensor <= 0) {
-        return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), 0, -1);
+        return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), -1);
     }
     gck_input in = gck_input_of(x);
     verdict = gck_input_judge(&state->py, &in, bits, 0);
     if (verdict == GCK_COMPRESS) {
         val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
         state->stats.decision_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
-    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL) {
-        nbytes = PyObject_GetAttrString(val, "nbytes");
-        state->stats.decision_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
-        Py_XDECREF(nbytes);
-        if (PyErr_Occurred() && gck_clear_refusal() < 0) {
-            Py_CLEAR(val);
-        }
+    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && count_bytes(state, val) < 0) {
+        Py_CLEAR(val);
     }
     gck_input_clear(&in);
     state->stats.decisions++;
-    return val != NULL ? kept_new(store, val, verdict == GCK_COMPRESS, -1) : NULL;
+    return kept_new(store, val, -1);
 }
 
 /* f(item) for each item of a tuple or list, into a tuple or list.  What an operator returns
@@ -199,7 +185,7 @@ static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_f
 {
     const int tuple = PyTuple_Check(x);
     const Py_ssize_t n = tuple || PyList_Check(x) ? PySequence_Size(x) : -1;
-    PyObject *list, *result;
+    PyObject *list;
 
     if (n < 0) {
         return f(store, x, plan);
@@ -207,34 +193,27 @@ static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_f
     list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
         PyObject *item = PySequence_GetItem(x, i);
-        PyObject *mapped = item != NULL ? map(store, item, tuple && i > 0 ? NULL : plan, f) : NULL;
-        if (mapped == NULL || PyList_Append(list, mapped) < 0) {
+        if (item == NULL || gck_append(list, map(store, item, tuple && i > 0 ? NULL : plan, f)) < 0) {
             Py_CLEAR(list);
         }
         Py_XDECREF(item);
-        Py_XDECREF(mapped);
     }
-    if (!tuple || list == NULL) {
-        return list;
-    }
-    result = PyList_AsTuple(list);
-    Py_DECREF(list);
-    return result;
+    return tuple ? gck_as_tuple(list) : list;
 }
 
-/* calls[index] = what f makes of the outputs. */
-static int put(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan, item_function *f)
+/* What f makes of the outputs is kept.  0 or -1. */
+static int put(gck_store *store, const gck_call *call, PyObject *out, const gck_plan *plan, item_function *f)
 {
     PyObject *kept = map(store, out, plan, f);
-    const int status = kept == NULL ? -1 : PyDict_SetItem(calls, index, kept);
+    const int status = kept == NULL ? -1 : PyDict_SetItem(call->calls, call->index, kept);
 
     Py_XDECREF(kept);
     return status;
 }
 
-int gck_store_keep(gck_store *store, PyObject *calls, PyObject *index, PyObject *out, const gck_plan *plan)
+int gck_store_keep(gck_store *store, const gck_call *call, PyObject *out, const gck_plan *plan)
 {
-    return put(store, calls, index, out, plan, keep_one);
+    return put(store, call, out, plan, keep_one);
 }
 
 /* form.keep(args, kwargs, b) or form.give(a, args, kwargs), without grad: not all operators come from below autograd. */
@@ -250,43 +229,41 @@ static PyObject *ask_form(PyObject *form, const gck_call *call, const char *meth
     return result;
 }
 
-/* calls[index] = what the form keeps of the call, if anything.  It says how many bytes these are. */
-static int put_form(gck_store *store, PyObject *calls, PyObject *index, const gck_call *call, PyObject *form, PyObject *out)
+/* What the form keeps of the call, if anything.  It says how many bytes these are. */
+static int put_form(gck_store *store, const gck_call *call, PyObject *form, PyObject *out)
 {
     PyObject *made = ask_form(form, call, "keep", NULL, out);
-    PyObject *val, *entry = NULL;
+    PyObject *val, *entry;
     long long nbytes;
-    int status = -1;
+    int status = made == Py_None ? 0 : -1;
 
-    if (made == Py_None) {
-        status = gck_store_skip(store, calls, index);
-    } else if (made != NULL && PyArg_ParseTuple(made, "OL", &val, &nbytes)
-        && (entry = kept_new(store, Py_NewRef(val), 0, -1)) != NULL) {
+    if (made != NULL && made != Py_None && PyArg_ParseTuple(made, "OL", &val, &nbytes)
+        && (entry = kept_new(store, Py_NewRef(val), -1)) != NULL) {
         ((gck_kept *)entry)->form = Py_NewRef(form);
         store->state->stats.decisions++;
         store->state->stats.decision_bytes += nbytes;
-        status = PyDict_SetItem(calls, index, entry);
+        status = PyDict_SetItem(call->calls, call->index, entry);
+        Py_DECREF(entry);
     }
-    Py_XDECREF(entry);
     Py_XDECREF(made);
     return status;
 }
 
-int gck_store_decide(gck_store *store, PyObject *calls, PyObject *index, const gck_call *call, PyObject *form, PyObject *out)
+int gck_store_decide(gck_store *store, const gck_call *call, PyObject *form, PyObject *out)
 {
-    return form != NULL ? put_form(store, calls, index, call, form, out) : put(store, calls, index, out, NULL, copy_one);
+    return form != NULL ? put_form(store, call, form, out) : put(store, call, out, NULL, copy_one);
 }
 
-int gck_store_drew(gck_store *store, PyObject *op, PyObject *index, gck_draw *draw)
+int gck_store_drew(gck_store *store, const gck_call *call, gck_draw *draw)
 {
-    PyObject *drawn = gck_draw_end(&store->state->py, draw), *key = drawn != NULL ? PyTuple_Pack(2, op, index) : NULL;
-    int status = key != NULL && drawn == Py_None ? 0 : -1;
+    PyObject *drawn = gck_draw_end(&store->state->py, draw), *key = PyTuple_Pack(2, call->key, call->index);
+    int status = drawn == Py_None ? 0 : -1;
 
-    if (key != NULL && drawn != Py_None && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)) {
-        PyObject *nbytes = PyObject_GetAttrString(PyTuple_GetItem(drawn, 1), "nbytes");
-        store->state->stats.decision_bytes += nbytes != NULL ? 2 * PyLong_AsLongLong(nbytes) : 0;   /* before and after */
-        Py_XDECREF(nbytes);
-        status = nbytes != NULL ? PyDict_SetItem(store->draws, key, drawn) : -1;
+    if (drawn != NULL && drawn != Py_None && key != NULL
+        && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)
+        && count_bytes(store->state, PyTuple_GetItem(drawn, 0)) == 0
+        && count_bytes(store->state, PyTuple_GetItem(drawn, 1)) == 0) {
+        status = PyDict_SetItem(store->draws, key, drawn);
     }
     Py_XDECREF(drawn);
     Py_XDECREF(key);
@@ -299,9 +276,10 @@ static PyObject *told_by(const gck_store *store, const gck_call *call)
     return PyObject_CallMethod(store->state->py.selection, "told_by", "OO", call->args, call->kwargs ? call->kwargs : Py_None);
 }
 
-int gck_store_tell(gck_store *store, PyObject *op, PyObject *index, const gck_call *call)
+int gck_store_tell(gck_store *store, const gck_call *call)
 {
-    PyObject *told = store->by_call ? told_by(store, call) : NULL, *key = told != NULL ? PyTuple_Pack(2, op, index) : NULL;
+    PyObject *told = store->by_call ? told_by(store, call) : NULL;
+    PyObject *key = told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
     int status = store->by_call ? -1 : 0;
 
     if (key != NULL && (store->told != NULL || (store->told = PyDict_New()) != NULL)) {
@@ -312,9 +290,9 @@ int gck_store_tell(gck_store *store, PyObject *op, PyObject *index, const gck_ca
     return status;
 }
 
-int gck_store_is_told(gck_store *store, PyObject *op, PyObject *index, const gck_call *call, int unknown)
+int gck_store_is_told(gck_store *store, const gck_call *call, int unknown)
 {
-    PyObject *key = store->told != NULL ? PyTuple_Pack(2, op, index) : NULL, *now;
+    PyObject *key = store->told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL, *now;
     PyObject *told = key != NULL ? Py_XNewRef(PyDict_GetItemWithError(store->told, key)) : NULL;
     int same = PyErr_Occurred() ? -1 : unknown;
 
@@ -326,11 +304,6 @@ int gck_store_is_told(gck_store *store, PyObject *op, PyObject *index, const gck
     Py_XDECREF(key);
     Py_XDECREF(told);
     return same;
-}
-
-int gck_store_skip(gck_store *store, PyObject *calls, PyObject *index)
-{
-    return PyDict_SetItem(calls, index, store->state->py.recompute_mark);
 }
 
 /* ---- the other way ---- */
@@ -351,7 +324,7 @@ static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
     if (Py_TYPE(x) != store->state->Kept) {
         return PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", x);
     }
-    if (kept->encoded) {
+    if (Py_TYPE(kept->val) == store->state->Payload) {
         return gck_payload_decode((gck_payload *)kept->val);
     }
     if (kept->version >= 0 && !store->mutation && gck_version_of(py, kept->val, &now) < 0) {
@@ -364,9 +337,6 @@ static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
     /* Autograd writes into the object it gets: an entry that stays gives another one. */
     return (store->reusable || kept->version < 0) && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept) : Py_NewRef(kept->val);
 }
-
-static const char mismatch[] = "This can happen if the operations in the checkpointed region are nondeterministic or "
-                               "depend on global state that changed between forward and backward.";
 
 /* What the call returned, out of its entry. */
 static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *call)
@@ -383,51 +353,22 @@ static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *c
 }
 
 /* The generator that the call drew from, after it.  0 or -1. */
-static int repeat_draw(gck_store *store, const gck_call *call, PyObject *op, PyObject *index)
+static int repeat_draw(gck_store *store, const gck_call *call)
 {
-    PyObject *key = store->draws != NULL ? PyTuple_Pack(2, op, index) : NULL;
+    PyObject *key = store->draws != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
     PyObject *drawn = key != NULL ? PyDict_GetItemWithError(store->draws, key) : NULL;
-    const int status = drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) : PyErr_Occurred() ? -1 : 0;
 
     Py_XDECREF(key);
-    return status;
+    return drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) : PyErr_Occurred() ? -1 : 0;
 }
 
-PyObject *gck_store_replay(gck_store *store, const gck_call *call, PyObject *op, PyObject *calls, PyObject *index, int lasting,
-                           int *again)
+PyObject *gck_store_give(gck_store *store, const gck_call *call, PyObject *entry, int lasting)
 {
-    const gck_py *py = &store->state->py;
-    PyObject *entry = calls != NULL ? PyDict_GetItemWithError(calls, index) : NULL;
-    PyObject *result;
+    PyObject *result = store->reusable || lasting
+        || PyDict_SetItem(call->calls, call->index, store->state->py.consumed_mark) == 0 ? outputs_of(store, entry, call) : NULL;
 
-    *again = 0;
-    if (entry == NULL) {
-        if (!PyErr_Occurred() && calls == NULL && lasting) {
-            *again = 1;                          /* without grad it dispatches otherwise: nothing was decided there */
-        } else if (!PyErr_Occurred() && calls == NULL) {
-            PyErr_Format(PyExc_RuntimeError, "%S encountered during backward but not found in storage. %s", op, mismatch);
-        } else if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_RuntimeError, "%S invocation index %S encountered during backward but not found in "
-                         "storage. %s", op, index, mismatch);
-        }
-        return NULL;
-    }
-    if (entry == py->recompute_mark) {
-        *again = 1;
-        return NULL;
-    }
-    if (entry == py->consumed_mark) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "Trying to backward an extra time. You are only allowed to backward once on any region "
-                        "computed under selective activation checkpoint.");
-        return NULL;
-    }
-    Py_INCREF(entry);
-    result = store->reusable || lasting || PyDict_SetItem(calls, index, py->consumed_mark) == 0
-        ? outputs_of(store, entry, call) : NULL;
-    if (result != NULL && repeat_draw(store, call, op, index) < 0) {
+    if (result != NULL && repeat_draw(store, call) < 0) {
         Py_CLEAR(result);
     }
-    Py_DECREF(entry);
     return result;
 }

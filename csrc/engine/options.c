@@ -28,14 +28,15 @@ static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
     return name == state->option_names.function ? &o->function : NULL;
 }
 
+static int is_text(PyObject *value, const char *text)
+{
+    return PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, text) == 0;
+}
+
 static int read_buffers(gck_options *o)
 {
-    o->once = !o->exact;
-    if (o->buffers == NULL || (PyUnicode_Check(o->buffers) && PyUnicode_CompareWithASCIIString(o->buffers, "once") == 0)) {
-        return 0;
-    }
-    o->once = 0;
-    if (PyUnicode_Check(o->buffers) && PyUnicode_CompareWithASCIIString(o->buffers, "torch") == 0) {
+    o->once = !o->exact && (o->buffers == NULL || is_text(o->buffers, "once"));
+    if (o->buffers == NULL || o->once || is_text(o->buffers, "torch")) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError, "gradckpt: buffers should be 'once' or 'torch', but got %R", o->buffers);
@@ -46,16 +47,16 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
                       gck_options *o, PyObject **kwargs)
 {
     const Py_ssize_t nkw = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
+    int status = 0;
 
     memset(o, 0, sizeof *o);
     o->exact = exact;
     o->function = nargs > 0 ? args[0] : NULL;
     *kwargs = NULL;
-    for (Py_ssize_t i = 0; i < nkw; i++) {
+    for (Py_ssize_t i = 0; status == 0 && i < nkw; i++) {
         PyObject *name = Py_NewRef(PyTuple_GetItem(kwnames, i)), *value = args[nargs + i];
         PyUnicode_InternInPlace(&name);
         PyObject **slot = option_slot(state, o, name);
-        int status = 0;
         if (slot == &o->function && o->function != NULL) {
             PyErr_SetString(PyExc_TypeError, "checkpoint() got multiple values for argument 'function'");
             status = -1;
@@ -65,16 +66,12 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
             status = -1;
         }
         Py_DECREF(name);
-        if (status < 0) {
-            Py_CLEAR(*kwargs);
-            return -1;
-        }
     }
-    if (read_buffers(o) < 0) {
+    status = status < 0 ? -1 : read_buffers(o);
+    if (status < 0) {
         Py_CLEAR(*kwargs);
-        return -1;
     }
-    return 0;
+    return status;
 }
 
 int gck_truth(PyObject *value, int missing)
@@ -101,27 +98,12 @@ int gck_options_custom_context(const gck_state *state, const gck_options *o)
 
 int gck_options_determinism(const gck_state *state, PyObject *value, int *check, PyObject **metadata_fn)
 {
-    PyObject *keys;
+    PyObject *read = value != NULL ? PyObject_CallMethod(state->py.shim, "determinism_check", "(O)", value) : Py_NewRef(Py_True);
 
-    *metadata_fn = NULL;
-    *check = 1;
-    if (value == NULL || (PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, "default") == 0)) {
-        return 0;
-    }
-    if (PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, "none") == 0) {
-        *check = 0;
-        return 0;
-    }
-    *metadata_fn = Py_XNewRef(PyDict_GetItemWithError(state->py.determinism_checks, value));
-    if (*metadata_fn != NULL || PyErr_Occurred()) {
-        return *metadata_fn != NULL ? 0 : -1;
-    }
-    keys = PyDict_Keys(state->py.determinism_checks);
-    if (keys != NULL) {
-        PyErr_Format(PyExc_ValueError, "determinism_check should be one of %S, but got %S", keys, value);
-        Py_DECREF(keys);
-    }
-    return -1;
+    *check = read != Py_None;
+    *metadata_fn = read != Py_None && read != Py_True ? Py_XNewRef(read) : NULL;
+    Py_XDECREF(read);
+    return read == NULL ? -1 : 0;
 }
 
 /* ---- compress= ---- */
@@ -135,22 +117,15 @@ static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
     int ok;
 
     *plan = (gck_plan){.codec = NULL};
-    if (parsed == NULL) {
-        return -1;
-    }
-    if (parsed == Py_None) {
-        Py_DECREF(parsed);
-        return 0;
-    }
-    ok = PyArg_ParseTuple(parsed, "sLpppipK", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves,
-                          &plan->decisions, &plan->stochastic, &seed);
-    if (ok) {
+    ok = parsed != NULL && PyArg_ParseTuple(parsed, "zLpppipK", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves,
+                                            &plan->decisions, &plan->stochastic, &seed);
+    if (ok && codec != NULL) {
         plan->min_numel = min_numel;
         plan->seed = seed;
         plan->codec = gck_codec_find(codec);
         plan->replay &= plan->codec->max_error > 0;        /* an exact codec gives back what the forward has anyway */
     }
-    Py_DECREF(parsed);
+    Py_XDECREF(parsed);
     return ok ? 0 : -1;
 }
 

@@ -3,38 +3,31 @@
 
 enum { MAX_KNOWN = 4096 };         /* dead modules leave entries behind: start afresh then */
 
-/* New reference: an attribute, or NULL without an exception when there is none. */
-static PyObject *attribute(PyObject *x, PyObject *name)
+/* *x becomes an attribute of it, NULL where it has none.  1, 0 or -1. */
+static int step_to(PyObject **x, PyObject *name)
 {
-    PyObject *value = PyObject_GetAttr(x, name);
+    PyObject *value = PyObject_GetAttr(*x, name);
 
-    if (value == NULL) {
-        gck_clear_attribute_error();
-    }
-    return value;
+    Py_DECREF(*x);
+    *x = value;
+    return value != NULL ? 1 : gck_clear_attribute_error();
 }
 
 int gck_module_behind(const gck_py *py, PyObject *function, PyObject **module)
 {
-    PyObject *x = Py_NewRef(function), *inner;
-    int is = PyObject_IsInstance(x, py->partial);
+    int is = PyObject_IsInstance(*module = Py_NewRef(function), py->partial);
 
-    while (is > 0 && (inner = attribute(x, py->names.func)) != NULL) {
-        Py_DECREF(x);
-        x = inner;
-        is = PyObject_IsInstance(x, py->partial);
+    while (is > 0 && (is = step_to(module, py->names.func)) > 0) {
+        is = PyObject_IsInstance(*module, py->partial);
     }
-    if (is == 0 && (is = PyObject_IsInstance(x, py->Module)) == 0) {
-        inner = attribute(x, py->names.__self__);
-        Py_DECREF(x);
-        x = inner;
-        is = x != NULL ? PyObject_IsInstance(x, py->Module) : 0;
+    if (is == 0 && *module != NULL && (is = PyObject_IsInstance(*module, py->Module)) == 0
+        && (is = step_to(module, py->names.__self__)) > 0) {
+        is = PyObject_IsInstance(*module, py->Module);
     }
-    *module = is > 0 && !PyErr_Occurred() ? x : NULL;
-    if (*module == NULL) {
-        Py_XDECREF(x);
+    if (is <= 0) {
+        Py_CLEAR(*module);
     }
-    return PyErr_Occurred() ? -1 : 0;
+    return is < 0 ? -1 : 0;
 }
 
 /* 1 when the object was seen before: by identity, since a module need not be hashable; 0; -1. */

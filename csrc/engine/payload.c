@@ -172,7 +172,7 @@ int gck_payload_hand_over(gck_payload *self)
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
 {
-    gck_payload *self = PyObject_New(gck_payload, state->Payload), *result = NULL;
+    gck_payload *self = (gck_payload *)PyType_GenericAlloc(state->Payload, 0), *result = NULL;
     int status;
 
     *fits = 1;
@@ -180,7 +180,6 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if (self == NULL) {
         return NULL;
     }
-    memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->state = state;
     self->codec = codec;
     self->stochastic = dither != NULL || (first != NULL && first->stochastic);
@@ -248,16 +247,11 @@ static PyObject *payload_bytes(gck_payload *self)
 /* Read on another stream than the one that wrote: tell the allocator. */
 static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 {
-    PyObject *device, *result;
-
     if (self->device < 0 || out->stream == self->stream) {
         return 0;
     }
-    device = gck_device_object(&self->state->py, self->device);
-    result = device != NULL ? PyObject_CallMethod(self->state->py.shim, "record_stream", "OO", x, device) : NULL;
-    Py_XDECREF(device);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return gck_done(PyObject_CallMethod(self->state->py.shim, "record_stream", "ON", x,
+                                        gck_device_object(&self->state->py, self->device)));
 }
 
 /* The values of the bytes into out, whose view this is.  0 or -1. */
@@ -285,20 +279,14 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
 /* The values of the original, all of them or those that decoded to NaN.  0 or -1. */
 static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const gck_tensor *view)
 {
-    PyObject *filled;
-
-    if (cross_stream(self, original, view) < 0) {
-        return -1;
-    }
-    filled = PyObject_CallMethod(self->state->py.shim, "fill_from", "OOi", out, original, self->codec->max_error > 0);
-    Py_XDECREF(filled);
-    return filled == NULL ? -1 : 0;
+    return cross_stream(self, original, view) < 0 ? -1
+         : gck_done(PyObject_CallMethod(self->state->py.shim, "fill_from", "OOi", out, original, self->codec->max_error > 0));
 }
 
 static PyObject *decode(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
-    PyObject *out, *original, *filled = Py_None;
+    PyObject *out, *original;
     gck_tensor view;
     int verdict, ok = 0;
 
@@ -307,11 +295,9 @@ static PyObject *decode(gck_payload *self, gck_batch *batch)
     }
     out = gck_empty(&state->py, self->ndim, self->sizes, self->layout ? self->sizes + self->ndim : NULL,
                     self->dtype, self->device);
-    if (out != NULL && self->layout == GCK_LAYOUT_HOLES) {
-        filled = PyObject_CallMethod(state->py.shim, "fill_holes", "O", out);
-        Py_XDECREF(filled);
-    }
-    verdict = out != NULL && filled != NULL ? gck_view_of(&state->py, out, &view) : -1;
+    verdict = out == NULL || (self->layout == GCK_LAYOUT_HOLES
+                              && gck_done(PyObject_CallMethod(state->py.shim, "fill_holes", "O", out)) < 0)
+            ? -1 : gck_view_of(&state->py, out, &view);
     if (verdict == GCK_COMPRESS) {
         ok = (original != NULL && self->codec->max_error == 0)
             || decode_bytes(self, out, &view, original == NULL ? batch : NULL) == 0;
@@ -329,8 +315,7 @@ static PyObject *decode(gck_payload *self, gck_batch *batch)
 
 PyObject *gck_payload_decode(gck_payload *self) { return decode(self, NULL); }
 
-/* Decoded, and counted as a restore. */
-static PyObject *revive(gck_payload *self, gck_batch *batch)
+PyObject *gck_payload_revive(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
     PyObject *out = decode(self, batch);
@@ -346,12 +331,10 @@ static PyObject *revive(gck_payload *self, gck_batch *batch)
     return out;
 }
 
-PyObject *gck_payload_revive(gck_payload *self) { return revive(self, NULL); }
-
 PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
-    PyObject *out = revive(self, batch);
+    PyObject *out = gck_payload_revive(self, batch);
     PyObject *result;
 
     if (out == NULL || !self->requires_grad) {
@@ -373,7 +356,6 @@ PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
 static void payload_dealloc(PyObject *op)
 {
     gck_payload *self = (gck_payload *)op;
-    PyTypeObject *type = Py_TYPE(op);
 
     /* First: clearing weak references runs Python, which must not find us there. */
     gck_pending_forget(self);
@@ -387,8 +369,7 @@ static void payload_dealloc(PyObject *op)
     Py_XDECREF(self->saved);
     Py_XDECREF(self->original);
     Py_XDECREF(self->kept);
-    PyObject_Free(op);
-    Py_DECREF(type);
+    gck_object_free(op);
 }
 
 static PyObject *payload_decode_method(PyObject *op, PyObject *unused)
@@ -412,12 +393,9 @@ static PyObject *payload_data(PyObject *op, void *closure)
 static PyObject *payload_shape(PyObject *op, void *closure)
 {
     gck_payload *self = (gck_payload *)op;
-    PyObject *sizes = gck_sizes(self->ndim, self->sizes);
-    PyObject *shape = sizes != NULL ? PyObject_CallFunctionObjArgs(self->state->py.size, sizes, NULL) : NULL;
 
     (void)closure;
-    Py_XDECREF(sizes);
-    return shape;
+    return PyObject_CallFunction(self->state->py.size, "(N)", gck_sizes(self->ndim, self->sizes));
 }
 
 static PyObject *payload_dtype(PyObject *op, void *closure)
@@ -434,15 +412,7 @@ static PyObject *payload_device(PyObject *op, void *closure)
 
 static PyObject *payload_repr(PyObject *op)
 {
-    gck_payload *self = (gck_payload *)op;
-    PyObject *shape = payload_shape(op, NULL);
-    PyObject *text = shape == NULL ? NULL
-        : PyUnicode_FromFormat("<gradckpt.Payload %s of %S %S, %lld -> %lld bytes>", self->codec->name,
-                               gck_dtype_object(&self->state->py, self->dtype), shape, (long long)self->bytes_in,
-                               (long long)self->nbytes);
-
-    Py_XDECREF(shape);
-    return text;
+    return PyObject_CallMethod(((gck_payload *)op)->state->py.shim, "payload_repr", "OL", op, (long long)((gck_payload *)op)->bytes_in);
 }
 
 static PyMemberDef payload_members[] = {

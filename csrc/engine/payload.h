@@ -89,11 +89,11 @@ int gck_payload_adopt(gck_payload *payload, PyObject *x);
 /* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */
 PyObject *gck_payload_decode(gck_payload *payload);
 
-/* The same, counted as a restore, requiring grad when the original did.  Its values may wait in `batch`. */
-PyObject *gck_payload_restore(gck_payload *payload, gck_batch *batch);
+/* The same, counted as a restore.  Its values may wait in `batch`. */
+PyObject *gck_payload_revive(gck_payload *payload, gck_batch *batch);
 
-/* The same for a saved tensor, of which autograd knows the history: none here. */
-PyObject *gck_payload_revive(gck_payload *payload);
+/* The same, requiring grad when the original did. */
+PyObject *gck_payload_restore(gck_payload *payload, gck_batch *batch);
 
 /* In stats(): so many bytes more are alive. */
 void gck_count_live(gck_state *state, int64_t nbytes);

@@ -49,7 +49,7 @@ static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
                                                 "recompute of that same region; this graph cannot be recomputed");
             return -1;
         }
-        if (gck_table_wait(t) < 0) {
+        if (gck_table_wait(&frame->state->py, t) < 0) {
             return -1;
         }
     }
@@ -91,7 +91,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
         Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_more_saved", "i", frame->approximate));
         return NULL;
     }
-    if (frame->slots[index] != NULL) {           /* else that part of the graph is freed already */
+    if (frame->slots[index].holder != NULL) {           /* else that part of the graph is freed already */
         table->values[index] = Py_NewRef(value);
         table->left++;
     }
@@ -170,14 +170,7 @@ exit:
 
 static int append_difference(PyObject *differences, Py_ssize_t index, const gck_meta *a, const gck_meta *b)
 {
-    PyObject *saved = gck_meta_describe(a), *now = saved ? gck_meta_describe(b) : NULL;
-    PyObject *row = now ? Py_BuildValue("nOO", index, saved, now) : NULL;
-    const int status = row == NULL ? -1 : PyList_Append(differences, row);
-
-    Py_XDECREF(saved);
-    Py_XDECREF(now);
-    Py_XDECREF(row);
-    return status;
+    return gck_append(differences, Py_BuildValue("nNN", index, gck_meta_describe(a), gck_meta_describe(b)));
 }
 
 /* Compare slot i; a difference is added to *differences.  0 or -1. */
@@ -187,11 +180,11 @@ static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject
     gck_meta then, now;
     int status, same = -1;
 
-    if (frame->slots[i] == NULL || value == NULL) {
+    if (frame->slots[i].holder == NULL || value == NULL) {
         return 0;
     }
     Py_INCREF(value);                            /* reading a subclass runs Python, which may record more slots */
-    then = frame->metas[i];
+    then = frame->slots[i].meta;
     Py_XINCREF(then.objects);
     status = gck_meta_of(frame, value, then.objects != NULL, &now);
     Py_DECREF(value);

@@ -43,21 +43,9 @@ static int begin(gck_frame *frame, gck_packing *packing)
 /* The region's decisions, in the store of its contexts where these are ours.  0 or -1. */
 static int decide(gck_frame *frame)
 {
-    gck_state *state = frame->state;
-    PyObject *store = frame->recompute_context != NULL ? PyObject_GetAttrString(frame->recompute_context, "_store") : NULL;
-    const int ours = store != NULL && Py_TYPE(store) == state->Store;
-    gck_store *of_contexts = (gck_store *)store;
-    int status;
+    gck_store *of_contexts = gck_context_store(frame->state, frame->recompute_context);
 
-    if (store == NULL && frame->recompute_context != NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear();
-    }
-    status = gck_region_decides(state, frame->decisions, ours ? &of_contexts : &frame->store);
-    Py_XDECREF(store);
-    return status;
+    return gck_region_decides(frame->state, frame->decisions, of_contexts != NULL ? &of_contexts : &frame->store);
 }
 
 /* Entries for all arguments, and what the forward gets.  0 or -1. */
@@ -128,7 +116,7 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (frame->store != NULL) {
         frame->store->by_call = packing->inputs != NULL || packing->of_node;
     }
-    if (packing->payloads == 0 || packing->aliases.rows == NULL) {
+    if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.replay)) {
         gck_aliases_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
     return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs);
@@ -142,13 +130,8 @@ static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs,
 
     for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
         PyObject *value = gck_entry_restore(frame->state, &frame->args[i], batch, inputs);
-        if (value == NULL) {
-            status = -1;
-        } else if (i < frame->nargs) {
-            status = PyList_Append(args, value);
-        } else {
-            status = PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
-        }
+        status = value == NULL ? -1 : i < frame->nargs ? PyList_Append(args, value)
+               : PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
         Py_XDECREF(value);
     }
     if (status < 0) {
@@ -183,7 +166,7 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
 int gck_region_note_step(gck_frame *frame)
 {
     gck_state *state = frame->state;
-    PyObject *id, *result;
+    PyObject *id;
     int64_t task;
 
     if (!frame->asked || state->stats.steps >= 2) {
@@ -197,22 +180,15 @@ int gck_region_note_step(gck_frame *frame)
     }
     state->last_task = task;
     state->stats.steps++;
-    result = PyObject_CallMethod(state->py.shim, "note_step", "L", (long long)state->stats.steps);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return gck_done(PyObject_CallMethod(state->py.shim, "note_step", "L", (long long)state->stats.steps));
 }
 
 /* ---- the function ---- */
 
 static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
 {
-    PyObject *shim = frame->state->py.shim;
-
-    kwargs = kwargs != NULL ? kwargs : Py_None;
-    if (!replay) {
-        return PyObject_CallMethod(shim, "call_within", "OOOO", context, frame->function, args, kwargs);
-    }
-    return PyObject_CallMethod(shim, "recompute_within", "OOOOO", context, frame->function, args, kwargs,
+    return PyObject_CallMethod(frame->state->py.shim, replay ? "recompute_within" : "call_within", "OOOOO", context,
+                               frame->function, args, kwargs != NULL ? kwargs : Py_None,
                                frame->ambient.device ? frame->ambient.device : Py_None);
 }
 

@@ -24,20 +24,19 @@ PyObject *gck_forget_modules(PyObject *module, PyObject *unused)
 
 /* ---- running statistics ---- */
 
-/* New reference: (function, *those of its arguments that are no tensors). */
-static PyObject *function_and_others(const gck_frame *frame)
+/* New reference: list of the arguments that are no tensors; an ellipsis for each container with tensors. */
+static PyObject *others(const gck_frame *frame)
 {
-    PyObject *list = PyList_New(0), *tuple;
-    int status = list == NULL ? -1 : PyList_Append(list, frame->function);
+    PyObject *list = PyList_New(0);
 
-    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
+    for (Py_ssize_t i = 0; list != NULL && i < frame->nargs + frame->nkwargs; i++) {
         const gck_entry *entry = &frame->args[i];
-        const int other = entry->kind == GCK_TREE || (entry->kind == GCK_KEPT && entry->value != NULL);
-        status = other ? PyList_Append(list, entry->kind == GCK_TREE ? Py_Ellipsis : entry->value) : 0;
+        PyObject *other = entry->kind == GCK_TREE ? Py_Ellipsis : entry->kind == GCK_KEPT ? entry->value : NULL;
+        if (other != NULL && PyList_Append(list, other) < 0) {
+            Py_CLEAR(list);
+        }
     }
-    tuple = status == 0 ? PyList_AsTuple(list) : NULL;
-    Py_XDECREF(list);
-    return tuple;
+    return list;
 }
 
 /* Reaches no running statistics: a value of a plain type, or a module that was looked at. */
@@ -95,16 +94,11 @@ static int function_harmless(const gck_frame *frame)
 static int enter_buffers(gck_frame *frame, gck_rerun *r)
 {
     gck_state *state = frame->state;
-    PyObject *function, *args;
 
     if (!frame->buffers_once || gck_known(state->stateless, frame->function) || function_harmless(frame)) {
         return 0;
     }
-    function = PyObject_GetAttrString(state->py.shim, "buffers_enter");
-    args = function != NULL ? function_and_others(frame) : NULL;
-    r->buffers = args != NULL ? PyObject_Call(function, args, NULL) : NULL;
-    Py_XDECREF(function);
-    Py_XDECREF(args);
+    r->buffers = PyObject_CallMethod(state->py.shim, "buffers_enter", "ON", frame->function, others(frame));
     if (r->buffers == Py_None) {
         Py_CLEAR(r->buffers);
         return 0;
@@ -127,12 +121,9 @@ static int begin(gck_frame *frame, gck_rerun *r)
     gck_py *py = &frame->state->py;
 
     r->buffers = NULL;
-    if (frame->parameters != NULL) {
-        PyObject *result = PyObject_CallMethod(py->shim, "check_parameters", "O", frame->parameters);
-        if (result == NULL) {
-            return -1;
-        }
-        Py_DECREF(result);
+    if (frame->parameters != NULL
+        && gck_done(PyObject_CallMethod(py->shim, "check_parameters", "O", frame->parameters)) < 0) {
+        return -1;
     }
     if (gck_ambient_enter(py, &frame->ambient, frame->recompute_context == NULL, &r->surroundings) < 0) {
         return -1;

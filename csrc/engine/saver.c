@@ -4,101 +4,45 @@
  * autograd keeps it, detached, so that the graph does not hold itself. */
 #include "saver.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #include "options.h"
 #include "settling.h"
 
 /* ---- pack ---- */
 
-/* How x is kept: a role, once the tensor may be encoded at all; or the reason why as it is. */
-typedef struct {
-    gck_role role;
-    int      waits;                  /* the role is not known yet                         */
-    int      verdict;                /* gck_verdict, or -1                                */
-} decision;
-
-/* Is x an output of an autograd Function that is saving just now?  1, 0, -1. */
-static int is_being_saved(PyObject *node)
-{
-    PyObject *to_save;
-    int truth;
-
-    if (!(PyType_GetFlags(Py_TYPE(node)) & Py_TPFLAGS_HEAPTYPE)) {
-        return 0;                                /* not made in Python */
-    }
-    to_save = PyObject_GetAttrString(node, "to_save");
-    truth = to_save == NULL ? -1 : to_save != Py_None;
-    Py_XDECREF(to_save);
-    return truth;
-}
-
-/* x requires grad: what the graph tells.  `number`: of the node that is being made.  0 or -1. */
-static int judge_saver(const gck_saver *self, PyObject *x, PyObject *node, int64_t number, decision *d)
-{
-    const gck_py *py = &self->packing.state->py;
-    const int leaf = node != Py_None ? gck_is_of_leaf(py, x, node) : 0;
-    const int64_t made = leaf == 0 && node != Py_None ? gck_node_number(py, node) : 0;
-    int role = GCK_ROLE_VALUES, own;
-
-    if (leaf != 0 || made < 0) {
-        d->verdict = GCK_KEEP_LEAF;
-        return leaf < 0 || made < 0 ? -1 : 0;
-    }
-    if (self->waiting == NULL || gck_entry_of_region || d->verdict != GCK_COMPRESS) {
-        return 0;
-    }
-    own = made >= number && made != INT64_MAX ? 1 : node != Py_None ? is_being_saved(node) : 0;   /* some have no number */
-    if (own > 0) {
-        role = made == number ? gck_role_of_result(node, x) : GCK_ROLE_EXACT;
-    }
-    d->waits = own == 0;
-    d->role = (gck_role)role;
-    return own < 0 || role < 0 ? -1 : 0;
-}
-
-/* Values in memory: those of an expanded tensor are one. */
-static int64_t values_of(const gck_tensor *x)
-{
-    int64_t n = 1;
-
-    for (int d = 0; d < x->ndim; d++) {
-        n *= x->strides != NULL && x->strides[d] == 0 ? 1 : x->sizes[d];
-    }
-    return n;
-}
-
-static decision judge(const gck_saver *self, gck_input *in, PyObject *node, int64_t number)
+/* Why x stays as it is if it does, or -1.  *form: new reference to what gradckpt._savers says of it, NULL where that
+ * was not asked.  number: of the node that is being made. */
+static int judge(const gck_saver *self, gck_input *in, PyObject *node, int64_t number, PyObject **form)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
-    decision d = {.role = GCK_ROLE_VALUES, .verdict = -1};
-    int tracing;
+    PyObject *of;
+    int verdict, tracing;
 
     if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
-        return d;
+        return -1;
     }
     if ((in->requires_grad && in->leaf && !plan->leaves) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
-        d.verdict = GCK_KEEP_LEAF;
-        return d;
+        return GCK_KEEP_LEAF;
     }
-    d.role = in->requires_grad ? GCK_ROLE_VALUES : GCK_ROLE_MASK;
-    d.verdict = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
-    if (self->waiting != NULL && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)) {
-        gck_waiting_note(self->waiting, number, values_of(&in->view));
+    verdict = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
+    if (verdict == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
+        return tracing < 0 ? -1 : GCK_KEEP_TRACING;
     }
-    if (d.verdict == GCK_KEEP_DTYPE && !in->requires_grad) {
-        d.verdict = GCK_KEEP_NO_GRAD;
+    if (!in->requires_grad) {
+        *form = verdict == GCK_COMPRESS ? Py_BuildValue("(sO)", "mask", Py_None) : NULL;
+        return PyErr_Occurred() ? -1 : verdict == GCK_KEEP_DTYPE ? GCK_KEEP_NO_GRAD : verdict;
     }
-    if (d.verdict == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
-        d.verdict = tracing < 0 ? -1 : GCK_KEEP_TRACING;
+    if (verdict != GCK_COMPRESS && verdict != GCK_KEEP_SMALL) {
+        return verdict;
     }
-    if (in->requires_grad && (d.verdict == GCK_COMPRESS || d.verdict == GCK_KEEP_SMALL)
-        && judge_saver(self, in->x, node, number, &d) < 0) {
-        d.verdict = -1;
+    of = PyLong_FromLongLong(self->waiting == NULL || gck_entry_of_region ? -1 : number);
+    *form = of != NULL ? PyObject_CallMethodObjArgs(py->savers, py->names.form_when_packed, in->x, node, of, NULL) : NULL;
+    Py_XDECREF(of);
+    verdict = *form == NULL ? -1 : *form == Py_True ? GCK_KEEP_LEAF : verdict == GCK_COMPRESS ? GCK_KEEP_EXACT : verdict;
+    if (verdict != GCK_KEEP_EXACT) {
+        Py_CLEAR(*form);
     }
-    return d;
+    return verdict;
 }
 
 /* The tensor waits in `to`.  0 or -1. */
@@ -109,19 +53,27 @@ static int wait(gck_saver *self, gck_input *in, int64_t number, gck_saved *to)
     const int64_t kept = state->stats.kept_bytes;
 
     packing.outer = 0;                           /* they see what it becomes */
-    if (gck_entry_keep(&packing, in, &to->entry) < 0 || gck_count_kept(state, in->x, GCK_KEEP_UNKNOWN) < 0) {
+    if (gck_entry_keep(&packing, in, &to->form.entry) < 0 || gck_count_kept(state, in->x, GCK_KEEP_UNKNOWN) < 0) {
         return -1;
     }
-    if (to->entry.kind != GCK_VERSIONED) {
+    if (to->form.entry.kind != GCK_VERSIONED) {
         return 0;
     }
     to->number = number;
-    to->numel = values_of(&in->view);
-    to->nbytes = to->waits = state->stats.kept_bytes - kept;
+    to->waits = state->stats.kept_bytes - kept;
     to->epoch = state->epoch;
     to->saver = Py_NewRef((PyObject *)self);
     gck_count_live(state, to->waits);
-    return gck_waiting_add(self->waiting, to, gck_settling_settle);
+    return gck_waiting_add(self->waiting, to);
+}
+
+/* The form of `to` is known.  0 or -1. */
+static int put(const gck_saver *self, PyObject *form, gck_input *in, gck_saved *to, int reason)
+{
+    if (gck_settling_put(self, form, in, &to->form, reason) < 0) {
+        return -1;
+    }
+    return to->form.storage == NULL ? 0 : gck_waiting_add(self->waiting, to) < 0 ? -1 : gck_settling_hold(self, &to->form);
 }
 
 /* Called by autograd for every tensor it saves, without grad.  New reference: a Saved. */
@@ -131,37 +83,20 @@ static PyObject *pack(PyObject *op, PyObject *x)
     gck_state *state = self->packing.state;
     /* First: to ask for the node of a view that was changed in place makes nodes. */
     const int64_t number = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
-    PyObject *node = number < 0 ? NULL : PyObject_GetAttr(x, state->py.names.grad_fn);
+    PyObject *node = number < 0 ? NULL : PyObject_GetAttr(x, state->py.names.grad_fn), *form = NULL;
     gck_saved *to = node != NULL ? gck_saved_new(state) : NULL;
     gck_input in = gck_input_of(x);
-    decision d = {.verdict = -1};
-    int done = to == NULL ? -1 : 0;
+    int status = to == NULL ? -1 : 0, reason;
 
-    if (done == 0 && self->waiting != NULL && node != Py_None) {
-        done = gck_waiting_reach(self->waiting, state, node, number, gck_settling_settle);
+    if (status == 0 && self->waiting != NULL && node != Py_None) {
+        status = gck_waiting_reach(self->waiting, state, node, number);
     }
-    if (done == 0) {
-        d = judge(self, &in, node, number);
-        done = d.verdict < 0 ? -1 : 0;
-    }
-    if (done == 0 && d.verdict == GCK_COMPRESS && d.waits) {
-        done = wait(self, &in, number, to) < 0 ? -1 : 2;
-    } else if (done == 0 && d.verdict == GCK_COMPRESS) {
-        done = gck_settling_encode(self, d.role, &in, to, &d.verdict);
-    }
-    if (done == 1) {
-        state->stats.asked++;
-        state->stats.compressed++;
-    } else if (done == 0) {
-        done = gck_settling_keep(self, &in, to) < 0 ? -1 : gck_count_kept(state, x, d.verdict);
-    }
-    if (done >= 0 && done < 2) {
-        done = gck_settling_remember(self, to);
-    }
-    if (done < 0) {
+    reason = status < 0 ? -1 : judge(self, &in, node, number, &form);
+    if (reason < 0 || (form == Py_False ? wait(self, &in, number, to) : put(self, form, &in, to, reason)) < 0) {
         Py_CLEAR(to);
     }
     Py_XDECREF(node);
+    Py_XDECREF(form);
     gck_input_clear(&in);
     return (PyObject *)to;
 }
@@ -201,12 +136,9 @@ static int saver_clear(PyObject *op)
 
 static void saver_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-
     PyObject_GC_UnTrack(op);
     saver_clear(op);
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    gck_object_free(op);
 }
 
 static PyType_Slot saver_slots[] = {
@@ -262,13 +194,11 @@ static gck_saver *push(gck_state *state, PyObject *compress)
         PyErr_SetString(PyExc_ValueError, "gradckpt: compress_saved() needs a codec");
         return NULL;
     }
-    self = PyObject_GC_New(gck_saver, state->Saver);
+    self = (gck_saver *)PyType_GenericAlloc(state->Saver, 0);
     if (self == NULL) {
         return NULL;
     }
-    memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
-    self->packing = (gck_packing){state, plan, 0, 0, NULL, {NULL, NULL, 0, NULL}};
-    PyObject_GC_Track(self);
+    self->packing = (gck_packing){.state = state, .plan = plan};
     if (find_outer(self, &state->py) < 0
         || (plan.codec->max_error > 0
             && (self->waiting = self->packing.outer ? gck_waiting_new() : gck_waiting_of_thread()) == NULL)
@@ -293,30 +223,8 @@ PyObject *gck_saver_push(PyObject *module, PyObject *compress)
     return self == NULL ? NULL : Py_NewRef(Py_None);
 }
 
-/* One that goes on waiting when the block has ended: without its graph, of which it may be a result.  0 or -1. */
-static int stay(const gck_saver *self, gck_saved *saved)
-{
-    gck_input in = gck_input_of(saved->entry.value);
-    gck_saved *fresh = gck_saved_new(self->packing.state);
-    void *storage = NULL;
-    int status = fresh == NULL ? -1 : gck_input_read(&self->packing.state->py, &in, GCK_FACT_VERSION);
-
-    Py_INCREF((PyObject *)saved);
-    if (status == 0 && in.version == saved->entry.version) {
-        status = gck_settling_keep(self, &in, fresh) < 0 || gck_storage_of(in.x, &storage) < 0 ? -1 : 0;
-        if (status == 0 && saved->saver != NULL) {
-            gck_saved_swap(saved, fresh);
-        }
-    }
-    status = status < 0 || storage == NULL ? status : gck_settling_hold(self, storage);
-    Py_DECREF((PyObject *)saved);
-    Py_XDECREF((PyObject *)fresh);
-    gck_input_clear(&in);
-    return status;
-}
-
 /* The innermost hooks, ours, come off.  Hooks around them see now what still waits, unless the block
- * failed: a recompute has stopped then, and takes no more.  Without such hooks it may wait for another
+ * failed: a recompute has stopped then, and takes no more.  Without such hooks it goes on waiting for another
  * block of this thread.  0 or -1. */
 static int pop(gck_state *state, int failed)
 {
@@ -331,9 +239,9 @@ static int pop(gck_state *state, int failed)
     gck_hooks_pop(&state->py);
     if (op != NULL && self->waiting != NULL) {
         self->packing.outer = self->packing.outer && !failed;
-        status = self->packing.outer ? gck_waiting_end(self->waiting, op, gck_settling_settle) : 0;
-        for (int i = 0; status == 0 && (saved = gck_waiting_next(self->waiting, i)) != NULL; i++) {
-            status = saved->saver == op ? stay(self, saved) : 0;
+        for (int i = 2 * GCK_WAITING_TENSORS; status == 0 && i-- > 0;) {     /* down: settling may shorten the list */
+            saved = gck_waiting_known(self->waiting, i);
+            status = saved != NULL && saved->saver == op ? gck_settling_settle(saved, NULL, !self->packing.outer) : 0;
         }
     }
     Py_XDECREF(op);
@@ -349,18 +257,13 @@ PyObject *gck_saver_pop(PyObject *module, PyObject *failed)
 static int look_behind(const gck_saver *self, PyObject *result)
 {
     gck_state *state = self->packing.state;
-    PyObject *flat = PyObject_CallFunctionObjArgs(state->py.tree_flatten, result, NULL);
-    PyObject *leaves = flat != NULL && PyTuple_Check(flat) ? PyTuple_GetItem(flat, 0) : NULL;
-    int status = leaves == NULL || !PyList_Check(leaves) ? -1 : 0;
+    PyObject *nodes = PyObject_CallMethod(state->py.savers, "nodes_behind", "(O)", result);
+    int status = nodes == NULL ? -1 : 0;
 
-    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(leaves); i++) {
-        PyObject *leaf = PyList_GetItem(leaves, i);                  /* borrowed from a list that is ours */
-        PyObject *node = gck_is_tensor(&state->py, leaf) > 0 ? PyObject_GetAttr(leaf, state->py.names.grad_fn) : NULL;
-        status = PyErr_Occurred() ? -1 : node != NULL && node != Py_None ? gck_waiting_reach(self->waiting, state, node, INT64_MAX, gck_settling_settle)
-            : 0;
-        Py_XDECREF(node);
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
+        status = gck_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), INT64_MAX);
     }
-    Py_XDECREF(flat);
+    Py_XDECREF(nodes);
     return status;
 }
 
@@ -368,8 +271,8 @@ PyObject *gck_saver_call(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     PyObject *compress, *function, *tuple, *kwargs, *result;
-    PyObject *type, *value, *traceback;
     gck_saver *self;
+    gck_error error;
 
     if (!PyArg_ParseTuple(args, "OOO!O!:saved_call", &compress, &function, &PyTuple_Type, &tuple, &PyDict_Type, &kwargs)
         || (self = push(state, compress)) == NULL) {
@@ -379,13 +282,11 @@ PyObject *gck_saver_call(PyObject *module, PyObject *args)
     if (result != NULL && self->waiting != NULL && look_behind(self, result) < 0) {
         Py_CLEAR(result);
     }
-    PyErr_Fetch(&type, &value, &traceback);
-    if (pop(state, result == NULL) < 0) {
+    error = gck_error_take();
+    pop(state, result == NULL);
+    if (gck_error_return(&error) < 0) {
         Py_CLEAR(result);
     }
     Py_DECREF((PyObject *)self);
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-    }
     return result;
 }

@@ -5,6 +5,7 @@
  * not pending, so a thread that includes the key runs as before, and our kernels for the named
  * operators are called.  Where a mode of others is active when a region begins, one of ours
  * is put on top of it (mode.c), as for policies that are functions and must see everything. */
+#include "options.h"
 #include "selective.h"
 #include "stand_in.h"
 
@@ -25,7 +26,7 @@ static int set_key(const gck_py *py, int on)
 {
     gck_error error = gck_error_take();
 
-    Py_XDECREF(PyObject_CallFunctionObjArgs(py->set_included, py->key, on ? Py_True : Py_False, NULL));
+    gck_done(PyObject_CallFunctionObjArgs(py->set_included, py->key, on ? Py_True : Py_False, NULL));
     return gck_error_return(&error);
 }
 
@@ -48,7 +49,10 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, 
         .outer = state->active,
     };
     state->active = active;
-    if (gck_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
+    if (replay && !by_key) {
+        active->counts = PyObject_CallFunctionObjArgs(state->py.defaultdict, state->py.count, NULL);
+    }
+    if ((replay && !by_key && active->counts == NULL) || gck_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
     }
@@ -75,6 +79,7 @@ void gck_selective_end(gck_state *state, gck_active *active)
     free(active->next);
     active->next = NULL;
     Py_CLEAR(active->store);
+    Py_CLEAR(active->counts);
     gck_error_return(&error);
 }
 
@@ -97,7 +102,7 @@ gck_active *gck_active_of(gck_state *state, const PyObject *context)
 static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyObject *kwargs)
 {
     PyObject *x = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
-    PyObject *dtype, *all, *to, *options, *out = NULL;
+    PyObject *dtype, *options, *out = NULL;
 
     if (op != py->cast || kwargs == NULL || PyDict_Size(kwargs) != 1 || x == NULL
         || (dtype = PyDict_GetItem(kwargs, py->names.dtype)) == NULL
@@ -109,39 +114,33 @@ static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyOb
         out = options != NULL ? PyObject_Call(py->scalar_tensor, args, options) : NULL;
         Py_XDECREF(options);
     } else if ((PyObject *)Py_TYPE(x) == py->Tensor) {
-        to = PyObject_GetAttr(x, py->names.to);
-        all = to != NULL ? PyTuple_Pack(3, dtype, Py_False, Py_True) : NULL;   /* non_blocking, copy */
-        out = all != NULL ? PyObject_Call(to, all, NULL) : NULL;
-        Py_XDECREF(to);
-        Py_XDECREF(all);
+        out = PyObject_CallMethodObjArgs(x, py->names.to, dtype, Py_False, Py_True, NULL);     /* non_blocking, copy */
     }
     return out;
 }
 
+/* What is at work in this thread from the innermost on, up to `last` (NULL: all), sees more, or fewer, operators. */
+static void count_busy(gck_state *state, const gck_active *last, int by)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+
+    for (gck_active *a = state->active; a != NULL; a = a == last ? NULL : a->outer) {
+        a->busy += a->thread == thread && a->busy + by >= 0 ? by : 0;
+    }
+}
+
 /* The operator itself, below us: seen by those around `hit` only (NULL: by nobody). */
-static PyObject *call_below(gck_state *state, gck_active *hit, unsigned long thread, PyObject *op, PyObject *call,
-                            PyObject *args, PyObject *kwargs)
+static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
 {
     PyObject *out;
-    gck_active *a;
 
-    for (a = state->active; a != NULL; a = a->outer) {
-        a->busy += a->thread == thread;
-        if (a == hit) {
-            break;
-        }
-    }
-    const int alone = next_here(state->active, thread) == NULL;
+    count_busy(state, hit, 1);
+    const int alone = next_here(state->active, PyThread_get_thread_ident()) == NULL;
     out = alone && set_key(&state->py, 0) < 0 ? NULL : alone && hit == NULL ? plain_cast(&state->py, op, args, kwargs) : NULL;
     if (out == NULL && !PyErr_Occurred()) {
         out = PyObject_Call(call, args, kwargs);
     }
-    for (a = state->active; a != NULL; a = a->outer) {
-        a->busy -= a->thread == thread && a->busy > 0;
-        if (a == hit) {
-            break;
-        }
-    }
+    count_busy(state, hit, -1);
     if (alone && set_key(&state->py, 1) < 0) {
         Py_CLEAR(out);
     }
@@ -159,16 +158,7 @@ static PyObject *run_below(const gck_call *call)
 {
     const below *with = call->with;
 
-    return call_below(with->state, with->hit, PyThread_get_thread_ident(), call->op, with->call, call->args, call->kwargs);
-}
-
-static void count_busy(gck_state *state, int by)
-{
-    const unsigned long thread = PyThread_get_thread_ident();
-
-    for (gck_active *a = state->active; a != NULL; a = a->outer) {
-        a->busy += a->thread == thread ? by : 0;
-    }
+    return call_below(with->state, with->hit, call->op, with->call, call->args, call->kwargs);
 }
 
 int gck_hide_begin(gck_state *state, PyObject **modes)
@@ -180,34 +170,28 @@ int gck_hide_begin(gck_state *state, PyObject **modes)
     if (active < 0 || (active > 0 && *modes == NULL)) {
         return -1;
     }
-    count_busy(state, 1);
+    count_busy(state, NULL, 1);
     return 0;
 }
 
 int gck_hide_end(gck_state *state, PyObject *modes)
 {
-    PyObject *type, *value, *traceback, *done = NULL;
-
-    count_busy(state, -1);
+    count_busy(state, NULL, -1);
     if (modes == NULL) {
         return 0;
     }
-    PyErr_Fetch(&type, &value, &traceback);
-    done = PyObject_CallMethod(modes, "close", NULL);
+    gck_error error = gck_error_take();
+    gck_done(PyObject_CallMethod(modes, "close", NULL));
     Py_DECREF(modes);
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-    }
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return gck_error_return(&error);
 }
 
-/* Are the outputs of the next call of the operator i to be kept? */
-static int wanted(gck_store *store, int i)
+/* Are the outputs of this call to be kept? */
+static int wanted(gck_store *store, int line)
 {
-    const gck_named *named = gck_store_named(store, i);
+    const gck_named *named = gck_store_named(store, line);
 
-    if (store->policy == NULL || i >= store->policy->n) {
+    if (store->policy == NULL || line >= store->policy->n) {
         return 1;                                /* every decision is */
     }
     const int64_t call = store->counters[named->group]++;
@@ -216,80 +200,135 @@ static int wanted(gck_store *store, int i)
 
 static int decides(const gck_named *named) { return named->keep >= GCK_DECIDE && named->keep != GCK_NAMED; }
 
-/* Keep of a call's outputs what is wanted.  0 or -1. */
-static int keep_outputs(gck_store *store, int i, const gck_call *call, gck_draw *draw, PyObject *out)
-{
-    const gck_named *named = gck_store_named(store, i);
-    gck_line *line = &store->lines[i];
-    PyObject *index;
-    int status;
-
-    if (line->calls == NULL
-        && ((line->calls = PyDict_New()) == NULL || PyDict_SetItem(store->storage, named->op, line->calls) < 0)) {
-        return -1;
-    }
-    if ((index = PyLong_FromLongLong(line->next++)) == NULL) {
-        return -1;
-    }
-    status = !wanted(store, i) ? gck_store_skip(store, line->calls, index)
-           : named->keep == GCK_SAVE ? gck_store_keep(store, line->calls, index, out, &named->plan)
-           : named->keep == GCK_NAMED ? gck_store_candidate(store, i, index, out)
-                                      : gck_store_decide(store, line->calls, index, call, named->form, out);
-    if (status == 0 && decides(named)) {
-        status = gck_store_tell(store, named->op, index, call);
-    }
-    if (status == 0 && named->draws) {
-        status = gck_store_drew(store, named->op, index, draw);
-    }
-    Py_DECREF(index);
-    return status;
-}
-
-PyObject *gck_record_call(gck_store *store, int i, const gck_call *call)
+/* The same of a policy that is a function, 1, 0 or -1.  *rule: what is done with them: `own` is filled, or a decision. */
+static int ask(gck_store *store, const gck_call *call, PyObject *out, gck_named *own, const gck_named **rule)
 {
     gck_state *state = store->state;
-    gck_draw draw = {NULL, NULL};
-    PyObject *out = NULL, *modes;
+    PyObject *compress = PyObject_CallMethod(state->py.selection, "ask", "OOOOO", call->context, call->op, call->args,
+                                             call->kwargs != NULL ? call->kwargs : Py_None, out);
+    int keep = compress == NULL ? -1 : compress != Py_False;
 
-    if (!gck_store_named(store, i)->draws || gck_draw_begin(&state->py, call->args, call->kwargs, &draw) == 0) {
-        out = call->run(call);
+    own->keep = GCK_SAVE;
+    if (keep > 0
+        && (gck_options_plan(state, compress, &own->plan) < 0
+            || (own->plan.codec != NULL && own->plan.decisions > store->decisions
+                && gck_region_decides_from(state, store, own->plan.decisions) < 0))) {
+        keep = -1;
     }
-    if (out != NULL && gck_hide_begin(state, &modes) < 0) {
+    Py_XDECREF(compress);
+    const gck_named *deciding = keep >= 0 ? gck_store_deciding(store, call) : NULL;
+    const int decide = deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE);
+    *rule = decide ? deciding : own;
+    return decide ? 1 : keep;
+}
+
+/* Keep of a call's outputs what is wanted.  Until then, and if nothing is, it will run again: the policy and what keeps
+ * them may call operators, too.  0 or -1. */
+static int keep_outputs(gck_store *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
+{
+    gck_named own = {.op = NULL};
+    const gck_named *rule = line >= 0 ? gck_store_named(store, line) : NULL;
+    PyObject *modes;
+    int keep = PyDict_SetItem(call->calls, call->index, store->state->py.recompute_mark), status;
+
+    if (keep == 0) {
+        keep = line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
+    }
+    if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
+        return keep == 0 ? 0 : -1;
+    }
+    status = rule->keep == GCK_SAVE ? gck_store_keep(store, call, out, &rule->plan)
+           : rule->keep == GCK_NAMED ? gck_store_candidate(store, line, call, out)
+                                     : gck_store_decide(store, call, rule->form, out);
+    if (status == 0 && decides(rule)) {
+        status = gck_store_tell(store, call);
+    }
+    if (status == 0 && draw->before != NULL) {
+        status = gck_store_drew(store, call, draw);
+    }
+    return gck_hide_end(store->state, modes) < 0 ? -1 : status;
+}
+
+PyObject *gck_record_call(gck_store *store, int line, gck_call *call)
+{
+    gck_py *py = &store->state->py;
+    gck_draw draw = {NULL, NULL};
+    const int draws = line >= 0 ? gck_store_named(store, line)->draws : gck_op_draws(py, call->op);
+    PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL : call->run(call);
+
+    call->calls = out != NULL ? gck_store_calls(store, line, call, 1) : NULL;
+    call->index = call->calls != NULL ? PyLong_FromSsize_t(PyDict_Size(call->calls)) : NULL;
+    if (call->index == NULL || keep_outputs(store, line, call, &draw, out) < 0) {
         Py_CLEAR(out);
-    } else if (out != NULL) {
-        const int status = keep_outputs(store, i, call, &draw, out);
-        if (gck_hide_end(state, modes) < 0 || status < 0) {
-            Py_CLEAR(out);
-        }
     }
+    Py_XDECREF(call->calls);
+    Py_XDECREF(call->index);
     gck_draw_clear(&draw);
     return out;
 }
 
-PyObject *gck_replay_call(gck_store *store, int i, int64_t *next, const gck_call *call)
+/* New reference: which call of its operator this is. */
+static PyObject *next_index(gck_active *active, int line, PyObject *key)
 {
-    const gck_named *named = gck_store_named(store, i);
-    PyObject *index = PyLong_FromLongLong(*next), *out = NULL, *modes;
-    int again = 0;
-    const int same = index == NULL ? -1 : store->by_call && decides(named)
-        ? gck_store_is_told(store, named->op, index, call, 0) : 1;
+    PyObject *counts, *count, *index;
 
-    if (same == 0) {                             /* the forward decided nothing here */
-        Py_DECREF(index);
-        return call->run(call);
+    if (line >= 0) {
+        return PyLong_FromLongLong(active->next[line]++);
     }
-    *next += same > 0;
-    if (same < 0 || gck_hide_begin(store->state, &modes) < 0) {
-        Py_XDECREF(index);
+    counts = Py_NewRef(active->counts);          /* a hash may be Python */
+    count = PyObject_GetItem(counts, key);
+    index = count != NULL ? PyIter_Next(count) : NULL;
+    Py_DECREF(counts);
+    Py_XDECREF(count);
+    return index;
+}
+
+/* New reference: what the forward has kept of a call; NULL, and *again without an exception: it runs again. */
+static PyObject *find_entry(gck_store *store, int lasting, const gck_call *call, int *again)
+{
+    const gck_py *py = &store->state->py;
+    PyObject *entry = call->calls != NULL ? PyDict_GetItemWithError(call->calls, call->index) : NULL;
+
+    /* Without grad it dispatches otherwise: nothing was decided there. */
+    *again = !PyErr_Occurred() && (entry == py->recompute_mark || (call->calls == NULL && lasting));
+    if (*again || PyErr_Occurred()) {
         return NULL;
     }
-    out = gck_store_replay(store, call, named->op, store->lines[i].calls, index,
-                           store->policy == NULL || i >= store->policy->n, &again);
-    Py_DECREF(index);
-    if (gck_hide_end(store->state, modes) < 0) {
-        Py_CLEAR(out);
-        return NULL;
+    return entry != NULL && entry != py->consumed_mark ? Py_NewRef(entry)
+         : PyObject_CallMethod(py->selection, "raise_no_entry", "OOii", call->key, call->index, call->calls != NULL,
+                               entry != NULL);
+}
+
+PyObject *gck_replay_call(gck_active *active, int line, gck_call *call)
+{
+    gck_store *store = active->store;
+    const int lasting = line >= 0 && (store->policy == NULL || line >= store->policy->n);
+    const int told = line == GCK_ASKED || (store->by_call && decides(gck_store_named(store, line)));
+    PyObject *out = NULL, *entry = NULL, *modes;
+    int again = 0, same = -1;
+
+    call->index = next_index(active, line, call->key);
+    call->calls = call->index != NULL ? gck_store_calls(store, line, call, 0) : NULL;
+    if (call->index != NULL && !PyErr_Occurred()) {
+        same = told ? gck_store_is_told(store, call, line == GCK_ASKED) : 1;
     }
+    if (same > 0) {
+        entry = find_entry(store, lasting, call, &again);
+    } else if (same == 0) {                      /* the forward decided nothing here */
+        again = 1;
+        if (line >= 0) {
+            active->next[line]--;
+        }
+    }
+    if (entry != NULL && gck_hide_begin(store->state, &modes) == 0) {
+        out = gck_store_give(store, call, entry, lasting);
+        if (gck_hide_end(store->state, modes) < 0) {
+            Py_CLEAR(out);
+        }
+    }
+    Py_XDECREF(entry);
+    Py_XDECREF(call->calls);
+    Py_XDECREF(call->index);
     return again ? call->run(call) : out;
 }
 
@@ -320,18 +359,17 @@ static int compiling(const gck_py *py)
  * with the key as it was.  Where the key is off a negation is pending, which torch's fallback would do in our place. */
 static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObject *kwargs)
 {
-    PyObject *on = PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL);
+    const int on = gck_is_true(PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL));
     PyObject *out = NULL;
 
-    if (on == Py_False) {
+    if (on == 0) {
         out = PyObject_CallMethod(state->py.selection, "call_negated", "OOO", call, args, kwargs ? kwargs : Py_None);
-    } else if (on != NULL && set_key(&state->py, 0) == 0) {
+    } else if (on > 0 && set_key(&state->py, 0) == 0) {
         out = PyObject_Call(call, args, kwargs);
         if (set_key(&state->py, 1) < 0) {
             Py_CLEAR(out);
         }
     }
-    Py_XDECREF(on);
     return out;
 }
 
@@ -342,7 +380,9 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
     const unsigned long thread = PyThread_get_thread_ident();
     gck_active *hit = next_here(state->active, thread);
-    int i = -1;
+    below with = {.state = state, .call = call};
+    gck_call here = {.op = op, .key = op, .args = args, .kwargs = kwargs, .run = run_below, .with = &with};
+    int line = GCK_NOT_NAMED;
     const int functorch = hit == NULL ? 0 : gck_functorch_active(&state->py);
 
     if (functorch < 0) {
@@ -351,7 +391,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (hit == NULL || functorch) {
         return pass_on(state, call, args, kwargs);
     }
-    while (hit != NULL && (i = gck_store_find(hit->store, op, args, kwargs)) < 0) {
+    while (hit != NULL && (line = gck_store_find(hit->store, &here)) < 0) {
         hit = next_here(hit->outer, thread);
     }
     const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1 : gck_tracing(&state->py);
@@ -359,7 +399,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (hit == NULL || tracing) {                /* no store names it; or a block is compiled inside the region: that is no call */
-        return call_below(state, NULL, thread, op, call, args, kwargs);
+        return call_below(state, NULL, op, call, args, kwargs);
     }
     /* A mode that was entered inside comes first, as under torch's modes: what is replayed would not reach it. */
     const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
@@ -368,9 +408,8 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
                                                        kwargs ? kwargs : Py_None);
     }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
-    below with = {state, hit, call};
-    const gck_call here = {op, args, kwargs, run_below, &with};
-    out = hit->replay ? gck_replay_call(store, i, &hit->next[i], &here) : gck_record_call(store, i, &here);
+    with.hit = hit;
+    out = hit->replay ? gck_replay_call(hit, line, &here) : gck_record_call(store, line, &here);
     Py_DECREF((PyObject *)store);
     return out;
 }
@@ -379,11 +418,9 @@ static PyMethodDef caught_def = {"caught", (PyCFunction)(void (*)(void))caught, 
 
 PyObject *gck_catcher(PyObject *module, PyObject *op)
 {
-    PyObject *call = PyObject_GetAttrString(op, "_op");
-    PyObject *self = call != NULL ? PyTuple_Pack(3, module, op, call) : NULL;
+    PyObject *self = Py_BuildValue("(OON)", module, op, PyObject_GetAttr(op, gck_state_of(module)->py.names._op));
     PyObject *function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
 
-    Py_XDECREF(call);
     Py_XDECREF(self);
     return function;
 }
@@ -410,76 +447,4 @@ PyObject *gck_selective_name(PyObject *module, PyObject *args)
         }
     }
     Py_RETURN_NONE;
-}
-
-/* ---- around a region ---- */
-
-int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay)
-{
-    int modes;
-    PyObject *entered;
-
-    c->mode = NULL;
-    c->by_key = 0;
-    if (store == NULL || (modes = gck_ask(state->py.dispatch_stack_len)) < 0) {
-        return store == NULL ? 0 : -1;
-    }
-    if (policy_fn == NULL && !modes && gck_catches_by_key(state, store)) {
-        c->by_key = gck_selective_begin(state, &c->active, store, replay, 1) == 0;
-        return c->by_key ? 0 : -1;
-    }
-    c->mode = PyObject_CallMethod(state->py.selection, "selective_mode", "OOi", (PyObject *)store,
-                                  policy_fn != NULL ? policy_fn : Py_None, replay);
-    entered = c->mode != NULL ? PyObject_CallMethod(c->mode, "__enter__", NULL) : NULL;
-    if (entered == NULL) {
-        Py_CLEAR(c->mode);
-        return -1;
-    }
-    Py_DECREF(entered);
-    return 0;
-}
-
-/* An exception that is pending survives. */
-int gck_catch_end(gck_state *state, gck_catch *c)
-{
-    gck_error error;
-
-    if (c->by_key) {
-        gck_store *store = c->active.replay || PyErr_Occurred() ? NULL
-                         : (gck_store *)Py_NewRef((PyObject *)c->active.store);
-        gck_selective_end(state, &c->active);
-        const int status = store != NULL ? gck_store_finish(store) : 0;
-        Py_XDECREF((PyObject *)store);
-        return status;
-    }
-    if (c->mode == NULL) {
-        return 0;
-    }
-    error = gck_error_take();
-    Py_XDECREF(PyObject_CallMethod(c->mode, "__exit__", "OOO", Py_None, Py_None, Py_None));
-    gck_error_keep(&error);
-    Py_CLEAR(c->mode);
-    return gck_error_return(&error);
-}
-
-int gck_catches_by_key(const gck_state *state, const gck_store *store)
-{
-    return state->py.key != Py_None && !state->by_mode && !store->traced;
-}
-
-PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
-{
-    const int truth = PyObject_IsTrue(on);
-
-    if (truth < 0) {
-        return NULL;
-    }
-    gck_state_of(module)->by_mode = truth;
-    Py_RETURN_NONE;
-}
-
-PyObject *gck_selective_key(PyObject *module, PyObject *unused)
-{
-    (void)unused;
-    return Py_NewRef(gck_state_of(module)->py.key);
 }

@@ -14,7 +14,8 @@ typedef struct gck_active {
     int                busy;         /* its operator runs: nothing below is seen         */
     int                decides;      /* the store keeps decisions: torch's checkpoint does, too */
     PyObject          *context;      /* that Python has entered, borrowed; else NULL     */
-    int64_t           *next;         /* replay: the next call of each name; malloc       */
+    int64_t           *next;         /* replay: the next call of each line; malloc       */
+    PyObject          *counts;       /* replay where a function said: defaultdict: key of an operator -> count; owned */
     struct gck_active *outer;        /* in the state's list: inner ones first            */
 } gck_active;
 
@@ -51,10 +52,10 @@ int gck_announce(gck_state *state, gck_active *active);
 int gck_hide_begin(gck_state *state, PyObject **modes);
 int gck_hide_end(gck_state *state, PyObject *modes);
 
-/* One call of the store's operator i, new reference: run, and what the policy wants of its outputs is kept; or given
- * back as call `*next` of the forward returned them, or run again. */
-PyObject *gck_record_call(gck_store *store, int i, const gck_call *call);
-PyObject *gck_replay_call(gck_store *store, int i, int64_t *next, const gck_call *call);
+/* One call that belongs to that line of the store, new reference: run, and what the policy wants of its outputs is kept;
+ * or given back as the same call of the forward returned them, or run again. */
+PyObject *gck_record_call(gck_store *store, int line, gck_call *call);
+PyObject *gck_replay_call(gck_active *active, int line, gck_call *call);
 
 /* Borrowed: what this thread has entered with that context; NULL: nothing. */
 gck_active *gck_active_of(gck_state *state, const PyObject *context);
@@ -72,5 +73,7 @@ PyObject *gck_catch_by_mode(PyObject *module, PyObject *on);
 /* mode.c: type gradckpt._C.Context; x got a name under one.  0 or -1. */
 extern PyType_Spec gck_context_spec;
 int gck_context_name(PyObject *context, PyObject *x, PyObject *name);
+/* Borrowed: the store of a context; NULL: it is none of ours. */
+gck_store *gck_context_store(const gck_state *state, PyObject *context);
 
 #endif

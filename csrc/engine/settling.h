@@ -2,7 +2,6 @@
 #ifndef GRADCKPT_SETTLING_H
 #define GRADCKPT_SETTLING_H
 
-#include "role.h"
 #include "waiting.h"
 
 /* A pair of hooks: heap type Saver, see saver.c. */
@@ -12,19 +11,16 @@ typedef struct {
     PyObject   *waiting;                         /* see waiting.h; NULL: nothing is lost */
     PyObject   *outer_pack, *outer_unpack;       /* hooks around ours, or NULL           */
 } gck_saver;
-/* By reference, checked against its version at unpack.  0 or -1. */
-int gck_settling_keep(const gck_saver *self, gck_input *in, gck_saved *to);
 
-/* The tensor in the form that the role asks for.  1; 0: it has to stay as it is, for the reason *verdict; -1. */
-int gck_settling_encode(const gck_saver *self, gck_role role, gck_input *in, gck_saved *to, int *verdict);
+/* The tensor in the form that gradckpt._savers gave, counted.  Where it gave None, where the codec cannot hold the
+ * values, and where form is NULL: by reference, for this reason.  GCK_COMPRESS: nobody else may need it exactly.  0 or -1. */
+int gck_settling_put(const gck_saver *self, PyObject *form, gck_input *in, gck_form *to, int reason);
 
-/* Decided: `to` is remembered.  0 or -1. */
-int gck_settling_remember(const gck_saver *self, gck_saved *to);
+/* Where this is a tensor that stays as it is: so does what shares its storage.  0 or -1. */
+int gck_settling_hold(const gck_saver *self, const gck_form *form);
 
-/* A tensor of this storage stays as it is: so does what shares it.  0 or -1. */
-int gck_settling_hold(const gck_saver *self, const void *storage);
-
-/* See waiting.h: the tensor becomes what its node needs, or stays. */
-int gck_settling_settle(gck_saved *saved, PyObject *node);
+/* One that waits becomes what its node needs; node NULL: not known, it stays, without its graph, of which it may be a
+ * result; go_on: and waits again.  0 or -1. */
+int gck_settling_settle(gck_saved *saved, PyObject *node, int go_on);
 
 #endif

@@ -84,4 +84,13 @@ typedef struct {
 
 gck_state *gck_state_of(PyObject *module);
 
+/* The end of a dealloc: the memory goes, and the object's reference to its heap type. */
+static inline void gck_object_free(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
+    Py_DECREF(type);
+}
+
 #endif

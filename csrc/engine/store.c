@@ -17,10 +17,10 @@ static int is_floating(PyObject *dtype)
 }
 
 /* Does this call of _to_copy make integers or bools of floating values? */
-static int is_rounding_cast(PyObject *args, PyObject *kwargs)
+static int is_rounding_cast(const gck_call *call)
 {
-    PyObject *to = kwargs != NULL ? PyDict_GetItemString(kwargs, "dtype") : NULL;
-    PyObject *x = to != NULL && to != Py_None && PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
+    PyObject *to = call->kwargs != NULL ? PyDict_GetItemString(call->kwargs, "dtype") : NULL;
+    PyObject *x = to != NULL && to != Py_None && PyTuple_Size(call->args) > 0 ? PyTuple_GetItem(call->args, 0) : NULL;
     PyObject *from = x != NULL ? PyObject_GetAttrString(x, "dtype") : NULL;
     const int truth = is_floating(from) && !is_floating(to);
 
@@ -29,18 +29,21 @@ static int is_rounding_cast(PyObject *args, PyObject *kwargs)
 }
 
 /* Index among these names, or -1. */
-static int find_in(const gck_names *names, const PyObject *op, PyObject *args, PyObject *kwargs)
+static int find_in(const gck_names *names, const gck_call *call)
 {
-    const int i = names != NULL ? gck_names_find(names, op) : -1;
+    const int i = names != NULL ? gck_names_find(names, call->op) : -1;
 
-    return i >= 0 && names->named[i].keep == GCK_DECIDE_CAST && !is_rounding_cast(args, kwargs) ? -1 : i;
+    return i >= 0 && names->named[i].keep == GCK_DECIDE_CAST && !is_rounding_cast(call) ? -1 : i;
 }
 
 static int lines_of(const gck_names *names) { return names != NULL ? names->n : 0; }
 
-int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs)
+int gck_store_find(const gck_store *store, const gck_call *call)
 {
-    const int i = find_in(store->policy, op, args, kwargs), decides = find_in(store->deciding, op, args, kwargs);
+    if (store->traced || (store->policy != NULL && store->policy->rows == Py_None)) {
+        return GCK_ASKED;
+    }
+    const int i = find_in(store->policy, call), decides = find_in(store->deciding, call);
     const gck_named *named = i >= 0 ? &store->policy->named[i] : NULL;
 
     /* A decision is kept whatever the policy says, unless the policy keeps it anyway.  Kept exactly beside an input
@@ -52,9 +55,9 @@ int gck_store_find(const gck_store *store, const PyObject *op, PyObject *args, P
     return i;
 }
 
-const gck_named *gck_store_deciding(const gck_store *store, const PyObject *op, PyObject *args, PyObject *kwargs)
+const gck_named *gck_store_deciding(const gck_store *store, const gck_call *call)
 {
-    const int i = find_in(store->deciding, op, args, kwargs);
+    const int i = find_in(store->deciding, call);
 
     return i >= 0 ? &store->deciding->named[i] : NULL;
 }
@@ -80,7 +83,7 @@ static int store_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->told);
     Py_VISIT(self->candidates);
     for (int i = 0; self->lines != NULL && i < gck_store_nlines(self); i++) {
-        Py_VISIT(self->lines[i].calls);
+        Py_VISIT(self->lines[i]);
     }
     return 0;
 }
@@ -94,7 +97,7 @@ static int store_clear(PyObject *op)
     Py_CLEAR(self->draws);
     Py_CLEAR(self->told);
     for (int i = 0; self->lines != NULL && i < gck_store_nlines(self); i++) {
-        Py_CLEAR(self->lines[i].calls);
+        Py_CLEAR(self->lines[i]);
     }
     return 0;
 }
@@ -142,7 +145,7 @@ int gck_is_store(PyObject *x)
 
 gck_store *gck_store_new(gck_state *state, gck_names *policy, int mutation, int reusable)
 {
-    gck_store *self = PyObject_GC_New(gck_store, state->Store);
+    gck_store *self = (gck_store *)PyType_GenericAlloc(state->Store, 0);
 
     if (self == NULL) {
         return NULL;
@@ -150,16 +153,10 @@ gck_store *gck_store_new(gck_state *state, gck_names *policy, int mutation, int 
     self->state = state;
     self->mutation = mutation;
     self->reusable = reusable;
-    self->traced = self->by_call = 0;
-    self->decisions = 0;
     self->policy = (gck_names *)Py_XNewRef((PyObject *)policy);
-    self->deciding = NULL;
     self->storage = PyObject_CallFunctionObjArgs(state->py.defaultdict, (PyObject *)&PyDict_Type, NULL);
     self->lines = calloc((size_t)lines_of(policy) + 1, sizeof *self->lines);
     self->counters = calloc(policy != NULL ? (size_t)policy->ngroups + 1 : 1, sizeof *self->counters);
-    self->candidates = self->draws = self->told = NULL;
-    self->met = 0;
-    PyObject_GC_Track((PyObject *)self);
     if (self->lines == NULL || self->counters == NULL || self->storage == NULL) {
         if (!PyErr_Occurred()) {
             PyErr_NoMemory();
@@ -173,7 +170,7 @@ int gck_store_decide_from(gck_store *store, int decisions)
 {
     gck_state *state = store->state;
     PyObject **names = &state->decisions[decisions > 1];
-    gck_line *lines;
+    PyObject **lines;
 
     if (*names == NULL) {
         *names = PyObject_CallMethod(state->py.selection, "decision_names", "i", decisions > 1);
@@ -186,12 +183,32 @@ int gck_store_decide_from(gck_store *store, int decisions)
         PyErr_NoMemory();
         return -1;
     }
-    memset(lines + before, 0, (size_t)(now - before) * sizeof *lines);    /* the names with casts begin with the others */
+    memset((void *)(lines + before), 0, (size_t)(now - before) * sizeof *lines);    /* the names with casts begin with the others */
     store->lines = lines;
     store->decisions = decisions;
     Py_XDECREF((PyObject *)store->deciding);
     store->deciding = (gck_names *)Py_NewRef(*names);
     return 0;
+}
+
+PyObject *gck_store_calls(gck_store *store, int line, const gck_call *call, int make)
+{
+    PyObject *calls = Py_XNewRef(line >= 0 ? store->lines[line] : PyDict_GetItemWithError(store->storage, call->key));
+
+    if (calls == NULL && make && !PyErr_Occurred()) {
+        calls = PyDict_New();
+        if (calls != NULL && PyDict_SetItem(store->storage, call->key, calls) < 0) {
+            Py_CLEAR(calls);
+        }
+        if (line >= 0) {
+            store->lines[line] = Py_XNewRef(calls);
+        }
+    }
+    if (calls != NULL && !PyDict_Check(calls)) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", calls);
+        Py_CLEAR(calls);
+    }
+    return calls;
 }
 
 PyObject *gck_make_store(PyObject *module, PyObject *args)

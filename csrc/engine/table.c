@@ -54,59 +54,36 @@ gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group)
 
 /* ---- waiting for another thread's recompute ---- */
 
-static void leave_gate(gck_gate *gate)
-{
-    if (--gate->users == 0) {
-        PyThread_free_lock(gate->lock);
-        free(gate);
-    }
-}
-
-/* A lock that is held, for two: this thread and the table. */
-static gck_gate *new_gate(void)
-{
-    gck_gate *gate = calloc(1, sizeof *gate);
-
-    if (gate == NULL || (gate->lock = PyThread_allocate_lock()) == NULL) {
-        free(gate);
-        PyErr_NoMemory();
-        return NULL;
-    }
-    PyThread_acquire_lock(gate->lock, 0);
-    gate->users = 1;
-    return gate;
-}
-
 void gck_table_open(gck_table *table)
 {
-    gck_gate *gate = table->gate;
+    PyObject *gate = table->gate;
+    gck_error error;
 
     table->gate = NULL;
     if (gate != NULL) {
-        PyThread_release_lock(gate->lock);
-        leave_gate(gate);
+        error = gck_error_take();
+        Py_XDECREF(PyObject_CallMethod(gate, "release", NULL));
+        gck_error_return(&error);
+        Py_DECREF(gate);
     }
 }
 
-int gck_table_wait(gck_table *table)
+/* The first that waits makes the gate, and closes it.  No call here runs Python: methods of a lock are C. */
+int gck_table_wait(const gck_py *py, gck_table *table)
 {
-    gck_gate *gate = table->gate;
-    PyLockStatus status;
+    PyObject *gate = table->gate != NULL ? table->gate : (table->gate = PyObject_CallNoArgs(py->new_lock));
+    int status;
 
-    if (gate == NULL && (gate = table->gate = new_gate()) == NULL) {
+    if (gate == NULL || gck_done(PyObject_CallMethod(gate, "acquire", "O", Py_False)) < 0) {
         return -1;
     }
-    gate->users++;                               /* the table may be gone when we wake up */
-    do {
-        Py_BEGIN_ALLOW_THREADS
-        status = PyThread_acquire_lock_timed(gate->lock, -1, 1);
-        Py_END_ALLOW_THREADS
-    } while (status == PY_LOCK_INTR && PyErr_CheckSignals() == 0);
-    if (status == PY_LOCK_ACQUIRED) {
-        PyThread_release_lock(gate->lock);       /* for the next that waits */
+    Py_INCREF(gate);                             /* the table may be gone when we wake up */
+    status = gck_done(PyObject_CallMethod(gate, "acquire", NULL));
+    if (status == 0) {
+        status = gck_done(PyObject_CallMethod(gate, "release", NULL));       /* for the next that waits */
     }
-    leave_gate(gate);
-    return status == PY_LOCK_ACQUIRED ? 0 : -1;
+    Py_DECREF(gate);
+    return status;
 }
 
 static void table_free(gck_table *table)

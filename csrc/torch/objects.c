@@ -30,7 +30,8 @@ static int load_dlpack(gck_py *py)
 int gck_py_load(gck_py *py)
 {
     if ((py->shim = PyImport_ImportModule("gradckpt._shim")) == NULL
-        || (py->selection = PyImport_ImportModule("gradckpt._selection")) == NULL) {
+        || (py->selection = PyImport_ImportModule("gradckpt._selection")) == NULL
+        || (py->savers = PyImport_ImportModule("gradckpt._savers")) == NULL) {
         return -1;
     }
 #define OBJECT(field, module, attribute)                                   \

@@ -48,7 +48,6 @@
     OBJECT(forward_ad, "torch.autograd", "forward_ad")                     \
     OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
-    OBJECT(determinism_checks, "torch.utils.checkpoint", "_allowed_determinism_checks_to_fns") \
     OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")   \
     OBJECT(tree_flatten, "torch.utils._pytree", "tree_flatten")            \
     OBJECT(tree_unflatten, "torch.utils._pytree", "tree_unflatten")        \
@@ -61,8 +60,10 @@
     OBJECT(guards, "torch._guards", "_TLS")                                \
     OBJECT(frame_callback, "torch._C._dynamo.eval_frame", "get_eval_frame_callback")    \
     OBJECT(set_frame_callback, "torch._C._dynamo.eval_frame", "set_eval_frame")         \
+    OBJECT(new_lock, "_thread", "allocate_lock")                            \
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(defaultdict, "collections", "defaultdict")                      \
+    OBJECT(count, "itertools", "count")                                    \
     OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")       \
     /* What they are is said there: */                                     \
     OBJECT(make_saved_tensor, "gradckpt._objects", "make_saved_tensor")       \
@@ -85,13 +86,15 @@
     NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads) \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled) \
-    NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu)
+    NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
+    NAME(nbytes) NAME(form_of_input) NAME(form_when_packed)
 
 /* Others, owned too. */
 #define GCK_PY_MADE(OBJECT)                                                                           \
     OBJECT(ignored)              /* ignored_ops as a tuple; NULL before the first look */             \
     OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
-    OBJECT(selection)            /* gradckpt._selection: those of selective recompute */
+    OBJECT(selection)            /* gradckpt._selection: those of selective recompute */              \
+    OBJECT(savers)               /* gradckpt._savers: those of compress_saved() */
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

@@ -21,7 +21,7 @@ from saved_models import (
 from torch import nn
 
 import gradckpt
-from gradckpt import _C, compress_saved
+from gradckpt import compress_saved
 
 UNKNOWN = "not known which operator saves it"
 
@@ -47,7 +47,6 @@ def both(function, x, config=SMALL):
 def test_the_page_has_the_table():
     page = (ROOT / "docs" / "saved.md").read_text().split("<!-- savers -->")[1].split("<!-- /savers -->")[0]
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \|$", page, re.M)
-    assert tuple(rows) == _C.savers()
     lines = compress_saved.table().splitlines()
     assert [tuple(re.split(r"\s{2,}", line)) for line in lines] == rows
 

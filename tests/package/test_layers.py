@@ -41,6 +41,7 @@ PYTHON = {
     "gradckpt._hooks": {"gradckpt._C"},
     "gradckpt._objects": set(),
     "gradckpt._ops": {"gradckpt._C"},
+    "gradckpt._savers": set(),
     "gradckpt._selection": set(),
     "gradckpt._shim": {"gradckpt._objects"},
     "gradckpt.apply": {
@@ -92,7 +93,7 @@ PYTHON = {
     },
     "gradckpt.policies": {"gradckpt._decisions", "gradckpt._forms", "gradckpt.packing", "gradckpt.selective"},
     "gradckpt.run": {"gradckpt.config", "gradckpt.patched", "gradckpt.policies", "gradckpt.stats"},
-    "gradckpt.saved": {"gradckpt._C", "gradckpt.config", "gradckpt.decorator"},
+    "gradckpt.saved": {"gradckpt._C", "gradckpt._savers", "gradckpt.config", "gradckpt.decorator"},
     "gradckpt.selective": {
         "gradckpt._C",
         "gradckpt._decisions",
