@@ -228,7 +228,7 @@ static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, P
         return NULL;
     }
     if (o.function == NULL && !exact && kwnames != NULL) {
-        result = PyObject_CallMethod(state->py.shim, "decorate", "OON", module, kwnames, gck_tuple(all, PyTuple_Size(kwnames)));
+        result = gck_method(state->py.shim, "decorate", Py_BuildValue("(OON)", module, kwnames, gck_tuple(all, PyTuple_Size(kwnames))));
     } else if (o.function == NULL) {
         PyErr_SetString(PyExc_TypeError, "checkpoint() missing 1 required positional argument: 'function'");
     } else {

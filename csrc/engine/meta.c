@@ -35,7 +35,7 @@ int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
 int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b)
 {
     if (a->objects != NULL || b->objects != NULL) {      /* a subclass may come back detached, as a plain tensor */
-        return gck_is_true(PyObject_CallMethod(py->shim, "same_metadata", "NN", gck_meta_describe(a), gck_meta_describe(b)));
+        return gck_is_true(gck_method(py->shim, "same_metadata", Py_BuildValue("(NN)", gck_meta_describe(a), gck_meta_describe(b))));
     }
     return a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
         && memcmp(&a->device, &b->device, sizeof a->device) == 0

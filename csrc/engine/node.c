@@ -94,7 +94,7 @@ static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyOb
     if (status == 0 && (status = warn_without_grad(py, inputs)) >= 0
         && (status = gck_region_keep(frame, &packing, all, n, NULL, preserve, exact, args, &none)) == 0) {
         tuple = PyList_AsTuple(inputs);
-        save = PyObject_GetAttr(ctx, py->names.save_for_backward);
+        save = tuple != NULL ? PyObject_GetAttr(ctx, py->names.save_for_backward) : NULL;
         status = tuple != NULL && save != NULL ? gck_done(PyObject_Call(save, tuple, NULL)) : -1;
     }
     Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
@@ -331,9 +331,10 @@ static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_
 
 int gck_node_classes(PyObject *module, gck_state *state)
 {
-    PyObject *made = PyObject_CallMethod(state->py.shim, "node_classes", "NNNs", PyCFunction_NewEx(&forward_def, module, NULL),
-                                         PyCFunction_NewEx(&backward_def, module, NULL),
-                                         PyCFunction_NewEx(&apply_def, module, NULL), gck_selective_doc);
+    PyObject *made = gck_method(state->py.shim, "node_classes",
+                              Py_BuildValue("(NNNs)", PyCFunction_NewEx(&forward_def, module, NULL),
+                                            PyCFunction_NewEx(&backward_def, module, NULL),
+                                            PyCFunction_NewEx(&apply_def, module, NULL), gck_selective_doc));
     PyObject *reentrant, *selective, *autograds;
     const int good = made != NULL && PyArg_ParseTuple(made, "OOO", &reentrant, &selective, &autograds);
 

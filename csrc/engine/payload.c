@@ -250,8 +250,8 @@ static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
     if (self->device < 0 || out->stream == self->stream) {
         return 0;
     }
-    return gck_done(PyObject_CallMethod(self->state->py.shim, "record_stream", "ON", x,
-                                        gck_device_object(&self->state->py, self->device)));
+    return gck_done(gck_method(self->state->py.shim, "record_stream",
+                             Py_BuildValue("(ON)", x, gck_device_object(&self->state->py, self->device))));
 }
 
 /* The values of the bytes into out, whose view this is.  0 or -1. */

@@ -72,8 +72,8 @@ static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
     }
     for (Py_ssize_t i = 0; status == 0 && i < nargs + nkw; i++) {
         PyObject *name = i < nargs ? NULL : PyTuple_GetItem(names, i - nargs);
-        status = gck_entry_pack(packing, name == NULL ? args[i] : PyDict_GetItemWithError(kwargs, name), name == NULL,
-                                &frame->args[i], &value);
+        PyObject *x = name == NULL ? args[i] : PyDict_GetItemWithError(kwargs, name);
+        status = x == NULL ? -1 : gck_entry_pack(packing, x, name == NULL, &frame->args[i], &value);
         if (status == 0) {
             status = name == NULL ? PyList_Append(fed, value) : PyDict_SetItem(*fed_kwargs, name, value);
             Py_CLEAR(value);

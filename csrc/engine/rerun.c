@@ -58,10 +58,9 @@ static int all_harmless(const gck_state *state, PyObject *items, PyObject *globa
         } else {
             x = attribute != NULL ? PyObject_GetAttrString(item, attribute) : Py_NewRef(item);
         }
-        good = x != NULL ? harmless(state, x) : globals != NULL;     /* else a cell that is empty */
+        good = x != NULL ? harmless(state, x) : globals != NULL && !PyErr_Occurred();     /* else a cell that is empty */
         Py_XDECREF(x);
     }
-    PyErr_Clear();
     Py_XDECREF(items);
     return good;
 }
@@ -82,12 +81,16 @@ static int function_harmless(const gck_frame *frame)
     }
     if (good) {
         PyObject *globals = PyObject_GetAttrString(f, "__globals__");
-        good = all_harmless(state, PyObject_GetAttrString(code, "co_names"), globals, NULL)
+        good = globals != NULL && all_harmless(state, PyObject_GetAttrString(code, "co_names"), globals, NULL)
             && all_harmless(state, PyObject_GetAttrString(f, "__closure__"), NULL, "cell_contents")
             && all_harmless(state, PyObject_GetAttrString(f, "__defaults__"), NULL, NULL);
         Py_XDECREF(globals);
     }
     Py_XDECREF(code);
+    if (PyErr_ExceptionMatches(PyExc_ValueError)) {          /* of an empty cell */
+        PyErr_Clear();
+    }
+    gck_error_report();
     return good;
 }
 
@@ -98,7 +101,7 @@ static int enter_buffers(gck_frame *frame, gck_rerun *r)
     if (!frame->buffers_once || gck_known(state->stateless, frame->function) || function_harmless(frame)) {
         return 0;
     }
-    r->buffers = PyObject_CallMethod(state->py.shim, "buffers_enter", "ON", frame->function, others(frame));
+    r->buffers = gck_method(state->py.shim, "buffers_enter", Py_BuildValue("(ON)", frame->function, others(frame)));
     if (r->buffers == Py_None) {
         Py_CLEAR(r->buffers);
         return 0;

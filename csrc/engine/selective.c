@@ -62,6 +62,7 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, 
 void gck_selective_end(gck_state *state, gck_active *active)
 {
     gck_active **link = &state->active;
+    gck_error error = gck_error_take();
 
     while (*link != NULL && *link != active) {
         link = &(*link)->outer;
@@ -75,11 +76,13 @@ void gck_selective_end(gck_state *state, gck_active *active)
     if (active->decides) {
         gck_stand_in(state, -1);
     }
-    gck_error error = gck_error_take();
     free(active->next);
     active->next = NULL;
     Py_CLEAR(active->store);
     Py_CLEAR(active->counts);
+    if (PyErr_Occurred()) {                      /* nobody takes it from here */
+        PyErr_WriteUnraisable(NULL);
+    }
     gck_error_return(&error);
 }
 

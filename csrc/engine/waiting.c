@@ -40,7 +40,7 @@ PyObject *gck_waiting_of_thread(void)
     PyObject *capsule = thread != NULL ? PyDict_GetItemString(thread, capsule_name) : NULL;
 
     return capsule != NULL || thread == NULL ? Py_XNewRef(capsule)
-                                             : PyObject_CallMethod(thread, "setdefault", "sN", capsule_name, gck_waiting_new());
+                                             : gck_method(thread, "setdefault", Py_BuildValue("(sN)", capsule_name, gck_waiting_new()));
 }
 
 gck_saved *gck_waiting_known(PyObject *waiting, int index)

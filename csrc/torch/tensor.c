@@ -44,6 +44,16 @@ PyObject *gck_as_tuple(PyObject *list)
     return tuple;
 }
 
+PyObject *gck_method(PyObject *of, const char *name, PyObject *args)
+{
+    PyObject *method = args != NULL ? PyObject_GetAttrString(of, name) : NULL;
+    PyObject *result = method != NULL ? PyObject_CallObject(method, args) : NULL;
+
+    Py_XDECREF(method);
+    Py_XDECREF(args);
+    return result;
+}
+
 int gck_has_attribute(PyObject *x, const char *name)
 {
     PyObject *value = PyObject_GetAttrString(x, name);

@@ -188,6 +188,10 @@ int gck_ask(PyObject *getter);
 /* An item, taken over, at the end of a list; NULL: making it raised.  0, or -1 with the exception. */
 int gck_append(PyObject *list, PyObject *item);
 
+/* New reference: what the method returns.  args: a tuple, taken over; NULL: making it raised, and nothing may be looked
+ * up meanwhile. */
+PyObject *gck_method(PyObject *of, const char *name, PyObject *args);
+
 /* New reference: a list, taken over, as a tuple; NULL: making it raised. */
 PyObject *gck_as_tuple(PyObject *list);
 

@@ -1,0 +1,38 @@
+"""Every call that the extension makes into Python or the allocator may fail (call_faults.py): the error arrives,
+nothing is left behind, and the program runs as before afterwards."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+from call_faults import CASES
+from checkout import HELPERS, ROOT
+
+#: Shares of the programs, a process each: what crashes names itself there.
+SHARES = 6
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    gcc, include = shutil.which("gcc"), sysconfig.get_path("include")
+    if gcc is None or not os.path.exists(os.path.join(include, "Python.h")):
+        pytest.skip("gcc or Python.h not found")
+    if platform.machine() != "x86_64" or sys.platform != "linux":
+        pytest.skip("the calls are led through code for x86-64 Linux")
+    path = tmp_path_factory.mktemp("call_faults") / "call_faults.so"
+    options = ["-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", f"-I{include}"]
+    subprocess.run([gcc, *options, HELPERS / "call_faults.c", "-o", path], check=True)
+    return path
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_any_call_may_fail(library, share):
+    programs = list(CASES)[share::SHARES]
+    command = [sys.executable, "-X", "faulthandler", str(HELPERS / "call_faults.py"), str(library), *programs]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.splitlines() == [f"{name}: done" for name in programs]

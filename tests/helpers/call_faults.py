@@ -1,0 +1,262 @@
+"""Programs in which every call that the extension makes may fail: ``python call_faults.py LIBRARY [PROGRAM...]``
+
+LIBRARY is call_faults.c, compiled. For each program and each of its calls: the exception arrives or reaches
+sys.unraisablehook, nothing is left behind, and the program runs as before afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import chaos
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+
+import gradckpt
+from gradckpt import _C
+
+#: By what they return when they fail.
+NULL = (
+    "PyObject_GetAttr PyObject_GetAttrString PyObject_Call PyObject_CallFunctionObjArgs PyObject_CallMethodObjArgs "
+    "PyObject_CallNoArgs PyObject_CallObject PyObject_GetIter PyIter_Next PySequence_GetItem PySequence_Tuple "
+    "PySequence_Concat PyMapping_Values PyDict_GetItemWithError PyDict_New PyDict_Items PyDict_Keys PyList_New "
+    "PyList_AsTuple PyTuple_New PyTuple_Pack PyLong_FromLongLong PyLong_FromSsize_t PyLong_FromVoidPtr PyCapsule_New "
+    "PyCMethod_New PyUnicode_FromFormat PyUnicode_FromString PyWeakref_NewRef PyType_GetName "
+    "_PyObject_CallFunction_SizeT _PyObject_CallMethod_SizeT _Py_BuildValue_SizeT _PyObject_GC_New _PyObject_New"
+)
+MINUS = (
+    "PyObject_IsInstance PyObject_IsTrue PyObject_RichCompareBool PyObject_SetAttr PyObject_SetAttrString "
+    "PySequence_Contains PySequence_Size PyList_Append PyList_SetSlice PyDict_SetItem PyDict_SetItemString "
+    "PyDict_Contains PySet_Contains PyErr_CheckSignals"
+)
+MEMORY = "malloc calloc realloc PyThread_allocate_lock"  # NULL, and no exception
+#: What takes something back: torch's functions in C++, which have nothing to fail at.
+UNDO = (torch._C._autograd._pop_saved_tensors_default_hooks,)
+#: What fails for want of memory alone.
+MAKES = ("PyDict_New", "PyList_New", "PyTuple_New", "_PyObject_GC_New", "_PyObject_New")
+
+
+def install(library: str) -> Any:
+    faults = ctypes.CDLL(library)
+    lists = [
+        (ctypes.c_char_p * (len(names) + 1))(*(name.encode() for name in names), None)
+        for names in (NULL.split(), MINUS.split(), MEMORY.split())
+    ]
+    faults.call_faults_spare.argtypes = [ctypes.py_object]
+    for undoes in UNDO:
+        faults.call_faults_spare(undoes)
+    faults.call_faults_begin.argtypes = [ctypes.c_long, ctypes.py_object]
+    faults.call_faults_end.restype = ctypes.c_long
+    faults.call_faults_name.restype = ctypes.c_char_p
+    assert faults.call_faults_install(str(_C.__file__).encode(), *lists) > 30
+    return faults
+
+
+# ---- programs ----
+
+Result = list[torch.Tensor | None]
+CASES: dict[str, Callable[[], Result]] = {}
+
+
+def case(run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The gradient of what it makes of a tensor with history."""
+
+    def whole() -> Result:
+        torch.manual_seed(0)
+        leaf = chaos.STARTS[0].clone().requires_grad_()
+        run(leaf * 1).sum().backward()
+        return [leaf.grad, chaos.WEIGHT.grad, *(p.grad for p in chaos.LINEAR.parameters())]
+
+    CASES[run.__name__.replace("_", " ")] = whole
+
+
+for way in chaos.WAYS:
+    for codec in ("int8", "lossless") if way not in (chaos._direct, chaos._torchs) else ():
+        CASES[f"{way.__name__.strip('_')} {codec}"] = functools.partial(
+            chaos.run, chaos.World(codec), [(way, list(chaos.OPERATORS))], 0
+        )
+
+SMALL = {"codec": "int8", "min_numel": 0}
+
+
+def router(x: torch.Tensor) -> torch.Tensor:
+    values, places = (x @ chaos.WEIGHT).topk(3)
+    noise = torch.bernoulli(x.detach().sigmoid()) + torch.rand_like(x)
+    return x.gather(1, places) * values * noise[:, :3] + torch.multinomial(values.softmax(-1), 3)
+
+
+@case
+def decisions_in_nested_regions(x: torch.Tensor) -> torch.Tensor:
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch_checkpoint.checkpoint(router, t, use_reentrant=False)
+        return y + gradckpt.checkpoint(router, t, use_reentrant=True)
+
+    return gradckpt.checkpoint(lambda t: gradckpt.checkpoint(inner, t, compress=SMALL), x, compress=SMALL)
+
+
+@case
+def decisions_in_one_node(x: torch.Tensor) -> torch.Tensor:
+    return gradckpt.SelectiveRecompute.apply(router, None, x, compress=SMALL)
+
+
+@case
+def policy_is_a_function(x: torch.Tensor) -> torch.Tensor:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return gradckpt.save("int8") if op is torch.ops.aten.mm.default else op is torch.ops.aten.sin.default
+
+    contexts = functools.partial(gradckpt.create_selective_checkpoint_contexts, policy)
+    return gradckpt.checkpoint(lambda t: router(t.sin()), x, compress=SMALL, context_fn=contexts)
+
+
+@case
+def policy_of_names(x: torch.Tensor) -> torch.Tensor:
+    policy = gradckpt.policies.save_named("wanted")
+    return gradckpt.SelectiveRecompute.apply(lambda t: gradckpt.name(t @ chaos.WEIGHT, "wanted").exp(), policy, x)
+
+
+@case
+def fake_quantized(x: torch.Tensor) -> torch.Tensor:
+    replay = {**SMALL, "replay": True}
+    return gradckpt.checkpoint(lambda t: gradckpt.checkpoint(torch.sin, t.cos(), compress=replay), x, compress=replay)
+
+
+@case
+def written_in_place(x: torch.Tensor) -> torch.Tensor:
+    return gradckpt.checkpoint(lambda t, u: t.mul_(2).sin() * u, x, x.exp(), compress=SMALL)
+
+
+@case
+def containers(x: torch.Tensor) -> torch.Tensor:
+    out = gradckpt.checkpoint(lambda box, *, also: {"y": box["x"][0] * also}, {"x": [x, 1]}, also=x, compress=SMALL)
+    return out["y"]
+
+
+@case
+def hooks_of_parameters(x: torch.Tensor) -> torch.Tensor:
+    handle = chaos.WEIGHT.register_hook(lambda g: g * 2)
+    try:
+        y = gradckpt.SelectiveRecompute.apply(chaos.LINEAR, "save_matmuls:int8", x)
+        (y.sum() + (x @ chaos.WEIGHT).sum()).backward()
+    finally:
+        handle.remove()
+    return x.detach().requires_grad_() * 1
+
+
+@case
+def two_backwards(x: torch.Tensor) -> torch.Tensor:
+    y = gradckpt.checkpoint(lambda t: (t @ chaos.WEIGHT).sin(), x, compress=SMALL)
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return g.square() + y
+
+
+@case
+def views_and_layouts(x: torch.Tensor) -> torch.Tensor:
+    with gradckpt.compress_saved(SMALL):
+        y = x.t()[2:8].relu().transpose(0, 1).square() * x[:, ::3]
+    return gradckpt.checkpoint(torch.sin, y.t(), compress="raw").t()
+
+
+@case
+def decorated(x: torch.Tensor) -> torch.Tensor:
+    whole = gradckpt.compress_saved(SMALL)(lambda t: (t @ chaos.WEIGHT).softmax(-1).log())
+    return whole(x) + gradckpt.encode(x.detach(), "int4").decode()
+
+
+# ---- one fault ----
+
+
+Attempt = tuple[int, str | None, BaseException, list[BaseException], Any]
+
+
+def attempt(faults: Any, k: int, run: Callable[[], Any]) -> Attempt:
+    """Calls, the function that failed, what it should raise, what was seen, the result."""
+    error = KeyboardInterrupt(f"call {k}")
+    unraisable: list[Any] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda u: unraisable.append(u.exc_value)
+    arrived: BaseException | None = None
+    result = None
+    faults.call_faults_begin(k, error)
+    try:
+        result = run()
+    except BaseException as e:
+        arrived = e
+    finally:
+        calls = faults.call_faults_end()
+        sys.unraisablehook = hook
+    chaos.forget_gradients()
+    name = faults.call_faults_name()
+    seen = [e for each in (arrived, *unraisable) for e in chaos.chain_of(each)]
+    return calls, name and name.decode(), error, seen, result
+
+
+def sweep(faults: Any, name: str, only: int | None, verbose: bool) -> Iterator[str]:
+    """What is wrong, one line each."""
+    run = CASES[name]
+    run()  # whatever happens once
+    chaos.forget_gradients()
+    want = run()
+    chaos.forget_gradients()
+    calls = attempt(faults, sys.maxsize, run)[0]
+    before = chaos.left_behind()
+    yield from () if calls > 50 else (f"{name}: only {calls} calls",)
+    for k in range(1, calls + 1) if only is None else (only,):
+        if verbose:
+            print(name, k, file=sys.stderr, flush=True)
+        _, function, error, seen, result = attempt(faults, k, run)
+        where = f"{name}: call {k}, {function}"
+        silent = function in MEMORY.split()
+        if result is None and not seen:
+            yield f"{where}: neither a result nor an error"
+        elif function in MAKES and any(isinstance(e, MemoryError) for e in seen):
+            pass
+        elif not silent and not any(e is error for e in seen):
+            yield f"{where}: lost, instead {seen!r:.150}" if seen else f"{where}: lost"
+        elif silent and not all(isinstance(e, (MemoryError, RuntimeError)) for e in seen):
+            yield f"{where}: {seen!r:.150}"
+        for e in seen:
+            e.__traceback__ = None
+        seen.clear()
+        try:
+            again = run()
+            chaos.forget_gradients()
+        except BaseException as e:
+            yield f"{where}: the next run fails: {e!r:.150}"
+            return
+        if not chaos.same(again, want):
+            yield f"{where}: the next run differs"
+        if k % 20 == 0 or k == calls or verbose:
+            after = chaos.left_behind()
+            if after != before:
+                yield f"{where}, or shortly before: {before} -> {after}"
+                before = after
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library")
+    parser.add_argument("programs", nargs="*", choices=[*CASES, []], metavar="PROGRAM", help="(default: all)")
+    parser.add_argument("--call", type=int, help="only this call")
+    parser.add_argument("-v", action="store_true", help="each call before it fails, and what it leaves behind at once")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    faults = install(chosen.library)
+    for codec in chaos.CODECS:
+        chaos.elsewhere(codec)
+    wrong = 0
+    for name in chosen.programs or CASES:
+        for line in sweep(faults, name, chosen.call, chosen.v):
+            wrong += 1
+            print(line, flush=True)
+        print(f"{name}: done", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
