@@ -8,11 +8,8 @@
 /* The hooks around ours become the innermost.  0 or -1. */
 static int push_outer(const gck_saver *self)
 {
-    PyObject *result = PyObject_CallFunctionObjArgs(self->packing.state->py.push_hooks, self->outer_pack,
-                                                    self->outer_unpack, NULL);
-
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return gck_done(PyObject_CallFunctionObjArgs(self->packing.state->py.push_hooks, self->outer_pack,
+                                                 self->outer_unpack, NULL));
 }
 
 /* By reference, checked against its version at unpack; without its graph.  0 or -1. */

@@ -137,16 +137,6 @@ const char *gck_status_text(int status) { return status == 0 ? "no error" : "a r
 
 static int work(void) { return launched++, wrong() ? GCK_E_DEVICE : GCK_OK; }
 
-int gck_encode(const gck_codec *c, const gck_tensor *x, void *payload, const gck_how *how, gck_parallel_for *parallel)
-{
-    return (void)c, (void)x, (void)payload, (void)how, (void)parallel, work();
-}
-
-int gck_decode(const gck_codec *c, const void *payload, const gck_tensor *x, gck_parallel_for *parallel)
-{
-    return (void)c, (void)payload, (void)x, (void)parallel, work();
-}
-
 int gck_encode_many(const gck_codec *c, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
                     gck_parallel_for *parallel)
 {
