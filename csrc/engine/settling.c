@@ -81,7 +81,7 @@ static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, 
 /* What a payload of x gives back lies in memory as x does. */
 static int keeps_strides(const gck_tensor *x)
 {
-    return x->strides == NULL || (x->ndim <= GCK_MAX_DIM && gck_is_dense(x));
+    return x->strides == NULL || gck_is_dense(x);
 }
 
 /* The tensor, by the payload of the whole tensor that it is a view of where that costs no more

@@ -231,3 +231,11 @@ def test_the_collector_sees_what_a_frame_keeps_of_tensors(monkeypatch):
     (frame,) = (f for f in frames() if not any(f is old for old in before))
     kept = gc.get_referents(frame)
     assert {id(t[0]) for t in kept if isinstance(t, tuple) and len(t) == 1} >= metadata
+
+
+@pytest.mark.parametrize("pack", [lambda x, held: held, lambda x, held: [x, held], lambda x, held: {1: [held, x]}])
+def test_what_holds_an_argument_of_a_region_can_be_found(pack):
+    held = frames  # any object that the collector tracks
+    y = gradckpt.checkpoint(lambda t, given: t.sin(), hidden(), pack(hidden(), held), compress=SMALL)
+    assert [type(o).__name__ for o in gc.get_referrers(held)].count("Frame") == 1
+    y.sum().backward()
