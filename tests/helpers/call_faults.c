@@ -72,7 +72,7 @@ void *call_faults_hit(long n, const void *first, const char *second)
         return originals[n];
     }
     /* These take something back, too. */
-    if (spare_next || (strcmp(names[n], "_PyObject_CallMethod_SizeT") == 0
+    if (spare_next || (strcmp(names[n], "PyObject_CallMethod") == 0
                        && (strcmp(second, "__exit__") == 0 || strcmp(second, "close") == 0))) {
         spare_next = 0;
         return originals[n];
@@ -118,16 +118,25 @@ long call_faults_end(void)
 
 const char *call_faults_name(void) { return failed; }
 
+/* Python before 3.13 has _NAME_SizeT for NAME. */
+static int is_called(const char *symbol, const char *name)
+{
+    const size_t length = strlen(name);
+
+    return strcmp(symbol, name) == 0
+           || (symbol[0] == '_' && strncmp(symbol + 1, name, length) == 0 && strcmp(symbol + 1 + length, "_SizeT") == 0);
+}
+
 static void redirect(const ElfW(Rela) *table, size_t size, const ElfW(Sym) *symbols, const char *strings, ElfW(Addr) base)
 {
     const long page = sysconf(_SC_PAGESIZE);
 
     for (size_t i = 0; i < size / sizeof *table; i++) {
         const unsigned long type = ELF64_R_TYPE(table[i].r_info);
-        const char *name = strings + symbols[ELF64_R_SYM(table[i].r_info)].st_name;
+        const char *symbol = strings + symbols[ELF64_R_SYM(table[i].r_info)].st_name;
         void **slot = (void **)(base + table[i].r_offset);
         for (int n = 0; n < count && (type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT); n++) {
-            if (strcmp(name, names[n]) == 0) {
+            if (is_called(symbol, names[n])) {
                 mprotect((void *)((uintptr_t)slot & -(uintptr_t)page), (size_t)page, PROT_READ | PROT_WRITE);
                 originals[n] = *slot;
                 *slot = call_faults_stubs + 16 * n;
@@ -165,7 +174,7 @@ static int visit(struct dl_phdr_info *info, size_t size, void *path)
     return 1;
 }
 
-/* Functions by what they return when they fail: NULL or -1 with an exception, or NULL alone.  Each list ends with
+/* Functions by what they return when they fail: NULL (0) or -1 with an exception, or NULL alone.  Each list ends with
  * NULL.  How many of them the module calls. */
 int call_faults_install(const char *path, const char *const *null, const char *const *minus, const char *const *memory)
 {
