@@ -27,6 +27,9 @@ static int current_task(gck_state *state, int64_t *task, PyObject **group)
     *task = PyLong_AsLongLong(value);
     Py_DECREF(value);
     if (*task == -1) {
+        if (PyErr_Occurred()) {
+            return -1;
+        }
         *task = -2 - state->outside++;           /* outside any backward: a table of its own */
     }
     return 0;

@@ -49,6 +49,27 @@ def test_misaligned_bytes_are_copied(codec):
         assert copies == (offset != 16)
 
 
+WRONG = {
+    "dtype": lambda b: b.float(),
+    "bits": lambda b: b.to(torch.uint16),
+    "sign": lambda b: b.view(torch.int8),
+    "dimensions": lambda b: b[None],
+    "size": lambda b: b[1:],
+    "strides": lambda b: b.repeat_interleave(2)[::2],
+    "device": lambda b: b.to("meta"),
+    "layout": lambda b: b.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_bytes_that_hooks_changed_are_refused(change):
+    x = torch.randn(1000, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t, lambda t: WRONG[change](t) if t.dtype == torch.uint8 else t):
+        y = gradckpt.checkpoint(torch.sin, x * 1, compress={"codec": "raw", "min_numel": 0})
+    with pytest.raises(RuntimeError, match=r"an outer saved-tensor hook returned another tensor .*torch.Tensor"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_operators_name_the_error(codec):
     x = torch.randn(1000)

@@ -38,6 +38,16 @@ WRITES = {
 }
 
 
+#: By .data the same object gets other memory, at the same version: here the same bytes, seen otherwise.
+VIEWS = {
+    "sizes": lambda d: d.view(64, 32),
+    "ndim": lambda d: d.view(-1),
+    "dtype": lambda d: d.view(torch.bfloat16),
+    "layout": lambda d: d.view(16, 4, 32).transpose(0, 1),
+    "strides": lambda d: d.view(16, 4, 32).permute(2, 1, 0),
+}
+
+
 def in_regions(function, x, config):
     return gradckpt.checkpoint(function, x, compress=config)
 
@@ -63,6 +73,31 @@ def test_a_write_that_leaves_no_version_is_seen(codec, write, use):
     fresh = x.detach().clone().requires_grad_() * 1
     want = torch.autograd.grad(use(lambda t: (t @ weight).cos(), fresh, config).sum(), weight)[0]
     assert torch.equal(torch.autograd.grad(second.sum(), weight)[0], want)
+    del first
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("use", [in_regions, saved])
+def test_the_same_bytes_seen_otherwise(view, use):
+    config, x = {"codec": "raw", "min_numel": 0}, hidden()
+    x.data = {"dtype": x.data.half(), "strides": x.data.view(16, 4, 32).permute(1, 2, 0)}.get(view, x.data)
+    version = x._version
+    first = use(torch.sin, x, config)
+    x.data = VIEWS[view](x.data.as_strided((32, 64), (64, 1)))
+    assert x._version == version
+    weight = torch.ones_like(x.detach()).requires_grad_()
+    second = use(lambda t: (t * weight).sum(), x, config)
+    assert torch.equal(torch.autograd.grad(second, weight)[0], x)
+    del first
+
+
+def test_shared_bytes_that_a_user_resized():
+    x = hidden()
+    with gradckpt.compress_saved("raw"):
+        first = x.sin()
+        first.grad_fn._raw_saved_self.data.value.data.resize_(1)
+        with pytest.raises(RuntimeError, match=r"for a payload of \d+ uint8 bytes"):
+            x.cos()
     del first
 
 

@@ -172,6 +172,15 @@ def decorated(x: torch.Tensor) -> torch.Tensor:
     return whole(x) + gradckpt.encode(x.detach(), "int4").decode()
 
 
+@case
+def waits_for_long(x: torch.Tensor) -> torch.Tensor:
+    with gradckpt.compress_saved(SMALL):
+        y = x.sin()
+        for _ in range(1024):
+            x + 1  # a node that saves nothing
+        return y + x.cos()
+
+
 # ---- one fault ----
 
 
