@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import importlib.util
 import sys
+import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 import gradckpt
-from gradckpt import _C
+from gradckpt import _C, _objects, _shim
 
 #: By what they return when they fail.
 NULL = (
@@ -27,26 +29,31 @@ NULL = (
     "PyObject_CallNoArgs PyObject_CallObject PyObject_GetIter PyIter_Next PySequence_GetItem PySequence_Tuple "
     "PySequence_Concat PyMapping_Values PyDict_GetItemWithError PyDict_New PyDict_Items PyDict_Keys PyList_New "
     "PyList_AsTuple PyTuple_New PyTuple_Pack PyLong_FromLongLong PyLong_FromSsize_t PyLong_FromVoidPtr PyCapsule_New "
-    "PyCMethod_New PyUnicode_FromFormat PyUnicode_FromString PyWeakref_NewRef PyType_GetName "
+    "PyCMethod_New PyUnicode_FromFormat PyUnicode_FromString PyUnicode_InternFromString PyWeakref_NewRef "
+    "PyType_GetName PyType_FromModuleAndSpec PyImport_ImportModule PyLong_AsVoidPtr "
     "_PyObject_CallFunction_SizeT _PyObject_CallMethod_SizeT _Py_BuildValue_SizeT _PyObject_GC_New _PyObject_New"
 )
 MINUS = (
     "PyObject_IsInstance PyObject_IsTrue PyObject_RichCompareBool PyObject_SetAttr PyObject_SetAttrString "
     "PySequence_Contains PySequence_Size PyList_Append PyList_SetSlice PyDict_SetItem PyDict_SetItemString "
-    "PyDict_Contains PySet_Contains PyErr_CheckSignals"
+    "PyDict_Contains PySet_Contains PyErr_CheckSignals PyModule_AddObjectRef PyModule_AddType"
 )
-MEMORY = "malloc calloc realloc PyThread_allocate_lock"  # NULL, and no exception
+SILENT = "malloc calloc realloc PyThread_allocate_lock dlopen dlsym"  # NULL, and no exception
+#: Called by a pointer in torch's table; with MemoryError.
+DLPACK = "dltensor_from_py_object_no_sync"
 #: What takes something back: torch's functions in C++, which have nothing to fail at.
 UNDO = (torch._C._autograd._pop_saved_tensors_default_hooks,)
 #: What fails for want of memory alone.
-MAKES = ("PyDict_New", "PyList_New", "PyTuple_New", "_PyObject_GC_New", "_PyObject_New")
+MAKES = ("PyDict_New", "PyList_New", "PyTuple_New", "_PyObject_GC_New", "_PyObject_New", DLPACK)
+FAULTS: list[Any] = []  # the library, once it is installed
 
 
 def install(library: str) -> Any:
     faults = ctypes.CDLL(library)
+    FAULTS.append(faults)
     lists = [
         (ctypes.c_char_p * (len(names) + 1))(*(name.encode() for name in names), None)
-        for names in (NULL.split(), MINUS.split(), MEMORY.split())
+        for names in (NULL.split(), MINUS.split(), SILENT.split(), [])
     ]
     faults.call_faults_spare.argtypes = [ctypes.py_object]
     for undoes in UNDO:
@@ -55,6 +62,10 @@ def install(library: str) -> Any:
     faults.call_faults_end.restype = ctypes.c_long
     faults.call_faults_name.restype = ctypes.c_char_p
     assert faults.call_faults_install(str(_C.__file__).encode(), *lists) > 30
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    table = address(_objects.dlpack, b"dlpack_exchange_api")
+    faults.call_faults_pointer(ctypes.c_void_p(table + 40), DLPACK.encode())  # after a version and four pointers
     return faults
 
 
@@ -168,6 +179,49 @@ def decorated(x: torch.Tensor) -> torch.Tensor:
     return whole(x) + gradckpt.encode(x.detach(), "int4").decode()
 
 
+def imported_anew() -> Any:
+    """The extension as a second module. Where the generator keeps its state is not looked for: that takes long."""
+    spec = importlib.util.spec_from_file_location("gradckpt._C", _C.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with unittest.mock.patch.object(_objects, "generator_window", return_value=0):
+        spec.loader.exec_module(module)
+    return module
+
+
+@case
+def import_of_the_extension(x: torch.Tensor) -> torch.Tensor:
+    return x * len(imported_anew().codecs())
+
+
+with unittest.mock.patch.object(_shim, "has_accelerator", return_value=True):
+    ACCELERATED = imported_anew()
+
+
+@case
+def surroundings(x: torch.Tensor) -> torch.Tensor:
+    """Of a torch with a device. They are put back by functions in C++, which have nothing to fail at."""
+
+    def fn(t: torch.Tensor) -> torch.Tensor:
+        if ACCELERATED.is_recomputing():
+            for faults in FAULTS:
+                faults.call_faults_end()
+        return (t @ chaos.WEIGHT).sin()
+
+    def generators(*args: Any) -> list[Any]:
+        return [("cuda", 0, None)]
+
+    with (
+        unittest.mock.patch.multiple(_shim, device_rng_capture=generators, device_rng_swap=generators),
+        torch.device("cpu"),
+    ):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ACCELERATED.checkpoint(fn, x, compress=SMALL)
+        (g,) = torch.autograd.grad(y.sum(), x)
+    return x * g
+
+
 # ---- one fault ----
 
 
@@ -210,14 +264,14 @@ def sweep(faults: Any, name: str, only: int | None, verbose: bool) -> Iterator[s
             print(name, k, file=sys.stderr, flush=True)
         _, function, error, seen, result = attempt(faults, k, run)
         where = f"{name}: call {k}, {function}"
-        silent = function in MEMORY.split()
+        silent = function in SILENT.split()
         if result is None and not seen:
             yield f"{where}: neither a result nor an error"
         elif function in MAKES and any(isinstance(e, MemoryError) for e in seen):
             pass
         elif not silent and not any(e is error for e in seen):
             yield f"{where}: lost, instead {seen!r:.150}" if seen else f"{where}: lost"
-        elif silent and not all(isinstance(e, (MemoryError, RuntimeError)) for e in seen):
+        elif silent and not all(isinstance(e, (ImportError, MemoryError, RuntimeError)) for e in seen):
             yield f"{where}: {seen!r:.150}"
         for e in seen:
             e.__traceback__ = None
