@@ -74,7 +74,7 @@ void *call_faults_hit(long n, const void *first, const char *second)
         return originals[n];
     }
     /* These take something back, too. */
-    if (spare_next || (strcmp(names[n], "_PyObject_CallMethod_SizeT") == 0
+    if (spare_next || (strcmp(names[n], "PyObject_CallMethod") == 0
                        && (strcmp(second, "__exit__") == 0 || strcmp(second, "close") == 0))) {
         spare_next = 0;
         return originals[n];
@@ -122,6 +122,15 @@ long call_faults_end(void)
 
 const char *call_faults_name(void) { return failed; }
 
+/* Python before 3.13 has _NAME_SizeT for NAME. */
+static int is_called(const char *symbol, const char *name)
+{
+    const size_t length = strlen(name);
+
+    return strcmp(symbol, name) == 0
+           || (symbol[0] == '_' && strncmp(symbol + 1, name, length) == 0 && strcmp(symbol + 1 + length, "_SizeT") == 0);
+}
+
 static void lead(void **slot, void *to)
 {
     const long page = sysconf(_SC_PAGESIZE);
@@ -148,16 +157,16 @@ static void redirect(const ElfW(Rela) *table, size_t size, const ElfW(Sym) *symb
 {
     for (size_t i = 0; i < size / sizeof *table; i++) {
         const unsigned long type = ELF64_R_TYPE(table[i].r_info);
-        const char *name = strings + symbols[ELF64_R_SYM(table[i].r_info)].st_name;
+        const char *symbol = strings + symbols[ELF64_R_SYM(table[i].r_info)].st_name;
         void **slot = (void **)(base + table[i].r_offset);
         if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT) {
             continue;
         }
-        if (strcmp(name, "dlsym") == 0) {
+        if (strcmp(symbol, "dlsym") == 0) {
             lead(slot, look_up);
         }
         for (int n = 0; n < count; n++) {
-            if (strcmp(name, names[n]) == 0) {
+            if (is_called(symbol, names[n])) {
                 originals[n] = *slot;
                 lead(slot, call_faults_stubs + 16 * n);
             }
@@ -194,8 +203,8 @@ static int visit(struct dl_phdr_info *info, size_t size, void *path)
     return 1;
 }
 
-/* Functions by what they return when they fail: NULL or -1 with an exception, NULL alone, 1 alone.  Each list ends with
- * NULL.  How many of them the module imports. */
+/* Functions by what they return when they fail: NULL (0) or -1 with an exception, NULL alone, 1 alone.  Each list ends
+ * with NULL.  How many of them the module imports. */
 int call_faults_install(const char *path, const char *const *null, const char *const *minus, const char *const *memory,
                         const char *const *one)
 {

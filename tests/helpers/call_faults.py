@@ -23,28 +23,32 @@ import torch.utils.checkpoint as torch_checkpoint
 import gradckpt
 from gradckpt import _C, _objects, _shim
 
-#: By what they return when they fail.
+#: By what they return when they fail. Left out: what fails on an argument of the wrong type or an index out of range
+#: alone (sizes, items of lists and tuples, capsules, weak references), what keeps its error to itself
+#: (PyDict_GetItemString).
 NULL = (
-    "PyObject_GetAttr PyObject_GetAttrString PyObject_Call PyObject_CallFunctionObjArgs PyObject_CallMethodObjArgs "
-    "PyObject_CallNoArgs PyObject_CallObject PyObject_GetIter PyIter_Next PySequence_GetItem PySequence_Tuple "
-    "PySequence_Concat PyMapping_Values PyDict_GetItemWithError PyDict_New PyDict_Items PyDict_Keys PyList_New "
-    "PyList_AsTuple PyTuple_New PyTuple_Pack PyLong_FromLongLong PyLong_FromSsize_t PyLong_FromVoidPtr PyCapsule_New "
-    "PyCMethod_New PyUnicode_FromFormat PyUnicode_FromString PyUnicode_InternFromString PyWeakref_NewRef "
-    "PyType_GetName PyType_FromModuleAndSpec PyImport_ImportModule PyLong_AsVoidPtr "
-    "_PyObject_CallFunction_SizeT _PyObject_CallMethod_SizeT _Py_BuildValue_SizeT _PyObject_GC_New _PyObject_New"
+    "PyObject_GetAttr PyObject_GetAttrString PyObject_GetItem PyObject_Call PyObject_CallFunction PyObject_CallMethod "
+    "PyObject_CallFunctionObjArgs PyObject_CallMethodObjArgs PyObject_CallNoArgs PyObject_CallObject PyObject_GetIter "
+    "PyIter_Next PySequence_GetItem PySequence_Tuple PySequence_Concat PyMapping_Values PyDict_GetItemWithError "
+    "PyDict_New PyDict_Items PyDict_Keys PyList_New PyList_AsTuple PyTuple_New PyTuple_Pack PyLong_FromLongLong "
+    "PyLong_FromSsize_t PyLong_FromVoidPtr PyLong_AsVoidPtr PyCapsule_New PyCMethod_New PyUnicode_FromFormat "
+    "PyUnicode_FromString PyUnicode_InternFromString PyUnicode_AsUTF8AndSize PyUnicode_EncodeFSDefault "
+    "PyWeakref_NewRef PyType_GenericAlloc PyType_FromModuleAndSpec PyImport_ImportModule Py_BuildValue _PyObject_New "
+    "PyArg_ParseTuple"  # 0, which is the same
 )
 MINUS = (
     "PyObject_IsInstance PyObject_IsTrue PyObject_RichCompareBool PyObject_SetAttr PyObject_SetAttrString "
     "PySequence_Contains PySequence_Size PyList_Append PyList_SetSlice PyDict_SetItem PyDict_SetItemString "
-    "PyDict_Contains PySet_Contains PyErr_CheckSignals PyModule_AddObjectRef PyModule_AddType"
+    "PyDict_Contains PyDict_DelItemString PySet_Contains PyLong_AsLong PyLong_AsLongLong PyLong_AsUnsignedLongLong "
+    "PyErr_CheckSignals PyErr_WarnEx PyModule_AddObjectRef PyModule_AddType"
 )
-SILENT = "malloc calloc realloc PyThread_allocate_lock dlopen dlsym"  # NULL, and no exception
+SILENT = "malloc calloc realloc dlopen dlsym"  # NULL, and no exception
 #: Called by a pointer in torch's table; with MemoryError.
 DLPACK = "dltensor_from_py_object_no_sync"
 #: What takes something back: torch's functions in C++, which have nothing to fail at.
 UNDO = (torch._C._autograd._pop_saved_tensors_default_hooks,)
 #: What fails for want of memory alone.
-MAKES = ("PyDict_New", "PyList_New", "PyTuple_New", "_PyObject_GC_New", "_PyObject_New", DLPACK)
+MAKES = ("PyDict_New", "PyList_New", "PyTuple_New", "PyType_GenericAlloc", "_PyObject_New", DLPACK)
 FAULTS: list[Any] = []  # the library, once it is installed
 
 
@@ -61,10 +65,11 @@ def install(library: str) -> Any:
     faults.call_faults_begin.argtypes = [ctypes.c_long, ctypes.py_object]
     faults.call_faults_end.restype = ctypes.c_long
     faults.call_faults_name.restype = ctypes.c_char_p
-    assert faults.call_faults_install(str(_C.__file__).encode(), *lists) > 30
+    assert faults.call_faults_install(str(_C.__file__).encode(), *lists) > 45
     address = ctypes.pythonapi.PyCapsule_GetPointer
     address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    table = address(_objects.dlpack, b"dlpack_exchange_api")
+    dlpack = _objects.dlpack
+    table = dlpack if isinstance(dlpack, int) else address(dlpack, b"dlpack_exchange_api")
     faults.call_faults_pointer(ctypes.c_void_p(table + 40), DLPACK.encode())  # after a version and four pointers
     return faults
 
