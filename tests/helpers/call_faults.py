@@ -184,6 +184,22 @@ def decorated(x: torch.Tensor) -> torch.Tensor:
     return whole(x) + gradckpt.encode(x.detach(), "int4").decode()
 
 
+@case
+def many_arguments(x: torch.Tensor) -> torch.Tensor:
+    """More than are encoded at once, one of them twice."""
+    return gradckpt.checkpoint(lambda *xs: sum(xs), x, x, *(x * k for k in range(17)), compress=SMALL)
+
+
+@case
+def many_dimensions(x: torch.Tensor) -> torch.Tensor:
+    return gradckpt.checkpoint(torch.sin, x.view(6, *8 * [1], 16))
+
+
+@case
+def policy_is_a_function_in_one_node(x: torch.Tensor) -> torch.Tensor:
+    return gradckpt.SelectiveRecompute.apply(torch.sin, lambda context, op, *args: True, x)
+
+
 def imported_anew() -> Any:
     """The extension as a second module. Where the generator keeps its state is not looked for: that takes long."""
     spec = importlib.util.spec_from_file_location("gradckpt._C", _C.__file__)
@@ -270,7 +286,9 @@ def sweep(faults: Any, name: str, only: int | None, verbose: bool) -> Iterator[s
         _, function, error, seen, result = attempt(faults, k, run)
         where = f"{name}: call {k}, {function}"
         silent = function in SILENT.split()
-        if result is None and not seen:
+        if any(isinstance(e, SystemError) for e in seen):
+            yield f"{where}: a call goes on with an error set: {seen!r:.150}"
+        elif result is None and not seen:
             yield f"{where}: neither a result nor an error"
         elif function in MAKES and any(isinstance(e, MemoryError) for e in seen):
             pass
