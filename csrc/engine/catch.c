@@ -53,12 +53,7 @@ int gck_catches_by_key(const gck_state *state, const gck_store *store)
 
 PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
 {
-    const int truth = PyObject_IsTrue(on);
-
-    if (truth < 0) {
-        return NULL;
-    }
-    gck_state_of(module)->by_mode = truth;
+    gck_state_of(module)->by_mode = on == Py_True;
     Py_RETURN_NONE;
 }
 

@@ -19,10 +19,7 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
         || (key != Py_None && !PyArg_ParseTuple(key, "KII:encode", &seed, &step, &tensor))) {
         return NULL;
     }
-    const gck_codec *codec = gck_codec_find(name);
-    if (codec == NULL) {
-        return PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec '%s'", name);
-    }
+    const gck_codec *codec = gck_codec_find(name);       /* gradckpt.encode() knows it */
     const int is_tensor = gck_is_tensor(&state->py, x);
     if (is_tensor <= 0) {
         return is_tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt.encode: expected a tensor, not %R", Py_TYPE(x));

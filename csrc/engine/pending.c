@@ -63,9 +63,6 @@ static void count_refused(gck_payload *p)
 {
     gck_stats *s = &p->state->stats;
 
-    if (!p->counted) {
-        return;
-    }
     p->counted = 0;
     gck_payload_uncount(p);
     if (p->epoch == p->state->epoch) {           /* else reset_stats() has forgotten it */

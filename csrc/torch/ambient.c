@@ -24,8 +24,8 @@ static int capture_autocast(const gck_py *py, gck_ambient *a)
 {
     const int enabled = gck_ask(py->any_autocast);
 
-    a->cache = gck_ask(py->cache_enabled);
-    if (enabled < 0 || a->cache < 0 || (a->cpu_dtype = cpu_dtype(py)) == NULL) {
+    a->cache = enabled < 0 ? -1 : gck_ask(py->cache_enabled);
+    if (a->cache < 0 || (a->cpu_dtype = cpu_dtype(py)) == NULL) {
         return -1;
     }
     return enabled ? from_shim(PyObject_CallMethod(py->shim, "autocast_capture", NULL), &a->autocast) : 0;

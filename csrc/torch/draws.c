@@ -73,10 +73,10 @@ PyObject *gck_draw_end(gck_py *py, gck_draw *draw)
 int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *drawn)
 {
     gck_draw now;
-    PyObject *before, *after;
+    PyObject *before = PyTuple_GetItem(drawn, 0), *after = PyTuple_GetItem(drawn, 1);
     int status = gck_draw_begin(py, args, kwargs, &now);
 
-    if (status == 0 && now.before != NULL && PyArg_ParseTuple(drawn, "OO", &before, &after)) {
+    if (status == 0 && now.before != NULL) {
         status = now.before == before ? 1 : gck_is_true(PyObject_CallMethod(now.before, "equal", "O", before));
         if (status > 0) {
             status = now.generator == NULL ? gck_rng_put(&py->rng, after)

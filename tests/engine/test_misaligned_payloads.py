@@ -61,13 +61,25 @@ WRONG = {
 }
 
 
+def in_regions(function, x, config):
+    return gradckpt.checkpoint(function, x, compress=config)
+
+
+def saved(function, x, config):
+    with gradckpt.compress_saved(config):
+        return function(x)
+
+
 @pytest.mark.parametrize("change", WRONG)
-def test_bytes_that_hooks_changed_are_refused(change):
-    x = torch.randn(1000, requires_grad=True)
+@pytest.mark.parametrize("use", [in_regions, saved])
+def test_bytes_that_hooks_changed_are_refused(change, use):
+    gradckpt.reset_stats()
+    x = torch.randn(1000, requires_grad=True) * 1
     with saved_tensors_hooks(lambda t: t, lambda t: WRONG[change](t) if t.dtype == torch.uint8 else t):
-        y = gradckpt.checkpoint(torch.sin, x * 1, compress={"codec": "raw", "min_numel": 0})
+        y = use(torch.sin, x, {"codec": "raw", "min_numel": 0})
     with pytest.raises(RuntimeError, match=r"an outer saved-tensor hook returned another tensor .*torch.Tensor"):
         y.sum().backward()
+    assert gradckpt.stats()["originals_alive"] == 0  # of those that came back
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -115,6 +115,13 @@ def test_equal_bytes_are_kept_once(codec):
     assert stats("live_bytes") == (0,)
 
 
+def test_uses_of_one_tensor_do_not_push_out_another():
+    x, y, config = hidden(), hidden(seed=1), {"codec": "raw", "min_numel": 0}
+    kept = [gradckpt.checkpoint(torch.sin, t, compress=config) for t in (y, *[x] * 20, y)]
+    assert stats("encoded", "shared") == (2, 20)
+    del kept
+
+
 def test_an_argument_that_comes_twice():
     x, y = hidden(), hidden(seed=1)
     out = gradckpt.checkpoint(
