@@ -105,9 +105,8 @@ typedef struct {
     int       (*decode)(const void *const *payloads, const gck_tensor *out, int n);
 } gck_codec;
 
-/* Borrowed, live for ever.  NULL when there is no such name, id or index. */
+/* Borrowed, live for ever.  NULL when there is no such name or index. */
 const gck_codec *gck_codec_find(const char *name);
-const gck_codec *gck_codec_by_id(int id);
 const gck_codec *gck_codec_at(int index);                  /* in the order of codecs.def */
 int              gck_codec_id(const gck_codec *codec);
 

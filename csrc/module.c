@@ -289,26 +289,28 @@ static int load_torch(void)
 {
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *file = torch ? PyObject_GetAttrString(torch, "__file__") : NULL;
-    const char *path = file ? PyUnicode_AsUTF8AndSize(file, NULL) : NULL;
+    PyObject *path = file != NULL && PyUnicode_Check(file) ? PyUnicode_EncodeFSDefault(file) : NULL;
     char lib[4096] = "";
     const char *missing;
 
-    if (torch == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
-            PyErr_Clear();
-            PyErr_SetString(PyExc_ImportError, "gradckpt needs torch >= 2.10, which is not installed: pip install torch");
-        }
-        return -1;
+    if (torch == NULL && PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
+        PyErr_Clear();
+        PyErr_SetString(PyExc_ImportError, "gradckpt needs torch >= 2.10, which is not installed: pip install torch");
+    } else if (torch != NULL && file == NULL) {
+        gck_clear_attribute_error();
     }
-    if (path != NULL && strlen(path) + 8 < sizeof lib) {
-        strcpy(lib, path);                       /* .../torch/__init__.py -> .../torch/lib */
+    if (path != NULL && (size_t)PyBytes_Size(path) + 8 < sizeof lib) {
+        strcpy(lib, PyBytes_AsString(path));     /* .../torch/__init__.py -> .../torch/lib */
         char *slash = strrchr(lib, '/');
         strcpy(slash != NULL ? slash : lib, "/lib");
     }
-    PyErr_Clear();
-    missing = gck_abi_load(&gck_torch, lib);
+    Py_XDECREF(torch);
     Py_XDECREF(file);
-    Py_DECREF(torch);
+    Py_XDECREF(path);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    missing = gck_abi_load(&gck_torch, lib);
     if (missing != NULL) {
         raise_missing(missing);
         return -1;

@@ -27,10 +27,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 from checkout import ROOT, TESTS
@@ -228,7 +231,7 @@ def prepare(folder: Path, guards: list[Guard]) -> None:
     )
 
 
-def pytest(folder: Path, arguments: list[str], env: dict[str, str], seconds: float | None) -> tuple[int | None, str]:
+def run_tests(folder: Path, arguments: list[str], env: dict[str, str], seconds: float | None) -> tuple[int | None, str]:
     """Exit status, None when it did not end; and what it said."""
     paths = [str(folder), str(folder / "tests")]
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
@@ -257,6 +260,7 @@ class Recorder:
         self.out = out.open("a")
         self.passed = True
         self.always: bytes | None = None  # what fires while everything is imported
+        self.shared: dict[Any, bytes] = {}  # what fires while a fixture is set up that several tests use
 
     def pytest_runtest_logreport(self, report: object) -> None:
         self.passed = self.passed and not report.failed  # type: ignore[attr-defined]
@@ -266,6 +270,25 @@ class Recorder:
         if self.always is None:
             self.always = self.hits[:]
         self.hits[:] = bytes(len(self.hits))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        before = self.hits[:]
+        self.hits[:] = bytes(len(before))
+        try:
+            return (yield)
+        finally:
+            self.shared[fixturedef] = self.hits[:]
+            self.add(before)
+
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        for fixturedef in (f for same in item._fixtureinfo.name2fixturedefs.values() for f in same):
+            self.add(self.shared.get(fixturedef, b""))
+
+    def add(self, hits: bytes) -> None:
+        for k, byte in enumerate(hits):
+            if byte:
+                self.hits[k] |= byte
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         seconds = round(time.monotonic() - self.started, 3)
@@ -293,7 +316,7 @@ def record_file(folder: Path, guards: list[Guard], name: str, target: str) -> Pa
     hits.write_bytes(bytes(len(guards)))
     env = {HITS: str(hits), "GRADCKPT_GUARD_RECORD": str(part)}
     options = ["-p", "mutate_guards", *([] if target == "all" else ["--target", target]), f"tests/{name}"]
-    status, said = pytest(folder, options, env, 1800)
+    status, said = run_tests(folder, options, env, 1800)
     if status not in (0, 5):
         print(f"  {name}: {(said.strip().splitlines() or ['?'])[-1]}; what fails is left out", flush=True)
     part.rename(out)
@@ -336,7 +359,7 @@ def try_mutant(folder: Path, number: int, tests: list[str], how: str, most: floa
     chosen = folder / f"tests-of-{number}"
     chosen.write_text("\n".join(tests) + "\n")
     env = {GUARD: str(number), HOW: how}
-    status, said = pytest(folder, ["-x", "--tb=no", f"@{chosen}"], env, 120 + 3 * most)
+    status, said = run_tests(folder, ["-x", "--tb=no", f"@{chosen}"], env, 120 + 3 * most)
     if status == 0:
         return "survived", ""
     if status is None:

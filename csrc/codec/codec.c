@@ -38,16 +38,6 @@ const gck_codec *gck_codec_find(const char *name)
     return NULL;
 }
 
-const gck_codec *gck_codec_by_id(int id)
-{
-    for (int i = 0; i < NCODECS; i++) {
-        if (codecs[i].id == id) {
-            return codecs[i].codec;
-        }
-    }
-    return NULL;
-}
-
 const gck_codec *gck_codec_at(int index) { return index >= 0 && index < NCODECS ? codecs[index].codec : NULL; }
 
 int gck_codec_id(const gck_codec *codec)

@@ -411,18 +411,18 @@ static int implement(const char *key)
 const char *gck_ops_register(void)
 {
     static atomic_flag registered = ATOMIC_FLAG_INIT;   /* per process, like the dispatcher */
+    static const char *refused;
     TorchLibraryHandle lib;
 
-    if (atomic_flag_test_and_set(&registered)) {
-        return NULL;
+    if (!atomic_flag_test_and_set(&registered)) {
+        refused = gck_torch.aoti_torch_library_init_fragment("gradckpt", __FILE__, __LINE__, &lib)
+            || gck_torch.aoti_torch_library_def(lib, "encode(Tensor x, str codec) -> Tensor")
+            || gck_torch.aoti_torch_library_def(lib, "decode(Tensor payload, str codec, SymInt[] size,"
+                                                     " ScalarType dtype) -> Tensor")
+            || gck_torch.aoti_torch_library_def(lib, "encode_many(Tensor[] xs, str codec) -> Tensor[]")
+            || gck_torch.aoti_torch_library_def(lib, "decode_many(Tensor[] payloads, str codec, Tensor(a!)[] out) -> ()")
+            ? "to define torch.ops.gradckpt"
+            : implement("CPU") || implement("CUDA") ? "the kernels of torch.ops.gradckpt" : NULL;
     }
-    if (gck_torch.aoti_torch_library_init_fragment("gradckpt", __FILE__, __LINE__, &lib)
-        || gck_torch.aoti_torch_library_def(lib, "encode(Tensor x, str codec) -> Tensor")
-        || gck_torch.aoti_torch_library_def(lib, "decode(Tensor payload, str codec, SymInt[] size, ScalarType dtype)"
-                                                 " -> Tensor")
-        || gck_torch.aoti_torch_library_def(lib, "encode_many(Tensor[] xs, str codec) -> Tensor[]")
-        || gck_torch.aoti_torch_library_def(lib, "decode_many(Tensor[] payloads, str codec, Tensor(a!)[] out) -> ()")) {
-        return "defining torch.ops.gradckpt";
-    }
-    return implement("CPU") || implement("CUDA") ? "registering the kernels of torch.ops.gradckpt" : NULL;
+    return refused;
 }

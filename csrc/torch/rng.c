@@ -72,17 +72,18 @@ int gck_rng_put(gck_rng *rng, PyObject *state)
 
 int gck_rng_load(gck_rng *rng)
 {
-    PyObject *objects = PyImport_ImportModule("gradckpt._objects");
+    rng->get_state = PyUnicode_InternFromString("get_state");
+    rng->set_state = rng->get_state != NULL ? PyUnicode_InternFromString("set_state") : NULL;
+
+    PyObject *objects = rng->set_state != NULL ? PyImport_ImportModule("gradckpt._objects") : NULL;
     PyObject *address = objects != NULL ? PyObject_CallMethod(objects, "generator_window", "ii", GCK_RNG_BEFORE, GCK_RNG_WINDOW)
                                         : NULL;
 
     rng->window = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
-    rng->get_state = PyUnicode_InternFromString("get_state");
-    rng->set_state = PyUnicode_InternFromString("set_state");
-    rng->generator = address != NULL ? PyObject_GetAttrString(objects, "default_generator") : NULL;
+    rng->generator = address != NULL && !PyErr_Occurred() ? PyObject_GetAttrString(objects, "default_generator") : NULL;
     Py_XDECREF(objects);
     Py_XDECREF(address);
-    return rng->generator == NULL || rng->get_state == NULL || rng->set_state == NULL ? -1 : 0;
+    return rng->generator == NULL ? -1 : 0;
 }
 
 int gck_rng_traverse(gck_rng *rng, visitproc visit, void *arg)

@@ -1,6 +1,10 @@
 """gradckpt.encode and torch.ops.gradckpt on tensors: strides, threads, flags, operators, errors."""
 
+import ctypes
 import itertools
+import platform
+import re
+import subprocess
 
 import codec_inputs
 import codec_oracle as oracle
@@ -8,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
+from checkout import CODEC
 from codec_inputs import DTYPES, bits_of, tensor
 from codec_isas import ISAS, forced
 from hypothesis import given, settings
@@ -359,6 +364,47 @@ def test_unknown_isa():
     with pytest.raises(ValueError, match="'sse9' is not known"):
         _C.force_isa("sse9")
     assert _C.isa() == before == _C.build_info()["isa"]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error"),
+    [
+        ("codec_info", ("zip",), "ValueError: gradckpt: unknown codec 'zip'"),
+        ("codec_info", (3,), "ValueError: gradckpt: unknown codec 3"),
+        ("codec_info", ("\ud800",), "UnicodeEncodeError: .*surrogates not allowed"),
+        ("force_isa", (3,), "TypeError: bad argument type"),
+        ("force_isa", ("\ud800",), "UnicodeEncodeError: .*surrogates not allowed"),
+        ("set_rounding_state", (1,), r"TypeError: set_rounding_state\(\) takes exactly 2 arguments"),
+        ("set_rounding_state", (1, "a"), "TypeError: .*integer"),
+    ],
+)
+def test_what_the_extension_refuses(function, arguments, error):
+    """The package asks it for nothing of the kind."""
+    from gradckpt import _C
+
+    before = _C.isa(), _C.rounding_state()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        getattr(_C, function)(*arguments)
+    assert re.match(error, f"{caught.type.__name__}: {caught.value}")
+    assert (_C.isa(), _C.rounding_state()) == before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one instruction set")
+def test_cpu_without_avx(tmp_path):
+    """Instruction sets are known by name that this CPU cannot run."""
+    (tmp_path / "old.c").write_text(
+        f"""
+        #define __builtin_cpu_supports(feature) 0
+        #include "{CODEC / "cpu.c"}"
+        const gck_isa gck_isa_scalar = {{"scalar"}}, gck_isa_avx2 = {{"avx2"}}, gck_isa_avx512 = {{"avx512"}};
+        """
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "old.so", f"-I{CODEC}", "old.c"], cwd=tmp_path, check=True)
+    library = ctypes.CDLL(str(tmp_path / "old.so"))
+    library.gck_isa_name.restype = ctypes.c_char_p
+    assert [library.gck_isa_supported(name) for name in (b"scalar", b"avx2", b"avx512", b"mmx")] == [1, 0, 0, -1]
+    assert [library.gck_isa_force(name) for name in (b"avx2", b"mmx", None)] == [-1, -1, 0]
+    assert library.gck_isa_name() == b"scalar"
 
 
 def test_parameters_and_graphs():

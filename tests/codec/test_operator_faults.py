@@ -49,3 +49,9 @@ def test_misaligned_payload(operators, operator, offset):
             b"gradckpt: decode takes a payload at a multiple of 16 bytes; pass payload.clone()"
         )
     assert operators.misaligned(OPERATORS.index(operator), 0, 16) == 0
+
+
+@pytest.mark.parametrize("cuda", [0, 1])
+def test_payload_on_another_device(operators, cuda):
+    assert operators.on_two_devices(cuda) == 1
+    assert operators.message() == (b"gradckpt: decode takes a payload on the device of the tensor it is decoded into")

@@ -62,3 +62,12 @@ def test_difference_device_rng(reports):
 def test_a_device_that_wakes_up_in_the_region_is_refused(reports):
     assert "device state was initialized in the forward pass" in reports["torch"]["wakes"]
     assert reports["torch"]["wakes, not preserved"] is None
+
+
+def test_device_without_kernels(reports):
+    said = reports["without kernels"]
+    if said is None:
+        pytest.skip("this torch makes no tensors of a device that is written in Python")
+    assert said["device"] == "odd:0"
+    assert said["kept"] == {"device without kernels": 1}
+    assert "with codec 'int8': device without kernels; it takes plain strided float32" in said["encode"]

@@ -1,18 +1,20 @@
-/* call_faults.c: makes any one call fail that gradckpt._C makes into Python or the allocator.
+/* call_faults.c: makes any one call fail that gradckpt._C makes into Python, the allocator or torch.
  *
- * The extension's table of imported functions is found in memory, and the named entries are led through here; others
- * in the process call the functions themselves.  Call number k fails without being made: an exception is set, or, of
- * malloc and its kin, nothing.  x86-64, Linux. */
+ * The extension's table of imported functions is found in memory, and the named entries are led through here; so is
+ * what it looks up by dlsym(), and pointers that are named one by one.  Others in the process call the functions
+ * themselves.  Call number k fails without being made: an exception is set, or, of malloc and its kin, nothing.
+ * x86-64, Linux. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { MOST = 96 };                    /* stubs, below */
+enum { MOST = 128 };                   /* stubs, below */
 
 void *call_faults_value;               /* what the failing call returns */
 void *call_faults_hit(long n, const void *first, const char *second);
@@ -20,7 +22,7 @@ extern char call_faults_stubs[];
 
 static const char *names[MOST];
 static void *originals[MOST], *values[MOST];
-static int   silent[MOST];             /* no exception is set */
+static enum { GIVEN, NONE, MEMORY } raises[MOST];   /* which exception is set */
 static int   count;
 static long  calls, failing;           /* so far; which fails, 0: none */
 static const char *failed;             /* its name */
@@ -58,7 +60,7 @@ __asm__(
     ".balign 16\n"
     "call_faults_stubs:\n"
     ".set number, 0\n"
-    ".rept 96\n"
+    ".rept 128\n"
     "    .balign 16\n"
     "    pushq $number\n"
     "    jmp call_faults_common\n"
@@ -91,16 +93,18 @@ void *call_faults_hit(long n, const void *first, const char *second)
     }
     failed = names[n];
     call_faults_value = values[n];
-    if (!silent[n]) {
+    if (raises[n] == GIVEN) {
         PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    } else if (raises[n] == MEMORY) {
+        PyErr_NoMemory();
     }
     return NULL;
 }
 
-/* From now on call number k fails, counted from here; a k beyond all counts.  raises: an exception. */
-void call_faults_begin(long k, PyObject *raises)
+/* From now on call number k fails, counted from here; a k beyond all counts.  raised: an exception. */
+void call_faults_begin(long k, PyObject *raised)
 {
-    error = raises;
+    error = raised;
     thread = PyThread_get_thread_ident();
     calls = 0;
     failed = NULL;
@@ -127,19 +131,44 @@ static int is_called(const char *symbol, const char *name)
            || (symbol[0] == '_' && strncmp(symbol + 1, name, length) == 0 && strcmp(symbol + 1 + length, "_SizeT") == 0);
 }
 
-static void redirect(const ElfW(Rela) *table, size_t size, const ElfW(Sym) *symbols, const char *strings, ElfW(Addr) base)
+static void lead(void **slot, void *to)
 {
     const long page = sysconf(_SC_PAGESIZE);
 
+    mprotect((void *)((uintptr_t)slot & -(uintptr_t)page), (size_t)page, PROT_READ | PROT_WRITE);
+    *slot = to;
+}
+
+/* dlsym(), which gives a stub for what is named. */
+static void *look_up(void *library, const char *name)
+{
+    void *found = dlsym(library, name);
+
+    for (int n = 0; n < count && found != NULL; n++) {
+        if (strcmp(name, names[n]) == 0) {
+            originals[n] = found;
+            return call_faults_stubs + 16 * n;
+        }
+    }
+    return found;
+}
+
+static void redirect(const ElfW(Rela) *table, size_t size, const ElfW(Sym) *symbols, const char *strings, ElfW(Addr) base)
+{
     for (size_t i = 0; i < size / sizeof *table; i++) {
         const unsigned long type = ELF64_R_TYPE(table[i].r_info);
         const char *symbol = strings + symbols[ELF64_R_SYM(table[i].r_info)].st_name;
         void **slot = (void **)(base + table[i].r_offset);
-        for (int n = 0; n < count && (type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT); n++) {
+        if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT) {
+            continue;
+        }
+        if (strcmp(symbol, "dlsym") == 0) {
+            lead(slot, look_up);
+        }
+        for (int n = 0; n < count; n++) {
             if (is_called(symbol, names[n])) {
-                mprotect((void *)((uintptr_t)slot & -(uintptr_t)page), (size_t)page, PROT_READ | PROT_WRITE);
                 originals[n] = *slot;
-                *slot = call_faults_stubs + 16 * n;
+                lead(slot, call_faults_stubs + 16 * n);
             }
         }
     }
@@ -174,17 +203,18 @@ static int visit(struct dl_phdr_info *info, size_t size, void *path)
     return 1;
 }
 
-/* Functions by what they return when they fail: NULL (0) or -1 with an exception, or NULL alone.  Each list ends with
- * NULL.  How many of them the module calls. */
-int call_faults_install(const char *path, const char *const *null, const char *const *minus, const char *const *memory)
+/* Functions by what they return when they fail: NULL (0) or -1 with an exception, NULL alone, 1 alone.  Each list ends
+ * with NULL.  How many of them the module imports. */
+int call_faults_install(const char *path, const char *const *null, const char *const *minus, const char *const *memory,
+                        const char *const *one)
 {
-    const char *const *const lists[] = {null, minus, memory};
+    const char *const *const lists[] = {null, minus, memory, one};
     int found = 0;
 
-    for (int k = 0; k < 3; k++) {
+    for (int k = 0; k < 4; k++) {
         for (const char *const *name = lists[k]; *name != NULL && count < MOST; name++) {
-            values[count] = k == 1 ? (void *)-1 : NULL;
-            silent[count] = k == 2;
+            values[count] = k == 1 ? (void *)-1 : k == 3 ? (void *)1 : NULL;
+            raises[count] = k < 2 ? GIVEN : NONE;
             names[count++] = strdup(*name);
         }
     }
@@ -193,4 +223,14 @@ int call_faults_install(const char *path, const char *const *null, const char *c
         found += originals[n] != NULL;
     }
     return found;
+}
+
+/* A function that is called by a pointer at this place: it fails with -1 and MemoryError. */
+void call_faults_pointer(void **slot, const char *name)
+{
+    names[count] = strdup(name);
+    originals[count] = *slot;
+    values[count] = (void *)-1;
+    raises[count] = MEMORY;
+    lead(slot, call_faults_stubs + 16 * count++);
 }

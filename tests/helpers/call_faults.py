@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import importlib.util
 import sys
+import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,38 +21,43 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 import gradckpt
-from gradckpt import _C
+from gradckpt import _C, _objects, _shim
 
 #: By what they return when they fail. Left out: what fails on an argument of the wrong type or an index out of range
 #: alone (sizes, items of lists and tuples, capsules, weak references), what keeps its error to itself
-#: (PyDict_GetItemString), and what is called only while the module is imported, before this is installed.
+#: (PyDict_GetItemString).
 NULL = (
     "PyObject_GetAttr PyObject_GetAttrString PyObject_GetItem PyObject_Call PyObject_CallFunction PyObject_CallMethod "
     "PyObject_CallFunctionObjArgs PyObject_CallMethodObjArgs PyObject_CallNoArgs PyObject_CallObject PyObject_GetIter "
     "PyIter_Next PySequence_GetItem PySequence_Tuple PySequence_Concat PyMapping_Values PyDict_GetItemWithError "
     "PyDict_New PyDict_Items PyDict_Keys PyList_New PyList_AsTuple PyTuple_New PyTuple_Pack PyLong_FromLongLong "
     "PyLong_FromSsize_t PyLong_FromVoidPtr PyLong_AsVoidPtr PyCapsule_New PyCMethod_New PyUnicode_FromFormat "
-    "PyUnicode_FromString PyUnicode_AsUTF8AndSize PyWeakref_NewRef PyType_GenericAlloc Py_BuildValue _PyObject_New "
+    "PyUnicode_FromString PyUnicode_InternFromString PyUnicode_AsUTF8AndSize PyUnicode_EncodeFSDefault "
+    "PyWeakref_NewRef PyType_GenericAlloc PyType_FromModuleAndSpec PyImport_ImportModule Py_BuildValue _PyObject_New "
     "PyArg_ParseTuple"  # 0, which is the same
 )
 MINUS = (
     "PyObject_IsInstance PyObject_IsTrue PyObject_RichCompareBool PyObject_SetAttr PyObject_SetAttrString "
     "PySequence_Contains PySequence_Size PyList_Append PyList_SetSlice PyDict_SetItem PyDict_SetItemString "
     "PyDict_Contains PyDict_DelItemString PySet_Contains PyLong_AsLong PyLong_AsLongLong PyLong_AsUnsignedLongLong "
-    "PyErr_CheckSignals PyErr_WarnEx"
+    "PyErr_CheckSignals PyErr_WarnEx PyModule_AddObjectRef PyModule_AddType"
 )
-MEMORY = "malloc calloc realloc"  # NULL, and no exception
+SILENT = "malloc calloc realloc dlopen dlsym"  # NULL, and no exception
+#: Called by a pointer in torch's table; with MemoryError.
+DLPACK = "dltensor_from_py_object_no_sync"
 #: What takes something back: torch's functions in C++, which have nothing to fail at.
 UNDO = (torch._C._autograd._pop_saved_tensors_default_hooks,)
 #: What fails for want of memory alone.
-MAKES = ("PyDict_New", "PyList_New", "PyTuple_New", "PyType_GenericAlloc", "_PyObject_New")
+MAKES = ("PyDict_New", "PyList_New", "PyTuple_New", "PyType_GenericAlloc", "_PyObject_New", DLPACK)
+FAULTS: list[Any] = []  # the library, once it is installed
 
 
 def install(library: str) -> Any:
     faults = ctypes.CDLL(library)
+    FAULTS.append(faults)
     lists = [
         (ctypes.c_char_p * (len(names) + 1))(*(name.encode() for name in names), None)
-        for names in (NULL.split(), MINUS.split(), MEMORY.split())
+        for names in (NULL.split(), MINUS.split(), SILENT.split(), [])
     ]
     faults.call_faults_spare.argtypes = [ctypes.py_object]
     for undoes in UNDO:
@@ -59,6 +66,11 @@ def install(library: str) -> Any:
     faults.call_faults_end.restype = ctypes.c_long
     faults.call_faults_name.restype = ctypes.c_char_p
     assert faults.call_faults_install(str(_C.__file__).encode(), *lists) > 45
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    dlpack = _objects.dlpack
+    table = dlpack if isinstance(dlpack, int) else address(dlpack, b"dlpack_exchange_api")
+    faults.call_faults_pointer(ctypes.c_void_p(table + 40), DLPACK.encode())  # after a version and four pointers
     return faults
 
 
@@ -173,6 +185,15 @@ def decorated(x: torch.Tensor) -> torch.Tensor:
 
 
 @case
+def waits_for_long(x: torch.Tensor) -> torch.Tensor:
+    with gradckpt.compress_saved(SMALL):
+        y = x.sin()
+        for _ in range(1024):
+            x + 1  # a node that saves nothing
+        return y + x.cos()
+
+
+@case
 def many_arguments(x: torch.Tensor) -> torch.Tensor:
     """More than are encoded at once, one of them twice."""
     return gradckpt.checkpoint(lambda *xs: sum(xs), x, x, *(x * k for k in range(17)), compress=SMALL)
@@ -186,6 +207,49 @@ def many_dimensions(x: torch.Tensor) -> torch.Tensor:
 @case
 def policy_is_a_function_in_one_node(x: torch.Tensor) -> torch.Tensor:
     return gradckpt.SelectiveRecompute.apply(torch.sin, lambda context, op, *args: True, x)
+
+
+def imported_anew() -> Any:
+    """The extension as a second module. Where the generator keeps its state is not looked for: that takes long."""
+    spec = importlib.util.spec_from_file_location("gradckpt._C", _C.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with unittest.mock.patch.object(_objects, "generator_window", return_value=0):
+        spec.loader.exec_module(module)
+    return module
+
+
+@case
+def import_of_the_extension(x: torch.Tensor) -> torch.Tensor:
+    return x * len(imported_anew().codecs())
+
+
+with unittest.mock.patch.object(_shim, "has_accelerator", return_value=True):
+    ACCELERATED = imported_anew()
+
+
+@case
+def surroundings(x: torch.Tensor) -> torch.Tensor:
+    """Of a torch with a device. They are put back by functions in C++, which have nothing to fail at."""
+
+    def fn(t: torch.Tensor) -> torch.Tensor:
+        if ACCELERATED.is_recomputing():
+            for faults in FAULTS:
+                faults.call_faults_end()
+        return (t @ chaos.WEIGHT).sin()
+
+    def generators(*args: Any) -> list[Any]:
+        return [("cuda", 0, None)]
+
+    with (
+        unittest.mock.patch.multiple(_shim, device_rng_capture=generators, device_rng_swap=generators),
+        torch.device("cpu"),
+    ):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ACCELERATED.checkpoint(fn, x, compress=SMALL)
+        (g,) = torch.autograd.grad(y.sum(), x)
+    return x * g
 
 
 # ---- one fault ----
@@ -230,7 +294,7 @@ def sweep(faults: Any, name: str, only: int | None, verbose: bool) -> Iterator[s
             print(name, k, file=sys.stderr, flush=True)
         _, function, error, seen, result = attempt(faults, k, run)
         where = f"{name}: call {k}, {function}"
-        silent = function in MEMORY.split()
+        silent = function in SILENT.split()
         if any(isinstance(e, SystemError) for e in seen):
             yield f"{where}: a call goes on with an error set: {seen!r:.150}"
         elif result is None and not seen:
@@ -239,7 +303,7 @@ def sweep(faults: Any, name: str, only: int | None, verbose: bool) -> Iterator[s
             pass
         elif not silent and not any(e is error for e in seen):
             yield f"{where}: lost, instead {seen!r:.150}" if seen else f"{where}: lost"
-        elif silent and not all(isinstance(e, (MemoryError, RuntimeError)) for e in seen):
+        elif silent and not all(isinstance(e, (ImportError, MemoryError, RuntimeError)) for e in seen):
             yield f"{where}: {seen!r:.150}"
         for e in seen:
             e.__traceback__ = None

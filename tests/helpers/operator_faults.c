@@ -21,6 +21,7 @@ static int     alive;                     /* tensors, strings and lists */
 static int     streams = 1;               /* this torch has CUDA streams */
 static int     launched;                  /* codecs called */
 static int     shifted;                   /* bytes between an aligned place and a payload */
+static int     apart;                     /* what is decoded into is on the other device */
 static char    raised[512];
 static jmp_buf out;
 
@@ -199,7 +200,7 @@ static int call(int operator, int cuda, int offset)
              : list_value(2, operator == 2 ? FLOAT32 : UINT8, cuda, operator == 2 ? 100 : 102);
     shifted = offset;
     stack[1] = name_new();
-    stack[2] = operator == 1 ? list_value(1, -1, 0, 100) : operator == 3 ? list_value(2, FLOAT32, cuda, 100) : 0;
+    stack[2] = operator == 1 ? list_value(1, -1, 0, 100) : operator == 3 ? list_value(2, FLOAT32, cuda ^ apart, 100) : 0;
     stack[3] = FLOAT32;
     const StableIValue given = stack[0];
     if (setjmp(out) == 0) {
@@ -257,6 +258,17 @@ int misaligned(int operator, int cuda, int offset)
     set_up();
     failing = alive = 0;
     const int threw = call(operator, cuda, offset);
+    return threw == 1 && launched == 0;
+}
+
+/* decode_many() into tensors of the other device.  1: refused before any codec was called. */
+int on_two_devices(int cuda)
+{
+    set_up();
+    failing = alive = 0;
+    apart = 1;
+    const int threw = call(3, cuda, 0);
+    apart = 0;
     return threw == 1 && launched == 0;
 }
 

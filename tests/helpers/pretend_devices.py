@@ -108,6 +108,20 @@ def report(checkpoint: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
+def without_kernels() -> dict[str, Any]:
+    """A device of which gradckpt knows nothing: why its tensors are kept, and what encode() says."""
+    torch.utils.backend_registration._setup_privateuseone_for_python_backend("odd")
+    x, y = torch._C._acc.create_empty_tensor((4,), torch.float32), torch.ones(4, requires_grad=True) * 1
+    gradckpt.reset_stats()
+    options = {"codec": "int8", "min_numel": 0, "include": "floating"}
+    gradckpt.checkpoint(lambda t, u: t.sin(), y, x, compress=options)
+    try:
+        gradckpt.encode(x)
+        return {}
+    except TypeError as e:
+        return {"device": str(x.device), "kept": gradckpt.stats()["kept"], "encode": str(e)}
+
+
 pretend("cuda")
 pretend("xpu")
 implementations = {
@@ -115,4 +129,6 @@ implementations = {
     "compat": gradckpt.compat.checkpoint,
     "gradckpt": gradckpt.checkpoint,
 }
-print(json.dumps({name: report(checkpoint) for name, checkpoint in implementations.items()}))
+reports = {name: report(checkpoint) for name, checkpoint in implementations.items()}
+odd = without_kernels() if hasattr(torch._C, "_acc") else None  # torch 2.10 and later
+print(json.dumps({**reports, "without kernels": odd}))

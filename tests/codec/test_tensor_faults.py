@@ -1,0 +1,99 @@
+"""csrc/torch over a torch and codecs that answer as they are told: what is said of a device that this machine lacks."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from checkout import CODEC, HELPERS
+
+CSRC, INCLUDE = CODEC.parent, Path(sysconfig.get_path("include"))
+E_DEVICE, E_DRIVER, E_FIT, ILLEGAL_ADDRESS = -2, -3, -4, 700
+HOST, CUDA, METAL = 1, 2, 8  # of DLPack
+NO_DRIVER = (
+    "gradckpt: codec 'int8' cannot run on CUDA: the driver supports CUDA 12.2, but gradckpt was built with the CUDA "
+    "13.0 runtime; update the driver or build gradckpt with an older toolkit"
+)
+NO_KERNELS = "gradckpt: codec 'int8' has no CUDA kernels in this build"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    gcc = shutil.which("gcc")
+    if gcc is None or not (INCLUDE / "Python.h").exists():
+        pytest.skip("gcc or Python.h not found")
+    made = tmp_path_factory.mktemp("tensors") / "tensors.so"
+    subprocess.run([gcc, "-std=c11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
+                    "-Wno-missing-field-initializers", "-D_GNU_SOURCE", "-DPy_LIMITED_API=0x030B0000", f"-I{INCLUDE}",
+                    f"-I{CSRC}", f"-I{CSRC}/torch", HELPERS / "tensor_faults.c", "-o", made], check=True)  # fmt: skip
+    return made
+
+
+@pytest.fixture
+def tensors(library):
+    loaded = ctypes.PyDLL(str(library))
+    loaded.verdict_on.argtypes, loaded.verdict_on.restype = [ctypes.py_object], ctypes.c_char_p
+    return loaded
+
+
+def tell(tensors, **answers):
+    """The answers; others are those of a machine on which all is well."""
+    well = {"cuda_status": 0, "driver": 12020, "runtime": 13000, "work_status": 0, "shown": 0, "device_type": HOST,
+            "ndim": 1, "streamless": 0, "has_data": 1}  # fmt: skip
+    for name, value in {**well, **answers}.items():
+        ctypes.c_int.in_dll(tensors, name).value = value
+    return tensors
+
+
+def answer_of(tensors, name):
+    return ctypes.c_int.in_dll(tensors, name).value
+
+
+@pytest.mark.parametrize("decode", [0, 1])
+class TestWork:
+    @pytest.mark.parametrize(
+        ("status", "words"), [(E_DRIVER, NO_DRIVER), (E_DEVICE, NO_KERNELS)], ids=["driver", "kernels"]
+    )
+    def test_a_device_that_cannot_be_used(self, tensors, decode, status, words):
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            tell(tensors, cuda_status=status).call_codec(decode, 0)
+        assert answer_of(tensors, "worked") == 0
+
+    @pytest.mark.parametrize("device", [-1, 0])
+    def test_what_a_codec_says(self, tensors, decode, device):
+        assert tell(tensors).call_codec(decode, device) == 0
+        assert answer_of(tensors, "worked") == 2
+        assert answer_of(tensors, "asked") == (device >= 0), "once"
+        assert tell(tensors, work_status=E_FIT).call_codec(decode, device) == 1
+        words = f"gradckpt: codec 'int8' could not {'decode' if decode else 'encode'}: CUDA error (status 700)"
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            tell(tensors, work_status=ILLEGAL_ADDRESS).call_codec(decode, device)
+
+
+class TestView:
+    @pytest.mark.parametrize(
+        ("answers", "verdict"),
+        [
+            ({}, "compressed"),
+            ({"device_type": CUDA}, "compressed"),
+            ({"device_type": METAL}, "device without kernels"),
+            ({"shown": 1}, "not a plain strided tensor with data"),
+            ({"has_data": 0}, "not a plain strided tensor with data"),
+            ({"device_type": CUDA, "ndim": 8}, "compressed"),
+            ({"device_type": CUDA, "ndim": 9}, "not a plain strided tensor with data"),
+            ({"ndim": 9}, "compressed"),
+        ],
+    )
+    def test_why_it_is_kept(self, tensors, answers, verdict):
+        assert tell(tensors, **answers).verdict_on([]).decode() == verdict
+
+    @pytest.mark.parametrize(
+        ("answers", "error"),
+        [({"shown": 2}, MemoryError("of torch")), ({"device_type": CUDA, "streamless": 1}, RuntimeError("no stream"))],
+    )
+    def test_what_arrives(self, tensors, answers, error):
+        with pytest.raises(type(error), match=str(error)):
+            tell(tensors, **answers).verdict_on([])
