@@ -170,6 +170,15 @@ def test_mismatch_has_torchs_class_and_text(name, quiet_log):  # noqa: F811
         assert "Operations executed during recomputation" in mine[1]
 
 
+def test_determinism_check_of_the_users_own(monkeypatch):
+    monkeypatch.setitem(torch_checkpoint._allowed_determinism_checks_to_fns, "values", lambda x: x.tolist())
+    factors = iter([1.0, 1.0, 2.0])
+    y = gradckpt.checkpoint(lambda t: (t * next(factors)).exp().sin(), leaf(4), determinism_check="values")
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(torch_checkpoint.CheckpointError, match="different metadata"):
+        y.sum().backward()
+
+
 def test_determinism_none_lets_shapes_pass():
     x = leaf(1, 4)
     sizes = iter([1, 2])

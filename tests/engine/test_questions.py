@@ -276,6 +276,22 @@ def test_the_collector_sees_what_a_frame_keeps_of_tensors(monkeypatch):
     assert {id(t[0]) for t in kept if isinstance(t, tuple) and len(t) == 1} >= metadata
 
 
+def test_what_was_recomputed_goes_with_its_part_of_the_graph():
+    x, before = hidden(), frames()
+    y, z = gradckpt.checkpoint(lambda t: (t.sin().exp(), t.cos().tanh()), x)
+    (frame,) = (f for f in frames() if not any(f is old for old in before))
+
+    def kept():
+        return sum(isinstance(o, torch.Tensor) for o in gc.get_referents(frame))
+
+    with torch_checkpoint.GraphExecGroup():  # others may still need it
+        at_first = kept()
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert kept() == at_first + 2
+        del z
+        assert kept() == at_first
+
+
 @pytest.mark.parametrize("pack", [lambda x, held: held, lambda x, held: [x, held], lambda x, held: {1: [held, x]}])
 def test_what_holds_an_argument_of_a_region_can_be_found(pack):
     held = frames  # any object that the collector tracks

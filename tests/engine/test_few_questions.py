@@ -1,0 +1,88 @@
+"""A step that was made before runs no Python of the package, and asks a plain tensor only for what it needs."""
+
+import os
+import sys
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+import gradckpt
+
+WEIGHT = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+LINEAR = torch.nn.Linear(16, 16)
+INT8 = gradckpt.CompressionConfig("int8", min_numel=0)
+PACKAGE = os.path.dirname(gradckpt.__file__)
+
+FACTS = ["requires_grad", "is_leaf", "_version", "layout", "is_neg"]
+KEPT = ["is_leaf", "_version"]
+ENCODED = [*FACTS, "empty", "_version"]  # at the end: was it written to?
+
+#: The region, what the forward asks, and what the recompute.
+REGIONS = {
+    "by reference": (lambda x: gradckpt.checkpoint(_region, x), KEPT, KEPT),
+    "encoded": (lambda x: gradckpt.checkpoint(_region, x, compress=INT8), ENCODED, ["empty", "requires_grad_"]),
+    "too small": (lambda x: gradckpt.checkpoint(_region, x, compress="int8"), [*FACTS, "nbytes", "_version"], KEPT),
+}
+
+
+def _region(x):
+    return (x @ WEIGHT).sin()
+
+
+def hidden():
+    return torch.randn(8, 16).requires_grad_() * 1
+
+
+class Questions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(resolve_name(func).removesuffix(".__get__").split(".")[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_what_a_region_asks(name):
+    run, forward, recompute = REGIONS[name]
+    x = hidden()
+    with Questions() as asked:
+        node = run(x).grad_fn
+    assert asked.names == [*forward, "matmul", "sin", "grad_fn"]
+    with Questions() as asked:
+        assert node._saved_self is not None  # runs the region again
+    assert asked.names == [*recompute, "matmul", "sin"]
+
+
+def python_of(step):
+    """The package's functions that it calls."""
+    called = []
+
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+STEPS = {
+    "by reference": (lambda x: gradckpt.checkpoint(_region, x), []),
+    "encoded": (lambda x: gradckpt.checkpoint(_region, x, compress=INT8), []),
+    "a name": (lambda x: gradckpt.checkpoint(_region, x, compress="int8"), []),
+    "one node": (lambda x: gradckpt.SelectiveRecompute.apply(LINEAR, None, x, compress=INT8), ["method", "method"]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_python_that_a_step_runs(name):
+    run, calls = STEPS[name]
+    for _ in range(2):
+        run(hidden()).sum().backward()
+    assert python_of(lambda: run(hidden()).sum().backward()) == calls
