@@ -29,7 +29,7 @@ typedef enum { GCK_F32 = 0, GCK_F16 = 1, GCK_BF16 = 2, GCK_BOOL = 3, GCK_NDTYPES
 enum { GCK_NFLOATS = 3 };
 #define GCK_BIT(dtype) (1u << (dtype))
 
-enum { GCK_MAX_DIM = 64 };       /* torch's own limit on dimensions */
+enum { GCK_MAX_DIM = 64 };       /* of a tensor that is encoded */
 enum { GCK_PAYLOAD_ALIGNMENT = 16 };   /* bytes: kernels read and write a payload in such pieces */
 
 /* A view: owns nothing.  `sizes` and `strides` (in elements) may be NULL when the

@@ -33,7 +33,7 @@ int gck_layout_of(const gck_tensor *x, int exact, int64_t *strides)
     int order[GCK_MAX_DIM], holes = 0, overlaps = 0;
     int64_t reach = 1, dense = 1;                /* memory that the dimensions so far need, as it is and without holes */
 
-    if (x->steps == NULL || x->ndim > GCK_MAX_DIM || is_plain(x)) {
+    if (is_plain(x)) {
         return GCK_LAYOUT_PLAIN;
     }
     sort(x, x->steps, order);

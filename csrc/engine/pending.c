@@ -27,11 +27,8 @@ void gck_pending_encoded(gck_payload *p, PyObject *x, int status)
     if (p->verdict == NULL) {
         return;
     }
-    if (status < 0) {                            /* nothing was queued: nobody will write */
-        write_verdict(p, GCK_FITS);
-        gck_verdict_give(p->verdict);
-        p->verdict = NULL;
-        return;
+    if (status < 0) {
+        write_verdict(p, GCK_FITS);              /* nothing was queued: nobody will write, and p goes */
     }
     p->late = status == 0 ? GCK_FITS : GCK_REFUSED;
     p->kept = Py_NewRef(x);
@@ -66,9 +63,6 @@ static void count_refused(gck_payload *p)
 {
     gck_stats *s = &p->state->stats;
 
-    if (!p->counted) {
-        return;
-    }
     p->counted = 0;
     gck_payload_uncount(p);
     if (p->epoch == p->state->epoch) {           /* else reset_stats() has forgotten it */

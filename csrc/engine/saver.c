@@ -56,9 +56,6 @@ static int wait(gck_saver *self, gck_input *in, int64_t number, gck_saved *to)
     if (gck_entry_keep(&packing, in, &to->form.entry) < 0 || gck_count_kept(state, in->x, GCK_KEEP_UNKNOWN) < 0) {
         return -1;
     }
-    if (to->form.entry.kind != GCK_VERSIONED) {
-        return 0;
-    }
     to->number = number;
     to->waits = state->stats.kept_bytes - kept;
     to->epoch = state->epoch;
@@ -188,10 +185,6 @@ static gck_saver *push(gck_state *state, PyObject *compress)
     gck_saver *self;
 
     if (gck_options_plan(state, compress, &plan) < 0) {
-        return NULL;
-    }
-    if (plan.codec == NULL) {
-        PyErr_SetString(PyExc_ValueError, "gradckpt: compress_saved() needs a codec");
         return NULL;
     }
     self = (gck_saver *)PyType_GenericAlloc(state->Saver, 0);

@@ -32,10 +32,7 @@ static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize
     int64_t last = *offset = distance / itemsize;
 
     for (int d = 0; d < x->ndim && x->strides != NULL; d++) {
-        last += (x->sizes[d] - 1) * x->strides[d];
-        if (x->strides[d] < 0) {
-            return 0;
-        }
+        last += (x->sizes[d] - 1) * x->strides[d];       /* torch has no negative strides */
     }
     last += x->strides == NULL ? x->numel - 1 : 0;
     return x->dtype == base->dtype && distance >= 0 && distance % itemsize == 0 && last < base->numel;
@@ -81,7 +78,7 @@ static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, 
 /* What a payload of x gives back lies in memory as x does. */
 static int keeps_strides(const gck_tensor *x)
 {
-    return x->strides == NULL || (x->ndim <= GCK_MAX_DIM && gck_is_dense(x));
+    return x->strides == NULL || gck_is_dense(x);
 }
 
 /* The tensor, by the payload of the whole tensor that it is a view of where that costs no more

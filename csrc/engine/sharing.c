@@ -41,12 +41,10 @@ static int same_view(const gck_payload *p, const gck_tensor *view)
 gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, gck_batch *batch)
 {
     const gck_tensor was = in->view;
+    const int seen = gck_view_again(&state->py, in->x, &was, &in->view) == 0 && in->view.device < 0;
     gck_payload *found = NULL;
 
-    if (gck_view_again(&state->py, in->x, &was, &in->view) < 0) {
-        return NULL;
-    }
-    for (int i = 0; i < GCK_NRECENT && found == NULL && in->view.device < 0; i++) {
+    for (int i = 0; seen && i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
         if (p != NULL && p->codec == codec && p->stochastic == stochastic && (p->waits == NULL || p->waits == batch)
             && p->buffer != NULL && p->verdict == NULL && PyWeakref_GetObject(p->original) == in->x

@@ -2,7 +2,7 @@
  * a tensor is not simply its values. */
 #include "input.h"
 
-enum { CUDA_STRIDED_DIMS = 8 };    /* more strided dimensions than the kernels take: kept as is */
+enum { CUDA_STRIDED_DIMS = 8 };    /* strided dimensions that the kernels take: with more it is kept as is */
 
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
 {
@@ -70,7 +70,7 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
     view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
     view->stream = NULL;
     if ((dl.data == NULL && view->numel > 0)
-        || (view->device >= 0 && view->strides != NULL && view->ndim > CUDA_STRIDED_DIMS)) {
+        || view->ndim > (view->device >= 0 && view->strides != NULL ? CUDA_STRIDED_DIMS : GCK_MAX_DIM)) {
         return GCK_KEEP_LAYOUT;
     }
     return view->device >= 0 && py->dlpack->current_work_stream(dl.device.device_type, view->device, &view->stream) != 0

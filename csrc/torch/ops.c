@@ -161,7 +161,8 @@ static int describe(job *w, operand *x)
                 || gck_torch.aoti_torch_get_current_cuda_stream(x->device_index, &x->view.stream));
     }
     return missing ? refuse(w, "gradckpt: torch does not tell this tensor's shape, device or stream; use a CPU or CUDA "
-                               "build of torch") : 0;
+                               "build of torch")
+         : ndim > GCK_MAX_DIM ? refuse(w, "gradckpt: codecs take tensors of at most 64 dimensions") : 0;
 }
 
 /* x->dtype, as codecs call it.  others: what to say of a dtype that no codec takes. */

@@ -278,6 +278,11 @@ def test_errors_of_operators_on_several_tensors():
         torch.ops.gradckpt.encode_many([x, huge], "fp16")
 
 
+def many_dimensions():
+    """More than any code has room for, and with strides."""
+    return torch.zeros(2, 3).view(2, *98 * [1], 3).transpose(0, -1)
+
+
 def test_operator_errors():
     x = torch.randn(300)
     data = torch.ops.gradckpt.encode(x, "int8")
@@ -287,6 +292,8 @@ def test_operator_errors():
         torch.ops.gradckpt.decode(data, "zip", [300], torch.float32)
     with pytest.raises(RuntimeError, match="float32, float16, bfloat16 and bool"):
         torch.ops.gradckpt.encode(x.double(), "int8")
+    with pytest.raises(RuntimeError, match="codecs take tensors of at most 64 dimensions"):
+        torch.ops.gradckpt.encode(many_dimensions(), "int8")
     for size, payload in (([300], data[:-1]), ([400], data), ([3], data), ([0], data)):
         with pytest.raises(RuntimeError, match=f"has [0-9]+ bytes, not {payload.numel()}"):
             torch.ops.gradckpt.decode(payload, "int8", size, torch.float32)
@@ -324,6 +331,7 @@ REFUSED = [
     (lambda: torch.zeros(300, dtype=torch.complex64), r"torch\.complex64"),
     (lambda: torch.zeros(300).to_sparse(), "not a plain strided tensor"),
     (lambda: torch.zeros(300, device="meta"), "not a plain strided tensor"),
+    (lambda: many_dimensions(), "not a plain strided tensor"),
     (lambda: torch.zeros(300).as_subclass(Subclass), "tensor subclass"),
     (fake, "tensor subclass"),
     (lambda: [1.0], "expected a tensor, not <class 'list'>"),

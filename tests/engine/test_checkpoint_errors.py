@@ -260,6 +260,59 @@ def test_changed_input_is_noticed(ck, inplace):
         y.sum().backward()
 
 
+def test_recompute_that_unpacks_its_own_region():
+    made = []
+
+    def fn(t):
+        if made:
+            made[0].grad_fn._saved_result  # noqa: B018
+        made.append(t.sin().exp())
+        return made[-1]
+
+    x = leaf(4)
+    y = gradckpt.checkpoint(fn, x)
+    with pytest.raises(RuntimeError, match="was unpacked by the recompute of that same region"):
+        y.sum().backward(retain_graph=True)
+    made.clear()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_unpack_refuses_what_its_region_did_not_pack():
+    hooks = []
+
+    def fn(t):
+        hooks.append(hooks_top())
+        return t.sin().exp()
+
+    mine, other = (gradckpt.checkpoint(fn, leaf(4)) for _ in range(2))
+    unpack, held = hooks[0][1], mine.grad_fn._raw_saved_result.data
+    for thing in (leaf(4), None, other.grad_fn._raw_saved_result.data):
+        with pytest.raises(TypeError, match="unpack was called with something that this region did not pack"):
+            unpack(thing)
+    assert torch.equal(unpack(held), mine)
+
+
+def test_debug_notices_changed_parameters():
+    x, linear = leaf(3, 4), torch.nn.Linear(4, 4)
+    y = gradckpt.checkpoint(linear, x, debug=True)
+    with torch.no_grad():
+        linear.bias.mul_(2)
+    with pytest.raises(RuntimeError, match=r"were changed in place .* wrong: bias \(version 1, now 2\)\. Call optim"):
+        y.sum().backward()
+
+
+def test_warning_of_a_backward_as_an_error():
+    """The gradients are there in the next."""
+    gradckpt.reset_stats()
+    x = leaf(4)
+    y = gradckpt.checkpoint(lambda t: t.sin().exp(), x * 1, compress={"codec": "int8", "min_numel": 10**6})
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    with pytest.raises(gradckpt.GradckptInactiveWarning, match="nothing was compressed by the second backward"):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(*first, *torch.autograd.grad(y.sum(), x))
+
+
 @BOTH
 def test_odd_objects_raise_as_in_torch(ck):
     class Liar:

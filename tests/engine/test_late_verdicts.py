@@ -209,6 +209,11 @@ def test_forward_does_not_wait_for_ever():
     ahead.outputs.clear()
 
 
+def test_patience_is_a_number():
+    with pytest.raises(TypeError, match="must be real number"):
+        _C.late_verdicts("long")
+
+
 def test_small_originals_are_not_worth_waiting_for():
     _C.late_verdicts(600)
     ahead = Ahead(20, 1000)

@@ -49,6 +49,39 @@ def test_misaligned_bytes_are_copied(codec):
         assert copies == (offset != 16)
 
 
+WRONG = {
+    "dtype": lambda b: b.float(),
+    "bits": lambda b: b.to(torch.uint16),
+    "sign": lambda b: b.view(torch.int8),
+    "dimensions": lambda b: b[None],
+    "size": lambda b: b[1:],
+    "strides": lambda b: b.repeat_interleave(2)[::2],
+    "device": lambda b: b.to("meta"),
+    "layout": lambda b: b.to_sparse(),
+}
+
+
+def in_regions(function, x, config):
+    return gradckpt.checkpoint(function, x, compress=config)
+
+
+def saved(function, x, config):
+    with gradckpt.compress_saved(config):
+        return function(x)
+
+
+@pytest.mark.parametrize("change", WRONG)
+@pytest.mark.parametrize("use", [in_regions, saved])
+def test_bytes_that_hooks_changed_are_refused(change, use):
+    gradckpt.reset_stats()
+    x = torch.randn(1000, requires_grad=True) * 1
+    with saved_tensors_hooks(lambda t: t, lambda t: WRONG[change](t) if t.dtype == torch.uint8 else t):
+        y = use(torch.sin, x, {"codec": "raw", "min_numel": 0})
+    with pytest.raises(RuntimeError, match=r"an outer saved-tensor hook returned another tensor .*torch.Tensor"):
+        y.sum().backward()
+    assert gradckpt.stats()["originals_alive"] == 0  # of those that came back
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_operators_name_the_error(codec):
     x = torch.randn(1000)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -139,7 +140,9 @@ def test_a_question_may_drop_the_payload_that_would_be_shared(name):
     assert torch.allclose(g, WEIGHT.sum(1).expand(8, 16), atol=1e-5)
 
 
-def test_a_question_may_change_the_tensor():
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("codec", ["int8", "lossless"])
+def test_a_question_may_change_the_tensor(codec, late):
     """Its memory is looked at when nothing runs any more: an error, or the values that are there."""
 
     class Changing(TorchFunctionMode):
@@ -151,13 +154,14 @@ def test_a_question_may_change_the_tensor():
                 x.data = torch.ones(3, 16)
             return func(*args, **(kwargs or {}))
 
-    for codec in ("int8", "lossless"):
-        x = hidden(200)
-        with (
-            Changing(),
-            pytest.raises(RuntimeError, match=r"^gradckpt: a tensor was resized or moved while gradckpt read it"),
-        ):
-            gradckpt.checkpoint(torch.sin, x, compress={"codec": codec, "min_numel": 0})
+    x = hidden(200)
+    gradckpt._C.late_verdicts(late)
+    with (
+        Changing(),
+        pytest.raises(RuntimeError, match=r"^gradckpt: a tensor was resized or moved while gradckpt read it"),
+    ):
+        gradckpt.checkpoint(torch.sin, x, compress={"codec": codec, "min_numel": 0})
+    gradckpt._C.late_verdicts(False)
     assert gradckpt.stats()["live_bytes"] == 0
 
 
@@ -183,6 +187,21 @@ print("right")
 def test_an_engine_that_takes_no_callback():
     out = subprocess.run([sys.executable, "-c", WITHOUT_CALLBACKS], capture_output=True, text=True, env=os.environ)
     assert out.stdout == "right\n", (out.returncode, out.stderr[-2000:])
+
+
+def test_one_callback_for_all_regions_of_a_backward():
+    x, callbacks = hidden(), []
+
+    def count(g):
+        names = (o.__name__ for o in gc.get_objects() if type(o) is type(len))
+        callbacks.append(sum(name == "end_of_graph_task" for name in names))
+
+    h = x * 1
+    h.register_hook(count)
+    for _ in range(3):
+        h = gradckpt.checkpoint(lambda t: t.sin().exp(), h)
+    torch.autograd.grad(h.sum(), x)
+    assert callbacks == [1]
 
 
 # ---- tracebacks ----
@@ -219,6 +238,30 @@ def frames():
     return [o for o in gc.get_objects() if type(o).__name__ == "Frame"]
 
 
+def test_unpack_of_a_region_that_the_collector_took_apart():
+    """Code that runs in the middle of a collection finds its hook."""
+    said = []
+
+    def last_words():
+        for o in gc.get_objects():
+            if type(o) is tuple and len(o) == 2 and type(o[1]).__name__ == "Holder":
+                with pytest.raises(RuntimeError, match="was already collected as garbage") as raised:
+                    o[0](o[1])
+                said.append(raised)
+
+    def region(t):
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        payload = gradckpt.encode(t)  # of which the collector does not know
+        weakref.finalize(payload, last_words)
+        cycle = [(unpack, pack(t)), payload]
+        cycle.append(cycle)
+        return t.sin()
+
+    gradckpt.checkpoint(region, hidden())
+    gc.collect()
+    assert len(said) == 1
+
+
 def test_the_collector_sees_what_a_frame_keeps_of_tensors(monkeypatch):
     """The metadata of its check, and recomputed values that nobody has fetched."""
     made = []
@@ -231,3 +274,11 @@ def test_the_collector_sees_what_a_frame_keeps_of_tensors(monkeypatch):
     (frame,) = (f for f in frames() if not any(f is old for old in before))
     kept = gc.get_referents(frame)
     assert {id(t[0]) for t in kept if isinstance(t, tuple) and len(t) == 1} >= metadata
+
+
+@pytest.mark.parametrize("pack", [lambda x, held: held, lambda x, held: [x, held], lambda x, held: {1: [held, x]}])
+def test_what_holds_an_argument_of_a_region_can_be_found(pack):
+    held = frames  # any object that the collector tracks
+    y = gradckpt.checkpoint(lambda t, given: t.sin(), hidden(), pack(hidden(), held), compress=SMALL)
+    assert [type(o).__name__ for o in gc.get_referrers(held)].count("Frame") == 1
+    y.sum().backward()

@@ -38,6 +38,16 @@ WRITES = {
 }
 
 
+#: By .data the same object gets other memory, at the same version: here the same bytes, seen otherwise.
+VIEWS = {
+    "sizes": lambda d: d.view(64, 32),
+    "ndim": lambda d: d.view(-1),
+    "dtype": lambda d: d.view(torch.bfloat16),
+    "layout": lambda d: d.view(16, 4, 32).transpose(0, 1),
+    "strides": lambda d: d.view(16, 4, 32).permute(2, 1, 0),
+}
+
+
 def in_regions(function, x, config):
     return gradckpt.checkpoint(function, x, compress=config)
 
@@ -66,6 +76,31 @@ def test_a_write_that_leaves_no_version_is_seen(codec, write, use):
     del first
 
 
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("use", [in_regions, saved])
+def test_the_same_bytes_seen_otherwise(view, use):
+    config, x = {"codec": "raw", "min_numel": 0}, hidden()
+    x.data = {"dtype": x.data.half(), "strides": x.data.view(16, 4, 32).permute(1, 2, 0)}.get(view, x.data)
+    version = x._version
+    first = use(torch.sin, x, config)
+    x.data = VIEWS[view](x.data.as_strided((32, 64), (64, 1)))
+    assert x._version == version
+    weight = torch.ones_like(x.detach()).requires_grad_()
+    second = use(lambda t: (t * weight).sum(), x, config)
+    assert torch.equal(torch.autograd.grad(second, weight)[0], x)
+    del first
+
+
+def test_shared_bytes_that_a_user_resized():
+    x = hidden()
+    with gradckpt.compress_saved("raw"):
+        first = x.sin()
+        first.grad_fn._raw_saved_self.data.value.data.resize_(1)
+        with pytest.raises(RuntimeError, match=r"for a payload of \d+ uint8 bytes"):
+            x.cos()
+    del first
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_equal_bytes_are_kept_once(codec):
     x = hidden()
@@ -78,6 +113,13 @@ def test_equal_bytes_are_kept_once(codec):
         torch.autograd.grad(y.sum(), x, retain_graph=True)
     del ys, y
     assert stats("live_bytes") == (0,)
+
+
+def test_uses_of_one_tensor_do_not_push_out_another():
+    x, y, config = hidden(), hidden(seed=1), {"codec": "raw", "min_numel": 0}
+    kept = [gradckpt.checkpoint(torch.sin, t, compress=config) for t in (y, *[x] * 20, y)]
+    assert stats("encoded", "shared") == (2, 20)
+    del kept
 
 
 def test_an_argument_that_comes_twice():

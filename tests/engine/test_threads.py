@@ -2,6 +2,7 @@
 
 import functools
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -275,6 +276,48 @@ def test_thread_that_waits_tries_itself_when_the_recompute_of_the_group_raises()
     in_threads(first, second)
     assert len(runs) == 3
     assert torch.equal(grads[0], grad_of(lambda t: t.cos().exp(), x))
+
+
+LOCKS = """
+import _thread, threading
+entered, refused, allocate = threading.Event(), threading.Event(), _thread.allocate_lock
+def lock():
+    if entered.is_set() and not refused.is_set():
+        refused.set()
+        raise KeyboardInterrupt("no lock")
+    return allocate()
+_thread.allocate_lock = lock
+import torch, gradckpt
+from torch.utils.checkpoint import GraphExecGroup
+runs, group, grads = [], GraphExecGroup(), {}
+def region(t):
+    runs.append(1)
+    if len(runs) == 2:
+        entered.set()
+        assert refused.wait(30)
+    return t.sin().exp(), t.cos().exp()
+x = torch.ones(4, requires_grad=True)
+outputs = gradckpt.checkpoint(region, x, early_stop=False)
+def backward(i):
+    with group:
+        grads[i] = torch.autograd.grad(outputs[i].sum(), x, retain_graph=True)[0]
+thread = threading.Thread(target=backward, args=(0,))
+thread.start()
+assert entered.wait(30)
+try:
+    backward(1)
+except KeyboardInterrupt as error:
+    print(error)
+thread.join()
+backward(1)
+print(len(runs), [torch.equal(grads[i], torch.autograd.grad(y.sum(), x)[0]) for i, y in enumerate(region(x))])
+"""
+
+
+def test_a_thread_that_cannot_wait_says_so():
+    """Here for a lock; so does one that Ctrl-C reaches."""
+    out = subprocess.run([sys.executable, "-c", LOCKS], capture_output=True, text=True, timeout=4 * WAIT)
+    assert out.stdout == "no lock\n2 [True, True]\n", (out.returncode, out.stderr[-2000:])
 
 
 # ---- several backwards over one region ----

@@ -185,6 +185,15 @@ def decorated(x: torch.Tensor) -> torch.Tensor:
 
 
 @case
+def waits_for_long(x: torch.Tensor) -> torch.Tensor:
+    with gradckpt.compress_saved(SMALL):
+        y = x.sin()
+        for _ in range(1024):
+            x + 1  # a node that saves nothing
+        return y + x.cos()
+
+
+@case
 def many_arguments(x: torch.Tensor) -> torch.Tensor:
     """More than are encoded at once, one of them twice."""
     return gradckpt.checkpoint(lambda *xs: sum(xs), x, x, *(x * k for k in range(17)), compress=SMALL)
