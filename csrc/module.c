@@ -85,10 +85,6 @@ static PyObject *codec_info(PyObject *module, PyObject *arg)
     }
     sizes = sizes_of(codec);
     accepted = sizes != NULL ? PyDict_Keys(sizes) : NULL;
-    if (accepted == NULL) {
-        Py_XDECREF(sizes);
-        return NULL;
-    }
     return Py_BuildValue("{ss si ss sN sd sd sO sO sO sN}", "name", codec->name, "id", gck_codec_id(codec), "summary",
                          codec->summary, "dtypes", accepted, "bits_per_value", bits_per_value(codec), "max_error",
                          codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False, "stochastic",

@@ -14,13 +14,15 @@
 int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
 {
     gck_dl_tensor dl;
+    const int shown = gck_read_dlpack(&self->state->py, buffer, &dl);
     PyObject *device;
 
-    if (self->state->py.dlpack->dltensor_from_py_object_no_sync(buffer, &dl) != 0
-        || dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != self->nbytes
+    if (shown < 0) {
+        return -1;
+    }
+    if (!shown || dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != self->nbytes
         || (dl.strides != NULL && self->nbytes > 1 && dl.strides[0] != 1)
         || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device) {
-        PyErr_Clear();                           /* what DLPack says of a tensor without memory */
         device = gck_device_object(&self->state->py, self->device);
         PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
                      "payload of %lld uint8 bytes on %S; such hooks must return what they were given",

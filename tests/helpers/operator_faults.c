@@ -16,7 +16,7 @@ typedef struct {
 } tensor;
 
 enum { FLOAT32 = 6, FLOAT16 = 5, BFLOAT16 = 15, BOOL = 11, UINT8 = 0, CPU = 0, CUDA = 1 };
-static int     answers, failing;          /* answers so far; the number of the wrong one */
+static int     answers, failing, late;    /* answers so far; the number of the wrong one; how many came after it */
 static int     alive;                     /* tensors, strings and lists */
 static int     streams = 1;               /* this torch has CUDA streams */
 static int     launched;                  /* codecs called */
@@ -25,7 +25,11 @@ static int     apart;                     /* what is decoded into is on the othe
 static char    raised[512];
 static jmp_buf out;
 
-static int wrong(void) { return ++answers == failing; }
+static int wrong(void)
+{
+    late += failing > 0 && answers >= failing;
+    return ++answers == failing;
+}
 
 static tensor *tensor_new(int dtype, int cuda, int ndim, const int64_t *sizes)
 {
@@ -101,12 +105,17 @@ static int32_t string_delete(StringHandle s) { return (void)s, alive--, 0; }
 
 typedef struct { size_t n; StableIValue item[4]; } list;
 static int32_t list_size(StableListHandle l, size_t *n) { return *n = ((list *)l)->n, 0; }
-static int32_t sizes_get(StableListHandle l, size_t i, StableIValue *v) { return *v = ((list *)l)->item[i], wrong(); }
+
+/* What an operator is given is taken in any case. */
+static int32_t sizes_get(StableListHandle l, size_t i, StableIValue *v)
+{
+    return *v = ((list *)l)->item[i], ++answers == failing;
+}
 
 static int32_t list_get(StableListHandle l, size_t i, StableIValue *v)
 {
-    *v = ((list *)l)->item[i];
-    return wrong() ? delete_tensor((AtenTensorHandle)(uintptr_t)*v), 1 : 0;
+    sizes_get(l, i, v);
+    return answers == failing ? delete_tensor((AtenTensorHandle)(uintptr_t)*v), 1 : 0;
 }
 
 static int32_t list_new(size_t n, StableListHandle *l)
@@ -187,12 +196,13 @@ static void result_delete(int is_list, StableIValue value)
     }
 }
 
-/* One call; offset: of the payload's memory.  0: it gave a result, 1: it raised, < 0: neither, or both, or it leaks. */
+/* One call; offset: of the payload's memory.  0: it gave a result, 1: it raised, < 0: neither, or both, or it leaks, or
+ * it asked on after an error. */
 static int call(int operator, int cuda, int offset)
 {
     StableIValue stack[4] = {0};
 
-    answers = launched = 0;
+    answers = launched = late = 0;
     raised[0] = '\0';
     gck_torch.torch_list_get_item = operator == 1 ? sizes_get : list_get;
     gck_torch.aoti_torch_get_current_cuda_stream = streams ? stream_of : NULL;
@@ -214,7 +224,7 @@ static int call(int operator, int cuda, int offset)
         }
         result_delete(operator == 2, stack[0]);
     }
-    return alive != 0 ? -2 : threw;
+    return alive != 0 ? -2 : late != 0 ? -3 : threw;
 }
 
 static void set_up(void)
