@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
+from call_faults import ACCELERATED
 from test_checkpoint import BOTH, _nothing_left_behind, hooks_top, leaf, quiet_log, theirs  # noqa: F401
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import gradckpt
+from gradckpt import _shim
 
 # ---- contexts, modes, hooks ----
 
@@ -168,6 +170,17 @@ def test_mismatch_has_torchs_class_and_text(name, quiet_log):  # noqa: F811
         assert mine[1] == other[1]
     else:
         assert "Operations executed during recomputation" in mine[1]
+
+
+@pytest.mark.parametrize("initialized", [(False, True), (False, False), (True, True)])
+def test_a_device_that_wakes_up_in_a_region_is_refused(initialized, monkeypatch):
+    states = iter(initialized)
+    monkeypatch.setattr(_shim, "accelerator_initialized", lambda: next(states))
+    if initialized != (False, True):
+        ACCELERATED.checkpoint(torch.sin, leaf(4)).sum().backward()
+        return
+    with pytest.raises(RuntimeError, match="device state was initialized in the forward pass"):
+        ACCELERATED.checkpoint(torch.sin, leaf(4))
 
 
 def test_determinism_check_of_the_users_own(monkeypatch):
