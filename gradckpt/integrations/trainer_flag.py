@@ -17,7 +17,6 @@ from gradckpt.config import warn_inactive
 from gradckpt.imports import after_import
 from gradckpt.integrations.huggingface import carry_input_grads, obey, seam_in
 from gradckpt.integrations.kwargs import TORCHS, Settings, check_torchs, means_ours, take
-from gradckpt.integrations.stray_keys import listen
 
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")
 
@@ -91,4 +90,3 @@ def _install(trainer: ModuleType) -> None:
 def watch() -> None:
     """Now, when transformers is imported already; else when it will be."""
     after_import("transformers.trainer", _install)
-    after_import("transformers.modeling_utils", listen)
