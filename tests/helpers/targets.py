@@ -4,7 +4,6 @@
 LEFT_BECAUSE = {
     "needs packages that `make test` does not install, or ranks of its own": (
         "frameworks",
-        "package/test_stats_reporting.py::test_reporters_before_the_callback_see_its_numbers",
         "package/test_stats_reporting.py::test_tensorboard",
     ),
     "builds the device code, with nvcc or for the CPU": (

@@ -142,7 +142,6 @@ PYTHON = {
         "gradckpt.integrations.overlap",
         "gradckpt.integrations.watch",
     },
-    "gradckpt.integrations.trainer_callback": {"gradckpt.stats"},
     "gradckpt.integrations.trainer_flag": {
         "gradckpt.config",
         "gradckpt.imports",
@@ -169,7 +168,6 @@ FRAMEWORKS = {
     "gradckpt.integrations.deepspeed": {"deepspeed"},
     "gradckpt.integrations.lightning": {"lightning", "pytorch_lightning"},
     "gradckpt.integrations.torchtitan": {"torchtitan"},
-    "gradckpt.integrations.trainer_callback": {"transformers"},
 }
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
