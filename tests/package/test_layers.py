@@ -142,12 +142,13 @@ PYTHON = {
         "gradckpt.integrations.overlap",
         "gradckpt.integrations.watch",
     },
-    "gradckpt.integrations.trainer_flag": {
+    "gradckpt.integrations.trainer_callback": {
         "gradckpt.config",
-        "gradckpt.imports",
         "gradckpt.integrations.huggingface",
         "gradckpt.integrations.kwargs",
+        "gradckpt.integrations.seam",
     },
+    "gradckpt.integrations.trainer_flag": {"gradckpt.imports", "gradckpt.integrations.trainer_callback"},
     "gradckpt.integrations.torchtitan": {"gradckpt.config", "gradckpt.integrations.wrapper"},
     "gradckpt.integrations.overlap": set(),
     "gradckpt.integrations.ranks": {"gradckpt.config"},
@@ -168,6 +169,7 @@ FRAMEWORKS = {
     "gradckpt.integrations.deepspeed": {"deepspeed"},
     "gradckpt.integrations.lightning": {"lightning", "pytorch_lightning"},
     "gradckpt.integrations.torchtitan": {"torchtitan"},
+    "gradckpt.integrations.trainer_callback": {"transformers"},
 }
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
