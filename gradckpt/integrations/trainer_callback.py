@@ -17,7 +17,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from gradckpt.config import warn_inactive
 from gradckpt.integrations.huggingface import carry_input_grads, is_model, models_in, obey, other_way, unwrap
-from gradckpt.integrations.kwargs import check_alone, means_ours
+from gradckpt.integrations.kwargs import OURS, check_alone, means_ours
 from gradckpt.integrations.seam import SEAMS, Seam, held_function, seam_of, seam_over
 
 __all__ = ["GradckptFlag"]
@@ -79,14 +79,14 @@ def _act(args: Any, model: Any) -> None:
     for seam in list(SEAMS):
         if seam.model is not None:
             _settle(seam, seam.model, models, replaced=ours and on)
-    if ours and not on:
-        key = next(key for key in ("compress", "replay", "min_numel", "policy") if key in kwargs)
+    if ours and not on and is_model(unwrap(model)):
+        key = next(key for key in OURS if key in kwargs)
         warn_inactive(
             f"{name}_kwargs has {key}={kwargs[key]!r}, but {name} is not True, so the Trainer does not pass them on; "
             f"set {name}=True",
             stacklevel=2,
         )
-    elif ours:
+    elif ours and on:
         _obey(model, models, kwargs)
 
 

@@ -74,6 +74,8 @@ class TestOthers:
         train(model, tmp_path, **flag(kwargs))
         assert model.given == [kwargs]
         assert SEAM not in vars(model.backbone)
+        train(model, tmp_path, **{**flag(kwargs), NAME: False})
+        assert len(model.given) == 1
 
     @pytest.mark.parametrize("kwargs", OF_OTHERS, ids=str)
     def test_a_trainer_of_anothers_takes_its_key_out(self, kwargs, tmp_path):

@@ -23,11 +23,7 @@ def run(*command, **variables):
 
 # ---- the whole
 
-ORDERS = {
-    "gradckpt first": (),
-    "gradckpt after Dynamo": ("torch._dynamo",),
-    "transformers first": ("transformers.trainer", "transformers.modeling_utils"),
-}
+ORDERS = {"gradckpt first": (), "transformers first": ("transformers.trainer", "transformers.modeling_utils")}
 
 
 @pytest.mark.parametrize("order", ORDERS)
