@@ -396,7 +396,8 @@ def _dispatch_torchs() -> None:
 
 def _tell(dynamo: ModuleType) -> None:
     for original, traceable in ((_C.checkpoint, checkpoint), (compat.checkpoint, compat_checkpoint)):
-        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traceable)
+        with contextlib.suppress(ValueError):  # Dynamo was told before this module was loaded again
+            torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traceable)
     torch.compiler.assume_constant_result(_marking)
     if _standing is not None:
         _dispatch_torchs()

@@ -1,54 +1,114 @@
-"""Runs something once a module of somebody else has been imported, without importing it."""
+"""Call a function once a module of another package has been imported, without importing it."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import importlib.abc
-import importlib.machinery
+import logging
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 __all__ = ["after_import"]
 
+logger = logging.getLogger("gradckpt")
 
-class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets the import of one module run as always, then does something with it; once."""
+Then = Callable[[ModuleType], None]
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name = name
-        self.then = then
-        self.loader: Any = None
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Asks the finders behind it, and returns a copy of their spec whose loader also tells it; none of theirs changes.
+
+    Whatever goes wrong here, the import goes on without it.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Then] = {}
+        self.asking = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
+    ) -> ModuleSpec | None:
+        if fullname not in self.waiting or getattr(self.asking, "now", False):
             return None
-        # Others may only ask where it is, so that this finder stays until the import has succeeded.
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
+        try:
+            with self._asking():
+                found = self._of_others(fullname, path, target)
+            return None if found is None else self._told(found)
+        except Exception as error:  # of another finder: raised again when the import machinery asks it
+            logger.warning("gradckpt: cannot follow the import of %s (%r); import gradckpt after it", fullname, error)
             return None
-        self.loader, spec.loader = spec.loader, self
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Others may ask all finders in their turn."""
+        self.asking.now = True
+        try:
+            yield
+        finally:
+            self.asking.now = False
+
+    def _of_others(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find_spec(fullname, path, target) if find_spec and finder is not self else None
+            if spec is not None:
+                return spec
+        return None
+
+    def _told(self, found: ModuleSpec) -> ModuleSpec:
+        """A copy of the spec, whose loader is a copy, too: of the same class, with what others ask loaders for."""
+        theirs: Any = found.loader
+        spec, loader = copy.copy(found), copy.copy(theirs)
+        if theirs is None or isinstance(theirs, type) or loader is theirs:
+            raise TypeError(f"{theirs!r} cannot be copied")
+        loader.exec_module = functools.partial(self._execute, spec, loader, theirs)
+        spec.loader = loader
         return spec
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self.loader.create_module(spec)
-        return module
+    def _execute(self, spec: ModuleSpec, ours: Any, theirs: Any, module: ModuleType) -> None:
+        for holder, name in ((spec, "loader"), (module, "__loader__")):
+            if getattr(holder, name, None) is ours:
+                setattr(holder, name, theirs)
+        theirs.exec_module(module)  # when it fails, the next import is followed again
+        then = self.waiting.pop(spec.name, None)
+        if then is not None:
+            _call(then, module)
+        if not self.waiting:
+            _leave(self)
 
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = self.loader  # type: ignore[union-attr]
-        module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            self.then(module)
+
+def _call(then: Then, module: ModuleType) -> None:
+    """Nothing of ours fails the import of another's module."""
+    try:
+        then(module)
+    except Exception as error:
+        logger.warning("gradckpt: after the import of %s: %s", module.__name__, error, exc_info=True)
 
 
-def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Calls ``then(module)`` now, when that module is imported already; else when it will be."""
+def _leave(*finders: Any) -> None:
+    # In a new list: another thread that goes through this one would miss the finder behind one that is removed.
+    sys.meta_path = [each for each in sys.meta_path if not any(each is finder for finder in finders)]
+
+
+_finder = _AfterImport()
+
+
+def after_import(name: str, then: Then) -> None:
+    """Call ``then(module)`` now, when that module is imported already; else once it is. The last call for a name
+    counts. What ``then`` raises is logged."""
     module = sys.modules.get(name)
     if module is not None:
-        then(module)
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, then))
+        _call(then, module)
+        return
+    if not any(finder is _finder for finder in sys.meta_path):
+        earlier = [f for f in sys.meta_path if (type(f).__module__, type(f).__name__) == (__name__, "_AfterImport")]
+        if earlier:  # of this module when it was loaded before
+            _leave(*earlier)
+        sys.meta_path.insert(0, _finder)
+    _finder.waiting[name] = then

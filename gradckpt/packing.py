@@ -39,7 +39,8 @@ __all__ = ["MARKS", "Packed", "available", "hooks", "keep_packed", "region_input
 
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # kept: what it registers goes with it
 for _name in ("region_input", "rounded"):
-    _library.define(f"{_name}(Tensor x, str codec, str version) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    if not hasattr(torch.ops.gradckpt, _name):  # else by a gradckpt that was imported before: torch defines once
+        _library.define(f"{_name}(Tensor x, str codec, str version) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 region_input = torch.ops.gradckpt.region_input.default
 rounded = torch.ops.gradckpt.rounded.default

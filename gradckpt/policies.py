@@ -105,6 +105,13 @@ def by_name(name: str) -> Policy:
     return combined
 
 
+def is_known(policy: Any) -> bool:
+    """True for a :class:`Policy`, and for a text in which :func:`by_name` finds policies of ours."""
+    if isinstance(policy, str):
+        return all(part.strip().partition(":")[0] in _BY_NAME for part in policy.split("|"))
+    return isinstance(policy, Policy)
+
+
 #: What every ``policy=`` accepts: nothing, or what makes a pair of contexts.
 PolicyLike = Union[None, PolicyOrOps]
 

@@ -1,1 +1,1 @@
-"""What frameworks need. ``import gradckpt`` imports none of them; ``trainer_callback``, which a user imports, does."""
+"""What frameworks need. ``import gradckpt`` imports none of them."""

@@ -11,16 +11,13 @@ A failed ``enable`` leaves the model as it was.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt.config import Compress, CompressionConfig, parse_compress
-from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers, check_torchs, take
+from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers
 from gradckpt.integrations.seam import (
     InnerSeam,
     Seam,
@@ -103,24 +100,20 @@ def enable(
     return Handle(model, seam)
 
 
-def obey(model: Any, kwargs: Mapping[str, Any]) -> None:
-    """What the Trainer's flag asks for, on a model that the Trainer has just turned checkpointing on for.
+def obey(model: Any, function: Any, every_n_layers: int) -> None:
+    """Do what the Trainer's flag asks for, on a model whose layers were given this function with our keys.
 
     It stays so after training, as checkpointing does; the next Trainer's flag takes its place.
 
     Raises:
         ValueError, TypeError: as :func:`enable`, and for what is wrong in the kwargs.
     """
-    torchs = dict(kwargs)
-    settings = take(torchs, Settings())
-    check_torchs(torchs)
-    model = _unwrap(model)
-    _check_model(model, settings)
-    seam = Seam(model, settings, by_flag=True)
+    _check_model(model, Settings())
+    seam = Seam(model, Settings(), by_flag=True)
     obeyed = False
     try:
         seam.install(model)
-        seam(True, functools.partial(torch_checkpoint, **torchs))
+        seam(True, function, every_n_layers)
         _check_taken(model, seam)
         carry_input_grads(model)
         obeyed = True
@@ -218,9 +211,16 @@ def _require_grad(module: Any, args: Any, output: Any) -> None:
 
 def _unwrap(model: Any) -> Any:
     """The transformers model inside PEFT, DataParallel, DDP, ``torch.compile``, or the only one in a module."""
+    model = unwrap(model)
+    found = [] if is_model(model) else models_in(model)
+    return found[0] if len(found) == 1 else model
+
+
+def unwrap(model: Any) -> Any:
+    """What is inside PEFT, DataParallel, DDP, ``torch.compile``, which pass everything on."""
     for _ in range(8):
-        if _is_model(model):
-            return model
+        if is_model(model):
+            break
         if callable(getattr(type(model), "get_base_model", None)):
             model = model.get_base_model()
         elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
@@ -229,8 +229,7 @@ def _unwrap(model: Any) -> Any:
             model = model.module
         else:
             break
-    found = models_in(model)
-    return found[0] if len(found) == 1 else model
+    return model
 
 
 def models_in(model: Any) -> list[Any]:
@@ -238,26 +237,26 @@ def models_in(model: Any) -> list[Any]:
     found: list[Any] = []
     inside: set[int] = set()
     for module in model.modules() if isinstance(model, torch.nn.Module) else ():  # from the outside inwards
-        if _is_model(module):
+        if is_model(module):
             if id(module) not in inside:
                 found.append(module)
             inside.update(map(id, module.modules()))
     return found
 
 
-def _is_model(model: Any) -> bool:
+def is_model(model: Any) -> bool:
     return hasattr(type(model), SEAM)
 
 
 def _check_model(model: Any, settings: Settings) -> None:
     name = type(model).__name__
     count = len(models_in(model))
-    if not _is_model(model) and count:
+    if not is_model(model) and count:
         raise ValueError(
             f"gradckpt: {name} is not a transformers model, but holds {count}; call gradckpt.enable on each"
         )
-    if not _is_model(model) or not hasattr(model, "supports_gradient_checkpointing"):
-        raise ValueError(f"gradckpt: {name} is {_other_way(model)}")
+    if not is_model(model) or not hasattr(model, "supports_gradient_checkpointing"):
+        raise ValueError(f"gradckpt: {name} is {other_way(model)}")
     if not model.supports_gradient_checkpointing:
         raise ValueError(
             f"gradckpt: {name} does not support checkpointing in transformers; wrap its layers with "
@@ -283,7 +282,7 @@ def _check_model(model: Any, settings: Settings) -> None:
         raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
 
 
-def _other_way(model: Any) -> str:
+def other_way(model: Any) -> str:
     """Of a model that is none of transformers: what it is, and what to write instead."""
     if callable(getattr(model, "enable_gradient_checkpointing", None)):
         function = 'functools.partial(gradckpt.checkpoint, compress="int8")'
@@ -319,8 +318,3 @@ def _check_checkpointed_once(model: Any) -> None:
             f"gradckpt: {label} is already {how}, so its layers would be recomputed twice; {undo}, or do without "
             "gradckpt.enable"
         )
-
-
-def seam_in(model: Any) -> Seam | None:
-    """The seam of the transformers model that this is or wraps."""
-    return seam_of(_unwrap(model))

@@ -16,13 +16,13 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt.config import CompressionConfig, parse_compress
-from gradckpt.policies import contexts_of
-
-#: Ours alone: whoever writes one of them means gradckpt.
-MARKS = ("compress", "replay", "min_numel", "policy")
+from gradckpt.policies import contexts_of, is_known
 
 #: Everything that we read; the last two are transformers' own, which 5.17 and later take out of the dict.
-OURS = (*MARKS, "every_n_layers", "offload")
+OURS = ("compress", "replay", "min_numel", "policy", "every_n_layers", "offload")
+
+#: Keys of ours alone. ``policy`` is a word of others, too.
+_MARKS = frozenset(OURS[:4])
 
 #: torch's, whatever this version has.
 TORCHS = (
@@ -88,11 +88,23 @@ def check_bool(key: str, value: Any) -> bool:
     return value
 
 
-def check_torchs(keywords: Mapping[str, Any]) -> None:
-    """What is left after :func:`take` is torch's, or nobody's.
+def check_alone(keywords: Mapping[str, Any], base: Settings | None = None) -> None:
+    """Check the kwargs of a Trainer. A key of others passes here: they may take it out before the layers are reached.
 
     Raises:
-        ValueError: a key that nobody knows, which the layers would swallow; a value that torch refuses.
+        ValueError, TypeError: as :func:`take` and :func:`check_torchs`.
+    """
+    torchs = dict(keywords)
+    settings = take(torchs, base or Settings())
+    check_torchs({key: value for key, value in torchs.items() if key in TORCHS or _nearest(key, 0.75)})
+    check_together(settings, torchs)
+
+
+def check_torchs(keywords: Mapping[str, Any]) -> None:
+    """Check what is left after :func:`take`, which torch's checkpoint gets.
+
+    Raises:
+        ValueError: an unknown key, which the layers would swallow; a value that torch refuses.
         TypeError: a value of the wrong type.
     """
     for key, value in keywords.items():
@@ -106,20 +118,51 @@ def check_torchs(keywords: Mapping[str, Any]) -> None:
             raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
 
 
+def check_together(settings: Settings, torchs: Mapping[str, Any]) -> None:
+    """Check our settings against torch's keywords.
+
+    Raises:
+        ValueError: something of ours with the reentrant form; two sources of contexts.
+    """
+    if torchs.get("use_reentrant"):
+        check_reentrant(settings)
+    elif settings.context_fn is not None and "context_fn" in torchs:
+        raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
+
+
+def check_reentrant(settings: Settings) -> None:
+    """Raises ValueError where the reentrant form cannot do what is asked."""
+    asked = None
+    if settings.config is not None:
+        asked = f"compress={settings.config.codec!r}"
+    elif settings.context_fn is not None:
+        asked = "policy="
+    elif settings.offload:
+        asked = "offload=True"
+    if asked is not None:
+        instead = ", or pass compress=None" if settings.config is not None else ""
+        raise ValueError(
+            f"gradckpt: {asked} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
+            f"kwargs{instead}"
+        )
+
+
+def _nearest(key: Any, cutoff: float = 0.6) -> str | None:
+    return next(iter(difflib.get_close_matches(str(key), (*OURS, *TORCHS), 1, cutoff)), None)
+
+
 def unknown(key: str) -> str:
-    near = difflib.get_close_matches(str(key), (*OURS, *TORCHS), 1)
-    meant = f"; did you mean {near[0]!r}?" if near else "."
+    near = _nearest(key)
+    meant = f"; did you mean {near!r}?" if near else "."
     known = ", ".join((*OURS, *TORCHS))
     return f"gradckpt: unknown key {key!r} among the checkpointing kwargs{meant} The keys are: {known}"
 
 
-def means_ours(keywords: Mapping[str, Any]) -> bool:
-    """The dict asks for gradckpt, be it by a slip of the pen."""
-    return any(key in MARKS or _misspelt(key) for key in keywords)
-
-
-def _misspelt(key: Any) -> bool:
-    return key not in (*OURS, *TORCHS) and bool(difflib.get_close_matches(str(key), MARKS, 1, 0.75))
+def means_ours(keywords: Any) -> bool:
+    """True if the kwargs ask for gradckpt: by exact keys, where ``policy`` alone counts if its value is ours."""
+    if not isinstance(keywords, Mapping) or _MARKS.isdisjoint(keywords):
+        return False
+    return any(key in keywords for key in _MARKS - {"policy"}) or is_known(keywords["policy"])
 
 
 def is_old_default(keywords: Mapping[str, Any]) -> bool:

@@ -21,7 +21,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
 from gradckpt.apply import region_of
-from gradckpt.integrations.kwargs import Settings, check_every_n_layers, check_torchs, is_old_default, take
+from gradckpt.integrations.kwargs import (
+    Settings,
+    check_every_n_layers,
+    check_together,
+    check_torchs,
+    is_old_default,
+    means_ours,
+    take,
+)
 from gradckpt.integrations.offload import offloaded, offloaded_stock
 from gradckpt.integrations.overlap import is_wrapper
 from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
@@ -31,6 +39,11 @@ _KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint)
 
 #: On a function of ours: torch's, with the same keywords.
 _STOCK = "gradckpt_stock"
+
+
+#: Those of all models, by :func:`gradckpt.enable` or by a Trainer's flag. While there are none, a Trainer that does not
+#: ask for us has nothing to look at.
+SEAMS: weakref.WeakSet[Seam] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +103,18 @@ class Seam(_StandIn):
         self.watch = Watch()
 
     def install(self, model: Any) -> None:
+        SEAMS.add(self)
         setattr(model, SEAM, self)
         for module in model.modules():
             if hasattr(type(module), SEAM) and stands_in(module) is None and not has_old_form(module):
                 setattr(module, SEAM, InnerSeam(self, module))
         model.register_forward_pre_hook(before_forward)
         model.register_forward_hook(after_forward)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not self.removed:
+            SEAMS.add(self)
 
     def turn(
         self, model: Any, enable: bool, gradient_checkpointing_func: Callable[..., Any], every_n_layers: int
@@ -117,13 +136,18 @@ class Seam(_StandIn):
             self.watch = Watch()
         self.active = active
         self.function = choice.function if choice.ours else None
+        if self.by_flag and choice.ours:
+            self.settings = choice.settings
         self.undo_on_remove = False
 
     def choose(self, func: Callable[..., Any], every_n_layers: int) -> _Choice:
         """What the layers get in the place of ``func``."""
         given = func if isinstance(func, functools.partial) else functools.partial(func)
         base, keywords = given.func, dict(given.keywords)
-        settings = take(keywords, self.settings)
+        named = means_ours(keywords)
+        if self.by_flag and not named and not _says_nothing(keywords):
+            return _Choice(func, False, Settings(every_n_layers=every_n_layers))
+        settings = take(keywords, Settings() if self.by_flag and named else self.settings)
         if "every_n_layers" not in given.keywords and every_n_layers != 1:
             settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
         to_host = _offloads(base)
@@ -138,11 +162,9 @@ class Seam(_StandIn):
             return _Choice(functools.partial(base, **keywords), False, settings)
         if to_host:
             settings = dataclasses.replace(settings, offload=True)
+        check_together(settings, keywords)
         if keywords.get("use_reentrant"):
-            _check_reentrant(settings)
             return _Choice(functools.partial(torch_checkpoint, **keywords), False, settings)
-        if settings.context_fn is not None and "context_fn" in keywords:
-            raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
         keywords["use_reentrant"] = False
         # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
         config = dataclasses.replace(settings.config, leaves=True) if settings.config is not None else None
@@ -174,6 +196,7 @@ class Seam(_StandIn):
         if self.removed:
             return
         self.removed = True
+        SEAMS.discard(self)
         for module in model.modules():
             held = vars(module).get(SEAM)
             if held is self or (isinstance(held, InnerSeam) and held.seam is self):
@@ -211,6 +234,17 @@ class InnerSeam(_StandIn):
         return self.seam.removed or whole is None or all(module is not model for module in whole.modules())
 
 
+def held_function(model: Any) -> Any:
+    """The checkpointing function that the layers of this model were given; None: none."""
+    held = (vars(module).get("_gradient_checkpointing_func") for module in model.modules())
+    return next(filter(None, held), None)
+
+
+def _says_nothing(keywords: dict[str, Any]) -> bool:
+    """True for kwargs that only turn checkpointing on, as TRL does after generation."""
+    return keywords in ({}, {"use_reentrant": False}, {"use_reentrant": None}) or is_old_default(keywords)
+
+
 def _stock_of(module: Any) -> Any:
     """torch's function that ours stands for in this module; None: it holds none of ours."""
     return getattr(vars(module).get("_gradient_checkpointing_func"), _STOCK, None)
@@ -239,22 +273,6 @@ def _foreign(func: Callable[..., Any], base: Any, settings: Settings) -> Callabl
             "nothing would be compressed; leave that function out, or pass compress=None to keep it"
         )
     return func
-
-
-def _check_reentrant(settings: Settings) -> None:
-    asked = None
-    if settings.config is not None:
-        asked = f"compress={settings.config.codec!r}"
-    elif settings.context_fn is not None:
-        asked = "policy="
-    elif settings.offload:
-        asked = "offload=True"
-    if asked is not None:
-        instead = ", or pass compress=None" if settings.config is not None else ""
-        raise ValueError(
-            f"gradckpt: {asked} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
-            f"kwargs{instead}"
-        )
 
 
 def original(model: Any) -> Any:
@@ -313,6 +331,12 @@ def input_grad_hooks(model: Any) -> list[Any]:
     """What enable_input_require_grads left on the model: a list, before 5.0 a single one."""
     own = vars(model)
     return list(own.get("_require_grads_hooks") or filter(None, [own.get("_require_grads_hook")]))
+
+
+def seam_over(model: Any) -> Seam | None:
+    """That of the model, or of the enabled one that it is part of."""
+    held = stands_in(model)
+    return held.seam if isinstance(held, InnerSeam) else held if isinstance(held, Seam) else None
 
 
 def seam_of(model: Any) -> Seam | None:

@@ -1,86 +1,119 @@
-"""``gradckpt.stats()`` among what the Trainer of Hugging Face logs: ``Trainer(..., callbacks=[GradckptCallback()])``.
+"""The callback of every Trainer that is made once gradckpt is imported; importing this module imports transformers.
 
-The Trainer calls the callbacks of its user after its reporters (TensorBoard, Weights & Biases, ...), too late for
-them to see a number that is added to a log. Its default callbacks come first. So importing this module adds one to
-them, which does nothing but let a :class:`GradckptCallback` of the same Trainer have its turn before the reporters.
+It checks the checkpointing kwargs when the Trainer is made. When training begins (after the Trainer has turned
+checkpointing on, before its first step and its first evaluation) it enables the models of transformers whose layers
+were given our keys.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
+import functools
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import transformers.trainer
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.trainer_callback import TrainerCallback
 
-from gradckpt.stats import stats, stats_scalars
+from gradckpt.config import warn_inactive
+from gradckpt.integrations.huggingface import carry_input_grads, is_model, models_in, obey, other_way, unwrap
+from gradckpt.integrations.kwargs import OURS, check_alone, means_ours
+from gradckpt.integrations.seam import SEAMS, Seam, held_function, seam_of, seam_over
 
-__all__ = ["GradckptCallback"]
+__all__ = ["GradckptFlag"]
 
-#: What of stats_scalars() is logged; the rest is seldom looked at, and the Trainer prints everything.
-SCALARS = ("asked", "compressed", "bytes_in_mib", "bytes_out_mib", "ratio", "peak_live_mib")
-
-_PREFIX = "gradckpt/"
+logger = logging.getLogger("gradckpt")
 
 
-class GradckptCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds ``gradckpt/compressed``, ``gradckpt/asked``, ``gradckpt/bytes_in_mib``, ``gradckpt/bytes_out_mib`` and
-    ``gradckpt/ratio`` of the steps since the last log, and ``gradckpt/peak_live_mib``, to every log of a training loss.
+class GradckptFlag(TrainerCallback):  # type: ignore[misc]
+    """Obey the checkpointing kwargs that mean gradckpt; do nothing for others."""
 
-    They are numbers of this process, as those of the Trainer are; ``ratio`` is missing where nothing was compressed.
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Check the kwargs when the Trainer is made."""
+        if model is not None:
+            _check(args, model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Enable the model of this training, which ``model_init`` may have made a moment ago."""
+        if model is not None:
+            _act(args, model)
+
+
+def _read(args: Any) -> tuple[str, Any]:
+    """What this Trainer reads: the name of the flag in this transformers, and the kwargs."""
+    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    return name, getattr(args, f"{name}_kwargs", None)
+
+
+def _check(args: Any, model: Any) -> None:
+    """Say what is wrong in kwargs that mean us, when the Trainer is made.
+
+    Raises:
+        ValueError, TypeError: a misspelt key beside ours, a value that does not exist, values that exclude each other.
     """
-
-    def __init__(self) -> None:
-        self._since: dict[str, Any] | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._since = stats()
-        first = _First.of(state)
-        if first is not None:
-            first.callback = self
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.add_to(logs, state)
-
-    def add_to(self, logs: Any, state: Any) -> None:
-        """To the log, and to the Trainer's copy of it in ``log_history``; once."""
-        if not isinstance(logs, dict) or "loss" not in logs or _PREFIX + SCALARS[0] in logs:
-            return
-        scalars = stats_scalars(_PREFIX, since=self._since)
-        self._since = stats()
-        added = {_PREFIX + name: scalars[_PREFIX + name] for name in SCALARS if _PREFIX + name in scalars}
-        logs.update(added)
-        copy = state.log_history[-1] if state.log_history else {}
-        if copy.get("step") == state.global_step and "loss" in copy:
-            copy.update(added)
+    name, kwargs = _read(args)
+    if not means_ours(kwargs):
+        return
+    inner = unwrap(model)
+    if is_model(inner):
+        seam = seam_of(inner)
+        check_alone(kwargs, None if seam is None or seam.by_flag else seam.settings)
+    elif kwargs.get("compress") and not models_in(model):
+        warn_inactive(
+            f"{name}_kwargs has compress={kwargs['compress']!r}, but {type(model).__name__} is {other_way(model)}",
+            stacklevel=2,
+        )
 
 
-class _First(TrainerCallback):  # type: ignore[misc]
-    """Of every Trainer, before its reporters; the callback that it calls tells it so when a training begins."""
+def _act(args: Any, model: Any) -> None:
+    """Training of ``model`` begins, and the Trainer has called its activation_checkpointing_enable.
 
-    _here = threading.local()  # the one that began last in this thread, and the state it was called with
+    What an earlier Trainer's flag said ends here, unless this one's replaces it.
+    """
+    name, kwargs = _read(args)
+    ours = means_ours(kwargs)
+    if not ours and not SEAMS:
+        return
+    on = bool(getattr(args, name, False))
+    models = models_in(model)
+    for seam in list(SEAMS):
+        if seam.model is not None:
+            _settle(seam, seam.model, models, replaced=ours and on)
+    if ours and not on and is_model(unwrap(model)):
+        key = next(key for key in OURS if key in kwargs)
+        warn_inactive(
+            f"{name}_kwargs has {key}={kwargs[key]!r}, but {name} is not True, so the Trainer does not pass them on; "
+            f"set {name}=True",
+            stacklevel=2,
+        )
+    elif ours and on:
+        _obey(model, models, kwargs)
 
-    def __init__(self) -> None:
-        self.callback: GradckptCallback | None = None
 
-    @classmethod
-    def of(cls, state: Any) -> _First | None:
-        """The one of the Trainer that is calling ``on_train_begin`` now."""
-        began = getattr(cls._here, "began", None)
-        if began is None or began[1]() is not state:
-            return None
-        first: _First | None = began[0]()
-        return first
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.callback = None
-        self._here.began = weakref.ref(self), weakref.ref(state)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.callback is not None:
-            self.callback.add_to(logs, state)
+def _settle(seam: Seam, whole: Any, models: Iterable[Any], replaced: bool) -> None:
+    """Look at an enabled model, which may have nothing to do with those that are trained."""
+    inside = set(map(id, whole.modules()))
+    if any(id(each) in inside for each in models):  # the Trainer's call has passed through the seam
+        if seam.by_flag and not replaced:
+            seam.remove(whole)
+        else:
+            carry_input_grads(whole)
+    elif seam.by_flag and any(part is whole for each in models for part in each.modules()):
+        seam.remove(whole)
 
 
-if _First not in transformers.trainer.DEFAULT_CALLBACKS:
-    transformers.trainer.DEFAULT_CALLBACKS.append(_First)
+def _obey(model: Any, models: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Enable what is not enabled."""
+    for each in models:
+        if seam_over(each) is None:
+            function = held_function(each)
+            if not means_ours(getattr(function, "keywords", None)):
+                if unwrap(model) is not each:  # in a module that keeps the kwargs to itself
+                    continue
+                function = functools.partial(torch_checkpoint, **kwargs)
+            obey(each, function, kwargs.get("every_n_layers", 1))
+        seam = seam_over(each)
+        if seam is not None:
+            codec = seam.active.codec if seam.active is not None else None
+            layers, name = seam.layers(each), type(each).__name__
+            logger.info("the Trainer's flag: compress=%r on %d layers of %s", codec, layers, name)

@@ -96,6 +96,15 @@ def test_sft_with_the_flag(model, adapters, enabled, tmp_path):
     assert losses == pytest.approx(theirs, rel=1e-3)
 
 
+@pytest.mark.parametrize("selective", [True, False])
+def test_sft_takes_its_own_key_out(model, selective, tmp_path):
+    """``selective`` keeps the outputs of attention, by a context_fn of TRL's, which our function gets, too."""
+    _, count = finetune(model, tmp_path, {"compress": "int8", "selective": selective})
+    assert count == STEPS * LAYERS
+    function = next(f for m in model.modules() if (f := vars(m).get("_gradient_checkpointing_func")))
+    assert ("context_fn" in function.keywords) is selective
+
+
 def test_sft_as_enable_said(model, tmp_path):
     """No kwargs at all: what enable said holds."""
     handle = gradckpt.enable(model, compress="int6")

@@ -4,7 +4,6 @@
 LEFT_BECAUSE = {
     "needs packages that `make test` does not install, or ranks of its own": (
         "frameworks",
-        "package/test_stats_reporting.py::test_reporters_before_the_callback_see_its_numbers",
         "package/test_stats_reporting.py::test_tensorboard",
     ),
     "builds the device code, with nvcc or for the CPU": (
@@ -14,6 +13,7 @@ LEFT_BECAUSE = {
     "builds packages or the site, or runs what users run: a process each": (
         "models/test_nothing_left.py",
         "models/test_trainer_flag.py::test_order_of_imports",
+        "package/test_import_effects.py::test_imported_again",
         "package/test_benchmarks_families.py",
         "package/test_benchmarks_selective.py",
         "package/test_docs.py::test_commands_run",

@@ -1,7 +1,6 @@
 """gradckpt.enable: what it refuses, in one sentence, and the warning when nothing is compressed."""
 
 import functools
-import sys
 import warnings
 
 import pytest
@@ -22,11 +21,9 @@ from test_huggingface import (
     transformers,
 )
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
-from gradckpt.integrations import stray_keys, trainer_flag
 from gradckpt.integrations.watch import is_on
 
 CONFIG = transformers.LlamaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
@@ -247,91 +244,15 @@ class TestRefuses:
 # ---- keys that reach no code of ours
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-class TestStrayKeys:
-    """gradient_checkpointing_enable({"compress": ...}) of a model that is not enabled."""
-
-    @pytest.fixture(autouse=True)
-    def first_steps(self, monkeypatch):
-        monkeypatch.setattr(stray_keys._listener, "looks", [])
-        monkeypatch.setattr(stray_keys._listener, "said", False)
-
-    def one_step(self, model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        assert step(model) == 0 or gradckpt.stats()["compressed"]
-        optimizer.step()
-
-    @pytest.mark.parametrize("key", ["compress", "min_numel", "replay", "policy"])
-    def test_warns_at_the_first_step(self, key):
-        model = build()
-        on(model, {key: 1, "use_reentrant": False})
-        with pytest.warns(GradckptInactiveWarning, match=rf"given {key}= .*call gradckpt\.enable\(model\)"):
-            self.one_step(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            self.one_step(model)
-
-    @pytest.mark.filterwarnings("error::gradckpt.GradckptInactiveWarning")
-    @pytest.mark.parametrize("ours", [True, False])
-    def test_silent_otherwise(self, ours):
-        model = build()
-        if ours:
-            gradckpt.enable(model)
-            on(model, {"compress": "fp8"})
-        else:
-            on(model, {"use_reentrant": False})
-        for _ in range(3):
-            self.one_step(model)
-        assert len(stray_keys._listener.looks) == 3
-
-    def test_the_second_model_of_a_process(self):
-        first, model = build(), build()
-        optimizer = torch.optim.SGD(first.parameters(), lr=0.0)
-        for _ in range(5):
-            optimizer.step()
-        on(model, {"compress": "int8", "use_reentrant": False})
-        with pytest.warns(GradckptInactiveWarning, match="given compress="):
-            self.one_step(model)
-
-    def test_optimizers_without_end(self):
-        for _ in range(3 * stray_keys.LOOKS):
-            torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
-        assert len(stray_keys._listener.looks) == stray_keys.LOOKS
-
-    def test_silent_under_patched(self):
-        """There the layers compress, as patched() says. After it they do not."""
-        model = build()
-        on(model, {"compress": "int4", "use_reentrant": False})
-        with gradckpt.patched("int8") as handle:
-            for _ in range(3):
-                self.one_step(model)
-        assert handle.stats()["compressed"] == 3 * LAYERS
-        with pytest.warns(GradckptInactiveWarning, match="given compress="):
-            self.one_step(model)
-
-    def test_without_use_reentrant_torch_says_it(self):
-        model = build()
-        on(model, {"compress": "int8"})
-        with pytest.raises(ValueError, match="Unexpected keyword arguments: compress"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            step(model)
-
-    def test_hooks_of_others_are_not_disturbed(self):
-        """torch's iterator over its hooks breaks when one is taken away under it."""
-        calls = []
-        handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
-        try:
-            for _ in range(3):
-                self.one_step(build())
-        finally:
-            handle.remove()
-        assert len(calls) == 3
-
-    def test_listens_once(self):
-        for _ in range(2):
-            trainer_flag.watch()
-        hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks.values()
-        assert [type(hook).__name__ for hook in hooks].count("_Listener") == 1
+def test_without_use_reentrant_torch_refuses_the_keys_of_a_model_that_is_not_enabled():
+    """Why the documentation never writes use_reentrant beside compress."""
+    model = build()
+    on(model, {"compress": "int8"})
+    with pytest.raises(ValueError, match="Unexpected keyword arguments: compress"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(model)
+    on(model, {"compress": "int8", "use_reentrant": False})
+    assert step(model) == 0
 
 
 # ---- proof of activity

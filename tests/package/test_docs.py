@@ -198,6 +198,13 @@ def test_reference_is_complete(site):
     assert "Name of the codec." in page.text  # of a member in C
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_compress_and_use_reentrant_do_not_stand_in_one_dict(name):
+    """Together they silence torch where gradckpt was not imported: see huggingface.md."""
+    dicts = re.findall(r"\{[^{}]*\}", PAGES[name])
+    assert not [text for text in dicts if "compress" in text and "use_reentrant" in text]
+
+
 # ---- errors.md ----
 
 

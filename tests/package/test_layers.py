@@ -142,15 +142,13 @@ PYTHON = {
         "gradckpt.integrations.overlap",
         "gradckpt.integrations.watch",
     },
-    "gradckpt.integrations.stray_keys": {"gradckpt.config", "gradckpt.integrations.kwargs", "gradckpt.patched"},
-    "gradckpt.integrations.trainer_callback": {"gradckpt.stats"},
-    "gradckpt.integrations.trainer_flag": {
+    "gradckpt.integrations.trainer_callback": {
         "gradckpt.config",
-        "gradckpt.imports",
         "gradckpt.integrations.huggingface",
         "gradckpt.integrations.kwargs",
-        "gradckpt.integrations.stray_keys",
+        "gradckpt.integrations.seam",
     },
+    "gradckpt.integrations.trainer_flag": {"gradckpt.imports", "gradckpt.integrations.trainer_callback"},
     "gradckpt.integrations.torchtitan": {"gradckpt.config", "gradckpt.integrations.wrapper"},
     "gradckpt.integrations.overlap": set(),
     "gradckpt.integrations.ranks": {"gradckpt.config"},

@@ -1,10 +1,8 @@
-"""stats() for loggers (scalars, TensorBoard, the Trainer) and for people (text, a table)."""
+"""stats() for loggers (scalars, TensorBoard) and for people (text, a table)."""
 
 import contextlib
-import copy
 import io
 import os
-import pickle
 import subprocess
 import sys
 
@@ -12,14 +10,7 @@ import pytest
 import torch
 from checkout import ROOT
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-import transformers
-
 import gradckpt
-from gradckpt.integrations import trainer_callback
-from gradckpt.integrations.trainer_callback import GradckptCallback
-
-KEYS = {f"gradckpt/{name}" for name in trainer_callback.SCALARS}
 
 
 @pytest.fixture(autouse=True)
@@ -147,130 +138,6 @@ def test_terminal(rich, monkeypatch):
     assert "kept: smaller than min_numel" in out.getvalue()
     if not rich:
         assert out.getvalue() == gradckpt.format_stats() + "\n"
-
-
-# ---- the Trainer ----
-
-
-class Last(transformers.TrainerCallback):
-    """What the callbacks of a user see of each log."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append(dict(logs))
-
-
-def build():
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **shape))
-
-
-DATA = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(32)]
-
-
-def trainer(folder, *callbacks, compress="int8", **options):
-    model = build()
-    gradckpt.enable(model, compress=compress)
-    options = {"max_steps": 4, "logging_steps": 2, "report_to": [], "disable_tqdm": True, **options}
-    args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=4, save_strategy="no", use_cpu=True, **options
-    )
-    return transformers.Trainer(model, args, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=list(callbacks))
-
-
-def with_loss(logs):
-    return [log for log in logs if "loss" in log]
-
-
-PER_LOG = {"gradckpt/asked": 4.0, "gradckpt/compressed": 4.0, "gradckpt/ratio": 130 / 128 / 4}  # 2 layers, 2 steps
-
-
-def test_reporters_before_the_callback_see_its_numbers(tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))  # from transformers 5 on
-    last = Last()
-    run = trainer(tmp_path, GradckptCallback(), last, report_to=["tensorboard"])
-    names = [type(callback).__name__ for callback in run.callback_handler.callbacks]
-    assert names.index("TensorBoardCallback") < names.index("GradckptCallback")
-    run.train()
-    for logs in (with_loss(last.logs), with_loss(run.state.log_history)):
-        assert [{key: log[key] for key in PER_LOG} for log in logs] == [PER_LOG, PER_LOG]
-        assert all(set(log) >= KEYS for log in logs)
-    (folder,) = {path.parent for path in tmp_path.rglob("events.out.*")}
-    found = events(folder)
-    assert {f"train/{key}" for key in KEYS} <= set(found)
-    assert found["train/gradckpt/compressed"] == [(2, 4.0), (4, 4.0)]
-    assert sum(value for _, value in found["train/gradckpt/compressed"]) == gradckpt.stats()["compressed"]
-
-
-def test_logs_without_a_training_loss_are_left_alone(tmp_path):
-    last = Last()
-    run = trainer(tmp_path, GradckptCallback(), last, eval_strategy="steps", eval_steps=2)
-    run.train()
-    others = [log for log in [*last.logs, *run.state.log_history] if "loss" not in log]
-    assert any("eval_loss" in log for log in others)
-    assert any("train_loss" in log for log in others)
-    assert not [log for log in others if KEYS & set(log)]
-
-
-def test_two_callbacks_are_one(tmp_path):
-    last = Last()
-    trainer(tmp_path, GradckptCallback(), GradckptCallback(), last).train()
-    assert [{key: log[key] for key in PER_LOG} for log in with_loss(last.logs)] == [PER_LOG, PER_LOG]
-
-
-def test_the_second_training_starts_anew_and_a_removed_callback_is_silent(tmp_path):
-    callback, last = GradckptCallback(), Last()
-    run = trainer(tmp_path, callback, last)
-    run.train()
-    train(5)
-    run.train()
-    assert [log["gradckpt/compressed"] for log in with_loss(last.logs)] == [4.0] * 4
-    run.remove_callback(callback)
-    last.logs.clear()
-    run.train()
-    assert with_loss(last.logs)
-    assert not [log for log in last.logs if KEYS & set(log)]
-
-
-def test_added_late_it_reaches_the_history(tmp_path, monkeypatch):
-    """A Trainer that was built before the module was imported."""
-    other = trainer(tmp_path)
-    other.train()
-    defaults = [c for c in transformers.trainer.DEFAULT_CALLBACKS if c is not trainer_callback._First]
-    monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", defaults)
-    run = trainer(tmp_path, Last())
-    run.add_callback(GradckptCallback)
-    run.train()
-    assert [{key: log[key] for key in PER_LOG} for log in with_loss(run.state.log_history)] == [PER_LOG, PER_LOG]
-    (first,) = [c for c in other.callback_handler.callbacks if isinstance(c, trainer_callback._First)]
-    assert first.callback is None, "it took the one of another Trainer"
-
-
-def test_two_trainers_do_not_mix(tmp_path):
-    """One with the callback, then one without in the same thread."""
-    first, second = Last(), Last()
-    trainer(tmp_path, GradckptCallback(), first).train()
-    trainer(tmp_path, second).train()
-    assert all(set(log) >= KEYS for log in with_loss(first.logs))
-    assert not [log for log in second.logs if KEYS & set(log)]
-
-
-def test_without_compression_there_is_no_ratio(tmp_path):
-    last = Last()
-    trainer(tmp_path, GradckptCallback(), last, compress=None).train()
-    assert all(set(log) >= KEYS - {"gradckpt/ratio"} and "gradckpt/ratio" not in log for log in with_loss(last.logs))
-
-
-def test_a_used_callback_is_carried(tmp_path):
-    callback = GradckptCallback()
-    trainer(tmp_path, callback).train()
-    for other in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
-        last = Last()
-        trainer(tmp_path, other, last).train()
-        assert [log["gradckpt/compressed"] for log in with_loss(last.logs)] == [4.0, 4.0]
 
 
 def test_importing_gradckpt_imports_no_framework():

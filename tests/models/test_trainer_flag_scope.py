@@ -1,0 +1,277 @@
+"""The Trainer's flag acts on models of transformers that were given our keys, for one Trainer, and on nothing else."""
+
+import functools
+import logging
+import pickle
+
+import pytest
+import torch
+from test_huggingface import LAYERS, NAME, SEAM, build, functions, is_stock, step, train, transformers
+from test_trainer_flag import compressed_by, flag, trainer_of
+
+import gradckpt
+from gradckpt import GradckptInactiveWarning
+from gradckpt.integrations import trainer_callback
+from gradckpt.integrations.trainer_callback import GradckptFlag
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+class Own(torch.nn.Module):
+    """A model of one's own, which may have kwargs of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.given = []
+
+    def forward(self, input_ids=None, labels=None):
+        return {"loss": self.linear(input_ids[..., :8] / 64.0).square().mean()}
+
+
+class OwnWithKwargs(Own):
+    def activation_checkpointing_enable(self, kwargs=None, **own):
+        self.given.append(kwargs or next(iter(own.values())))
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
+
+
+class OwnAroundATransformer(OwnWithKwargs):
+    """It keeps the kwargs to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = build()
+
+
+#: Kwargs of others, some near ours.
+OF_OTHERS = [
+    {"policy": "nothing_saveable"},
+    {"policy": print},
+    {"policy": None},
+    {"policies": ["save_attention"]},
+    {"compression": "zstd"},
+    {"compres": 1},
+    {"replays": 3},
+    {"selective": True},
+]
+
+
+@pytest.mark.filterwarnings("error::gradckpt.GradckptInactiveWarning")
+class TestOthers:
+    @pytest.mark.parametrize("make", [OwnWithKwargs, OwnAroundATransformer])
+    @pytest.mark.parametrize("kwargs", OF_OTHERS, ids=str)
+    def test_kwargs_of_a_model_of_ones_own(self, make, kwargs, tmp_path):
+        model = make()
+        train(model, tmp_path, **flag(kwargs))
+        assert model.given == [kwargs]
+
+    @pytest.mark.parametrize(
+        "kwargs", [{"compress": "zstd"}, {"compress": True, "level": 3}, {"min_numel": "9"}], ids=str
+    )
+    def test_our_words_in_a_model_that_keeps_them_to_itself(self, kwargs, tmp_path):
+        model = OwnAroundATransformer()
+        train(model, tmp_path, **flag(kwargs))
+        assert model.given == [kwargs]
+        assert SEAM not in vars(model.backbone)
+        train(model, tmp_path, **{**flag(kwargs), NAME: False})
+        assert len(model.given) == 1
+
+    @pytest.mark.parametrize("kwargs", OF_OTHERS, ids=str)
+    def test_a_trainer_of_anothers_takes_its_key_out(self, kwargs, tmp_path):
+        class Other(transformers.Trainer):
+            def train(self):
+                taken.append(getattr(self.args, f"{NAME}_kwargs"))
+                setattr(self.args, f"{NAME}_kwargs", {"use_reentrant": False})
+                return super().train()
+
+        taken, model = [], build()
+        made = trainer_of(model, tmp_path, kwargs)
+        Other(model=model, args=made.args, train_dataset=made.train_dataset).train()
+        assert taken == [kwargs]
+        assert SEAM not in vars(model)
+
+    @pytest.mark.parametrize("kwargs", [None, {}, {"use_reentrant": False}, *OF_OTHERS], ids=str)
+    def test_the_model_is_not_even_looked_at(self, kwargs, monkeypatch):
+        monkeypatch.setattr(trainer_callback, "SEAMS", set())  # no model is enabled
+        args = type("Args", (), {NAME: True, f"{NAME}_kwargs": kwargs})()
+        callback = GradckptFlag()
+        for event in (callback.on_init_end, callback.on_train_begin):
+            event(args, None, None, model=object())
+
+
+def test_hint_for_a_model_of_ones_own(tmp_path):
+    with pytest.warns(
+        GradckptInactiveWarning,
+        match=rf"{NAME}_kwargs has compress='int8', but Own is not a transformers model; wrap its layers with",
+    ):
+        trainer_of(Own(), tmp_path, {"compress": "int8"})
+
+
+def test_another_library_stands_in_our_place(tmp_path):
+    model = build()
+    stock = model._set_gradient_checkpointing
+    model._set_gradient_checkpointing = functools.partial(stock)
+    with pytest.raises(ValueError, match=r"already stands in for LlamaForCausalLM\._set_gradient_checkpointing"):
+        train(model, tmp_path, **flag({"compress": "int8"}))
+
+
+def test_policy_alone_counts_when_its_value_is_ours(tmp_path):
+    for policy in ("save_attention", "save_attention|save_matmuls:int8", gradckpt.policies.save_matmuls):
+        model = build()
+        train(model, tmp_path, **flag({"policy": policy}))
+        assert vars(model)[SEAM].settings.context_fn is not None
+    with pytest.raises(ValueError, match="unknown codec 'int7'"):
+        trainer_of(build(), tmp_path, {"policy": "save_attention:int7"})
+
+
+# ---- keys that others take out on the way to the layers
+
+
+def contexts():
+    return gradckpt.create_selective_checkpoint_contexts(lambda ctx, op, *args, **kwargs: False)
+
+
+def wrap(model):
+    """What TRL does for its key ``selective``."""
+    stock = getattr(model, f"{NAME}_enable")
+
+    def enable(given=None, **others):
+        key = f"{NAME}_kwargs"
+        kwargs = {k: v for k, v in (others.pop(key, None) or given or {}).items() if k != "selective"}
+        return stock(**{key: {**kwargs, "use_reentrant": False, "context_fn": contexts}}, **others)
+
+    setattr(model, f"{NAME}_enable", enable)
+    return model
+
+
+def test_a_key_that_is_taken_out_passes_and_what_came_in_its_place_holds(tmp_path):
+    model = wrap(build())
+    assert train(model, tmp_path, **flag({"compress": "int8", "selective": True})) == 2 * LAYERS
+    (function,) = functions(model)
+    assert function.keywords["context_fn"] is contexts
+
+
+# ---- one Trainer after another
+
+
+class TestOneAfterAnother:
+    @pytest.mark.parametrize("made", ["before", "after"])
+    @pytest.mark.parametrize(
+        "flags",
+        [{NAME: False}, flag(), flag({"use_reentrant": False}), flag({"use_reentrant": True}), flag({"selective": 1})],
+        ids=["off", "on", "non-reentrant", "reentrant", "a key of others"],
+    )
+    def test_what_the_first_said_is_over(self, flags, made, tmp_path):
+        """The second may be made while the first trains."""
+        model = wrap(build()) if "selective" in (flags.get(f"{NAME}_kwargs") or {}) else build()
+        first = trainer_of(model, tmp_path, {"compress": "int8"})
+        second = [trainer_of(model, tmp_path, **flags)] if made == "before" else []
+        assert compressed_by(first.train) == 2 * LAYERS
+        second = second or [trainer_of(model, tmp_path, **flags)]
+        assert compressed_by(second[0].train) == 0
+        assert SEAM not in vars(model)
+        assert is_stock(model)
+        assert compressed_by(first.train) == 2 * LAYERS
+
+    def test_other_settings(self, tmp_path):
+        model = build()
+        first = {"compress": "int8", "policy": "save_attention"}
+        for kwargs in (first, {"compress": "fp8", "context_fn": contexts}, {"compress": "int4"}, first):
+            assert train(model, tmp_path, **flag(kwargs)) == 2 * LAYERS
+            assert vars(model)[SEAM].active.codec == gradckpt.CompressionConfig(kwargs["compress"]).codec
+        assert train(model, tmp_path, **flag({"compress": None, "use_reentrant": True})) == 0
+
+    @pytest.mark.parametrize("second", [{"compress": "int8"}, {"compress": "fp8"}, None], ids=str)
+    @pytest.mark.parametrize("first", ["part", "whole"])
+    def test_a_part_and_the_whole(self, first, second, tmp_path):
+        model = build()
+        part = Part(model)
+        inner, outer = (part, model) if first == "part" else (model, part)
+        train(inner, tmp_path, **flag({"compress": "int8"}))
+        count = train(outer, tmp_path, **flag(second))
+        assert count == (2 * LAYERS if second else 0)
+        gradckpt.reset_stats()
+        if second:
+            gradckpt.disable(model if SEAM in vars(model) else model.model)
+        assert is_stock(model)
+
+    def test_a_part_of_what_is_enabled_by_hand(self, tmp_path):
+        """The enabled model has heard of it, as with its own Trainer."""
+        model = build()
+        handle = gradckpt.enable(model)
+        assert train(Part(model), tmp_path, **flag({"compress": "int6"})) == 2 * LAYERS
+        assert handle.config.codec == "int6"
+
+    def test_a_copy(self, tmp_path):
+        model = build()
+        train(model, tmp_path, **flag({"compress": "int8"}))
+        copy = pickle.loads(pickle.dumps(model))
+        assert step(copy) == LAYERS
+        assert train(copy, tmp_path, **{NAME: False}) == 0
+        assert step(model) == LAYERS, "the other's goes on"
+
+    def test_an_interrupted_training(self, tmp_path):
+        class Stop(transformers.TrainerCallback):
+            def on_step_end(self, *args, **kwargs):
+                raise KeyboardInterrupt
+
+        model = build()
+        with pytest.raises(KeyboardInterrupt):
+            trainer_of(model, tmp_path, {"compress": "int8"}, callbacks=[Stop()]).train()
+        assert train(model, tmp_path, **{NAME: False}) == 0
+
+    def test_enabled_by_hand_stays(self, tmp_path):
+        model = build()
+        gradckpt.enable(model)
+        assert train(model, tmp_path, **{NAME: False}) == 2 * LAYERS
+        for kwargs in (None, {"use_reentrant": False}):
+            assert train(model, tmp_path, **flag(kwargs)) == 2 * LAYERS
+            pickle.dumps(model)
+
+
+class Part(torch.nn.Module):
+    """Trains the part of a model by itself."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.part = whole.model
+
+    def __getattr__(self, name):
+        return getattr(super().__getattr__("part"), name) if name.endswith("_enable") else super().__getattr__(name)
+
+    def forward(self, input_ids=None, labels=None):
+        return {"loss": self.part(input_ids=input_ids).last_hidden_state.square().mean()}
+
+
+# ---- the rest
+
+
+def test_what_trainers_hold_of_ours_can_be_pickled(tmp_path):
+    for kwargs in (None, {"compress": "int8"}):
+        callbacks = trainer_of(build(), tmp_path, kwargs).callback_handler.callbacks
+        assert [type(each) for each in pickle.loads(pickle.dumps(callbacks))].count(GradckptFlag) == 1
+
+
+def test_instances_among_the_default_callbacks(monkeypatch):
+    """transformers takes them as well as classes."""
+    from transformers import trainer
+
+    from gradckpt.integrations import trainer_flag
+
+    class Mine(transformers.TrainerCallback):
+        pass
+
+    instance = Mine()
+    monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [instance])
+    trainer_flag._install(trainer)
+    trainer_flag._install(trainer)
+    assert [instance, GradckptFlag] == trainer.DEFAULT_CALLBACKS
+
+
+@pytest.mark.parametrize("codec", ["int8", None])
+def test_it_is_logged_when_training_begins(codec, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        train(build(), tmp_path, **flag({"compress": codec}))
+    lines = [record.getMessage() for record in caplog.records if "flag" in record.getMessage()]
+    assert lines == [f"the Trainer's flag: compress={codec!r} on {LAYERS} layers of LlamaForCausalLM"]
