@@ -234,10 +234,8 @@ static PyMethodDef methods[] = {
      "is_recomputing()\n--\n\n"
      "True while the calling thread runs a region again for its backward: for code that counts, logs or updates\n"
      "state of its own, and must do so once a step."},
-    {"remember_stateless", gck_remember_stateless, METH_O,
-     "remember_stateless(objects, /)\n--\n\nFor gradckpt.buffers: modules, types and code that reach no statistics."},
-    {"forget_modules", gck_forget_modules, METH_NOARGS,
-     "forget_modules()\n--\n\nFor gradckpt.buffers: what was known of modules holds no more."},
+    {"forget_types", gck_forget_types, METH_NOARGS,
+     "forget_types()\n--\n\nFor gradckpt.buffers: what was known of types of modules holds no more."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,
      "guard_hooks(hooks, type, kind, /)\n--\n\nFor gradckpt._hooks: guard the hooks of a parameter."},
     {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},

@@ -1,7 +1,8 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, final, overload, type_check_only
 
 import torch
+from torch.nn import Module
 from typing_extensions import disjoint_base
 
 from gradckpt.config import Compress
@@ -68,7 +69,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    buffers: str = "once",
+    buffers: str | Module | Sequence[Module] | None = None,
     **kwargs: Any,
 ) -> _R: ...
 @overload
@@ -81,7 +82,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    buffers: str = "once",
+    buffers: str | Module | Sequence[Module] | None = None,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 def compat_checkpoint(
     function: Callable[..., _R],
@@ -94,8 +95,7 @@ def compat_checkpoint(
     **kwargs: Any,
 ) -> _R: ...
 def is_recomputing() -> bool: ...
-def remember_stateless(objects: list[Any], /) -> None: ...
-def forget_modules() -> None: ...
+def forget_types() -> None: ...
 def guard_hooks(hooks: dict[int, Any], type: type, kind: type, /) -> None: ...
 def encode(x: Any, codec: str, dither: tuple[int, int, int] | None = None, /) -> Payload: ...
 def saved_push(compress: Any, /) -> None: ...

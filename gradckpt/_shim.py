@@ -296,16 +296,6 @@ def recompute_within(
         return function(*args, **(kwargs or {}))
 
 
-# ---- what a recompute must not do twice ----
-
-
-def buffers_enter(function: Any, others: list[Any]) -> Any:
-    """A guard whose close() puts running statistics back; None: the function has none."""
-    from gradckpt import buffers
-
-    return buffers.enter(function, tuple(others))
-
-
 # ---- autograd Functions ----
 
 

@@ -235,7 +235,7 @@ class Region:
                 check_around(module, "gradckpt.apply", ", or pass nested=True to apply")
             self.rank_check.compare()
         forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
-        return gradckpt.checkpoint(forward, *args, **self.settings, **kwargs)
+        return gradckpt.checkpoint(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
 
     def replicate(self) -> Module:
         """DataParallel: a replica's attributes are those of the original, and so would be its forward."""

@@ -34,7 +34,7 @@ DIFFERENCES = (
     Difference(
         "buffers",
         "running statistics are updated by the forward and again by the recompute",
-        "updated once a step",
+        "of the module that the function is or belongs to, updated once a step",
         "BatchNorm must not see every batch twice",
     ),
     Difference(

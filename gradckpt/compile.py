@@ -62,7 +62,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    buffers: str = "once",
+    buffers: Any = None,
     **kwargs: Any,
 ) -> Any:
     """``gradckpt.checkpoint``, as Dynamo sees it."""

@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -30,6 +30,9 @@ from gradckpt.policies import PolicyLike, contexts_of
 from gradckpt.stats import inactive_reason, resets, stats
 
 __all__ = ["patched"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Optimizer steps without a single compressed tensor before the warning.
 PATIENCE = 2
@@ -141,8 +144,9 @@ class patched:
     ``use_reentrant=True``: torch's own, which cannot compress; counted. Regions that ``torch.compile`` traces keep
     payloads in its graphs. Running statistics are treated as torch does (``buffers="torch"``).
 
-    Blocks nest: the innermost counts, in every thread; they may end in any order. Forked children inherit it,
-    spawned ones do not (``python -m gradckpt.run`` covers both).
+    Blocks nest: the innermost counts, in every thread; they may end in any order. :meth:`start` does not: it ends what
+    an earlier ``start()`` began, so that a notebook's cell may run again. Forked children inherit it, spawned ones do
+    not (``python -m gradckpt.run`` covers both).
 
     Args:
         compress: As ``compress=`` of :func:`gradckpt.checkpoint`; ``None``: torch's results, bit for bit.
@@ -177,6 +181,7 @@ class patched:
         self._resets = 0
         self._after: dict[str, Any] | None = None
         self._said = False
+        self._started = False  # by start(), and not as a block
         self._step_hook: Any = None
 
     # ---- coming and going ----
@@ -187,7 +192,19 @@ class patched:
         return any(handle is self for handle in _active)
 
     def start(self) -> patched:
-        """Begins; the counters of :meth:`stats` start at zero. Returns itself."""
+        """Begin, in the place of what an earlier ``start()`` began; the counters of :meth:`stats` start at zero.
+
+        Return itself.
+        """
+        with _lock:
+            earlier = [handle for handle in _active if handle._started]
+            self._begin()
+            self._started = True
+            for handle in earlier:
+                handle.remove()
+        return self
+
+    def _begin(self) -> None:
         with _lock:
             if self.active:
                 raise RuntimeError("gradckpt: this patched() is active already; for a block inside, make another one")
@@ -204,7 +221,6 @@ class patched:
             except BaseException:
                 self.remove()
                 raise
-        return self
 
     def remove(self) -> None:
         """Ends it, also when others began since. Again, or before :meth:`start`: does nothing."""
@@ -220,7 +236,8 @@ class patched:
             _stand_in()
 
     def __enter__(self) -> patched:
-        return self.start()
+        self._begin()
+        return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
         ends = self.active
@@ -228,11 +245,11 @@ class patched:
         if ends and kind is None and (self._trained or self._steps):
             self._say(stacklevel=4)
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         check_runs_at_call(function, "patched()", "`with gradckpt.patched(...)` where it is called to the end")
 
         @functools.wraps(function)
-        def within(*args: Any, **kwargs: Any) -> Any:
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
             with patched(self.config, policy=self._policy):
                 return function(*args, **kwargs)
 

@@ -88,6 +88,7 @@ _BY_NAME = {
 }
 
 
+@functools.lru_cache(maxsize=64)
 def by_name(name: str) -> Policy:
     """``"save_attention"``, ``"save_matmuls:int8"`` (compressed), ``"save_attention|save_matmuls:int8"``.
 
@@ -121,7 +122,17 @@ def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
     if policy is None:
         return None
     known = as_policy(policy)
-    made: Any = functools.partial(create_selective_checkpoint_contexts, known or policy)
-    if known is not None:  # so that torch may cache graphs with it
-        made.cache_hash = f"gradckpt {packing.version()} {known.describe()}"
-    return made  # type: ignore[no-any-return]
+    if known is None:
+        return functools.partial(create_selective_checkpoint_contexts, policy)
+    text = known.describe()
+    if text not in _by_text:
+        if len(_by_text) >= 64:
+            _by_text.clear()
+        made: Any = functools.partial(create_selective_checkpoint_contexts, known)
+        made.cache_hash = f"gradckpt {packing.version()} {text}"  # so that torch may cache graphs with it
+        _by_text[text] = made
+    return _by_text[text]
+
+
+#: Equal policies get one object: Dynamo guards on it, and ``patched()`` may be made anew in each step.
+_by_text: dict[str, Callable[[], Any]] = {}

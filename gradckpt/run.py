@@ -224,7 +224,7 @@ class _Run:
         """The patch, and what tells children of it."""
         self.pid = os.getpid()
         self.rank: tuple[int, int] = _rank()
-        self.patched.start()
+        self.patched.__enter__()  # a block: the script may start() one of its own inside
         hook = register_optimizer_step_post_hook(self.look_at_rank)
         self.undo = [hook.remove, _tell_spawned(self)]
 

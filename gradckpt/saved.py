@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from gradckpt import _C, _savers
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import check_runs_at_call
 
 __all__ = ["compress_saved"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _config(compress: Compress) -> CompressionConfig | None:
@@ -70,16 +73,17 @@ class compress_saved:
         if self.config is not None:
             _C.saved_pop(kind is not None)
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         instead = "`with compress_saved(...)` around what it computes between two yields or awaits"
         check_runs_at_call(function, "compress_saved()", instead)
         config = self.config
 
         @functools.wraps(function, updated=())
-        def within(*args: Any, **kwargs: Any) -> Any:
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
             if config is None:
                 return function(*args, **kwargs)
-            return _C.saved_call(config, function, args, kwargs)
+            returned: R = _C.saved_call(config, function, args, kwargs)
+            return returned
 
         return within
 

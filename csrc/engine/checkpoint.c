@@ -7,7 +7,7 @@
 
 const char gck_checkpoint_doc[] =
     "checkpoint(function, *args, compress=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
-    "determinism_check='default', debug=False, early_stop=True, buffers='once', **kwargs)\n--\n\n"
+    "determinism_check='default', debug=False, early_stop=True, buffers=None, **kwargs)\n--\n\n"
     "Run ``function(*args, **kwargs)`` now; run it again in backward instead of keeping what it saved.\n\n"
     "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists what differs. Called with keywords\n"
     "alone it is a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"
@@ -21,12 +21,14 @@ const char gck_checkpoint_doc[] =
     "        ``compress``. ``None``: as ``True``, with torch's warning.\n"
     "    preserve_rng_state, context_fn, determinism_check, early_stop: as in torch.\n"
     "    debug: As in torch; parameters of the region changed before its recompute are reported, too.\n"
-    "    buffers: ``\"once\"``: running statistics (BatchNorm and its kin, see gradckpt.buffers) are put back after\n"
-    "        the recompute, so that a step updates them once; ``\"torch\"``: the recompute updates them again.\n\n"
+    "    buffers: Whose running statistics (BatchNorm and its kin, see gradckpt.buffers) a step updates once: a\n"
+    "        module, or a list of them; ``\"once\"``: those of the module that ``function`` is or belongs to;\n"
+    "        ``None``: those where there is one; ``\"torch\"``: none, the recompute updates them again.\n\n"
     "Returns:\n"
     "    What ``function`` returned.\n\n"
     "Raises:\n"
-    "    ValueError: unknown codec or determinism check, or keywords that exclude each other.\n"
+    "    ValueError: unknown codec or determinism check, keywords that exclude each other, or\n"
+    "        ``buffers=\"once\"`` for a function of no module.\n"
     "    torch.utils.checkpoint.CheckpointError: in backward, when the recompute saved other tensors.\n\n"
     "Source: Chen et al. 2016, arXiv:1604.06174.";
 
@@ -124,7 +126,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     int initialized = 0;
 
     frame->function = Py_NewRef(o->function);
-    frame->buffers_once = o->once;
+    frame->once = Py_XNewRef(o->once);
     frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
     if (preserve < 0 || frame->early_stop < 0
         || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0

@@ -59,6 +59,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
 
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(frame->function);
+    Py_VISIT(frame->once);
     Py_VISIT(frame->kwnames);
     Py_VISIT(frame->recompute_context);
     Py_VISIT(frame->metadata_fn);
@@ -102,6 +103,7 @@ static int frame_clear(PyObject *op)
     }
     free(args);
     Py_CLEAR(frame->function);
+    Py_CLEAR(frame->once);
     Py_CLEAR(frame->kwnames);
     Py_CLEAR(frame->recompute_context);
     Py_CLEAR(frame->metadata_fn);

@@ -80,7 +80,7 @@ struct gck_frame {
     PyObject       *parameters;          /* debug=True: the region's, with versions */
     int             early_stop, check_metadata, ignore_mismatch;
     int             asked;         /* compression was asked for                          */
-    int             buffers_once;  /* put running statistics back after a recompute      */
+    PyObject       *once;          /* of what a recompute puts the statistics back, as in gck_options */
     int             approximate;   /* a recompute gets other values than the forward     */
     gck_rounding    rounding;      /* where the noise of what is encoded inside begins   */
     int             decisions;     /* its inputs may come back approximate: what is kept, as in a gck_plan */

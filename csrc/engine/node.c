@@ -207,7 +207,7 @@ PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *c
 
     if (all != NULL) {
         frame->function = Py_NewRef(o->function);
-        frame->buffers_once = o->once;
+        frame->once = Py_XNewRef(o->once);
         frame->reentrant = 1;
         result = PyObject_Call(apply, all, NULL);
     }
@@ -284,7 +284,7 @@ static PyObject *apply_selective(gck_state *state, PyObject *const *all, Py_ssiz
     }
     kwargs = kwargs != NULL && PyDict_Size(kwargs) > 0 ? kwargs : NULL;
     frame->function = Py_NewRef(all[0]);
-    frame->buffers_once = 1;
+    frame->once = Py_NewRef(Py_None);
     if (!gck_torch.aoti_torch_grad_mode_is_enabled()) {
         PyObject *tuple = gck_tuple(all + 2, nall - 2);
         result = tuple != NULL ? PyObject_Call(frame->function, tuple, kwargs) : NULL;

@@ -33,14 +33,16 @@ static int is_text(PyObject *value, const char *text)
     return PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, text) == 0;
 }
 
-static int read_buffers(gck_options *o)
+static int read_buffers(const gck_state *state, gck_options *o)
 {
-    o->once = !o->exact && (o->buffers == NULL || is_text(o->buffers, "once"));
-    if (o->buffers == NULL || o->once || is_text(o->buffers, "torch")) {
+    const int given = o->buffers != NULL && o->buffers != Py_None, once = given && is_text(o->buffers, "once");
+
+    o->once = o->exact || (given && is_text(o->buffers, "torch")) ? NULL : !given || once ? Py_None : o->buffers;
+    if (!given || o->once == NULL || (once && o->function == NULL)) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "gradckpt: buffers should be 'once' or 'torch', but got %R", o->buffers);
-    return -1;
+    return gck_done(PyObject_CallMethod(state->py.buffers, "check", "OO", o->buffers,
+                                        o->function != NULL ? o->function : Py_None));
 }
 
 int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, int exact,
@@ -67,7 +69,7 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
         }
         Py_DECREF(name);
     }
-    status = status < 0 ? -1 : read_buffers(o);
+    status = status < 0 ? -1 : read_buffers(state, o);
     if (status < 0) {
         Py_CLEAR(*kwargs);
     }

@@ -11,7 +11,8 @@ typedef struct {
     GCK_OPTIONS(OPTION)
 #undef OPTION
     int       exact;               /* came through gradckpt.compat: torch's defaults, nothing of ours */
-    int       once;                /* buffers=: running statistics are updated once a step            */
+    PyObject *once;                /* buffers=: of what the statistics are updated once a step: modules;
+                                    * None: the module that the function is or belongs to; NULL: of nothing */
 } gck_options;
 
 /* Our keywords go to *o, the rest to *kwargs (new reference, or NULL when there are none).

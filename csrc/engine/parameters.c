@@ -79,6 +79,32 @@ static int collect_parameters(const gck_py *py, PyObject *module, PyObject *list
     return status;
 }
 
+PyObject *gck_modules_of(const gck_py *py, PyObject *roots)
+{
+    PyObject *list = PyList_New(0), *seen = PyDict_New(), *next = Py_NewRef(roots);
+    int status = list == NULL || seen == NULL ? -1 : 0;
+
+    /* `next`: the roots, then the children of list[0], of list[1] and so on. */
+    for (Py_ssize_t parent = 0; status == 0; parent++) {
+        for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(next); i++) {
+            PyObject *module = PyList_GetItem(next, i);
+            const int known = module == Py_None ? 1 : see(seen, module);
+            status = known != 0 ? (known < 0 ? -1 : 0) : PyList_Append(list, module);
+        }
+        Py_CLEAR(next);
+        if (status < 0 || parent == PyList_Size(list)) {
+            break;
+        }
+        status = (next = values_of(PyList_GetItem(list, parent), py->names._modules)) == NULL ? -1 : 0;
+    }
+    Py_XDECREF(next);
+    Py_XDECREF(seen);
+    if (status < 0) {
+        Py_CLEAR(list);
+    }
+    return list;
+}
+
 PyObject *gck_parameters_of(const gck_py *py, PyObject *module)
 {
     PyObject *list = PyList_New(0), *seen = PyDict_New();

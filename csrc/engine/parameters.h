@@ -12,8 +12,10 @@ int gck_module_behind(const gck_py *py, PyObject *function, PyObject **module);
  * Module.parameters(). */
 PyObject *gck_parameters_of(const gck_py *py, PyObject *module);
 
-/* Facts about objects that hold until a module gets another child (gck_forget_modules): in a
- * dict id -> weak reference, which tells a dead object from a new one at its address. */
+/* New reference: list of these modules and those inside them, each once. */
+PyObject *gck_modules_of(const gck_py *py, PyObject *roots);
+
+/* Facts about objects: in a dict id -> weak reference, which tells a dead object from a new one at its address. */
 int gck_known(PyObject *known, PyObject *x);                                     /* 1 or 0 */
 /* Does nothing for what has no weak references.  Always 0. */
 int gck_remember(PyObject *known, PyObject *x);

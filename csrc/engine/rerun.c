@@ -14,107 +14,70 @@ PyObject *gck_is_recomputing(PyObject *module, PyObject *unused)
     return PyBool_FromLong(depth > 0);
 }
 
-PyObject *gck_forget_modules(PyObject *module, PyObject *unused)
+PyObject *gck_forget_types(PyObject *module, PyObject *unused)
 {
     (void)unused;
     PyDict_Clear(gck_state_of(module)->stateless);
-    PyDict_Clear(gck_state_of(module)->closed);
     Py_RETURN_NONE;
 }
 
 /* ---- running statistics ---- */
 
-/* New reference: list of the arguments that are no tensors; an ellipsis for each container with tensors. */
-static PyObject *others(const gck_frame *frame)
+/* 1 when gradckpt.buffers has no rule for modules of this type; 0; -1. */
+static int is_stateless(const gck_state *state, PyObject *type)
 {
-    PyObject *list = PyList_New(0);
+    int has = gck_known(state->stateless, type) ? 0
+            : gck_is_true(PyObject_CallMethod(state->py.buffers, "has_rule", "O", type));
 
-    for (Py_ssize_t i = 0; list != NULL && i < frame->nargs + frame->nkwargs; i++) {
-        const gck_entry *entry = &frame->args[i];
-        PyObject *other = entry->kind == GCK_TREE ? Py_Ellipsis : entry->kind == GCK_KEPT ? entry->value : NULL;
-        if (other != NULL && PyList_Append(list, other) < 0) {
-            Py_CLEAR(list);
+    return has < 0 ? -1 : has ? 0 : gck_remember(state->stateless, type) == 0;
+}
+
+/* New reference: list of the modules whose statistics a recompute puts back, with those inside them; NULL without an
+ * exception: there are none. */
+static PyObject *roots_of(const gck_frame *frame)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *module = NULL;
+
+    if (frame->once == NULL || (frame->once == Py_None && Py_TYPE(frame->function) == Py_TYPE(py->noop_context_fn))) {
+        return NULL;                             /* a plain function */
+    }
+    if (frame->once == Py_None && gck_module_behind(py, frame->function, &module) < 0) {
+        return NULL;
+    }
+    if (module == NULL) {
+        return PyObject_CallMethod(py->buffers, "roots_of", "OO", frame->once, frame->function);
+    }
+    PyObject *roots = PyList_New(0);
+    if (gck_append(roots, module) < 0) {
+        Py_CLEAR(roots);
+    }
+    return roots;
+}
+
+/* Take those without a rule out of the list.  0 or -1. */
+static int keep_stateful(const gck_state *state, PyObject *modules)
+{
+    for (Py_ssize_t i = PyList_Size(modules) - 1; i >= 0; i--) {
+        const int stateless = is_stateless(state, (PyObject *)Py_TYPE(PyList_GetItem(modules, i)));
+        if (stateless < 0 || (stateless && PyList_SetSlice(modules, i, i + 1, NULL) < 0)) {
+            return -1;
         }
     }
-    return list;
-}
-
-/* Reaches no running statistics: a value of a plain type, or a module that was looked at. */
-static int harmless(const gck_state *state, PyObject *x)
-{
-    return gck_known(state->stateless, (PyObject *)Py_TYPE(x)) || gck_known(state->stateless, x);
-}
-
-/* The same of all items; items NULL or None: there are none.  Takes them over. */
-static int all_harmless(const gck_state *state, PyObject *items, PyObject *globals, const char *attribute)
-{
-    const Py_ssize_t n = items != NULL && items != Py_None ? PyTuple_Size(items) : 0;
-    int good = items != NULL;
-
-    for (Py_ssize_t i = 0; good && i < n; i++) {
-        PyObject *item = PyTuple_GetItem(items, i), *x = item;
-        if (globals != NULL) {
-            x = Py_XNewRef(PyDict_GetItemWithError(globals, item));
-        } else {
-            x = attribute != NULL ? PyObject_GetAttrString(item, attribute) : Py_NewRef(item);
-        }
-        good = x != NULL ? harmless(state, x) : globals != NULL && !PyErr_Occurred();     /* else a cell that is empty */
-        Py_XDECREF(x);
-    }
-    Py_XDECREF(items);
-    return good;
-}
-
-/* A plain function whose code gradckpt.buffers has read: nothing that it reaches now has running statistics. */
-static int function_harmless(const gck_frame *frame)
-{
-    const gck_state *state = frame->state;
-    PyObject *f = frame->function;
-    PyObject *code = Py_TYPE(f) == Py_TYPE(state->py.noop_context_fn) ? PyObject_GetAttrString(f, "__code__") : NULL;
-    PyObject *keywords = code != NULL ? PyObject_GetAttrString(f, "__kwdefaults__") : NULL;
-    int good = keywords == Py_None && gck_known(state->stateless, code);
-
-    Py_XDECREF(keywords);
-    for (Py_ssize_t i = 0; good && i < frame->nargs + frame->nkwargs; i++) {
-        const gck_entry *entry = &frame->args[i];
-        good = entry->kind != GCK_TREE && (entry->kind != GCK_KEPT || harmless(state, entry->value));
-    }
-    if (good) {
-        PyObject *globals = PyObject_GetAttrString(f, "__globals__");
-        good = globals != NULL && all_harmless(state, PyObject_GetAttrString(code, "co_names"), globals, NULL)
-            && all_harmless(state, PyObject_GetAttrString(f, "__closure__"), NULL, "cell_contents")
-            && all_harmless(state, PyObject_GetAttrString(f, "__defaults__"), NULL, NULL);
-        Py_XDECREF(globals);
-    }
-    Py_XDECREF(code);
-    if (PyErr_ExceptionMatches(PyExc_ValueError)) {          /* of an empty cell */
-        PyErr_Clear();
-    }
-    gck_error_report();
-    return good;
+    return 0;
 }
 
 static int enter_buffers(gck_frame *frame, gck_rerun *r)
 {
-    gck_state *state = frame->state;
+    const gck_state *state = frame->state;
+    PyObject *roots = roots_of(frame), *modules = roots != NULL ? gck_modules_of(&state->py, roots) : NULL;
 
-    if (!frame->buffers_once || gck_known(state->stateless, frame->function) || function_harmless(frame)) {
-        return 0;
+    if (modules != NULL && keep_stateful(state, modules) == 0 && PyList_Size(modules) > 0) {
+        r->buffers = PyObject_CallMethod(state->py.buffers, "enter", "O", modules);
     }
-    r->buffers = gck_method(state->py.shim, "buffers_enter", Py_BuildValue("(ON)", frame->function, others(frame)));
-    if (r->buffers == Py_None) {
-        Py_CLEAR(r->buffers);
-        return 0;
-    }
-    return r->buffers == NULL ? -1 : 0;
-}
-
-PyObject *gck_remember_stateless(PyObject *module, PyObject *objects)
-{
-    for (Py_ssize_t i = 0; i < PyList_Size(objects); i++) {
-        gck_remember(gck_state_of(module)->stateless, PyList_GetItem(objects, i));
-    }
-    Py_RETURN_NONE;
+    Py_XDECREF(roots);
+    Py_XDECREF(modules);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* ---- begin, end ---- */

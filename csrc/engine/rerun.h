@@ -21,11 +21,7 @@ int gck_rerun_end(gck_frame *frame, gck_rerun *r);
 /* gradckpt.is_recomputing(). */
 PyObject *gck_is_recomputing(PyObject *module, PyObject *unused);
 
-/* gradckpt._C.remember_stateless(list): modules without running statistics; types whose values reach none; code that
- * reaches what its names, cells, defaults and arguments are, and nothing else. */
-PyObject *gck_remember_stateless(PyObject *module, PyObject *objects);
-
-/* gradckpt._C.forget_modules(): some module got another child. */
-PyObject *gck_forget_modules(PyObject *module, PyObject *unused);
+/* gradckpt._C.forget_types(): gradckpt.buffers has other rules. */
+PyObject *gck_forget_types(PyObject *module, PyObject *unused);
 
 #endif

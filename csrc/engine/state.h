@@ -56,7 +56,7 @@ typedef struct {
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* another one, public                                */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */
-    PyObject     *stateless;       /* known modules (parameters.h): without running statistics */
+    PyObject     *stateless;       /* known types of modules (parameters.h): no statistics  */
     PyObject     *closed;          /* known modules: use no leaves but parameters and arguments */
     struct {
         PyObject *function;

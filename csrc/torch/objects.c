@@ -31,7 +31,8 @@ int gck_py_load(gck_py *py)
 {
     if ((py->shim = PyImport_ImportModule("gradckpt._shim")) == NULL
         || (py->selection = PyImport_ImportModule("gradckpt._selection")) == NULL
-        || (py->savers = PyImport_ImportModule("gradckpt._savers")) == NULL) {
+        || (py->savers = PyImport_ImportModule("gradckpt._savers")) == NULL
+        || (py->buffers = PyImport_ImportModule("gradckpt.buffers")) == NULL) {
         return -1;
     }
 #define OBJECT(field, module, attribute)                                   \

@@ -94,7 +94,8 @@
     OBJECT(ignored)              /* ignored_ops as a tuple; NULL before the first look */             \
     OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
     OBJECT(selection)            /* gradckpt._selection: those of selective recompute */              \
-    OBJECT(savers)               /* gradckpt._savers: those of compress_saved() */
+    OBJECT(savers)               /* gradckpt._savers: those of compress_saved() */                     \
+    OBJECT(buffers)              /* gradckpt.buffers: running statistics */
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

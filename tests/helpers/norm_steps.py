@@ -21,8 +21,7 @@ def nothing_left_behind():
     before = [dict(hooks) for hooks in (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)]
     yield
     assert before == [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
-    assert not buffers._touched
-    assert not buffers._watching
+    assert not buffers._entered
 
 
 class Norms(nn.Module):
@@ -60,7 +59,7 @@ def decorated(net):
     return gradckpt.checkpoint(compress=RAW)(net.method)
 
 
-#: name -> what is checkpointed, made from a net
+#: name -> what is checkpointed, made from a net: it says itself which module it belongs to
 FORMS = {
     "module": lambda net: net,
     "method": lambda net: net.method,
@@ -68,15 +67,19 @@ FORMS = {
     "call": lambda net: net.__call__,
     "partial": lambda net: functools.partial(functools.partial(net, scale=2.0), scale=3.0),
     "partial of a method": lambda net: functools.partial(net.forward, scale=2.0),
+    "decorated": decorated,
+    "segment": lambda net: Segment([nn.Identity(), net]),
+}
+
+#: The same, where the module has to be passed.
+OPAQUE = {
     "lambda": lambda net: lambda x: net(x),
     "closure over a method": lambda net: lambda x: net.method(x),
     "callable object": lambda net: Caller(net),
     "method of another object": lambda net: Caller(net).__call__,
     "partial of a function": lambda net: functools.partial(lambda m, x: m(x), net),
     "partial of a region": lambda net: functools.partial(gradckpt.checkpoint, net),
-    "decorated": decorated,
-    "segment": lambda net: Segment([nn.Identity(), net]),
-    "segment of functions": lambda net: Segment([torch.sin, net.flat, lambda x: net(x)]),
+    "segment of functions": lambda net: Segment([torch.sin, lambda x: net(x)]),
 }
 
 
@@ -93,10 +96,12 @@ def plainly(function, *args):
     return function(*args)
 
 
-def both(make, call, net=None, backwards=1):
-    """The same step with and without checkpointing, on copies of one net."""
+def both(make, call, net=None, backwards=1, passed=False):
+    """The same step with and without checkpointing, on copies of one net; passed: as ``buffers=``."""
     net = net or Norms()
     other = copy.deepcopy(net)
+    if passed:
+        call = functools.partial(call, buffers=other)
     return step(net, make(net), plainly, backwards), step(other, make(other), call, backwards)
 
 

@@ -260,12 +260,14 @@ class TestNothingLeftBehind:
             gradients(model()[:1], early, use_reentrant=False)
             return gradckpt.stats()["bytes_out"] - before
 
-        first, second = gradckpt.patched("int8").start(), gradckpt.patched("int4").start()
+        first, second = gradckpt.patched("int8"), gradckpt.patched("int4")
+        first.start()
+        second.__enter__()
         int4 = codec_now()
         second.remove()
         int8 = codec_now()
         assert int4 < int8
-        second.start()
+        second.__enter__()
         first.remove()
         assert codec_now() == int4
         third = gradckpt.patched("int8").start()
@@ -274,6 +276,15 @@ class TestNothingLeftBehind:
         assert codec_now() == int4
         second.remove()
         assert codec_now() == 0
+
+    def test_start_again_takes_the_earlier_ones_place(self):
+        """A notebook's cell that runs twice."""
+        earlier = gradckpt.patched("int8").start()
+        with gradckpt.patched("int4") as block:
+            handle = gradckpt.patched("int8").start()
+            assert (earlier.active, block.active, handle.active) == (False, True, True)
+        handle.remove()
+        assert compressed(gradients, model(), early, use_reentrant=False)[1] == 0
 
     def test_decorator(self):
         calls = []

@@ -170,6 +170,25 @@ class TestCompile:
             assert error(torch.autograd.grad(compiled(x * 1), parameters), exact) < 1e-5
         torch._dynamo.reset()
 
+    @pytest.mark.parametrize("kind", ["text", "made", "mapping"])
+    def test_an_equal_policy_compiles_nothing_again(self, kind):
+        make = {
+            "text": lambda: "save_matmuls:int8",
+            "made": lambda: gradckpt.policies.save_matmuls.compressed("int8"),
+            "mapping": lambda: {torch.ops.aten.mm.default: "int8"},
+        }[kind]
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        layer, x = model()[0][:2], torch.randn(32, WIDTH, requires_grad=True)
+        compiled = torch.compile(
+            lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False), backend="aot_eager"
+        )
+        for _ in range(3):
+            with gradckpt.patched("int8", policy=make()):
+                compiled(x * 1).sum().backward()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        torch._dynamo.reset()
+
     def test_what_a_graph_cannot_ask_about_stays_exact_and_says_so(self):
         """A codec that may refuse packs nothing there: gradients are right, and the user is told what packs."""
         layer = model()[0][:2]

@@ -56,7 +56,7 @@ PYTHON = {
         "gradckpt.policies",
         "gradckpt.selectors",
     },
-    "gradckpt.buffers": {"gradckpt._C"},
+    "gradckpt.buffers": set(),
     "gradckpt.caches": set(),
     "gradckpt.compat": {"gradckpt._C", "gradckpt.sequential"},
     "gradckpt.compile": {

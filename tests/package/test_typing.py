@@ -99,6 +99,8 @@ WRONG = {
     "gradckpt.checkpoint(3, compress='int8')": r'argument types "int", "str"  \[call-overload\]',
     "decorated('three')": r'Argument 1 to "decorated" has incompatible type "str"; expected "int"  \[arg-type\]',
     "length: int = decorated(3)": r'has type "str", variable has type "int".*\[assignment\]',
+    "gradckpt.patched('int8')(layer)('three')": r'has incompatible type "str"; expected "int"  \[arg-type\]',
+    "gradckpt.compress_saved()(layer)('three')": r'has incompatible type "str"; expected "int"  \[arg-type\]',
     "CompressionConfig(codec='int8', min_numel='many')": r"\[arg-type\]",
     "CompressionConfig(bits=8)": r'Unexpected keyword argument "bits".*\[call-arg\]',
     "gradckpt.enable(object(), compres='int8')": r'Unexpected keyword argument "compres".*\[call-arg\]',
