@@ -226,7 +226,7 @@ class patched:
         ends = self.active
         self.remove()
         if ends and kind is None and (self._trained or self._steps):
-            self._say(stacklevel=4)
+            self._say()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         check_runs_at_call(function, "patched()", "`with gradckpt.patched(...)` where it is called to the end")
@@ -354,14 +354,14 @@ class patched:
             return
         self._steps += 1
         if self._steps == PATIENCE and _active[-1:] == [self]:
-            self._say(stacklevel=5)
+            self._say()
 
     def _unhook(self) -> None:
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
 
-    def _say(self, stacklevel: int) -> None:
+    def _say(self) -> None:
         """The warning, once, unless the engine has said it: it counts backwards with a region that asked."""
         reason = self.inactive_reason
         if reason is None or self._said:
@@ -370,7 +370,7 @@ class patched:
         regions = self.stats()["regions_asked"]
         if not regions or self._baseline().get("regions_asked", 0):
             what = f"patched({self.config.codec!r}) compressed nothing" if self.config else "the policy did nothing"
-            warn_inactive(f"{what}: {reason}", stacklevel=stacklevel)
+            warn_inactive(f"{what}: {reason}")
 
 
 def in_force() -> bool:

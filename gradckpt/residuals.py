@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gradckpt._frames import ENGINES, outside
 from gradckpt.stats import format_bytes
 
 __all__ = ["Residual", "Residuals", "residuals"]
-
-#: Frames of these are no user's source lines.
-_HIDDEN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, __file__))
 
 #: A tensor that no node of the graph holds: the input of a checkpoint region, or of a node that dies with the call.
 _NO_NODE = "(no node)"
@@ -102,13 +99,8 @@ class _Saved:
 
 
 def _source() -> str:
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_HIDDEN, "<")):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "(unknown)"
+    frame = outside(sys._getframe(2), ENGINES)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "(unknown)"
 
 
 class _Recorder:

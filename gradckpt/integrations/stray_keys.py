@@ -53,7 +53,6 @@ class _Listener:
                 f"a model that is not enabled was given {key}= in its gradient_checkpointing_enable(); torch's "
                 "checkpoint does not know the key and its layers swallow it, so nothing is compressed; call "
                 "gradckpt.enable(model) first",
-                stacklevel=4,
             )
 
 

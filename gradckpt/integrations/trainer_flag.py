@@ -55,7 +55,6 @@ def act(args: Any, model: Any) -> None:
             warn_inactive(
                 f"{name}_kwargs has {key}={kwargs[key]!r}, but {name} is not True, so the Trainer passes them to "
                 f"nobody; set {name}=True",
-                stacklevel=2,
             )
         return
     seam = seam_in(model)

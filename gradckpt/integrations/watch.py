@@ -76,7 +76,7 @@ def after_forward(model: Any, args: Any, output: Any) -> None:
         watch.calls += 1
         if watch.calls >= PATIENCE:
             watch.settled = True
-            warn_inactive(_why_inactive(model, vars(model)[SEAM], before, after), stacklevel=4)
+            warn_inactive(_why_inactive(model, vars(model)[SEAM], before, after))
 
 
 def _watch_of(model: Any) -> Watch | None:
@@ -110,7 +110,6 @@ def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
         warn_inactive(
             f"compress={codec!r} was asked for, but {PATIENCE} backward passes went through {name} in eval mode, where "
             "transformers does not checkpoint; call model.train()",
-            stacklevel=2,
         )
 
 

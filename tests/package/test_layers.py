@@ -72,7 +72,8 @@ PYTHON = {
         "gradckpt.selective",
         "gradckpt.stats",
     },
-    "gradckpt.config": {"gradckpt._C", "gradckpt.rounding"},
+    "gradckpt._frames": set(),
+    "gradckpt.config": {"gradckpt._frames", "gradckpt._C", "gradckpt.rounding"},
     "gradckpt.decorator": set(),
     "gradckpt.imports": set(),
     "gradckpt.kinds": set(),
@@ -80,7 +81,7 @@ PYTHON = {
     "gradckpt.rounding": {"gradckpt._C"},
     "gradckpt.selftest": {"gradckpt._C"},
     "gradckpt.selectors": {"gradckpt._C", "gradckpt.config", "gradckpt.kinds"},
-    "gradckpt.residuals": {"gradckpt.stats"},
+    "gradckpt.residuals": {"gradckpt._frames", "gradckpt.stats"},
     "gradckpt.patched": {
         "gradckpt._C",
         "gradckpt.compat",
