@@ -267,6 +267,24 @@ def own_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callab
     return function
 
 
+def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Take the tensors that require grad out of what a functools.partial binds by keyword.
+
+    transformers calls a layer's checkpointing function with the layer's keywords bound, hidden states among them.
+    """
+    if not isinstance(function, functools.partial):
+        return function, {}
+    tensors = {
+        key: value
+        for key, value in function.keywords.items()
+        if isinstance(value, torch.Tensor) and value.requires_grad and key not in TAKEN
+    }
+    if not tensors:
+        return function, {}
+    rest = {key: value for key, value in function.keywords.items() if key not in tensors}
+    return functools.partial(function.func, *function.args, **rest), tensors
+
+
 def prepare(
     function: Callable[..., Any],
     args: tuple[Any, ...],

@@ -23,6 +23,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import _C, compat, compile
+from gradckpt.apply import unbound
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
 from gradckpt.decorator import check_runs_at_call
 from gradckpt.integrations.kwargs import is_old_default
@@ -278,6 +279,9 @@ class patched:
         ):
             kwargs["context_fn"] = self._context_fn
         config = self._in_models if in_model else self.config
+        if in_model:
+            function, tensors = unbound(function)
+            kwargs |= tensors
         return _C.checkpoint(function, *args, compress=config, buffers="torch", **kwargs)
 
     # ---- what it did ----

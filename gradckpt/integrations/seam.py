@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import gradckpt
 from gradckpt.apply import region_of
 from gradckpt.integrations.kwargs import Settings, check_every_n_layers, check_torchs, is_old_default, take
-from gradckpt.integrations.offload import offloaded, offloaded_stock
+from gradckpt.integrations.offload import of_layer, offloaded, offloaded_stock
 from gradckpt.integrations.overlap import is_wrapper
 from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
 
 #: torch's checkpoint, and what may stand in its place without a difference.
-_KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint)
+_KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint, of_layer)
 
 #: On a function of ours: torch's, with the same keywords.
 _STOCK = "gradckpt_stock"
@@ -147,7 +147,7 @@ class Seam(_StandIn):
         # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
         config = dataclasses.replace(settings.config, leaves=True) if settings.config is not None else None
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
-        ours, stock = (offloaded, offloaded_stock) if settings.offload else (gradckpt.checkpoint, torch_checkpoint)
+        ours, stock = (offloaded, offloaded_stock) if settings.offload else (of_layer, torch_checkpoint)
         function = functools.partial(ours, compress=config, **selective, **keywords)
         vars(function)[_STOCK] = functools.partial(stock, **keywords)
         return _Choice(function, True, settings)

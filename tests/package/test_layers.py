@@ -84,6 +84,7 @@ PYTHON = {
     "gradckpt.residuals": {"gradckpt._frames", "gradckpt.stats"},
     "gradckpt.patched": {
         "gradckpt._C",
+        "gradckpt.apply",
         "gradckpt.compat",
         "gradckpt.compile",
         "gradckpt.config",
@@ -134,7 +135,7 @@ PYTHON = {
         "gradckpt.kinds",
         "gradckpt.stats",
     },
-    "gradckpt.integrations.offload": {"gradckpt"},
+    "gradckpt.integrations.offload": {"gradckpt", "gradckpt.apply"},
     "gradckpt.integrations.seam": {
         "gradckpt",
         "gradckpt.apply",
