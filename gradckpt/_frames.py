@@ -46,7 +46,7 @@ def user_frame() -> FrameType | None:
     threads.pop(threading.get_ident(), None)
     main = threads.pop(threading.main_thread().ident or 0, None)
     for frame in (main, *threads.values()):
-        found = outside(frame) if frame is not None and _is_of(frame, ENGINES) else None
+        found = outside(frame) if frame is not None and _is_of(frame, LIBRARIES) else None
         if found is not None:
             return found
     return None

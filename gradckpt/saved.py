@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gradckpt import _C, _savers
+from gradckpt import _C, _activity, _savers
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import check_runs_at_call
 
@@ -69,6 +69,7 @@ class compress_saved:
     def __exit__(self, kind: object, *_: object) -> None:
         if self.config is not None:
             _C.saved_pop(kind is not None)
+            _activity.note_saved()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         instead = "`with compress_saved(...)` around what it computes between two yields or awaits"
@@ -79,7 +80,9 @@ class compress_saved:
         def within(*args: Any, **kwargs: Any) -> Any:
             if config is None:
                 return function(*args, **kwargs)
-            return _C.saved_call(config, function, args, kwargs)
+            result = _C.saved_call(config, function, args, kwargs)
+            _activity.note_saved()
+            return result
 
         return within
 

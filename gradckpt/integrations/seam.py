@@ -11,20 +11,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
+from gradckpt import _activity
 from gradckpt.apply import region_of
 from gradckpt.integrations.kwargs import Settings, check_every_n_layers, check_torchs, is_old_default, take
 from gradckpt.integrations.offload import of_layer, offloaded, offloaded_stock
 from gradckpt.integrations.overlap import is_wrapper
 from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
+
+logger = logging.getLogger("gradckpt")
 
 #: torch's checkpoint, and what may stand in its place without a difference.
 _KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint, of_layer)
@@ -94,6 +99,7 @@ class Seam(_StandIn):
         for module in model.modules():
             if hasattr(type(module), SEAM) and stands_in(module) is None and not has_old_form(module):
                 setattr(module, SEAM, InnerSeam(self, module))
+        _activity.register(model)
         model.register_forward_pre_hook(before_forward)
         model.register_forward_hook(after_forward)
 
@@ -115,6 +121,8 @@ class Seam(_StandIn):
         active = choice.settings.config
         if active != self.active:
             self.watch = Watch()
+        if choice.settings.offload and not torch.accelerator.is_available():
+            logger.info("offload=True: there is no device here, so checkpoints are in host memory anyway")
         self.active = active
         self.function = choice.function if choice.ours else None
         self.undo_on_remove = False

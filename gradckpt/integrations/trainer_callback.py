@@ -14,11 +14,11 @@ from typing import Any
 import transformers.trainer
 from transformers.trainer_callback import TrainerCallback
 
-from gradckpt.stats import stats, stats_scalars
+from gradckpt.stats import Stats, stats
 
 __all__ = ["GradckptCallback"]
 
-#: What of stats_scalars() is logged; the rest is seldom looked at, and the Trainer prints everything.
+#: What of stats().scalars() is logged; the rest is seldom looked at, and the Trainer prints everything.
 SCALARS = ("asked", "compressed", "bytes_in_mib", "bytes_out_mib", "ratio", "peak_live_mib")
 
 _PREFIX = "gradckpt/"
@@ -32,7 +32,7 @@ class GradckptCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._since: dict[str, Any] | None = None
+        self._since: Stats | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._since = stats()
@@ -47,8 +47,9 @@ class GradckptCallback(TrainerCallback):  # type: ignore[misc]
         """To the log, and to the Trainer's copy of it in ``log_history``; once."""
         if not isinstance(logs, dict) or "loss" not in logs or _PREFIX + SCALARS[0] in logs:
             return
-        scalars = stats_scalars(_PREFIX, since=self._since)
-        self._since = stats()
+        now = stats()
+        scalars = (now if self._since is None else now.since(self._since)).scalars(_PREFIX)
+        self._since = now
         added = {_PREFIX + name: scalars[_PREFIX + name] for name in SCALARS if _PREFIX + name in scalars}
         logs.update(added)
         copy = state.log_history[-1] if state.log_history else {}
