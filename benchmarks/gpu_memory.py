@@ -106,7 +106,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 def one_step(model: Stack, ids: torch.Tensor, kind: str) -> Result:
     cuda = ids.is_cuda
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

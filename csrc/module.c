@@ -150,10 +150,11 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 
 /* Every counter once: field, and the key in the dict. */
 #define COUNTERS(COUNTER)                                                                                     \
-    COUNTER(regions) COUNTER(regions_asked) COUNTER(recomputes) COUNTER(asked) COUNTER(compressed)            \
-    COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) COUNTER(live_bytes)                 \
+    COUNTER(steps) COUNTER(regions) COUNTER(regions_asked) COUNTER(regions_compressed) COUNTER(recomputes)    \
+    COUNTER(asked) COUNTER(compressed) COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) COUNTER(live_bytes)                 \
     COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes) COUNTER(decisions)    \
-    COUNTER(decision_bytes) COUNTER(kept_bytes)
+    COUNTER(decision_bytes) COUNTER(kept_bytes) COUNTER(policy_outputs)           \
+    COUNTER(policy_bytes)
 
 static int set_counter(PyObject *dict, const char *key, int64_t value)
 {
@@ -196,7 +197,7 @@ static PyObject *reset_stats(PyObject *module, PyObject *unused)
 
     (void)unused;
     state->stats = (gck_stats){.live_bytes = live, .peak_live_bytes = live};   /* payloads live on */
-    state->last_task = state->watched_task = -1;
+    state->last_step = state->watched_task = -1;
     state->epoch++;
     Py_RETURN_NONE;
 }
@@ -365,7 +366,7 @@ static int module_exec(PyObject *module)
 {
     gck_state *state = gck_state_of(module);
 
-    state->last_task = state->watched_task = -1;
+    state->last_step = state->watched_task = -1;
     if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || intern_option_names(state) < 0) {
         return -1;
     }

@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     join()
     theirs = train(args, deepspeed.checkpointing)
     compressed_checkpointing.configure(None, compress=args.compress, checkpoint_in_cpu=args.checkpoint_in_cpu)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     ours = train(args, compressed_checkpointing)
     stats = gradckpt.stats()
     found = checks(theirs, ours, stats, args)

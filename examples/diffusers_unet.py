@@ -105,7 +105,7 @@ def train(checkpoint: Callable[..., Any] | None, args: argparse.Namespace) -> tu
     model.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint)
     scheduler = DDPMScheduler(num_train_timesteps=1000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     losses, first = [], {}
     for step in range(args.steps):
         latents, condition = batch_of(args, step)

@@ -141,7 +141,7 @@ def main() -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("nccl" if cuda else "gloo")
     stock, _ = train(args, False, device)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     losses, wrapped = train(args, True, device)
     s = gradckpt.stats()
     if dist.get_rank() == 0:

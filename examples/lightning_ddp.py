@@ -72,7 +72,7 @@ def train(args: argparse.Namespace, callbacks: list[pl.Callback]) -> tuple[Langu
     module = Language(args)
     if not callbacks:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=args.devices,

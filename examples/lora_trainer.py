@@ -133,7 +133,7 @@ def train(base: Weights, args: argparse.Namespace, compress: str | None) -> Resu
         gradckpt.enable(model)
         kwargs = {"compress": compress}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,

@@ -177,7 +177,7 @@ def train(way: Way, text: Tensor, args: argparse.Namespace) -> tuple[Result, Ten
         gradckpt.apply(model, rules_of(model))
     kept = kept_bytes(model, batch_of(text, args, 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     losses = []
     first = torch.empty(0)
     for step in range(args.steps):

@@ -69,7 +69,7 @@ def batch_of(args: argparse.Namespace, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, around: AbstractContextManager[object], args: argparse.Namespace) -> tuple[Result, Tensor]:
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     torch.manual_seed(args.seed)
     losses, first = [], {}

@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="torch")
     stock, compressed = POLICIES[args.ac]
     theirs, _ = train(args, stock.Config())
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     ours, wrapped = train(args, compressed.Config(compress=args.compress))
     stats = gradckpt.stats()
     print(f"{args.layers} blocks, {args.steps} steps; loss:")

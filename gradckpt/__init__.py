@@ -31,7 +31,7 @@ from gradckpt.saved import compress_saved
 from gradckpt.selective import create_selective_checkpoint_contexts, name, save
 from gradckpt.selectors import every, m_of_n
 from gradckpt.sequential import checkpoint_sequential
-from gradckpt.stats import format_stats, log_stats, print_stats, reset_stats, stats, stats_scalars
+from gradckpt.stats import stats
 
 if TYPE_CHECKING:
     from gradckpt.integrations.wrapper import apply_activation_checkpointing, checkpoint_wrapper
@@ -60,21 +60,16 @@ __all__ = [
     "enable",
     "encode",
     "every",
-    "format_stats",
     "get_rounding_state",
     "is_recomputing",
-    "log_stats",
     "m_of_n",
     "name",
     "patched",
     "policies",
-    "print_stats",
-    "reset_stats",
     "residuals",
     "save",
     "set_rounding_state",
     "stats",
-    "stats_scalars",
     "unapply",
 ]
 

@@ -37,6 +37,7 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
     from gradckpt import selective
 
     known = selective.as_policy(policy)
+    selective.latest = policy if known is None else known
     if known is None:
         return selective.ASKED, policy
     if known.catchable:

@@ -452,11 +452,8 @@ def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], app
 # ---- proof of activity ----
 
 
-def note_step(step: int) -> None:
-    """Called by C at the first two backwards that meet a region with compression."""
-    from gradckpt.stats import announce, warn_if_inactive
+def note_step() -> None:
+    """Called by C at each backward that meets a region."""
+    from gradckpt import _activity
 
-    if step == 1:
-        announce()
-    else:
-        warn_if_inactive()
+    _activity.note_step()

@@ -23,6 +23,7 @@ import torch
 from torch.nn import Module
 
 import gradckpt
+from gradckpt import _activity
 from gradckpt.caches import with_caches
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import Decorated
@@ -102,6 +103,8 @@ def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any)
     for name, chosen in settings.items():
         regions[name] = Region(modules[name], chosen, RankCheck(type(model).__name__, uses), nested)
         regions[name].install()
+    _activity.register(model)
+    _activity.expect(model, _why_inactive)
     return Handle(type(model).__name__, regions)
 
 
@@ -233,6 +236,7 @@ class Region:
         if not compiled and not self.rank_check.settled():
             if not self.nested:
                 check_around(module, "gradckpt.apply", ", or pass nested=True to apply")
+                _activity.check_alone(f"this {self.kind}, checkpointed by gradckpt.apply,")
             self.rank_check.compare()
         forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
         return gradckpt.checkpoint(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
@@ -260,11 +264,43 @@ class Region:
         return f"<checkpointed forward of {self.kind}: {summary(self.settings)}>"
 
 
+def _why_inactive(model: Module) -> str | None:
+    """Why no region of a trained model ever ran; None: one did, or none is left."""
+    regions = [region for module in model.modules() if (region := region_of(module)) is not None]
+    if not regions or any(region.rank_check.called for region in regions):
+        return None
+    never = f"none of the {len(regions)} modules that gradckpt.apply chose in {type(model).__name__} checkpointed"
+    if not any(region.module.training for region in regions):
+        return f"{never}: they are in eval mode; call model.train()"
+    return (
+        f"{never}: their forward was never called with grad on; look for a torch.no_grad() around them, or code that "
+        "calls their parts instead"
+    )
+
+
 def own_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
     """The function with those of its keywords, taken out of ``kwargs``, that gradckpt.checkpoint has names for."""
     if kwargs and not TAKEN.isdisjoint(kwargs):
         return functools.partial(function, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
     return function
+
+
+def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Take the tensors that require grad out of what a functools.partial binds by keyword.
+
+    transformers calls a layer's checkpointing function with the layer's keywords bound, hidden states among them.
+    """
+    if not isinstance(function, functools.partial):
+        return function, {}
+    tensors = {
+        key: value
+        for key, value in function.keywords.items()
+        if isinstance(value, torch.Tensor) and value.requires_grad and key not in TAKEN
+    }
+    if not tensors:
+        return function, {}
+    rest = {key: value for key, value in function.keywords.items() if key not in tensors}
+    return functools.partial(function.func, *function.args, **rest), tensors
 
 
 def prepare(

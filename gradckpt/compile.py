@@ -166,7 +166,6 @@ def _warn_unavailable() -> None:
     warn_inactive(
         f"torch.compile: torch {torch.__version__} does not tell hooks what they save, so the region inputs of "
         "compiled code stay uncompressed",
-        stacklevel=2,
     )
 
 
@@ -216,7 +215,6 @@ def _warn_cut() -> None:
     warn_inactive(
         "torch.compile: nothing is compressed where DistributedDataParallel's optimizer cuts the graph at all regions; "
         "set torch._dynamo.config.optimize_ddp = False",
-        stacklevel=2,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Union
 
 from gradckpt import _C
+from gradckpt._frames import user_frame
 from gradckpt.rounding import check_key
 
 __all__ = ["Compress", "CompressionConfig", "parse_compress"]
@@ -147,5 +148,18 @@ class GradckptInactiveWarning(UserWarning):
     """Compression was asked for and nothing was compressed; the message gives the likely reason."""
 
 
-def warn_inactive(reason: str, stacklevel: int = 3) -> None:
-    warnings.warn(f"gradckpt: {reason}", GradckptInactiveWarning, stacklevel=stacklevel)
+def warn_inactive(reason: str) -> None:
+    """Warn at the line of the user that led here."""
+    message, frame = f"gradckpt: {reason}", user_frame()
+    if frame is None:
+        warnings.warn(message, GradckptInactiveWarning, stacklevel=2)
+        return
+    where = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        GradckptInactiveWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=where.get("__name__"),
+        registry=where.setdefault("__warningregistry__", {}),
+    )

@@ -125,7 +125,6 @@ def _warn_unpacked() -> None:
     warn_inactive(
         "torch.compile: nothing is compressed in a graph that comes from another checkpoint than gradckpt's, or from "
         'a backend that does not use AOTAutograd while Dynamo waits ("inductor" and "aot_eager" do)',
-        stacklevel=2,
     )
 
 
@@ -177,7 +176,6 @@ def may_refuse(codec: str) -> bool:
         warn_inactive(
             f"torch.compile: codec {codec!r} may refuse values, which a compiled graph cannot find out; its tensors "
             "stay uncompressed, use 'int8' or do not compile",
-            stacklevel=2,
         )
     return refuses
 

@@ -22,12 +22,13 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradckpt import _C, compat, compile
-from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
+from gradckpt import _C, _activity, compat, compile
+from gradckpt.apply import unbound
+from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import check_runs_at_call
 from gradckpt.integrations.kwargs import is_old_default
 from gradckpt.policies import PolicyLike, contexts_of
-from gradckpt.stats import inactive_reason, resets, stats
+from gradckpt.stats import Stats, stats
 
 __all__ = ["patched"]
 
@@ -177,9 +178,8 @@ class patched:
         # Plain additions: with the GIL no thread can come between the parts of one.
         self._calls = self._reentrant = self._traced = self._regions = self._steps = 0
         self._trained = False
-        self._before: dict[str, Any] = {}
-        self._resets = 0
-        self._after: dict[str, Any] | None = None
+        self._before: Stats = stats()
+        self._after: Stats | None = None
         self._said = False
         self._started = False  # by start(), and not as a block
         self._step_hook: Any = None
@@ -209,7 +209,7 @@ class patched:
             if self.active:
                 raise RuntimeError("gradckpt: this patched() is active already; for a block inside, make another one")
             self._forget()
-            self._before, self._resets = stats(), resets()
+            self._before = stats()
             try:
                 _active.append(self)
                 if self._acts:
@@ -227,7 +227,7 @@ class patched:
         with _lock:
             if not self.active:
                 return
-            self._before, self._after = self._baseline(), stats()
+            self._after = stats()
             self._unhook()
             _active[:] = [handle for handle in _active if handle is not self]
             if not _active:
@@ -243,7 +243,7 @@ class patched:
         ends = self.active
         self.remove()
         if ends and kind is None and (self._trained or self._steps):
-            self._say(stacklevel=4)
+            self._say()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         check_runs_at_call(function, "patched()", "`with gradckpt.patched(...)` where it is called to the end")
@@ -295,13 +295,12 @@ class patched:
         ):
             kwargs["context_fn"] = self._context_fn
         config = self._in_models if in_model else self.config
+        if in_model:
+            function, tensors = unbound(function)
+            kwargs |= tensors
         return _C.checkpoint(function, *args, compress=config, buffers="torch", **kwargs)
 
     # ---- what it did ----
-
-    def _baseline(self) -> dict[str, Any]:
-        """The counters that those of now are compared with; after gradckpt.reset_stats(): none."""
-        return self._before if self._after is not None or resets() == self._resets else {}
 
     def stats(self) -> dict[str, Any]:
         """What happened between :meth:`start` and now, or :meth:`remove`, in this process.
@@ -310,17 +309,10 @@ class patched:
             ``calls`` of torch's function; of these, ``reentrant``: left to torch (``use_reentrant=True``), and
             ``traced``: seen while a graph was made (``torch.compile``), once for many runs. The rest as in
             :func:`gradckpt.stats`, which counts what others do with gradckpt at the same time, too, and begins anew
-            with :func:`gradckpt.reset_stats`.
+            with ``gradckpt.stats.reset()``.
         """
         now = stats() if self._after is None else self._after
-        before = self._baseline()
-        since = {key: value - before.get(key, 0) for key, value in now.items() if isinstance(value, int)}
-        since |= {key: now[key] for key in ("live_bytes", "peak_live_bytes")}
-        then = before.get("kept", {})
-        kept = {reason: n - then.get(reason, 0) for reason, n in now["kept"].items() if n > then.get(reason, 0)}
-        ratio = since["bytes_out"] / since["bytes_in"] if since["bytes_in"] else None
-        counted = {"calls": self._calls, "reentrant": self._reentrant, "traced": self._traced}
-        return {**counted, **since, "kept": kept, "ratio": ratio}
+        return {"calls": self._calls, "reentrant": self._reentrant, "traced": self._traced, **now.since(self._before)}
 
     @property
     def inactive_reason(self) -> str | None:
@@ -330,16 +322,16 @@ class patched:
         if not self._acts or s["compressed"] or s["compiled_tensors"]:
             return None
         if self.config is None and (self._regions or s["traced"] or s["regions"]):
-            return None  # what the policy then found to keep is not counted
+            return None  # whether the policy keeps anything is looked at in backward
         if not s["calls"] and stats()["compiled_graphs"]:
             return None  # a graph of an earlier block may be running: nobody knows
         if s["regions"] < self._regions:
-            return None  # gradckpt.reset_stats() was called meanwhile: nobody knows
+            return None  # gradckpt.stats.reset() was called meanwhile: nobody knows
         holder = getattr(torch_checkpoint, "checkpoint", None)
         if self.active and inspect.unwrap(holder) is not CHECKPOINT.function:  # type: ignore[arg-type]
             return f"something put {holder!r} in the place of torch.utils.checkpoint.checkpoint, and calls go there"
         if not s["calls"] and s["regions_asked"]:
-            return inactive_reason(s["kept"])
+            return _activity.inactive_reason(s)
         if not s["calls"] and s["regions"]:
             return (
                 "the regions called gradckpt themselves, without compression, and a patch leaves such calls alone; "
@@ -363,7 +355,7 @@ class patched:
             )
         if not s["regions"]:
             return f"all {s['calls']} calls of checkpoint were made without grad"
-        return inactive_reason(s["kept"])
+        return _activity.inactive_reason(s)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """After every optimizer step of anybody. The hook stays: torch is going through the list that it is in."""
@@ -371,23 +363,21 @@ class patched:
             return
         self._steps += 1
         if self._steps == PATIENCE and _active[-1:] == [self]:
-            self._say(stacklevel=5)
+            self._say()
 
     def _unhook(self) -> None:
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
 
-    def _say(self, stacklevel: int) -> None:
-        """The warning, once, unless the engine has said it: it counts backwards with a region that asked."""
+    def _say(self) -> None:
+        """The warning, once, unless the engine has said it."""
         reason = self.inactive_reason
-        if reason is None or self._said:
+        if reason is None or self._said or _activity.has_said():
             return
         self._said = True
-        regions = self.stats()["regions_asked"]
-        if not regions or self._baseline().get("regions_asked", 0):
-            what = f"patched({self.config.codec!r}) compressed nothing" if self.config else "the policy did nothing"
-            warn_inactive(f"{what}: {reason}", stacklevel=stacklevel)
+        what = f"patched({self.config.codec!r}) compressed nothing" if self.config else "the policy did nothing"
+        _activity.say(f"{what}: {reason}", mend=not _activity.are_small(self.stats()))
 
 
 def in_force() -> bool:

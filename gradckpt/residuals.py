@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gradckpt import _C, selective
+from gradckpt._frames import ENGINES, outside
 from gradckpt.stats import format_bytes
 
 __all__ = ["Residual", "Residuals", "residuals"]
-
-#: Frames of these are no user's source lines.
-_HIDDEN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, __file__))
 
 #: A tensor that no node of the graph holds: the input of a checkpoint region, or of a node that dies with the call.
 _NO_NODE = "(no node)"
@@ -30,13 +28,16 @@ class Residual:
     """One tensor that autograd saved.
 
     ``operator``: name of the node that holds it, without ``Backward0``; ``"(no node)"`` for what is kept outside the
-    graph, as the inputs of a checkpoint region are. ``argument``: what that node calls it. ``source``: ``file:line``
-    of the innermost frame outside torch and gradckpt. ``bytes``: what it adds, its whole storage; 0 when that is
-    alive anyway, which ``shared`` says: ``"parameter"``, ``"input"``, ``"residual"`` (an earlier row has it), ``""``.
+    graph, as the inputs of a checkpoint region are; for what a policy keeps in a region, the operator that made it.
+    ``argument``: what that node calls it. ``module``: name of the module that was running, of the outermost one its
+    class; ``""``: none was. ``source``: ``file:line`` of the innermost frame outside torch and gradckpt. ``bytes``:
+    what it adds, its whole storage; 0 when that is alive anyway, which ``shared`` says: ``"parameter"``, ``"input"``,
+    ``"residual"`` (an earlier row has it), ``""``.
     """
 
     operator: str
     argument: str
+    module: str
     source: str
     shape: tuple[int, ...]
     dtype: str
@@ -71,14 +72,17 @@ class Residuals:
 
     def table(self) -> str:
         """Plain text, one line for each row, and the total."""
-        head = ("operator", "argument", "shape", "dtype", "bytes", "shared", "source")
+        head = ("operator", "argument", "module", "shape", "dtype", "bytes", "shared", "source")
         cells = [
-            (r.operator, r.argument, "x".join(map(str, r.shape)) or "()", r.dtype, f"{r.bytes:,}", r.shared, r.source)
+            (
+                *(r.operator, r.argument, r.module, "x".join(map(str, r.shape)) or "()", r.dtype),
+                *(f"{r.bytes:,}", r.shared, r.source),
+            )
             for r in self.rows
         ]
         widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         lines = [
-            "  ".join(c.rjust(w) if i == 4 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(c.rjust(w) if i == 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
             for row in (head, *cells)
         ]
         total = f"{len(self.rows)} tensors saved, {self.total_bytes:,} bytes ({format_bytes(self.total_bytes)})"
@@ -88,40 +92,72 @@ class Residuals:
 
 
 class _Saved:
-    """What the hook gave autograd for one tensor."""
+    """What the hook gave autograd for one tensor, or a policy keeps of one operator."""
 
-    __slots__ = ("argument", "operator", "parameter", "source", "tensor")
+    __slots__ = ("argument", "module", "operator", "parameter", "source", "tensor")
 
-    def __init__(self, x: torch.Tensor, source: str) -> None:
+    def __init__(self, x: torch.Tensor, place: tuple[str, str], operator: str = _NO_NODE, argument: str = "") -> None:
         # Detached: a node must not hold, through us, the tensor that it made.
         self.tensor = x if x.is_leaf else x.detach()
         self.parameter = isinstance(x if x._base is None else x._base, torch.nn.Parameter)
-        self.source = source
-        self.operator = _NO_NODE
-        self.argument = ""
+        self.source, self.module = place
+        self.operator = operator
+        self.argument = argument
 
 
-def _source() -> str:
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_HIDDEN, "<")):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "(unknown)"
+#: The code of every call of a module.
+_CALL = torch.nn.Module._call_impl.__code__
 
 
 class _Recorder:
     """Saved-tensor hooks that remember every tensor, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: torch.nn.Module | None) -> None:
+        self.root = root  # whose forward may have been called without a call of the module
         self.saved: list[_Saved] = []
         self.unpacked: list[_Saved] = []
+        self.stores: list[tuple[Any, Any, tuple[str, str]]] = []
+        self.names: dict[int, dict[int, str]] = {}  # of the modules inside one, by the id of that
+
+    def place(self, frame: Any) -> tuple[str, str]:
+        """Return the source line and the name of the module, from this frame outwards."""
+        user = outside(frame, ENGINES)
+        modules = []
+        while frame is not None:
+            if frame.f_code is _CALL:
+                modules.append(frame.f_locals["self"])
+            frame = frame.f_back
+        if self.root is not None and self.root not in modules[-1:]:
+            modules.append(self.root)
+        source = f"{user.f_code.co_filename}:{user.f_lineno}" if user is not None else "(unknown)"
+        if not modules:
+            return source, ""
+        inner, outer = modules[0], modules[-1]
+        names = self.names.setdefault(id(outer), {})
+        if not names:
+            names.update((id(module), name) for name, module in outer.named_modules())
+        return source, names.get(id(inner)) or type(inner).__name__
 
     def pack(self, x: torch.Tensor) -> _Saved:
-        one = _Saved(x, _source())
+        one = _Saved(x, self.place(sys._getframe(1)))
         self.saved.append(one)
         return one
+
+    def add_store(self, store: Any, policy: Any) -> None:
+        """Called for each region with a policy: the outputs that it keeps are no saved tensors."""
+        self.stores.append((store, policy, self.place(sys._getframe(1))))
+
+    def look_into_stores(self) -> None:
+        for store, policy, place in self.stores:
+            for op, calls in store.storage.items():
+                rule = policy.rules.get(op) if isinstance(policy, selective.Policy) else None
+                if rule is not None and rule.keep not in (selective.SAVE, selective.NAMED):
+                    continue  # a decision
+                for kept in tree_leaves(list(calls.values())):
+                    value = getattr(kept, "val", None)
+                    value = value.data if isinstance(value, _C.Payload) else value
+                    if isinstance(value, torch.Tensor):
+                        self.saved.append(_Saved(value, place, str(op), "output"))
 
     def unpack(self, one: _Saved) -> torch.Tensor:
         self.unpacked.append(one)
@@ -175,16 +211,17 @@ def _storage(x: torch.Tensor) -> tuple[int, int] | None:
     return (storage._cdata, storage.nbytes()) if storage.nbytes() else None
 
 
-def _parameters(fn: Any) -> list[torch.Tensor]:
-    """Parameters and buffers of the module behind a function, as far as it can be seen."""
+def _module_of(fn: Any) -> torch.nn.Module | None:
+    """Return the module behind a function, as far as it can be seen."""
     fn = getattr(fn, "func", fn)
     owner = getattr(fn, "__self__", fn)
-    return [*owner.parameters(), *owner.buffers()] if isinstance(owner, torch.nn.Module) else []
+    return owner if isinstance(owner, torch.nn.Module) else None
 
 
-def _rows(saved: list[_Saved], fn: Any, inputs: Any) -> Iterator[Residual]:
+def _rows(saved: list[_Saved], module: torch.nn.Module | None, inputs: Any) -> Iterator[Residual]:
     known: dict[Any, str] = {}
-    for kind, tensors in (("parameter", _parameters(fn)), ("input", tree_leaves(inputs))):
+    parameters = [*module.parameters(), *module.buffers()] if module is not None else []
+    for kind, tensors in (("parameter", parameters), ("input", tree_leaves(inputs))):
         for x in tensors:
             found = _storage(x) if isinstance(x, torch.Tensor) else None
             if found is not None:
@@ -197,6 +234,7 @@ def _rows(saved: list[_Saved], fn: Any, inputs: Any) -> Iterator[Residual]:
         yield Residual(
             one.operator,
             one.argument,
+            one.module,
             one.source,
             tuple(x.shape),
             str(x.dtype).removeprefix("torch."),
@@ -216,15 +254,21 @@ def residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
 
     Returns:
         :class:`Residuals`: the rows as objects, ``.table()`` as text, ``.to_dicts()`` as data, ``.total_bytes``. Of
-        checkpoint regions inside, only what the regions keep is listed.
+        checkpoint regions inside, only what the regions keep is listed: their inputs as they are or compressed, and
+        the outputs that a policy keeps.
 
     Raises:
         What ``fn`` raises. RuntimeError where torch has disabled saved-tensor hooks.
     """
-    recorder = _Recorder()
+    module = _module_of(fn)
+    recorder = _Recorder(module)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
+            selective.observed(recorder.add_store),
+        ):
             outputs = fn(*args, **kwargs)
         recorder.name(outputs)
-    return Residuals(tuple(_rows(recorder.saved, fn, (args, kwargs))))
+        recorder.look_into_stores()
+    return Residuals(tuple(_rows(recorder.saved, module, (args, kwargs))))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from gradckpt import _C, _savers
+from gradckpt import _C, _activity, _savers
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import check_runs_at_call
 
@@ -72,6 +72,7 @@ class compress_saved:
     def __exit__(self, kind: object, *_: object) -> None:
         if self.config is not None:
             _C.saved_pop(kind is not None)
+            _activity.note_saved()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         instead = "`with compress_saved(...)` around what it computes between two yields or awaits"
@@ -82,8 +83,9 @@ class compress_saved:
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
             if config is None:
                 return function(*args, **kwargs)
-            returned: R = _C.saved_call(config, function, args, kwargs)
-            return returned
+            result: R = _C.saved_call(config, function, args, kwargs)
+            _activity.note_saved()
+            return result
 
         return within
 

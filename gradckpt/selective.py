@@ -6,10 +6,11 @@ a policy that is a function must be asked about every operator, which takes a di
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Union
 
@@ -361,6 +362,8 @@ def create_selective_checkpoint_contexts(
         asked = policy_or_ops if policy is None else asker(_with_decisions(policy))
         made: Any = torch_checkpoint.create_selective_checkpoint_contexts(asked, allow_cache_entry_mutation)
         return made  # type: ignore[no-any-return]
+    global latest
+    latest = latest if traced else policy_or_ops if policy is None else policy
     by_key = policy is not None and policy.catchable
     if policy is None:
         store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
@@ -369,11 +372,31 @@ def create_selective_checkpoint_contexts(
         policy_fn = asker(_with_decisions(policy))
         if by_key:
             catch(policy)
+    if _observer is not None:
+        _observer(store, latest)
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
 
 
 #: torch before 2.12 traces with a storage of another make than ours has.
 _TRACES_OURS = hasattr(torch_checkpoint, "_CONSUMED")
+
+#: The policy of the region that ran last: whether policies keep anything is looked at in the first steps.
+latest: Any = None
+
+#: Told of each region's store and policy.
+_observer: Callable[[Any, Any], None] | None = None
+
+
+@contextlib.contextmanager
+def observed(observer: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call ``observer(store, policy)`` for each region with a policy."""
+    global _observer
+    around, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = around
+
 
 #: No names: a function is asked.
 ASKED = _C.make_names(None, frozenset())

@@ -1,19 +1,14 @@
-"""What was compressed, what was not, and why: :func:`stats`, for programs and people; and the proof of activity."""
+"""What was compressed, what was not, and why: :data:`stats`, for programs and people."""
 
 from __future__ import annotations
 
-import logging
-import sys
 import threading
-from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from gradckpt import _C
-from gradckpt.config import warn_inactive
 
-__all__ = ["format_stats", "log_stats", "print_stats", "reset_stats", "stats", "stats_scalars"]
-
-logger = logging.getLogger("gradckpt")
+__all__ = ["Stats", "stats"]
 
 
 class Compiled:
@@ -21,6 +16,7 @@ class Compiled:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.ever = False  # a graph was made in this process, and may run without being counted
         self.reset()
 
     def reset(self) -> None:
@@ -31,159 +27,167 @@ class Compiled:
 
     def add(self, **counts: int) -> None:
         with self.lock:
+            self.ever = True
             for key, count in counts.items():
                 self.counters[key] += count
 
 
 compiled = Compiled()
 
-
-def stats() -> dict[str, Any]:
-    """Counters since import or the last :func:`reset_stats`, for this process.
-
-    Returns:
-        ``regions``: checkpoint calls with grad on; ``regions_asked``: those with compression.
-        ``asked``: tensors that could be compressed (floating, require grad and are not leaves): region inputs, outputs
-        that a policy keeps compressed, tensors saved under :class:`gradckpt.compress_saved`; ``compressed``: those
-        that were. ``encoded``: payloads written;
-        ``shared``: times one payload served another region. ``bytes_in``, ``bytes_out``: bytes of
-        the encoded tensors and of their payloads; ``ratio``: their quotient out / in, or None.
-        ``live_bytes``, ``peak_live_bytes``: payload bytes alive now, and at most.
-        ``recomputes``. ``kept``: tensors kept by reference, counted by reason; ``kept_bytes``:
-        bytes of those that could have been compressed. ``originals_alive``,
-        ``originals_alive_bytes``: inputs that somebody else still held when their payload was
-        restored (``output_hidden_states``, for one): there compression saved nothing. ``decisions``,
-        ``decision_bytes``: what :attr:`CompressionConfig.decisions` kept from the forward. ``compiled_graphs``:
-        graphs that ``torch.compile`` made and that keep tensors compressed, which the other counters do not see;
-        ``compiled_tensors``, ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each.
-    """
-    counters: dict[str, Any] = _C.stats()
-    counters["ratio"] = counters["bytes_out"] / counters["bytes_in"] if counters["bytes_in"] else None
-    return counters | compiled.flat()
-
-
-_resets = 0
-
-
-def resets() -> int:
-    """Calls of :func:`reset_stats` so far: across one, earlier counters and later ones have no difference."""
-    return _resets
-
-
-def reset_stats() -> None:
-    """All counters to zero; what is alive stays counted in ``live_bytes``."""
-    global _resets
-    _resets += 1
-    _C.reset_stats()
-    compiled.reset()
-
-
-# ---- for loggers ----
-
 #: What is now, or was at most, and not what has happened since.
 _LEVELS = ("live_bytes", "peak_live_bytes")
 
 
-class ScalarWriter(Protocol):
-    """``torch.utils.tensorboard.SummaryWriter``, and whatever else has its ``add_scalar``."""
+class Stats(dict[str, Any]):
+    """Counters of this process at one moment: a dict to read, and ``str`` of it a text for people."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None, /) -> object: ...
+    def __init__(self, counters: Mapping[str, Any], epoch: int) -> None:
+        super().__init__(counters)
+        self._epoch = epoch
+        self["ratio"] = self["bytes_out"] / self["bytes_in"] if self["bytes_in"] else None
 
+    def since(self, earlier: Stats) -> Stats:
+        """Return what was counted after ``earlier``; all of it where ``stats.reset()`` was called in between.
 
-def stats_scalars(prefix: str = "gradckpt/", *, since: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """:func:`stats` as flat numbers, for any logger.
+        ``live_bytes`` and ``peak_live_bytes`` stay what they are.
+        """
+        if self._epoch != earlier._epoch:
+            return self
+        counters = {key: n if key in _LEVELS else n - earlier[key] for key, n in self.items() if isinstance(n, int)}
+        then = earlier["kept"]
+        kept = {reason: n - then.get(reason, 0) for reason, n in self["kept"].items() if n > then.get(reason, 0)}
+        return Stats({**counters, "kept": kept}, self._epoch)
 
-    Args:
-        prefix: Before every name.
-        since: What :func:`stats` returned earlier: only what happened after is counted, except ``live_mib`` and
-            ``peak_live_mib``, which stay what they are. Ignored where a counter has become smaller, by
-            :func:`reset_stats`.
+    def scalars(self, prefix: str = "gradckpt/") -> dict[str, float]:
+        """Return flat numbers for a logger, each name after ``prefix``.
 
-    Returns:
-        The numbers of :func:`stats`; bytes are in MiB (``bytes_in_mib``, ``peak_live_mib``). ``ratio`` is missing where
-        nothing was encoded. Tensors kept by reference have one number for each reason, ``kept/smaller_than_min_numel``.
-    """
-    now = stats()
-    if since is None or any(now[key] < value for key, value in since.items() if _is_counter(key)):
-        since = {"kept": {}}
-    counters = {key: value - since.get(key, 0) for key, value in now.items() if _is_counter(key)}
-    scalars = {_in_mib(key): value / 2**20 if "bytes" in key else value for key, value in counters.items()}
-    scalars |= {_in_mib(key): now[key] / 2**20 for key in _LEVELS}
-    if counters["bytes_in"]:
-        scalars["ratio"] = counters["bytes_out"] / counters["bytes_in"]
-    for reason, n in now["kept"].items():
-        scalars["kept/" + reason.replace(" ", "_").replace(",", "")] = n - since["kept"].get(reason, 0)
-    return {prefix + key: float(value) for key, value in scalars.items()}
+        Bytes are in MiB (``bytes_in_mib``, ``peak_live_mib``). ``ratio`` is missing where nothing was encoded. Tensors
+        kept by reference have one number for each reason, ``kept/smaller_than_min_numel``.
+        """
+        numbers = {key: n for key, n in self.items() if isinstance(n, (int, float))}
+        scalars = {_in_mib(key): n / 2**20 if "bytes" in key else n for key, n in numbers.items()}
+        for reason, n in self["kept"].items():
+            scalars["kept/" + reason.replace(" ", "_").replace(",", "")] = n
+        return {prefix + key: float(n) for key, n in scalars.items()}
 
+    def headline(self) -> str:
+        """Return the first line of the text."""
+        steps = self["steps"] or 1
+        regions, asked = self["regions"] / steps, self["regions_asked"] / steps
+        layers = f"{_number(self['regions_compressed'] / steps)} of {_number(regions)} layers"
+        peak = self["peak_live_bytes"]
+        if self["ratio"] and not regions:
+            tensors = f"{self['compressed']} of {self['asked']} tensors"
+            return (
+                f"saved tensors: {_sizes(self['bytes_in'], self['bytes_out'])}, {_sizes(peak)} at the peak, {tensors}"
+            )
+        if peak and self["ratio"]:
+            return f"checkpoints at the peak: {_sizes(peak / self['ratio'], peak)}, {layers}"
+        if self["compiled_tensors"]:
+            sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
+            return f"checkpoints of compiled graphs: {sizes} for one call, {self['compiled_tensors']} tensors"
+        if asked:
+            return f"checkpoints: nothing is compressed, {layers}"
+        if regions:
+            return f"checkpoints: not compressed, {_number(regions)} layers with compress=None"
+        if self["asked"]:
+            return f"saved tensors: nothing is compressed, 0 of {self['asked']} tensors"
+        return "checkpoints: none so far"
 
-def _is_counter(key: str) -> bool:
-    return key not in (*_LEVELS, "ratio", "kept")
+    def __str__(self) -> str:
+        rows = [row for row in self._rows() if row[1] or row[2]]
+        if not rows:
+            return self.headline()
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"  {what:<{widths[0]}}  {n:>{widths[1]}}  {size}".rstrip() for what, n, size in rows]
+        steps = self["steps"]
+        span = f"a step, of {steps:,} steps:" if steps > 1 else "in one step:" if steps else "in all:"
+        return "\n".join([self.headline(), span, *lines])
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        """What, how many, and their bytes; where there are none, nothing."""
+        steps = self["steps"] or 1
+
+        def row(what: str, key: str, *sizes: str) -> tuple[str, str, str]:
+            n = self[key] / steps
+            return what, _number(n) if n else "", _sizes(*(self[key] / steps for key in sizes)) if n and sizes else ""
+
+        yield row("layers that checkpoint", "regions")
+        yield row("layers run again", "recomputes")
+        yield row("tensors compressed", "encoded", "bytes_in", "bytes_out")
+        yield row("payloads used again", "shared")
+        yield row("outputs that a policy keeps", "policy_outputs", "policy_bytes")
+        yield row("decisions kept", "decisions", "decision_bytes")
+        yield row("originals that stayed alive", "originals_alive", "originals_alive_bytes")
+        kept = sorted(self["kept"].items(), key=lambda item: (-item[1], item[0]))
+        for reason, n in kept:
+            yield f"not compressed: {reason}", _number(n / steps), ""
+        if self["kept_bytes"]:
+            yield "not compressed though they could be", "", _sizes(self["kept_bytes"] / steps)
+        if self["compiled_tensors"]:
+            sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
+            yield "in compiled graphs, for one call", _number(self["compiled_tensors"]), sizes
+        if self["live_bytes"]:
+            yield "payloads alive now", "", _sizes(self["live_bytes"])
 
 
 def _in_mib(key: str) -> str:
     return key.removesuffix("_bytes") + "_mib" if "bytes" in key else key
 
 
-def log_stats(writer: ScalarWriter, step: int, *, prefix: str = "gradckpt/") -> None:
-    """Each of :func:`stats_scalars` to ``writer.add_scalar(name, number, step)``."""
-    for name, value in stats_scalars(prefix).items():
-        writer.add_scalar(name, value, step)
+def _number(n: float) -> str:
+    return f"{n:,.0f}" if n == int(n) else f"{n:,.1f}"
 
 
-# ---- for people ----
+def _sizes(*sizes: float) -> str:
+    """In one unit, that of the largest: ``12.0 -> 3.05 MiB``."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = next((i for i in range(len(units) - 1) if max(sizes) < 1000 * 1024**i), len(units) - 1)
+    scaled = (n / 1024**power for n in sizes)
+    return " -> ".join(f"{n:.0f}" if not power or n >= 100 else f"{n:#.3g}" for n in scaled) + f" {units[power]}"
 
 
-def _rows(s: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(what, how many, bytes) of one line each."""
-    written = f"{format_bytes(s['bytes_in'])} -> {format_bytes(s['bytes_out'])}"
-    ratio = "" if s["ratio"] is None else f", ratio {s['ratio']:.3f}"
-    compiled = f"{format_bytes(s['compiled_bytes_in'])} -> {format_bytes(s['compiled_bytes_out'])}"
-    alive = f"{format_bytes(s['live_bytes'])}, at most {format_bytes(s['peak_live_bytes'])}"
-    kept = sorted(s["kept"].items(), key=lambda item: (-item[1], item[0]))
-    return [
-        ("regions", f"{s['regions']:,}", ""),
-        ("regions with compression", f"{s['regions_asked']:,}", ""),
-        ("recomputes", f"{s['recomputes']:,}", ""),
-        ("tensors that could be compressed", f"{s['asked']:,}", ""),
-        ("tensors compressed", f"{s['compressed']:,}", ""),
-        ("payloads written", f"{s['encoded']:,}", written + ratio),
-        ("payloads used again", f"{s['shared']:,}", ""),
-        ("payloads alive", "", alive),
-        ("of compiled graphs, for one call", f"{s['compiled_tensors']:,}", compiled),
-        ("originals that stayed alive", f"{s['originals_alive']:,}", format_bytes(s["originals_alive_bytes"])),
-        ("decisions kept", f"{s['decisions']:,}", format_bytes(s["decision_bytes"])),
-        *((f"kept: {reason}", f"{n:,}", "") for reason, n in kept),
-        ("kept though compressible", "", format_bytes(s["kept_bytes"])),
-    ]
+class _Counting:
+    """Counters since import or the last ``stats.reset()``, for this process.
+
+    ``print(stats())`` says what the checkpoints took at their peak, and per step what was compressed, kept and why; a
+    step is a backward with the forwards before it. ``stats().scalars()`` is a flat dict of numbers for a logger,
+    ``stats().since(earlier)`` what was counted after another ``stats()``. The keys:
+
+    ``steps``: backwards that met a region. ``regions``: checkpoint calls with grad on; ``regions_asked``: those with
+    compression; ``regions_compressed``: those of which an input was compressed.
+    ``asked``: tensors that could be compressed (floating, require grad and are not leaves): region inputs, outputs
+    that a policy keeps compressed, tensors saved under :class:`gradckpt.compress_saved`; ``compressed``: those
+    that were. ``encoded``: payloads written;
+    ``shared``: times one payload served another region. ``bytes_in``, ``bytes_out``: bytes of
+    the encoded tensors and of their payloads; ``ratio``: their quotient out / in, or None.
+    ``live_bytes``, ``peak_live_bytes``: payload bytes alive now, and at most.
+    ``recomputes``. ``policy_outputs``: outputs of operators that a policy keeps; ``policy_bytes``: bytes of those
+    that it keeps as they are. ``kept``: tensors kept by reference, counted by reason; ``kept_bytes``:
+    bytes of those that could have been compressed. ``originals_alive``,
+    ``originals_alive_bytes``: inputs that something else still held when their payload was
+    restored (``output_hidden_states``, for one): there compression saved nothing. ``decisions``,
+    ``decision_bytes``: what :attr:`CompressionConfig.decisions` kept from the forward. ``compiled_graphs``:
+    graphs that ``torch.compile`` made and that keep tensors compressed, which the other counters do not see;
+    ``compiled_tensors``, ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each.
+    """
+
+    epoch = 0
+
+    def __call__(self) -> Stats:
+        return Stats(_C.stats() | compiled.flat(), self.epoch)
+
+    def reset(self) -> None:
+        """Set all counters to zero; what is alive stays counted in ``live_bytes``."""
+        self.epoch += 1
+        _C.reset_stats()
+        compiled.reset()
+
+    def __repr__(self) -> str:
+        return "<gradckpt.stats: call it>"
 
 
-def format_stats() -> str:
-    """:func:`stats` as a table of plain text, one line for each reason why a tensor was kept; no newline at its end."""
-    rows = _rows(stats())
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    return "\n".join(f"{what:<{widths[0]}}  {n:>{widths[1]}}  {size}".rstrip() for what, n, size in rows)
-
-
-def print_stats(file: TextIO | None = None) -> None:
-    """Print :func:`format_stats` to ``file`` (default: standard output); to a terminal by rich, if there is rich."""
-    file = sys.stdout if file is None else file
-    if not (file.isatty() and _print_with_rich(file)):
-        print(format_stats(), file=file)
-
-
-def _print_with_rich(file: TextIO) -> bool:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        return False
-    table = Table("", title="gradckpt.stats()", title_justify="left")
-    table.add_column("tensors", justify="right")
-    table.add_column("bytes")
-    for row in _rows(stats()):
-        table.add_row(*row)
-    Console(file=file).print(table)
-    return True
+stats = _Counting()
 
 
 def format_bytes(n: float) -> str:
@@ -192,39 +196,3 @@ def format_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
         n /= 1024
     raise AssertionError
-
-
-# ---- proof of activity ----
-
-
-def announce() -> None:
-    """The line a user looks for: once, at the first backward."""
-    s = stats()
-    logger.info(
-        "compressed %d of %d tensors, %s -> %s",
-        s["compressed"],
-        s["asked"],
-        format_bytes(s["bytes_in"]),
-        format_bytes(s["bytes_out"]),
-    )
-
-
-def inactive_reason(kept: dict[str, int]) -> str:
-    """The likeliest reason, from what was kept and why."""
-    if not kept:
-        return "the regions got no tensors; pass the activations as arguments instead of closing over them"
-    reason, _ = max(kept.items(), key=lambda item: item[1])
-    advice = {
-        "does not require grad": "is it the batch itself, was the model frozen whole, or does it need "
-        "enable_input_require_grads()?",
-        "leaf": "leaves stay alive anyway, so compressing them saves nothing",
-        "smaller than min_numel": 'lower it with compress={"codec": ..., "min_numel": ...}',
-    }.get(reason, "see gradckpt.stats()['kept']")
-    return f"most region inputs were kept because: {reason} ({advice})"
-
-
-def warn_if_inactive() -> None:
-    s = stats()
-    if s["regions_asked"] and not s["compressed"]:
-        reason = inactive_reason(s["kept"])
-        warn_inactive(f"compression is on, but nothing was compressed by the second backward: {reason}")

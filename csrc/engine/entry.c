@@ -28,20 +28,25 @@ static int judge(gck_packing *p, gck_input *in)
     return gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
 }
 
+int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter)
+{
+    PyObject *nbytes = PyObject_GetAttr(x, py->names.nbytes);
+
+    *counter += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
+    Py_XDECREF(nbytes);
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;
+}
+
 int gck_count_kept(gck_state *state, PyObject *x, int verdict)
 {
     gck_stats *s = &state->stats;
-    PyObject *nbytes;
 
     s->kept[verdict]++;
     if (verdict == GCK_KEEP_NO_GRAD || verdict == GCK_KEEP_LEAF) {
         return 0;
     }
     s->asked++;
-    nbytes = PyObject_GetAttr(x, state->py.names.nbytes);
-    s->kept_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
-    Py_XDECREF(nbytes);
-    return PyErr_Occurred() ? gck_clear_refusal() : 0;   /* a subclass may refuse: the count goes without it */
+    return gck_count_bytes(&state->py, x, &s->kept_bytes);
 }
 
 /* *forward := what the forward gets in place of x.  0 or -1. */

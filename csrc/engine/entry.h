@@ -52,6 +52,9 @@ int gck_entry_keep(const gck_packing *packing, gck_input *in, gck_entry *entry);
 /* Not 0 while a region hands what it keeps to outer hooks: no autograd node saves that. */
 extern _Thread_local int gck_entry_of_region;
 
+/* Add the bytes of x; of a subclass that refuses to tell none.  0 or -1. */
+int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter);
+
 /* In stats(): x stays for this reason.  0 or -1. */
 int gck_count_kept(gck_state *state, PyObject *x, int verdict);
 

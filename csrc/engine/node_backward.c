@@ -13,7 +13,6 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
     gck_rerun rerun;
 
     if (next != NULL && gck_region_restore(frame, next, inputs, &args, &kwargs) == 0 && gck_rerun_begin(frame, &rerun) == 0) {
-        state->stats.recomputes++;
         out = gck_region_call(frame, NULL, NULL, args, kwargs, 1);
         if (gck_rerun_end(frame, &rerun) < 0) {
             Py_CLEAR(out);
@@ -261,7 +260,7 @@ PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t n
         if (!PyErr_Occurred()) {
             PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage");
         }
-    } else if (gck_region_note_step(frame) == 0) {
+    } else if (gck_region_note_step(state) == 0) {
         result = differentiate(frame, saved, all + 1, nall - 1);
         if (result != NULL && release(py, all[0]) < 0) {
             Py_CLEAR(result);

@@ -135,21 +135,13 @@ static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
 
     if (val == NULL && tensor >= 0 && !PyErr_Occurred()) {
         val = tensor ? detached(py, x) : Py_NewRef(x);
-        if (val != NULL && tensor && gck_version_of(py, val, &version) < 0) {
+        if (val != NULL && tensor
+            && (gck_version_of(py, val, &version) < 0 || gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0)) {
             Py_CLEAR(val);
         }
     }
+    store->state->stats.policy_outputs += tensor > 0 && val != NULL;
     return kept_new(store, val, version);
-}
-
-/* What decisions take: these bytes, too; none of a tensor that does not tell.  0 or -1. */
-static int count_bytes(gck_state *state, PyObject *x)
-{
-    PyObject *nbytes = PyObject_GetAttrString(x, "nbytes");
-
-    state->stats.decision_bytes += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
-    Py_XDECREF(nbytes);
-    return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
 /* A copy of what an operator decided; bool as bits. */
@@ -170,7 +162,7 @@ static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
     if (verdict == GCK_COMPRESS) {
         val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
         state->stats.decision_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
-    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && count_bytes(state, val) < 0) {
+    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && gck_count_bytes(&state->py, val, &state->stats.decision_bytes) < 0) {
         Py_CLEAR(val);
     }
     gck_input_clear(&in);
@@ -261,8 +253,8 @@ int gck_store_drew(gck_store *store, const gck_call *call, gck_draw *draw)
 
     if (drawn != NULL && drawn != Py_None && key != NULL
         && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)
-        && count_bytes(store->state, PyTuple_GetItem(drawn, 0)) == 0
-        && count_bytes(store->state, PyTuple_GetItem(drawn, 1)) == 0) {
+        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 0), &store->state->stats.decision_bytes) == 0
+        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.decision_bytes) == 0) {
         status = PyDict_SetItem(store->draws, key, drawn);
     }
     Py_XDECREF(drawn);

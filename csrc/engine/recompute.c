@@ -148,7 +148,6 @@ static int fill(gck_frame *frame, gck_table *table)
     if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
         goto exit;
     }
-    state->stats.recomputes++;
     if (gck_rerun_begin(frame, &rerun) < 0) {
         goto exit;
     }
@@ -237,7 +236,7 @@ static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
 
     /* First: it may run Python, and no other thread may come in between looking for the
      * table and making it. */
-    if (gck_region_note_step(frame) < 0 || wait_for(frame, task, group) < 0) {
+    if (gck_region_note_step(frame->state) < 0 || wait_for(frame, task, group) < 0) {
         return NULL;
     }
     table = gck_frame_table(frame, task, group);

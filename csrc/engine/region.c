@@ -106,6 +106,7 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (gck_batch_flush(&batch) < 0) {
         return -1;
     }
+    state->stats.regions_compressed += packing->payloads > 0;
     frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.replay;
     if (packing->payloads > 0 && packing->plan.decisions > frame->decisions) {
         frame->decisions = packing->plan.decisions;
@@ -160,27 +161,19 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
         Py_CLEAR(*kwargs);
         return -1;
     }
+    frame->state->stats.recomputes++;
+    frame->state->rounding.restored = 1;
     return 0;
 }
 
-int gck_region_note_step(gck_frame *frame)
+int gck_region_note_step(gck_state *state)
 {
-    gck_state *state = frame->state;
-    PyObject *id;
-    int64_t task;
-
-    if (!frame->asked || state->stats.steps >= 2) {
+    if (state->last_step == state->rounding.step) {
         return 0;
     }
-    id = PyObject_CallNoArgs(state->py.graph_task_id);
-    task = id == NULL ? -1 : PyLong_AsLongLong(id);
-    Py_XDECREF(id);
-    if (task < 0 || task == state->last_task) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    state->last_task = task;
+    state->last_step = state->rounding.step;
     state->stats.steps++;
-    return gck_done(PyObject_CallMethod(state->py.shim, "note_step", "L", (long long)state->stats.steps));
+    return gck_done(PyObject_CallMethod(state->py.shim, "note_step", NULL));
 }
 
 /* ---- the function ---- */

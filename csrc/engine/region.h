@@ -28,7 +28,7 @@ typedef struct {
 PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                           PyObject *kwargs, int replay);
 
-/* The first two backwards that meet a compressed region say whether anything happens.  0 or -1. */
-int gck_region_note_step(gck_frame *frame);
+/* Count the backward, and say so to Python, when a region is the first that it meets.  0 or -1. */
+int gck_region_note_step(gck_state *state);
 
 #endif

@@ -21,6 +21,9 @@ typedef struct {
 typedef struct {
     int64_t regions;               /* checkpoint calls with grad on                      */
     int64_t regions_asked;         /* of those, with compression                         */
+    int64_t regions_compressed;    /* of those, with a payload                           */
+    int64_t policy_outputs;        /* outputs of operators that a policy keeps           */
+    int64_t policy_bytes;          /* of those that it keeps as they are                 */
     int64_t recomputes;
     int64_t asked;                 /* tensors that require grad, met with compression on */
     int64_t compressed;            /* of those, kept as payloads (shared ones included)  */
@@ -32,14 +35,14 @@ typedef struct {
     int64_t decisions, decision_bytes;              /* copies of what operators decided  */
     int64_t kept[GCK_NREASONS];    /* tensors kept by reference, by reason               */
     int64_t kept_bytes;            /* of those that require grad and are no parameters   */
-    int64_t steps;                 /* backwards that met a region with compression, <= 2 */
+    int64_t steps;                 /* backwards that met a region                        */
 } gck_stats;
 
 /* Which noise the next tensor gets that is rounded stochastically.  A new step begins with
  * the first region or tensor after one was restored: after a backward. */
 typedef struct {
     uint32_t step, tensor;
-    int      restored;             /* since the last encode                              */
+    int      restored;             /* since the last encode: a tensor, or a region ran again */
     uint32_t region, once;         /* inside a region, see rounding.h: which, and tensors that are encoded once */
 } gck_rounding;
 
@@ -66,7 +69,7 @@ typedef struct {
     } option_names;                /* interned                                           */
     gck_stats     stats;
     gck_rounding  rounding;
-    int64_t       last_task;       /* graph task of the last recompute with compression  */
+    int64_t       last_step;       /* of `rounding`, at the last recompute               */
     int64_t       watched_task;    /* graph task at whose end our callback runs          */
     struct gck_frame *with_tables; /* borrowed: first of the frames that have tables     */
     int64_t       outside;         /* counter behind ids for unpacking outside backward  */

@@ -15,11 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 import gradckpt
 from gradckpt.apply import parse_options
-from gradckpt.config import Compress, parse_compress, warn_inactive
+from gradckpt.config import Compress, parse_compress
 from gradckpt.integrations.huggingface import models_in
 from gradckpt.integrations.kwargs import check_bool
 from gradckpt.kinds import Tree
-from gradckpt.stats import format_bytes, stats, stats_scalars
+from gradckpt.stats import Stats, format_bytes, stats
 
 _IMPORTED = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _ALONE = find_spec("lightning") is None and find_spec("pytorch_lightning") is not None
@@ -33,11 +33,8 @@ else:
 
 __all__ = ["GradckptCallback", "StatsCallback"]
 
-#: What of stats_scalars() is logged.
+#: What of stats().scalars() is logged.
 SCALARS = ("asked", "compressed", "bytes_in_mib", "bytes_out_mib", "ratio", "peak_live_mib")
-
-#: Training batches in which no chosen module checkpointed anything, before the warning.
-PATIENCE = 2
 
 #: Keywords of gradckpt.enable.
 _OF_ENABLE = ("every_n_layers", "replay", "policy", "offload")
@@ -52,8 +49,8 @@ class StatsCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._since: dict[str, Any] = {}
-        self._at_start: dict[str, Any] = {}
+        self._since: Stats = stats()
+        self._at_start: Stats = self._since
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._since = self._at_start = stats()
@@ -61,24 +58,23 @@ class StatsCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.barebones:
             return  # log_dict would only warn
-        found = stats_scalars("", since=self._since)
-        self._since = stats()
+        now = stats()
+        found = now.since(self._since).scalars("")
+        self._since = now
         scalars = {"gradckpt/" + name: found[name] for name in SCALARS if name in found}
         pl_module.log_dict(scalars, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        found = stats_scalars("", since=self._at_start)
-        before, after = (format_bytes(found[f"bytes_{way}_mib"] * 2**20) for way in ("in", "out"))
+        found = stats().since(self._at_start)
+        before, after = format_bytes(found["bytes_in"]), format_bytes(found["bytes_out"])
         rank_zero_info(
-            f"gradckpt: {found['regions']:.0f} regions; compressed {found['compressed']:.0f} of {found['asked']:.0f} "
-            f"inputs, {before} -> {after}"
+            f"gradckpt: {found['regions']} regions; compressed {found['compressed']} of {found['asked']} inputs, "
+            f"{before} -> {after}"
         )
-        now = stats()
-        graphs = {key: now[key] - self._at_start[key] for key in now if key.startswith("compiled_")}
-        if graphs["compiled_tensors"] > 0:
-            before, after = (format_bytes(graphs[f"compiled_bytes_{way}"]) for way in ("in", "out"))
+        if found["compiled_tensors"] > 0:
+            before, after = format_bytes(found["compiled_bytes_in"]), format_bytes(found["compiled_bytes_out"])
             rank_zero_info(
-                f"gradckpt: in compiled graphs {graphs['compiled_tensors']} tensors compressed, {before} -> {after} "
+                f"gradckpt: in compiled graphs {found['compiled_tensors']} tensors compressed, {before} -> {after} "
                 "per call"
             )
 
@@ -116,21 +112,13 @@ class GradckptCallback(StatsCallback):
         #: What gradckpt.enable or gradckpt.apply returned; None outside fit.
         self.handle: Any = None
         self._waiting: _BeforeSetup | None = None
-        self._batches = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
             self._turn_off()  # a fit that was broken off
             self._waiting = _BeforeSetup(trainer.strategy, pl_module, self._turn_on)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._batches = 0
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._batches += 1
-        if self._batches == PATIENCE:
-            self._check_active(pl_module)
         if self.log_stats:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -168,20 +156,6 @@ class GradckptCallback(StatsCallback):
         if handle is not None:
             handle.remove()
 
-    def _check_active(self, pl_module: Any) -> None:
-        """gradckpt.enable watches its model; what gradckpt.apply chose may never have been called."""
-        names = list(getattr(self.handle, "modules", ()))
-        if not names or stats()["regions"] > self._at_start["regions"]:
-            return
-        if stats()["compiled_graphs"] or (self.compress is None and _is_compiled(pl_module)):
-            return  # the regions of a compiled graph are not counted
-        chosen = [module for name, module in pl_module.named_modules() if name in names]
-        if not any(module.training for module in chosen):
-            why = "they are in eval mode, and Lightning leaves modules in the mode they came in; call model.train()"
-        else:
-            why = "nobody called them with grad enabled; choose others with modules="
-        warn_inactive(f"in {PATIENCE} training batches none of the {len(names)} chosen modules checkpointed: {why}")
-
 
 class _BeforeSetup:
     """Stands for ``strategy.setup`` of one strategy until it is called: the model is complete then (``setup``,
@@ -217,13 +191,6 @@ class _BeforeSetup:
             self.strategy.setup = held
         elif "setup" in vars(self.strategy):
             del self.strategy.setup
-
-
-def _is_compiled(pl_module: Any) -> bool:
-    """By torch.compile: the LightningModule, or something in it."""
-    return getattr(pl_module, "_compiler_ctx", None) is not None or any(
-        each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in pl_module.modules()
-    )
 
 
 def _wrapped(module: Any) -> int:

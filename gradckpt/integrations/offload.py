@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
+from gradckpt.apply import unbound
 
 
 def _to_host() -> save_on_cpu:
@@ -25,10 +26,16 @@ def _to_host() -> save_on_cpu:
     return save_on_cpu(pin_memory=True, device_type=device.type)
 
 
+def of_layer(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """``gradckpt.checkpoint`` of a layer whose keywords are bound."""
+    function, tensors = unbound(function)
+    return gradckpt.checkpoint(function, *args, **options, **tensors)
+
+
 def offloaded(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """``gradckpt.checkpoint``."""
+    """The same with its inputs in host memory."""
     with _to_host():
-        return gradckpt.checkpoint(function, *args, **kwargs)
+        return of_layer(function, *args, **kwargs)
 
 
 def offloaded_stock(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

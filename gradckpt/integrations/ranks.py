@@ -64,6 +64,11 @@ class RankCheck:
         self.uses = uses
         self._settled_in: Callable[[], Any] = _unsettled
 
+    @property
+    def called(self) -> bool:
+        """There was a training call."""
+        return self._settled_in is not _unsettled
+
     def settled(self) -> bool:
         """All was said and heard in this process group, or there is none; asked in every training call."""
         return self._settled_in() is (_world.default_pg if _world is not None else None)

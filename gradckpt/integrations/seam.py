@@ -11,15 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
+from gradckpt import _activity
 from gradckpt.apply import region_of
 from gradckpt.integrations.kwargs import (
     Settings,
@@ -30,12 +33,14 @@ from gradckpt.integrations.kwargs import (
     means_ours,
     take,
 )
-from gradckpt.integrations.offload import offloaded, offloaded_stock
+from gradckpt.integrations.offload import of_layer, offloaded, offloaded_stock
 from gradckpt.integrations.overlap import is_wrapper
 from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
 
+logger = logging.getLogger("gradckpt")
+
 #: torch's checkpoint, and what may stand in its place without a difference.
-_KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint)
+_KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint, of_layer)
 
 #: On a function of ours: torch's, with the same keywords.
 _STOCK = "gradckpt_stock"
@@ -108,6 +113,7 @@ class Seam(_StandIn):
         for module in model.modules():
             if hasattr(type(module), SEAM) and stands_in(module) is None and not has_old_form(module):
                 setattr(module, SEAM, InnerSeam(self, module))
+        _activity.register(model)
         model.register_forward_pre_hook(before_forward)
         model.register_forward_hook(after_forward)
 
@@ -134,6 +140,8 @@ class Seam(_StandIn):
         active = choice.settings.config
         if active != self.active:
             self.watch = Watch()
+        if choice.settings.offload and not torch.accelerator.is_available():
+            logger.info("offload=True: there is no device here, so checkpoints are in host memory anyway")
         self.active = active
         self.function = choice.function if choice.ours else None
         if self.by_flag and choice.ours:
@@ -169,7 +177,7 @@ class Seam(_StandIn):
         # In a model, the one leaf that reaches a layer is what enable_input_require_grads made.
         config = dataclasses.replace(settings.config, leaves=True) if settings.config is not None else None
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
-        ours, stock = (offloaded, offloaded_stock) if settings.offload else (gradckpt.checkpoint, torch_checkpoint)
+        ours, stock = (offloaded, offloaded_stock) if settings.offload else (of_layer, torch_checkpoint)
         function = functools.partial(ours, compress=config, **selective, **keywords)
         vars(function)[_STOCK] = functools.partial(stock, **keywords)
         return _Choice(function, True, settings)

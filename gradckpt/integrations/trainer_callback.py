@@ -61,7 +61,6 @@ def _check(args: Any, model: Any) -> None:
     elif kwargs.get("compress") and not models_in(model):
         warn_inactive(
             f"{name}_kwargs has compress={kwargs['compress']!r}, but {type(model).__name__} is {other_way(model)}",
-            stacklevel=2,
         )
 
 
@@ -84,7 +83,6 @@ def _act(args: Any, model: Any) -> None:
         warn_inactive(
             f"{name}_kwargs has {key}={kwargs[key]!r}, but {name} is not True, so the Trainer does not pass them on; "
             f"set {name}=True",
-            stacklevel=2,
         )
     elif ours and on:
         _obey(model, models, kwargs)

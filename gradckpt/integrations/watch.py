@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-import gradckpt
-from gradckpt.config import warn_inactive
+from gradckpt import _activity
 from gradckpt.integrations.ranks import RankCheck, spell
+from gradckpt.stats import Stats, stats
 
 #: The method that every way of turning checkpointing on ends in; on an instance: what stands in for it.
 SEAM = "_set_gradient_checkpointing"
@@ -28,7 +28,7 @@ class Watch:
     calls: int = 0
     eval_backwards: int = 0
     settled: bool = False
-    before: dict[str, Any] | None = None
+    before: Stats | None = None
     rank_check: RankCheck | None = None  # None: no training call yet
 
 
@@ -41,7 +41,7 @@ def before_forward(model: Any, args: Any) -> None:
         _check(model)
     watch = _watch_of(model)
     if watch is not None:
-        watch.before = gradckpt.stats() if model.training and torch.is_grad_enabled() else None
+        watch.before = stats() if model.training and torch.is_grad_enabled() else None
 
 
 def _check(model: Any) -> None:
@@ -54,6 +54,7 @@ def _check(model: Any) -> None:
         return
     if watch.rank_check is None:
         seam.check_alone(model)
+        _activity.check_alone(f"this {type(model).__name__}")
         label = f"{type(model).__name__} in gradckpt.enable"
         watch.rank_check = RankCheck(label, {label: [spell(seam.active)]})
     watch.rank_check.compare()
@@ -69,14 +70,19 @@ def after_forward(model: Any, args: Any, output: Any) -> None:
     before, watch.before = watch.before, None
     if before is None:
         return
-    after = gradckpt.stats()
-    if after["compressed"] > before["compressed"]:
+    _activity.note_output(model, output)
+    new = stats().since(before)
+    if (
+        new["compressed"]
+        or new["compiled_tensors"]
+        or (not new["regions"] and is_on(model) and _activity.is_compiled(model))
+    ):
         watch.settled = True
-    elif after["regions"] >= before["regions"]:  # else reset_stats() was called meanwhile
-        watch.calls += 1
-        if watch.calls >= PATIENCE:
-            watch.settled = True
-            warn_inactive(_why_inactive(model, vars(model)[SEAM], before, after), stacklevel=4)
+        return
+    watch.calls += 1
+    if watch.calls >= PATIENCE:
+        watch.settled = True
+        _activity.say(_why_inactive(model, vars(model)[SEAM], new), mend=not _activity.are_small(new))
 
 
 def _watch_of(model: Any) -> Watch | None:
@@ -107,14 +113,13 @@ def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
     if watch.eval_backwards >= PATIENCE:
         watch.settled = True
         name, codec = type(model).__name__, vars(model)[SEAM].active.codec
-        warn_inactive(
+        _activity.say(
             f"compress={codec!r} was asked for, but {PATIENCE} backward passes went through {name} in eval mode, where "
             "transformers does not checkpoint; call model.train()",
-            stacklevel=2,
         )
 
 
-def _why_inactive(model: Any, seam: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def _why_inactive(model: Any, seam: Any, new: Stats) -> str:
     assert seam.active is not None
     name, codec = type(model).__name__, seam.active.codec
     asked = f"compress={codec!r} was asked for, but {PATIENCE} training calls of {name} compressed nothing: "
@@ -125,23 +130,21 @@ def _why_inactive(model: Any, seam: Any, before: Mapping[str, Any], after: Mappi
     held = {id(m) for m in ours}
     others = (m for m in model.modules() if id(m) not in held and getattr(m, "gradient_checkpointing", False))
     other = next((f for m in others if (f := vars(m).get("_gradient_checkpointing_func")) is not None), None)
-    if other is not None and (not ours or after["regions"] == before["regions"]):
+    if other is not None and (not ours or not new["regions"]):
         return asked + f"the layers call {describe(other)}, which they got after enable(); {again}"
     if ours and not any(m.training for m in ours if m.gradient_checkpointing):
         return asked + "its layers are in eval mode, where transformers does not checkpoint; call model.train()"
-    if after["regions"] == before["regions"]:
+    if not new["regions"]:
         return asked + (
             f"its layers never called checkpoint; if they were replaced since enable(), {again}, "
             "else wrap them with gradckpt.checkpoint"
         )
-    if after["asked"] == before["asked"]:
+    if not new["asked"]:
         return asked + (
             "no input of a layer requires grad (frozen embeddings?); call model.enable_input_require_grads()"
         )
-    kept = {k: n - before["kept"].get(k, 0) for k, n in after["kept"].items()}
-    reasons = ", ".join(f"{k} ({n})" for k, n in kept.items() if n > 0) or "unknown"
-    inputs = after["asked"] - before["asked"]
-    return asked + f"all {inputs} inputs were kept as they are: {reasons} (min_numel={seam.active.min_numel})"
+    reasons = ", ".join(f"{reason} ({n})" for reason, n in new["kept"].items()) or "unknown"
+    return asked + f"all {new['asked']} inputs were kept as they are: {reasons} (min_numel={seam.active.min_numel})"
 
 
 def is_on(model: Any) -> bool:

@@ -198,7 +198,7 @@ def test_gradients(codec):
     """Those of the recompute on rounded values, exactly; what does not fit is kept."""
     torch.manual_seed(0)
     x = torch.randn(40, 50, requires_grad=True)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     y = gradckpt.checkpoint(lambda h: (h * h).sin(), x * 1, compress={"codec": codec, "min_numel": 0})
     (got,) = torch.autograd.grad(y.sum(), x)
     rounded = x.detach().to(CODECS[codec]).float().requires_grad_()

@@ -314,7 +314,7 @@ def test_gradients_are_bit_equal(dtype, replay):
             h = run(lambda h, w=w: h + F.gelu(F.layer_norm(h, h.shape[-1:]) @ w), h)
         return (h.float() ** 2).mean()
 
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     config = {"codec": "lossless", "min_numel": 0, "replay": replay}
     plain, mine = net(lambda f, h: f(h)), net(lambda f, h: gradckpt.checkpoint(f, h, compress=config))
     assert torch.equal(plain, mine)
@@ -325,7 +325,7 @@ def test_gradients_are_bit_equal(dtype, replay):
 
 def test_values_that_do_not_fit_are_kept_as_they_are():
     x = tensor(with_escapes([65, 0], "bfloat16"), "bfloat16").requires_grad_()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     y = gradckpt.checkpoint(lambda h: h * 3, x * 1, compress="lossless")
     assert gradckpt.stats()["kept"] == {"values the codec cannot hold": 1}
     assert gradckpt.stats()["kept_bytes"] == 2 * 8192

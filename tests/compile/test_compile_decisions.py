@@ -93,7 +93,7 @@ def test_a_compiled_block_in_an_eager_region_routes_as_in_the_forward(backend):
     exact = gradients(lambda x, w: route(x * 2, w), *inputs)
     block = torch.compile(route, backend=backend)
     for function in (route, block):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         found = gradients(lambda x, w, function=function: ck(function, x * 2, w, compress="int8"), *inputs)
         assert gradckpt.stats()["decisions"] == 1
         for a, b in zip(found, exact, strict=True):

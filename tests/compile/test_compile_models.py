@@ -18,7 +18,7 @@ MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "bert": (BertForMaskedLM, Be
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     yield
     torch._dynamo.reset()
 

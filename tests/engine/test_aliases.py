@@ -97,7 +97,7 @@ APART = {
 def test_what_does_not_overlap_or_is_read_alone_stays_compressed(name):
     x = hidden()
     exact = gradient(APART[name], x).clone()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     found = gradient(APART[name], x, compress={"codec": "raw", "min_numel": 1})
     assert gradckpt.stats()["compressed"] >= 2
     assert torch.equal(found, exact)
@@ -181,7 +181,7 @@ def test_an_argument_given_twice_is_one_object_in_both_runs(config, nested):
     x = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     h = x * 1
     function = (lambda *args, **kwargs: run(region, *args, **kwargs)) if nested else region
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     y = run(function, h, h, {"other": [h]}, v=h)
     counts = gradckpt.stats()
     # The hooks of an enclosing region see each argument, one object or not.

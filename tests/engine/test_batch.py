@@ -41,7 +41,7 @@ def exp_of_all(*args):
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 40])
 def test_each_argument_gets_its_own_values(n):
     xs = inputs(n)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     for x, got in zip(xs, seen_by_backward(exp_of_all, *xs), strict=True):
         torch.testing.assert_close(got, restored(x), rtol=0, atol=1e-5)
     assert gradckpt.stats()["compressed"] == n
@@ -60,7 +60,7 @@ def test_arguments_of_all_kinds():
 
 def test_the_same_argument_twice_is_encoded_once():
     x, y = inputs(2)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     out = gradckpt.checkpoint(lambda a, b, c: a.exp() + b.exp() + c.exp(), x, y, x, compress=INT8)
     assert gradckpt.stats()["encoded"] == 2
     assert gradckpt.stats()["shared"] == 1

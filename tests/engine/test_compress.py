@@ -31,7 +31,7 @@ register_dataclass(Point)
 @pytest.fixture(autouse=True)
 def _fresh():
     torch.manual_seed(0)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_grad_enabled()
@@ -398,7 +398,7 @@ def test_inference_tensors():
 def test_min_numel(shape):
     n = torch.Size(shape).numel()
     for limit in {n, n + 1, 0}:
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         checkpoint(torch.sin, activation(*shape), compress=CompressionConfig(min_numel=limit)).sum().backward()
         assert gradckpt.stats()["compressed"] == (n >= limit)
 

@@ -94,7 +94,7 @@ def test_it_is_counted():
 
 @pytest.fixture(autouse=True)
 def _fresh_counters():
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ SAID = "values the codec cannot hold"
 
 @pytest.fixture(autouse=True)
 def _late():
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     _C.late_verdicts(True)
     yield
     _C.late_verdicts(False)
@@ -414,14 +414,14 @@ def test_open_verdict_is_not_shared():
 def test_counters_reset_before_the_verdict():
     x = hostile()
     y = run(x)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     again = run(x)
     _C.settle_verdicts()
     s = gradckpt.stats()
     assert (s["compressed"], s["encoded"], s["shared"], s["bytes_in"], s["kept"]) == (0, 0, 0, 0, {SAID: 1})
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     y2 = run(hostile())
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     _C.settle_verdicts()
     assert gradckpt.stats()["kept"] == {}
     assert gradckpt.stats()["live_bytes"] == 0

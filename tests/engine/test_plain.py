@@ -88,7 +88,7 @@ def test_like_torch_and_within_bounds(kind):
     none_loss, none = step(copy.deepcopy(model), x, gradckpt.checkpoint)
     assert torch.equal(none_loss, stock_loss)
     assert all(torch.equal(none[name], stock[name]) for name in stock)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     loss, int8 = step(copy.deepcopy(model), x, functools.partial(gradckpt.checkpoint, compress="int8"))
     assert gradckpt.stats()["compressed"] == MODELS[kind]
     assert torch.equal(loss, stock_loss)

@@ -181,8 +181,8 @@ def test_nothing_saved():
 def test_the_table_and_the_data():
     report = residuals(mlp(), torch.randn(3, 8))
     lines = str(report).splitlines()
-    assert lines[0].split() == ["operator", "argument", "shape", "dtype", "bytes", "shared", "source"]
-    assert lines[2].split()[:5] == ["Relu", "result", "3x16", "float32", "192"]
+    assert lines[0].split() == ["operator", "argument", "module", "shape", "dtype", "bytes", "shared", "source"]
+    assert lines[2].split()[:6] == ["Relu", "result", "1", "3x16", "float32", "192"]
     assert lines[-1] == "4 tensors saved, 192 bytes (192 B)"
     assert len({line.index("float32") for line in lines[1:-1]}) == 1  # aligned
     data = json.loads(json.dumps(report.to_dicts()))
@@ -206,3 +206,41 @@ def test_the_total_is_what_a_forward_keeps():
     expected = sum(t.untyped_storage().nbytes() for key, t in seen.items() if key not in known)
     assert residuals(model, x).total_bytes == expected
     del y
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = mlp()
+
+    def forward(self, x):
+        return self.mlp(x).tanh()
+
+
+def test_modules_are_named():
+    net = nn.Sequential(nn.Linear(8, 8), Block())
+    wanted = {"0", "1", "1.mlp.0", "1.mlp.1", "1.mlp.2"}
+    assert {r.module for r in residuals(net, torch.randn(3, 8))} == wanted
+    assert {r.module for r in residuals(lambda x: net(x).exp(), torch.randn(3, 8))} == wanted | {""}
+    assert {r.module for r in residuals(net[1], torch.randn(3, 8))} == {"mlp.0", "mlp.1", "mlp.2", "Block"}
+    assert " 1.mlp.0 " in residuals(net, torch.randn(3, 8)).table()
+
+
+def test_what_a_policy_keeps_is_listed():
+    net = nn.Sequential(Block())
+    gradckpt.apply(net, {Block: None}, policy="save_matmuls")
+    x = torch.randn(3, 8, requires_grad=True)
+    rows = [r for r in residuals(net, x * 2) if r.operator == "aten.addmm.default"]
+    assert [(r.argument, r.module, r.shape, r.dtype, r.bytes) for r in rows] == [
+        ("output", "0", (3, 16), "float32", 192),
+        ("output", "0", (3, 4), "float32", 48),
+    ]
+
+
+def test_what_a_policy_keeps_compressed_is_listed_as_its_bytes():
+    layer = nn.Linear(128, 128)
+    context_fn = gradckpt.policies.contexts_of("save_matmuls:int8")
+    x = torch.randn(64, 128, requires_grad=True)
+    report = residuals(lambda t: gradckpt.checkpoint(lambda u: layer(u).sin(), t, context_fn=context_fn), x)
+    (row,) = [r for r in report if r.operator == "aten.addmm.default"]
+    assert (row.dtype, row.bytes) == ("uint8", gradckpt.encode(torch.zeros(64, 128)).nbytes)

@@ -208,7 +208,7 @@ def test_the_innermost_decides():
     # once: its own kind is no outer hook
     assert gradckpt.stats()["bytes_out"] == int8_bytes(64 * 64) + 2 * 64 * 64 // 8
     del y, z
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with compress_saved(SMALL):
         with compress_saved(None):
             pass
@@ -260,7 +260,7 @@ def test_with_regions(checkpoint):
 
     expected = torch.autograd.grad(model(model(x)).sum(), [x, *model.parameters()])
     for run, live in ((around, 2 * x.nbytes), (inside, 0)):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         y = run()
         if run is around or checkpoint is gradckpt.checkpoint:
             assert gradckpt.stats()["encoded"] >= 2

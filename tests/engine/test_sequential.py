@@ -268,7 +268,7 @@ def plain_pairs(net, value):
 @pytest.mark.parametrize("compress", [None, RAW])
 @pytest.mark.parametrize("whole", [True, False], ids=["one object", "arguments"])
 def test_tuples(whole, compress):
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     plain = pairs(whole, plain_pairs)
     ours = pairs(whole, lambda net, x: checkpoint_sequential(net, 3, x, compress=compress, unpack_tuples=not whole))
     assert different(plain, ours) == []

@@ -10,7 +10,7 @@ CODECS = ("raw", "int8", "int4", "lossless")
 
 @pytest.fixture(autouse=True)
 def _reset():
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
 
 
 def hidden(*shape, seed=0):
@@ -134,7 +134,7 @@ def test_an_argument_that_comes_twice():
 def test_encoder_states_of_a_decoder():
     """T5: twelve layers attend to one tensor."""
     states, h = hidden(4, 128, 64), hidden(4, 8, 64, seed=1)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     whole = gradckpt.encode(states).nbytes
     small = gradckpt.encode(h).nbytes
     for _ in range(12):

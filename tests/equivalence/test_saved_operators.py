@@ -140,7 +140,7 @@ class Sweep:
         if not any(isinstance(g, torch.Tensor) for g in exact):
             return
         self.counts["cases"] += 1
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         try:
             got, _ = gradients(case, arguments, leaves, {"codec": "int8", "min_numel": 1})
         except Exception as error:

@@ -177,7 +177,7 @@ def step(model, inputs, dtype=None):
 def checkpointed(model, inputs, function, **options):
     """The same with ``function``, and what gradckpt counted."""
     model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     return *step(model, inputs, **options), gradckpt.stats()
 
 
@@ -227,7 +227,7 @@ def test_in_eval_mode_too():
     model, inputs = build(sd3)
     _, _, stats = checkpointed(model.eval(), inputs, INT8)
     assert stats["compressed"] == FAMILIES[sd3][1]
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with torch.no_grad():
         model(**inputs)
     assert gradckpt.stats()["compressed"] == 0
@@ -265,7 +265,7 @@ def test_the_choice_lives_on_the_model(tmp_path):
     model, inputs = build(dit)
     _, gradients, _ = checkpointed(model, inputs, INT8)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         assert equal(step(other, inputs)[1], gradients)
         assert gradckpt.stats()["compressed"] == FAMILIES[dit][1]
     model.save_pretrained(tmp_path)
@@ -273,7 +273,7 @@ def test_the_choice_lives_on_the_model(tmp_path):
     assert loaded.state_dict().keys() == model.state_dict().keys()
     assert not loaded.is_gradient_checkpointing
     model.disable_gradient_checkpointing()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     step(model, inputs)
     assert gradckpt.stats()["regions"] == 0
 
@@ -294,7 +294,7 @@ def test_rules_for_modules():
     model, inputs = build(flux)
     _, gradients, _ = checkpointed(model, inputs, INT8)
     model.disable_gradient_checkpointing()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with gradckpt.apply(model, "layer", compress="int8") as handle:
         assert list(handle.modules) == [
             *(f"transformer_blocks.{i}" for i in range(2)),

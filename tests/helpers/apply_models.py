@@ -156,7 +156,7 @@ def names_of(model, rules, **options):
 
 def regions_of(model, x=None):
     """The number of regions in one forward and backward."""
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     out = model(torch.randn(2, 8) if x is None else x)
     if out.requires_grad:
         out.sum().backward()

@@ -19,7 +19,7 @@ int8 = functools.partial(gradckpt.checkpoint, compress="int8")
 def fresh_dynamo():
     torch._dynamo.reset()
     packing._warn_unpacked.cache_clear()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     yield
     torch._dynamo.reset()
 

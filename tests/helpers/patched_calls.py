@@ -79,7 +79,7 @@ def stock():
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    gradckpt.reset_stats()  # graphs that an earlier test compiled may be running, as far as patched() knows
+    gradckpt.stats.reset()  # graphs that an earlier test compiled may be running, as far as patched() knows
     before = stock()
     yield
     after = stock()

@@ -30,7 +30,7 @@ BLIND_REASON = "this torch does not show what hooks gave it"
 def fresh():
     torch.manual_seed(0)
     gc.collect()  # payloads in the traceback of an expected error
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
 
 
 def activation(*shape, dtype=torch.float32):

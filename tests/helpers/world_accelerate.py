@@ -90,7 +90,7 @@ def prepare(version, how, flag=False, late=False):
 
 def train(version, how, **options):
     accelerator, model, optimizer = prepare(version, how, **options)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     generator = torch.Generator().manual_seed(RANK)
     ids = torch.randint(0, 64, (2, 64), generator=generator)
     with accelerator.no_sync(model):

@@ -48,7 +48,7 @@ class Calls:
 
 def step(schedule, how):
     """Gradients by name, losses and calls of the stages of this rank, and what gradckpt counted."""
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     mine = SCHEDULES[schedule][RANK]
     total = sum(map(len, SCHEDULES[schedule]))
     modules = [stage(index, how) for index in mine]

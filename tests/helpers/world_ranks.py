@@ -245,7 +245,7 @@ def tensors():
         model = sequenced(how, mesh)
         generator = torch.Generator().manual_seed(3)
         whole = torch.randn(2, 63, 64, generator=generator)  # shards of 32 and 31
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         x = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
         y = model(x * 1)
         loss = y.square().mean()
@@ -270,7 +270,7 @@ def tensors():
 
 def partial(mesh):
     """A sum that is spread over the ranks stays as it is."""
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     x = DTensor.from_local(torch.randn(4, 512), mesh, [Replicate()]).requires_grad_()
     sums = DTensor.from_local(x.to_local(), mesh, [Partial()])
     gradckpt.checkpoint_wrapper(nn.Identity())(sums).to_local().sum().backward()
@@ -278,7 +278,7 @@ def partial(mesh):
 
 
 def keyword(mesh):
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     block = sequenced("int8", mesh)[0]
     x = distribute_tensor(torch.randn(2, 64, 64), mesh, [Shard(1)]).requires_grad_()
     block(x * 1, scale=x * 2).sum().backward()
@@ -299,5 +299,5 @@ def late(mesh, layout, local):
         return model[0].weight.grad.to_local()
 
     expected = gradient()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     return torch.equal(gradient("lossless"), expected), gradckpt.stats()["compressed"], gradckpt.stats()["kept"]

@@ -110,7 +110,7 @@ def train(make, how, *, same=False, micro=2):
     torch.manual_seed(7)
     model = make(how)
     torch.manual_seed(1000)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     gradckpt.set_rounding_state((3, 0))
     hashes, losses = Hashes(), []
     for step in range(micro):

@@ -63,7 +63,7 @@ def data():
 
 def train(version, compress, flag=False):
     losses = Losses()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     trainer = Trainer(
         model=llama(), args=arguments(version, compress, flag), train_dataset=list(data()), callbacks=[losses]
     )

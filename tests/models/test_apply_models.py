@@ -204,7 +204,7 @@ def count_runs(kind, runs, monkeypatch):
 def test_compressed_inputs():
     model = build("llama")
     expected_loss, expected = gradients(model)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     gradckpt.apply(model, {"attention": {"codec": "int8", "min_numel": 0}, "mlp": "raw"})
     loss, found = gradients(model)
     assert gradckpt.stats()["compressed"] == 4

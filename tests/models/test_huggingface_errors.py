@@ -333,10 +333,21 @@ class TestActivity:
         model.lm_head.requires_grad_(True)
         self.warned(model, r"call model\.enable_input_require_grads\(\)")
 
-    def test_small_inputs(self):
+    def test_small_inputs_are_one_line_in_the_log(self, caplog):
+        """Nothing can be mended about a tiny model."""
         model = build()
         gradckpt.enable(model)
-        self.warned(model, r"all 4 inputs were kept as they are: .*min_numel=1024", IDS[:, :8])
+        with warnings.catch_warnings(), caplog.at_level("INFO", "gradckpt"):
+            warnings.simplefilter("error")
+            for _ in range(4):
+                step(model, IDS[:, :8])
+        (line,) = [record.getMessage() for record in caplog.records if "min_numel" in record.getMessage()]
+        assert "all 4 inputs were kept as they are: smaller than min_numel (4)" in line
+
+    def test_large_inputs_below_min_numel(self):
+        model = build()
+        gradckpt.enable(model, {"codec": "int8", "min_numel": 10**6})
+        self.warned(model, r"all 4 inputs were kept as they are: .*min_numel=1000000", IDS.repeat(2, 4))
 
     def test_layers_that_never_call(self):
         model = Idle(CONFIG)
@@ -377,5 +388,5 @@ class TestActivity:
         model = build()
         gradckpt.enable(model)
         for _ in range(3):
-            gradckpt.reset_stats()
+            gradckpt.stats.reset()
             step(model)

@@ -47,7 +47,7 @@ def build():
 
 @pytest.fixture
 def gradients():
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     return model_families.gradients
 
 
@@ -192,7 +192,7 @@ def test_masks_are_kept_by_reference(build, gradients):
 def test_encoder_states_are_kept_once(build):
     """Every decoder layer is given them; the layers share one payload."""
     model = build("whisper", decoder_layers=3)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with gradckpt.enable(model, compress="int8"):
         loss = model(**FAMILIES["whisper"].batch()).loss
         stats = gradckpt.stats()
@@ -215,7 +215,7 @@ def test_layerdrop(family, fields, build, gradients):
     model = build(family, **fields)
     with gradckpt.enable(model, compress=None):
         same(gradients(family, model), theirs)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with gradckpt.enable(model, compress="int8"):
         _, grads, _ = gradients(family, model)
     assert 0 < gradckpt.stats()["compressed"] < (FAMILIES[family].inputs or FAMILIES[family].layers)
@@ -233,7 +233,7 @@ def test_every_second_layer(family, layers, build, gradients):
     with gradckpt.enable(model, compress=None, every_n_layers=2) as handle:
         assert handle.layers == layers
         same(gradients(family, model), theirs)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with gradckpt.enable(model, compress="int8", every_n_layers=2):
         _, grads, _ = gradients(family, model)
     assert gradckpt.stats()["compressed"] == (3 if family == "whisper" else 2)
@@ -247,7 +247,7 @@ def test_use_cache(family, build, gradients):
     model = build(family)
     with gradckpt.enable(model, compress=None):
         same(gradients(family, model, use_cache=True), theirs)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with gradckpt.enable(model, compress="int8"):
         _, grads, _ = gradients(family, model, use_cache=True)
     assert compressed_all(family)
@@ -337,7 +337,7 @@ def test_frozen_base_trains_its_head(build, gradients):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name)
     _, exact, _ = gradients("llama", model)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with gradckpt.enable(model, compress="int8"):
         _, grads, _ = gradients("llama", model)
     # Before 5.0, transformers does not mark: the first layer's input is nobody's function.

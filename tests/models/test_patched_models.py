@@ -91,7 +91,7 @@ class TestInactive:
                 train(lambda layer, x: layer(x))
             with gradckpt.patched("int8"):
                 train(early, use_reentrant=False)
-                gradckpt.reset_stats()
+                gradckpt.stats.reset()
             with gradckpt.patched("int8"), torch.no_grad():
                 early(torch.sin, torch.ones(2), use_reentrant=False)
             with gradckpt.patched("int8"):
@@ -134,11 +134,11 @@ class TestInactive:
         train(gradckpt.checkpoint, compress="int8")
         with gradckpt.patched("int8") as handle:
             train(early, steps=1, use_reentrant=False)
-            gradckpt.reset_stats()
+            gradckpt.stats.reset()
             train(early, steps=6, use_reentrant=False)  # more regions than were counted at the start
             assert handle.stats()["compressed"] == 24
             handle.remove()
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         assert handle.stats()["compressed"] == 24
 
 

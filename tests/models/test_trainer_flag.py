@@ -92,7 +92,7 @@ class TestAlone:
 
     def test_none_is_stock_to_the_last_bit(self, name, reentrant, tmp_path):
         ours, stock = build(), build()
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         train(ours, tmp_path, **flag({"compress": None, **reentrant}, name))
         assert gradckpt.stats()["regions"] == 2 * LAYERS
         assert gradckpt.stats()["compressed"] == 0
@@ -126,7 +126,7 @@ class TestKeys:
         assert step(model) == LAYERS // 2, "what the flag said holds when others turn it on again"
 
     def test_policy_alone(self, tmp_path):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         train(build(), tmp_path, **flag({"policy": "save_matmuls"}))
         assert gradckpt.stats()["regions"] == 2 * LAYERS
 
@@ -135,7 +135,7 @@ class TestKeys:
     )
     def test_nothing_of_ours_nothing_done(self, kwargs, tmp_path):
         model = build()
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         train(model, tmp_path, **flag(kwargs))
         assert SEAM not in vars(model)
         assert gradckpt.stats()["regions"] == 0

@@ -98,7 +98,7 @@ def test_none_is_torchs_to_the_last_bit():
 
 def test_int8_compresses_every_block():
     model = wrapped("int8")
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     assert close(gradients(model), gradients(stock()))
     s = gradckpt.stats()
     assert s["compressed"] == s["regions"] == s["recomputes"] == N
@@ -201,7 +201,7 @@ def test_copies(how):
         torch.save(model, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     assert equal(gradients(twin), before)
     assert gradckpt.stats()["compressed"] == N
     assert repr(twin) == repr(model)
@@ -223,7 +223,7 @@ def test_attributes_are_those_of_the_module():
 def test_no_grad_and_eval():
     model, plain = wrapped("int8"), net()
     x = torch.randn(4, 16, 64)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     with torch.no_grad():
         torch.manual_seed(3)
         a = model(x)
@@ -237,7 +237,7 @@ def test_keywords():
     block = MyBlock().eval()
     ours, theirs = gradckpt.checkpoint_wrapper(block), torchs.checkpoint_wrapper(block)
     x, scale = torch.randn(4, 16, 64, requires_grad=True), torch.rand(4, 16, 64, requires_grad=True)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     for wrapper in (ours, theirs):
         wrapper(x * 1, scale=scale * 1).sum().backward()
     assert gradckpt.stats()["compressed"] == 2
@@ -259,7 +259,7 @@ def test_running_statistics_are_updated_once():
 def test_compiled():
     model = wrapped("int8").eval()
     expected = gradients(model)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.manual_seed(1)
@@ -273,7 +273,7 @@ def test_compiled_blocks_in_wrappers():
     model = net().eval()
     for i, block in enumerate(model.blocks):
         model.blocks[i] = gradckpt.checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     gradients(model)
     assert gradckpt.stats()["compressed"] == N
 
@@ -407,7 +407,7 @@ def test_nested_on_purpose():
     block.first = gradckpt.checkpoint_wrapper(block.first)
     refused("a Linear inside this MyBlock is checkpointed already", gradckpt.checkpoint_wrapper, block)
     outer = gradckpt.checkpoint_wrapper(block, None, nested=True)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     outer(torch.randn(2, 16, 64, requires_grad=True) * 1).sum().backward()
     assert gradckpt.stats()["recomputes"] == 2
     model = net()

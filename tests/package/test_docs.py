@@ -219,13 +219,17 @@ def template(node):
     return "…"
 
 
+#: Functions that warn, or log where nothing can be mended.
+SAY = {"warn_inactive", "say", "_activity.say"}
+
+
 def messages_of_python(tree):
     """What is raised, returned to be raised, or warned of; messages begin with the package's name."""
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, (ast.JoinedStr, ast.Constant)) and id(node) not in parts:
             yield template(node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn_inactive") and node.args:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in SAY and node.args:
             yield "gradckpt: " + template(node.args[0])
 
 

@@ -86,7 +86,7 @@ def test_regions():
     """The loss is that of no checkpointing to the last bit; so are the gradients of exact codecs."""
     plain_loss, plain = region_gradients(lambda function, x: function(x))
     for codec in [c for c, dtype in PAIRS if dtype == "bfloat16"]:
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         loss, gradients = region_gradients(
             lambda function, x, codec=codec: gradckpt.checkpoint(function, x, compress=codec)
         )
@@ -101,7 +101,7 @@ def test_regions():
 def test_refused_inputs_are_kept():
     """Counted as kept; what the codec cannot hold comes from the original, with a cast the rest is rounded."""
     for codec in ("fp16", "bf16", "lossless"):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         layer = torch.nn.Linear(4096, 16, device="cuda")
         x = torch.randn(8, 4096, device="cuda")
         if codec == "lossless":

@@ -46,6 +46,7 @@ PYTHON = {
     "gradckpt._shim": {"gradckpt._objects"},
     "gradckpt.apply": {
         "gradckpt",
+        "gradckpt._activity",
         "gradckpt.caches",
         "gradckpt.config",
         "gradckpt.decorator",
@@ -72,7 +73,16 @@ PYTHON = {
         "gradckpt.selective",
         "gradckpt.stats",
     },
-    "gradckpt.config": {"gradckpt._C", "gradckpt.rounding"},
+    "gradckpt._activity": {
+        "gradckpt",
+        "gradckpt._frames",
+        "gradckpt.config",
+        "gradckpt.policies",
+        "gradckpt.selective",
+        "gradckpt.stats",
+    },
+    "gradckpt._frames": set(),
+    "gradckpt.config": {"gradckpt._frames", "gradckpt._C", "gradckpt.rounding"},
     "gradckpt.decorator": set(),
     "gradckpt.imports": set(),
     "gradckpt.kinds": set(),
@@ -80,9 +90,11 @@ PYTHON = {
     "gradckpt.rounding": {"gradckpt._C"},
     "gradckpt.selftest": {"gradckpt._C"},
     "gradckpt.selectors": {"gradckpt._C", "gradckpt.config", "gradckpt.kinds"},
-    "gradckpt.residuals": {"gradckpt.stats"},
+    "gradckpt.residuals": {"gradckpt._C", "gradckpt._frames", "gradckpt.selective", "gradckpt.stats"},
     "gradckpt.patched": {
         "gradckpt._C",
+        "gradckpt._activity",
+        "gradckpt.apply",
         "gradckpt.compat",
         "gradckpt.compile",
         "gradckpt.config",
@@ -93,7 +105,13 @@ PYTHON = {
     },
     "gradckpt.policies": {"gradckpt._decisions", "gradckpt._forms", "gradckpt.packing", "gradckpt.selective"},
     "gradckpt.run": {"gradckpt.config", "gradckpt.patched", "gradckpt.policies", "gradckpt.stats"},
-    "gradckpt.saved": {"gradckpt._C", "gradckpt._savers", "gradckpt.config", "gradckpt.decorator"},
+    "gradckpt.saved": {
+        "gradckpt._C",
+        "gradckpt._activity",
+        "gradckpt._savers",
+        "gradckpt.config",
+        "gradckpt.decorator",
+    },
     "gradckpt.selective": {
         "gradckpt._C",
         "gradckpt._decisions",
@@ -102,7 +120,7 @@ PYTHON = {
         "gradckpt.packing",
     },
     "gradckpt.sequential": {"gradckpt.config"},
-    "gradckpt.stats": {"gradckpt._C", "gradckpt.config"},
+    "gradckpt.stats": {"gradckpt._C"},
     "gradckpt.__main__": {"gradckpt"},
     "gradckpt._import_error": set(),
     "gradckpt.environment": {"gradckpt._C"},
@@ -133,9 +151,10 @@ PYTHON = {
         "gradckpt.kinds",
         "gradckpt.stats",
     },
-    "gradckpt.integrations.offload": {"gradckpt"},
+    "gradckpt.integrations.offload": {"gradckpt", "gradckpt.apply"},
     "gradckpt.integrations.seam": {
         "gradckpt",
+        "gradckpt._activity",
         "gradckpt.apply",
         "gradckpt.integrations.kwargs",
         "gradckpt.integrations.offload",
@@ -161,7 +180,7 @@ PYTHON = {
         "gradckpt.integrations.ranks",
         "gradckpt.kinds",
     },
-    "gradckpt.integrations.watch": {"gradckpt", "gradckpt.config", "gradckpt.integrations.ranks"},
+    "gradckpt.integrations.watch": {"gradckpt._activity", "gradckpt.integrations.ranks", "gradckpt.stats"},
 }
 
 #: Python module -> frameworks that it may import at the top: only who uses the framework imports the module

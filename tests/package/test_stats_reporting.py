@@ -1,7 +1,6 @@
 """stats() for loggers (scalars, TensorBoard) and for people (text, a table)."""
 
-import contextlib
-import io
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import gradckpt
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
 
 
 def train(regions=1, rows=64):
@@ -31,7 +30,7 @@ def train(regions=1, rows=64):
 
 def test_scalars_are_the_numbers_of_stats():
     train(3)
-    s, scalars = gradckpt.stats(), gradckpt.stats_scalars()
+    s, scalars = gradckpt.stats(), gradckpt.stats().scalars()
     assert all(type(value) is float for value in scalars.values())
     assert scalars["gradckpt/compressed"] == s["compressed"] == 3
     assert scalars["gradckpt/asked"] == 6
@@ -46,7 +45,7 @@ def test_scalars_are_the_numbers_of_stats():
 
 
 def test_prefix_and_nothing_to_divide():
-    scalars = gradckpt.stats_scalars("train/ckpt_")
+    scalars = gradckpt.stats().scalars("train/ckpt_")
     assert scalars["train/ckpt_compressed"] == 0.0
     assert not [key for key in scalars if not key.startswith("train/ckpt_") or key.endswith("ratio")]
 
@@ -55,12 +54,13 @@ def test_since():
     train(2, rows=64)
     before = gradckpt.stats()
     train(3, rows=128)
-    after = gradckpt.stats_scalars("", since=before)
+    after = gradckpt.stats().since(before).scalars("")
     assert (after["compressed"], after["kept/smaller_than_min_numel"]) == (3, 3)
     assert after["bytes_in_mib"] == 3 * 128 * 64 * 4 / 2**20
     assert after["ratio"] == (128 * 64 * 130 / 128) / (128 * 64 * 4)
     assert after["peak_live_mib"] == gradckpt.stats()["peak_live_bytes"] / 2**20
-    idle = gradckpt.stats_scalars("", since=gradckpt.stats())
+    now = gradckpt.stats()
+    idle = now.since(now).scalars("")
     assert idle["compressed"] == 0
     assert "ratio" not in idle
 
@@ -68,9 +68,9 @@ def test_since():
 def test_since_before_a_reset():
     train(3)
     before = gradckpt.stats()
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     train(2)
-    scalars = gradckpt.stats_scalars("", since=before)
+    scalars = gradckpt.stats().since(before).scalars("")
     assert (scalars["compressed"], scalars["kept/smaller_than_min_numel"]) == (2, 2)
 
 
@@ -83,18 +83,23 @@ def events(folder):
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
+def log(writer, step, prefix="gradckpt/"):
+    for tag, value in gradckpt.stats().scalars(prefix).items():
+        writer.add_scalar(tag, value, step)
+
+
 def test_tensorboard(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(tmp_path) as writer:
         for step in (1, 2):
             train(2)
-            gradckpt.log_stats(writer, step)
-        gradckpt.log_stats(writer, 2, prefix="other/")
+            log(writer, step)
+        log(writer, 2, "other/")
     found = events(tmp_path)
     assert found["gradckpt/compressed"] == [(1, 2.0), (2, 4.0)]
     assert found["other/compressed"] == [(2, 4.0)]
-    wanted = gradckpt.stats_scalars()
+    wanted = gradckpt.stats().scalars()
     assert {tag for tag in found if tag.startswith("gradckpt/")} == set(wanted)
     for tag, value in wanted.items():
         assert found[tag][-1] == (2, pytest.approx(value, rel=1e-6)), tag
@@ -103,41 +108,87 @@ def test_tensorboard(tmp_path):
 # ---- for people ----
 
 
-def test_text():
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+def steps(number, compress="int8", **options):
+    """Training steps of three layers, each with an input of 16 KiB."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), *(Block() for _ in range(3)))
+    with gradckpt.apply(net, {Block: compress}, **options):
+        for _ in range(number):
+            net(torch.randn(64, 64)).sum().backward()
+
+
+def lines():
+    return str(gradckpt.stats()).splitlines()
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_text(number):
+    """Of one step, however many there were; no row of zeros."""
+    steps(number)
+    head, span, *rows = lines()
+    assert head == "checkpoints at the peak: 48.0 -> 12.2 KiB, 3 of 3 layers"
+    assert span == ("in one step:" if number == 1 else "a step, of 4 steps:")
+    assert rows == [
+        "  layers that checkpoint  3",
+        "  layers run again        3",
+        "  tensors compressed      3  48.0 -> 12.2 KiB",
+    ]
+
+
+def test_text_of_what_stays_uncompressed():
     train(3)
-    lines = gradckpt.format_stats().splitlines()
-    assert not [line for line in lines if line != line.rstrip() or "\t" in line]
-    row = {line.partition("  ")[0]: line for line in lines}
-    assert row["tensors compressed"].split()[-1] == "3"
-    assert row["payloads written"].endswith("3  48.00 KiB -> 12.19 KiB, ratio 0.254")
-    assert row["kept: smaller than min_numel"].split()[-1] == "3"
-    assert len({line.index(" B") for line in lines if line.endswith("  0 B")}) == 1, "a column"
-    out = io.StringIO()
-    gradckpt.print_stats(out)
-    assert out.getvalue().splitlines() == lines
+    head, _, *rows = lines()
+    assert head == "checkpoints at the peak: 16.0 -> 4.06 KiB, 1 of 1 layers"
+    row = {line.strip().partition("  ")[0]: line for line in rows}
+    assert row["not compressed: smaller than min_numel"].split()[-1] == "1"
+    assert row["not compressed though they could be"].endswith("  16 B")
+    assert not [line for line in rows if line != line.rstrip() or "\t" in line]
+
+
+@pytest.mark.parametrize(("policy", "size"), [("save_matmuls", "48.0 KiB"), ("save_matmuls:int8", "0 B")])
+def test_what_a_policy_keeps_is_counted(policy, size):
+    steps(2, policy=policy)
+    row = next(line for line in lines() if "outputs that a policy keeps" in line)
+    assert row.split()[-3:] == ["3", *size.split()]
+    assert (gradckpt.stats()["policy_outputs"], gradckpt.stats()["steps"]) == (6, 2)
+    assert gradckpt.stats()["policy_bytes"] == (2 * 3 * 64 * 64 * 4 if policy == "save_matmuls" else 0)
+
+
+def test_layers_that_compress_are_told_from_those_that_do_not():
+    steps(2, compress=None)
+    assert lines()[0] == "checkpoints: not compressed, 3 layers with compress=None"
+    steps(2)
+    assert lines()[0].endswith(", 1.5 of 3 layers")
+    assert gradckpt.stats()["regions_compressed"] == 6
 
 
 def test_text_before_anything_was_compressed():
-    assert "ratio" not in gradckpt.format_stats()
+    assert str(gradckpt.stats()) == "checkpoints: none so far"
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def test_text_of_saved_tensors():
+    x = torch.randn(64, 64, requires_grad=True)
+    gradckpt.compress_saved("int8")(lambda: (x * 2).square())().sum().backward()
+    assert lines()[0] == "saved tensors: 16.0 -> 4.06 KiB, 20.1 KiB at the peak, 1 of 1 tensors"
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_terminal(rich, monkeypatch):
-    train(3)
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    out = Terminal()
-    with contextlib.redirect_stdout(out):
-        gradckpt.print_stats()
-    assert ("│" in out.getvalue()) is rich
-    assert "kept: smaller than min_numel" in out.getvalue()
-    if not rich:
-        assert out.getvalue() == gradckpt.format_stats() + "\n"
+def test_it_is_a_dict():
+    train()
+    found = gradckpt.stats()
+    assert json.loads(json.dumps(found)) == found
+    assert found["compressed"] == 1
+    gradckpt.stats.reset()
+    assert found["compressed"] == 1
+    assert gradckpt.stats()["compressed"] == 0
+    assert gradckpt.stats().since(found) == gradckpt.stats()
 
 
 def test_importing_gradckpt_imports_no_framework():
@@ -153,9 +204,8 @@ def test_compiled_graphs_are_counted_apart():
     before = gradckpt.stats()
     layer = torch.compile(lambda x: gradckpt.checkpoint(torch.sin, x * 2.0, compress="int8"), backend="aot_eager")
     layer(torch.randn(64, 64, requires_grad=True)).sum().backward()
-    scalars = gradckpt.stats_scalars("", since=before)
+    scalars = gradckpt.stats().since(before).scalars("")
     assert (scalars["compiled_graphs"], scalars["compiled_tensors"], scalars["compressed"]) == (1, 1, 0)
     assert scalars["compiled_bytes_in_mib"] == 64 * 64 * 4 / 2**20
     assert scalars["compiled_bytes_out_mib"] == 32 * 130 / 2**20
-    (line,) = [line for line in gradckpt.format_stats().splitlines() if line.startswith("of compiled graphs")]
-    assert line.endswith("  1  16.00 KiB -> 4.06 KiB")
+    assert lines()[0] == "checkpoints of compiled graphs: 16.0 -> 4.06 KiB for one call, 1 tensors"

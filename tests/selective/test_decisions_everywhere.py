@@ -59,7 +59,7 @@ def test_decisions_false_counts_for_what_is_inside(codec):
     """And nothing is kept where nothing is approximate."""
     config = gradckpt.CompressionConfig(codec, decisions=False)
     for compress in (config, "raw", None):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         built = build(2, "tokens")
         outer = functools.partial(gradckpt.checkpoint, compress=compress)
         plain = functools.partial(functools.partial, gradckpt.checkpoint)
@@ -164,7 +164,7 @@ def test_another_thread_calls_torchs_own():
 
     def other():
         assert inside.wait(20)
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         x = torch.randn(8, 8, requires_grad=True)
         torchs_checkpoint(torch.exp, x * 1, use_reentrant=False).sum().backward()
         ours.append(gradckpt.stats()["regions"])

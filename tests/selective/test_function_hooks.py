@@ -323,7 +323,7 @@ def test_compressed_inputs_end_with_the_backward():
     layers = [torch.nn.Linear(64, 64) for _ in range(3)]
     bytes_of = {}
     for name in ("checkpoint", "SelectiveRecompute"):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         for _ in range(3):
             h = torch.randn(64, 64).requires_grad_() * 1
             for layer in layers:

@@ -85,7 +85,7 @@ def test_a_name_keeps_only_what_has_it_alive(case):
 def test_compressed(case):
     model, x, want = case
     policy = policies.save_named("q").compressed({"codec": "int8", "min_numel": 1})
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     got = gradients(lambda x: gradckpt.SelectiveRecompute.apply(model, policy, x), model, x)
     assert gradckpt.stats()["compressed"] == 1
     for a, b in zip(got, want, strict=True):

@@ -168,7 +168,7 @@ def routed(codec, steps, decisions):
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.soak)])
 def test_a_mixture_of_experts_routes_the_same_way_twice(codec, steps):
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     assert routed(codec, steps, decisions=True) == (0, 0)
     stats = gradckpt.stats()
     assert stats["compressed"] > 0
@@ -232,7 +232,7 @@ def test_casts_are_kept_only_when_asked_for():
         made.append((t * 1000).long())
         return t * made[-1]
 
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     gradckpt.checkpoint(region, leaf(64, 64) * 1, compress="int4").sum().backward()
     assert not torch.equal(*made)
     assert gradckpt.stats()["decisions"] == 0
@@ -292,7 +292,7 @@ def test_decisions_under_a_mode_and_with_a_policy():
 
 def test_decisions_are_not_kept_where_nothing_is_approximate():
     for compress in (None, "raw", {"codec": "int8", "replay": True}, {"codec": "int8", "decisions": False}):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         gradckpt.checkpoint(lambda t: t * (t > 0), leaf(64, 64) * 1, compress=compress).sum().backward()
         assert gradckpt.stats()["decisions"] == 0
     gradckpt.checkpoint(lambda t: t * (t > 0), leaf(64, 64) * 1, compress="int8").sum().backward()

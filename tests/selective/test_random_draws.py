@@ -96,7 +96,7 @@ def test_a_policy_that_keeps_a_random_operator(checkpoint, function):
 
 def test_states_are_counted():
     h = torch.randn(64, 64, requires_grad=True)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     out = gradckpt.checkpoint(lambda t: t * t.softmax(-1).multinomial(1), h * 1, compress="int8")
     stats = gradckpt.stats()
     assert stats["decisions"] == 1

@@ -43,7 +43,7 @@ def test_how_a_policy_says_that_an_output_is_kept_compressed(answer, codec, as_f
     def region(t):
         return square(t.sin()).exp()
 
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     storage, got = stored(policy, region, x)
     (want,) = torch.autograd.grad(region(x).sum(), x)
     assert calls["square"] == 2  # one of them for `want`
@@ -65,7 +65,7 @@ def test_a_mapping_may_say_recompute(answer):
 
 
 def test_small_outputs_and_integers_stay_as_they_are():
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     policy = {aten.sin.default: "int8", aten.argmax.default: gradckpt.save({"codec": "int8", "min_numel": 1})}
     x = leaf(8, 8)
     storage, got = stored(policy, lambda t: t.sin().exp()[t.argmax(1)], x)
@@ -75,7 +75,7 @@ def test_small_outputs_and_integers_stay_as_they_are():
 
 
 def test_values_that_the_codec_refuses_stay_as_they_are():
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     x = leaf(64, 64)
     storage, got = stored({SQUARE: "fp16"}, lambda t: square(t * 1e4).sin(), x)
     assert isinstance(storage[SQUARE][0].val, torch.Tensor)

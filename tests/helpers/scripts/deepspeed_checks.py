@@ -21,7 +21,7 @@ WIDTH = 64
 @pytest.fixture(autouse=True)
 def _fresh():
     ours.configure(None)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     theirs.get_cuda_rng_tracker().reset()
 
 
@@ -238,7 +238,7 @@ BLOCK = {
 
 class TestConfigure:
     def ratio(self):
-        gradckpt.reset_stats()
+        gradckpt.stats.reset()
         step(ours)
         return gradckpt.stats()["ratio"]
 

@@ -84,7 +84,7 @@ def stack(way):
 
 
 def train(model, stage, batch):
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_model_persistence_threshold": 0}
     config = {

@@ -64,7 +64,7 @@ def strategy(how):
 
 
 def fit(how, wrap=lambda block: block, callback=None):
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     module, record = Sharded(how, wrap), Record()
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -45,7 +45,7 @@ def step(config=None, model=None):
     model = model or build()
     if config is not None:
         config.build().apply(model)
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     torch.manual_seed(1)
     ids = torch.randint(0, 2048, (1, ROWS))
     loss = functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())

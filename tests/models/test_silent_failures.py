@@ -1,0 +1,329 @@
+"""What a user does, without an error, so that nothing is saved: each is said, with its cause, at the user's line."""
+
+import functools
+import logging
+import os
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+import gradckpt  # noqa: E402
+from gradckpt import GradckptInactiveWarning, _frames, config, policies  # noqa: E402
+from gradckpt.stats import compiled  # noqa: E402
+
+WIDTH = 64
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    gradckpt.stats.reset()
+    monkeypatch.setattr(compiled, "ever", False)  # by another test of this process
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + F.gelu(self.linear(x))
+
+
+class Net(nn.Module):
+    """Calls its blocks by ``call``."""
+
+    def __init__(self, call=lambda net, block, x: block(x), blocks=4):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.call = call
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.call(self, block, x)
+        return x
+
+
+def train(model, rows=64, dtype=torch.float32):
+    """Steps of a user; the warnings point at one of these lines."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(rows, WIDTH, dtype=dtype)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def applied(call=lambda net, block, x: block(x), compress="int8", **options):
+    net = Net(call)
+    gradckpt.apply(net, {Block: compress}, **options)
+    return net
+
+
+def llama(**options):
+    shape = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, use_cache=False, **shape, **options)
+    model = transformers.LlamaForCausalLM(config).train()
+    forward = model.forward
+    ids = torch.arange(2 * 64).reshape(2, 64) % 64
+    model.forward = lambda x: forward(input_ids=ids, labels=ids).loss
+    return model
+
+
+def checkpointed(call):
+    """A net whose author calls gradckpt.checkpoint himself."""
+    return Net(lambda net, block, x: call(functools.partial(gradckpt.checkpoint, compress="int8"), block, x))
+
+
+class Box:
+    """A container that nothing knows."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+# ---- what users do
+
+
+def inside_torchs_checkpoint(reentrant):
+    train(applied(lambda net, block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)))
+
+
+def collected_by_a_list():
+    net = applied(lambda net, block, x: net.kept.append(x) or block(x))
+    net.kept = []
+    train(net)
+
+
+def collected_by_a_hook():
+    net, kept = applied(), []
+
+    def collect(module, args, output):
+        kept.append(args[0])
+
+    for block in net.blocks:
+        block.register_forward_hook(collect)
+    train(net)
+
+
+def collected_as_hidden_states():
+    model, kept = llama(output_hidden_states=True), []
+    inner = model.model.forward
+
+    def forward(*args, **kwargs):
+        kept.append(inner(*args, **kwargs))
+        return kept[-1]
+
+    model.model.forward = forward
+    gradckpt.enable(model)
+    train(model)
+
+
+def save_attention_with_eager_attention():
+    model = llama(attn_implementation="eager")
+    gradckpt.enable(model, policy="save_attention")
+    train(model)
+
+
+def policy_of_operators_that_do_not_run():
+    train(applied(compress=None, policy=[torch.ops.aten.convolution.default]))
+
+
+def policy_that_takes_every_other_of_one():
+    train(applied(policy=policies.every_other_matmul))
+
+
+def policy_function_that_never_says_save():
+    train(applied(policy=lambda ctx, op, *args, **kwargs: False))
+
+
+def closures():
+    train(checkpointed(lambda checkpoint, block, x: checkpoint(lambda: block(x))))
+
+
+def unknown_container():
+    train(checkpointed(lambda checkpoint, block, x: checkpoint(lambda box: block(box.x), Box(x))))
+
+
+def detached_inputs():
+    train(checkpointed(lambda checkpoint, block, x: checkpoint(block, x.detach())))
+
+
+def leaf_inputs():
+    train(checkpointed(lambda checkpoint, block, x: checkpoint(block, x.detach().requires_grad_())))
+
+
+def double_precision():
+    train(applied(compress="int8").double(), dtype=torch.float64)
+
+
+def min_numel_above_all():
+    train(applied(compress={"codec": "int8", "min_numel": 10**6}))
+
+
+def eval_mode_with_apply():
+    train(applied().eval())
+
+
+def eval_mode_with_enable():
+    model = llama()
+    gradckpt.enable(model)
+    train(model.eval())
+
+
+def parts_called_instead_of_modules():
+    train(applied(lambda net, block, x: x + F.gelu(block.linear(x))))
+
+
+def no_grad_around_the_modules():
+    def call(net, block, x):
+        with torch.no_grad():
+            x = block(x)
+        return net.embed(x)
+
+    train(applied(call))
+
+
+def frozen_embeddings():
+    model = llama()
+    gradckpt.enable(model)
+    model.disable_input_require_grads() if vars(model).get("_require_grads_hooks") else None
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    train(model)
+
+
+def saved_tensors_of_a_linear_model():
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    net.forward = gradckpt.compress_saved("int8")(net.forward)
+    train(net)
+
+
+FAILURES = [
+    (functools.partial(inside_torchs_checkpoint, False), r"inside torch's own checkpoint \(.*turn one of the two off"),
+    (functools.partial(inside_torchs_checkpoint, True), r"inside torch's own checkpoint \(.*turn one of the two off"),
+    (collected_by_a_list, "costs memory: 4 of 4 inputs were still alive .*a list, an attribute"),
+    (collected_by_a_hook, "costs memory: 4 of 4 .*the forward hook .*collect on 'blocks.0' keeps them, and 3 more"),
+    (collected_as_hidden_states, "costs memory: 4 of 4 .*output_hidden_states=True of LlamaForCausalLM keeps them"),
+    (save_attention_with_eager_attention, r"policy kept nothing .*LlamaForCausalLM has 'eager'.*'sdpa'"),
+    (policy_of_operators_that_do_not_run, "policy kept nothing .*do not call aten.convolution.default; name operators"),
+    (policy_that_takes_every_other_of_one, "policy kept nothing .*often enough"),
+    (policy_function_that_never_says_save, "policy kept nothing .*the function answered"),
+    (closures, r"the regions got no tensors; pass activations as arguments"),
+    (unknown_container, r"the regions got no tensors; .*in tuples, lists or dicts"),
+    (detached_inputs, "does not require grad"),
+    (leaf_inputs, "leaves stay alive anyway"),
+    (double_precision, r'dtype the codec does not take \(gradckpt.codec_info\(codec\)\["dtypes"\]'),
+    (min_numel_above_all, r"smaller than min_numel \(lower it with"),
+    (eval_mode_with_apply, r"none of the 4 modules .*in eval mode; call model.train\(\)"),
+    (eval_mode_with_enable, r"in eval mode, where transformers does not checkpoint; call model.train\(\)"),
+    (parts_called_instead_of_modules, "none of the 4 modules .*never called with grad on; .*calls their parts"),
+    (no_grad_around_the_modules, r"none of the 4 modules .*never called with grad on; look for a torch.no_grad\(\)"),
+    (frozen_embeddings, r"no input of a layer requires grad .*enable_input_require_grads"),
+    (saved_tensors_of_a_linear_model, r"compress_saved\(\) compressed nothing in 2 blocks"),
+]
+
+
+def name_of(failure):
+    return getattr(failure, "__name__", None) or f"{failure.func.__name__}_{failure.args[0]}"
+
+
+@pytest.mark.parametrize(("failure", "said"), FAILURES, ids=lambda x: name_of(x) if callable(x) else "")
+def test_it_is_said_once_at_the_users_line(failure, said):
+    with pytest.warns(GradckptInactiveWarning, match=said) as caught:
+        failure()
+    (warning,) = [w for w in caught if issubclass(w.category, GradckptInactiveWarning)]
+    assert warning.filename == __file__
+    assert str(warning.message).startswith("gradckpt: ")
+
+
+# ---- what is no failure
+
+
+def test_a_smoke_test_of_a_tiny_model_passes_under_warnings_as_errors(caplog):
+    caplog.set_level(logging.INFO, "gradckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = Net()
+        gradckpt.apply(net, {Block: "int8"}, policy="save_matmuls")
+        train(net, rows=2)
+        lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "smaller than min_numel (compressing them would save nothing)" in line]
+    assert len(lines) == 2, lines
+
+
+def test_offload_without_a_device_is_one_line(caplog, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    caplog.set_level(logging.INFO, "gradckpt")
+    model = llama()
+    gradckpt.enable(model, offload=True)
+    train(model)
+    said = [r.levelname for r in caplog.records if "offload=True: there is no device here" in r.getMessage()]
+    assert said == ["INFO"]
+
+
+@pytest.mark.parametrize("compress", ["int8", None])
+def test_nothing_is_said_where_it_works(compress):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(applied(compress=compress, policy="save_matmuls"))
+        model = llama()
+        gradckpt.enable(model, compress)
+        train(model)
+
+
+@pytest.mark.parametrize("how", ["layers", "regions"])
+def test_compiled_layers_are_active(how):
+    """Their regions are in graphs, where nothing is counted per call."""
+    if how == "layers":
+        model = llama()
+        gradckpt.enable(model)
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    else:
+        model = applied()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GradckptInactiveWarning)
+        train(model)
+        if how == "layers":
+            train(model)  # another optimizer, and no graph is made any more
+    assert gradckpt.stats()["compiled_tensors"]
+
+
+# ---- whose line
+
+
+def test_a_warning_from_a_thread_of_autograds_points_at_the_line_that_waits():
+    """On a device, backward runs in a thread that no line of the user's has called."""
+    done = threading.Lock()
+    done.acquire()
+    names = {"done": done, "warn_inactive": config.warn_inactive}
+    of_torch, of_ours = ({"__name__": name, **names} for name in ("torch.autograd.graph", "gradckpt._shim"))
+    exec("def on_device():\n    warn_inactive('said there')\n    done.release()", of_ours)
+    exec("def backward(thread):\n    thread.start()\n    done.acquire()", of_torch)
+    thread = threading.Thread(target=of_ours["on_device"])
+    with pytest.warns(GradckptInactiveWarning, match="said there") as caught:
+        of_torch["backward"](thread)
+    thread.join()
+    assert caught[0].filename == __file__
+
+
+def test_frames_of_libraries_are_walked_over():
+    names = {"__name__": "transformers.trainer", "look": _frames.user_frame}
+    exec("def step():\n    return look()", names)
+    frame = names["step"]()
+    assert frame.f_code.co_filename == __file__
+    assert frame is sys._getframe()
