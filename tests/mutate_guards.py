@@ -9,7 +9,7 @@ are drawn by the commit's hash, and for each the tests that meet it run with the
 others and are quick first, until one fails, crashes or hangs: found.
 
 Guards against a failed allocation, and those for a CUDA device alone, are not drawn: no test on a CPU makes them
-fire. `--list` counts all of them.
+fire. Neither are those whose comment says "faster": without them the same comes out, later. `--list` counts all.
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ def guards_of(text: str, file: str) -> Iterator[Guard]:
         condition = " ".join(text[opens + 1 : end].split())
         before = plain[max(plain.rfind("}", 0, match.start()), match.start() - 300, 0) : match.start()]
         apart = why_apart(file, condition, text[at : stop + 1], before)
+        if re.search(r"/\* faster\b", text[match.start() : stop + 1]):
+            apart = "speed alone"
         body = " ".join(text[at : stop + 1].split())
         yield Guard(file, line, opens + 1, end, condition, body, "device code" if cuda[line] else apart)
 

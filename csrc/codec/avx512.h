@@ -67,7 +67,7 @@ COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_
 {
     uint16_t noise[GCK_GROUP];
 
-    if (amax == 0) {                               /* padding and dead channels: not so rare */
+    if (amax == 0) {                               /* faster: padding and dead channels are not so rare */
         memset(codes, 0, GCK_CODE_BYTES(format));
         memset(side, 0, 2 * GCK_SIDE_WORDS(format));
         return;
@@ -83,7 +83,7 @@ COLD void decode_rare(gck_format format, const uint8_t *codes, const uint16_t *s
 {
     static const uint8_t zeros[GCK_GROUP];
 
-    if (!gck_is_rotated(format) && side[0] == 0 && memcmp(codes, zeros, GCK_GROUP) == 0) {
+    if (!gck_is_rotated(format) && side[0] == 0 && memcmp(codes, zeros, GCK_GROUP) == 0) {    /* faster */
         memset(x, 0, group_bytes(dtype));
         return;
     }

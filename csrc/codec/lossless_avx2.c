@@ -60,7 +60,7 @@ INLINE vec v_spread(vec v)
 
 INLINE void v_store_rows(uint8_t *p, vec v, int rows, int stream)
 {
-    if (rows == 2 && !stream) {
+    if (rows == 2 && !stream) {                    /* faster: one store */
         store(p, v, 0);
         return;
     }

@@ -75,7 +75,7 @@ INLINE __m128i row_of(vec v, int r)
 
 INLINE void v_store_rows(uint8_t *p, vec v, int rows, int stream)
 {
-    if (rows == 4 && !stream) {
+    if (rows == 4 && !stream) {                    /* faster: one store */
         put(p, v, 0);
         return;
     }

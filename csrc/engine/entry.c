@@ -337,7 +337,7 @@ static PyObject *restore_payload(gck_payload *payload, gck_batch *batch, const P
 {
     PyObject *x;
 
-    if (!payload->again || inputs != NULL) {
+    if (!payload->again || inputs != NULL) {       /* faster: it is not asked for again */
         return gck_payload_restore(payload, batch);
     }
     if (batch->made == NULL && (batch->made = PyDict_New()) == NULL) {

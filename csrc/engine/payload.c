@@ -127,7 +127,7 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     gck_batch own;
     int status;
 
-    if (gck_batch_takes(batch, self->codec, &in->view)) {
+    if (gck_batch_takes(batch, self->codec, &in->view)) {    /* faster: one launch for several */
         return gck_batch_add(batch, self, in->x, self->buffer);
     }
     gck_batch_begin(&own, self->state, 0);
@@ -248,7 +248,7 @@ static PyObject *payload_bytes(gck_payload *self)
 /* Read on another stream than the one that wrote: tell the allocator. */
 static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 {
-    if (self->device < 0 || out->stream == self->stream) {
+    if (self->device < 0 || out->stream == self->stream) {    /* faster: the allocator knows */
         return 0;
     }
     return gck_done(gck_method(self->state->py.shim, "record_stream",

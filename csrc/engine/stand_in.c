@@ -45,7 +45,7 @@ int gck_stand_in(gck_state *state, int by)
     int status;
 
     state->standing += by;
-    if (state->standing != (by > 0)) {
+    if (state->standing != (by > 0)) {             /* faster: it stands, or is still needed */
         return 0;
     }
     error = gck_error_take();

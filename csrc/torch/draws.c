@@ -25,7 +25,7 @@ static int generator_of(const gck_py *py, PyObject *args, PyObject *kwargs, PyOb
     on_cpu = on_cpu > 0 ? gck_attr_is_true(x, py->names.is_cpu) : on_cpu;
     *generator = on_cpu != 0 ? NULL : PyObject_CallMethod(py->selection, "generator_of", "OO", args,
                                                           kwargs != NULL ? kwargs : Py_None);
-    if (*generator == py->rng.generator) {
+    if (*generator == py->rng.generator) {         /* faster: its bytes can be seen */
         Py_CLEAR(*generator);
         return 0;
     }

@@ -35,7 +35,7 @@ PyObject *gck_rng_stash(gck_rng *rng)
     unsigned char before[GCK_RNG_WINDOW];
     PyObject *state;
 
-    if (is_latest(rng)) {
+    if (is_latest(rng)) {                          /* faster */
         return Py_NewRef(rng->latest);
     }
     if (rng->window != NULL) {
@@ -53,7 +53,7 @@ int gck_rng_put(gck_rng *rng, PyObject *state)
     unsigned char after[GCK_RNG_WINDOW];
     PyObject *result;
 
-    if (state == rng->latest && is_latest(rng)) {
+    if (state == rng->latest && is_latest(rng)) {  /* faster */
         return 0;
     }
     result = PyObject_CallMethodObjArgs(rng->generator, rng->set_state, state, NULL);

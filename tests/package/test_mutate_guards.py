@@ -30,10 +30,13 @@ low:
 }
 static char *text(void)
 {
-    char *made = malloc(3);
+    char *made = calloc(3, 1);
 
     if (made == NULL) {
         return NULL;
+    }
+    if (made[1]) { /* faster: it is ready */
+        return made;
     }
 #if GCK_WITH_CUDA
     if (made[0]) { return made; }
@@ -54,9 +57,10 @@ def test_what_is_a_guard(guards):
         (7, "x < 0 || (x == 13 && ++*seen)"),
         (12, "x == 3"),
         (23, "made == NULL"),
-        (27, "made[0]"),
+        (26, "made[1]"),
+        (30, "made[0]"),
     ]
-    assert [g.apart for g in guards] == ["", "", "", "a failed allocation", "device code"]
+    assert [g.apart for g in guards] == ["", "", "", "a failed allocation", "speed alone", "device code"]
 
 
 def test_every_room_has_guards_to_draw_from():
@@ -90,7 +94,7 @@ def test_a_switch(guards, tmp_path):
         said = subprocess.run(["./limit"], cwd=tmp_path, env=given, capture_output=True, text=True, check=True).stdout
         return said, list(hits.read_bytes())
 
-    assert run() == ("100 0 0 33 5 21", [3, 3, 3, 1, 0])
+    assert run() == ("100 0 0 33 5 21", [3, 3, 3, 1, 1, 0])
     assert run(**{mutate_guards.GUARD: "0"})[0] == "200 0 0 33 5 21"
     assert run(**{mutate_guards.GUARD: "1"})[0] == "100 -1 13 33 5 1"
     assert run(**{mutate_guards.GUARD: "2"})[0] == "100 0 0 3 5 21"
