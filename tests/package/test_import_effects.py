@@ -28,7 +28,7 @@ ORDERS = {"gradckpt first": (), "transformers first": ("transformers.trainer", "
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_things_differ(order):
-    done = run("tests/helpers/scripts/import_effects.py", *ORDERS[order])
+    done = run("tests/helpers/scripts/import_effects.py", "gradckpt", *ORDERS[order])
     assert done.returncode == 0, done.stderr
     changes, _, later = done.stdout.partition("----\n")
     # Our operators in torch's registries, and torch's table of the operators that were looked up, are no effect.
@@ -45,6 +45,37 @@ def test_two_things_differ(order):
         assert others[0].startswith("finder.")
         assert " new <gradckpt.imports._AfterImport object" in others[0]
     assert later.splitlines() == ["[]", "['DefaultFlowCallback', 'GradckptFlag']"], "the finder is gone"
+
+
+CHANGES = """
+import atexit, sys, threading, warnings
+import torch.nn.modules.module, torch.utils.checkpoint
+from torch.optim import optimizer
+optimizer.register_optimizer_step_post_hook(print)
+torch.nn.modules.module.register_module_forward_pre_hook(print)
+warnings.filterwarnings("ignore", message="a warning that does not exist")
+atexit.register(print)
+torch.utils.checkpoint.checkpoint = print
+sys.path_hooks.append(print)
+sys.unraisablehook = print
+"""
+
+FOUND = (
+    "torch.optim.optimizer._global_optimizer_post_hooks.",
+    "torch.nn.modules.module._global_forward_pre_hooks.",
+    "warnings.filters.",
+    "limits.2 changed",
+    "torch.utils.checkpoint.checkpoint changed <built-in function print>",
+    "sys.path_hooks.",
+    "hooks.1 changed <built-in function print>",
+)
+
+
+def test_the_snapshot_finds_changes(tmp_path):
+    (tmp_path / "gradckpt_changes.py").write_text(CHANGES)
+    done = run("tests/helpers/scripts/import_effects.py", "gradckpt_changes", PYTHONPATH=str(tmp_path))
+    lines = done.stdout.partition("----\n")[0].splitlines()
+    assert not [start for start in FOUND if not any(line.startswith(start) for line in lines)], lines
 
 
 # ---- again
