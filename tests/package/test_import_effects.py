@@ -1,6 +1,7 @@
 """What `import gradckpt` changes: one finder, and one callback of transformers; and the finder itself."""
 
 import importlib
+import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -212,27 +213,35 @@ def test_the_spec_of_another_finder_is_used_and_stays_what_it_is(watched):
     assert "exec_module" not in vars(loader)
 
 
-def test_a_finder_that_asks_all_finders(watched):
-    """As wrapt's does."""
-    asking = []
+def ask_all(name, *_):
+    """As wrapt's finder does, which then answers None."""
+    asking.append(name)
+    try:
+        return importlib.util.find_spec(name) if len(asking) == 1 else None
+    finally:
+        asking.pop()
 
-    def ask(name, path, target):
-        if asking:
-            return None
-        asking.append(name)
-        try:
-            return importlib.util.find_spec(name)
-        finally:
-            asking.clear()
 
+def ask_others(*arguments):
+    """As ours does."""
+    others = (finder for finder in sys.meta_path if getattr(finder, "find", None) is not ask_others)
+    specs = (finder.find_spec(*arguments) for finder in others)
+    return next(filter(None, specs), None)
+
+
+asking = []
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["before ours", "behind ours"])
+@pytest.mark.parametrize("find", [ask_all, ask_others])
+def test_a_finder_that_asks_finders(watched, find, place, caplog):
     called = []
-    for place in (0, 1):  # behind ours, before it
-        sys.modules.pop(watched, None)
-        after_import(watched, called.append)
-        sys.meta_path.insert(1 - place, Finder(ask))
-        importlib.import_module(watched)
-        assert len(called) == place + 1
-        assert not finders()
+    after_import(watched, called.append)
+    sys.meta_path.insert(place, Finder(find))
+    module = importlib.import_module(watched)
+    assert called == [module]
+    assert not finders()
+    assert not caplog.text, "no endless recursion on the way"
 
 
 def raise_it(*_):
@@ -321,7 +330,7 @@ def test_another_thread_that_goes_through_the_finders_misses_none(watched, tmp_p
                 left.wait(20)
 
     after_import(watched, lambda module: None)
-    sys.meta_path.insert(1, Slow())
+    sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), Slow())
     module = importlib.util.module_from_spec(importlib.util.find_spec(watched))
     found = []
     thread = threading.Thread(target=lambda: found.append(importlib.util.find_spec("gradckpt_innocent")))
