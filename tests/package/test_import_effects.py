@@ -1,6 +1,7 @@
 """What `import gradckpt` changes: one finder, and one callback of transformers; and the finder itself."""
 
 import importlib
+import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -28,7 +29,7 @@ ORDERS = {"gradckpt first": (), "transformers first": ("transformers.trainer", "
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_things_differ(order):
-    done = run("tests/helpers/scripts/import_effects.py", *ORDERS[order])
+    done = run("tests/helpers/scripts/import_effects.py", "gradckpt", *ORDERS[order])
     assert done.returncode == 0, done.stderr
     changes, _, later = done.stdout.partition("----\n")
     # Our operators in torch's registries, and torch's table of the operators that were looked up, are no effect.
@@ -45,6 +46,37 @@ def test_two_things_differ(order):
         assert others[0].startswith("finder.")
         assert " new <gradckpt.imports._AfterImport object" in others[0]
     assert later.splitlines() == ["[]", "['DefaultFlowCallback', 'GradckptFlag']"], "the finder is gone"
+
+
+CHANGES = """
+import atexit, sys, threading, warnings
+import torch.nn.modules.module, torch.utils.checkpoint
+from torch.optim import optimizer
+optimizer.register_optimizer_step_post_hook(print)
+torch.nn.modules.module.register_module_forward_pre_hook(print)
+warnings.filterwarnings("ignore", message="a warning that does not exist")
+atexit.register(print)
+torch.utils.checkpoint.checkpoint = print
+sys.path_hooks.append(print)
+sys.unraisablehook = print
+"""
+
+FOUND = (
+    "torch.optim.optimizer._global_optimizer_post_hooks.",
+    "torch.nn.modules.module._global_forward_pre_hooks.",
+    "warnings.filters.",
+    "limits.2 changed",
+    "torch.utils.checkpoint.checkpoint changed <built-in function print>",
+    "sys.path_hooks.",
+    "hooks.1 changed <built-in function print>",
+)
+
+
+def test_the_snapshot_finds_changes(tmp_path):
+    (tmp_path / "gradckpt_changes.py").write_text(CHANGES)
+    done = run("tests/helpers/scripts/import_effects.py", "gradckpt_changes", PYTHONPATH=str(tmp_path))
+    lines = done.stdout.partition("----\n")[0].splitlines()
+    assert not [start for start in FOUND if not any(line.startswith(start) for line in lines)], lines
 
 
 # ---- again
@@ -181,27 +213,35 @@ def test_the_spec_of_another_finder_is_used_and_stays_what_it_is(watched):
     assert "exec_module" not in vars(loader)
 
 
-def test_a_finder_that_asks_all_finders(watched):
-    """As wrapt's does."""
-    asking = []
+def ask_all(name, *_):
+    """As wrapt's finder does, which then answers None."""
+    asking.append(name)
+    try:
+        return importlib.util.find_spec(name) if len(asking) == 1 else None
+    finally:
+        asking.pop()
 
-    def ask(name, path, target):
-        if asking:
-            return None
-        asking.append(name)
-        try:
-            return importlib.util.find_spec(name)
-        finally:
-            asking.clear()
 
+def ask_others(*arguments):
+    """As ours does."""
+    others = (finder for finder in sys.meta_path if getattr(finder, "find", None) is not ask_others)
+    specs = (finder.find_spec(*arguments) for finder in others)
+    return next(filter(None, specs), None)
+
+
+asking = []
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["before ours", "behind ours"])
+@pytest.mark.parametrize("find", [ask_all, ask_others])
+def test_a_finder_that_asks_finders(watched, find, place, caplog):
     called = []
-    for place in (0, 1):  # behind ours, before it
-        sys.modules.pop(watched, None)
-        after_import(watched, called.append)
-        sys.meta_path.insert(1 - place, Finder(ask))
-        importlib.import_module(watched)
-        assert len(called) == place + 1
-        assert not finders()
+    after_import(watched, called.append)
+    sys.meta_path.insert(place, Finder(find))
+    module = importlib.import_module(watched)
+    assert called == [module]
+    assert not finders()
+    assert not caplog.text, "no endless recursion on the way"
 
 
 def raise_it(*_):
@@ -290,7 +330,7 @@ def test_another_thread_that_goes_through_the_finders_misses_none(watched, tmp_p
                 left.wait(20)
 
     after_import(watched, lambda module: None)
-    sys.meta_path.insert(1, Slow())
+    sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), Slow())
     module = importlib.util.module_from_spec(importlib.util.find_spec(watched))
     found = []
     thread = threading.Thread(target=lambda: found.append(importlib.util.find_spec("gradckpt_innocent")))

@@ -1,6 +1,11 @@
-"""Print what `import gradckpt` changes outside gradckpt, in this process; arguments: modules to import before it."""
+"""Print what the import of a module changes in other packages, in this process; then what is left of gradckpt once
+transformers' Trainer is there.
+
+Arguments: the module, and modules to import before it.
+"""
 
 import atexit
+import collections
 import gc
 import importlib
 import logging
@@ -14,7 +19,9 @@ import weakref
 #: Whose attributes are compared, with what is in their containers.
 ROOMS = ("accelerate", "copyreg", "multiprocessing", "numpy", "threading", "torch", "transformers")
 
-MAPPINGS = (dict, types.MappingProxyType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
+MAPPINGS = (*MAPPINGS, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+SEQUENCES = (list, tuple, collections.deque)
 SETS = (set, frozenset, weakref.WeakSet)
 
 
@@ -40,7 +47,7 @@ def flatten(path, value, found, depth):
         return
     if type(value) in MAPPINGS:
         inside = list(value.items())
-    elif type(value) in (list, tuple):
+    elif type(value) in SEQUENCES:
         inside = enumerate(list(value))
     elif type(value) in SETS:
         inside = [(id(each), each) for each in list(value)]
@@ -63,10 +70,11 @@ def snapshot():
 
 
 def main():
-    for name in ("torch", *sys.argv[1:]):
+    of, *first = sys.argv[1:]
+    for name in ("torch", *first):
         importlib.import_module(name)
     before = snapshot()
-    importlib.import_module("gradckpt")
+    importlib.import_module(of)
     after = snapshot()
     nothing = object()
     for path in [*before, *(path for path in after if path not in before)]:
