@@ -26,8 +26,8 @@ static int begin(gck_frame *frame, gck_packing *packing)
     gck_state *state = frame->state;
     const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
 
-    packing->outer = outer_hooks(&state->py, &frame->decisions);
-    if (packing->outer < 0 || tracing < 0) {
+    packing->outer = tracing < 0 ? -1 : outer_hooks(&state->py, &frame->decisions);
+    if (packing->outer < 0) {
         return -1;
     }
     frame->asked = packing->plan.codec != NULL;
