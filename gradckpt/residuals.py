@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from gradckpt import _torch_private as private
 from gradckpt.stats import format_bytes
 
 __all__ = ["Residual", "Residuals", "residuals"]
@@ -22,7 +22,7 @@ _HIDDEN = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__f
 _NO_NODE = "(no node)"
 
 #: torch 2.12 and later: a SavedTensor tells what the hook gave for it.
-_SHOWS_DATA = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "data")
+_SHOWS_DATA = hasattr(private.SavedTensor, "data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Recorder:
 
     def name(self, outputs: Any) -> None:
         """Find the node that holds each."""
-        stack = [x.grad_fn for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+        stack = [x.grad_fn for x in private.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
         seen = set()
         while stack:
             node = stack.pop()
@@ -157,7 +157,7 @@ class _Recorder:
                 continue
             self.unpacked.clear()
             try:
-                read = tree_leaves(getattr(node, attribute))
+                read = private.tree_leaves(getattr(node, attribute))
             except RuntimeError:  # freed by a backward inside the function
                 continue
             storages = {_storage(x) for x in read if isinstance(x, torch.Tensor)}
@@ -184,7 +184,7 @@ def _parameters(fn: Any) -> list[torch.Tensor]:
 
 def _rows(saved: list[_Saved], fn: Any, inputs: Any) -> Iterator[Residual]:
     known: dict[Any, str] = {}
-    for kind, tensors in (("parameter", _parameters(fn)), ("input", tree_leaves(inputs))):
+    for kind, tensors in (("parameter", _parameters(fn)), ("input", private.tree_leaves(inputs))):
         for x in tensors:
             found = _storage(x) if isinstance(x, torch.Tensor) else None
             if found is not None:
