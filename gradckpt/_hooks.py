@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gradckpt import _C
+from gradckpt import _torch_private as private
 
 #: Graph tasks of inner backwards that are running.
 _inner: set[int] = set()
@@ -32,7 +33,7 @@ class GuardedHook:
         self.hook = hook
 
     def __call__(self, grad: torch.Tensor) -> Any:
-        if _inner and torch._C._current_graph_task_id() in _inner:
+        if _inner and private.graph_task_id() in _inner:
             return None
         return self.hook(grad)
 
@@ -72,7 +73,7 @@ def capture(
     def enter(_: Any) -> None:
         """Before any gradient reaches a parameter; the engine tells the number of its task nowhere else."""
         if not tasks:
-            tasks.add(torch._C._current_graph_task_id())
+            tasks.add(private.graph_task_id())
             _inner.update(tasks)
 
     with torch.enable_grad():  # a root that is a parameter itself has no node to wait at

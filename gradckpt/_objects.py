@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from gradckpt import _torch_private as private
+
 
 def _find_dlpack() -> Any:
     """The DLPack exchange table; early builds of torch 2.10 have it under an older name."""
@@ -21,32 +23,37 @@ def _find_key() -> Any:
 
     It lies between autograd and the kernels; torch's fallback there passes on what has no negation pending.
     """
-    has_fallback = getattr(torch._C, "_dispatch_has_backend_fallback", None)
     try:
-        key = torch._C._dispatch_key_parse("Negative")
-        return key if has_fallback is not None and has_fallback(key) else None
+        key = private.key_of("Negative")
+        return key if private.has_fallback(key) else None
+    except RuntimeError:
+        return None
+
+
+def _find_inplace_key() -> Any:
+    try:
+        return private.key_of("ADInplaceOrView")
     except RuntimeError:
         return None
 
 
 dlpack = _find_dlpack()
-key, key_inplace = _find_key(), torch._C._dispatch_key_parse("ADInplaceOrView")
+key, key_inplace = _find_key(), _find_inplace_key()
 default_generator = torch.default_generator
 cpu_device = torch.device("cpu")
 cast: Any = torch.ops.aten._to_copy.default
 draws: Any = torch.Tag.nondeterministic_seeded
-_engine: Any = torch.autograd.Variable._execution_engine
-run_backward, queue_callback = _engine.run_backward, _engine.queue_callback
-#: The innermost torch.func transform, or None.
-peek_functorch: Any = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+
 #: In the storage of a selective region: what ran again, what was given back.
 recompute_mark, consumed_mark = "recomputed", "consumed"
 #: A node that makes an alias which requires grad.
-as_non_leaf: Any = torch._C._functions.DelayedError(
-    "gradckpt: a backward inside a checkpointed region went past the region's compressed input; give "
-    "torch.autograd.grad the inputs to stop at, or use compress=None for this region",
-    1,
-)
+as_non_leaf: Any = private.DelayedError
+if "torch._C._functions.DelayedError" not in private.MISSING:
+    as_non_leaf = private.DelayedError(
+        "gradckpt: a backward inside a checkpointed region went past the region's compressed input; give "
+        "torch.autograd.grad the inputs to stop at, or use compress=None for this region",
+        1,
+    )
 
 
 # ---- where the CPU's generator keeps its state (csrc/torch/rng.c) ----
@@ -126,4 +133,4 @@ class _NodeSaved:
         return x
 
 
-make_saved_tensor: Any = getattr(torch._C._autograd, "_make_saved_tensor", _NodeSaved)
+make_saved_tensor: Any = private.make_saved_tensor or _NodeSaved

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gradckpt import _C
+from gradckpt import _torch_private as private
 
 
 def payload_nbytes(numel: int | torch.SymInt, dtype: torch.dtype, codec: str) -> int | torch.SymInt:
@@ -46,10 +47,8 @@ def _decode_many(payloads: list[torch.Tensor], codec: str, out: list[torch.Tenso
 def _decode_many_counted(keys: Any, payloads: list[torch.Tensor], codec: str, out: list[torch.Tensor]) -> None:
     """Autograd then refuses what it saved of a tensor that was written since."""
     torch.autograd.graph.increment_version(out)
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        torch.ops.gradckpt.decode_many.default.redispatch(
-            keys & torch._C._after_ADInplaceOrView_keyset, payloads, codec, out
-        )
+    with private.BelowInplace():
+        torch.ops.gradckpt.decode_many.default.redispatch(keys & private.after_inplace, payloads, codec, out)
 
 
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # kept: what it registers goes with it

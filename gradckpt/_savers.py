@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from gradckpt import _torch_private as private
 
 #: How a tensor is encoded: the codec, None for that of the block; and what is encoded in its place, None for itself.
 #: In the place of a form, None means exactly.
@@ -208,7 +209,7 @@ _REFUSALS = (AttributeError, RuntimeError, NotImplementedError, TypeError)
 
 
 #: Before 2.12 torch does not tell what a node holds.
-_TELLS = hasattr(torch._C._autograd.SavedTensor, "data")
+_TELLS = hasattr(private.SavedTensor, "data")
 
 
 def _form(listed: dict[str, list[tuple[str, Role]]], node: Any, packed: Any, x: torch.Tensor) -> Form | None:
@@ -247,7 +248,7 @@ def form_when_packed(x: torch.Tensor, node: Any, number: int) -> Form | bool | N
 
 def nodes_behind(result: Any) -> list[Any]:
     """Return the nodes that made what a function returned."""
-    tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in private.tree_leaves(result) if isinstance(leaf, torch.Tensor))
     return [x.grad_fn for x in tensors if x.grad_fn is not None]
 
 
@@ -283,7 +284,8 @@ _VIEWS = {
 _MAX_STEPS = 16
 
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def _storage(x: torch.Tensor) -> int:
@@ -302,7 +304,7 @@ def _lies_in_leaf(x: torch.Tensor, node: Any) -> bool:
         if not edges or edges[0][0] is None:
             return False
         node = edges[0][0]
-    if type(node) is _AccumulateGrad:
+    if _is_leaf(node):
         return True
-    leaves = [before for before, _ in node.next_functions if type(before) is _AccumulateGrad]
+    leaves = [before for before, _ in node.next_functions if _is_leaf(before)]
     return bool(leaves) and _storage(x) in [_storage(leaf.variable) or -1 for leaf in leaves]  # a Function's weight

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+from gradckpt import _torch_private as private
 
 # ---- policies ----
 
@@ -48,7 +48,7 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
 
 def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator as torch's fallback for pending negations would, which our kernel stands in for."""
-    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, kwargs or {}))
+    args, kwargs = private.tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, kwargs or {}))
     return call(*args, **kwargs)
 
 
@@ -57,42 +57,42 @@ def told_by(args: Any, kwargs: Any) -> list[Any]:
 
     A generator, for one, may be another object in the recompute.
     """
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = private.tree_leaves((args, kwargs))
     numbers = (x if isinstance(x, (bool, int, float, str)) else type(x) for x in leaves)
     return [(*x.shape,) if isinstance(x, torch.Tensor) else n for x, n in zip(leaves, numbers, strict=True)]
 
 
-class _KeyAgain(TorchDispatchMode):
+class _KeyAgain(private.TorchDispatchMode):  # type: ignore[misc]
     """Below all modes: the key, which the region around them catches on, and which is off within modes."""
 
     def __init__(self, key: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.key = key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = self.key
-        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-        torch._C._dispatch_tls_set_dispatch_key_included(key, True)
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        excluded = private.is_excluded(key)
+        private.set_included(key, True)
+        private.set_excluded(key, False)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
-            torch._C._dispatch_tls_set_dispatch_key_included(key, False)
+            private.set_excluded(key, excluded)
+            private.set_included(key, False)
 
 
 def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator, caught on the key, through the modes that were entered inside the region; then it is caught."""
-    modes = _get_current_dispatch_mode_stack()
-    torch._C._dispatch_tls_set_dispatch_key_included(key, False)
+    modes = private.dispatch_modes()
+    private.set_included(key, False)
     try:
-        with _disable_current_modes(), contextlib.ExitStack() as stack:
+        with private.without_modes(), contextlib.ExitStack() as stack:
             for mode in (_KeyAgain(key), *modes):
-                stack.callback(torch._C._pop_torch_dispatch_stack, None)
-                torch._C._push_on_torch_dispatch_stack(mode)
+                stack.callback(private.pop_dispatch_mode, None)
+                private.push_dispatch_mode(mode)
             return call(*args, **(kwargs or {}))
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+        private.set_included(key, True)
 
 
 # ---- names ----
@@ -102,8 +102,12 @@ def candidate(out: Any, line: int, call: int) -> tuple[Any, int, int]:
     """What finds an output again when a tensor of the same memory gets a name; it keeps a single tensor no longer."""
     if isinstance(out, torch.Tensor):
         layout = (out.size(), out.stride(), out.storage_offset(), out.dtype)
-        return ([StorageWeakRef(out.untyped_storage())], layout), line, call
-    refs = [StorageWeakRef(x.untyped_storage()) for x in out if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        return ([private.StorageWeakRef(out.untyped_storage())], layout), line, call
+    refs = [
+        private.StorageWeakRef(x.untyped_storage())
+        for x in out
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
     return (refs, out), line, call
 
 
@@ -147,7 +151,7 @@ _TENSOR = object()
 
 def tensors_of(out: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
     """The tensors in what a region returned, and the rest of it, for :func:`together`."""
-    leaves, spec = torch.utils._pytree.tree_flatten(out)
+    leaves, spec = private.tree_flatten(out)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return tensors, ([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
@@ -155,7 +159,7 @@ def tensors_of(out: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
 def together(rest: Any, tensors: Any) -> Any:
     leaves, spec = rest
     each = iter(tensors)
-    return torch.utils._pytree.tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+    return private.tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
 
 def barred(grads: Any) -> list[torch.Tensor | None]:
@@ -163,7 +167,7 @@ def barred(grads: Any) -> list[torch.Tensor | None]:
 
     Of aliases: one of them may be the very gradient that came in.
     """
-    node = torch._C._functions.DelayedError
+    node = private.DelayedError
     text = (
         "gradckpt.SelectiveRecompute is one graph node and has no gradient of its gradient (create_graph=True); "
         "use gradckpt.checkpoint with context_fn=gradckpt.create_selective_checkpoint_contexts for that"
@@ -262,7 +266,7 @@ def decision_names(casts: int) -> Any:
 def without_modes() -> contextlib.ExitStack:
     """Take all dispatch modes off until it is closed."""
     stack = contextlib.ExitStack()
-    stack.enter_context(_disable_current_modes())
+    stack.enter_context(private.without_modes())
     return stack
 
 
@@ -271,7 +275,7 @@ def generator_of(args: Any, kwargs: Any) -> torch.Generator | None:
 
     None where nothing is drawn, or where a graph is captured, which moves its generators when it is replayed.
     """
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = private.tree_leaves((args, kwargs))
     passed = next((x for x in leaves if isinstance(x, torch.Generator)), None)
     if passed is not None:
         return passed
@@ -291,8 +295,7 @@ def generator_of(args: Any, kwargs: Any) -> torch.Generator | None:
 
 def selective_key(func: Any, args: Any) -> Any:
     """Under which torch stores a higher order operator."""
-    key = getattr(torch_checkpoint, "_sac_storage_key", None)
-    return key(func, args) if key else func
+    return private.storage_key(func, args)
 
 
 if "op_output" in inspect.signature(torch_checkpoint.SelectiveCheckpointContext.__init__).parameters:
@@ -313,9 +316,9 @@ def record_traced(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -
 
     torch keeps every output then, and marks the nodes by the policy. NotImplemented: nobody traces.
     """
-    if context.policy_fn is None or not torch_checkpoint._is_compiling(None, None, None):
+    if context.policy_fn is None or not private.is_tracing_checkpoint(None, None, None):
         return NotImplemented
-    mode = torch_checkpoint._CachingTorchDispatchMode
+    mode = private.CachingMode
     return mode.__torch_dispatch__(context, func, types, args, kwargs or {})
 
 
@@ -335,4 +338,4 @@ def raise_no_entry(op: Any, index: int, known: int, consumed: int) -> None:
 
 def traced_value(entry: Any, allow_mutation: int) -> Any:
     """What torch's mode has kept of a call."""
-    return torch.utils._pytree.tree_map(lambda x: x.get_val(bool(allow_mutation)), entry)
+    return private.tree_map(lambda x: x.get_val(bool(allow_mutation)), entry)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
 
+from gradckpt import _torch_private as private
 from gradckpt._objects import make_saved_tensor
 
 logger = logging.getLogger("gradckpt")
@@ -49,7 +49,7 @@ def determinism_check(value: Any) -> Any:
     """``determinism_check=``: True for ours, None for none, else what reads the values that are compared."""
     if isinstance(value, str) and value in ("default", "none"):
         return True if value == "default" else None
-    checks = torch_checkpoint._allowed_determinism_checks_to_fns
+    checks = private.determinism_checks
     if value not in checks:
         raise ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
     return checks[value]
@@ -57,12 +57,12 @@ def determinism_check(value: Any) -> Any:
 
 def tracing_mode_active() -> bool:
     """A dispatch mode under which a plain tensor's memory is not its values."""
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+    keys = private.mode_keys
+    return any(private.get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
 
 
 def is_dual(x: torch.Tensor) -> bool:
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
+    if private.is_excluded(private.DispatchKey.AutogradFunctionality):
         return False  # a kernel below autograd: there are no tangents there
     return forward_ad.unpack_dual(x).tangent is not None
 
@@ -105,7 +105,7 @@ def accelerator_initialized() -> bool:
 def _devices_of(args: Any, kwargs: Any) -> list[tuple[str, int]]:
     """Each (type, index) of a non-CPU tensor in the arguments, once, in order."""
     devices: dict[tuple[str, int], None] = {}
-    for leaf in tree_leaves((args, kwargs)):
+    for leaf in private.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta"):
             devices[(leaf.device.type, leaf.get_device())] = None
     return list(devices)
@@ -113,7 +113,7 @@ def _devices_of(args: Any, kwargs: Any) -> list[tuple[str, int]]:
 
 def _devices_as_torch(args: Any) -> list[tuple[str, int]]:
     """As torch: one device type, positional arguments only, a warning when there are more."""
-    kind = torch_checkpoint._infer_device_type(*args)
+    kind = private.infer_device_type(*args)
     return [(kind, index) for kind_, index in _devices_of(args, None) if kind_ == kind]
 
 
@@ -140,7 +140,7 @@ def device_rng_swap(states: list[tuple[str, int, torch.Tensor]]) -> list[tuple[s
 
 
 def _autocast_types() -> list[str]:
-    return list(torch._C._autocast_supported_devices())
+    return list(private.autocast_types())
 
 
 def autocast_capture() -> list[tuple[str, bool, torch.dtype]]:
@@ -169,15 +169,13 @@ def contexts_plan(
         _plan_autocast(snapshot or [("cpu", False, cpu_dtype)], bool(cache), enter, leave)
     if device is None:
         return enter, leave, None, None
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils import _device
-
-    around = _get_current_function_mode_stack()
-    leave.append((setattr, (_device, "CURRENT_DEVICE", _device.CURRENT_DEVICE)))
+    device_module = private.device_module
+    around = private.function_modes()
+    leave.append((setattr, (device_module, "CURRENT_DEVICE", device_module.CURRENT_DEVICE)))
     if not with_device:
         return enter, leave, None, around
-    enter.append((setattr, (_device, "CURRENT_DEVICE", device.device)))
-    return enter, leave, [device, *(m for m in around if not isinstance(m, _device.DeviceContext))], around
+    enter.append((setattr, (device_module, "CURRENT_DEVICE", device.device)))
+    return enter, leave, [device, *(m for m in around if not isinstance(m, private.DeviceContext))], around
 
 
 def _plan_autocast(
@@ -202,11 +200,8 @@ def _plan_autocast(
 
 def device_context() -> Any:
     """The innermost ``torch.device`` context (or ``torch.set_default_device``), or None."""
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-
-    modes = reversed(_get_current_function_mode_stack())
-    return next((m for m in modes if isinstance(m, DeviceContext)), None)
+    modes = reversed(private.function_modes())
+    return next((m for m in modes if isinstance(m, private.DeviceContext)), None)
 
 
 def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool) -> None:
@@ -237,10 +232,9 @@ def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
 
 def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None, None]:
     forward, recompute = context_fn()
-    if torch_checkpoint._is_compiling(None, None, None):
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        if not isinstance(forward, TorchDispatchMode) or not isinstance(recompute, TorchDispatchMode):
+    if private.is_tracing_checkpoint(None, None, None):
+        mode = private.TorchDispatchMode
+        if not isinstance(forward, mode) or not isinstance(recompute, mode):
             raise AssertionError(
                 "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` "
                 "must generate a tuple of two `TorchDispatchMode`s."
@@ -250,7 +244,7 @@ def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None, None]:
 
 def debug_contexts(function: Any, exact: bool) -> tuple[Any, Any, Any, Any]:
     """torch's operator logs; ours also remembers the region's parameters, to notice changes."""
-    context_fn, callback = torch_checkpoint._get_debug_context_and_cb()
+    context_fn, callback = private.debug_context()
     forward, recompute = context_fn()
     return forward, recompute, callback, None if exact else _parameter_versions(function)
 
@@ -359,13 +353,12 @@ def raise_modified(x: torch.Tensor, expected: int) -> None:
 
     Autograd itself says them: of a SavedTensor made while ``x`` is back at the version of the forward.
     """
-    autograd: Any = torch._C._autograd
     now = x._version
     try:
-        autograd._unsafe_set_version_counter((x,), (expected,))
+        private.set_versions((x,), (expected,))
         saved = make_saved_tensor(x, False)
     finally:
-        autograd._unsafe_set_version_counter((x,), (now,))
+        private.set_versions((x,), (now,))
     saved.unpack()
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -381,7 +374,7 @@ _APPROXIMATE = (
 
 
 def _tip(approximate: int) -> str:
-    tip: str = getattr(torch_checkpoint, "_debug_tip_msg", "")
+    tip: str = private.debug_tip
     return tip + (_APPROXIMATE if approximate else "")
 
 

@@ -20,10 +20,10 @@ from typing import Any, Union
 
 import torch
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
+
+from gradckpt import _torch_private as private
 
 __all__ = ["register"]
 
@@ -33,7 +33,7 @@ Names = Union[tuple[str, ...], Callable[[Module], Iterable[str]]]
 # ---- rules ----
 
 
-class _Rules(dict[int, tuple[type, Names]]):
+class _Rules(dict[int, tuple[Any, Names]]):
     """Number -> rule. C remembers which types have none until a rule comes or goes."""
 
     def __setitem__(self, key: int, rule: tuple[type, Names]) -> None:
@@ -62,7 +62,7 @@ def _norm_names(module: Any) -> tuple[str, ...]:
     return tuple(name for name in _STATISTICS if buffers.get(name) is not None)
 
 
-_rules = _Rules({-1: (_NormBase, _norm_names)})
+_rules = _Rules({-1: (private.NormBase, _norm_names)})
 
 
 def register(module_class: type[Module], names: Names) -> RemovableHandle:
@@ -92,8 +92,10 @@ def register(module_class: type[Module], names: Names) -> RemovableHandle:
 
 def has_rule(module_class: type) -> bool:
     """Called by C, once for each type of module."""
-    kinds = [kind for kind, _ in _rules.values()]  # an interrupt in a generator that is being closed would be lost
-    return issubclass(module_class, tuple(kinds))
+    for kind, _ in _rules.values():  # noqa: SIM110 - an interrupt in a generator that is being closed would be lost
+        if issubclass(module_class, kind):
+            return True
+    return False
 
 
 def _names_of(module: Module) -> list[str]:
@@ -157,7 +159,7 @@ def roots_of(given: Any, function: Any) -> list[Module]:
 @contextlib.contextmanager
 def _no_modes() -> Any:
     """Our copies are no part of the program: selective checkpointing, logs and counters must not see them."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with private.without_modes(), private.without_function_modes():
         yield
 
 
@@ -165,7 +167,7 @@ _nothing = contextlib.nullcontext()
 
 
 def _quiet() -> Any:
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if private.dispatch_stack_len() or private.function_stack_len():
         return _no_modes()
     return _nothing
 

@@ -11,19 +11,16 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gradckpt import _C, compat, packing, policies
+from gradckpt import _torch_private as private
 from gradckpt._decisions import KEPT, ROUNDING
 from gradckpt._ops import payload_nbytes
 from gradckpt.config import CompressionConfig, parse_compress, warn_inactive
@@ -73,7 +70,7 @@ def checkpoint(
         compress = {key: _constant(compress[key]) for key in compress}
     marking = _marking(compress, use_reentrant, debug, context_fn is not None)
     if marking is not None and torch.is_grad_enabled():
-        args, kwargs = tree_map(functools.partial(_mark, marking), (args, kwargs))
+        args, kwargs = private.tree_map(functools.partial(_mark, marking), (args, kwargs))
     if context_fn is not None:
         kwargs["context_fn"] = context_fn
     return torch.ops.higher_order.tag_activation_checkpoint(
@@ -91,16 +88,12 @@ def _constant(value: Any) -> Any:
     """Dynamo makes a symbol of a number that changes."""
     if type(value) is not int:
         return value
-    from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-    return guard_scalar(value)
+    return private.dynamo.guard_scalar(value)
 
 
 def _is_or_may_be(condition: Any) -> Any:
     """Of a size that only the run will tell, too."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_true
-
-    return guard_or_true(condition)
+    return private.dynamo.guard_or_true(condition)
 
 
 def _mark(marking: Marking, x: Any) -> Any:
@@ -134,7 +127,7 @@ def _marking(compress: Any, use_reentrant: bool | None, debug: bool, selective: 
     if not packing.available():
         _warn_unavailable()
         return None
-    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    output = private.dynamo.InstructionTranslator.current_tx().output
     if output.export:
         return None
     if not isinstance(output.compiler_fn, Backend):
@@ -156,8 +149,8 @@ def _marking(compress: Any, use_reentrant: bool | None, debug: bool, selective: 
 
 def _refusal(message: str) -> Exception:
     """Breaks the graph, so that the call runs uncompiled, and may fail there; with ``fullgraph=True``, an error."""
-    kind = torch._dynamo.exc.UserErrorType.INVALID_INPUT
-    refusal: Exception = torch._dynamo.exc.UserError(kind, message)
+    kind = private.dynamo.UserErrorType.INVALID_INPUT
+    refusal: Exception = private.dynamo.UserError(kind, message)
     return refusal
 
 
@@ -220,13 +213,11 @@ def _warn_cut() -> None:
 
 def _guard_leaves(module: GraphModule) -> None:
     """Dynamo reads ``is_leaf`` of a graph's inputs and does not guard on it; but the rule of :func:`_mark` does."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
-
+    names = private.dynamo
     for node in module.graph.find_nodes(op="placeholder"):
         x, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
         if source is not None and type(x) is not torch.nn.Parameter and getattr(x, "requires_grad", False):
-            install_guard(AttrSource(source, "is_leaf").make_guard(GuardBuilder.CONSTANT_MATCH))
+            names.install_guard(names.AttrSource(source, "is_leaf").make_guard(names.GuardBuilder.CONSTANT_MATCH))
 
 
 def _leave_written(modules: list[GraphModule]) -> None:
@@ -243,7 +234,7 @@ def _leave_written_in(module: GraphModule, outputs: set[Any], written: set[Any])
     for region in _regions(module):
         inputs = {x: x.args[0] if x.target is packing.region_input else x for x in region.all_input_nodes}
         dirty = {_storage(inputs[x]) for x in inputs if _is_written(x) or _storage(x) in written} - {None}
-        returned = {_storage(x) for x in tree_leaves(region.meta["example_value"])}
+        returned = {_storage(x) for x in private.tree_leaves(region.meta["example_value"])}
         for mark, x in inputs.items():
             if mark is x:
                 continue
@@ -268,11 +259,11 @@ def _storage(x: Any) -> Any:
     """Of a fake tensor, or of a node's: equal for those that share memory."""
     if isinstance(x, Node):
         x = x.meta.get("example_value")
-    return StorageWeakRef(x.untyped_storage()) if type(x) is FakeTensor else None
+    return private.StorageWeakRef(x.untyped_storage()) if type(x) is private.FakeTensor else None
 
 
 def _cache_hits() -> int:
-    return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+    return int(private.dynamo.counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def _regions(module: GraphModule) -> Any:
@@ -377,25 +368,35 @@ def stand_in(standing: Standing | None) -> None:
     global _standing
     _standing = standing
     packing.patched = standing is not None
-    if standing is not None and "torch._dynamo" in sys.modules:
+    if standing is not None and _told:
         _dispatch_torchs()
 
 
 def _dispatch_torchs() -> None:
-    from torch._dynamo.variables import PolyfilledFunctionVariable
+    _substitute(torch_checkpoint.checkpoint, torchs_checkpoint)
 
-    if torch_checkpoint.checkpoint not in PolyfilledFunctionVariable._get_polyfill_handlers():
-        register = torch.compiler.substitute_in_graph(torch_checkpoint.checkpoint, skip_signature_check=True)
-        register(torchs_checkpoint)
+
+def _substitute(original: Any, traceable: Any) -> None:
+    """Once in a process, also when this module is loaded again."""
+    if original not in private.dynamo.PolyfilledFunctionVariable._get_polyfill_handlers():
+        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traceable)
 
 
 # ---- telling Dynamo ----
 
+#: Dynamo is there, with all that is needed of it.
+_told = False
+
 
 def _tell(dynamo: ModuleType) -> None:
+    global _told
+    missing = private.load_dynamo()
+    if missing:
+        logger.warning("torch %s has no %s, so regions break compiled graphs", torch.__version__, ", ".join(missing))
+        return
+    _told = True
     for original, traceable in ((_C.checkpoint, checkpoint), (compat.checkpoint, compat_checkpoint)):
-        with contextlib.suppress(ValueError):  # Dynamo was told before this module was loaded again
-            torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traceable)
+        _substitute(original, traceable)
     torch.compiler.assume_constant_result(_marking)
     if _standing is not None:
         _dispatch_torchs()

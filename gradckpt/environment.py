@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gradckpt import _C
+from gradckpt import _torch_private as private
 
 #: First and last release, by major and minor number, that the tests were run with.
 TESTED = {"torch": ("2.10", "2.13"), "transformers": ("4.48", "5.23")}
@@ -46,8 +47,6 @@ VARIABLES = {
 #: What is done without a symbol that this torch does not have.
 WITHOUT = {
     "aoti_torch_get_current_cuda_stream": "torch.ops.gradckpt works on the CPU only",
-    "torch._C._autograd._make_saved_tensor": "an autograd node keeps what outer saved-tensor hooks must see",
-    "torch._C._functorch.peek_interpreter_stack": "functorch transforms are not noticed",
     "a free dispatch key": "operators that a policy names are caught by a dispatch mode, which sees every operator",
 }
 
@@ -66,7 +65,7 @@ def facts() -> dict[str, Any]:
         "cuda": cuda(info),
         "isa": isa(),
         "variables": variables(os.environ),
-        "missing": {name: WITHOUT[name] for name in missing(info)},
+        "missing": missing(info),
         "integrations": {name: integration(name) for name in INTEGRATIONS},
     }
 
@@ -153,8 +152,7 @@ def cuda(info: Mapping[str, Any]) -> dict[str, Any]:
 
 def driver(info: Mapping[str, Any]) -> str | None:
     """The CUDA version that the driver supports; None: there is no driver, or nobody here could ask it."""
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None) if torch.cuda.is_available() else None
-    return cuda_version(info["cuda_driver"] or (ask() if ask is not None else 0))
+    return cuda_version(info["cuda_driver"] or (private.driver_version() if torch.cuda.is_available() else 0))
 
 
 def gpu(info: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -202,13 +200,9 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def missing(info: Mapping[str, Any]) -> list[str]:
-    """Keys of :data:`WITHOUT`."""
+def missing(info: Mapping[str, Any]) -> dict[str, str]:
+    """Name of what this torch does not have -> what that means."""
     found = list(info["missing"])
-    if not hasattr(torch._C._autograd, "_make_saved_tensor"):
-        found.append("torch._C._autograd._make_saved_tensor")
-    if not hasattr(torch._C._functorch, "peek_interpreter_stack"):
-        found.append("torch._C._functorch.peek_interpreter_stack")
     if _C.selective_key() is None:
         found.append("a free dispatch key")
-    return found
+    return {name: WITHOUT[name] for name in found} | {name: f"no {what}" for name, what in private.MISSING.items()}

@@ -33,6 +33,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gradckpt import _C
+from gradckpt import _torch_private as private
 from gradckpt.config import CompressionConfig, warn_inactive
 
 __all__ = ["MARKS", "Packed", "available", "hooks", "keep_packed", "region_input", "rounded", "version"]
@@ -114,9 +115,9 @@ def _traced(ctx: Any, inputs: tuple[torch.Tensor, str, str], output: torch.Tenso
     if _compiling.depth:
         _compiling.answers = len(HOOKS)
         return
-    keys = torch._C._TorchDispatchModeKey
-    tracing = torch._C._get_dispatch_mode(keys.FUNCTIONAL) is not None
-    if tracing or (torch._C._get_dispatch_mode(keys.FAKE) is None and not patched):
+    keys = private.mode_keys
+    tracing = private.get_dispatch_mode(keys.FUNCTIONAL) is not None
+    if tracing or (private.get_dispatch_mode(keys.FAKE) is None and not patched):
         _warn_unpacked()
 
 
@@ -143,15 +144,13 @@ _SETTLED = "gradckpt_settled"
 
 def keep_packed(op: Any, config: CompressionConfig) -> None:
     """What the operator just returned, while AOTAutograd traces it, crosses the cut as a payload, if it crosses."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     if not _compiling.depth:
         _warn_unpacked()
         return
     if may_refuse(config.codec):
         return
     _compiling.answers = len(HOOKS)
-    mode = get_proxy_mode()
+    mode = private.dynamo.get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
     later = []  # behind it: one for each of its outputs
     for node in itertools.islice(nodes, 16):
@@ -223,9 +222,7 @@ class _Cut(NamedTuple):
 
 def _cut() -> _Cut | None:
     """What the hooks are called for; None: it is not marked."""
-    from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
-
-    context = _get_saved_tensor_hook_context()
+    context = private.load_cut()()
     if context is None:
         return None
     forward, backward, node = context["_fw_graph"], context["_bw_graph"], context["_node"]
@@ -373,9 +370,7 @@ _LAYOUT = (torch.ops.aten.permute.default, torch.ops.aten.clone.default)
 
 def available() -> bool:
     """This torch has what is needed: AOTAutograd tells hooks which node they are asked about (2.8 and later)."""
-    from torch._functorch._aot_autograd import graph_compile
-
-    return hasattr(graph_compile, "_get_saved_tensor_hook_context")
+    return private.load_cut() is not None
 
 
 @contextmanager
@@ -386,10 +381,10 @@ def hooks() -> Iterator[list[Packed]]:
     _compiling.answers = 0
     packed: list[Packed] = []
     _compiling.packed = packed
-    torch._C._autograd._push_saved_tensors_default_hooks(*HOOKS)
+    private.push_hooks(*HOOKS)
     try:
         yield packed
     finally:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        private.pop_hooks()
         vars(_compiling).clear()
         vars(_compiling).update(before)

@@ -23,6 +23,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import _C, _activity, compat, compile
+from gradckpt._shim import tracing_mode_active
 from gradckpt.apply import unbound
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import check_runs_at_call
@@ -393,10 +394,7 @@ def _stand_in() -> None:
 
 def _is_tracing() -> bool:
     """The region is being recorded (torch.compile, AOTAutograd, export), or its tensors have no values."""
-    keys = torch._C._TorchDispatchModeKey
-    return torch.compiler.is_compiling() or any(
-        torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
-    )
+    return torch.compiler.is_compiling() or tracing_mode_active()
 
 
 def _is_transformers(function: Any) -> bool:

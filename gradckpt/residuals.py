@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from gradckpt import _C, selective
+from gradckpt import _torch_private as private
 from gradckpt._frames import ENGINES, outside
 from gradckpt.stats import format_bytes
 
@@ -20,7 +20,7 @@ __all__ = ["Residual", "Residuals", "residuals"]
 _NO_NODE = "(no node)"
 
 #: torch 2.12 and later: a SavedTensor tells what the hook gave for it.
-_SHOWS_DATA = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "data")
+_SHOWS_DATA = hasattr(private.SavedTensor, "data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Recorder:
                 rule = policy.rules.get(op) if isinstance(policy, selective.Policy) else None
                 if rule is not None and rule.keep not in (selective.SAVE, selective.NAMED):
                     continue  # a decision
-                for kept in tree_leaves(list(calls.values())):
+                for kept in private.tree_leaves(list(calls.values())):
                     value = getattr(kept, "val", None)
                     value = value.data if isinstance(value, _C.Payload) else value
                     if isinstance(value, torch.Tensor):
@@ -165,7 +165,7 @@ class _Recorder:
 
     def name(self, outputs: Any) -> None:
         """Find the node that holds each."""
-        stack = [x.grad_fn for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+        stack = [x.grad_fn for x in private.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
         seen = set()
         while stack:
             node = stack.pop()
@@ -193,7 +193,7 @@ class _Recorder:
                 continue
             self.unpacked.clear()
             try:
-                read = tree_leaves(getattr(node, attribute))
+                read = private.tree_leaves(getattr(node, attribute))
             except RuntimeError:  # freed by a backward inside the function
                 continue
             storages = {_storage(x) for x in read if isinstance(x, torch.Tensor)}
@@ -221,7 +221,7 @@ def _module_of(fn: Any) -> torch.nn.Module | None:
 def _rows(saved: list[_Saved], module: torch.nn.Module | None, inputs: Any) -> Iterator[Residual]:
     known: dict[Any, str] = {}
     parameters = [*module.parameters(), *module.buffers()] if module is not None else []
-    for kind, tensors in (("parameter", parameters), ("input", tree_leaves(inputs))):
+    for kind, tensors in (("parameter", parameters), ("input", private.tree_leaves(inputs))):
         for x in tensors:
             found = _storage(x) if isinstance(x, torch.Tensor) else None
             if found is not None:

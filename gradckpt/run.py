@@ -17,6 +17,7 @@ import json
 import multiprocessing.spawn
 import multiprocessing.util
 import os
+import pickle
 import runpy
 import sys
 import types
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradckpt import imports
 from gradckpt.config import ALIASES, CompressionConfig, parse_compress
 from gradckpt.patched import patched
 from gradckpt.policies import contexts_of
@@ -344,8 +346,29 @@ def _tell_spawned(run: _Run) -> Callable[[], None]:
     return undo
 
 
+#: Run in a spawned process. It imports torch only if its work does, and this package with it; so what waits for that is
+#: run by its source.
+_WAIT = """
+import pathlib, pickle
+room = {{"__name__": "gradckpt.imports"}}
+exec(pathlib.Path({source!r}).read_text(encoding="utf-8"), room)
+room["after_import"]("torch", lambda torch: pickle.loads({begin!r}))
+"""
+
+
 class _Inherited:
-    """In a pickle: begins the same run where it is loaded."""
+    """In a pickle: begins the same run where it is loaded, once torch is there."""
+
+    def __init__(self, options: tuple[Any, ...]) -> None:
+        self.options = options
+
+    def __reduce__(self) -> Any:
+        begin = pickle.dumps(_Begin(self.options))
+        return exec, (_WAIT.format(source=imports.__file__, begin=begin), {})
+
+
+class _Begin:
+    """In a pickle: begins the run."""
 
     def __init__(self, options: tuple[Any, ...]) -> None:
         self.options = options

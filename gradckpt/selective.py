@@ -16,14 +16,16 @@ from typing import Any, NamedTuple, Union
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
+from gradckpt import _torch_private as private
 from gradckpt._decisions import FORMS, ROUNDING_FORMS
 from gradckpt._forms import OfFloats
 from gradckpt.config import Compress, CompressionConfig, parse_compress, warn_inactive
 from gradckpt.packing import keep_packed
+
+_OpOverloadPacket, _OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 
 #: What is done with the outputs of an operator; csrc/engine/store.h has the same numbers.
 RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED, CHOOSE = range(6)
@@ -76,7 +78,7 @@ class Policy:
         for rule in rules:
             if rule.keep not in _DECISIONS or rule.op not in _FORMS:
                 _check_op(rule.op)
-            if rule.op in torch_checkpoint.SAC_IGNORED_OPS:  # never caught: torch makes tensors by detaching
+            if rule.op in private.ignored_ops:  # never caught: torch makes tensors by detaching
                 continue
             if rule.keep != NAMED or rule.op not in self.rules:
                 self.rules[rule.op] = rule
@@ -141,7 +143,7 @@ def name(x: torch.Tensor, name: str) -> torch.Tensor:
         ValueError: the name is wanted, and ``x`` comes from another operator, whose output would spare no work.
     """
     if not torch.compiler.is_compiling():
-        modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+        modes = private.dispatch_modes() if private.dispatch_stack_len() else []
         _C.selective_name(x, name, modes)
     return x
 
@@ -154,17 +156,17 @@ PolicyOrOps = Union[Policy, str, list[Any], tuple[Any, ...], set[Any], Mapping[A
 
 
 def _is_overload(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload)
+    return isinstance(op, _OpOverload)
 
 
 def _check_op(op: Any) -> None:
-    if isinstance(op, torch._ops.HigherOrderOperator):
+    if isinstance(op, private.HigherOrderOperator):
         return
     if not _is_overload(op):
         hint = (
             "Please update the OpOverloadPacket to a specific OpOverload."
             "For example, if you have `torch.ops.aten.mm`, change it to `torch.ops.aten.mm.default`."
-            if isinstance(op, torch._ops.OpOverloadPacket)
+            if isinstance(op, _OpOverloadPacket)
             else ""
         )
         raise ValueError(f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}. {hint}")
@@ -222,7 +224,7 @@ def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
         return Policy(_rule(op, answer) for op, answer in policy_or_ops.items())
     if isinstance(policy_or_ops, (list, tuple, set, frozenset)):
         return _of_list(tuple(policy_or_ops))
-    if callable(policy_or_ops) and not isinstance(policy_or_ops, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if callable(policy_or_ops) and not isinstance(policy_or_ops, (_OpOverload, _OpOverloadPacket)):
         return None
     raise TypeError(
         'gradckpt: a policy is a name ("save_matmuls:int8"), one of gradckpt.policies, a list or mapping of '
@@ -260,8 +262,8 @@ def _is_catchable(op: Any) -> bool:
     if not _is_overload(op) or any(arg.alias_info is not None for arg in op._schema.arguments):
         return False
     name = op.name()
-    known = torch._C._dispatch_has_kernel(name)  # not so TorchScript's own, which nothing can call
-    return op in _caught or not (known and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
+    known = private.has_kernel(name)  # not so TorchScript's own, which nothing can call
+    return op in _caught or not (known and private.has_kernel_for_key(name, _KEY))
 
 
 #: Operators whose kernels call others and write into what these return, unseen by version counters: a kept output would
@@ -301,32 +303,32 @@ def _say_modes_only() -> None:
 # ---- the two contexts ----
 
 
-class ForwardContext(_C.Context, torch_checkpoint._CachingTorchDispatchMode):
+class ForwardContext(_C.Context, private.CachingMode):  # type: ignore[misc]
     """Of the forward: keeps outputs. Enters the key where that is possible, else the mode (csrc/engine/mode.c)."""
 
     def __init__(self, policy_fn: Any, store: Any, by_key: bool):
         _C.Context.__init__(self, store, by_key, False)
-        torch_checkpoint._CachingTorchDispatchMode.__init__(self, policy_fn, store.storage)
+        private.CachingMode.__init__(self, policy_fn, store.storage)
 
     def enter_mode(self) -> Any:
-        return torch_checkpoint._CachingTorchDispatchMode.__enter__(self)
+        return private.CachingMode.__enter__(self)
 
     def exit_mode(self, *error: Any) -> Any:
-        return torch_checkpoint._CachingTorchDispatchMode.__exit__(self, *error)
+        return private.CachingMode.__exit__(self, *error)
 
 
-class RecomputeContext(_C.Context, torch_checkpoint._CachedTorchDispatchMode):
+class RecomputeContext(_C.Context, private.CachedMode):  # type: ignore[misc]
     """Of the recompute: gives them back."""
 
     def __init__(self, store: Any, by_key: bool, mutation: bool):
         _C.Context.__init__(self, store, by_key, True)
-        torch_checkpoint._CachedTorchDispatchMode.__init__(self, None, store.storage, mutation)
+        private.CachedMode.__init__(self, None, store.storage, mutation)
 
     def enter_mode(self) -> Any:
-        return torch_checkpoint._CachedTorchDispatchMode.__enter__(self)
+        return private.CachedMode.__enter__(self)
 
     def exit_mode(self, *error: Any) -> Any:
-        return torch_checkpoint._CachedTorchDispatchMode.__exit__(self, *error)
+        return private.CachedMode.__exit__(self, *error)
 
 
 def create_selective_checkpoint_contexts(
@@ -355,7 +357,7 @@ def create_selective_checkpoint_contexts(
     Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
     """
     policy = as_policy(policy_or_ops)
-    traced = torch_checkpoint._is_compiling(None, None, None)
+    traced = private.is_tracing_checkpoint(None, None, None)
     if policy is None and traced:
         policy_or_ops = _asked_for_graph(policy_or_ops)
     if not _TRACES_OURS and traced:
@@ -378,7 +380,7 @@ def create_selective_checkpoint_contexts(
 
 
 #: torch before 2.12 traces with a storage of another make than ours has.
-_TRACES_OURS = hasattr(torch_checkpoint, "_CONSUMED")
+_TRACES_OURS = private.consumed is not None
 
 #: The policy of the region that ran last: whether policies keep anything is looked at in the first steps.
 latest: Any = None
@@ -465,7 +467,7 @@ def asker(policy: Policy) -> Callable[..., Any]:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if rule.config is None:
             return CheckpointPolicy.MUST_SAVE
-        if torch_checkpoint._is_compiling(None, None, None):
+        if private.is_tracing_checkpoint(None, None, None):
             return _save_in_graph(op, rule.config)
         return Save(rule.config)
 
@@ -480,5 +482,5 @@ def _warn_exact_saves() -> None:
 
 
 def _is_decision(out: Any) -> bool:
-    leaves = torch.utils._pytree.tree_leaves(out)
+    leaves = private.tree_leaves(out)
     return any(isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()) for x in leaves)

@@ -108,7 +108,7 @@ static int is_dual(const gck_py *py, PyObject *x)
     PyObject *globals = PyModule_GetDict(py->forward_ad);
     PyObject *level = PyDict_GetItemWithError(globals, py->names._current_level);        /* borrowed; -1: none is active */
 
-    if (level == NULL || PyLong_AsLong(level) < 0) {
+    if (level != NULL ? PyLong_AsLong(level) < 0 : PyErr_Occurred() != NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
     return gck_is_true(PyObject_CallMethod(py->shim, "is_dual", "O", x));

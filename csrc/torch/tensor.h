@@ -17,7 +17,6 @@
     OBJECT(Module, "torch.nn", "Module")                                   \
     OBJECT(Function, "torch.autograd", "Function")                         \
     OBJECT(backward, "torch.autograd", "backward")                         \
-    OBJECT(is_checkpoint_valid, "torch.autograd", "_is_checkpoint_valid")  \
     OBJECT(cache_enabled, "torch", "is_autocast_cache_enabled")            \
     OBJECT(autocast_dtype, "torch", "get_autocast_dtype")                  \
     OBJECT(empty, "torch", "empty")                                        \
@@ -31,45 +30,47 @@
     OBJECT(boolean, "torch", "bool")                                       \
     OBJECT(device, "torch", "device")                                      \
     OBJECT(size, "torch", "Size")                                          \
-    OBJECT(push_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks") \
-    OBJECT(pop_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks")   \
-    OBJECT(top_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks")   \
-    OBJECT(next_node_number, "torch._C._autograd", "_get_sequence_nr")     \
-    OBJECT(graph_task_id, "torch._C", "_current_graph_task_id")            \
-    OBJECT(keeps_graph, "torch._C._autograd", "_get_current_graph_task_keep_graph") \
-    OBJECT(graph_exec_group, "torch._C", "_get_graph_exec_group")          \
-    OBJECT(any_autocast, "torch._C", "_is_any_autocast_enabled")           \
-    OBJECT(function_stack_len, "torch._C", "_len_torch_function_stack")    \
-    OBJECT(push_function_mode, "torch._C", "_push_on_torch_function_stack") \
-    OBJECT(pop_function_mode, "torch._C", "_pop_torch_function_stack")     \
-    OBJECT(dispatch_stack_len, "torch._C", "_len_torch_dispatch_stack")    \
     OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
     OBJECT(is_compiling, "torch.compiler", "is_compiling")                 \
     OBJECT(forward_ad, "torch.autograd", "forward_ad")                     \
-    OBJECT(StopRecomputation, "torch.utils.checkpoint", "_StopRecomputationError") \
     OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
     OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")   \
-    OBJECT(tree_flatten, "torch.utils._pytree", "tree_flatten")            \
-    OBJECT(tree_unflatten, "torch.utils._pytree", "tree_unflatten")        \
-    OBJECT(supported_nodes, "torch.utils._pytree", "SUPPORTED_NODES")      \
-    OBJECT(set_included, "torch._C", "_dispatch_tls_set_dispatch_key_included") \
-    OBJECT(set_excluded, "torch._C", "_dispatch_tls_set_dispatch_key_excluded") \
-    OBJECT(is_included, "torch._C", "_dispatch_tls_is_dispatch_key_included") \
-    OBJECT(is_excluded, "torch._C", "_dispatch_tls_is_dispatch_key_excluded") \
-    OBJECT(FakeTensor, "torch._subclasses.fake_tensor", "FakeTensor")      \
-    OBJECT(guards, "torch._guards", "_TLS")                                \
-    OBJECT(frame_callback, "torch._C._dynamo.eval_frame", "get_eval_frame_callback")    \
-    OBJECT(set_frame_callback, "torch._C._dynamo.eval_frame", "set_eval_frame")         \
     OBJECT(new_lock, "_thread", "allocate_lock")                            \
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(defaultdict, "collections", "defaultdict")                      \
     OBJECT(count, "itertools", "count")                                    \
-    OBJECT(ignored_ops, "torch.utils.checkpoint", "SAC_IGNORED_OPS")       \
+    /* Private names of torch: what each is, and what is lost without it, is said there. */ \
+    OBJECT(is_checkpoint_valid, "gradckpt._torch_private", "is_checkpoint_valid")          \
+    OBJECT(push_hooks, "gradckpt._torch_private", "push_hooks")                            \
+    OBJECT(pop_hooks, "gradckpt._torch_private", "pop_hooks")                              \
+    OBJECT(top_hooks, "gradckpt._torch_private", "top_hooks")                              \
+    OBJECT(next_node_number, "gradckpt._torch_private", "next_node_number")                \
+    OBJECT(graph_task_id, "gradckpt._torch_private", "graph_task_id")                      \
+    OBJECT(keeps_graph, "gradckpt._torch_private", "keeps_graph")                          \
+    OBJECT(graph_exec_group, "gradckpt._torch_private", "graph_exec_group")                \
+    OBJECT(any_autocast, "gradckpt._torch_private", "any_autocast")                        \
+    OBJECT(function_stack_len, "gradckpt._torch_private", "function_stack_len")            \
+    OBJECT(push_function_mode, "gradckpt._torch_private", "push_function_mode")            \
+    OBJECT(pop_function_mode, "gradckpt._torch_private", "pop_function_mode")              \
+    OBJECT(dispatch_stack_len, "gradckpt._torch_private", "dispatch_stack_len")            \
+    OBJECT(StopRecomputation, "gradckpt._torch_private", "StopRecomputation")              \
+    OBJECT(tree_flatten, "gradckpt._torch_private", "tree_flatten")                        \
+    OBJECT(tree_unflatten, "gradckpt._torch_private", "tree_unflatten")                    \
+    OBJECT(supported_nodes, "gradckpt._torch_private", "supported_nodes")                  \
+    OBJECT(set_included, "gradckpt._torch_private", "set_included")                        \
+    OBJECT(set_excluded, "gradckpt._torch_private", "set_excluded")                        \
+    OBJECT(is_included, "gradckpt._torch_private", "is_included")                          \
+    OBJECT(is_excluded, "gradckpt._torch_private", "is_excluded")                          \
+    OBJECT(FakeTensor, "gradckpt._torch_private", "FakeTensor")                            \
+    OBJECT(guards, "gradckpt._torch_private", "guards")                                    \
+    OBJECT(frame_callback, "gradckpt._torch_private", "frame_callback")                    \
+    OBJECT(set_frame_callback, "gradckpt._torch_private", "set_frame_callback")            \
+    OBJECT(ignored_ops, "gradckpt._torch_private", "ignored_ops")                          \
+    OBJECT(run_backward, "gradckpt._torch_private", "run_backward")                        \
+    OBJECT(queue_callback, "gradckpt._torch_private", "queue_callback")                    \
+    OBJECT(peek_functorch, "gradckpt._torch_private", "peek_functorch")                    \
     /* What they are is said there: */                                     \
     OBJECT(make_saved_tensor, "gradckpt._objects", "make_saved_tensor")       \
-    OBJECT(run_backward, "gradckpt._objects", "run_backward")                 \
-    OBJECT(queue_callback, "gradckpt._objects", "queue_callback")             \
-    OBJECT(peek_functorch, "gradckpt._objects", "peek_functorch")             \
     OBJECT(as_non_leaf, "gradckpt._objects", "as_non_leaf")                   \
     OBJECT(cpu_device, "gradckpt._objects", "cpu_device")                     \
     OBJECT(recompute_mark, "gradckpt._objects", "recompute_mark")             \

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradckpt import _torch_private as private
 from gradckpt.config import CompressionConfig
 
 __all__ = ["RankCheck", "spell"]
@@ -71,7 +72,7 @@ class RankCheck:
 
     def settled(self) -> bool:
         """All was said and heard in this process group, or there is none; asked in every training call."""
-        return self._settled_in() is (_world.default_pg if _world is not None else None)
+        return self._settled_in() is _default_group()
 
     def compare(self) -> None:
         """Says it, and hears what the others said.
@@ -79,7 +80,7 @@ class RankCheck:
         Raises:
             ValueError: another rank says otherwise.
         """
-        group = None if _world is None else _world.default_pg
+        group = _default_group()
         if group is None:
             self._settled_in = _nothing
         elif dist.get_world_size() == 1 or os.environ.get(SWITCH) == "0" or _table_of(group).settle(self):
@@ -101,8 +102,9 @@ def _nothing() -> None:
     return None
 
 
-#: Holds the default process group. None: this torch was built without.
-_world: Any = dist.distributed_c10d._world if dist.is_available() else None
+def _default_group() -> Any:
+    """None: there is none, or this torch was built without."""
+    return dist.group.WORLD if dist.is_available() else None
 
 
 class _Table:
@@ -120,7 +122,7 @@ class _Table:
     def settle(self, check: RankCheck) -> bool:
         """Whether there is nothing more to hear."""
         # Asked for each time: held, it would keep the server of a destroyed group alive.
-        store = dist.distributed_c10d.PrefixStore(self.prefix, dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d.PrefixStore(self.prefix, private.default_store())
         with self.lock:
             try:
                 self._say(store, check)

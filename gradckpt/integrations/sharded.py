@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gradckpt import _torch_private as private
 
 __all__ = ["localized"]
 
@@ -34,12 +35,12 @@ class _Remade:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         from_local = sys.modules["torch.distributed.tensor"].DTensor.from_local
-        leaves, tree = tree_flatten((args, kwargs))
+        leaves, tree = private.tree_flatten((args, kwargs))
         for place, spec in self.specs.items():
             leaves[place] = from_local(
                 leaves[place], spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
             )
-        args, kwargs = tree_unflatten(leaves, tree)
+        args, kwargs = private.tree_unflatten(leaves, tree)
         return self.function(*args, **kwargs)
 
     @property
@@ -71,7 +72,7 @@ def localized(
     late = sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor
     if not _holds((*args, *kwargs.values()), (library.DTensor, late)):
         return function, args, kwargs
-    leaves, tree = tree_flatten((args, kwargs))
+    leaves, tree = private.tree_flatten((args, kwargs))
     specs: dict[int, _Spec] = {}
     changed = False
     for place, x in enumerate(leaves):
@@ -86,7 +87,7 @@ def localized(
         changed = True
     if not changed:
         return function, args, kwargs
-    args, kwargs = tree_unflatten(leaves, tree)
+    args, kwargs = private.tree_unflatten(leaves, tree)
     return _Remade(function, specs) if specs else function, args, kwargs
 
 

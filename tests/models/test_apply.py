@@ -137,8 +137,20 @@ def test_running_statistics_are_updated_once():
 
 
 def test_a_cache_does_not_hide_the_module_from_the_buffers():
-    """Without running statistics nothing is watched: no hook on every module call."""
-    assert gradckpt.buffers.enter(WithCaches(nn.Linear(8, 8).forward)) is None
+    norm = nn.BatchNorm1d(8)
+    x = torch.randn(4, 8, requires_grad=True)
+    gradckpt.checkpoint(WithCaches(norm.forward), x, buffers="once").sum().backward()
+    assert norm.num_batches_tracked == 1
+
+
+def test_a_forward_of_another_kind_does_not_hide_the_module():
+    """Hooks of accelerate put a plain function in its place."""
+    norm = nn.BatchNorm1d(8)
+    norm.forward = lambda x: type(norm).forward(norm, x)
+    model = nn.Sequential(norm)
+    gradckpt.apply(model, nn.BatchNorm1d)
+    model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert norm.num_batches_tracked == 1
 
 
 class Words(nn.Module):

@@ -345,6 +345,19 @@ def test_processes_of_multiprocessing(tmp_path, how, target):
     assert (stats["rank"], stats["compressed"]) == (0, 2)
 
 
+def test_a_spawned_process_without_torch_stays_without(tmp_path):
+    work = """
+    import multiprocessing, sys
+    def work(i):
+        return sorted({"torch", "gradckpt"} & {*sys.modules})
+    if __name__ == "__main__":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.map(work, [0]))
+    """
+    done = call(*LAUNCH, script(tmp_path, work), cwd=tmp_path)
+    assert done.stdout.strip() == "[[]]"
+
+
 def test_workers_of_a_data_loader_say_nothing(tmp_path):
     path = script(
         tmp_path,

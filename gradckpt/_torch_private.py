@@ -1,0 +1,260 @@
+"""Every private name of torch that gradckpt uses, and what is lost without it.
+
+torch may rename any of them. One that is missing turns off what needs it, never the import: its place is taken by
+what means the same where there is such a thing, else by a :class:`Missing`, which raises where it is used. Names of
+Dynamo are looked up once something imports it (:func:`load_dynamo`). ``python -m gradckpt`` lists what is missing.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import types
+from typing import Any
+
+import torch
+
+#: Name -> what is lost without it: of all of them, and of those that this torch does not have.
+NAMES: dict[str, str] = {}
+MISSING: dict[str, str] = {}
+
+#: What is lost where nothing works without the name.
+EVERYTHING = "checkpoint()"
+
+
+class Missing:
+    """Stand for a name that this torch does not have."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"gradckpt: torch {torch.__version__} has no {self._path}, which {NAMES[self._path]} needs; "
+            "install a torch that gradckpt was tested with"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self()
+
+
+def _look_up(path: str) -> Any:
+    parts = path.split(".")
+    value: Any = torch
+    for i, name in enumerate(parts[1:], start=2):
+        if not hasattr(value, name):
+            importlib.import_module(".".join(parts[:i]))
+        value = getattr(value, name)
+    return value
+
+
+_REFUSE = object()
+
+
+def _find(path: str, lost: str, instead: Any = _REFUSE) -> Any:
+    NAMES[path] = lost
+    try:
+        return _look_up(path)
+    except (ImportError, AttributeError):
+        MISSING[path] = lost
+        return Missing(path) if instead is _REFUSE else instead
+
+
+def _find_mode(path: str, lost: str) -> Any:
+    """Return a class to inherit from."""
+    refusal = Missing(path)
+    stand_in = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args: refusal()})
+    return _find(path, lost, stand_in)
+
+
+# ---- autograd ----
+
+push_hooks = _find("torch._C._autograd._push_saved_tensors_default_hooks", EVERYTHING)
+pop_hooks = _find("torch._C._autograd._pop_saved_tensors_default_hooks", EVERYTHING)
+top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks", EVERYTHING)
+graph_task_id = _find("torch._C._current_graph_task_id", EVERYTHING)
+graph_exec_group = _find("torch._C._get_graph_exec_group", "GraphExecGroup", lambda: None)
+next_node_number = _find("torch._C._autograd._get_sequence_nr", "compress_saved()")
+keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph", "a region that is one node")
+is_checkpoint_valid = _find("torch.autograd._is_checkpoint_valid", "use_reentrant=True")
+set_versions = _find("torch._C._autograd._unsafe_set_version_counter", "autograd's text for an input that was changed")
+make_saved_tensor = _find("torch._C._autograd._make_saved_tensor", "the direct way to show outer hooks an input", None)
+#: Its attribute ``data`` tells what a node saved without unpacking it.
+SavedTensor = _find("torch._C._autograd.SavedTensor", "reading what a node saved without unpacking it", None)
+DelayedError = _find("torch._C._functions.DelayedError", "compress=")
+engine = _find("torch.autograd.Variable._execution_engine", "a region that is one node", None)
+run_backward = engine.run_backward if engine is not None else Missing("torch.autograd.Variable._execution_engine")
+queue_callback = engine.queue_callback if engine is not None else run_backward
+peek_functorch = _find(
+    "torch._C._functorch.peek_interpreter_stack", "noticing that torch.func transforms run", lambda: None
+)
+
+
+def _together(first: Any, *paths: str) -> Any:
+    """Return what is begun only where it can be ended: the first of several names that need each other."""
+    missing = [path for path in paths if path in MISSING]
+    return Missing(missing[0]) if missing else first
+
+
+push_hooks = _together(
+    push_hooks,
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+)
+
+# ---- modes, keys ----
+
+TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode", "a dispatch mode inside a region", object)
+dispatch_stack_len = _find("torch._C._len_torch_dispatch_stack", EVERYTHING)
+push_dispatch_mode = _find("torch._C._push_on_torch_dispatch_stack", "a dispatch mode inside a region")
+pop_dispatch_mode = _find("torch._C._pop_torch_dispatch_stack", "a dispatch mode inside a region")
+push_dispatch_mode = _together(push_dispatch_mode, "torch._C._pop_torch_dispatch_stack")
+dispatch_modes = _find(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "a dispatch mode inside a region"
+)
+without_modes = _find("torch.utils._python_dispatch._disable_current_modes", "a dispatch mode around a region")
+get_dispatch_mode = _find("torch._C._get_dispatch_mode", "a dispatch mode around a region")
+mode_keys = _find("torch._C._TorchDispatchModeKey", "a dispatch mode around a region")
+
+
+def _no_function_modes() -> int:
+    """The modes that count are those of ``torch.device``, which show here."""
+    if torch.get_default_device().type != "cpu":
+        Missing("torch._C._len_torch_function_stack")()
+    return 0
+
+
+function_stack_len = _find("torch._C._len_torch_function_stack", "torch.device as a context", _no_function_modes)
+push_function_mode = _find("torch._C._push_on_torch_function_stack", "torch.device as a context")
+pop_function_mode = _find("torch._C._pop_torch_function_stack", "torch.device as a context")
+pop_function_mode = _together(pop_function_mode, "torch._C._push_on_torch_function_stack")
+function_modes = _find("torch.overrides._get_current_function_mode_stack", "torch.device as a context")
+DeviceContext = _find("torch.utils._device.DeviceContext", "torch.device as a context")
+#: Of which CURRENT_DEVICE is set.
+device_module = _find("torch.utils._device", "torch.device as a context")
+without_function_modes = _find("torch._C.DisableTorchFunction", "a function mode around a region")
+
+key_of = _find("torch._C._dispatch_key_parse", "policies and the replay of decisions")
+set_included = _find("torch._C._dispatch_tls_set_dispatch_key_included", "policies and the replay of decisions")
+set_excluded = _find("torch._C._dispatch_tls_set_dispatch_key_excluded", "policies and the replay of decisions")
+is_included = _find("torch._C._dispatch_tls_is_dispatch_key_included", "policies and the replay of decisions")
+is_excluded = _find("torch._C._dispatch_tls_is_dispatch_key_excluded", "policies and the replay of decisions")
+is_excluded = _together(is_excluded, "torch._C._dispatch_key_parse")
+#: Without these nothing is caught on the key.
+has_kernel = _find("torch._C._dispatch_has_kernel", "catching operators without a dispatch mode", lambda name: True)
+has_kernel_for_key = _find(
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "catching operators without a dispatch mode",
+    lambda name, key: True,
+)
+has_fallback = _find(
+    "torch._C._dispatch_has_backend_fallback", "catching operators without a dispatch mode", lambda key: False
+)
+DispatchKey = _find("torch._C.DispatchKey", "forward-mode differentiation")
+BelowInplace = _find("torch._C._AutoDispatchBelowADInplaceOrView", "torch.ops.gradckpt inside autograd")
+after_inplace = _find("torch._C._after_ADInplaceOrView_keyset", "torch.ops.gradckpt inside autograd")
+
+any_autocast = _find("torch._C._is_any_autocast_enabled", "the quick look for autocast", lambda: True)
+autocast_types = _find("torch._C._autocast_supported_devices", "autocast", lambda: ["cpu", "cuda"])
+
+# ---- torch.utils.checkpoint ----
+
+StopRecomputation = _find(
+    "torch.utils.checkpoint._StopRecomputationError",
+    "torch's class for the exception that ends a recompute",
+    type("StopRecomputation", (Exception,), {}),
+)
+ignored_ops = _find(
+    "torch.utils.checkpoint.SAC_IGNORED_OPS",
+    "torch's list of operators that no policy is asked about",
+    {torch.ops.aten.detach.default, torch.ops.prim.device.default},
+)
+CachingMode = _find_mode("torch.utils.checkpoint._CachingTorchDispatchMode", "a policy that is a function")
+CachedMode = _find_mode("torch.utils.checkpoint._CachedTorchDispatchMode", "a policy that is a function")
+storage_key = _find(
+    "torch.utils.checkpoint._sac_storage_key", "higher order operators in policies", lambda func, _: func
+)
+#: torch before 2.12 traces with a storage of another make than ours has.
+consumed = _find("torch.utils.checkpoint._CONSUMED", "compressed outputs in compiled code", None)
+is_tracing_checkpoint = _find(
+    "torch.utils.checkpoint._is_compiling",
+    "noticing make_fx around a region",
+    lambda *_: torch.compiler.is_compiling(),
+)
+infer_device_type = _find("torch.utils.checkpoint._infer_device_type", "torch's warning for several device types")
+debug_context = _find("torch.utils.checkpoint._get_debug_context_and_cb", "debug=True")
+determinism_checks = _find(
+    "torch.utils.checkpoint._allowed_determinism_checks_to_fns", "determinism checks of your own", {}
+)
+debug_tip = _find("torch.utils.checkpoint._debug_tip_msg", "torch's hint how to debug", "")
+
+# ---- the rest ----
+
+_CONTAINERS: dict[type, Any] = dict.fromkeys((tuple, list, dict, collections.OrderedDict, collections.defaultdict))
+tree_flatten = _find("torch.utils._pytree.tree_flatten", "tensors in containers")
+tree_unflatten = _find("torch.utils._pytree.tree_unflatten", "tensors in containers")
+tree_leaves = _find("torch.utils._pytree.tree_leaves", "tensors in containers")
+tree_map = _find("torch.utils._pytree.tree_map", "torch.compile")
+tree_map_only = _find("torch.utils._pytree.tree_map_only", "negated views inside a region with a policy")
+supported_nodes = _find("torch.utils._pytree.SUPPORTED_NODES", "tensors in containers of your own", _CONTAINERS)
+HigherOrderOperator = _find("torch._ops.HigherOrderOperator", "higher order operators in policies", type(None))
+StorageWeakRef = _find("torch.multiprocessing.reductions.StorageWeakRef", "name() and torch.compile")
+NormBase = _find(
+    "torch.nn.modules.batchnorm._NormBase",
+    "running statistics of norms that are not derived from torch's public ones",
+    (*(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+     *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)),
+)  # fmt: skip
+FakeTensor = _find(
+    "torch._subclasses.fake_tensor.FakeTensor", "fake tensors without a mode", type("FakeTensor", (), {})
+)
+default_store = _find("torch.distributed.distributed_c10d._get_default_store", "the check that ranks compress alike")
+driver_version: Any = lambda: 0  # noqa: E731
+if torch.backends.cuda.is_built():
+    driver_version = _find("torch._C._cuda_getDriverVersion", "the driver's version in the report", driver_version)
+guards = _find(
+    "torch._guards._TLS", "noticing AOTAutograd around a region", types.SimpleNamespace(tracing_context=None)
+)
+frame_callback = _find(
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback", "keeping Dynamo out of a recompute", lambda: None
+)
+set_frame_callback = _find("torch._C._dynamo.eval_frame.set_eval_frame", "keeping Dynamo out of a recompute")
+
+# ---- Dynamo, looked up when it is there ----
+
+#: Of the names of :func:`load_dynamo`: what stands for torch's.
+dynamo = types.SimpleNamespace()
+
+DYNAMO = {
+    "guard_scalar": "torch.fx.experimental.symbolic_shapes.guard_scalar",
+    "guard_or_true": "torch.fx.experimental.symbolic_shapes.guard_or_true",
+    "get_proxy_mode": "torch.fx.experimental.proxy_tensor.get_proxy_mode",
+    "InstructionTranslator": "torch._dynamo.symbolic_convert.InstructionTranslator",
+    "UserError": "torch._dynamo.exc.UserError",
+    "UserErrorType": "torch._dynamo.exc.UserErrorType",
+    "GuardBuilder": "torch._dynamo.guards.GuardBuilder",
+    "install_guard": "torch._dynamo.guards.install_guard",
+    "AttrSource": "torch._dynamo.source.AttrSource",
+    "counters": "torch._dynamo.utils.counters",
+    "PolyfilledFunctionVariable": "torch._dynamo.variables.PolyfilledFunctionVariable",
+}
+
+
+def load_dynamo() -> list[str]:
+    """Look up the names of Dynamo. Return those that are missing: without them regions run uncompiled."""
+    for name, path in DYNAMO.items():
+        setattr(dynamo, name, _find(path, "torch.compile"))
+    return [path for path in DYNAMO.values() if path in MISSING]
+
+
+@functools.cache
+def load_cut() -> Any:
+    """Look up what tells hooks of the node that AOTAutograd cuts at; None without it."""
+    return _find(
+        "torch._functorch._aot_autograd.graph_compile._get_saved_tensor_hook_context",
+        "compressed tensors in compiled code",
+        None,
+    )
