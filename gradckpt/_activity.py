@@ -28,6 +28,9 @@ logger = logging.getLogger("gradckpt")
 #: Steps that are looked at: in the first something may still be made.
 PATIENCE = 2
 
+#: As many originals alive are no accident: local variables of the user's hold one or two.
+_MANY = 3
+
 SMALL = "smaller than min_numel"
 
 #: A tensor of as many bytes is not small, whatever min_numel says.
@@ -40,7 +43,7 @@ class _Looks:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.steps = 0
-        self.blocks = 0  # of compress_saved()
+        self.saved_steps: int | None = None  # of optimizers, since compress_saved() began; None: it did not
         self.said = False  # that nothing is compressed, or that it saves nothing
 
 
@@ -96,7 +99,7 @@ def _look(s: Stats, looks: _Looks) -> None:
     if _keeps_nothing(selective.latest, s):
         say(f"a policy kept nothing in {PATIENCE} steps: {_why_nothing_kept(selective.latest)}")
     alive, restored = s["originals_alive"], s["recomputes"]
-    if alive > 1 and 2 * alive > restored and not looks.said:
+    if alive >= _MANY and 2 * alive > restored and not looks.said:
         say(
             f"compression costs memory: {alive} of {max(alive, restored)} inputs were still alive in backward; "
             f"{_why_alive()}"
@@ -106,12 +109,19 @@ def _look(s: Stats, looks: _Looks) -> None:
 def note_saved() -> None:
     """Called where a block of compress_saved() ends."""
     looks = _now()
-    if looks.blocks >= PATIENCE:
+    if looks.saved_steps is None:
+        looks.saved_steps = 0
+        _listen()
+
+
+def _look_at_saved(looks: _Looks) -> None:
+    """An optimizer has stepped."""
+    if looks.saved_steps is None or looks.saved_steps >= PATIENCE:
         return
-    looks.blocks += 1
+    looks.saved_steps += 1
     s = stats()
-    if looks.blocks == PATIENCE and s["kept"] and not (s["compressed"] or s["regions"] or looks.said):
-        say(f"compress_saved() compressed nothing in {PATIENCE} blocks: {inactive_reason(s)}", not are_small(s))
+    if looks.saved_steps == PATIENCE and s["kept"] and not (s["compressed"] or s["regions"] or looks.said):
+        say(f"compress_saved() compressed nothing in {PATIENCE} steps: {inactive_reason(s)}", not are_small(s))
 
 
 def are_small(s: Mapping[str, Any]) -> bool:
@@ -143,6 +153,7 @@ _ADVICE = {
     "dtype the codec does not take": 'gradckpt.codec_info(codec)["dtypes"] lists those that it takes',
     "values the codec cannot hold": "choose a codec that rounds, as int8",
     "device without kernels": "`python -m gradckpt` says what this build has",
+    "backward needs it exactly": 'a codec that loses nothing, as "lossless", compresses it',
     "tensor subclass": "only plain tensors are compressed",
 }
 
@@ -286,7 +297,10 @@ _expectations: list[_Expectation] = []
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _expectations and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    _look_at_saved(_now())
+    if _expectations:
         waiting = list(_expectations)
         _expectations.clear()  # before one of them raises
         _expectations.extend(each for each in waiting if not each.met(optimizer))
