@@ -53,6 +53,7 @@ class _Event(NamedTuple):
     address: int = 0
     total: int = 0  # bytes that the allocator of the device counts after it
     graded: bool = False  # by an operator of which autograd could make a node
+    stepping: bool = False  # by an optimizer
 
 
 def read(tree: list[Any]) -> list[list[_Event]] | None:
@@ -72,7 +73,8 @@ def read(tree: list[Any]) -> list[list[_Event]] | None:
         if hasattr(fields, "ptr"):
             what = "allocate" if fields.alloc_size > 0 else "release"
             size, place = abs(fields.alloc_size), str(fields.device)
-            to.append(_Event(what, ns, thread, place, size, fields.ptr, fields.total_allocated, graded))
+            stepping = around.startswith("Optimizer.")
+            to.append(_Event(what, ns, thread, place, size, fields.ptr, fields.total_allocated, graded, stepping))
             continue
         name, number = event.name, getattr(fields, "sequence_number", -1)
         if name.startswith(MARK):
@@ -82,12 +84,11 @@ def read(tree: list[Any]) -> list[list[_Event]] | None:
         elif name.startswith(_BACKWARD):
             to.append(_Event("node", ns, thread, "", number))
             stack.append(_Event("end", event.end_time_ns, thread))
-            graded = False
         elif around != _BACKWARD + name:  # not the same node once more
             to.append(_Event("op", ns, thread, name, number))
-            # The buffers of payloads come from torch.empty(), for which autograd has no number.
-            graded |= number >= 0 or (name == "aten::empty" and not around.startswith(("aten::", "Optimizer.")))
-        stack += [(child, graded, name) for child in reversed(event.children)]
+            graded |= number >= 0
+        below = around if around.startswith("Optimizer.") else name
+        stack += [(child, graded, below) for child in reversed(event.children)]
     return list(threads.values()) if started else None
 
 
@@ -131,8 +132,8 @@ class _Regions:
             stack.append((name,))
         elif verb == "leave":
             for i in range(len(stack) - 1, -1, -1):
-                if isinstance(stack[i], list) or stack[i][0] == name:
-                    del stack[i + isinstance(stack[i], list) :]
+                if stack[i] == (name,):
+                    del stack[i:]
                     break
 
     def op(self, thread: int, number: int) -> None:
@@ -204,7 +205,8 @@ def analyse(threads: list[list[_Event]]) -> dict[str, Found]:
     for i, event in enumerate(events):
         thread = event.thread
         if event.what == "allocate":
-            run = len(runs.starts) - 1 if inside[thread] else -1
+            # An optimizer may step in a backward, in the hook of a gradient; its states are no gradients.
+            run = len(runs.starts) - 1 if inside[thread] and not event.stepping else -1
             new = _Block(event.number, i, regions.current(thread, event.graded), run, event.graded)
             old = alive.get((event.text, event.address))  # another thread released it, which is not recorded
             if old is not None:

@@ -98,7 +98,6 @@ class track_memory:
         self._model = model
         self._devices: dict[str, DeviceMemory] | None = None
         self._profile: Any = None
-        self._marks: list[_Mark] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> track_memory:
@@ -139,9 +138,10 @@ class track_memory:
 
     def _add_marks(self) -> None:
         for name, module in self._model.named_modules() if self._model is not None else ():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what it allocates is its caller's
+                continue
             region = ".".join(part for part in name.split(".") if part not in _WRAPPERS) or type(self._model).__name__
             enter, leave = _Mark("enter " + region), _Mark("leave " + region)
-            self._marks += [enter, leave]
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
         _C.observe_regions(_mark_boundaries)
@@ -150,9 +150,7 @@ class track_memory:
         _C.observe_regions(None)
         for handle in self._handles:
             handle.remove()
-        for mark in self._marks:
-            mark.text = ""
-        self._handles, self._marks = [], []
+        self._handles.clear()
 
     # ---- the result ----
 

@@ -1,5 +1,6 @@
 """track_memory(): the peak is the profiler's, kinds add up to the total, and the program does what it does without."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -10,11 +11,15 @@ import pytest
 import torch
 
 import gradckpt
+from gradckpt import _memory
 from gradckpt._allocations import KINDS, OUTSIDE
 
 WIDTH, ROWS, LAYERS = 64, 256, 4
 INPUT = ROWS * WIDTH * 4
 PAYLOAD = gradckpt.encode(torch.zeros(ROWS, WIDTH), "int8").nbytes
+
+#: Of the two products in a layer.
+PRODUCTS = sum(gradckpt.encode(torch.zeros(ROWS, n * WIDTH), "int8").nbytes for n in (1, 4))
 
 
 class Layer(torch.nn.Module):
@@ -138,9 +143,7 @@ def test_saves_are_what_autograd_and_policies_keep():
     one = ROWS * WIDTH * 4
     # The input of a layer (or the sum before it), the input of the gelu and its output.
     assert 9 * LAYERS * one <= found["plain"] <= 9 * LAYERS * one + 2 * one
-    # One product of four widths is named with the other of one: both are kept by the policy.
-    products = sum(gradckpt.encode(torch.zeros(ROWS, n * WIDTH), "int8").nbytes for n in (1, 4))
-    assert LAYERS * products <= found["policy"] <= LAYERS * products + 2 * one
+    assert LAYERS * PRODUCTS <= found["policy"] <= LAYERS * PRODUCTS + 2 * one
     assert found["int8"] <= 2 * one
     assert found["saved"] < found["plain"] / 3
     assert found["torch"] >= LAYERS * one  # of torch's own checkpoint nothing says which inputs it keeps
@@ -158,9 +161,12 @@ def test_a_forward_alone_saves_what_is_alive_at_its_end():
     last = memory.timeline[-1]
     with gradckpt.track_memory() as evaluated, torch.no_grad():
         kept = net.layers[0](x)
+    with gradckpt.track_memory() as built:
+        other = Net()
     assert loss.requires_grad
+    assert built.timeline[-1].other == sum(p.nbytes for p in other.parameters())
     assert last.boundaries >= LAYERS * PAYLOAD
-    assert last.saves >= LAYERS * PAYLOAD
+    assert last.saves >= LAYERS * PRODUCTS
     assert evaluated.timeline[-1].saves == 0
     assert evaluated.timeline[-1].other >= kept.nbytes
 
@@ -186,6 +192,23 @@ def test_gradients_stay_after_the_backward_and_states_of_optimizers_are_other():
         net.zero_grad()
     assert at_most(memory, "gradients") == parameters
     assert memory.timeline[-1].total == 0
+
+
+def test_states_of_an_optimizer_that_steps_in_the_backward_are_other():
+    net = Net()
+    parameters = sum(p.nbytes for p in net.parameters())
+    for p in net.parameters():
+        optimizer = torch.optim.AdamW([p], foreach=False)
+
+        def step(p, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+    with gradckpt.track_memory() as memory:
+        net(data()).backward()
+    assert 2 * parameters <= memory.timeline[-1].other <= 2 * parameters + 1000
+    assert memory.timeline[-1].gradients == 0
 
 
 def test_what_the_program_holds_beyond_a_backward_is_other():
@@ -238,6 +261,33 @@ def memory_of_a_step(net, x):
     return 20 * LAYERS * x.nbytes + sum(p.nbytes for p in net.parameters())
 
 
+def test_outer_hooks_see_and_unpack_what_they_do_without():
+    def hooked(tracked):
+        calls = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: calls.append("pack") or x, lambda x: calls.append("unpack") or x
+        )
+        net, x = Net(CALLS["int8"]), data().requires_grad_()
+        with gradckpt.track_memory(net) if tracked else contextlib.nullcontext() as memory:
+            with hooks:
+                loss = net(x * 1.0)
+            loss.backward()
+        return calls, memory
+
+    (calls, memory), (without, _) = hooked(True), hooked(False)
+    assert calls == without
+    assert (at_most(memory, "boundaries"), at_most(memory, "saves") >= LAYERS * PAYLOAD) == (0, True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_scripted_modules_take_no_marks():
+    net = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(WIDTH, WIDTH)), torch.nn.Linear(WIDTH, WIDTH))
+    x = data()
+    with gradckpt.track_memory(net) as memory, torch.no_grad():
+        net(x)
+    assert memory.by_region.keys() == {"Sequential", "1"}
+
+
 def test_wrappers_are_no_part_of_a_name_and_without_a_model_there_are_no_names():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -256,12 +306,13 @@ def test_wrappers_are_no_part_of_a_name_and_without_a_model_there_are_no_names()
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_the_program_computes_the_same_and_nothing_is_left_behind(call):
+def test_the_program_computes_the_same_and_nothing_is_left_behind(call, monkeypatch):
     (net, step), (_, twin) = program(call), program(call)
     before = [dict(vars(module)) for module in net.modules()]
     with gradckpt.track_memory(net):
         inside = [step() for _ in range(2)]
     assert inside == [twin() for _ in range(2)]
+    monkeypatch.setattr(_memory, "_mark", lambda text: pytest.fail(text))
     assert step() == twin()
     assert [dict(vars(module)) for module in net.modules()] == before
 
@@ -305,6 +356,31 @@ def test_a_block_that_does_nothing():
     assert memory.by_kind == dict.fromkeys(KINDS, 0)
     assert memory.by_region == {}
     assert str(memory) == "nothing was allocated"
+
+
+def test_running_statistics_are_updated_once():
+    def train(tracked):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Dropout())
+        with gradckpt.track_memory(net) if tracked else contextlib.nullcontext():
+            gradckpt.checkpoint(net, data().requires_grad_() * 1.0, compress="int8").sum().backward()
+        return [*net.state_dict().values(), *(p.grad for p in net.parameters()), torch.get_rng_state()]
+
+    assert all(map(torch.equal, train(False), train(True)))
+
+
+def test_a_block_in_a_thread_of_its_own():
+    found = []
+
+    def work():
+        with gradckpt.track_memory() as memory:
+            torch.empty(1000)
+        found.append(memory.peak)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [4000]
 
 
 def test_allocations_of_other_threads_are_not_seen():

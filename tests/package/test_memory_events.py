@@ -115,7 +115,7 @@ def test_a_backward_on_the_threads_of_its_device():
 def test_numbers_of_a_recompute_are_those_of_its_thread():
     """Autograd counts on each thread from 0: the recompute's operators have numbers that the forward's have, too."""
     tree = Tree()
-    for name, number in (("first", 0), ("second", 1)):
+    for name, number in (("first", 0), ("second.last", 1)):
         tree.mark("enter " + name)
         tree.within("aten::mm", number, lambda: None)
         tree.mark("leave " + name)
@@ -132,7 +132,7 @@ def test_numbers_of_a_recompute_are_those_of_its_thread():
     tree.node("MmBackward0", 0, lambda: tree.memory(100, 100, thread=DEVICE))
     tree.node("MmBackward0", 0, lambda: tree.memory(1000, 1000, thread=DEVICE))
     tree.node("AccumulateGrad", -1, lambda: tree.memory(10_000, 10_000, thread=DEVICE))
-    assert tree.devices()["cuda:0"].by_region == {"first": 11_000, "second.inner": 100, "second": 18}
+    assert tree.devices()["cuda:0"].by_region == {"first": 11_000, "second.inner": 100, "second": 17, "second.last": 1}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -143,6 +143,7 @@ def test_what_another_thread_released_ends_when_its_address_is_used_again(device
     tree.memory(60, 1, device)
     found = tree.devices()[device]
     assert [point.total for point in found.timeline] == [100, 60]
+    assert [point.transient for point in found.timeline] == [100, 0]
 
 
 def test_a_cpu_tells_of_older_memory_only_what_an_earlier_profiler_saw_and_that_does_not_count():
@@ -151,6 +152,25 @@ def test_a_cpu_tells_of_older_memory_only_what_an_earlier_profiler_saw_and_that_
     assert tree.devices() == {}
     tree.memory(100, 1, "cpu")
     assert [point.total for point in tree.devices()["cpu"].timeline] == [100]
+
+
+def test_two_backwards_are_told_apart_by_what_is_between():
+    tree = Tree()
+    tree.node("MmBackward0", 0, lambda: tree.memory(10, 1, thread=DEVICE))
+    tree.within("aten::mm", -1, lambda: None)
+    tree.node("MmBackward0", 1, lambda: tree.memory(-10, 1, thread=DEVICE))
+    tree.node("MmBackward0", 2, lambda: tree.memory(20, 2, thread=DEVICE))
+    tree.node("MmBackward0", 3, lambda: tree.memory(-20, 2, thread=DEVICE))
+    found = tree.devices()["cuda:0"].timeline
+    assert [(point.gradients, point.transient) for point in found] == [(10, 0), (0, 0), (0, 20), (0, 0)]
+
+
+def test_a_module_that_was_left_by_no_mark_ends_with_the_one_around_it():
+    tree = Tree()
+    for text in ("enter net", "enter net.inner", "leave net"):
+        tree.mark(text)
+    tree.memory(10, 1)
+    assert tree.devices()["cuda:0"].by_region == {_allocations.OUTSIDE: 10}
 
 
 def test_a_module_that_no_hook_has_left_ends_with_its_node():
