@@ -221,6 +221,16 @@ static PyObject *set_rounding_state(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *observe_regions(PyObject *module, PyObject *observer)
+{
+    gck_state *state = gck_state_of(module);
+    PyObject *old = state->observer;
+
+    state->observer = observer == Py_None ? NULL : Py_NewRef(observer);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
 /* ---- the module ---- */
 
 static PyMethodDef methods[] = {
@@ -246,6 +256,9 @@ static PyMethodDef methods[] = {
     {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.get_rounding_state()."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,
      "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.set_rounding_state()."},
+    {"observe_regions", observe_regions, METH_O,
+     "observe_regions(observer, /)\n--\n\nFor gradckpt._memory: observer(frame) for each region that has kept its "
+     "arguments; None: no more."},
     {"late_verdicts", gck_late_verdicts, METH_O,
      "late_verdicts(seconds, /)\n--\n\nFor tests: CPU codecs say as late as a device whether they can hold the values, "
      "and a forward that is far ahead waits so long for them. 0: no more."},
@@ -408,6 +421,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->decisions[0]);
     Py_VISIT(state->decisions[1]);
     Py_VISIT(state->torchs);
+    Py_VISIT(state->observer);
     Py_VISIT(state->closed);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
@@ -436,6 +450,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->decisions[0]);
     Py_CLEAR(state->decisions[1]);
     Py_CLEAR(state->torchs);
+    Py_CLEAR(state->observer);
     Py_CLEAR(state->closed);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)

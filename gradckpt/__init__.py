@@ -20,6 +20,7 @@ except (ImportError, OSError) as error:
 
 from gradckpt import _ops as _ops
 from gradckpt import buffers, compat, compile, policies
+from gradckpt._memory import track_memory
 from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning, resolve_codec
 from gradckpt.integrations import trainer_flag
@@ -70,6 +71,7 @@ __all__ = [
     "save",
     "set_rounding_state",
     "stats",
+    "track_memory",
     "unapply",
 ]
 

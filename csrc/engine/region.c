@@ -84,6 +84,16 @@ static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
     return *fed_args == NULL ? -1 : 0;
 }
 
+/* The observer reads by gc.get_referents() what the frame keeps.  0 or -1. */
+static int show(gck_frame *frame)
+{
+    PyObject *observer = Py_XNewRef(frame->state->observer);
+    const int status = observer == NULL ? 0 : gck_done(PyObject_CallFunctionObjArgs(observer, (PyObject *)frame, NULL));
+
+    Py_XDECREF(observer);
+    return status;
+}
+
 int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs,
                     int preserve_rng, int exact, PyObject **fed_args, PyObject **fed_kwargs)
 {
@@ -120,7 +130,8 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.replay)) {
         gck_aliases_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
-    return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs);
+    return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0 ? -1
+         : packing->outer ? 0 : show(frame);     /* outer hooks decide what becomes of it */
 }
 
 /* ---- backward ---- */

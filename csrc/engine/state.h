@@ -80,6 +80,7 @@ typedef struct {
     PyObject     *torchs;          /* torch's checkpoint, see stand_in.c; NULL before the first exchange */
     int           standing;        /* how many need ours in its place                    */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
+    PyObject     *observer;        /* called with each Frame that has kept its arguments; NULL */
     int           by_mode;         /* tests: operators are caught by modes only            */
     int64_t       late_verdicts;   /* tests: see pending.h; nanoseconds                  */
     int64_t       epoch;           /* times the counters were reset                      */

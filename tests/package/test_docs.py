@@ -48,6 +48,7 @@ ELSEWHERE = {
 
 def environment(folder=None):
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "NO_MKDOCS_2_WARNING": "1"}  # the latter: news of the theme's makers
+    quiet |= {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what docs/memory.md says of torch's profiler
     given = frameworks.environment(folder) if folder else {**os.environ, "PYTHONPATH": str(ROOT)}
     return {**given, "HF_HUB_OFFLINE": "1", **quiet}
 

@@ -18,6 +18,7 @@ ONLY = {"Python.h": {"torch", "engine", "module"}, "dlfcn.h": {"torch"}, "cuda_r
 PYTHON = {
     "gradckpt": {
         "gradckpt._C",
+        "gradckpt._memory",
         "gradckpt._ops",
         "gradckpt.apply",
         "gradckpt.buffers",
@@ -36,9 +37,11 @@ PYTHON = {
         "gradckpt.stats",
     },
     "gradckpt._aliases": set(),
+    "gradckpt._allocations": set(),
     "gradckpt._decisions": {"gradckpt._forms"},
     "gradckpt._forms": {"gradckpt._C"},
     "gradckpt._hooks": {"gradckpt._C", "gradckpt._torch_private"},
+    "gradckpt._memory": {"gradckpt._C", "gradckpt._allocations", "gradckpt.stats"},
     "gradckpt._objects": {"gradckpt._torch_private"},
     "gradckpt._ops": {"gradckpt._C", "gradckpt._torch_private"},
     "gradckpt._savers": {"gradckpt._torch_private"},
