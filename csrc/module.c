@@ -323,18 +323,11 @@ static int load_torch(void)
         raise_missing(missing);
         return -1;
     }
-    static int registered;                       /* a fact about the process: torch keeps the operators */
-    if (registered) {
-        PyErr_SetString(PyExc_ImportError, "gradckpt: this process has imported gradckpt before, and torch keeps its "
-                                           "operators; restart the process to import it again");
-        return -1;
-    }
     missing = gck_ops_register();
     if (missing != NULL) {
         PyErr_Format(PyExc_ImportError, "gradckpt: torch refused %s", missing);
         return -1;
     }
-    registered = 1;
     return 0;
 }
 

@@ -30,7 +30,7 @@ def explain(error: BaseException) -> str:
         return f"gradckpt: the extension gradckpt._C was not built here; build it: {_BUILD}"
     if "GRADCKPT_ISA" in text:
         return f"{text}; to let the CPU decide: unset GRADCKPT_ISA"
-    if "pip install" in text or "restart the process" in text:
+    if "pip install" in text:
         return text
     if "needs torch" in text:
         return f'{text}; to update it: pip install --upgrade "torch>=2.10"'
