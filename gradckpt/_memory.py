@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gradckpt import _C
+from gradckpt import _torch_private as private
 from gradckpt._allocations import KINDS, MARK, OUTSIDE, MemoryPoint, analyse, read
 from gradckpt.stats import format_bytes
 
@@ -101,7 +102,7 @@ class track_memory:
         self._handles: list[Any] = []
 
     def __enter__(self) -> track_memory:
-        if _profiler_active() or torch.autograd.profiler._is_profiler_enabled:
+        if private.profiler_entered():
             raise RuntimeError("gradckpt: track_memory() cannot run inside a torch profiler; use one of the two")
         if not _lock.acquire(blocking=False):
             raise RuntimeError("gradckpt: track_memory() is already active; leave that block first")
@@ -113,7 +114,7 @@ class track_memory:
             _mark("start")
         except BaseException:
             self._remove_marks()
-            if _profiler_active():
+            if private.profiler_active():
                 self._profile.__exit__(None, None, None)
             _lock.release()
             raise
@@ -124,7 +125,7 @@ class track_memory:
     ) -> None:
         try:
             self._remove_marks()
-            alive = _profiler_active()
+            alive = private.profiler_active()
             if alive:
                 self._profile.__exit__(None, None, None)
             threads = read(self._profile.kineto_results.experimental_event_tree() if alive else [])
@@ -202,17 +203,11 @@ class track_memory:
 _lock = threading.Lock()
 
 
-def _profiler_active() -> bool:
-    """Whether one records the calling thread."""
-    autograd: Any = torch.autograd
-    return bool(autograd._profiler_enabled())
-
-
 # ---- marks ----
 
 
 def _mark(text: str) -> None:
-    with torch._C._profiler._RecordFunctionFast(MARK + text):
+    with private.record_function(MARK + text):
         pass
 
 

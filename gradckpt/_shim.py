@@ -169,13 +169,13 @@ def contexts_plan(
         _plan_autocast(snapshot or [("cpu", False, cpu_dtype)], bool(cache), enter, leave)
     if device is None:
         return enter, leave, None, None
-    device_module = private.device_module
+    device_module = private.device_module()
     around = private.function_modes()
     leave.append((setattr, (device_module, "CURRENT_DEVICE", device_module.CURRENT_DEVICE)))
     if not with_device:
         return enter, leave, None, around
     enter.append((setattr, (device_module, "CURRENT_DEVICE", device.device)))
-    return enter, leave, [device, *(m for m in around if not isinstance(m, private.DeviceContext))], around
+    return enter, leave, [device, *(m for m in around if not isinstance(m, private.device_context()))], around
 
 
 def _plan_autocast(
@@ -201,7 +201,7 @@ def _plan_autocast(
 def device_context() -> Any:
     """The innermost ``torch.device`` context (or ``torch.set_default_device``), or None."""
     modes = reversed(private.function_modes())
-    return next((m for m in modes if isinstance(m, private.DeviceContext)), None)
+    return next((m for m in modes if isinstance(m, private.device_context())), None)
 
 
 def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool) -> None:

@@ -11,6 +11,7 @@ import collections
 import functools
 import importlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,6 +64,12 @@ def _find(path: str, lost: str, instead: Any = _REFUSE) -> Any:
         return Missing(path) if instead is _REFUSE else instead
 
 
+def _find_later(path: str, lost: str) -> Callable[[], Any]:
+    """Return a function that finds what nothing has imported yet."""
+    NAMES[path] = lost
+    return functools.cache(functools.partial(_find, path, lost))
+
+
 def _find_mode(path: str, lost: str) -> Any:
     """Return a class to inherit from."""
     refusal = Missing(path)
@@ -105,6 +112,20 @@ push_hooks = _together(
     "torch._C._autograd._top_saved_tensors_default_hooks",
 )
 
+module_call = _find("torch.nn.Module._call_impl", "the names of modules in residuals()", None)
+
+# ---- the profiler ----
+
+record_function = _find("torch._C._profiler._RecordFunctionFast", "track_memory()")
+profiler_active = _find("torch.autograd._profiler_enabled", "track_memory()")
+_find("torch.autograd.profiler._is_profiler_enabled", "noticing a profiler that is about to begin", False)
+
+
+def profiler_entered() -> bool:
+    """Return whether a profiler of torch was entered, also one that waits for its schedule."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False) or profiler_active())
+
+
 # ---- modes, keys ----
 
 TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode", "a dispatch mode inside a region", object)
@@ -132,9 +153,9 @@ push_function_mode = _find("torch._C._push_on_torch_function_stack", "torch.devi
 pop_function_mode = _find("torch._C._pop_torch_function_stack", "torch.device as a context")
 pop_function_mode = _together(pop_function_mode, "torch._C._push_on_torch_function_stack")
 function_modes = _find("torch.overrides._get_current_function_mode_stack", "torch.device as a context")
-DeviceContext = _find("torch.utils._device.DeviceContext", "torch.device as a context")
+device_context = _find_later("torch.utils._device.DeviceContext", "torch.device as a context")
 #: Of which CURRENT_DEVICE is set.
-device_module = _find("torch.utils._device", "torch.device as a context")
+device_module = _find_later("torch.utils._device", "torch.device as a context")
 without_function_modes = _find("torch._C.DisableTorchFunction", "a function mode around a region")
 
 key_of = _find("torch._C._dispatch_key_parse", "policies and the replay of decisions")

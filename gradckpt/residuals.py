@@ -106,7 +106,7 @@ class _Saved:
 
 
 #: The code of every call of a module.
-_CALL = torch.nn.Module._call_impl.__code__
+_CALL = getattr(private.module_call, "__code__", None)
 
 
 class _Recorder:

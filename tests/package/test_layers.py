@@ -41,7 +41,7 @@ PYTHON = {
     "gradckpt._decisions": {"gradckpt._forms"},
     "gradckpt._forms": {"gradckpt._C"},
     "gradckpt._hooks": {"gradckpt._C", "gradckpt._torch_private"},
-    "gradckpt._memory": {"gradckpt._C", "gradckpt._allocations", "gradckpt.stats"},
+    "gradckpt._memory": {"gradckpt._C", "gradckpt._allocations", "gradckpt._torch_private", "gradckpt.stats"},
     "gradckpt._objects": {"gradckpt._torch_private"},
     "gradckpt._ops": {"gradckpt._C", "gradckpt._torch_private"},
     "gradckpt._savers": {"gradckpt._torch_private"},
