@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.nn import Module
 
-__all__ = ["KINDS", "MEGATRON", "Tree"]
+__all__ = ["KINDS", "Tree"]
 
 _MOE = re.compile(r"(moe|sparse_?mlp|(moe|sparse)_?(block|layer))$", re.IGNORECASE)
 _ATTENTION = re.compile(r"(Attention|Attn)(V?\d+)?$")
@@ -98,21 +98,6 @@ _RULES: dict[str, tuple[Callable[[Module], bool], frozenset[str]]] = {
 
 KINDS = ("layer", "attention", "mlp", "moe", "norm")
 
-_SHARED_EXPERTS = ("shared_experts", "shared_expert")
-_UP_PROJECTIONS = ("q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj")
-_ACTIVATIONS = ("act_fn", "act", "activation_fn", "activation", "activation_func")
-
-#: Megatron's names: the kind they stand for, or the last parts of the names of the modules; the kind these lie in.
-MEGATRON: dict[str, tuple[str | tuple[str, ...], str | None]] = {
-    "core_attn": ("attention", None),
-    "layernorm": ("norm", None),
-    "mlp": ("mlp", None),
-    "moe": ("moe", None),
-    "shared_experts": (_SHARED_EXPERTS, "moe"),
-    "moe_act": (_ACTIVATIONS, "moe"),
-    "mla_up_proj": (_UP_PROJECTIONS, "attention"),
-}
-
 
 class Tree:
     """The modules of a model by their names, shared ones under each of their names, and their kinds."""
@@ -121,35 +106,23 @@ class Tree:
         self.model = model
         self.names = list(model.named_modules(remove_duplicate=False))
         self.kinds: dict[int, str] = {}
-        self.within: dict[int, frozenset[str]] = {}  # the kinds of the modules around it
-        self._walk(model, frozenset())
+        self._walk(model, frozenset(), set())
 
-    def _walk(self, module: Module, around: frozenset[str]) -> None:
-        if id(module) in self.within:
+    def _walk(self, module: Module, around: frozenset[str], seen: set[int]) -> None:
+        """Find the kinds of a module and of those in it, inside modules of the kinds ``around``."""
+        if id(module) in seen:
             return  # a shared module is what it is where it comes first
-        self.within[id(module)] = around
+        seen.add(id(module))
         kind = next((kind for kind, (test, not_in) in _RULES.items() if not around & not_in and test(module)), None)
         if kind is not None:
             self.kinds[id(module)] = kind
             around = around | {kind}
         for child in module.children():
-            self._walk(child, around)
+            self._walk(child, around, seen)
 
     def of_kind(self, kind: str) -> list[str]:
-        """The names of the modules of a kind, or of Megatron's name for one; KeyError for an unknown word."""
-        where: str | tuple[str, ...] = kind
-        inside: str | None = None
-        if kind not in KINDS:
-            where, inside = MEGATRON[kind]
-        if isinstance(where, str):
-            return [name for name, module in self.names if self.kinds.get(id(module)) == where]
-        found = []
-        for name, module in self.names:
-            *path, last = name.split(".")
-            # What the shared experts hold is theirs, as in Megatron.
-            if last in where and inside in self.within[id(module)] and not set(path) & set(_SHARED_EXPERTS):
-                found.append(name)
-        return found
+        """Return the names of the modules of a kind, in the model's order."""
+        return [name for name, module in self.names if self.kinds.get(id(module)) == kind]
 
     def counts(self) -> Iterator[tuple[str, int]]:
         """How many modules of each kind there are; kinds without any are left out."""

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from gradckpt import _C
 from gradckpt.config import ALIASES
-from gradckpt.kinds import KINDS, MEGATRON, Tree
+from gradckpt.kinds import KINDS, Tree
 
 __all__ = ["Selector", "Subset", "describe", "every", "m_of_n", "select"]
 
@@ -97,7 +97,7 @@ def _select(selector: Any, tree: Tree) -> list[str]:
     if isinstance(selector, Subset):
         return _subset(selector, tree)
     if isinstance(selector, str):
-        if selector in KINDS or selector in MEGATRON:
+        if selector in KINDS:
             return tree.of_kind(selector)
         match = re.compile(fnmatch.translate(selector)).match
         # The model itself has no name, and no pattern that asks for one is meant for it.
@@ -133,14 +133,8 @@ def _subset(subset: Subset, tree: Tree) -> list[str]:
     return [name for name, module in tree.names if name in inner and id(module) in chosen]
 
 
-#: For a name of Megatron's that stands for no module of this model.
-_INSTEAD = {
-    "mlp": 'its feed-forward has no module of its own; "layer" holds it',
-    "moe": "it has no mixture of experts",
-    "shared_experts": "it has no mixture of experts with shared experts",
-    "moe_act": 'its experts have no activation module; "moe" holds them',
-    "mla_up_proj": 'it has no up-projections of a latent attention; "attention" holds the projections there are',
-}
+#: Where a model without modules of a kind has what belongs in them.
+_INSTEAD = {"mlp": 'its feed-forward has no module of its own; "layer" holds it', "moe": "it has no mixture of experts"}
 
 
 def _what_there_is(selector: Any, tree: Tree) -> str:
