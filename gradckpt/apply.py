@@ -67,7 +67,7 @@ def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any)
             A selector: a module class or a tuple of them; a pattern for the whole dotted name, ``"*.layers.*.mlp"``
             (fnmatch; ``*`` also matches dots) or a compiled regular expression (fullmatch); a kind, ``"layer"``,
             ``"attention"``, ``"mlp"``, ``"moe"`` or ``"norm"``; a module; a function of (name, module);
-            :func:`gradckpt.every`, :func:`gradckpt.m_of_n`.
+            :func:`gradckpt.selectors.every`, :func:`gradckpt.selectors.m_of_n`.
 
             How: ``None`` or ``False`` (torch's checkpointing), ``True``, a codec's name, a
             :class:`gradckpt.CompressionConfig` or its dict; a dict of ``compress``, ``policy``

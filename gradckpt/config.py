@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, Union
 
 from gradckpt import _C
-from gradckpt.rounding import check_key
+from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
 
-__all__ = ["Compress", "CompressionConfig", "parse_compress"]
+__all__ = ["Compress", "CompressionConfig", "get_rounding_state", "parse_compress", "set_rounding_state"]
 
 #: The codec of ``compress=True``.
 DEFAULT_CODEC = "int8"
@@ -57,7 +57,7 @@ class CompressionConfig:
             to integers and bools, too; they cannot be told from the casts inside other operators, each of which then
             costs some microseconds. ``False``: nothing.
         stochastic: Round up or down at random, in proportion, so that restored values have no bias
-            (:func:`gradckpt.set_rounding_state` says from which noise). Doubles the error's variance:
+            (:func:`gradckpt.config.set_rounding_state` says from which noise). Doubles the error's variance:
             for low bits and short gradients only, measure it. For the codecs whose
             ``codec_info(name)["stochastic"]`` is true.
         seed: Of that noise; 0 to 2^64 - 1. torch's generators are neither read nor advanced.

@@ -63,7 +63,7 @@ Hugging Face Trainer, set_grad_checkpointing() of timm, and so on. The launcher 
 
 
 def _parser() -> argparse.ArgumentParser:
-    from gradckpt import codecs
+    from gradckpt.codecs import names as codecs
 
     parser = argparse.ArgumentParser(
         prog="python -m gradckpt.run",

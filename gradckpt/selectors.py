@@ -117,8 +117,8 @@ def _select(selector: Any, tree: Tree) -> list[str]:
     if callable(selector):
         return [name for name, module in tree.names if selector(name, module)]
     raise TypeError(
-        "gradckpt: modules are selected by a class, a name pattern, a kind, a module, gradckpt.every, gradckpt.m_of_n "
-        f"or a function of name and module; not by {selector!r}"
+        "gradckpt: modules are selected by a class, a name pattern, a kind, a module, gradckpt.selectors.every or "
+        f"m_of_n, or a function of name and module; not by {selector!r}"
     )
 
 

@@ -62,7 +62,7 @@ def enable(
         replay: Let the forward run on the restored values; see :class:`gradckpt.CompressionConfig`.
         policy: Which outputs inside a layer are kept instead of computed again: a name
             (``"save_attention"``, ``"save_attention|save_matmuls:int8"``), a :class:`gradckpt.policies.Policy`, or
-            what :func:`gradckpt.create_selective_checkpoint_contexts` takes. Costs memory, saves time.
+            what :func:`gradckpt.compat.create_selective_checkpoint_contexts` takes. Costs memory, saves time.
         offload: Keep the compressed inputs in host memory, pinned where there is a device. With
             ``compress=None`` this is what transformers' own ``offload=True`` does.
 

@@ -52,7 +52,7 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
         """In the first training calls: what would be wrong with all of them."""
         if not self._nested:
             _check_inside(self._checkpoint_wrapped_module)
-            check_around(_innermost(self), "gradckpt.checkpoint_wrapper", ", or pass nested=True to ours")
+            check_around(_innermost(self), "gradckpt.compat.checkpoint_wrapper", ", or pass nested=True to ours")
         self.rank_check.compare()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -71,7 +71,7 @@ def checkpoint_wrapper(
     """Wraps a module for activation checkpointing with compressed inputs.
 
     In the place of torch's function of this name, also where somebody else calls it:
-    ``apply_activation_checkpointing(model, checkpoint_wrapper_fn=gradckpt.checkpoint_wrapper, ...)``.
+    ``apply_activation_checkpointing(model, checkpoint_wrapper_fn=gradckpt.compat.checkpoint_wrapper, ...)``.
 
     Args:
         module: Any module.
@@ -242,7 +242,9 @@ def _check_of_class(kind: str, use: str) -> RankCheck:
     uses = _made.setdefault(kind, [])
     if use not in uses:
         uses.append(use)
-    return RankCheck(f"{kind} in gradckpt.checkpoint_wrapper", {f"{kind} in gradckpt.checkpoint_wrapper": uses})
+    return RankCheck(
+        f"{kind} in gradckpt.compat.checkpoint_wrapper", {f"{kind} in gradckpt.compat.checkpoint_wrapper": uses}
+    )
 
 
 # ---- checks ----

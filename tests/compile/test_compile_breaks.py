@@ -40,7 +40,10 @@ def broken(checkpoint, dropout=0.0):
 
 def wrapped(compress):
     model = broken(lambda layer, x: layer(x))
-    assert gradckpt.apply_activation_checkpointing(model, compress, check_fn=lambda m: m in [*model.layers]) == LAYERS
+    assert (
+        gradckpt.compat.apply_activation_checkpointing(model, compress, check_fn=lambda m: m in [*model.layers])
+        == LAYERS
+    )
     return model
 
 

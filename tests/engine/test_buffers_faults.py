@@ -41,7 +41,7 @@ def test_calls_from_other_threads_are_not_ours():
 
     def region(x):
         y = mine(x)
-        if gradckpt.is_recomputing():
+        if gradckpt.policies.is_recomputing():
             thread = threading.Thread(target=other, args=(torch.randn(4, 6),))
             thread.start()
             thread.join()
@@ -91,7 +91,7 @@ def test_two_threads_run_backward_at_once():
 
     def work(i):
         def region(x):
-            if gradckpt.is_recomputing():
+            if gradckpt.policies.is_recomputing():
                 barrier.wait(10)
             return nets[i](x)
 
@@ -148,7 +148,7 @@ class Resizing(nn.Module):
 
     def forward(self, x):
         y = self.norm(x).sin()
-        if gradckpt.is_recomputing():
+        if gradckpt.policies.is_recomputing():
             self.calls.resize_(2)
             if self.fail:
                 raise ValueError("of the region")

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradckpt
 
-CODECS = [c for c in gradckpt.codecs() if "float32" in gradckpt.codec_info(c)["dtypes"]]
+CODECS = [c for c in gradckpt.codecs.names() if "float32" in gradckpt.codecs.info(c)["dtypes"]]
 
 
 class CopiesOfBytes(TorchDispatchMode):

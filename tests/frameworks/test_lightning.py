@@ -152,7 +152,7 @@ class TestTrains:
 class TestWhatIsChosen:
     @pytest.mark.parametrize(
         ("modules", "count"),
-        [(Block, LAYERS), ({Block}, LAYERS), ("blocks.*.up", LAYERS), (gradckpt.every(2, Block), 2)],
+        [(Block, LAYERS), ({Block}, LAYERS), ("blocks.*.up", LAYERS), (gradckpt.selectors.every(2, Block), 2)],
     )
     def test_selectors(self, modules, count):
         fit(Stack(), GradckptCallback(modules=modules))
@@ -347,7 +347,7 @@ class TestLogs:
             def configure_model(self):
                 super().configure_model()
                 for i in range(LAYERS):
-                    self.blocks[i] = gradckpt.checkpoint_wrapper(self.blocks[i], compress="int8")
+                    self.blocks[i] = gradckpt.compat.checkpoint_wrapper(self.blocks[i], compress="int8")
 
         lines, total = Lines(), LAYERS * BATCHES
         with caplog.at_level("INFO"):
@@ -477,7 +477,7 @@ def test_fsdp_strategy_skips_its_flag_for_wrapped_modules():
     """What docs/lightning.md quotes."""
     module = Stack()
     for i in range(LAYERS):
-        module.blocks[i] = gradckpt.checkpoint_wrapper(module.blocks[i])
+        module.blocks[i] = gradckpt.compat.checkpoint_wrapper(module.blocks[i])
     words = (
         "FSDP checkpointing is configured, but the model already contains checkpointed layers. "
         "Checkpointing will be ignored."

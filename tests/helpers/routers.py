@@ -53,15 +53,15 @@ class Router(torch.nn.Module):
 
 def _contexts(codec):
     return functools.partial(
-        gradckpt.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls.compressed(codec)
+        gradckpt.compat.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls.compressed(codec)
     )
 
 
 def _asked(codec):
     def policy(ctx, op, *args, **kwargs):
-        return gradckpt.save(codec) if op in gradckpt.policies.save_matmuls.rules else False
+        return gradckpt.policies.save(codec) if op in gradckpt.policies.save_matmuls.rules else False
 
-    return functools.partial(gradckpt.create_selective_checkpoint_contexts, policy)
+    return functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policy)
 
 
 def ours(codec):
@@ -116,7 +116,7 @@ def _torchs_policy(codec):
 
 
 def _wrapped(codec):
-    return lambda f: gradckpt.checkpoint_wrapper(f, compress=codec, nested=True)
+    return lambda f: gradckpt.compat.checkpoint_wrapper(f, compress=codec, nested=True)
 
 
 def _sequential(codec):

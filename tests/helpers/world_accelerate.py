@@ -44,7 +44,7 @@ def wrap(model, how):
     elif way == "enable":
         gradckpt.enable(model, COMPRESS[codec])
     elif way == "wrap":
-        gradckpt.apply_activation_checkpointing(model, COMPRESS[codec], check_fn=is_layer)
+        gradckpt.compat.apply_activation_checkpointing(model, COMPRESS[codec], check_fn=is_layer)
     elif way == "apply":
         gradckpt.apply(model, "layer", compress=COMPRESS[codec])
     return model

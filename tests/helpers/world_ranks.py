@@ -48,13 +48,13 @@ def mine(*codecs):
 def by_wrapper(codec, name):
     model = model_of(name)
     for i, block in enumerate(model):
-        model[i] = gradckpt.checkpoint_wrapper(block, codec)
+        model[i] = gradckpt.compat.checkpoint_wrapper(block, codec)
     step(model)
 
 
 def by_many(codec, name):
     model = model_of(name)
-    gradckpt.apply_activation_checkpointing(model, codec, check_fn=lambda m: isinstance(m, Block))
+    gradckpt.compat.apply_activation_checkpointing(model, codec, check_fn=lambda m: isinstance(m, Block))
     step(model)
 
 
@@ -106,7 +106,7 @@ def settled():
     """Once every rank has spoken, nothing asks again."""
     model = model_of("Settled")
     gradckpt.apply(model, Block, compress="int8")
-    model[1] = gradckpt.checkpoint_wrapper(Block(), "int8")
+    model[1] = gradckpt.compat.checkpoint_wrapper(Block(), "int8")
     dist.barrier()
     ranks._tables[0].patience = 30.0
     step(model)
@@ -127,7 +127,7 @@ def one_layer():
 def per_layer():
     model = model_of("PerLayer")
     for i, block in enumerate(model):
-        model[i] = gradckpt.checkpoint_wrapper(block, ["int8", None][i])
+        model[i] = gradckpt.compat.checkpoint_wrapper(block, ["int8", None][i])
     step(model)
 
 
@@ -225,7 +225,7 @@ def sequenced(how, mesh):
         gradckpt.apply(model, Sequenced, compress=how.split()[1])
     else:
         for i, block in enumerate(model):
-            model[i] = torch_wrapper(block) if how == "torch" else gradckpt.checkpoint_wrapper(block, MODES[how])
+            model[i] = torch_wrapper(block) if how == "torch" else gradckpt.compat.checkpoint_wrapper(block, MODES[how])
     return model
 
 
@@ -273,7 +273,7 @@ def partial(mesh):
     gradckpt.reset_stats()
     x = DTensor.from_local(torch.randn(4, 512), mesh, [Replicate()]).requires_grad_()
     sums = DTensor.from_local(x.to_local(), mesh, [Partial()])
-    gradckpt.checkpoint_wrapper(nn.Identity())(sums).to_local().sum().backward()
+    gradckpt.compat.checkpoint_wrapper(nn.Identity())(sums).to_local().sum().backward()
     return gradckpt.stats()
 
 
@@ -290,7 +290,7 @@ def late(mesh, layout, local):
 
     def gradient(*codec):
         torch.manual_seed(0)
-        last = gradckpt.checkpoint_wrapper(nn.GELU(), *codec) if codec else nn.GELU()
+        last = gradckpt.compat.checkpoint_wrapper(nn.GELU(), *codec) if codec else nn.GELU()
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), last)
         rowwise = RowwiseParallel(output_layouts=layout, use_local_output=local)
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": rowwise})

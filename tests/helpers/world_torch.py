@@ -61,7 +61,7 @@ def wrap(model, how):
     elif how.startswith("apply "):
         gradckpt.apply(model, Block, compress=COMPRESS[how.removeprefix("apply ")])
     else:
-        assert gradckpt.apply_activation_checkpointing(model, COMPRESS[how], check_fn=is_block) == LAYERS
+        assert gradckpt.compat.apply_activation_checkpointing(model, COMPRESS[how], check_fn=is_block) == LAYERS
     return model
 
 
@@ -111,7 +111,7 @@ def train(make, how, *, same=False, micro=2):
     model = make(how)
     torch.manual_seed(1000)
     gradckpt.reset_stats()
-    gradckpt.set_rounding_state((3, 0))
+    gradckpt.config.set_rounding_state((3, 0))
     hashes, losses = Hashes(), []
     for step in range(micro):
         last = step == micro - 1 or getattr(model, "static_graph", False)  # torch refuses no_sync() in its first step

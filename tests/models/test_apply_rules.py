@@ -22,12 +22,12 @@ import gradckpt
         (re.compile(r"layers\.[0-4]\.0"), "0.0 1.0 2.0 3.0 4.0"),
         (lambda name, module: name.endswith("5"), "5"),
         (["layers.1", "layers.0"], "0 1"),
-        (gradckpt.every(2, "layers.?"), "0 2 4"),
-        (gradckpt.every(3, nn.Linear, offset=1), "1.0 4.0"),
-        (gradckpt.m_of_n(2, 3, "layers.?"), "0 1 3 4"),
-        (gradckpt.m_of_n(1, 2, gradckpt.every(2, "layers.?")), "0 4"),
+        (gradckpt.selectors.every(2, "layers.?"), "0 2 4"),
+        (gradckpt.selectors.every(3, nn.Linear, offset=1), "1.0 4.0"),
+        (gradckpt.selectors.m_of_n(2, 3, "layers.?"), "0 1 3 4"),
+        (gradckpt.selectors.m_of_n(1, 2, gradckpt.selectors.every(2, "layers.?")), "0 4"),
         ({"layers.0": "skip", "layers.?": "int8"}, "1 2 3 4 5"),
-        ({gradckpt.every(2, "layers.?"): "int8", "layers.?": None}, "0 1 2 3 4 5"),
+        ({gradckpt.selectors.every(2, "layers.?"): "int8", "layers.?": None}, "0 1 2 3 4 5"),
     ],
 )
 def test_selectors(rules, expected):
@@ -35,7 +35,7 @@ def test_selectors(rules, expected):
 
 
 def test_the_first_rule_wins():
-    rules = {"layers.0": "int4", gradckpt.every(2, "layers.?"): "fp8", "layers.?": True}
+    rules = {"layers.0": "int4", gradckpt.selectors.every(2, "layers.?"): "fp8", "layers.?": True}
     found = gradckpt.apply(Net(), rules).modules
     assert [settings["compress"].codec for settings in found.values()] == ["int4", "int8", "fp8_e4m3", "int8"]
 
@@ -77,7 +77,7 @@ def test_a_shared_module_is_wrapped_once():
 
 
 def test_places_count_a_shared_module_once():
-    assert names_of(Twice(), gradckpt.every(2, nn.Linear, offset=1)) == ["third"]
+    assert names_of(Twice(), gradckpt.selectors.every(2, nn.Linear, offset=1)) == ["third"]
 
 
 def test_nested_regions_when_they_are_asked_for():
@@ -104,7 +104,11 @@ def test_nested_regions_when_they_are_asked_for():
         ("?.0", ValueError, r"a pattern is for the whole name, so write '\*\.\?\.0'"),
         (nn.Conv2d, ValueError, "no module matches Conv2d"),
         (re.compile("layer"), ValueError, r"no module matches re\.compile\('layer'\)"),
-        (gradckpt.every(2, "layers.?", offset=9), ValueError, r"every\(2, 'layers\.\?', offset=9\).* matches 4"),
+        (
+            gradckpt.selectors.every(2, "layers.?", offset=9),
+            ValueError,
+            r"every\(2, 'layers\.\?', offset=9\).* matches 4",
+        ),
         ("moe", ValueError, "no module matches 'moe'; it has no mixture of experts"),
         ({}, ValueError, "given no rules"),
         ([], ValueError, "given no rules"),
@@ -145,13 +149,13 @@ def test_errors_of_arguments():
     with pytest.raises(ValueError, match="unknown option 'codec'"):
         gradckpt.apply(Net(), "layers.?", codec="int8")
     with pytest.raises(ValueError, match="k is 1 or more"):
-        gradckpt.every(0, "layer")
+        gradckpt.selectors.every(0, "layer")
     with pytest.raises(ValueError, match="offset is 0 or more"):
-        gradckpt.every(1, "layer", offset=-1)
+        gradckpt.selectors.every(1, "layer", offset=-1)
     with pytest.raises(TypeError, match="k is an int"):
-        gradckpt.every(1.5, "layer")
+        gradckpt.selectors.every(1.5, "layer")
     with pytest.raises(ValueError, match="3 is more than 2"):
-        gradckpt.m_of_n(3, 2, "layer")
+        gradckpt.selectors.m_of_n(3, 2, "layer")
 
 
 def test_a_kind_that_has_no_module_says_where_it_is():

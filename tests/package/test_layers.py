@@ -18,9 +18,10 @@ ONLY = {"Python.h": {"torch", "engine", "module"}, "dlfcn.h": {"torch"}, "cuda_r
 PYTHON = {
     "gradckpt": {
         "gradckpt._C",
+        "gradckpt._import_error",
         "gradckpt._ops",
         "gradckpt.apply",
-        "gradckpt.buffers",
+        "gradckpt.codecs",
         "gradckpt.compat",
         "gradckpt.compile",
         "gradckpt.config",
@@ -28,9 +29,7 @@ PYTHON = {
         "gradckpt.patched",
         "gradckpt.policies",
         "gradckpt.residuals",
-        "gradckpt.rounding",
         "gradckpt.saved",
-        "gradckpt.selective",
         "gradckpt.selectors",
         "gradckpt.sequential",
         "gradckpt.stats",
@@ -58,7 +57,8 @@ PYTHON = {
     },
     "gradckpt.buffers": {"gradckpt._C"},
     "gradckpt.caches": set(),
-    "gradckpt.compat": {"gradckpt._C", "gradckpt.sequential"},
+    "gradckpt.codecs": {"gradckpt._C", "gradckpt.config", "gradckpt.rounding"},
+    "gradckpt.compat": {"gradckpt._C", "gradckpt.selective", "gradckpt.sequential"},
     "gradckpt.compile": {
         "gradckpt",
         "gradckpt._C",
@@ -91,7 +91,13 @@ PYTHON = {
         "gradckpt.policies",
         "gradckpt.stats",
     },
-    "gradckpt.policies": {"gradckpt._decisions", "gradckpt._forms", "gradckpt.packing", "gradckpt.selective"},
+    "gradckpt.policies": {
+        "gradckpt._C",
+        "gradckpt._decisions",
+        "gradckpt._forms",
+        "gradckpt.packing",
+        "gradckpt.selective",
+    },
     "gradckpt.run": {"gradckpt.config", "gradckpt.patched", "gradckpt.policies", "gradckpt.stats"},
     "gradckpt.saved": {"gradckpt._C", "gradckpt._savers", "gradckpt.config", "gradckpt.decorator"},
     "gradckpt.selective": {

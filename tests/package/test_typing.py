@@ -83,7 +83,7 @@ def main(model: object, writer: ScalarWriter) -> float:
     handle.remove()
     gradckpt.log_stats(writer, 3)
     gradckpt.print_stats()
-    number: int = gradckpt.encode(model, "int8").nbytes
+    number: int = gradckpt.codecs.encode(model, "int8").nbytes
     scalars: dict[str, float] = gradckpt.stats_scalars(prefix="x/", since=gradckpt.stats())
     return scalars["x/ratio"] + number
 
@@ -102,7 +102,7 @@ WRONG = {
     "CompressionConfig(codec='int8', min_numel='many')": r"\[arg-type\]",
     "CompressionConfig(bits=8)": r'Unexpected keyword argument "bits".*\[call-arg\]',
     "gradckpt.enable(object(), compres='int8')": r'Unexpected keyword argument "compres".*\[call-arg\]',
-    "gradckpt.encode(layer).decode(1)": r"Too many arguments.*\[call-arg\]",
+    "gradckpt.codecs.encode(layer).decode(1)": r"Too many arguments.*\[call-arg\]",
     "gradckpt.log_stats(object(), 1)": r'"log_stats" has incompatible type "object"; expected "ScalarWriter"',
     "gradckpt.no_such_name": r"\[attr-defined\]",
 }
