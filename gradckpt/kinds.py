@@ -7,12 +7,13 @@ in docs/apply.md says. A module has one kind at most, and none lies inside anoth
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
-from torch.nn import Module
+from torch.nn import Module, ModuleList, Sequential
 
-__all__ = ["KINDS", "Tree"]
+__all__ = ["KINDS", "Blocks", "Tree", "repeated_blocks"]
 
 _MOE = re.compile(r"(moe|sparse_?mlp|(moe|sparse)_?(block|layer))$", re.IGNORECASE)
 _ATTENTION = re.compile(r"(Attention|Attn)(V?\d+)?$")
@@ -128,3 +129,59 @@ class Tree:
         """How many modules of each kind there are; kinds without any are left out."""
         found = list(self.kinds.values())
         return ((kind, found.count(kind)) for kind in KINDS if kind in found)
+
+
+class Blocks(NamedTuple):
+    """A class of which a model has several instances side by side in a ModuleList or Sequential."""
+
+    kind: type[Module]
+    names: list[str]  # of its instances, in the model's order, a shared one once
+    parameters: int  # of all of them together
+
+
+#: The share of all blocks' parameters from which on one class is the model's block, whatever else repeats.
+_MOST = 0.9
+
+
+def repeated_blocks(model: Module) -> list[Blocks]:
+    """Return the classes of a model's repeated blocks, those with most parameters first.
+
+    A block has modules of its own and lies in no other block: the linear layers of an MLP are none, and neither
+    are the experts of a layer. The stages of a vision model are none either, but the blocks in their Sequentials.
+    One element: a class with 90 % of all blocks' parameters, or the only one.
+    """
+    names: dict[Module, str] = {}
+    for name, module in model.named_modules():
+        names.setdefault(module, name)
+    repeated: set[Module] = set()
+    in_a_row: set[Module] = set()  # of a Sequential
+    for module in names:
+        if isinstance(module, (ModuleList, Sequential)):
+            children = [child for child in module.children() if child._modules and not isinstance(child, ModuleList)]
+            count = Counter(map(type, children))
+            same = {child for child in children if count[type(child)] > 1}
+            repeated |= same
+            in_a_row |= same if isinstance(module, Sequential) else set()
+    stages = {block for block in repeated if 2 * _size(in_a_row & {*_inside(block)}) >= _size([block]) > 0}
+    repeated -= stages
+    repeated -= {part for block in repeated for part in _inside(block)}
+    kinds: dict[type[Module], list[Module]] = {}
+    for module in names:
+        if module in repeated:
+            kinds.setdefault(type(module), []).append(module)
+    found = [Blocks(kind, [names[module] for module in its], _size(its)) for kind, its in kinds.items()]
+    found = sorted((blocks for blocks in found if blocks.parameters), key=lambda blocks: -blocks.parameters)
+    # Beside blocks with a class of their own, a Sequential is a stage of one block.
+    found = [blocks for blocks in found if blocks.kind is not Sequential] or found
+    if found and found[0].parameters >= _MOST * sum(blocks.parameters for blocks in found):
+        return found[:1]
+    return found
+
+
+def _inside(module: Module) -> Iterator[Module]:
+    return (part for part in module.modules() if part is not module)
+
+
+def _size(modules: Iterable[Module]) -> int:
+    """Return the number of values in the parameters of modules, shared ones counted once."""
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})

@@ -8,7 +8,7 @@ from apply_models import LENGTH, MODELS, VOCAB, assert_same, build, gradients, n
 from torch import nn
 
 import gradckpt
-from gradckpt.kinds import KINDS, Tree
+from gradckpt.kinds import KINDS, Tree, repeated_blocks
 
 PREFIX = "_checkpoint_wrapped_module."  # in names of parameters of a model with wrapped modules
 
@@ -68,6 +68,52 @@ def test_kinds(name):
     assert len(names_of(model, apart)) == sum(len(tree.of_kind(kind)) for kind in apart)  # and none inside another
     assert found.pop("norm").split()[-1] == str(NORMS.get(name, 5))
     assert found == FOUND[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_repeated_block_is_the_layer(name):
+    model = build(name)
+    found = repeated_blocks(model)
+    assert sorted(each for blocks in found for each in blocks.names) == sorted(Tree(model).of_kind("layer"))
+    assert len(found) == (2 if name == "whisper" else 1)
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+class Stage(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.norm, self.blocks = nn.LayerNorm(8), nn.Sequential(*blocks)
+
+
+def blocks_of(model):
+    return {blocks.kind.__name__: blocks.names for blocks in repeated_blocks(model)}
+
+
+def test_repeated_blocks_of_models_in_stages():
+    """Of a vision model in stages the blocks in them, a stage with one block or none among them."""
+    depths = {"two": 2, "three": 3, "one": 1}
+    stages = nn.ModuleDict({name: Stage(Residual(8) for _ in range(depth)) for name, depth in depths.items()})
+    assert blocks_of(stages) == {"Residual": ["two.blocks.0", "two.blocks.1", *(f"three.blocks.{i}" for i in range(3))]}
+    rows = nn.Sequential(*(nn.Sequential(*(Residual(8) for _ in range(depth))) for depth in (2, 2, 1, 1)))
+    assert blocks_of(rows) == {"Residual": ["0.0", "0.1", "1.0", "1.1"]}
+
+
+def test_repeated_blocks_share_nothing_and_hold_the_experts():
+    """Experts belong to their layer; a head beside many layers is no rival; equals are."""
+    layers = nn.ModuleList(Mixture() for _ in range(3))
+    model = nn.ModuleDict({"layers": layers, "head": nn.Sequential(Gated(), Gated())})
+    layers.append(layers[0])
+    assert blocks_of(model) == {"Mixture": ["layers.0", "layers.1", "layers.2"], "Gated": ["head.0", "head.1"]}
+    wide = nn.ModuleDict(
+        {"layers": nn.ModuleList(Residual(64) for _ in range(2)), "head": nn.Sequential(Gated(), Gated())}
+    )
+    assert blocks_of(wide) == {"Residual": ["layers.0", "layers.1"]}
+    assert blocks_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) == {}
 
 
 class Attention(nn.Module):  # as in timm
