@@ -16,15 +16,14 @@ except (ImportError, OSError) as _error:
 from gradckpt import _ops as _ops
 from gradckpt import codecs, compat, config, integrations, policies, selectors
 from gradckpt import compile as _compile
-from gradckpt.apply import apply, unapply
 from gradckpt.config import CompressionConfig, GradckptInactiveWarning
 from gradckpt.integrations import trainer_flag
-from gradckpt.integrations.huggingface import disable, enable
 from gradckpt.patched import patched
 from gradckpt.residuals import residuals
 from gradckpt.saved import compress_saved
 from gradckpt.sequential import checkpoint_sequential
 from gradckpt.stats import format_stats, log_stats, print_stats, reset_stats, stats, stats_scalars
+from gradckpt.switch import disable, enable
 
 __version__ = "0.1.0"
 
@@ -32,7 +31,6 @@ __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
     "SelectiveRecompute",
-    "apply",
     "checkpoint",
     "checkpoint_sequential",
     "codecs",
@@ -52,7 +50,6 @@ __all__ = [
     "selectors",
     "stats",
     "stats_scalars",
-    "unapply",
 ]
 
 _logging.getLogger("gradckpt").addHandler(_logging.NullHandler())

@@ -122,7 +122,8 @@ class Seam(_StandIn):
     def choose(self, func: Callable[..., Any], every_n_layers: int) -> _Choice:
         """What the layers get in the place of ``func``."""
         given = func if isinstance(func, functools.partial) else functools.partial(func)
-        base, keywords = given.func, dict(given.keywords)
+        base, keywords = given.func, {**self.settings.keywords, **given.keywords}
+        buffers = {"buffers": keywords.pop("buffers")} if "buffers" in self.settings.keywords else {}
         settings = take(keywords, self.settings)
         if "every_n_layers" not in given.keywords and every_n_layers != 1:
             settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
@@ -148,7 +149,7 @@ class Seam(_StandIn):
         config = dataclasses.replace(settings.config, leaves=True) if settings.config is not None else None
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
         ours, stock = (offloaded, offloaded_stock) if settings.offload else (gradckpt.checkpoint, torch_checkpoint)
-        function = functools.partial(ours, compress=config, **selective, **keywords)
+        function = functools.partial(ours, compress=config, **selective, **buffers, **keywords)
         vars(function)[_STOCK] = functools.partial(stock, **keywords)
         return _Choice(function, True, settings)
 
@@ -156,9 +157,10 @@ class Seam(_StandIn):
         """The modules that hold a function of ours."""
         return (module for module in model.modules() if _stock_of(module) is not None)
 
-    def layers(self, model: Any) -> int:
-        on = {id(module) for module in self.modules(model) if module.gradient_checkpointing}
-        return sum(id(holder) in on for holder, _ in layers_of(model)) or len(on)
+    def layers(self, model: Any) -> list[Any]:
+        """Return the layers that checkpoint through gradckpt now, or the modules that do it for them."""
+        on = {id(module): module for module in self.modules(model) if module.gradient_checkpointing}
+        return [layer for holder, layer in layers_of(model) if id(holder) in on] or list(on.values())
 
     def check_alone(self, model: Any) -> None:
         """FSDP's own flag puts wrappers around layers when the model is prepared for training, after enable()."""
@@ -286,7 +288,7 @@ def overlap_in(model: Any) -> tuple[str, str, str] | None:
         if is_wrapper(module):
             how, undo = "inside torch's CheckpointWrapper", "leave that wrapper out"
         elif region_of(module) is not None:
-            how, undo = "checkpointed by gradckpt.apply", "call its handle.remove() or gradckpt.unapply(model) first"
+            how, undo = "enabled by itself", "call gradckpt.disable on it first"
         else:
             continue
         if id(module) in within or any(id(inner) in layers for inner in module.modules()):

@@ -113,7 +113,7 @@ def apply_activation_checkpointing(
         check_fn: Which modules: a function of a module.
         auto_wrap_policy: Or this, which FSDP takes: ``ModuleWrapPolicy({Block})``, ``CustomPolicy`` (whose dicts are
             options for the module), ``functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})``.
-            Without either: the model's layers, as ``gradckpt.apply(model, "layer")`` finds them.
+            Without either: the model's layers, as ``gradckpt.enable(model, modules="layer")`` finds them.
         nested: Let chosen modules lie inside each other.
         **options: As for :func:`checkpoint_wrapper`.
 
@@ -275,7 +275,7 @@ def _check_block(module: Any) -> None:
 
 def _checkpointed(module: Module) -> str | None:
     if region_of(module) is not None:
-        return "by gradckpt.apply; call its handle.remove() or gradckpt.unapply(model) first, or do without the wrapper"
+        return "by gradckpt.enable; call gradckpt.disable(model) first, or do without the wrapper"
     return other_checkpointing(module)
 
 
