@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         if flag:
             model.set_grad_checkpointing()
         if rule:
-            gradckpt.apply(model, {"layer": rule})
+            gradckpt.enable(model, modules={"layer": rule})
         results[name], gradients[name] = train(model, around, args)
         r = results[name]
         compare(r, gradients[name], gradients["timm's checkpointing"])

@@ -241,8 +241,9 @@ def _nothing() -> None:
 
 
 def region_of(module: Module) -> Region | None:
-    region = vars(module).get("forward")
-    return region if isinstance(region, Region) else None
+    """Return the region of a module, also where something else has taken the place of its forward since."""
+    region = getattr(vars(module).get(_REPLICATE), "__self__", None)
+    return region if isinstance(region, Region) and region.active else None
 
 
 def regions_in(model: Module) -> list[Region]:

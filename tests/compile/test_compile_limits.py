@@ -36,7 +36,7 @@ from gradckpt.policies import contexts_of
 
 def test_apply():
     model = Net(lambda layer, x: layer(x))
-    gradckpt.apply(model, {"layers.?": "int8"})
+    gradckpt.enable(model, None, modules={"layers.?": "int8"})
     loss, grads = step(model)
     graphs = Graphs()
     got = step(model, graphs.compile(model))

@@ -295,7 +295,7 @@ def test_rules_for_modules():
     _, gradients, _ = checkpointed(model, inputs, INT8)
     model.disable_gradient_checkpointing()
     gradckpt.reset_stats()
-    with gradckpt.apply(model, "layer", compress="int8") as handle:
+    with gradckpt.enable(model, modules="layer") as handle:
         assert list(handle.modules) == [
             *(f"transformer_blocks.{i}" for i in range(2)),
             *(f"single_transformer_blocks.{i}" for i in range(2)),

@@ -501,7 +501,7 @@ def test_fabric():
         fabric = Fabric(accelerator="cpu", devices=1)
         module = torch.nn.Sequential(*Stack().blocks)
         if checkpointed:
-            gradckpt.apply(module, {Block: compress})
+            gradckpt.enable(module, modules={Block: compress})
         else:
             for i in range(LAYERS):
                 module[i] = checkpoint_wrapper(module[i])

@@ -150,7 +150,7 @@ class Net(nn.Module):
 
 
 def names_of(model, rules, **options):
-    with gradckpt.apply(model, rules, **options) as handle:
+    with gradckpt.enable(model, modules=rules, **options) as handle:
         return list(handle.modules)
 
 

@@ -46,7 +46,7 @@ def wrap(model, how):
     elif way == "wrap":
         gradckpt.compat.apply_activation_checkpointing(model, COMPRESS[codec], check_fn=is_layer)
     elif way == "apply":
-        gradckpt.apply(model, "layer", compress=COMPRESS[codec])
+        gradckpt.enable(model, COMPRESS[codec], modules="layer")
     return model
 
 

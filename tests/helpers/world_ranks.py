@@ -60,7 +60,7 @@ def by_many(codec, name):
 
 def by_apply(codec, name):
     model = model_of(name)
-    gradckpt.apply(model, Block, compress=codec)
+    gradckpt.enable(model, codec, modules=Block)
     step(model)
 
 
@@ -105,7 +105,7 @@ def quarrels():
 def settled():
     """Once every rank has spoken, nothing asks again."""
     model = model_of("Settled")
-    gradckpt.apply(model, Block, compress="int8")
+    gradckpt.enable(model, "int8", modules=Block)
     model[1] = gradckpt.compat.checkpoint_wrapper(Block(), "int8")
     dist.barrier()
     ranks._tables[0].patience = 30.0
@@ -120,7 +120,7 @@ def settled():
 
 def one_layer():
     model = model_of("One")
-    gradckpt.apply(model, {"0": "int8", "1": mine("int8", "int4")})
+    gradckpt.enable(model, None, modules={"0": "int8", "1": mine("int8", "int4")})
     step(model)
 
 
@@ -134,8 +134,8 @@ def per_layer():
 def two_models():
     """Draft and target, of the same class; the ranks train them in the same order."""
     draft, target = model_of("Two"), model_of("Two")
-    gradckpt.apply(draft, Block, compress="int4")
-    gradckpt.apply(target, Block, compress="int8")
+    gradckpt.enable(draft, "int4", modules=Block)
+    gradckpt.enable(target, "int8", modules=Block)
     step(draft)
     step(target)
 
@@ -143,7 +143,7 @@ def two_models():
 def later():
     """The one that came first hears it in a later call, without a wait."""
     model = model_of("Late")
-    gradckpt.apply(model, Block, compress=mine("int8", "int4"))
+    gradckpt.enable(model, mine("int8", "int4"), modules=Block)
     dist.barrier()
     if RANK == 0:
         ranks._tables[0].patience = 0.0
@@ -176,14 +176,14 @@ def again():
     dist.destroy_process_group()
     worlds.join(worlds.FOLDER, "second")
     model = model_of("Codecby_apply")
-    gradckpt.apply(model, Block, compress="fp8")
+    gradckpt.enable(model, "fp8", modules=Block)
     agreed = error_of(step, model)
     dist.barrier()
     dist.destroy_process_group()
     step(model)  # without a group
     worlds.join(worlds.FOLDER, "third")
-    gradckpt.unapply(model)
-    gradckpt.apply(model, Block, compress=mine("fp8", "int8"))
+    gradckpt.disable(model)
+    gradckpt.enable(model, mine("fp8", "int8"), modules=Block)
     return [agreed, error_of(step, model)]
 
 
@@ -222,7 +222,7 @@ def sequenced(how, mesh):
     for block in model:
         parallelize_module(block, mesh, plan)
     if how.startswith("apply"):
-        gradckpt.apply(model, Sequenced, compress=how.split()[1])
+        gradckpt.enable(model, how.split()[1], modules=Sequenced)
     else:
         for i, block in enumerate(model):
             model[i] = torch_wrapper(block) if how == "torch" else gradckpt.compat.checkpoint_wrapper(block, MODES[how])

@@ -59,7 +59,7 @@ def wrap(model, how):
     if how == "torch":
         torchs.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
     elif how.startswith("apply "):
-        gradckpt.apply(model, Block, compress=COMPRESS[how.removeprefix("apply ")])
+        gradckpt.enable(model, COMPRESS[how.removeprefix("apply ")], modules=Block)
     else:
         assert gradckpt.compat.apply_activation_checkpointing(model, COMPRESS[how], check_fn=is_block) == LAYERS
     return model

@@ -215,7 +215,7 @@ def test_uncompressed_gradients_are_those_of_no_checkpointing(name, rules, monke
     if rules == "mlp or moe":
         rules = next((kind for kind in ("mlp", "moe") if kind in kinds), "norm")
     expected = gradients(model)
-    handle = gradckpt.apply(model, rules)
+    handle = gradckpt.enable(model, None, modules=rules)
     assert len(handle.modules) == sum(kinds[kind] for kind in ([rules] if isinstance(rules, str) else rules))
 
     runs = collections.Counter()
@@ -243,7 +243,7 @@ def test_compressed_inputs():
     model = build("llama")
     expected_loss, expected = gradients(model)
     gradckpt.reset_stats()
-    gradckpt.apply(model, {"attention": {"codec": "int8", "min_numel": 0}, "mlp": "raw"})
+    gradckpt.enable(model, None, modules={"attention": {"codec": "int8", "min_numel": 0}, "mlp": "raw"})
     loss, found = gradients(model)
     assert gradckpt.stats()["compressed"] == 4
     assert loss == expected_loss  # exact mode
@@ -271,7 +271,7 @@ def test_a_cache_is_filled_once(name, rules):
     if rules == "wrapped":
         gradckpt.compat.apply_activation_checkpointing(model, "raw")
     else:
-        gradckpt.apply(model, rules)
+        gradckpt.enable(model, None, modules=rules)
     model.zero_grad()
     out, cache = cache_of()
     assert cache.get_seq_length() == LENGTH
@@ -290,7 +290,7 @@ def test_what_transformers_records_inside(rules):
     model = build("mixtral")
     model.config.output_router_logits = True
     expected = gradients(model)
-    gradckpt.apply(model, rules)
+    gradckpt.enable(model, None, modules=rules)
     assert_same(gradients(model), expected)
 
 
@@ -303,7 +303,7 @@ def test_a_cache_with_a_prefix_keeps_it():
         with torch.no_grad():
             cache = model(input_ids=prefix, use_cache=True).past_key_values
         if rules:
-            gradckpt.apply(model, rules)
+            gradckpt.enable(model, None, modules=rules)
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids, past_key_values=cache).loss
         loss.backward()

@@ -135,7 +135,7 @@ class TestRefuses:
         if selector == "*.layers":
             model.model.layers = Layers(model.model.layers)
             selector = "model.layers"
-        handle = gradckpt.apply(model, {selector: "int8"})
+        handle = gradckpt.enable(model, None, modules={selector: "int8"})
         with pytest.raises(ValueError, match=r"model\.layers.* is already checkpointed by gradckpt\.apply, .*unapply"):
             gradckpt.enable(model)
         assert SEAM not in vars(model)
@@ -145,7 +145,7 @@ class TestRefuses:
 
     def test_apply_outside_the_layers_is_none_of_this(self):
         model = build()
-        gradckpt.apply(model, {"lm_head": None})
+        gradckpt.enable(model, None, modules={"lm_head": None})
         gradckpt.enable(model)
         assert step(model) == LAYERS
 
@@ -167,7 +167,7 @@ class TestRefuses:
     def test_turned_on_after_apply(self):
         """Not by us: said at the first forward, before a step is lost."""
         model = build()
-        gradckpt.apply(model, {"layer": "int8"})
+        gradckpt.enable(model, None, modules={"layer": "int8"})
         on(model)
         with pytest.raises(ValueError, match=r"this LlamaDecoderLayer was turned on since gradckpt\.apply, which"):
             step(model)

@@ -347,7 +347,7 @@ class TestModels:
     @needs_layers
     def test_checkpointed_by_apply_too(self, tmp_path):
         model = build()
-        gradckpt.apply(model, {"layer": "int8"})
+        gradckpt.enable(model, None, modules={"layer": "int8"})
         with pytest.raises(ValueError, match=r"already checkpointed by gradckpt\.apply.*unapply"):
             train(model, tmp_path, **flag({"compress": "int8"}))
         with pytest.raises(ValueError, match=r"was turned on since gradckpt\.apply, which checkpoints it too"):

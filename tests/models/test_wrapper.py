@@ -392,13 +392,13 @@ def test_torchs_wrapper_inside_ours_since():
 
 def test_apply_and_the_wrapper_on_one_module():
     block = MyBlock()
-    handle = gradckpt.apply(block, MyBlock)
+    handle = gradckpt.enable(block, None, modules=MyBlock)
     refused("this MyBlock is checkpointed already: by gradckpt.apply", gradckpt.compat.checkpoint_wrapper, block)
     refused("it would run three times: by gradckpt.apply", gradckpt.compat.checkpoint_wrapper, nn.Sequential(block))
     handle.remove()
     wrapper = gradckpt.compat.checkpoint_wrapper(block)
     refused("it is torch's CheckpointWrapper", gradckpt.apply, nn.Sequential(wrapper), MyBlock)
-    gradckpt.apply(block, MyBlock)
+    gradckpt.enable(block, None, modules=MyBlock)
     refused("this MyBlock is checkpointed already: by gradckpt.apply", wrapper, torch.randn(2, 64))
 
 

@@ -88,7 +88,7 @@ def main(model: object, writer: ScalarWriter) -> float:
     return scalars["x/ratio"] + number
 
 for compress in (None, True, "lossless", CompressionConfig(), {"codec": "int8"}):
-    gradckpt.apply(object(), {"layer": compress})
+    gradckpt.enable(object(), None, modules={"layer": compress})
 """
 
 #: A line that is wrong, and the code and words of the error.

@@ -65,7 +65,7 @@ def measure(name):
     with gradckpt.patched("int8") as handle:
         int8_loss, int8_gradients, _ = step(int8, x, y)
         stats = handle.stats()
-    with gradckpt.apply(applied, re.compile(blocks), compress="int8") as handle:
+    with gradckpt.enable(applied, modules=re.compile(blocks)) as handle:
         applied_loss, applied_gradients, applied_buffers = step(applied, x, y)
         chosen = len(handle.modules)
     return {
