@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import weakref
@@ -30,7 +31,7 @@ from gradckpt.integrations.overlap import check_around, is_wrapper
 from gradckpt.integrations.ranks import RankCheck, spell
 from gradckpt.integrations.sharded import localized
 from gradckpt.kinds import Tree
-from gradckpt.policies import contexts_of
+from gradckpt.policies import contexts_key, contexts_of
 from gradckpt.selectors import Selector, describe, every, select
 
 __all__ = ["Chosen", "Region", "choose", "region_of", "regions_in"]
@@ -84,9 +85,9 @@ class Chosen:
         """Return whether these modules are regions, in this way, and no others are."""
         regions = {name: region for name, module in self.tree.names if (region := region_of(module)) is not None}
         first = {id(region): name for name, region in reversed(regions.items())}
-        return {name: regions[name].settings for name in first.values()} == self.settings and all(
-            region.offload == self.offload for region in regions.values()
-        )
+        now = {name: _comparable(regions[name].settings) for name in first.values()}
+        asked = {name: _comparable(settings) for name, settings in self.settings.items()}
+        return now == asked and all(region.offload == self.offload for region in regions.values())
 
     def install(self) -> None:
         """Make the modules regions.
@@ -103,13 +104,23 @@ class Chosen:
             Region(modules[name], chosen, RankCheck(label, uses), self.offload).install()
 
 
+def _comparable(settings: Settings | None) -> Settings | None:
+    if settings is None or "context_fn" not in settings:
+        return settings
+    return {**settings, "context_fn": contexts_key(settings["context_fn"])}
+
+
 def summary(settings: Settings) -> str:
     config = settings["compress"]
     changed = []
     if config is not None:
         default = CompressionConfig(config.codec)
         changed = [f"{key}={value!r}" for key, value in vars(config).items() if value != getattr(default, key)]
-    changed += [f"{key}={describe(value)}" for key, value in settings.items() if key != "compress"]
+    for key, value in settings.items():
+        if key == "context_fn" and isinstance(value, functools.partial):  # of a policy
+            key, value = "policy", value.args[0]
+        if key != "compress":
+            changed.append(f"{key}={describe(value)}")
     return ", ".join(["uncompressed" if config is None else config.codec, *changed])
 
 
@@ -274,11 +285,15 @@ def _parse_value(value: Any, defaults: Settings) -> Settings | None:
     return parse_options(value, defaults)
 
 
-def parse_options(given: Mapping[str, Any], defaults: Settings) -> Settings:
+def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[str, ...] = ()) -> Settings:
+    """Return the keywords of :func:`gradckpt.checkpoint` that the options mean; ``others`` are the caller's own."""
     for key, value in given.items():
+        if key in _CONFIG_FIELDS:
+            raise ValueError(f'gradckpt: {key!r} is a field of compress=; pass compress={{"{key}": ...}}')
         if key not in _OPTIONS:
-            of_config = f'; {key!r} belongs into compress={{"{key}": ...}}' if key in _CONFIG_FIELDS else ""
-            raise ValueError(f"gradckpt: unknown option {key!r}; the options are: {', '.join(_OPTIONS)}{of_config}")
+            near = difflib.get_close_matches(str(key), (*_OPTIONS, *others), 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"the options are: {', '.join((*_OPTIONS, *others))}"
+            raise ValueError(f"gradckpt: unknown option {key!r}; {meant}")
         if key in _FLAGS and not isinstance(value, bool):
             raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
         if key in _CHOICES and value not in _CHOICES[key]:
@@ -294,6 +309,8 @@ def parse_options(given: Mapping[str, Any], defaults: Settings) -> Settings:
         settings.pop("context_fn", None)  # of the defaults
         if context_fn is not None:
             settings["context_fn"] = context_fn
+    if settings.get("debug") and "context_fn" in settings:
+        raise ValueError("gradckpt: debug=True and policy= or context_fn= exclude each other; leave one of them out")
     return settings
 
 
@@ -313,7 +330,7 @@ def _resolve(pairs: list[tuple[Any, Settings | None]], tree: Tree) -> dict[str, 
         if name not in by_name:
             continue
         other = first.setdefault(id(module), name)
-        if by_name[other] != by_name[name]:
+        if _comparable(by_name[other]) != _comparable(by_name[name]):
             raise ValueError(
                 f"gradckpt: {other!r} and {name!r} are one {type(module).__name__}, and the rules give it different "
                 "settings; give both names the same"

@@ -132,3 +132,10 @@ def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
     if known is not None:  # so that torch may cache graphs with it
         made.cache_hash = f"gradckpt {packing.version()} {known.describe()}"
     return made  # type: ignore[no-any-return]
+
+
+def contexts_key(context_fn: Any) -> Any:
+    """Return what two ``context_fn`` have in common if they do the same."""
+    if isinstance(context_fn, functools.partial):
+        return getattr(context_fn, "cache_hash", None) or (context_fn.func, context_fn.args, context_fn.keywords)
+    return context_fn

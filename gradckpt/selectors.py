@@ -1,11 +1,11 @@
-"""Which modules a rule of :func:`gradckpt.apply` is for: class, name, kind, callable, every k-th, m of n."""
+"""Choose modules by class, name, kind or function, every k-th of them or m of n: ``enable(model, modules=...)``."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Union
 
 from torch.nn import Module
@@ -82,6 +82,10 @@ def describe(selector: Any) -> str:
         return f"the module {type(selector).__name__}"
     if isinstance(selector, Subset):
         return str(selector)
+    if isinstance(selector, list):
+        return f"[{', '.join(map(describe, selector))}]"
+    if isinstance(selector, Mapping):
+        return f"{{{', '.join(f'{describe(key)}: {value!r}' for key, value in selector.items())}}}"
     return getattr(selector, "__qualname__", None) or repr(selector)
 
 
@@ -141,7 +145,7 @@ def _what_there_is(selector: Any, tree: Tree) -> str:
     if isinstance(selector, Subset):
         return f"{describe(selector.selector)} matches {len(set(_modules_of(selector.selector, tree)))}"
     if isinstance(selector, str) and (selector in _C.codecs() or selector in ALIASES):
-        return f'that is a codec, and modules come first: {{"layer": {selector!r}}}'
+        return f"it is a codec: pass compress={selector!r}"
     kinds = ", ".join(f'"{kind}" ({count})' for kind, count in tree.counts()) or "none"
     text = f"kinds in this {type(tree.model).__name__}: {kinds}"
     if isinstance(selector, str) and selector in _INSTEAD:

@@ -217,6 +217,7 @@ def inactive_reason(kept: dict[str, int]) -> str:
     advice = {
         "does not require grad": "is it the batch itself, was the model frozen whole, or does it need "
         "enable_input_require_grads()?",
+        "float64, which no codec takes": "train in float32 or bfloat16, or pass compress=None",
         "leaf": "leaves stay alive anyway, so compressing them saves nothing",
         "smaller than min_numel": 'lower it with compress={"codec": ..., "min_numel": ...}',
     }.get(reason, "see gradckpt.stats()['kept']")

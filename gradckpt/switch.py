@@ -20,9 +20,9 @@ from gradckpt.apply import Settings, choose, parse_options, region_of, regions_i
 from gradckpt.config import Compress
 from gradckpt.integrations import huggingface
 from gradckpt.integrations.kwargs import check_bool, check_every_n_layers
-from gradckpt.kinds import repeated_blocks
+from gradckpt.kinds import KINDS, repeated_blocks
 from gradckpt.policies import PolicyLike
-from gradckpt.selectors import Selector
+from gradckpt.selectors import Selector, Subset, describe
 
 __all__ = ["Handle", "disable", "enable"]
 
@@ -96,9 +96,10 @@ def enable(
     if not isinstance(model, Module):
         raise TypeError(f"gradckpt: enable() takes a torch.nn.Module, not {type(model).__name__}")
     given = dict(keywords) if policy is None else {**keywords, "policy": policy}
+    _check_compress(compress)
     if compress is UNSET:
         compress = None if {"policy", "context_fn"} & given.keys() else "int8"
-    options = parse_options({"compress": compress, **given}, {})
+    options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", "offload"))
     check_every_n_layers(every_n_layers)
     check_bool("offload", offload)
     whole = huggingface.unwrap(model)
@@ -111,8 +112,9 @@ def enable(
         turn_on = chosen.install
         same = chosen.is_installed() and not huggingface.seams_in(model)
     if not same:
-        put_back = _take_off(model)
+        put_back = _snapshot(model)
         try:
+            _take_off(model)
             turn_on()
         except BaseException:
             put_back()
@@ -132,23 +134,45 @@ def disable(model: Module) -> None:
     _take_off(model)
 
 
+def _check_compress(compress: Any) -> None:
+    """Say so where the second argument is what ``modules=`` takes."""
+    if not _selects(compress):
+        return
+    error = ValueError if isinstance(compress, (str, Mapping)) else TypeError
+    raise error(f"gradckpt: {describe(compress)} selects modules; pass modules={describe(compress)}")
+
+
+def _selects(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in KINDS or "*" in value or "." in value
+    if isinstance(value, (tuple, list, Mapping)):
+        return bool(value) and all(map(_selects, value))
+    return isinstance(value, (type, Module, re.Pattern, Subset))
+
+
 def _is_enabled(model: Module) -> bool:
     return bool(regions_in(model) or huggingface.seams_in(model))
 
 
-def _take_off(model: Module) -> Callable[[], None]:
-    """Undo what is done to a model, and return what does it again."""
-    regions, seams = regions_in(model), huggingface.seams_in(model)
-    for region in regions:
+def _take_off(model: Module) -> None:
+    for region in regions_in(model):
         region.remove()
-    for whole, seam in seams:
+    for whole, seam in huggingface.seams_in(model):
         seam.remove(whole)
 
+
+def _snapshot(model: Module) -> Callable[[], None]:
+    """Return what puts the attributes of all modules, their forward hooks and what is ours on them back."""
+    modules = list(model.modules())
+    ours = [*regions_in(model), *(seam for _, seam in huggingface.seams_in(model))]
+    places: list[dict[Any, Any]] = [vars(each) for each in (*modules, *ours)]
+    places += [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    before = [dict(place) for place in places]
+
     def put_back() -> None:
-        for region in regions:
-            region.install()
-        for whole, seam in seams:
-            huggingface.reinstall(whole, seam)
+        for place, content in zip(places, before, strict=True):
+            place.clear()
+            place.update(content)
 
     return put_back
 
@@ -166,9 +190,10 @@ def _block_of(model: Module) -> type[Module]:
     found = repeated_blocks(model)
     if not found:
         classes = sorted({type(module).__name__ for module in model.modules() if module is not model})
+        held = f"it holds: {', '.join(classes)}" if classes else "it holds no modules"
         raise ValueError(
-            f"gradckpt: {name} has no repeated block that enable() could choose; name the class to checkpoint, "
-            f"enable(model, modules=Block), one of {', '.join(classes) or 'none'}"
+            f"gradckpt: {name} has no repeated block of layers; name what to checkpoint, enable(model, modules=Block); "
+            f"{held}"
         )
     if len(found) > 1 and callable(getattr(model, "enable_gradient_checkpointing", None)):
         line = 'gradient_checkpointing_func=functools.partial(gradckpt.checkpoint, compress="int8")'
@@ -199,20 +224,20 @@ class Handle:
     @property
     def modules(self) -> dict[str, Settings]:
         """The names of the modules that are checkpointed now, in the model's order, each with the keywords that
-        :func:`gradckpt.checkpoint` gets for it. A module with several names is under its first."""
+        :func:`gradckpt.checkpoint` gets for it and ``offload``. A module with several names is under its first."""
         model = self._model()
         if model is None:
             return {}
-        by_transformers: dict[Any, Settings] = {}
+        of_layers: dict[Any, Settings] = {}
         for whole, _ in huggingface.seams_in(model):
-            by_transformers |= huggingface.settings_of(whole)
+            of_layers |= huggingface.settings_of(whole)
         found = {}
         for name, module in model.named_modules():
             region = region_of(module)
             if region is not None:
-                found[name] = dict(region.settings)
-            elif module in by_transformers:
-                found[name] = by_transformers[module]
+                found[name] = region.settings | ({"offload": True} if region.offload else {})
+            elif module in of_layers:
+                found[name] = of_layers[module]
         return found
 
     def remove(self) -> None:
@@ -236,10 +261,11 @@ class Handle:
         self._name = state["_name"]
 
     def __repr__(self) -> str:
-        chosen = self.modules
+        chosen, model = self.modules, self._model()
         if not chosen:
-            return f"<gradckpt handle: {self._name} is not enabled>"
-        modules = dict(self._model().named_modules())
+            off = model is not None and _is_enabled(model)
+            return f"<gradckpt handle: {self._name} {'checkpoints nothing now' if off else 'is not enabled'}>"
+        modules = dict(model.named_modules())
         rows: dict[tuple[str, str, str], int] = {}
         for name, settings in chosen.items():
             pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(itself)"

@@ -8,6 +8,7 @@ instance; no class and no module of transformers or torch is changed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt.integrations.kwargs import Settings, check_torchs, take
+from gradckpt.integrations.offload import offloaded
 from gradckpt.integrations.seam import (
     InnerSeam,
     Seam,
@@ -27,8 +29,9 @@ from gradckpt.integrations.seam import (
     stands_in,
 )
 from gradckpt.integrations.watch import SEAM, describe, is_on
+from gradckpt.policies import contexts_key
 
-__all__ = ["is_enabled", "is_model", "obey", "reinstall", "seams_in", "settings_of", "turn_on", "unwrap"]
+__all__ = ["is_enabled", "is_model", "obey", "seams_in", "settings_of", "turn_on", "unwrap"]
 
 
 def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: bool = False) -> Settings:
@@ -41,40 +44,31 @@ def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload
     """Turn checkpointing on in a transformers model, its layers' calls led through a :class:`Seam`.
 
     Raises:
-        ValueError: a model that transformers cannot checkpoint, or with something else in our place. The model is as
-            it was then.
+        ValueError: a model that transformers cannot checkpoint, or with something else in our place.
     """
     settings = settings_from(options, every_n_layers, offload)
     _check_model(model, settings)
     was_on = is_on(model)
     had_input_grads = bool(input_grad_hooks(model))
     seam = Seam(model, settings)
-    turned_on = False
-    try:
-        seam.install(model)
-        _turn_on(model, settings.every_n_layers)
-        _check_taken(model, seam)
-        turned_on = True
-    finally:
-        # Set after the call, which the seam takes for a call of the user's.
-        seam.undo_on_remove, seam.undo_input_grads = not was_on, not had_input_grads
-        if not turned_on:
-            seam.remove(model)
+    seam.install(model)
+    _turn_on(model, settings.every_n_layers)
+    # Set after the call, which the seam takes for a call of the user's.
+    seam.undo_on_remove, seam.undo_input_grads = not was_on, not had_input_grads
+    _check_taken(model, seam)
 
 
 def is_enabled(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: bool) -> bool:
     """Return whether :func:`turn_on` was called with these arguments, and checkpointing is still on."""
     seam = seam_of(model)
-    same = seam is not None and seam.settings == settings_from(options, every_n_layers, offload)
-    return same and seam is not None and not seam.by_flag and is_on(model)
+    if seam is None or seam.by_flag or seam.function is None or not is_on(model):
+        return False
+    asked = settings_from(options, every_n_layers, offload)
+    return seam.active == asked.config and _comparable(seam.settings) == _comparable(asked)
 
 
-def reinstall(model: Any, seam: Seam) -> None:
-    """Do again what ``seam.remove(model)`` undid."""
-    again = Seam(model, seam.settings, seam.by_flag)
-    again.install(model)
-    _turn_on(model, seam.settings.every_n_layers)
-    again.undo_on_remove, again.undo_input_grads = seam.undo_on_remove, seam.undo_input_grads
+def _comparable(settings: Settings) -> Settings:
+    return dataclasses.replace(settings, context_fn=contexts_key(settings.context_fn))
 
 
 def settings_of(model: Any) -> dict[Any, dict[str, Any]]:
@@ -85,6 +79,8 @@ def settings_of(model: Any) -> dict[Any, dict[str, Any]]:
     keywords = {key: value for key, value in seam.function.keywords.items() if key != "use_reentrant"}  # type: ignore[attr-defined]
     if seam.active is not None:  # without leaves=True, which the seam adds for what enable_input_require_grads made
         keywords["compress"] = seam.active
+    if seam.function.func is offloaded:  # type: ignore[attr-defined]
+        keywords["offload"] = True
     return {layer: dict(keywords) for layer in seam.layers(model)}
 
 
@@ -101,6 +97,8 @@ def obey(model: Any, kwargs: Mapping[str, Any]) -> None:
     check_torchs(torchs)
     model = unwrap(model)
     _check_model(model, settings)
+    for part, held in seams_in(model):
+        held.remove(part)
     seam = Seam(model, settings, by_flag=True)
     obeyed = False
     try:

@@ -24,7 +24,7 @@ from gradckpt.apply import region_of
 from gradckpt.integrations.kwargs import Settings, check_every_n_layers, check_torchs, is_old_default, take
 from gradckpt.integrations.offload import offloaded, offloaded_stock
 from gradckpt.integrations.overlap import is_wrapper
-from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
+from gradckpt.integrations.watch import HELD, SEAM, Watch, after_forward, before_forward, describe
 
 #: torch's checkpoint, and what may stand in its place without a difference.
 _KNOWN = (torch_checkpoint, gradckpt.checkpoint, gradckpt.compat.checkpoint)
@@ -91,6 +91,7 @@ class Seam(_StandIn):
 
     def install(self, model: Any) -> None:
         setattr(model, SEAM, self)
+        setattr(model, HELD, self)
         for module in model.modules():
             if hasattr(type(module), SEAM) and stands_in(module) is None and not has_old_form(module):
                 setattr(module, SEAM, InnerSeam(self, module))
@@ -176,6 +177,7 @@ class Seam(_StandIn):
         if self.removed:
             return
         self.removed = True
+        vars(model).pop(HELD, None)
         for module in model.modules():
             held = vars(module).get(SEAM)
             if held is self or (isinstance(held, InnerSeam) and held.seam is self):
@@ -318,5 +320,5 @@ def input_grad_hooks(model: Any) -> list[Any]:
 
 
 def seam_of(model: Any) -> Seam | None:
-    seam = getattr(model, "__dict__", {}).get(SEAM)
+    seam = getattr(model, "__dict__", {}).get(HELD)
     return seam if isinstance(seam, Seam) else None

@@ -79,7 +79,7 @@ def test_a_policy_of_enable():
 
 def test_replay():
     model, graphs = build(), Graphs()
-    gradckpt.enable(model, "int4", replay=True)
+    gradckpt.enable(model, {"codec": "int4", "replay": True})
     want = step(model)
     got = step(model, graphs.compile(model))
     assert torch.equal(got[0], want[0])

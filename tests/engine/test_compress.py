@@ -352,7 +352,8 @@ class Sub(torch.Tensor):
 REASONS = {
     "leaf": lambda: leaf(4),
     "does not require grad": lambda: torch.randn(4),
-    "dtype the codec does not take": lambda: activation(4, dtype=torch.float64),
+    "float64, which no codec takes": lambda: activation(4, dtype=torch.float64),
+    "dtype the codec does not take": lambda: activation(4, dtype=torch.complex64),
     "smaller than min_numel": lambda: activation(4),
     "tensor subclass": lambda: activation(4).as_subclass(Sub),
     "not a plain strided tensor with data": lambda: leaf(4, 4).to_sparse() * 1,

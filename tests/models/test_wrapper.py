@@ -390,16 +390,16 @@ def test_torchs_wrapper_inside_ours_since():
     refused("a Linear inside this MyBlock is checkpointed already", gradients, model)
 
 
-def test_apply_and_the_wrapper_on_one_module():
+def test_enable_and_the_wrapper_on_one_module():
     block = MyBlock()
     handle = gradckpt.enable(block, None, modules=MyBlock)
-    refused("this MyBlock is checkpointed already: by gradckpt.apply", gradckpt.compat.checkpoint_wrapper, block)
-    refused("it would run three times: by gradckpt.apply", gradckpt.compat.checkpoint_wrapper, nn.Sequential(block))
+    refused("this MyBlock is checkpointed already: by gradckpt.enable", gradckpt.compat.checkpoint_wrapper, block)
+    refused("it would run three times: by gradckpt.enable", gradckpt.compat.checkpoint_wrapper, nn.Sequential(block))
     handle.remove()
     wrapper = gradckpt.compat.checkpoint_wrapper(block)
-    refused("it is torch's CheckpointWrapper", gradckpt.apply, nn.Sequential(wrapper), MyBlock)
+    refused("it is torch's CheckpointWrapper", gradckpt.enable, nn.Sequential(wrapper), modules=MyBlock)
     gradckpt.enable(block, None, modules=MyBlock)
-    refused("this MyBlock is checkpointed already: by gradckpt.apply", wrapper, torch.randn(2, 64))
+    refused("this MyBlock is checkpointed already: by gradckpt.enable", wrapper, torch.randn(2, 64))
 
 
 def test_nested_on_purpose():
