@@ -184,9 +184,7 @@ def _block_of(model: Module) -> type[Module]:
         ValueError: the model has none, or several; the message lists them with the line to write.
     """
     name = type(model).__name__
-    count = len(huggingface.models_in(model))
-    if count:
-        raise ValueError(f"gradckpt: {name} holds {count} transformers models; call gradckpt.enable on each of them")
+    huggingface.check_holds_none(model)
     found = repeated_blocks(model)
     if not found:
         classes = sorted({type(module).__name__ for module in model.modules() if module is not model})

@@ -31,7 +31,7 @@ from gradckpt.integrations.seam import (
 from gradckpt.integrations.watch import SEAM, describe, is_on
 from gradckpt.policies import contexts_key
 
-__all__ = ["is_enabled", "is_model", "obey", "seams_in", "settings_of", "turn_on", "unwrap"]
+__all__ = ["check_holds_none", "is_enabled", "is_model", "obey", "seams_in", "settings_of", "turn_on", "unwrap"]
 
 
 def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: bool = False) -> Settings:
@@ -96,6 +96,8 @@ def obey(model: Any, kwargs: Mapping[str, Any]) -> None:
     settings = take(torchs, Settings())
     check_torchs(torchs)
     model = unwrap(model)
+    if not is_model(model):
+        check_holds_none(model)
     _check_model(model, settings)
     for part, held in seams_in(model):
         held.remove(part)
@@ -171,6 +173,14 @@ def models_in(model: Any) -> list[Any]:
                 found.append(module)
             inside.update(map(id, module.modules()))
     return found
+
+
+def check_holds_none(model: Any) -> None:
+    """Raise ``ValueError`` where transformers models are inside, of which each has to be enabled by itself."""
+    count = len(models_in(model))
+    if count:
+        name = type(model).__name__
+        raise ValueError(f"gradckpt: {name} holds {count} transformers models; call gradckpt.enable on each of them")
 
 
 def is_model(model: Any) -> bool:

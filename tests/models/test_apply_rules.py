@@ -88,7 +88,7 @@ def test_places_count_a_shared_module_once():
     [
         ("attention", ValueError, "'attention'; kinds in this Net: none; choose by class instead, one of "),
         ("int8", ValueError, "no module matches 'int8'; it is a codec: pass compress='int8'"),
-        ("fp8", ValueError, "no module matches 'fp8'; that is a codec"),
+        ("fp8", ValueError, "no module matches 'fp8'; it is a codec"),
         ("nothing.*", ValueError, r"no module matches 'nothing\.\*'; .*names: 'layers', 'layers\.0', 'layers\.0\.0'"),
         ("?.0", ValueError, r"a pattern is for the whole name, so write '\*\.\?\.0'"),
         (nn.Conv2d, ValueError, "no module matches Conv2d"),

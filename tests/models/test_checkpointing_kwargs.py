@@ -261,7 +261,7 @@ class TestOffload:
         on(stock, {"use_reentrant": False}, offload=True)
         assert equal(grads(model), grads(stock))
 
-    @pytest.mark.parametrize("own", [{}, {"policy": "save_matmuls"}, {"replay": True}], ids=str)
+    @pytest.mark.parametrize("own", [{}, {"policy": "save_matmuls"}, {"compress": {"replay": True}}], ids=str)
     def test_with_other_keys(self, own, counted):
         plain, model = build(), build()
         gradckpt.enable(plain, **own)

@@ -289,7 +289,7 @@ MODES = {
     "int8": {"compress": "int8"},
     "int4": {"compress": "int4"},
     "policy": {"compress": "int8", "policy": "save_attention:int8"},
-    "replay": {"compress": "int8", "replay": True},
+    "replay": {"compress": {"codec": "int8", "replay": True}},
 }
 
 
