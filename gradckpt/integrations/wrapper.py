@@ -66,12 +66,12 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
 
 
 def checkpoint_wrapper(
-    module: Module, compress: Compress = "int8", *, nested: bool = False, **options: Any
+    module: Module, compress: Compress = None, *, nested: bool = False, **options: Any
 ) -> CheckpointWrapper:
-    """Wraps a module for activation checkpointing with compressed inputs.
+    """Wrap a module for activation checkpointing; with ``compress``, its inputs are kept compressed.
 
-    In the place of torch's function of this name, also where somebody else calls it:
-    ``apply_activation_checkpointing(model, checkpoint_wrapper_fn=gradckpt.compat.checkpoint_wrapper, ...)``.
+    It takes the place of torch's function of this name, also where a framework calls it:
+    ``checkpoint_wrapper_fn=functools.partial(gradckpt.compat.checkpoint_wrapper, compress="int8")``.
 
     Args:
         module: Any module.
@@ -98,14 +98,14 @@ def checkpoint_wrapper(
 
 def apply_activation_checkpointing(
     model: Module,
-    compress: Compress = "int8",
+    compress: Compress = None,
     *,
     check_fn: Callable[[Module], bool] | None = None,
     auto_wrap_policy: Any = None,
     nested: bool = False,
     **options: Any,
 ) -> int:
-    """Wraps modules inside a model with :func:`checkpoint_wrapper`, in place: torch's function of this name.
+    """Wrap modules inside a model with :func:`checkpoint_wrapper`, in place: torch's function of this name.
 
     Args:
         model: Any module; it is not wrapped itself. One that FSDP has wrapped, too.

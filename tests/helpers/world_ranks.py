@@ -273,7 +273,7 @@ def partial(mesh):
     gradckpt.reset_stats()
     x = DTensor.from_local(torch.randn(4, 512), mesh, [Replicate()]).requires_grad_()
     sums = DTensor.from_local(x.to_local(), mesh, [Partial()])
-    gradckpt.compat.checkpoint_wrapper(nn.Identity())(sums).to_local().sum().backward()
+    gradckpt.compat.checkpoint_wrapper(nn.Identity(), "int8")(sums).to_local().sum().backward()
     return gradckpt.stats()
 
 

@@ -92,6 +92,12 @@ def close(a, b):
 
 
 def test_none_is_torchs_to_the_last_bit():
+    """And the default, as in all of gradckpt.compat."""
+    model = net()
+    gradckpt.compat.apply_activation_checkpointing(model, check_fn=is_block)
+    assert "gradckpt: uncompressed" in repr(model)
+    assert "gradckpt: uncompressed" in repr(gradckpt.compat.checkpoint_wrapper(MyBlock()))
+    assert equal(gradients(model), gradients(stock()))
     assert equal(gradients(wrapped()), gradients(stock()))
     assert gradients(wrapped())[0].abs().sum() > 0
 
@@ -108,7 +114,9 @@ def test_int8_compresses_every_block():
 @pytest.mark.parametrize("back", [False, True])
 def test_torchs_function_takes_ours(back):
     """As accelerate, Lightning and torchtune call it; and with torchtitan's keywords."""
-    impl = functools.partial(gradckpt.compat.checkpoint_wrapper, checkpoint_impl=torchs.CheckpointImpl.NO_REENTRANT)
+    impl = functools.partial(
+        gradckpt.compat.checkpoint_wrapper, compress="int8", checkpoint_impl=torchs.CheckpointImpl.NO_REENTRANT
+    )
     titan = functools.partial(
         gradckpt.compat.checkpoint_wrapper,
         compress=None,
@@ -150,7 +158,7 @@ def test_context_fn_and_policy():
 )
 def test_torchs_policies(policy):
     model = net()
-    assert gradckpt.compat.apply_activation_checkpointing(model, auto_wrap_policy=policy) == N
+    assert gradckpt.compat.apply_activation_checkpointing(model, "int8", auto_wrap_policy=policy) == N
     assert all(isinstance(block, CheckpointWrapper) for block in model.blocks)
     codec = "int4" if isinstance(policy, CustomPolicy) else "int8"
     assert {block._settings["compress"].codec for block in model.blocks} == {codec}
@@ -235,7 +243,7 @@ def test_no_grad_and_eval():
 
 def test_keywords():
     block = MyBlock().eval()
-    ours, theirs = gradckpt.compat.checkpoint_wrapper(block), torchs.checkpoint_wrapper(block)
+    ours, theirs = gradckpt.compat.checkpoint_wrapper(block, "int8"), torchs.checkpoint_wrapper(block)
     x, scale = torch.randn(4, 16, 64, requires_grad=True), torch.rand(4, 16, 64, requires_grad=True)
     gradckpt.reset_stats()
     for wrapper in (ours, theirs):
@@ -272,7 +280,7 @@ def test_compiled():
 def test_compiled_blocks_in_wrappers():
     model = net().eval()
     for i, block in enumerate(model.blocks):
-        model.blocks[i] = gradckpt.compat.checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
+        model.blocks[i] = gradckpt.compat.checkpoint_wrapper(torch.compile(block, backend="aot_eager"), "int8")
     gradckpt.reset_stats()
     gradients(model)
     assert gradckpt.stats()["compressed"] == N
