@@ -108,7 +108,7 @@ def in_segments(blocks: nn.Sequential, hidden: Tensor) -> Tensor:
 
 
 def rules_of(model: GPT) -> dict[Any, str]:
-    """For gradckpt.apply. The last block's backward comes first, so that running it again would save nothing."""
+    """For gradckpt.enable. The last block's backward comes first, so that running it again would save nothing."""
     return {model.blocks[-1]: "skip", Block: "int8"}
 
 

@@ -1,7 +1,7 @@
 """A timm vision transformer whose checkpoints are kept compressed, beside timm's own checkpointing.
 
 Trains on gratings in noise, one class per direction, from the same seeds: with set_grad_checkpointing() as it is; the
-same under `with gradckpt.patched(...)`, which is all that a timm training script needs; and with gradckpt.apply, which
+same under `with gradckpt.patched(...)`, which is all that a timm training script needs; and with gradckpt.enable, which
 needs no flag of timm. Prints what was kept, the losses and the error of the gradients; the exit status is 1 when
 something that must hold does not. Needs timm.
 
@@ -114,12 +114,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     codec = args.compress
     results, gradients = {}, {}
-    # name -> (timm's flag, rules for gradckpt.apply, what is around the loop)
+    # name -> (timm's flag, modules= of gradckpt.enable, what is around the loop)
     ways: dict[str, tuple[bool, str | None, AbstractContextManager[object]]] = {
         "timm's checkpointing": (True, None, contextlib.nullcontext()),
         "patched(None)": (True, None, gradckpt.patched(None)),
         f"patched({codec!r})": (True, None, gradckpt.patched(codec)),
-        f"apply, {codec}": (False, codec, contextlib.nullcontext()),
+        f"enable, {codec}": (False, codec, contextlib.nullcontext()),
     }
     print(f"{args.layers} layers, {args.batch} images of {args.size} x {args.size}, {args.steps} steps")
     print(f"{'':22} {'regions':>8} {'inputs':>12} {'kept':>12} {'first loss':>11} {'last loss':>10} {'error':>8}")

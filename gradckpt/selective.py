@@ -50,7 +50,7 @@ def save(compress: Compress = None) -> Save:
     config = parse_compress(compress)
     if config is not None and (config.replay or config.leaves or config.include != "activations"):
         raise ValueError(
-            "gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs"
+            "gradckpt.policies.save: replay, include and leaves are about the inputs of a region, not about outputs"
         )
     return Save(config)
 

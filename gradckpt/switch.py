@@ -1,7 +1,7 @@
 """One switch for whole models: :func:`enable`, :func:`disable`, and the :class:`Handle` that undoes it.
 
 A transformers model checkpoints its own layers, by its own functions (gradckpt.integrations.huggingface). In any other
-model, or where modules are chosen, each chosen module's ``forward`` becomes a region (gradckpt.apply).
+model, or where modules are chosen, each chosen module's ``forward`` becomes a region (the module gradckpt.apply).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 from torch.nn import Module
 
@@ -42,6 +42,17 @@ UNSET: Final = _Unset.UNSET
 Modules = None | Selector | list[Any] | Mapping[Any, Any]
 
 
+class CheckpointKeywords(TypedDict, total=False):
+    """Of :func:`gradckpt.checkpoint`, which hands them to torch."""
+
+    context_fn: Callable[[], tuple[Any, Any]]
+    preserve_rng_state: bool
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+    buffers: str
+
+
 def enable(
     model: Module,
     compress: Compress | _Unset = UNSET,
@@ -50,7 +61,7 @@ def enable(
     every_n_layers: int = 1,
     policy: PolicyLike = None,
     offload: bool = False,
-    **keywords: Any,
+    **keywords: Unpack[CheckpointKeywords],
 ) -> Handle:
     """Turn on activation checkpointing of a model, with compressed checkpoints.
 
@@ -95,7 +106,7 @@ def enable(
     """
     if not isinstance(model, Module):
         raise TypeError(f"gradckpt: enable() takes a torch.nn.Module, not {type(model).__name__}")
-    given = dict(keywords) if policy is None else {**keywords, "policy": policy}
+    given: dict[str, Any] = {**keywords} if policy is None else {**keywords, "policy": policy}
     _check_compress(compress)
     if compress is UNSET:
         compress = None if {"policy", "context_fn"} & given.keys() else "int8"

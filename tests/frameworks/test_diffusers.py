@@ -290,7 +290,7 @@ def test_its_own_checkpointing_under_patched(family):
 
 
 def test_rules_for_modules():
-    """gradckpt.apply knows the blocks of transformers as layers, without diffusers' flag."""
+    """modules= knows the blocks of transformers as layers, without diffusers' flag."""
     model, inputs = build(flux)
     _, gradients, _ = checkpointed(model, inputs, INT8)
     model.disable_gradient_checkpointing()

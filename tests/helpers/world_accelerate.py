@@ -121,7 +121,7 @@ def examine(version, hows, **options):
 
 
 def is_checkpointed(module):
-    """By a wrapper, by transformers' function or by gradckpt.apply."""
+    """By a wrapper, by transformers' function or by enable(model, modules=...)."""
     by_transformers = is_layer(module) and getattr(module, "gradient_checkpointing", False)
     return isinstance(module, CheckpointWrapper) or by_transformers or region_of(module) is not None
 

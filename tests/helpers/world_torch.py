@@ -54,7 +54,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-#: What wraps the blocks: torch's function, ours, and gradckpt.apply.
+#: What wraps the blocks: torch's function, ours, and enable(model, modules=...).
 def wrap(model, how):
     if how == "torch":
         torchs.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))

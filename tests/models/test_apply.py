@@ -1,4 +1,4 @@
-"""gradckpt.apply: what a chosen module does, and that it can be undone."""
+"""enable(model, modules=...): what a chosen module does, and that it can be undone."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""gradckpt.apply: the kinds of modules in models of transformers and others, gradients, caches."""
+"""enable(model, modules=...): the kinds of modules in models of transformers and others, gradients, caches."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""gradckpt.apply: which modules a rule chooses, and what is refused."""
+"""enable(model, modules=...): which modules a selector chooses, and what is refused."""
 
 import re
 

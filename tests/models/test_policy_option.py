@@ -1,4 +1,4 @@
-"""policy= in gradckpt.enable, in the kwargs of transformers, and in gradckpt.apply."""
+"""policy= in gradckpt.enable, with and without modules=, and in the kwargs of transformers."""
 
 import copy
 import os

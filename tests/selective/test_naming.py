@@ -1,4 +1,4 @@
-"""gradckpt.name and policies.save_named: outputs that the model names are kept."""
+"""gradckpt.policies.name and policies.save_named: outputs that the model names are kept."""
 
 import functools
 import pickle
