@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
         (patched.losses[0] == stock.losses[0], "patched: first loss equal to timm's checkpointing"),
         (patched.error <= bound, f"patched: gradients within {bound:.0%}, worst cosine {patched.cosine:.5f}"),
-        (vars(applied) == vars(patched), "apply: the same numbers as patched"),
+        (vars(applied) == vars(patched), "enable: the same numbers as patched"),
     ]
     for good, words in found:
         print("ok    " if good else "FAILED", words)

@@ -11,7 +11,7 @@ from typing import Any, Union
 from gradckpt import _C
 from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
 
-__all__ = ["Compress", "CompressionConfig", "get_rounding_state", "parse_compress", "set_rounding_state"]
+__all__ = ["CompressionConfig", "get_rounding_state", "set_rounding_state"]
 
 #: The codec of ``compress=True``.
 DEFAULT_CODEC = "int8"

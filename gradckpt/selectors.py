@@ -14,7 +14,7 @@ from gradckpt import _C
 from gradckpt.config import ALIASES
 from gradckpt.kinds import KINDS, Tree
 
-__all__ = ["Selector", "Subset", "describe", "every", "m_of_n", "select"]
+__all__ = ["every", "m_of_n"]
 
 
 @dataclasses.dataclass(frozen=True)

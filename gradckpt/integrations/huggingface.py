@@ -184,7 +184,8 @@ def check_holds_none(model: Any) -> None:
 
 
 def is_model(model: Any) -> bool:
-    return hasattr(type(model), SEAM)
+    """Return whether this is a model of transformers; diffusers' have the same method, and others to turn it on."""
+    return hasattr(type(model), SEAM) and hasattr(type(model), "gradient_checkpointing_enable")
 
 
 def _check_model(model: Any, settings: Settings) -> None:

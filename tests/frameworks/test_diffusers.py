@@ -305,10 +305,11 @@ def test_rules_for_modules():
 
 
 def test_enable_names_the_line():
-    with pytest.raises(
-        ValueError, match=r"^gradckpt: DiTTransformer2DModel is a model of diffusers; call model\.enable_"
-    ):
-        gradckpt.enable(build(dit)[0], "int4")
+    """Where several blocks repeat; one alone is chosen."""
+    with pytest.raises(ValueError, match=r"^gradckpt: \w+ is a model of diffusers, which .*; call model\.enable_"):
+        gradckpt.enable(build(flux)[0], "int4")
+    model = build(dit)[0]
+    assert list(gradckpt.enable(model, "int4").modules) == [f"transformer_blocks.{i}" for i in range(3)]
 
 
 def test_an_unchanged_script_under_the_launcher(tmp_path, monkeypatch):

@@ -65,6 +65,9 @@ class OfDiffusers(nn.Module):
         super().__init__()
         self.double, self.single = nn.ModuleList([Block(), Block()]), nn.ModuleList([Other(), Other()])
 
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+        pass
+
     def enable_gradient_checkpointing(self, gradient_checkpointing_func=None):
         pass
 
