@@ -140,7 +140,7 @@ def disable(model: Module) -> None:
     Raises:
         ValueError: nothing of the model is enabled.
     """
-    if not _is_enabled(model):
+    if not is_enabled(model):
         raise ValueError(f"gradckpt: this {type(model).__name__} is not enabled; gradckpt.enable(model) comes first")
     _take_off(model)
 
@@ -161,7 +161,8 @@ def _selects(value: Any) -> bool:
     return isinstance(value, (type, Module, re.Pattern, Subset))
 
 
-def _is_enabled(model: Module) -> bool:
+def is_enabled(model: Module) -> bool:
+    """Return whether anything in a model is enabled."""
     return bool(regions_in(model) or huggingface.seams_in(model))
 
 
@@ -272,7 +273,7 @@ class Handle:
     def __repr__(self) -> str:
         chosen, model = self.modules, self._model()
         if not chosen:
-            off = model is not None and _is_enabled(model)
+            off = model is not None and is_enabled(model)
             return f"<gradckpt handle: {self._name} {'checkpoints nothing now' if off else 'is not enabled'}>"
         modules = dict(model.named_modules())
         rows: dict[tuple[str, str, str], int] = {}

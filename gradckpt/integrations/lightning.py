@@ -18,6 +18,7 @@ from gradckpt.apply import parse_options
 from gradckpt.config import Compress, parse_compress, warn_inactive
 from gradckpt.integrations.kwargs import check_bool
 from gradckpt.stats import format_bytes, stats, stats_scalars
+from gradckpt.switch import is_enabled
 
 _IMPORTED = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _ALONE = find_spec("lightning") is None and find_spec("pytorch_lightning") is not None
@@ -133,6 +134,11 @@ class GradckptCallback(StatsCallback):
         self._turn_off()
 
     def _turn_on(self, pl_module: Any) -> None:
+        if is_enabled(pl_module):
+            raise ValueError(
+                f"gradckpt: this {type(pl_module).__name__} is enabled already, by gradckpt.enable or another "
+                "GradckptCallback; leave one of them out"
+            )
         self.handle = gradckpt.enable(pl_module, self.compress, modules=self.modules, **self.options)
         rank_zero_info(f"gradckpt: {self.handle!r}")
 

@@ -144,10 +144,9 @@ PYTHON = {
         "gradckpt",
         "gradckpt.apply",
         "gradckpt.config",
-        "gradckpt.integrations.huggingface",
         "gradckpt.integrations.kwargs",
-        "gradckpt.kinds",
         "gradckpt.stats",
+        "gradckpt.switch",
     },
     "gradckpt.integrations.offload": {"gradckpt"},
     "gradckpt.integrations.seam": {

@@ -85,7 +85,8 @@ def measure(name):
 
 def chosen():
     """The modules that gradckpt.enable chooses by itself."""
-    return list(gradckpt.enable(timm.create_model("test_vit", pretrained=False)).modules)
+    model = timm.create_model("test_vit", pretrained=False)
+    return list(gradckpt.enable(model).modules)
 
 
 if __name__ == "__main__":
