@@ -5,7 +5,7 @@
 GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same values, timed
 before and after every repeat of every kernel, so that a noisy machine harms both alike. Everything
 is written into warm, preallocated buffers: torch's allocator gives large tensors back to the
-kernel, so gradckpt.encode() pays for page faults that memcpy into a warm buffer does not. The
+kernel, so gradckpt.codecs.encode() pays for page faults that memcpy into a warm buffer does not. The
 extension exports nothing but its module, hence the benchmark compiles csrc/codec/*.c once more
 with the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode() by ctypes:
 the shipped C, dispatch and streaming included. Several threads: as many Python threads, each with its
@@ -199,7 +199,7 @@ def cpu_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def row(options: argparse.Namespace, codec: str, isa: str, threads: int, numel: int, times: Times) -> dict[str, Any]:
     item = DTYPES[options.dtype][1].itemsize
-    bits = gradckpt.codec_info(codec)["sizes"][options.dtype][0]
+    bits = gradckpt.codecs.info(codec)["sizes"][options.dtype][0]
     moved = {"memcpy": 2 * item * numel, "encode": (item + bits / 8) * numel, "decode": (item + bits / 8) * numel}
     speed = {what: moved[what] / statistics.median(times[what]) / 1e9 for what in times}
     return {
@@ -218,9 +218,10 @@ def quality(codecs: list[str]) -> list[dict[str, Any]]:
     sets = [noise_set("X", seed) for seed in range(8)]
     rows = []
     for codec in codecs:
-        info = gradckpt.codec_info(codec)
+        info = gradckpt.codecs.info(codec)
         gaussian, *bulk = [
-            sqnr(x, gradckpt.encode(x, codec).decode(), ordinary) for x, ordinary in [noise_set("Gaussian"), *sets]
+            sqnr(x, gradckpt.codecs.encode(x, codec).decode(), ordinary)
+            for x, ordinary in [noise_set("Gaussian"), *sets]
         ]
         values = {"sqnr_gaussian_db": gaussian, "sqnr_outliers_db": statistics.mean(bulk)}
         figures = {key: round(value, 1) if value < 1e9 else None for key, value in values.items()}
@@ -271,9 +272,9 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     taking = [
         c
-        for c in gradckpt.codecs()
-        if options.dtype in gradckpt.codec_info(c)["dtypes"]
-        and (gradckpt.codec_info(c)["stochastic"] or not options.stochastic)
+        for c in gradckpt.codecs.names()
+        if options.dtype in gradckpt.codecs.info(c)["dtypes"]
+        and (gradckpt.codecs.info(c)["stochastic"] or not options.stochastic)
     ]
     options.codecs = options.codecs.split(",") if options.codecs else taking
     unknown = [c for c in options.codecs if c not in taking]
@@ -293,7 +294,7 @@ def main() -> None:
     options = parse()
     found = machine.facts()
     rows = cpu_rows(options)
-    values = quality([c for c in options.codecs if "bfloat16" in gradckpt.codec_info(c)["dtypes"]])
+    values = quality([c for c in options.codecs if "bfloat16" in gradckpt.codecs.info(c)["dtypes"]])
     if not options.json:
         rounding = ", stochastic rounding" if options.stochastic else ""
         title = f"codecs: {options.mib} MiB of {options.dtype}{rounding}, median of {options.repeat}, warmed"

@@ -127,12 +127,12 @@ def show(rows: list[Row], markdown: bool) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated, of: %(default)s")
-    parser.add_argument("--codecs", default="int8", help=f"comma-separated, of: {', '.join(gradckpt.codecs())}")
+    parser.add_argument("--codecs", default="int8", help=f"comma-separated, of: {', '.join(gradckpt.codecs.names())}")
     parser.add_argument("--replay", action="store_true", help="run the forward on the restored values, too")
     parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args(argv)
-    for name, known in (("families", list(FAMILIES)), ("codecs", gradckpt.codecs())):
+    for name, known in (("families", list(FAMILIES)), ("codecs", gradckpt.codecs.names())):
         chosen = [word for word in getattr(options, name).split(",") if word]
         unknown = [word for word in chosen if word not in known]
         if unknown or not chosen:

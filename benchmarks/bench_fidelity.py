@@ -69,15 +69,15 @@ class Steps:
 
 
 def codecs_of_bfloat16() -> list[str]:
-    return [name for name in gradckpt.codecs() if "bfloat16" in gradckpt.codec_info(name)["dtypes"]]
+    return [name for name in gradckpt.codecs.names() if "bfloat16" in gradckpt.codecs.info(name)["dtypes"]]
 
 
 def round_trip(codec: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: gradckpt.encode(x, codec).decode()
+    return lambda x: gradckpt.codecs.encode(x, codec).decode()
 
 
 def bits(tensors: list[torch.Tensor], codec: str) -> float:
-    return 8 * sum(gradckpt.encode(x, codec).nbytes for x in tensors) / sum(x.numel() for x in tensors)
+    return 8 * sum(gradckpt.codecs.encode(x, codec).nbytes for x in tensors) / sum(x.numel() for x in tensors)
 
 
 def synthetic(codec: str) -> Row:

@@ -68,7 +68,7 @@ def by_us(policy: Any = None, inputs: str | None = None, saves: str | None = Non
     contexts = {}
     if policy is not None:
         kept = policy.compressed(saves) if saves else policy
-        contexts["context_fn"] = functools.partial(gradckpt.create_selective_checkpoint_contexts, kept)
+        contexts["context_fn"] = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, kept)
     return functools.partial(gradckpt.checkpoint, compress=inputs, **contexts)
 
 

@@ -237,7 +237,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.layers = options.layers or (2 if tiny else 12)
     options.hidden = options.hidden or (HEAD if tiny else 2048)
     options.kinds = [word for word in options.kinds.split(",") if word]
-    taking = [c for c in gradckpt.codecs() if "bfloat16" in gradckpt.codec_info(c)["dtypes"]]
+    taking = [c for c in gradckpt.codecs.names() if "bfloat16" in gradckpt.codecs.info(c)["dtypes"]]
     unknown = [kind for kind in options.kinds if kind not in (*TITLES, *taking)]
     if unknown or not options.kinds:
         parser.error(f"--kinds: unknown {(unknown or [''])[0]!r}; choose from {', '.join([*TITLES, *taking])}")

@@ -73,10 +73,10 @@ def keep_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def host_encode(x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None) -> gradckpt.Payload | None:
+def host_encode(x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None) -> gradckpt.codecs.Payload | None:
     """None: refused."""
     try:
-        return gradckpt.encode(x, codec, dither=dither)
+        return gradckpt.codecs.encode(x, codec, dither=dither)
     except ValueError as error:
         if "cannot hold" not in str(error):
             raise
@@ -109,11 +109,13 @@ class Device:
         """A copy of a flat tensor, never the same memory."""
         return host.to("cuda") if self.name == "cuda" else host.clone()
 
-    def encode(self, x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None) -> tuple[gradckpt.Payload, bool]:
+    def encode(
+        self, x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None
+    ) -> tuple[gradckpt.codecs.Payload, bool]:
         """The payload, and whether x was refused: then the payload goes on holding x."""
         with self.acting():
             holders = sys.getrefcount(x)
-            payload = gradckpt.encode(x, codec, dither=dither)
+            payload = gradckpt.codecs.encode(x, codec, dither=dither)
             if self.name == "cuda":
                 torch.cuda.synchronize()
             else:
@@ -121,7 +123,7 @@ class Device:
             gradckpt.stats()  # looks at the verdicts
             return payload, sys.getrefcount(x) > holders
 
-    def decode(self, payload: gradckpt.Payload) -> torch.Tensor:
+    def decode(self, payload: gradckpt.codecs.Payload) -> torch.Tensor:
         with self.acting():
             return payload.decode()
 
@@ -152,7 +154,7 @@ def differing(a: torch.Tensor, b: torch.Tensor, nan_is_nan: bool) -> torch.Tenso
 
 def value_at(codec: str, dtype: str, numel: int, offset: int) -> int:
     """The value that byte `offset` of a payload belongs to; where several share it, or a scale, the first of them."""
-    _, value, group, block = gradckpt.codec_info(codec)["sizes"][dtype]
+    _, value, group, block = gradckpt.codecs.info(codec)["sizes"][dtype]
     if value:
         return offset // value
     beside = BESIDE.get(codec, 2)
@@ -195,7 +197,7 @@ class Comparison:
         return count == 0
 
     def decoded(self, ours: torch.Tensor, theirs: torch.Tensor, host: torch.Tensor, tally: Tally, name: str) -> None:
-        differ = differing(ours, theirs, gradckpt.codec_info(tally.codec)["stochastic"])
+        differ = differing(ours, theirs, gradckpt.codecs.info(tally.codec)["stochastic"])
         count = int(differ.sum())
         if count:
             i = int(differ.nonzero()[0])
@@ -237,7 +239,13 @@ class Comparison:
                 self.decoded(*self.together(restored, wanted.decode(), large), host, tally, name)
 
     def refused(
-        self, payload: gradckpt.Payload, host: torch.Tensor, x: torch.Tensor, tally: Tally, name: str, large: bool
+        self,
+        payload: gradckpt.codecs.Payload,
+        host: torch.Tensor,
+        x: torch.Tensor,
+        tally: Tally,
+        name: str,
+        large: bool,
     ) -> None:
         """What it cannot hold comes back from the original, or as NaN; the rest is compared without it."""
         gone = unholdable(tally.codec, host, x)
@@ -282,7 +290,7 @@ def several_tensors(codec: str, dtype: str, device: Device, tally: Tally) -> Non
     comparison = Comparison(device)
     for case, payload, out in zip(cases, payloads, written, strict=True):
         host, name = case.view(case.base), f"together: {case.name}"
-        wanted = gradckpt.encode(host, codec)
+        wanted = gradckpt.codecs.encode(host, codec)
         tally.values += host.numel()
         if comparison.payloads(payload.cpu(), wanted.data, host, tally, name):
             around = torch.ones_like(case.base)
@@ -294,7 +302,7 @@ def several_tensors(codec: str, dtype: str, device: Device, tally: Tally) -> Non
 
 
 def pairs(codecs: list[str]) -> list[tuple[str, str]]:
-    return [(c, d) for c in codecs for d in gradckpt.codec_info(c)["dtypes"]]
+    return [(c, d) for c in codecs for d in gradckpt.codecs.info(c)["dtypes"]]
 
 
 def compare_views(device: Device, codecs: list[str], small: bool) -> dict[tuple[str, str], Tally]:
@@ -305,7 +313,7 @@ def compare_views(device: Device, codecs: list[str], small: bool) -> dict[tuple[
         for (codec, dtype), tally in tallies.items():
             for case in cases[dtype]:
                 step(f"{codec} {dtype}")
-                if case.dither is None or gradckpt.codec_info(codec)["stochastic"]:
+                if case.dither is None or gradckpt.codecs.info(codec)["stochastic"]:
                     comparison.view(case, tally)
             several_tensors(codec, dtype, device, tally)
             show(tally)
@@ -338,7 +346,7 @@ def compare_float32(device: Device, codecs: list[str], fraction: float) -> dict[
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     machine.add_device(parser)
-    parser.add_argument("--codecs", default=",".join(gradckpt.codecs()), help="comma-separated, of: %(default)s")
+    parser.add_argument("--codecs", default=",".join(gradckpt.codecs.names()), help="comma-separated, of: %(default)s")
     parser.add_argument(
         "--fp32", type=float, metavar="FRACTION", help="how much of the 2^32 float32 values (1; cpu: 2^-18)"
     )
@@ -346,9 +354,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sanitize", action="store_true", help="few inputs, none of the 2^32")
     options = parser.parse_args(argv)
     options.codecs = [word for word in options.codecs.split(",") if word]
-    unknown = [c for c in options.codecs if c not in gradckpt.codecs()]
+    unknown = [c for c in options.codecs if c not in gradckpt.codecs.names()]
     if unknown:
-        parser.error(f"--codecs: unknown {unknown[0]!r}; choose from {', '.join(gradckpt.codecs())}")
+        parser.error(f"--codecs: unknown {unknown[0]!r}; choose from {', '.join(gradckpt.codecs.names())}")
     if options.fp32 is None:
         options.fp32 = 2**-18 if options.device == "cpu" else 2**-10 if options.quick else 1.0
     if not 0 <= options.fp32 <= 1:

@@ -198,7 +198,7 @@ def measure(codec: str, x: torch.Tensor, clock: DeviceClock | HostClock, options
 
 
 def dtype_for(codec: str) -> torch.dtype:
-    taken = gradckpt.codec_info(codec)["dtypes"]
+    taken = gradckpt.codecs.info(codec)["dtypes"]
     return torch.bfloat16 if "bfloat16" in taken else getattr(torch, taken[0])
 
 
@@ -249,12 +249,12 @@ def show(shape: str, rows: list[dict[str, Any]], table: Callable[..., None]) -> 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     machine.add_device(parser)
-    parser.add_argument("--codecs", default=",".join(gradckpt.codecs()), help="comma-separated, of: %(default)s")
+    parser.add_argument("--codecs", default=",".join(gradckpt.codecs.names()), help="comma-separated, of: %(default)s")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated, of: %(default)s")
     parser.add_argument("--repeat", type=int, default=25, help="timed rounds; the median counts (%(default)s)")
     parser.add_argument("--markdown", action="store_true", help="tables in Markdown, as docs/performance.md has them")
     options = parser.parse_args(argv)
-    for name, known in (("codecs", gradckpt.codecs()), ("shapes", list(SHAPES))):
+    for name, known in (("codecs", gradckpt.codecs.names()), ("shapes", list(SHAPES))):
         chosen = [word for word in getattr(options, name).split(",") if word]
         unknown = [word for word in chosen if word not in known]
         if unknown:

@@ -22,7 +22,7 @@ import gradckpt
 
 aten = torch.ops.aten
 Contexts = Callable[..., Any]
-WAYS: dict[str, Contexts] = {"torch": torch_contexts, "gradckpt": gradckpt.create_selective_checkpoint_contexts}
+WAYS: dict[str, Contexts] = {"torch": torch_contexts, "gradckpt": gradckpt.compat.create_selective_checkpoint_contexts}
 #: Of a Llama layer: its matrix products and its attention.
 NAMED = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
 

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py --engine fsdp2 --compress int8
 
 Without torchrun it is one rank.
-One line turns compression on, `gradckpt.apply_activation_checkpointing(...)`; the engines do not know. On CUDA the
-ranks talk through nccl, elsewhere through gloo. Rank 0 prints what was wrapped, the bytes that checkpoints take, and
-both losses.
+One line turns compression on, `gradckpt.compat.apply_activation_checkpointing(...)`; the engines do not know. On CUDA
+the ranks talk through nccl, elsewhere through gloo. Rank 0 prints what was wrapped, the bytes that checkpoints take,
+and both losses.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def build(args: argparse.Namespace, ours: bool, device: torch.device) -> tuple[n
 
     def wrap(model: nn.Module) -> int:
         if ours:
-            return gradckpt.apply_activation_checkpointing(model, args.compress, check_fn=is_block)
+            return gradckpt.compat.apply_activation_checkpointing(model, args.compress, check_fn=is_block)
         torchs.apply_activation_checkpointing(model, check_fn=is_block)
         return args.layers
 
@@ -126,8 +126,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--layers, --batch and --steps are 1 or more, --width is a multiple of 32, --length 2 or more")
     if args.compress == "none":
         args.compress = None
-    elif args.compress not in (*gradckpt.codecs(), "fp8"):
-        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs())}")
+    elif args.compress not in (*gradckpt.codecs.names(), "fp8"):
+        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs.names())}")
     return args
 
 

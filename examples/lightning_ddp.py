@@ -120,8 +120,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--devices, --steps, --batch and --layers are 1 or more, --hidden is a multiple of 32")
     if args.compress == "none":
         args.compress = None
-    elif args.compress not in (*gradckpt.codecs(), "fp8"):
-        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs())}")
+    elif args.compress not in (*gradckpt.codecs.names(), "fp8"):
+        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs.names())}")
     return args
 
 

@@ -108,7 +108,7 @@ def in_segments(blocks: nn.Sequential, hidden: Tensor) -> Tensor:
 
 
 def rules_of(model: GPT) -> dict[Any, str]:
-    """For gradckpt.apply. The last block's backward comes first, so that running it again would save nothing."""
+    """For gradckpt.enable. The last block's backward comes first, so that running it again would save nothing."""
     return {model.blocks[-1]: "skip", Block: "int8"}
 
 
@@ -174,7 +174,7 @@ def train(way: Way, text: Tensor, args: argparse.Namespace) -> tuple[Result, Ten
     torch.manual_seed(args.seed)
     model = GPT(args, way.run_blocks).train()
     if way.rules:
-        gradckpt.apply(model, rules_of(model))
+        gradckpt.enable(model, modules=rules_of(model))
     kept = kept_bytes(model, batch_of(text, args, 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     gradckpt.stats.reset()

@@ -1,7 +1,7 @@
 """A timm vision transformer whose checkpoints are kept compressed, beside timm's own checkpointing.
 
 Trains on gratings in noise, one class per direction, from the same seeds: with set_grad_checkpointing() as it is; the
-same under `with gradckpt.patched(...)`, which is all that a timm training script needs; and with gradckpt.apply, which
+same under `with gradckpt.patched(...)`, which is all that a timm training script needs; and with gradckpt.enable, which
 needs no flag of timm. Prints what was kept, the losses and the error of the gradients; the exit status is 1 when
 something that must hold does not. Needs timm.
 
@@ -114,12 +114,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     codec = args.compress
     results, gradients = {}, {}
-    # name -> (timm's flag, rules for gradckpt.apply, what is around the loop)
+    # name -> (timm's flag, modules= of gradckpt.enable, what is around the loop)
     ways: dict[str, tuple[bool, str | None, AbstractContextManager[object]]] = {
         "timm's checkpointing": (True, None, contextlib.nullcontext()),
         "patched(None)": (True, None, gradckpt.patched(None)),
         f"patched({codec!r})": (True, None, gradckpt.patched(codec)),
-        f"apply, {codec}": (False, codec, contextlib.nullcontext()),
+        f"enable, {codec}": (False, codec, contextlib.nullcontext()),
     }
     print(f"{args.layers} layers, {args.batch} images of {args.size} x {args.size}, {args.steps} steps")
     print(f"{'':22} {'regions':>8} {'inputs':>12} {'kept':>12} {'first loss':>11} {'last loss':>10} {'error':>8}")
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         if flag:
             model.set_grad_checkpointing()
         if rule:
-            gradckpt.apply(model, {"layer": rule})
+            gradckpt.enable(model, modules={"layer": rule})
         results[name], gradients[name] = train(model, around, args)
         r = results[name]
         compare(r, gradients[name], gradients["timm's checkpointing"])
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
         (patched.losses[0] == stock.losses[0], "patched: first loss equal to timm's checkpointing"),
         (patched.error <= bound, f"patched: gradients within {bound:.0%}, worst cosine {patched.cosine:.5f}"),
-        (vars(applied) == vars(patched), "apply: the same numbers as patched"),
+        (vars(applied) == vars(patched), "enable: the same numbers as patched"),
     ]
     for good, words in found:
         print("ok    " if good else "FAILED", words)

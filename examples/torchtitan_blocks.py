@@ -107,8 +107,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.steps, args.batch, args.layers) < 1 or args.hidden < 32 or args.hidden % 32:
         parser.error("--steps, --batch and --layers are 1 or more, --hidden is a multiple of 32")
-    if args.compress not in ("none", *gradckpt.codecs(), "fp8"):
-        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs())}")
+    if args.compress not in ("none", *gradckpt.codecs.names(), "fp8"):
+        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs.names())}")
     return args
 
 

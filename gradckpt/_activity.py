@@ -150,7 +150,7 @@ _ADVICE = {
     "does not require grad": "frozen embeddings? call model.enable_input_require_grads()",
     "leaf": "leaves stay alive anyway",
     SMALL: 'lower it with compress={"codec": ..., "min_numel": ...}',
-    "dtype the codec does not take": 'gradckpt.codec_info(codec)["dtypes"] lists those that it takes',
+    "dtype the codec does not take": 'gradckpt.codecs.info(codec)["dtypes"] lists those that it takes',
     "values the codec cannot hold": "choose a codec that rounds, as int8",
     "device without kernels": "`python -m gradckpt` says what this build has",
     "backward needs it exactly": 'a codec that loses nothing, as "lossless", compresses it',

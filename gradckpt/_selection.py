@@ -125,8 +125,9 @@ def find_candidate(candidates: list[Any] | None, x: Any, name: str) -> tuple[Any
                 with torch.no_grad():
                     return x.detach().as_strided(size, stride, offset), line, call
     raise ValueError(
-        f"gradckpt.name(x, {name!r}): x is not the output of a matrix product, a convolution or fused attention of "
-        "this region, or a view of one, so keeping it would spare no operator; give the name to the output itself"
+        f"gradckpt.policies.name(x, {name!r}): x is not the output of a matrix product, a convolution or fused "
+        "attention of this region, or a view of one, so keeping it would spare no operator; give the name to the "
+        "output itself"
     )
 
 
@@ -140,7 +141,8 @@ def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
 
         listed = ", ".join(repr(name) for name in sorted(wanted))
         warn_inactive(
-            f"save_named({listed}) kept nothing: the region never called gradckpt.name(x, ...) with such a name"
+            f"save_named({listed}) kept nothing: the region never called gradckpt.policies.name(x, ...) with "
+            "such a name"
         )
 
 
@@ -170,7 +172,7 @@ def barred(grads: Any) -> list[torch.Tensor | None]:
     node = private.DelayedError
     text = (
         "gradckpt.SelectiveRecompute is one graph node and has no gradient of its gradient (create_graph=True); "
-        "use gradckpt.checkpoint with context_fn=gradckpt.create_selective_checkpoint_contexts for that"
+        "use gradckpt.checkpoint with context_fn=gradckpt.compat.create_selective_checkpoint_contexts for that"
     )
     return [None if grad is None else node(text, 1)(grad.detach().requires_grad_()) for grad in grads]
 

@@ -219,7 +219,7 @@ def fill_holes(out: torch.Tensor) -> None:
 
 def payload_repr(payload: Any, bytes_in: int) -> str:
     what = f"{payload.codec} of {payload.dtype} {payload.shape}"
-    return f"<gradckpt.Payload {what}, {bytes_in} -> {payload.nbytes} bytes>"
+    return f"<gradckpt.codecs.Payload {what}, {bytes_in} -> {payload.nbytes} bytes>"
 
 
 def record_stream(buffer: torch.Tensor, device: torch.device) -> None:

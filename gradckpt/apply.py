@@ -1,9 +1,9 @@
-"""Checkpointing of chosen modules of any model: :func:`apply`, and the :class:`Handle` that undoes it.
+"""Chosen modules of any model as regions: what ``enable(model, modules=...)`` does.
 
 A chosen module gets a :class:`Region` in the place of its ``forward``, on that one instance; no class is changed.
 
 Rules:
-    1. A failed ``apply`` leaves the model as it was: everything is checked before the first module is touched.
+    1. What fails leaves the model as it was: everything is checked before the first module is touched.
     2. A region refers to its module weakly, and strongly only inside a pickle or a deep copy.
     3. Copies, pickles and DataParallel's replicas have regions of their own.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
-import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Union
@@ -27,14 +27,15 @@ from gradckpt import _activity
 from gradckpt.caches import with_caches
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import Decorated
+from gradckpt.integrations.offload import offloaded
 from gradckpt.integrations.overlap import check_around, is_wrapper
 from gradckpt.integrations.ranks import RankCheck, spell
 from gradckpt.integrations.sharded import localized
 from gradckpt.kinds import Tree
-from gradckpt.policies import contexts_of
-from gradckpt.selectors import Selector, describe, select
+from gradckpt.policies import contexts_key, contexts_of
+from gradckpt.selectors import Selector, describe, every, select
 
-__all__ = ["Handle", "Region", "apply", "unapply"]
+__all__ = ["Chosen", "Region", "choose", "region_of", "regions_in"]
 
 #: A module's own method that DataParallel calls; it needs a replica's region bound to the replica.
 _REPLICATE = "_replicate_for_data_parallel"
@@ -56,109 +57,60 @@ Value = Union[Compress, Mapping[str, Any]]
 Rules = Union[Mapping[Any, Value], Selector, list[Any]]
 
 
-def apply(model: Module, rules: Rules, *, nested: bool = False, **defaults: Any) -> Handle:
-    """Checkpoints the modules that ``rules`` choose: in training, with grad enabled, each call of such a module's
-    ``forward`` is one region of :func:`gradckpt.checkpoint`.
-
-    Args:
-        model: Any module; the rules see it and everything inside.
-        rules: A mapping from a selector to how its modules are checkpointed; or one selector, or a list of them. A
-            module takes the first rule of the mapping that matches it, so narrow rules come first.
-
-            A selector: a module class or a tuple of them; a pattern for the whole dotted name, ``"*.layers.*.mlp"``
-            (fnmatch; ``*`` also matches dots) or a compiled regular expression (fullmatch); a kind, ``"layer"``,
-            ``"attention"``, ``"mlp"``, ``"moe"`` or ``"norm"``; a word of Megatron's ``recompute_modules``; a module;
-            a function of (name, module); :func:`gradckpt.every`, :func:`gradckpt.m_of_n`.
-
-            How: ``None`` or ``False`` (torch's checkpointing), ``True``, a codec's name, a
-            :class:`gradckpt.CompressionConfig` or its dict; a dict of ``compress``, ``policy``
-            (see :mod:`gradckpt.policies`) or ``context_fn``, ``preserve_rng_state``, ``early_stop``,
-            ``determinism_check``, ``debug`` and ``buffers``; or ``"skip"``: a wider rule further
-            on does not get these modules (those inside them it does).
-        nested: Let chosen modules lie inside each other. The inner ones then run once more in each recompute of the
-            outer.
-        **defaults: The same keywords, for every rule that does not say otherwise.
-
-    Returns:
-        A :class:`Handle`, whose ``remove()`` undoes all of it. It may be dropped; :func:`unapply` does the same.
+def choose(model: Module, rules: Rules, defaults: Settings, every_n: int, offload: bool) -> Chosen:
+    """Return which modules the rules choose, and how; :func:`gradckpt.enable` says what rules are.
 
     Raises:
-        ValueError: a selector that matches nothing, or nothing that an earlier rule has not taken; a module that is
-            chosen inside another, has no forward, is checkpointed already, or has two names with different settings;
-            an unknown option or codec. The message says what to do instead.
-        TypeError: not a module; a selector or an option of another type.
+        ValueError: a selector that matches nothing, or nothing that an earlier rule has not taken; a module that has
+            two names with different settings; an unknown option or codec.
+        TypeError: a selector or an option of another type.
     """
-    if not isinstance(model, Module):
-        raise TypeError(f"gradckpt: apply() takes a torch.nn.Module, not {type(model).__name__}")
-    pairs = _parse_rules(rules, parse_options(defaults, {}))
     tree = Tree(model)
-    _check_fresh(tree)
-    modules = dict(tree.names)
-    settings = _resolve(pairs, tree)
-    _check_modules(settings, modules)
-    _check_nesting(settings, tree, nested)
-
-    regions: dict[str, Region] = {}
-    uses = {name: [spell(chosen["compress"])] for name, chosen in settings.items()}
-    for name, chosen in settings.items():
-        regions[name] = Region(modules[name], chosen, RankCheck(type(model).__name__, uses), nested)
-        regions[name].install()
-    _activity.register(model)
-    _activity.expect(model, _why_inactive)
-    return Handle(type(model).__name__, regions)
-
-
-def unapply(model: Module) -> None:
-    """Undoes :func:`apply` where there is no handle: in a copy, or a model that was unpickled.
-
-    Raises:
-        ValueError: no module of it is checkpointed by :func:`apply`.
-    """
-    regions = [region for module in model.modules() if (region := region_of(module)) is not None]
-    if not regions:
-        raise ValueError(f"gradckpt: no module of this {type(model).__name__} is checkpointed by gradckpt.apply")
-    for region in regions:
-        region.remove()
-
-
-class Handle:
-    """What :func:`apply` returns: ``remove()`` it, or use it in a ``with`` statement. Keeps no model alive."""
-
-    def __init__(self, name: str, regions: dict[str, Region]) -> None:
-        self._name = name
-        self._regions = regions
-
-    @property
-    def modules(self) -> dict[str, Settings]:
-        """The names of the checkpointed modules, in the model's order, and the keywords that
-        :func:`gradckpt.checkpoint` gets for each. A module with several names is under its first. Empty once removed.
-        """
-        return {name: dict(region.settings) for name, region in self._regions.items() if region.active}
-
-    def remove(self) -> None:
-        """Puts every module's forward back. Again, or after the model died: does nothing."""
-        for region in self._regions.values():
-            region.remove()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        active = {name: region for name, region in self._regions.items() if region.active}
-        if not active:
-            return f"<gradckpt apply: removed from {self._name}>"
-        rows: dict[tuple[str, str, str], int] = {}
-        for name, region in active.items():
-            row = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(itself)", region.kind, summary(region.settings))
-            rows[row] = rows.get(row, 0) + 1
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [
-            f"  {name:{widths[0]}}  {count:4} x {kind:{widths[1]}}  {how}" for (name, kind, how), count in rows.items()
+    pairs = _parse_rules(rules, defaults)
+    if every_n > 1:
+        pairs = [
+            (every(every_n, selector) if settings is not None else selector, settings) for selector, settings in pairs
         ]
-        return "\n".join([f"<gradckpt apply: {len(active)} modules of {self._name}", *lines]) + ">"
+    return Chosen(tree, _resolve(pairs, tree), offload)
+
+
+class Chosen:
+    """The modules that rules chose in a model, by name, each with its keywords of :func:`gradckpt.checkpoint`."""
+
+    def __init__(self, tree: Tree, settings: dict[str, Settings], offload: bool) -> None:
+        self.tree = tree
+        self.settings = settings
+        self.offload = offload
+
+    def is_installed(self) -> bool:
+        """Return whether these modules are regions, in this way, and no others are."""
+        regions = {name: region for name, module in self.tree.names if (region := region_of(module)) is not None}
+        first = {id(region): name for name, region in reversed(regions.items())}
+        now = {name: _comparable(regions[name].settings) for name in first.values()}
+        asked = {name: _comparable(settings) for name, settings in self.settings.items()}
+        return now == asked and all(region.offload == self.offload for region in regions.values())
+
+    def install(self) -> None:
+        """Make the modules regions.
+
+        Raises:
+            ValueError: a module is checkpointed by other means, lies in another chosen one, or has no forward.
+        """
+        modules = dict(self.tree.names)
+        _check_modules(self.settings, modules)
+        _check_nesting(self.settings, self.tree)
+        label = type(self.tree.model).__name__
+        uses = {name: [spell(chosen["compress"])] for name, chosen in self.settings.items()}
+        for name, chosen in self.settings.items():
+            Region(modules[name], chosen, RankCheck(label, uses), self.offload).install()
+        _activity.register(self.tree.model)
+        _activity.expect(self.tree.model, _why_inactive)
+
+
+def _comparable(settings: Settings | None) -> Settings | None:
+    if settings is None or "context_fn" not in settings:
+        return settings
+    return {**settings, "context_fn": contexts_key(settings["context_fn"])}
 
 
 def summary(settings: Settings) -> str:
@@ -167,7 +119,11 @@ def summary(settings: Settings) -> str:
     if config is not None:
         default = CompressionConfig(config.codec)
         changed = [f"{key}={value!r}" for key, value in vars(config).items() if value != getattr(default, key)]
-    changed += [f"{key}={describe(value)}" for key, value in settings.items() if key != "compress"]
+    for key, value in settings.items():
+        if key == "context_fn" and isinstance(value, functools.partial):  # of a policy
+            key, value = "policy", value.args[0]
+        if key != "compress":
+            changed.append(f"{key}={describe(value)}")
     return ", ".join(["uncompressed" if config is None else config.codec, *changed])
 
 
@@ -177,11 +133,11 @@ def summary(settings: Settings) -> str:
 class Region:
     """Stands for ``module.forward`` on one instance."""
 
-    def __init__(self, module: Module, settings: Settings, rank_check: RankCheck, nested: bool) -> None:
+    def __init__(self, module: Module, settings: Settings, rank_check: RankCheck, offload: bool) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)
         self.settings = settings
         self.rank_check = rank_check
-        self.nested = nested
+        self.offload = offload
         self.kind = type(module).__name__
         self.own: Any = None  # what stood for forward on the instance before; None: the class's method does
         self.active = False
@@ -229,17 +185,17 @@ class Region:
             return forward(*args, **kwargs)
         if vars(module).get("gradient_checkpointing"):
             raise ValueError(
-                f"gradckpt: gradient_checkpointing of this {self.kind} was turned on since gradckpt.apply, which "
-                "checkpoints it too; call model.gradient_checkpointing_disable(), or the handle.remove() of apply"
+                f"gradckpt: gradient_checkpointing of this {self.kind} was turned on since gradckpt.enable, which "
+                "checkpoints it too; call model.gradient_checkpointing_disable(), or gradckpt.disable(model)"
             )
         compiled = torch.compiler.is_compiling()
         if not compiled and not self.rank_check.settled():
-            if not self.nested:
-                check_around(module, "gradckpt.apply", ", or pass nested=True to apply")
-                _activity.check_alone(f"this {self.kind}, checkpointed by gradckpt.apply,")
+            check_around(module, "gradckpt.enable", "")
+            _activity.check_alone(f"this {self.kind}, checkpointed by gradckpt.enable,")
             self.rank_check.compare()
         forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
-        return gradckpt.checkpoint(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
+        checkpoint = offloaded if self.offload else gradckpt.checkpoint
+        return checkpoint(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
 
     def replicate(self) -> Module:
         """DataParallel: a replica's attributes are those of the original, and so would be its forward."""
@@ -269,7 +225,7 @@ def _why_inactive(model: Module) -> str | None:
     regions = [region for module in model.modules() if (region := region_of(module)) is not None]
     if not regions or any(region.rank_check.called for region in regions):
         return None
-    never = f"none of the {len(regions)} modules that gradckpt.apply chose in {type(model).__name__} checkpointed"
+    never = f"none of the {len(regions)} chosen modules of {type(model).__name__} checkpointed"
     if not any(region.module.training for region in regions):
         return f"{never}: they are in eval mode; call model.train()"
     return (
@@ -332,8 +288,13 @@ def _nothing() -> None:
 
 
 def region_of(module: Module) -> Region | None:
-    region = vars(module).get("forward")
-    return region if isinstance(region, Region) else None
+    """Return the region of a module, also where something else has taken the place of its forward since."""
+    region = getattr(vars(module).get(_REPLICATE), "__self__", None)
+    return region if isinstance(region, Region) and region.active else None
+
+
+def regions_in(model: Module) -> list[Region]:
+    return [region for module in model.modules() if (region := region_of(module)) is not None]
 
 
 # ---- rules and settings ----
@@ -346,7 +307,7 @@ def _parse_rules(rules: Any, defaults: Settings) -> list[tuple[Any, Settings | N
     else:
         pairs = [(selector, defaults) for selector in (rules if isinstance(rules, list) else [rules])]
     if not pairs:
-        raise ValueError('gradckpt: apply() was given no rules; {"layer": "int8"} is one')
+        raise ValueError('gradckpt: modules= is empty; pass a selector such as "layer", or leave it out')
     return pairs
 
 
@@ -360,11 +321,15 @@ def _parse_value(value: Any, defaults: Settings) -> Settings | None:
     return parse_options(value, defaults)
 
 
-def parse_options(given: Mapping[str, Any], defaults: Settings) -> Settings:
+def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[str, ...] = ()) -> Settings:
+    """Return the keywords of :func:`gradckpt.checkpoint` that the options mean; ``others`` are the caller's own."""
     for key, value in given.items():
+        if key in _CONFIG_FIELDS:
+            raise ValueError(f'gradckpt: {key!r} is a field of compress=; pass compress={{"{key}": ...}}')
         if key not in _OPTIONS:
-            of_config = f'; {key!r} belongs into compress={{"{key}": ...}}' if key in _CONFIG_FIELDS else ""
-            raise ValueError(f"gradckpt: unknown option {key!r}; the options are: {', '.join(_OPTIONS)}{of_config}")
+            near = difflib.get_close_matches(str(key), (*_OPTIONS, *others), 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"the options are: {', '.join((*_OPTIONS, *others))}"
+            raise ValueError(f"gradckpt: unknown option {key!r}; {meant}")
         if key in _FLAGS and not isinstance(value, bool):
             raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
         if key in _CHOICES and value not in _CHOICES[key]:
@@ -380,6 +345,8 @@ def parse_options(given: Mapping[str, Any], defaults: Settings) -> Settings:
         settings.pop("context_fn", None)  # of the defaults
         if context_fn is not None:
             settings["context_fn"] = context_fn
+    if settings.get("debug") and "context_fn" in settings:
+        raise ValueError("gradckpt: debug=True and policy= or context_fn= exclude each other; leave one of them out")
     return settings
 
 
@@ -399,7 +366,7 @@ def _resolve(pairs: list[tuple[Any, Settings | None]], tree: Tree) -> dict[str, 
         if name not in by_name:
             continue
         other = first.setdefault(id(module), name)
-        if by_name[other] != by_name[name]:
+        if _comparable(by_name[other]) != _comparable(by_name[name]):
             raise ValueError(
                 f"gradckpt: {other!r} and {name!r} are one {type(module).__name__}, and the rules give it different "
                 "settings; give both names the same"
@@ -412,16 +379,6 @@ def _resolve(pairs: list[tuple[Any, Settings | None]], tree: Tree) -> dict[str, 
 
 
 # ---- checks ----
-
-
-def _check_fresh(tree: Tree) -> None:
-    for name, module in tree.names:
-        if region_of(module) is not None:
-            raise ValueError(
-                f"gradckpt: {_label(name, module)} is checkpointed by an earlier gradckpt.apply; call its "
-                "handle.remove() first (or gradckpt.unapply(model), when this is a copy), or write all rules in one "
-                "mapping"
-            )
 
 
 def _check_modules(settings: dict[str, Settings], modules: dict[str, Module]) -> None:
@@ -440,9 +397,8 @@ def other_checkpointing(module: Module) -> str | None:
     """What checkpoints this module without our doing, and how to end that."""
     if vars(module).get("gradient_checkpointing") is True:
         return (
-            "its gradient_checkpointing is on (gradckpt.enable, or gradient_checkpointing_enable); turn that off with "
-            "gradckpt.disable(model), model.gradient_checkpointing_disable() or (diffusers) "
-            "model.disable_gradient_checkpointing()"
+            "its gradient_checkpointing is on; turn that off with model.gradient_checkpointing_disable(); in "
+            "diffusers, model.disable_gradient_checkpointing()"
         )
     if vars(module).get("grad_checkpointing") is True:
         return "its grad_checkpointing is on (timm); turn that off with model.set_grad_checkpointing(False)"
@@ -453,9 +409,7 @@ def other_checkpointing(module: Module) -> str | None:
     return None
 
 
-def _check_nesting(settings: dict[str, Settings], tree: Tree, nested: bool) -> None:
-    if nested:
-        return
+def _check_nesting(settings: dict[str, Settings], tree: Tree) -> None:
     by_id = {id(module): name for name, module in tree.names if name in settings}
     for outer_name, outer in tree.names:
         chosen = id(outer) in by_id
@@ -472,13 +426,12 @@ def _check_nesting(settings: dict[str, Settings], tree: Tree, nested: bool) -> N
                 inner_label = _label(inner_name or next(n for n, m in tree.names if m is inner), inner)
                 which, reason = (outer_label, why) if not chosen else (inner_label, inner_why)
                 raise ValueError(
-                    f"gradckpt: {inner_label} is inside {outer_label}, and {which} is checkpointed already: {reason}; "
-                    "or pass nested=True"
+                    f"gradckpt: {inner_label} is inside {outer_label}, and {which} is checkpointed already: {reason}"
                 )
             raise ValueError(
                 f"gradckpt: {_label(inner_name, inner)} is inside {outer_label}, and both are to be checkpointed, so "
                 f'that the inner one would run three times; leave one out, put {{{inner_name!r}: "skip"}} before the '
-                "rule, or pass nested=True"
+                "selector"
             )
 
 

@@ -6,11 +6,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from gradckpt._C import compat_checkpoint as checkpoint
+from gradckpt.selective import create_selective_checkpoint_contexts
 from gradckpt.sequential import torch_checkpoint_sequential as checkpoint_sequential
 
-__all__ = ["DIFFERENCES", "Difference", "checkpoint", "checkpoint_sequential"]
+if TYPE_CHECKING:
+    from gradckpt.integrations.wrapper import apply_activation_checkpointing, checkpoint_wrapper
+
+__all__ = [
+    "DIFFERENCES",
+    "Difference",
+    "apply_activation_checkpointing",
+    "checkpoint",
+    "checkpoint_sequential",
+    "checkpoint_wrapper",
+    "create_selective_checkpoint_contexts",
+]
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of these
+
+    def __getattr__(name: str) -> Any:
+        """Load the names that need torch.distributed when they are first asked for."""
+        if name not in ("apply_activation_checkpointing", "checkpoint_wrapper"):
+            raise AttributeError(f"module 'gradckpt.compat' has no attribute {name!r}")
+        from gradckpt.integrations import wrapper
+
+        return getattr(wrapper, name)
 
 
 @dataclass(frozen=True)

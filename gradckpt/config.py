@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any, Union
 
 from gradckpt import _C
 from gradckpt._frames import user_frame
-from gradckpt.rounding import check_key
+from gradckpt.rounding import check_key, get_rounding_state, set_rounding_state
 
-__all__ = ["Compress", "CompressionConfig", "parse_compress"]
+__all__ = ["CompressionConfig", "get_rounding_state", "set_rounding_state"]
 
 #: The codec of ``compress=True``.
 DEFAULT_CODEC = "int8"
@@ -22,15 +23,35 @@ ALIASES = {"fp8": "fp8_e4m3"}
 _INCLUDES = ("activations", "floating")
 
 
-def resolve_codec(name: str) -> str:
+def resolve_codec(name: str, of_activations: bool = False) -> str:
     """The full name of a codec; ``ValueError`` that lists the names when there is none."""
     if not isinstance(name, str):
         raise TypeError(f"gradckpt: a codec is named by a string, not {type(name).__name__}")
     full = ALIASES.get(name, name)
     if full not in _C.codecs():
-        names = ", ".join([*_C.codecs(), *ALIASES])
-        raise ValueError(f"gradckpt: unknown codec {name!r}; choose one of: {names}")
+        near = _near(name)
+        names = ", ".join([*(for_activations() if of_activations else _C.codecs()), *ALIASES])
+        instead = f"did you mean {near!r}?" if near else f"choose one of: {names}"
+        raise ValueError(f"gradckpt: unknown codec {name!r}; {instead}")
+    if of_activations and _C.codec_info(full)["dtypes"] == ["bool"]:
+        names = ", ".join(for_activations())
+        raise ValueError(f"gradckpt: codec {full!r} holds booleans, not activations; choose one of: {names}")
     return full
+
+
+def _near(name: str) -> str | None:
+    """Return the codec that other spellings mean: ``"INT8"``, ``"int-8"``, ``"8bit"``."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[\s_-]", "", text.lower())
+
+    known = {plain(each): each for each in [*_C.codecs(), *ALIASES]}
+    return known.get(re.sub(r"^(\d+)bits?$", r"int\1", plain(name)))
+
+
+def for_activations() -> list[str]:
+    """Return the codecs of floating tensors; the others hold booleans."""
+    return [name for name in _C.codecs() if _C.codec_info(name)["dtypes"] != ["bool"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +79,7 @@ class CompressionConfig:
             to integers and bools, too; they cannot be told from the casts inside other operators, each of which then
             costs some microseconds. ``False``: nothing.
         stochastic: Round up or down at random, in proportion, so that restored values have no bias
-            (:func:`gradckpt.set_rounding_state` says from which noise). Doubles the error's variance:
+            (:func:`gradckpt.config.set_rounding_state` says from which noise). Doubles the error's variance:
             for low bits and short gradients only, measure it. For the codecs whose
             ``codec_info(name)["stochastic"]`` is true.
         seed: Of that noise; 0 to 2^64 - 1. torch's generators are neither read nor advanced.
@@ -79,7 +100,7 @@ class CompressionConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "codec", resolve_codec(self.codec))
+        object.__setattr__(self, "codec", resolve_codec(self.codec, of_activations=True))
         for flag in ("replay", "leaves", "stochastic"):
             if not isinstance(getattr(self, flag), bool):
                 raise TypeError(f"gradckpt: {flag} is True or False, not {getattr(self, flag)!r}")

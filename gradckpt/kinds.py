@@ -7,12 +7,13 @@ in docs/apply.md says. A module has one kind at most, and none lies inside anoth
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
-from torch.nn import Module
+from torch.nn import Module, ModuleList, Sequential
 
-__all__ = ["KINDS", "MEGATRON", "Tree"]
+__all__ = ["KINDS", "Blocks", "Tree", "repeated_blocks"]
 
 _MOE = re.compile(r"(moe|sparse_?mlp|(moe|sparse)_?(block|layer))$", re.IGNORECASE)
 _ATTENTION = re.compile(r"(Attention|Attn)(V?\d+)?$")
@@ -98,21 +99,6 @@ _RULES: dict[str, tuple[Callable[[Module], bool], frozenset[str]]] = {
 
 KINDS = ("layer", "attention", "mlp", "moe", "norm")
 
-_SHARED_EXPERTS = ("shared_experts", "shared_expert")
-_UP_PROJECTIONS = ("q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj")
-_ACTIVATIONS = ("act_fn", "act", "activation_fn", "activation", "activation_func")
-
-#: Megatron's names: the kind they stand for, or the last parts of the names of the modules; the kind these lie in.
-MEGATRON: dict[str, tuple[str | tuple[str, ...], str | None]] = {
-    "core_attn": ("attention", None),
-    "layernorm": ("norm", None),
-    "mlp": ("mlp", None),
-    "moe": ("moe", None),
-    "shared_experts": (_SHARED_EXPERTS, "moe"),
-    "moe_act": (_ACTIVATIONS, "moe"),
-    "mla_up_proj": (_UP_PROJECTIONS, "attention"),
-}
-
 
 class Tree:
     """The modules of a model by their names, shared ones under each of their names, and their kinds."""
@@ -121,37 +107,81 @@ class Tree:
         self.model = model
         self.names = list(model.named_modules(remove_duplicate=False))
         self.kinds: dict[int, str] = {}
-        self.within: dict[int, frozenset[str]] = {}  # the kinds of the modules around it
-        self._walk(model, frozenset())
+        self._walk(model, frozenset(), set())
 
-    def _walk(self, module: Module, around: frozenset[str]) -> None:
-        if id(module) in self.within:
+    def _walk(self, module: Module, around: frozenset[str], seen: set[int]) -> None:
+        """Find the kinds of a module and of those in it, inside modules of the kinds ``around``."""
+        if id(module) in seen:
             return  # a shared module is what it is where it comes first
-        self.within[id(module)] = around
+        seen.add(id(module))
         kind = next((kind for kind, (test, not_in) in _RULES.items() if not around & not_in and test(module)), None)
         if kind is not None:
             self.kinds[id(module)] = kind
             around = around | {kind}
         for child in module.children():
-            self._walk(child, around)
+            self._walk(child, around, seen)
 
     def of_kind(self, kind: str) -> list[str]:
-        """The names of the modules of a kind, or of Megatron's name for one; KeyError for an unknown word."""
-        where: str | tuple[str, ...] = kind
-        inside: str | None = None
-        if kind not in KINDS:
-            where, inside = MEGATRON[kind]
-        if isinstance(where, str):
-            return [name for name, module in self.names if self.kinds.get(id(module)) == where]
-        found = []
-        for name, module in self.names:
-            *path, last = name.split(".")
-            # What the shared experts hold is theirs, as in Megatron.
-            if last in where and inside in self.within[id(module)] and not set(path) & set(_SHARED_EXPERTS):
-                found.append(name)
-        return found
+        """Return the names of the modules of a kind, in the model's order."""
+        return [name for name, module in self.names if self.kinds.get(id(module)) == kind]
 
     def counts(self) -> Iterator[tuple[str, int]]:
         """How many modules of each kind there are; kinds without any are left out."""
         found = list(self.kinds.values())
         return ((kind, found.count(kind)) for kind in KINDS if kind in found)
+
+
+class Blocks(NamedTuple):
+    """A class of which a model has several instances side by side in a ModuleList or Sequential."""
+
+    kind: type[Module]
+    names: list[str]  # of its instances, in the model's order, a shared one once
+    parameters: int  # of all of them together
+
+
+#: The share of all blocks' parameters from which on one class is the model's block, whatever else repeats.
+_MOST = 0.9
+
+
+def repeated_blocks(model: Module) -> list[Blocks]:
+    """Return the classes of a model's repeated blocks, those with most parameters first.
+
+    A block has modules of its own and lies in no other block: the linear layers of an MLP are none, and neither
+    are the experts of a layer. The stages of a vision model are none either, but the blocks in their Sequentials.
+    One element: a class with 90 % of all blocks' parameters, or the only one.
+    """
+    names: dict[Module, str] = {}
+    for name, module in model.named_modules():
+        names.setdefault(module, name)
+    repeated: set[Module] = set()
+    in_a_row: set[Module] = set()  # of a Sequential
+    for module in names:
+        if isinstance(module, (ModuleList, Sequential)):
+            children = [child for child in module.children() if child._modules and not isinstance(child, ModuleList)]
+            count = Counter(map(type, children))
+            same = {child for child in children if count[type(child)] > 1}
+            repeated |= same
+            in_a_row |= same if isinstance(module, Sequential) else set()
+    stages = {block for block in repeated if 2 * _size(in_a_row & {*_inside(block)}) >= _size([block]) > 0}
+    repeated -= stages
+    repeated -= {part for block in repeated for part in _inside(block)}
+    kinds: dict[type[Module], list[Module]] = {}
+    for module in names:
+        if module in repeated:
+            kinds.setdefault(type(module), []).append(module)
+    found = [Blocks(kind, [names[module] for module in its], _size(its)) for kind, its in kinds.items()]
+    found = sorted((blocks for blocks in found if blocks.parameters), key=lambda blocks: -blocks.parameters)
+    # Beside blocks with a class of their own, a Sequential is a stage of one block.
+    found = [blocks for blocks in found if blocks.kind is not Sequential] or found
+    if found and found[0].parameters >= _MOST * sum(blocks.parameters for blocks in found):
+        return found[:1]
+    return found
+
+
+def _inside(module: Module) -> Iterator[Module]:
+    return (part for part in module.modules() if part is not module)
+
+
+def _size(modules: Iterable[Module]) -> int:
+    """Return the number of values in the parameters of modules, shared ones counted once."""
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})

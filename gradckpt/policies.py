@@ -1,4 +1,4 @@
-"""Policies ready to use, for :func:`gradckpt.create_selective_checkpoint_contexts` and ``policy=``.
+"""Policies ready to use, for :func:`gradckpt.compat.create_selective_checkpoint_contexts` and ``policy=``.
 
 They combine with ``|``, and ``policy.compressed("int8")`` keeps the same outputs compressed.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Union
 
 from gradckpt import packing
+from gradckpt._C import is_recomputing
 from gradckpt._decisions import FORMS, ROUNDING_FORMS, overloads
 from gradckpt._forms import Compared
 from gradckpt.selective import (
@@ -22,9 +23,22 @@ from gradckpt.selective import (
     Rule,
     as_policy,
     create_selective_checkpoint_contexts,
+    name,
+    save,
 )
 
-__all__ = ["Policy", "by_name", "decisions", "every_other_matmul", "save_attention", "save_matmuls", "save_named"]
+__all__ = [
+    "Policy",
+    "by_name",
+    "decisions",
+    "every_other_matmul",
+    "is_recomputing",
+    "name",
+    "save",
+    "save_attention",
+    "save_matmuls",
+    "save_named",
+]
 
 
 def _overloads(*names: str) -> list[Any]:
@@ -65,7 +79,7 @@ decisions = decisions_but_casts | Policy(Rule(op, DECIDE) for op in ROUNDING_FOR
 
 
 def save_named(*names: str) -> Policy:
-    """What :func:`gradckpt.name` gives one of these names inside the region is kept.
+    """What :func:`gradckpt.policies.name` gives one of these names inside the region is kept.
 
     Raises:
         ValueError: no name.
@@ -73,9 +87,9 @@ def save_named(*names: str) -> Policy:
     """
     if not names:
         raise ValueError('gradckpt: save_named("q", "k") takes the names to keep')
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"gradckpt: a name is a string, not {name!r}")
+    for each in names:
+        if not isinstance(each, str):
+            raise TypeError(f"gradckpt: a name is a string, not {each!r}")
     rules = (Rule(op, NAMED) for op in _overloads(*MATMULS, *ATTENTION, *CONVOLUTIONS))
     return Policy(rules, names)
 
@@ -136,3 +150,10 @@ def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
 
 #: Equal policies get one object: Dynamo guards on it, and ``patched()`` may be made anew in each step.
 _by_text: dict[str, Callable[[], Any]] = {}
+
+
+def contexts_key(context_fn: Any) -> Any:
+    """Return what two ``context_fn`` have in common if they do the same."""
+    if isinstance(context_fn, functools.partial):
+        return getattr(context_fn, "cache_hash", None) or (context_fn.func, context_fn.args, context_fn.keywords)
+    return context_fn

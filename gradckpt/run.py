@@ -28,7 +28,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import imports
-from gradckpt.config import ALIASES, CompressionConfig, parse_compress
+from gradckpt.config import ALIASES, CompressionConfig, for_activations, parse_compress
 from gradckpt.patched import patched
 from gradckpt.policies import contexts_of
 from gradckpt.stats import format_bytes
@@ -65,7 +65,6 @@ Hugging Face Trainer, set_grad_checkpointing() of timm, and so on. The launcher 
 
 
 def _parser() -> argparse.ArgumentParser:
-    from gradckpt import codecs
 
     parser = argparse.ArgumentParser(
         prog="python -m gradckpt.run",
@@ -76,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    names = ", ".join([*codecs(), *ALIASES])
+    names = ", ".join([*for_activations(), *ALIASES])
     parser.add_argument("--compress", metavar="CODEC", default="int8", help=f"none, or one of {names}; default int8")
     parser.add_argument(
         "--policy",

@@ -53,7 +53,7 @@ def save(compress: Compress = None) -> Save:
     config = parse_compress(compress)
     if config is not None and (config.replay or config.leaves or config.include != "activations"):
         raise ValueError(
-            "gradckpt.save: replay, include and leaves are about the inputs of a region, not about outputs"
+            "gradckpt.policies.save: replay, include and leaves are about the inputs of a region, not about outputs"
         )
     return Save(config)
 
@@ -199,7 +199,7 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
     else:
         raise TypeError(
             f"gradckpt: the policy says {answer!r} of {op}; it must say a CheckpointPolicy, True or False, "
-            'gradckpt.save("int8"), or the name of a codec'
+            'gradckpt.policies.save("int8"), or the name of a codec'
         )
     mutates = _is_overload(op) and op._schema.is_mutable
     return int(keep and not mutates), config  # what writes into its arguments has to run again
@@ -339,11 +339,12 @@ def create_selective_checkpoint_contexts(
     A drop-in for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Args:
-        policy_or_ops: A list of ``OpOverload``: their outputs are kept. A mapping of them to ``gradckpt.save("int8")``,
-            a codec's name, a ``CheckpointPolicy`` or a bool. A :class:`Policy` (see ``gradckpt.policies``) or the name
-            of one, ``"save_matmuls:int8"``. Or a function ``policy(ctx, op, *args, **kwargs)`` that answers
-            ``gradckpt.save(...)``, a ``CheckpointPolicy`` or a bool for each operator as it runs; it is asked in the
-            forward only, and costs host time for every operator, where named ones do not.
+        policy_or_ops: A list of ``OpOverload``: their outputs are kept. A mapping of them to
+            ``gradckpt.policies.save("int8")``, a codec's name, a ``CheckpointPolicy`` or a bool. A :class:`Policy` (see
+            ``gradckpt.policies``) or the name of one, ``"save_matmuls:int8"``. Or a function
+            ``policy(ctx, op, *args, **kwargs)`` that answers ``gradckpt.policies.save(...)``, a ``CheckpointPolicy`` or
+            a bool for each operator as it runs; it is asked in the forward only, and costs host time for every
+            operator, where named ones do not.
         allow_cache_entry_mutation: Do not check whether kept tensors were changed in place since.
         reusable: Kept outputs serve any number of backwards and go with the graph; False: one backward, as in torch.
 

@@ -1,20 +1,20 @@
-"""Which modules a rule of :func:`gradckpt.apply` is for: class, name, kind, callable, every k-th, m of n."""
+"""Choose modules by class, name, kind or function, every k-th of them or m of n: ``enable(model, modules=...)``."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Union
 
 from torch.nn import Module
 
 from gradckpt import _C
 from gradckpt.config import ALIASES
-from gradckpt.kinds import KINDS, MEGATRON, Tree
+from gradckpt.kinds import KINDS, Tree
 
-__all__ = ["Selector", "Subset", "describe", "every", "m_of_n", "select"]
+__all__ = ["every", "m_of_n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,10 @@ def describe(selector: Any) -> str:
         return f"the module {type(selector).__name__}"
     if isinstance(selector, Subset):
         return str(selector)
+    if isinstance(selector, list):
+        return f"[{', '.join(map(describe, selector))}]"
+    if isinstance(selector, Mapping):
+        return f"{{{', '.join(f'{describe(key)}: {value!r}' for key, value in selector.items())}}}"
     return getattr(selector, "__qualname__", None) or repr(selector)
 
 
@@ -97,7 +101,7 @@ def _select(selector: Any, tree: Tree) -> list[str]:
     if isinstance(selector, Subset):
         return _subset(selector, tree)
     if isinstance(selector, str):
-        if selector in KINDS or selector in MEGATRON:
+        if selector in KINDS:
             return tree.of_kind(selector)
         match = re.compile(fnmatch.translate(selector)).match
         # The model itself has no name, and no pattern that asks for one is meant for it.
@@ -117,8 +121,8 @@ def _select(selector: Any, tree: Tree) -> list[str]:
     if callable(selector):
         return [name for name, module in tree.names if selector(name, module)]
     raise TypeError(
-        "gradckpt: modules are selected by a class, a name pattern, a kind, a module, gradckpt.every, gradckpt.m_of_n "
-        f"or a function of name and module; not by {selector!r}"
+        "gradckpt: modules are selected by a class, a name pattern, a kind, a module, gradckpt.selectors.every or "
+        f"m_of_n, or a function of name and module; not by {selector!r}"
     )
 
 
@@ -133,21 +137,15 @@ def _subset(subset: Subset, tree: Tree) -> list[str]:
     return [name for name, module in tree.names if name in inner and id(module) in chosen]
 
 
-#: For a name of Megatron's that stands for no module of this model.
-_INSTEAD = {
-    "mlp": 'its feed-forward has no module of its own; "layer" holds it',
-    "moe": "it has no mixture of experts",
-    "shared_experts": "it has no mixture of experts with shared experts",
-    "moe_act": 'its experts have no activation module; "moe" holds them',
-    "mla_up_proj": 'it has no up-projections of a latent attention; "attention" holds the projections there are',
-}
+#: Where a model without modules of a kind has what belongs in them.
+_INSTEAD = {"mlp": 'its feed-forward has no module of its own; "layer" holds it', "moe": "it has no mixture of experts"}
 
 
 def _what_there_is(selector: Any, tree: Tree) -> str:
     if isinstance(selector, Subset):
         return f"{describe(selector.selector)} matches {len(set(_modules_of(selector.selector, tree)))}"
     if isinstance(selector, str) and (selector in _C.codecs() or selector in ALIASES):
-        return f'that is a codec, and modules come first: {{"layer": {selector!r}}}'
+        return f"it is a codec: pass compress={selector!r}"
     kinds = ", ".join(f'"{kind}" ({count})' for kind, count in tree.counts()) or "none"
     text = f"kinds in this {type(tree.model).__name__}: {kinds}"
     if isinstance(selector, str) and selector in _INSTEAD:

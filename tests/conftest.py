@@ -139,13 +139,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if (world := _world_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(world))
-    from gradckpt import codec_info, codecs
+    from gradckpt import codecs
 
     def exists(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         codec, dtype = params.get("codec"), str(params.get("dtype", "")).removeprefix("torch.")
         dtypes = ("float32", "float16", "bfloat16", "bool")
-        return codec not in codecs() or dtype not in dtypes or dtype in codec_info(codec)["dtypes"]
+        return codec not in codecs.names() or dtype not in dtypes or dtype in codecs.info(codec)["dtypes"]
 
     items[:] = [item for item in items if exists(item)]
     _of_target(config, items)

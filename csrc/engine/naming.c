@@ -1,4 +1,4 @@
-/* naming.c: outputs that get a name after their operator has run: gradckpt.name(). */
+/* naming.c: outputs that get a name after their operator has run: gradckpt.policies.name(). */
 #include "store.h"
 
 int gck_store_candidate(gck_store *store, int line, const gck_call *call, PyObject *out)

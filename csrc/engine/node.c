@@ -17,7 +17,7 @@ const char gck_selective_doc[] =
     "    function: A Module, a bound method of one, or a ``functools.partial`` of these: their parameters are inputs\n"
     "        of the node, too. Any other callable: gradients of tensors that it gets from elsewhere are accumulated\n"
     "        by a backward inside the backward, as torch's reentrant checkpoint does, with its restrictions.\n"
-    "    policy: What gradckpt.create_selective_checkpoint_contexts takes; None keeps nothing.\n"
+    "    policy: What gradckpt.compat.create_selective_checkpoint_contexts takes; None keeps nothing.\n"
     "    *args, **kwargs: For ``function``; tensors may be nested in containers.\n"
     "    compress: How the tensors among them are kept, as in gradckpt.checkpoint.\n\n"
     "Raises:\n"

@@ -184,7 +184,7 @@ static int check_valid(const gck_frame *frame)
                         : "gradckpt.SelectiveRecompute: with a callable that is no module, .grad() and backward(inputs=...) "
                           "are not possible: tensors that it uses besides its arguments are not known. Pass the module "
                           "itself, a bound method or a functools.partial of it, or use gradckpt.checkpoint with context_fn="
-                          "gradckpt.create_selective_checkpoint_contexts");
+                          "gradckpt.compat.create_selective_checkpoint_contexts");
     }
     return truth > 0 ? 0 : -1;
 }

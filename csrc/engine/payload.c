@@ -443,12 +443,12 @@ static PyType_Slot payload_slots[] = {
     {Py_tp_members, payload_members},
     {Py_tp_getset, payload_getset},
     {Py_tp_methods, payload_methods},
-    {Py_tp_doc, "One encoded tensor; made by gradckpt.encode()."},
+    {Py_tp_doc, "One encoded tensor; made by gradckpt.codecs.encode()."},
     {0, NULL},
 };
 
 PyType_Spec gck_payload_spec = {
-    .name = "gradckpt.Payload",
+    .name = "gradckpt.codecs.Payload",
     .basicsize = sizeof(gck_payload),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = payload_slots,

@@ -9,7 +9,7 @@
 extern PyType_Spec gck_payload_spec;
 
 typedef enum {
-    GCK_FOR_USER,            /* gradckpt.encode(): not counted, never shared                  */
+    GCK_FOR_USER,            /* gradckpt.codecs.encode(): not counted, never shared                  */
     GCK_FOR_REGION,          /* may be shared with other regions                              */
     GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks get to see the bytes, and keep them  */
     GCK_FOR_REGION_READ,     /* likewise, after the forward has read them: gck_payload_hand_over() */
@@ -98,7 +98,7 @@ PyObject *gck_payload_restore(gck_payload *payload, gck_batch *batch);
 /* In stats(): so many bytes more are alive. */
 void gck_count_live(gck_state *state, int64_t nbytes);
 
-/* gradckpt.encode(x, codec, (seed, step, tensor) or None). */
+/* gradckpt.codecs.encode(x, codec, (seed, step, tensor) or None). */
 PyObject *gck_encode_py(PyObject *module, PyObject *args);
 
 #endif

@@ -18,7 +18,7 @@ int gck_rerun_begin(gck_frame *frame, gck_rerun *r);
 /* Put everything back, also with an exception pending: that one survives.  0 or -1. */
 int gck_rerun_end(gck_frame *frame, gck_rerun *r);
 
-/* gradckpt.is_recomputing(). */
+/* gradckpt.policies.is_recomputing(). */
 PyObject *gck_is_recomputing(PyObject *module, PyObject *unused);
 
 /* gradckpt._C.forget_types(): gradckpt.buffers has other rules. */

@@ -30,7 +30,8 @@ static int judge(const gck_saver *self, gck_input *in, PyObject *node, int64_t n
     }
     if (!in->requires_grad) {
         *form = verdict == GCK_COMPRESS ? Py_BuildValue("(sO)", "mask", Py_None) : NULL;
-        return PyErr_Occurred() ? -1 : verdict == GCK_KEEP_DTYPE ? GCK_KEEP_NO_GRAD : verdict;
+        return PyErr_Occurred() ? -1 : verdict == GCK_KEEP_DTYPE || verdict == GCK_KEEP_FLOAT64 ? GCK_KEEP_NO_GRAD
+             : verdict;
     }
     if (verdict != GCK_COMPRESS && verdict != GCK_KEEP_SMALL) {
         return verdict;

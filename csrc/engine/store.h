@@ -23,7 +23,7 @@ typedef enum {
     GCK_DECIDE,              /* keep a copy: nobody who changes them in place is refused     */
     GCK_DECIDE_CAST,         /* the same, of casts from floating to anything else; other casts
                                 are not even counted: autocast's cache changes their number  */
-    GCK_NAMED,               /* keep them if gradckpt.name() gives them a name that is wanted */
+    GCK_NAMED,               /* keep them if gradckpt.policies.name() gives them a name that is wanted */
     GCK_CHOOSE,              /* keep where in its input the result lies: backward compares the two */
 } gck_keep;
 

@@ -53,7 +53,7 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
         return PyErr_Occurred() ? -1 : GCK_KEEP_LAYOUT;
     }
     if (view_dtype(dl.dtype, &view->dtype) < 0) {
-        return GCK_KEEP_DTYPE;
+        return dl.dtype.code == GCK_DL_FLOAT && dl.dtype.bits == 64 ? GCK_KEEP_FLOAT64 : GCK_KEEP_DTYPE;
     }
     if (dl.device.device_type != GCK_DL_CPU && dl.device.device_type != GCK_DL_CUDA) {
         return GCK_KEEP_DEVICE;

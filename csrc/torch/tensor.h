@@ -126,6 +126,7 @@ void gck_py_clear(gck_py *py);
     REASON(GCK_KEEP_LEAF, "leaf")                                       \
     REASON(GCK_KEEP_NO_GRAD, "does not require grad")                   \
     REASON(GCK_KEEP_DTYPE, "dtype the codec does not take")             \
+    REASON(GCK_KEEP_FLOAT64, "float64, which no codec takes")           \
     REASON(GCK_KEEP_FIT, "values the codec cannot hold")                \
     REASON(GCK_KEEP_SMALL, "smaller than min_numel")                    \
     REASON(GCK_KEEP_EXACT, "backward needs it exactly")                 \

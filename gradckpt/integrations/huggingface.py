@@ -1,23 +1,21 @@
-"""Hugging Face transformers: :func:`enable`, :func:`disable` and the :class:`Handle` between them.
+"""Hugging Face transformers: the part of :func:`gradckpt.enable` and :func:`gradckpt.disable` for its models.
 
 Every way of turning checkpointing on in transformers (the old and the new method names, the
 Trainer, PEFT, TRL's off-and-on around generation) ends in one method of the model,
-``_set_gradient_checkpointing``. :func:`enable` puts a :class:`Seam` in its place on that one
+``_set_gradient_checkpointing``. :func:`turn_on` puts a :class:`Seam` in its place on that one
 instance; no class and no module of transformers or torch is changed.
-
-A failed ``enable`` leaves the model as it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from gradckpt.config import Compress, CompressionConfig, parse_compress
-from gradckpt.integrations.kwargs import Settings, check_bool, check_every_n_layers
+from gradckpt.integrations.kwargs import Settings
+from gradckpt.integrations.offload import offloaded
 from gradckpt.integrations.seam import (
     InnerSeam,
     Seam,
@@ -29,75 +27,59 @@ from gradckpt.integrations.seam import (
     stands_in,
 )
 from gradckpt.integrations.watch import SEAM, describe, is_on
-from gradckpt.policies import PolicyLike, contexts_of
+from gradckpt.policies import contexts_key
 
-__all__ = ["Handle", "disable", "enable"]
+__all__ = ["check_holds_none", "is_enabled", "is_model", "obey", "seams_in", "settings_of", "turn_on", "unwrap"]
 
 
-def enable(
-    model: Any,
-    compress: Compress = "int8",
-    every_n_layers: int = 1,
-    *,
-    replay: bool = False,
-    policy: PolicyLike = None,
-    offload: bool = False,
-) -> Handle:
-    """Turns on activation checkpointing of a transformers model, with compressed checkpoints.
+def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: bool = False) -> Settings:
+    """Return what keywords of :func:`gradckpt.checkpoint` say of the layers."""
+    keywords = {key: value for key, value in options.items() if key not in ("compress", "context_fn")}
+    return Settings(options["compress"], options.get("context_fn"), every_n_layers, offload, keywords)
 
-    From then on the keys of ``gradient_checkpointing_kwargs`` (by the new name,
-    ``activation_checkpointing_kwargs``) that are ours are understood, and win over what is said here:
-    ``compress``, ``replay``, ``min_numel``, ``policy``, ``every_n_layers`` and ``offload``. The Trainer's flag needs
-    no ``enable``: the kwargs alone are enough.
 
-    Args:
-        model: A ``PreTrainedModel``, or a wrapper of one (PEFT, DDP, ``torch.compile``).
-        compress: ``None`` (torch's checkpointing, bit for bit), ``True``, a codec's name, a
-            :class:`gradckpt.CompressionConfig` or its dict.
-        every_n_layers: Checkpoint the layers 1, 1 + n, ...; transformers >= 5.17. A value above 1
-            that transformers passes later wins over this one.
-        replay: Let the forward run on the restored values; see :class:`gradckpt.CompressionConfig`.
-        policy: Which outputs inside a layer are kept instead of computed again: a name
-            (``"save_attention"``, ``"save_attention|save_matmuls:int8"``), a :class:`gradckpt.policies.Policy`, or
-            what :func:`gradckpt.create_selective_checkpoint_contexts` takes. Costs memory, saves time.
-        offload: Keep the compressed inputs in host memory, pinned where there is a device. With
-            ``compress=None`` this is what transformers' own ``offload=True`` does.
-
-    Returns:
-        A :class:`Handle`, whose ``remove()`` undoes all of it. It may be dropped; :func:`disable` does the same.
+def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: bool) -> None:
+    """Turn checkpointing on in a transformers model, its layers' calls led through a :class:`Seam`.
 
     Raises:
-        ValueError: unknown codec or policy; a model that transformers cannot checkpoint; enabled twice;
-            something else in our place. The message says what to do instead.
+        ValueError: a model that transformers cannot checkpoint, or with something else in our place.
     """
-    config = parse_compress(compress)
-    if config is not None and check_bool("replay", replay):
-        config = dataclasses.replace(config, replay=True)
-    settings = Settings(
-        config=config,
-        replay=check_bool("replay", replay),
-        context_fn=contexts_of(policy),
-        every_n_layers=check_every_n_layers(every_n_layers),
-        offload=check_bool("offload", offload),
-    )
-    model = _unwrap(model)
+    settings = settings_from(options, every_n_layers, offload)
     _check_model(model, settings)
-
     was_on = is_on(model)
     had_input_grads = bool(input_grad_hooks(model))
     seam = Seam(model, settings)
-    turned_on = False
-    try:
-        seam.install(model)
-        _turn_on(model, settings.every_n_layers)
-        _check_taken(model, seam)
-        turned_on = True
-    finally:
-        # Set after the call: the seam takes every call for somebody else's.
-        seam.undo_on_remove, seam.undo_input_grads = not was_on, not had_input_grads
-        if not turned_on:
-            seam.remove(model)
-    return Handle(model, seam)
+    seam.install(model)
+    _turn_on(model, settings.every_n_layers)
+    # Set after the call, which the seam takes for a call of the user's.
+    seam.undo_on_remove, seam.undo_input_grads = not was_on, not had_input_grads
+    _check_taken(model, seam)
+
+
+def is_enabled(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: bool) -> bool:
+    """Return whether :func:`turn_on` was called with these arguments, and checkpointing is still on."""
+    seam = seam_of(model)
+    if seam is None or seam.by_flag or seam.function is None or not is_on(model):
+        return False
+    asked = settings_from(options, every_n_layers, offload)
+    return seam.active == asked.config and _comparable(seam.settings) == _comparable(asked)
+
+
+def _comparable(settings: Settings) -> Settings:
+    return dataclasses.replace(settings, context_fn=contexts_key(settings.context_fn))
+
+
+def settings_of(model: Any) -> dict[Any, dict[str, Any]]:
+    """Return the layers of an enabled model that checkpoint, each with the keywords of gradckpt.checkpoint."""
+    seam = seam_of(model)
+    if seam is None or seam.function is None:
+        return {}
+    keywords = {key: value for key, value in seam.function.keywords.items() if key != "use_reentrant"}  # type: ignore[attr-defined]
+    if seam.active is not None:  # without leaves=True, which the seam adds for what enable_input_require_grads made
+        keywords["compress"] = seam.active
+    if seam.function.func is offloaded:  # type: ignore[attr-defined]
+        keywords["offload"] = True
+    return {layer: dict(keywords) for layer in seam.layers(model)}
 
 
 def obey(model: Any, function: Any, every_n_layers: int) -> None:
@@ -109,6 +91,8 @@ def obey(model: Any, function: Any, every_n_layers: int) -> None:
         ValueError, TypeError: as :func:`enable`, and for what is wrong in the kwargs.
     """
     _check_model(model, Settings())
+    for part, held in seams_in(model):
+        held.remove(part)
     seam = Seam(model, Settings(), by_flag=True)
     obeyed = False
     try:
@@ -120,61 +104,6 @@ def obey(model: Any, function: Any, every_n_layers: int) -> None:
     finally:
         if not obeyed:
             seam.remove(model)
-
-
-def disable(model: Any) -> None:
-    """Undoes :func:`enable`: ``handle.remove()`` for those who did not keep the handle.
-
-    Raises:
-        ValueError: the model is not enabled.
-    """
-    model = _unwrap(model)
-    seam = seam_of(model)
-    if seam is None:
-        raise ValueError(f"gradckpt: this {type(model).__name__} is not enabled; gradckpt.enable(model) comes first")
-    seam.remove(model)
-
-
-class Handle:
-    """What :func:`enable` returns: ``remove()`` it, or use it in a ``with`` statement. Keeps no model alive.
-
-    If it was :func:`enable` that turned checkpointing on, and nobody turned it on again since,
-    removing turns it off; otherwise the layers get torch's checkpoint back.
-    """
-
-    def __init__(self, model: Any, seam: Seam) -> None:
-        self._model = weakref.ref(model)
-        self._seam = seam
-        self._name = type(model).__name__
-
-    @property
-    def layers(self) -> int:
-        """The number of layers that checkpoint through gradckpt now."""
-        model = self._model()
-        return 0 if model is None else self._seam.layers(model)
-
-    @property
-    def config(self) -> CompressionConfig | None:
-        """What is in force, after what the Trainer passed; ``None``: no compression."""
-        return self._seam.active
-
-    def remove(self) -> None:
-        """Puts the model back as it was. Again, or after the model died: does nothing."""
-        model = self._model()
-        if model is not None:
-            self._seam.remove(model)
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        if self._seam.removed:
-            return f"<gradckpt handle: removed from {self._name}>"
-        codec = self.config.codec if self.config else None
-        return f"<gradckpt handle: compress={codec!r} on {self.layers} layers of {self._name}>"
 
 
 def _turn_on(model: Any, every_n_layers: int) -> None:
@@ -192,7 +121,7 @@ def _check_taken(model: Any, seam: Seam) -> None:
     if seam.function is not None and not seam.layers(model):
         raise ValueError(
             f"gradckpt: {type(model).__name__} did not give its layers the checkpointing function it was called "
-            "with; wrap its layers with gradckpt.checkpoint instead"
+            "with; name its blocks, enable(model, modules=Block)"
         )
 
 
@@ -209,8 +138,8 @@ def _require_grad(module: Any, args: Any, output: Any) -> None:
     output.requires_grad_(True)
 
 
-def _unwrap(model: Any) -> Any:
-    """The transformers model inside PEFT, DataParallel, DDP, ``torch.compile``, or the only one in a module."""
+def inner_model(model: Any) -> Any:
+    """Return the transformers model inside PEFT, DataParallel, DDP, ``torch.compile``, or the only one in a module."""
     model = unwrap(model)
     found = [] if is_model(model) else models_in(model)
     return found[0] if len(found) == 1 else model
@@ -244,30 +173,32 @@ def models_in(model: Any) -> list[Any]:
     return found
 
 
+def check_holds_none(model: Any) -> None:
+    """Raise ``ValueError`` where transformers models are inside, of which each has to be enabled by itself."""
+    count = len(models_in(model))
+    if count:
+        name = type(model).__name__
+        raise ValueError(f"gradckpt: {name} holds {count} transformers models; call gradckpt.enable on each of them")
+
+
 def is_model(model: Any) -> bool:
-    return hasattr(type(model), SEAM)
+    """Return whether this is a model of transformers; diffusers' have the same method, and others to turn it on."""
+    return hasattr(type(model), SEAM) and hasattr(type(model), "gradient_checkpointing_enable")
 
 
 def _check_model(model: Any, settings: Settings) -> None:
     name = type(model).__name__
-    count = len(models_in(model))
-    if not is_model(model) and count:
+    marked = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
+    if not getattr(model, "supports_gradient_checkpointing", False) or not marked:
         raise ValueError(
-            f"gradckpt: {name} is not a transformers model, but holds {count}; call gradckpt.enable on each"
+            f"gradckpt: transformers cannot checkpoint {name}; name its blocks, enable(model, modules=Block)"
         )
-    if not is_model(model) or not hasattr(model, "supports_gradient_checkpointing"):
-        raise ValueError(f"gradckpt: {name} is {other_way(model)}")
-    if not model.supports_gradient_checkpointing:
-        raise ValueError(
-            f"gradckpt: {name} does not support checkpointing in transformers; wrap its layers with "
-            "gradckpt.checkpoint instead"
-        )
-    if not any(hasattr(module, "gradient_checkpointing") for module in model.modules()):
-        raise ValueError(
-            f"gradckpt: no module of this {name} can be checkpointed; wrap its layers with gradckpt.checkpoint instead"
-        )
-    _check_enabled_once(model)
     _check_checkpointed_once(model)
+    if isinstance(stands_in(model), InnerSeam):
+        raise ValueError(
+            f"gradckpt: the layers of this {name} are already enabled, as part of another model; call "
+            "gradckpt.disable on that one first"
+        )
     if stands_in(model) is not None:
         raise ValueError(
             f"gradckpt: {describe(stands_in(model))} already stands in for {name}.{SEAM} on this instance; "
@@ -276,38 +207,18 @@ def _check_model(model: Any, settings: Settings) -> None:
     if has_old_form(model):
         raise ValueError(
             f"gradckpt: {name} defines {SEAM} in the form of transformers < 4.35, which takes no checkpointing "
-            "function; wrap its layers with gradckpt.checkpoint instead"
+            "function; name its blocks, enable(model, modules=Block)"
         )
     if settings.every_n_layers > 1 and not has_every_n_layers(model):
         raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
 
 
 def other_way(model: Any) -> str:
-    """Of a model that is none of transformers: what it is, and what to write instead."""
+    """Return what a model is that is none of transformers, and what to write instead."""
     if callable(getattr(model, "enable_gradient_checkpointing", None)):
         function = 'functools.partial(gradckpt.checkpoint, compress="int8")'
         return f"a model of diffusers; call model.enable_gradient_checkpointing(gradient_checkpointing_func={function})"
-    if callable(getattr(model, "set_grad_checkpointing", None)):
-        return (
-            "a model of timm; call model.set_grad_checkpointing() and train inside `with "
-            'gradckpt.patched("int8"):`, or choose its blocks with gradckpt.apply'
-        )
-    return "not a transformers model; wrap its layers with gradckpt.checkpoint, or choose them with gradckpt.apply"
-
-
-def _check_enabled_once(model: Any) -> None:
-    name = type(model).__name__
-    inner = next((type(module).__name__ for module in model.modules() if seam_of(module) is not None), None)
-    if inner is not None:
-        part = "" if inner == name else f" (its {inner} is)"
-        raise ValueError(
-            f"gradckpt: this {name} is already enabled{part}; call .remove() or gradckpt.disable(model) first"
-        )
-    if isinstance(stands_in(model), InnerSeam):
-        raise ValueError(
-            f"gradckpt: the layers of this {name} are already enabled, as part of another model; call "
-            "gradckpt.disable on that one first"
-        )
+    return "not a transformers model; call gradckpt.enable(model) and leave the keys out"
 
 
 def _check_checkpointed_once(model: Any) -> None:
@@ -318,3 +229,8 @@ def _check_checkpointed_once(model: Any) -> None:
             f"gradckpt: {label} is already {how}, so its layers would be recomputed twice; {undo}, or do without "
             "gradckpt.enable"
         )
+
+
+def seams_in(model: Any) -> list[tuple[Any, Seam]]:
+    """Return the enabled models in a module, each with its seam."""
+    return [(module, seam) for module in model.modules() if (seam := seam_of(module)) is not None]

@@ -38,10 +38,10 @@ class Settings:
     """How the layers of a model are to be checkpointed."""
 
     config: CompressionConfig | None = None
-    replay: bool = False  # for a codec that is named later, while there is no config
     context_fn: Callable[[], Any] | None = None  # of a policy
     every_n_layers: int = 1
     offload: bool = False
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others of gradckpt.checkpoint
 
 
 def take(keywords: dict[str, Any], base: Settings) -> Settings:
@@ -54,7 +54,7 @@ def take(keywords: dict[str, Any], base: Settings) -> Settings:
     every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
     offload = check_bool("offload", ours.get("offload", base.offload))
     context_fn = contexts_of(ours["policy"]) if "policy" in ours else base.context_fn
-    return Settings(_config(ours, base), base.replay, context_fn, every_n_layers, offload)
+    return Settings(_config(ours, base), context_fn, every_n_layers, offload, base.keywords)
 
 
 def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None:
@@ -68,9 +68,9 @@ def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None
             raise ValueError(f'gradckpt: {key}={value!r} says how to compress, and nothing is; add "compress": "int8"')
         return None
     if isinstance(compress, str):
-        config = dataclasses.replace(base.config or CompressionConfig(replay=base.replay), codec=config.codec)
+        config = dataclasses.replace(base.config or CompressionConfig(), codec=config.codec)
     elif compress is True:
-        config = base.config or CompressionConfig(replay=base.replay)
+        config = base.config or CompressionConfig()
     return dataclasses.replace(config, **fields)
 
 

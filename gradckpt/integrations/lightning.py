@@ -16,10 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 import gradckpt
 from gradckpt.apply import parse_options
 from gradckpt.config import Compress, parse_compress
-from gradckpt.integrations.huggingface import models_in
 from gradckpt.integrations.kwargs import check_bool
-from gradckpt.kinds import Tree
 from gradckpt.stats import Stats, format_bytes, stats
+from gradckpt.switch import is_enabled
 
 _IMPORTED = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _ALONE = find_spec("lightning") is None and find_spec("pytorch_lightning") is not None
@@ -35,9 +34,6 @@ __all__ = ["GradckptCallback", "StatsCallback"]
 
 #: What of stats().scalars() is logged.
 SCALARS = ("asked", "compressed", "bytes_in_mib", "bytes_out_mib", "ratio", "peak_live_mib")
-
-#: Keywords of gradckpt.enable.
-_OF_ENABLE = ("every_n_layers", "replay", "policy", "offload")
 
 
 class StatsCallback(Callback):  # type: ignore[misc]
@@ -85,12 +81,10 @@ class GradckptCallback(StatsCallback):
     Args:
         compress: ``None`` (torch's checkpointing, bit for bit), ``True``, a codec's name, a
             :class:`gradckpt.CompressionConfig` or its dict.
-        modules: What is checkpointed: a selector or the rules of :func:`gradckpt.apply`, or a set of classes as
-            ``FSDPStrategy(activation_checkpointing_policy=...)`` takes it. ``None``: the transformers model that
-            the LightningModule holds, by :func:`gradckpt.enable`; without one, the modules of the kind ``"layer"``.
+        modules: What is checkpointed, as for :func:`gradckpt.enable`, or a set of classes as
+            ``FSDPStrategy(activation_checkpointing_policy=...)`` takes it.
         log_stats: Log what :class:`StatsCallback` does.
-        **options: Of :func:`gradckpt.enable` (``every_n_layers``, ``replay``, ``policy``, ``offload``) or
-            :func:`gradckpt.apply`, whichever is used.
+        **options: Of :func:`gradckpt.enable`.
 
     State dicts and checkpoints have the keys that they have without it.
 
@@ -107,9 +101,8 @@ class GradckptCallback(StatsCallback):
         self.modules = tuple(modules) if isinstance(modules, (set, frozenset)) else modules
         self.log_stats = check_bool("log_stats", log_stats)
         self.options = options
-        if modules is not None:
-            parse_options({key: value for key, value in options.items() if key != "nested"}, {})
-        #: What gradckpt.enable or gradckpt.apply returned; None outside fit.
+        parse_options({key: value for key, value in options.items() if key not in ("every_n_layers", "offload")}, {})
+        #: What gradckpt.enable returned; None outside fit.
         self.handle: Any = None
         self._waiting: _BeforeSetup | None = None
 
@@ -129,24 +122,12 @@ class GradckptCallback(StatsCallback):
         self._turn_off()
 
     def _turn_on(self, pl_module: Any) -> None:
-        if self.modules is None and models_in(pl_module):
-            unknown = [key for key in self.options if key not in _OF_ENABLE]
-            if unknown:
-                raise ValueError(
-                    f"gradckpt: {unknown[0]!r} is no option for a transformers model; the options are: "
-                    f"{', '.join(_OF_ENABLE)}; with modules= those of gradckpt.apply"
-                )
-            self.handle = gradckpt.enable(pl_module, self.compress, **self.options)
-        else:
-            modules = self.modules
-            if modules is None:
-                modules = "layer"
-                if not Tree(pl_module).of_kind(modules):
-                    raise ValueError(
-                        f"gradckpt: {type(pl_module).__name__} holds no transformers model and nothing that is known "
-                        "as a layer; say what to checkpoint: GradckptCallback(modules={Block})"
-                    )
-            self.handle = gradckpt.apply(pl_module, modules, compress=self.compress, **self.options)
+        if is_enabled(pl_module):
+            raise ValueError(
+                f"gradckpt: this {type(pl_module).__name__} is enabled already, by gradckpt.enable or another "
+                "GradckptCallback; leave one of them out"
+            )
+        self.handle = gradckpt.enable(pl_module, self.compress, modules=self.modules, **self.options)
         rank_zero_info(f"gradckpt: {self.handle!r}")
 
     def _turn_off(self) -> None:

@@ -35,7 +35,7 @@ from gradckpt.integrations.kwargs import (
 )
 from gradckpt.integrations.offload import of_layer, offloaded, offloaded_stock
 from gradckpt.integrations.overlap import is_wrapper
-from gradckpt.integrations.watch import SEAM, Watch, after_forward, before_forward, describe
+from gradckpt.integrations.watch import HELD, SEAM, Watch, after_forward, before_forward, describe
 
 logger = logging.getLogger("gradckpt")
 
@@ -110,6 +110,7 @@ class Seam(_StandIn):
     def install(self, model: Any) -> None:
         SEAMS.add(self)
         setattr(model, SEAM, self)
+        setattr(model, HELD, self)
         for module in model.modules():
             if hasattr(type(module), SEAM) and stands_in(module) is None and not has_old_form(module):
                 setattr(module, SEAM, InnerSeam(self, module))
@@ -155,6 +156,8 @@ class Seam(_StandIn):
         named = means_ours(keywords)
         if self.by_flag and not named and not _says_nothing(keywords):
             return _Choice(func, False, Settings(every_n_layers=every_n_layers))
+        keywords = {**self.settings.keywords, **keywords}
+        buffers = {"buffers": keywords.pop("buffers")} if "buffers" in self.settings.keywords else {}
         settings = take(keywords, Settings() if self.by_flag and named else self.settings)
         if "every_n_layers" not in given.keywords and every_n_layers != 1:
             settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
@@ -178,7 +181,7 @@ class Seam(_StandIn):
         config = dataclasses.replace(settings.config, leaves=True) if settings.config is not None else None
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
         ours, stock = (offloaded, offloaded_stock) if settings.offload else (of_layer, torch_checkpoint)
-        function = functools.partial(ours, compress=config, **selective, **keywords)
+        function = functools.partial(ours, compress=config, **selective, **buffers, **keywords)
         vars(function)[_STOCK] = functools.partial(stock, **keywords)
         return _Choice(function, True, settings)
 
@@ -186,9 +189,10 @@ class Seam(_StandIn):
         """The modules that hold a function of ours."""
         return (module for module in model.modules() if _stock_of(module) is not None)
 
-    def layers(self, model: Any) -> int:
-        on = {id(module) for module in self.modules(model) if module.gradient_checkpointing}
-        return sum(id(holder) in on for holder, _ in layers_of(model)) or len(on)
+    def layers(self, model: Any) -> list[Any]:
+        """Return the layers that checkpoint through gradckpt now, or the modules that do it for them."""
+        on = {id(module): module for module in self.modules(model) if module.gradient_checkpointing}
+        return [layer for holder, layer in layers_of(model) if id(holder) in on] or list(on.values())
 
     def check_alone(self, model: Any) -> None:
         """FSDP's own flag puts wrappers around layers when the model is prepared for training, after enable()."""
@@ -205,6 +209,7 @@ class Seam(_StandIn):
             return
         self.removed = True
         SEAMS.discard(self)
+        vars(model).pop(HELD, None)
         for module in model.modules():
             held = vars(module).get(SEAM)
             if held is self or (isinstance(held, InnerSeam) and held.seam is self):
@@ -312,7 +317,7 @@ def overlap_in(model: Any) -> tuple[str, str, str] | None:
         if is_wrapper(module):
             how, undo = "inside torch's CheckpointWrapper", "leave that wrapper out"
         elif region_of(module) is not None:
-            how, undo = "checkpointed by gradckpt.apply", "call its handle.remove() or gradckpt.unapply(model) first"
+            how, undo = "enabled by itself", "call gradckpt.disable on it first"
         else:
             continue
         if id(module) in within or any(id(inner) in layers for inner in module.modules()):
@@ -348,5 +353,5 @@ def seam_over(model: Any) -> Seam | None:
 
 
 def seam_of(model: Any) -> Seam | None:
-    seam = getattr(model, "__dict__", {}).get(SEAM)
+    seam = getattr(model, "__dict__", {}).get(HELD)
     return seam if isinstance(seam, Seam) else None

@@ -17,6 +17,9 @@ from gradckpt.stats import Stats, stats
 #: The method that every way of turning checkpointing on ends in; on an instance: what stands in for it.
 SEAM = "_set_gradient_checkpointing"
 
+#: On an enabled instance, its seam: also where something else has wrapped the method since.
+HELD = "_gradckpt_seam"
+
 #: Model calls without a single compressed tensor before the warning.
 PATIENCE = 2
 
@@ -46,7 +49,7 @@ def before_forward(model: Any, args: Any) -> None:
 
 def _check(model: Any) -> None:
     """In the first training calls: what would be wrong with all of them."""
-    seam: Any = getattr(model, "__dict__", {}).get(SEAM)
+    seam: Any = getattr(model, "__dict__", {}).get(HELD)
     watch = getattr(seam, "watch", None)
     if not isinstance(watch, Watch) or (watch.rank_check is not None and watch.rank_check.settled()):
         return
@@ -82,14 +85,14 @@ def after_forward(model: Any, args: Any, output: Any) -> None:
     watch.calls += 1
     if watch.calls >= PATIENCE:
         watch.settled = True
-        _activity.say(_why_inactive(model, vars(model)[SEAM], new), mend=not _activity.are_small(new))
+        _activity.say(_why_inactive(model, vars(model)[HELD], new), mend=not _activity.are_small(new))
 
 
 def _watch_of(model: Any) -> Watch | None:
     """None: nothing to prove, or proven already."""
     if torch.compiler.is_compiling():
         return None
-    seam: Any = getattr(model, "__dict__", {}).get(SEAM)
+    seam: Any = getattr(model, "__dict__", {}).get(HELD)
     watch = getattr(seam, "watch", None)
     if not isinstance(watch, Watch) or watch.settled or seam.active is None:
         return None
@@ -112,7 +115,7 @@ def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
     watch.eval_backwards += 1
     if watch.eval_backwards >= PATIENCE:
         watch.settled = True
-        name, codec = type(model).__name__, vars(model)[SEAM].active.codec
+        name, codec = type(model).__name__, vars(model)[HELD].active.codec
         _activity.say(
             f"compress={codec!r} was asked for, but {PATIENCE} backward passes went through {name} in eval mode, where "
             "transformers does not checkpoint; call model.train()",

@@ -52,7 +52,7 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
         """In the first training calls: what would be wrong with all of them."""
         if not self._nested:
             _check_inside(self._checkpoint_wrapped_module)
-            check_around(_innermost(self), "gradckpt.checkpoint_wrapper", ", or pass nested=True to ours")
+            check_around(_innermost(self), "gradckpt.compat.checkpoint_wrapper", ", or pass nested=True to ours")
         self.rank_check.compare()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -66,12 +66,12 @@ class CheckpointWrapper(torchs.CheckpointWrapper):
 
 
 def checkpoint_wrapper(
-    module: Module, compress: Compress = "int8", *, nested: bool = False, **options: Any
+    module: Module, compress: Compress = None, *, nested: bool = False, **options: Any
 ) -> CheckpointWrapper:
-    """Wraps a module for activation checkpointing with compressed inputs.
+    """Wrap a module for activation checkpointing; with ``compress``, its inputs are kept compressed.
 
-    In the place of torch's function of this name, also where somebody else calls it:
-    ``apply_activation_checkpointing(model, checkpoint_wrapper_fn=gradckpt.checkpoint_wrapper, ...)``.
+    It takes the place of torch's function of this name, also where a framework calls it:
+    ``checkpoint_wrapper_fn=functools.partial(gradckpt.compat.checkpoint_wrapper, compress="int8")``.
 
     Args:
         module: Any module.
@@ -98,14 +98,14 @@ def checkpoint_wrapper(
 
 def apply_activation_checkpointing(
     model: Module,
-    compress: Compress = "int8",
+    compress: Compress = None,
     *,
     check_fn: Callable[[Module], bool] | None = None,
     auto_wrap_policy: Any = None,
     nested: bool = False,
     **options: Any,
 ) -> int:
-    """Wraps modules inside a model with :func:`checkpoint_wrapper`, in place: torch's function of this name.
+    """Wrap modules inside a model with :func:`checkpoint_wrapper`, in place: torch's function of this name.
 
     Args:
         model: Any module; it is not wrapped itself. One that FSDP has wrapped, too.
@@ -113,7 +113,7 @@ def apply_activation_checkpointing(
         check_fn: Which modules: a function of a module.
         auto_wrap_policy: Or this, which FSDP takes: ``ModuleWrapPolicy({Block})``, ``CustomPolicy`` (whose dicts are
             options for the module), ``functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})``.
-            Without either: the model's layers, as ``gradckpt.apply(model, "layer")`` finds them.
+            Without either: the model's layers, as ``gradckpt.enable(model, modules="layer")`` finds them.
         nested: Let chosen modules lie inside each other.
         **options: As for :func:`checkpoint_wrapper`.
 
@@ -242,7 +242,9 @@ def _check_of_class(kind: str, use: str) -> RankCheck:
     uses = _made.setdefault(kind, [])
     if use not in uses:
         uses.append(use)
-    return RankCheck(f"{kind} in gradckpt.checkpoint_wrapper", {f"{kind} in gradckpt.checkpoint_wrapper": uses})
+    return RankCheck(
+        f"{kind} in gradckpt.compat.checkpoint_wrapper", {f"{kind} in gradckpt.compat.checkpoint_wrapper": uses}
+    )
 
 
 # ---- checks ----
@@ -273,7 +275,7 @@ def _check_block(module: Any) -> None:
 
 def _checkpointed(module: Module) -> str | None:
     if region_of(module) is not None:
-        return "by gradckpt.apply; call its handle.remove() or gradckpt.unapply(model) first, or do without the wrapper"
+        return "by gradckpt.enable; call gradckpt.disable(model) first, or do without the wrapper"
     return other_checkpointing(module)
 
 

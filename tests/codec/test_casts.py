@@ -110,7 +110,7 @@ def test_first_value_that_does_not_fit(same, codec):
             restored = tensor(oracle.decode(codec, payload, bits.size, "float32"))
             np.testing.assert_array_equal(np.flatnonzero(restored.isnan()), [place])
     with pytest.raises(ValueError, match=f"codec '{codec}' cannot hold these values"):
-        gradckpt.encode(tensor(bits), codec)
+        gradckpt.codecs.encode(tensor(bits), codec)
     same(np.full(300, 0x7F7FFFFF), codec, fits=False)
 
 
@@ -119,8 +119,8 @@ def test_stated_error(codec):
     """max_error x |x|, and for fp16 half of its smallest subnormal: the error is relative to the value itself."""
     x = torch.randn(100000, generator=torch.Generator().manual_seed(4)) * 2.0 ** torch.linspace(-40, 15, 100000).floor()
     x = torch.cat([x[x.abs() < 65504], torch.tensor([1 + 2.0**-8, 1 + 2.0**-11, 3e-8, 2.0**-25, 1e-30])])
-    error = (gradckpt.encode(x, codec).decode() - x).abs().double()
-    relative = gradckpt.codec_info(codec)["max_error"]
+    error = (gradckpt.codecs.encode(x, codec).decode() - x).abs().double()
+    relative = gradckpt.codecs.info(codec)["max_error"]
     assert relative == {"bf16": 2**-8, "fp16": 2**-11}[codec]
     assert (error <= relative * x.abs() + (2**-25 if codec == "fp16" else 0)).all()
     assert (error / x.abs()).max() > relative * 0.99  # it is no looser than need be
@@ -129,8 +129,8 @@ def test_stated_error(codec):
 @every_codec
 def test_encoding_again_changes_nothing(codec):
     x = torch.randn(5000)
-    once = gradckpt.encode(x, codec).decode()
-    assert torch.equal(gradckpt.encode(once, codec).decode(), once)
+    once = gradckpt.codecs.encode(x, codec).decode()
+    assert torch.equal(gradckpt.codecs.encode(once, codec).decode(), once)
 
 
 # ---- tensors ----
@@ -187,7 +187,7 @@ def test_any_payload_decodes(host_kernels, device_kernels, codec):
 def test_other_dtypes_are_refused(codec):
     for dtype in (torch.bfloat16, torch.float16, torch.bool):
         with pytest.raises(TypeError, match="takes plain strided float32 tensors"):
-            gradckpt.encode(torch.zeros(3, dtype=dtype), codec)
+            gradckpt.codecs.encode(torch.zeros(3, dtype=dtype), codec)
 
 
 # ---- checkpoints ----

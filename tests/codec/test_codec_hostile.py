@@ -14,7 +14,7 @@ from codec_library import CodecLibrary
 
 import gradckpt
 
-LOSSY = [c for c in gradckpt.codecs() if c in oracle.FORMATS]
+LOSSY = [c for c in gradckpt.codecs.names() if c in oracle.FORMATS]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_massive_activation(codec, ratio, dtype):
     huge = x.abs() > 100
     for isa in ISAS:
         with forced(isa):
-            restored = gradckpt.encode(x, codec).decode()
+            restored = gradckpt.codecs.encode(x, codec).decode()
     noise = (restored - x)[~huge].double().square().sum()
     assert 10 * torch.log10(x[~huge].double().square().sum() / noise) >= BESIDE_HUGE[codec]
     exact = {"int4": torch.bfloat16, "int8": x.dtype, "int6": x.dtype}.get(codec)
@@ -53,17 +53,17 @@ def test_huge_at_every_place(codec):
     """1e30 beside values around 1: whatever becomes of them, nothing becomes large."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(2))
     x[torch.arange(128), torch.arange(128)] = 9e29
-    restored = gradckpt.encode(x, codec).decode()
+    restored = gradckpt.codecs.encode(x, codec).decode()
     rest = ~torch.eye(128, dtype=torch.bool)
     assert restored[rest].abs().max() < 5
     torch.testing.assert_close(restored[~rest], x[~rest], rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codec", gradckpt.codecs())
+@pytest.mark.parametrize("codec", gradckpt.codecs.names())
 def test_what_is_finite_stays_finite(codec, dtype):
     """k values beyond 1e30 in a group, for every k: finite, of their sign, and still beyond 1e30; Inf and NaN stay."""
-    info = gradckpt.codec_info(codec)
+    info = gradckpt.codecs.info(codec)
     if dtype not in info["dtypes"]:
         return
     bits = codec_inputs.huge_groups(dtype)
@@ -74,7 +74,7 @@ def test_what_is_finite_stays_finite(codec, dtype):
         with forced(isa):
             for dither in (None, (1, 2, 3)) if info["stochastic"] else (None,):
                 try:
-                    y = gradckpt.encode(tensor(bits, dtype), codec, dither=dither).decode().float()
+                    y = gradckpt.codecs.encode(tensor(bits, dtype), codec, dither=dither).decode().float()
                 except ValueError:
                     assert info["refuses"]  # then the tensor is kept
                     continue
@@ -94,7 +94,7 @@ def test_huge_values_have_the_oracles_bytes(codec, dtype, avx512):
     values = oracle.decode(codec, want, bits.size, dtype)
     for isa in ISAS:
         with forced(isa):
-            payload = gradckpt.encode(tensor(bits, dtype), codec)
+            payload = gradckpt.codecs.encode(tensor(bits, dtype), codec)
             np.testing.assert_array_equal(payload.data.numpy(), want)
             np.testing.assert_array_equal(bits_of(payload.decode()), values)
     if "avx512" not in ISAS:
@@ -118,10 +118,10 @@ class Sparse:
         self.address = self.bytes.ctypes.data
 
 
-@pytest.mark.parametrize("codec", gradckpt.codecs())
+@pytest.mark.parametrize("codec", gradckpt.codecs.names())
 def test_last_values_of_a_tensor_beyond_2_31(library, codec):
     """Only the last units are worked on: they come back, and no other byte of tensor or payload changes."""
-    info = gradckpt.codec_info(codec)
+    info = gradckpt.codecs.info(codec)
     dtype = next(d for d in ("bfloat16", "float32", "bool") if d in info["dtypes"])
     item = {"bfloat16": 2, "float32": 4, "bool": 1}[dtype]
     tail = FAR % 4096 + 4096  # the last block, which is not full, and the one before
@@ -147,31 +147,31 @@ def test_last_values_of_a_tensor_beyond_2_31(library, codec):
 # ---- wrong bytes ----
 
 
-@pytest.mark.parametrize("codec", gradckpt.codecs())
+@pytest.mark.parametrize("codec", gradckpt.codecs.names())
 def test_any_bytes_decode(codec):
     """A payload of rubbish gives rubbish and touches nothing else (test_soak.py repeats this under ASan)."""
     rng = np.random.default_rng(4)
-    for dtype in gradckpt.codec_info(codec)["dtypes"]:
+    for dtype in gradckpt.codecs.info(codec)["dtypes"]:
         for n in (1, 127, 128, 1000, 4096, 9001):
             kind = getattr(torch, dtype)
-            nbytes = gradckpt.encode(torch.zeros(n, dtype=kind), codec).nbytes
+            nbytes = gradckpt.codecs.encode(torch.zeros(n, dtype=kind), codec).nbytes
             for fill in (None, 0xFF, 0x7F, 0x80):
                 data = rng.integers(0, 256, nbytes, np.uint8) if fill is None else np.full(nbytes, fill, np.uint8)
                 restored = torch.ops.gradckpt.decode(torch.from_numpy(data), codec, [n], kind)
                 assert restored.shape == (n,)
 
 
-@pytest.mark.parametrize("codec", gradckpt.codecs())
+@pytest.mark.parametrize("codec", gradckpt.codecs.names())
 def test_wrong_payloads_are_named(codec):
     """Truncated, of another codec, for another dtype: an error that says which, never values."""
-    kind = getattr(torch, gradckpt.codec_info(codec)["dtypes"][0])
+    kind = getattr(torch, gradckpt.codecs.info(codec)["dtypes"][0])
     x = torch.ones(5000).to(kind)
     data = torch.ops.gradckpt.encode(x, codec)
     for wrong in (data[:-1], data[:0], torch.cat([data, data[:1]])):
         with pytest.raises(RuntimeError, match=f"payload of codec '{codec}' .* has {data.numel()} bytes"):
             torch.ops.gradckpt.decode(wrong, codec, [5000], kind)
-    for other in gradckpt.codecs():
-        info = gradckpt.codec_info(other)
+    for other in gradckpt.codecs.names():
+        info = gradckpt.codecs.info(other)
         if str(kind).removeprefix("torch.") not in info["dtypes"]:
             with pytest.raises(RuntimeError, match=f"codec '{other}': this codec does not take this dtype"):
                 torch.ops.gradckpt.decode(data, other, [5000], kind)
@@ -191,7 +191,7 @@ def test_encoding_many_times(codec, dtype):
     x = tensor(bits, dtype)
     now, first = x, None
     for _ in range(6):
-        again = gradckpt.encode(now, codec).decode()
+        again = gradckpt.codecs.encode(now, codec).decode()
         error = (again - now).double().norm()
         first = error if first is None else first
         assert error <= 1.05 * first

@@ -1,4 +1,4 @@
-"""gradckpt.encode and torch.ops.gradckpt on tensors: strides, threads, flags, operators, errors."""
+"""gradckpt.codecs.encode and torch.ops.gradckpt on tensors: strides, threads, flags, operators, errors."""
 
 import ctypes
 import itertools
@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import gradckpt
 
-CODECS = gradckpt.codecs()
-REFUSING = [c for c in CODECS if gradckpt.codec_info(c)["refuses"]]
-PAIRS = [(c, d) for c in CODECS for d in DTYPES if d in gradckpt.codec_info(c)["dtypes"]]
+CODECS = gradckpt.codecs.names()
+REFUSING = [c for c in CODECS if gradckpt.codecs.info(c)["refuses"]]
+PAIRS = [(c, d) for c in CODECS for d in DTYPES if d in gradckpt.codecs.info(c)["dtypes"]]
 HALF = {"fp16": "float16", "bf16": "bfloat16"}  # whose range the payload has
 every_codec = pytest.mark.parametrize("codec", CODECS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +66,7 @@ def test_layouts(codec, dtype):
         x = make(base(dtype))
         want = oracle.encode(codec, bits_of(x), dtype)
         with case(layout, isa), forced(isa):
-            payload = gradckpt.encode(x, codec)
+            payload = gradckpt.codecs.encode(x, codec)
             np.testing.assert_array_equal(payload.data.numpy(), want)
             restored = payload.decode()
             assert (restored.shape, restored.dtype) == (x.shape, x.dtype)
@@ -96,8 +96,8 @@ def test_any_view(view, pair, exponent, seed):
     magnitude = 2.0 ** (exponent // 3 if "float16" in (dtype, HALF.get(codec)) else exponent)
     storage = tensor(codec_inputs.gaussian(dtype, extent, magnitude, seed), dtype)
     x = storage.as_strided(sizes, strides, offset)
-    payload = gradckpt.encode(x, codec)
-    assert torch.equal(payload.data, gradckpt.encode(x.contiguous(), codec).data)
+    payload = gradckpt.codecs.encode(x, codec)
+    assert torch.equal(payload.data, gradckpt.codecs.encode(x.contiguous(), codec).data)
     restored = payload.decode()
     assert restored.shape == x.shape
     flat, groups = x.double().flatten(), -(-x.numel() // 128)
@@ -106,7 +106,7 @@ def test_any_view(view, pair, exponent, seed):
     unit = torch.finfo(x.dtype).eps
     assert (
         error
-        <= (gradckpt.codec_info(codec)["max_error"] * (1 + unit) + unit) * amax.repeat_interleave(128)[: flat.numel()]
+        <= (gradckpt.codecs.info(codec)["max_error"] * (1 + unit) + unit) * amax.repeat_interleave(128)[: flat.numel()]
         + torch.finfo(getattr(torch, HALF.get(codec, dtype))).smallest_normal * unit
         + (2.0**-25 if codec == "fp16" else 0.0)
     ).all()
@@ -122,7 +122,7 @@ def test_input_is_not_written(codec, dtype):
     before = bits_of(storage).tobytes()
     for x in (storage, storage[1:], storage[:5000].view(50, 100).t()):
         version = x._version
-        gradckpt.encode(x, codec)
+        gradckpt.codecs.encode(x, codec)
         torch.ops.gradckpt.encode(x, codec)
         assert x._version == version
     assert bits_of(storage).tobytes() == before
@@ -146,7 +146,7 @@ def test_flush_denormal(codec, dtype, request):
     request.getfixturevalue("flushing")
     for isa in ISAS:
         with forced(isa):
-            payload = gradckpt.encode(x, codec)
+            payload = gradckpt.codecs.encode(x, codec)
             np.testing.assert_array_equal(payload.data.numpy(), want)
             np.testing.assert_array_equal(bits_of(payload.decode()), restored)
     assert (torch.tensor([1e-39]) * 1.0).item() == 0.0, "the caller's flag was not put back"
@@ -167,7 +167,7 @@ def test_threads(codec, dtype, threads):
         results = []
         for n in (1, 2, 3):
             threads(n)
-            payload = gradckpt.encode(x, codec)
+            payload = gradckpt.codecs.encode(x, codec)
             results.append((payload.data.numpy().tobytes(), bits_of(payload.decode()).tobytes()))
         assert results[0] == results[1] == results[2]
 
@@ -179,7 +179,7 @@ def test_threads(codec, dtype, threads):
 @every_dtype
 def test_operators(codec, dtype):
     for x in (base(dtype, 1000), base(dtype, 6000).view(60, 100).t(), base(dtype, 9)[:0], base(dtype, 9)[4]):
-        payload = gradckpt.encode(x, codec)
+        payload = gradckpt.codecs.encode(x, codec)
         data = torch.ops.gradckpt.encode(x, codec)
         assert torch.equal(data, payload.data)
         restored = torch.ops.gradckpt.decode(data, codec, list(x.shape), x.dtype)
@@ -191,7 +191,7 @@ def test_operators(codec, dtype):
 def test_opcheck(codec):
     tests = ("test_schema", "test_faketensor")
     tensors = (torch.randn(3, 100), torch.randn(300, dtype=torch.bfloat16), torch.randn(8, 33).t(), torch.zeros(0, 3))
-    dtypes = gradckpt.codec_info(codec)["dtypes"]
+    dtypes = gradckpt.codecs.info(codec)["dtypes"]
     for x in (*tensors, torch.ones(5, 33, dtype=torch.bool).t()):
         if str(x.dtype).removeprefix("torch.") not in dtypes:
             continue
@@ -206,7 +206,7 @@ def several(codec):
     """Tensors of every dtype the codec takes, and of every kind of shape."""
     return [
         x
-        for d in gradckpt.codec_info(codec)["dtypes"]
+        for d in gradckpt.codecs.info(codec)["dtypes"]
         for b in [base(d, 40000) if d != "bool" else torch.arange(40000) % 3 == 1]
         for x in (b[:1000], b[:6000].view(60, 100).t(), b[:0], b[4], b)
     ]
@@ -344,17 +344,17 @@ def test_refused(codec):
     for make, says in REFUSED:
         x = make()
         with case(says), pytest.raises(TypeError, match=says):
-            gradckpt.encode(x, codec)
+            gradckpt.codecs.encode(x, codec)
 
 
 def test_unknown_codec():
-    for function in (lambda: gradckpt.encode(torch.zeros(3), "zip"), lambda: gradckpt.codec_info("zip")):
+    for function in (lambda: gradckpt.codecs.encode(torch.zeros(3), "zip"), lambda: gradckpt.codecs.info("zip")):
         with pytest.raises(ValueError, match="unknown codec 'zip'") as caught:
             function()
         assert all(name in str(caught.value) for name in CODECS)
     with pytest.raises(TypeError, match="named by a string, not int"):
-        gradckpt.encode(torch.zeros(3), 3)
-    assert gradckpt.encode(torch.zeros(3), "fp8").codec == "fp8_e4m3"
+        gradckpt.codecs.encode(torch.zeros(3), 3)
+    assert gradckpt.codecs.encode(torch.zeros(3), "fp8").codec == "fp8_e4m3"
 
 
 def test_unknown_isa():
@@ -411,6 +411,6 @@ def test_parameters_and_graphs():
     """A parameter and a tensor inside a graph are plain tensors; what comes back is a leaf without grad."""
     parameter = torch.nn.Parameter(torch.randn(200))
     for x in (parameter, parameter * 2):
-        restored = gradckpt.encode(x).decode()
+        restored = gradckpt.codecs.encode(x).decode()
         assert not restored.requires_grad
         assert restored.shape == x.shape

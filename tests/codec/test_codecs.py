@@ -33,11 +33,11 @@ def _isa_is_put_back():
 
 
 def payload_of(bits, codec, dtype):
-    return gradckpt.encode(tensor(bits, dtype), codec).data.numpy()
+    return gradckpt.codecs.encode(tensor(bits, dtype), codec).data.numpy()
 
 
 def round_trip(bits, codec, dtype):
-    return bits_of(gradckpt.encode(tensor(bits, dtype), codec).decode())
+    return bits_of(gradckpt.codecs.encode(tensor(bits, dtype), codec).decode())
 
 
 def groups_of(bits, dtype):
@@ -61,7 +61,7 @@ def assert_bound(bits, decoded, codec, dtype, max_error=None):
     restored = np.where(escape, x, restored)
     unit, tiny = ROUNDING[dtype]
     with np.errstate(invalid="ignore"):
-        bound = (max_error or gradckpt.codec_info(codec)["max_error"]) * amax + unit * np.abs(restored) + 2 * tiny
+        bound = (max_error or gradckpt.codecs.info(codec)["max_error"]) * amax + unit * np.abs(restored) + 2 * tiny
         bound[escape] = 0.0
         error = np.where(escape, 0.0, np.abs(x - restored))
     worst = np.unravel_index(np.argmax(error - bound), error.shape)
@@ -103,7 +103,7 @@ def test_bytes_equal_oracle(codec, dtype, avx512):
     restored = oracle.decode(codec, want, bits.size, dtype)
     for isa in ISAS:
         with forced(isa):
-            payload = gradckpt.encode(tensor(bits, dtype), codec)
+            payload = gradckpt.codecs.encode(tensor(bits, dtype), codec)
             assert_same(payload.data.numpy(), want, f"{isa} payload")
             assert_same(bits_of(payload.decode()), restored, f"{isa} decoded")
     if codec in GROUPED and "avx512" not in ISAS:
@@ -140,7 +140,7 @@ def test_tails(codec, dtype):
         with forced(isa):
             for n in (0, 1, 2, 127, 128, 129, 255, 1000, 2049, 4097):
                 bits = codec_inputs.hostile(dtype, n, groups=40)[-n or 5120 :][:n]
-                payload = gradckpt.encode(tensor(bits, dtype), codec)
+                payload = gradckpt.codecs.encode(tensor(bits, dtype), codec)
                 want = oracle.encode(codec, bits, dtype)
                 assert_same(payload.data.numpy(), want, f"{isa} n={n}")
                 assert_same(bits_of(payload.decode()), oracle.decode(codec, want, n, dtype), f"{isa} n={n}")
@@ -155,22 +155,22 @@ def test_large_tensors_stream(codec, dtype):
     tile = codec_inputs.gaussian(dtype, 128 * 509, seed=3)
     x = tensor(np.tile(tile, (2**20 * 34 // tile.nbytes) + 1), dtype)  # over 32 MiB of values, 8 MiB of payload
     with forced("scalar"):
-        want = gradckpt.encode(x, codec)
+        want = gradckpt.codecs.encode(x, codec)
         restored = want.decode()
     for isa in ISAS[1:]:
         with forced(isa):
-            payload = gradckpt.encode(x, codec)
+            payload = gradckpt.codecs.encode(x, codec)
             assert torch.equal(payload.data, want.data)
             assert torch.equal(payload.decode(), restored)
 
 
 @every_codec
 def test_nbytes(codec):
-    info = gradckpt.codec_info(codec)
+    info = gradckpt.codecs.info(codec)
     assert info["bits_per_value"] == {"raw": 0, "int6": 6.125, "int4": 4.25}.get(codec, 8.125)
     for dtype in DTYPES:
         for n in (0, 1, 127, 128, 129, 1000, 128 * 1000):
-            payload = gradckpt.encode(torch.zeros(n, dtype=DTYPES[dtype]), codec)
+            payload = gradckpt.codecs.encode(torch.zeros(n, dtype=DTYPES[dtype]), codec)
             want = -(-n // 128) * sum(LAYOUT[codec]) if codec in LAYOUT else n * payload.dtype.itemsize
             assert payload.nbytes == payload.data.numel() == want
             assert (payload.codec, payload.shape, payload.dtype) == (codec, (n,), DTYPES[dtype])
@@ -233,7 +233,9 @@ def test_limits_come_back(codec, dtype):
     np.testing.assert_array_equal(np.isnan(groups_of(restored, dtype)), torch.isnan(x).numpy())
     for value in (*specials, 0.0):
         constant = torch.full((300,), value, dtype=DTYPES[dtype])
-        torch.testing.assert_close(gradckpt.encode(constant, codec).decode(), constant, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            gradckpt.codecs.encode(constant, codec).decode(), constant, rtol=0, atol=0, equal_nan=True
+        )
 
 
 @every_grouped
@@ -241,7 +243,7 @@ def test_limits_come_back(codec, dtype):
 def test_zero_subnormal_constant(codec, dtype):
     zeros = torch.zeros(500, dtype=DTYPES[dtype])
     zeros[::3] = -0.0
-    assert torch.equal(gradckpt.encode(zeros, codec).decode(), zeros)
+    assert torch.equal(gradckpt.codecs.encode(zeros, codec).decode(), zeros)
     subnormal = np.arange(-700, 700).astype(oracle.WORDS[dtype])  # both signs: the patterns next to 0 and to -1
     sign = 1 << (8 * subnormal.itemsize - 1)
     subnormal = np.where(np.arange(1400) < 700, np.arange(1400) | sign, np.arange(1400)).astype(subnormal.dtype)
@@ -298,9 +300,9 @@ def test_encoding_again(codec, dtype):
 def test_sqnr(codec, plain, bulk):
     """On Gaussian values; on the small channels of the outlier set (the mean of six: which channels meet matters)."""
     x, _ = noise_set("Gaussian")
-    assert sqnr(x, gradckpt.encode(x, codec).decode()) >= plain
+    assert sqnr(x, gradckpt.codecs.encode(x, codec).decode()) >= plain
     sets = [noise_set("X", seed) for seed in range(6)]
-    value = np.mean([sqnr(x, gradckpt.encode(x, codec).decode(), rest) for x, rest in sets])
+    value = np.mean([sqnr(x, gradckpt.codecs.encode(x, codec).decode(), rest) for x, rest in sets])
     assert value >= bulk
     if codec == "int8_plain":  # the point of the rotation
         assert value <= 31

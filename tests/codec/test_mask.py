@@ -36,12 +36,12 @@ def test_order_of_the_bits():
     for i in (0, 1, 7, 8, 127, 128, 130):
         x = torch.zeros(131, dtype=torch.bool)
         x[i] = True
-        payload = gradckpt.encode(x, "mask")
+        payload = gradckpt.codecs.encode(x, "mask")
         assert payload.nbytes == 32
         assert int.from_bytes(payload.data.numpy().tobytes(), "little") == 1 << i
         assert torch.equal(payload.decode(), x)
-    assert gradckpt.encode(torch.ones(5, dtype=torch.bool), "mask").data.tolist() == [31] + [0] * 15
-    assert gradckpt.codec_info("mask")["bits_per_value"] == 1
+    assert gradckpt.codecs.encode(torch.ones(5, dtype=torch.bool), "mask").data.tolist() == [31] + [0] * 15
+    assert gradckpt.codecs.info("mask")["bits_per_value"] == 1
 
 
 def test_every_byte_but_0_is_true(same):
@@ -49,7 +49,7 @@ def test_every_byte_but_0_is_true(same):
     same(every)
     same(np.tile(every, 40))
     x = torch.from_numpy(np.tile(every, 3)).view(torch.bool)
-    restored = gradckpt.encode(x, "mask").decode()
+    restored = gradckpt.codecs.encode(x, "mask").decode()
     assert torch.equal(restored.view(torch.uint8), (x.view(torch.uint8) != 0).to(torch.uint8))
 
 
@@ -80,7 +80,7 @@ def test_stores_of_large_tensors(host_kernels):
 
 def test_large_tensor():
     x = torch.from_numpy(random_bools(33 << 20)).view(torch.bool)
-    payload = gradckpt.encode(x, "mask")
+    payload = gradckpt.codecs.encode(x, "mask")
     assert (payload.data.numpy() == np.packbits(x.numpy(), bitorder="little")).all()
     assert torch.equal(payload.decode(), x)
 
@@ -107,14 +107,14 @@ def test_truncated_payload():
 def test_other_dtypes_are_refused():
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         with pytest.raises(TypeError, match="takes plain strided bool tensors"):
-            gradckpt.encode(torch.zeros(3, dtype=dtype), "mask")
+            gradckpt.codecs.encode(torch.zeros(3, dtype=dtype), "mask")
 
 
 def test_layouts_of_tensors():
     base = torch.from_numpy(random_bools(9000)).view(torch.bool)
     for x in (base[:4200].view(60, 70).t(), base[1:3001], base[3].expand(7, 50), base[:0], base[17], base[5::3]):
-        payload = gradckpt.encode(x, "mask")
-        assert torch.equal(payload.data, gradckpt.encode(x.contiguous(), "mask").data)
+        payload = gradckpt.codecs.encode(x, "mask")
+        assert torch.equal(payload.data, gradckpt.codecs.encode(x.contiguous(), "mask").data)
         assert torch.equal(payload.decode(), x)
         data = torch.ops.gradckpt.encode(x, "mask")
         assert torch.equal(torch.ops.gradckpt.decode(data, "mask", list(x.shape), torch.bool), x)

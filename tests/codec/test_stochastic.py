@@ -14,7 +14,7 @@ from oracle_rotation import INT6_LEVELS
 import gradckpt
 from gradckpt import CompressionConfig
 
-CODECS = [c for c in gradckpt.codecs() if gradckpt.codec_info(c)["stochastic"]]
+CODECS = [c for c in gradckpt.codecs.names() if gradckpt.codecs.info(c)["stochastic"]]
 KEY = (0xFEDCBA9876543210, 12, 345)
 
 every_codec = pytest.mark.parametrize("codec", CODECS)
@@ -22,7 +22,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def test_which_codecs_round():
-    assert [c for c in gradckpt.codecs() if c in oracle.FORMATS] == CODECS
+    assert [c for c in gradckpt.codecs.names() if c in oracle.FORMATS] == CODECS
 
 
 def test_oracle_is_philox():
@@ -48,7 +48,7 @@ def test_bytes_equal_oracle(codec, dtype, avx512):
     want = oracle.encode(codec, bits, dtype, noise)
     for isa in ISAS:
         with forced(isa):
-            got = gradckpt.encode(tensor(bits, dtype), codec, dither=KEY).data.numpy()
+            got = gradckpt.codecs.encode(tensor(bits, dtype), codec, dither=KEY).data.numpy()
             assert_same(got, want, isa)
     if "avx512" not in ISAS:
         assert_same(avx512.encode_noisy(codec, bits, dtype, KEY), want, "avx512")
@@ -59,27 +59,27 @@ def test_same_key_same_bytes(codec):
     """Whatever the strides, the threads and the instruction set; another key, other bytes."""
     x = torch.randn(700, 300, generator=torch.Generator().manual_seed(1))
     before = torch.get_rng_state()
-    want = gradckpt.encode(x, codec, dither=KEY).data
-    assert torch.equal(gradckpt.encode(x.t().contiguous().t(), codec, dither=KEY).data, want)
+    want = gradckpt.codecs.encode(x, codec, dither=KEY).data
+    assert torch.equal(gradckpt.codecs.encode(x.t().contiguous().t(), codec, dither=KEY).data, want)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(gradckpt.encode(x, codec, dither=KEY).data, want)
+        assert torch.equal(gradckpt.codecs.encode(x, codec, dither=KEY).data, want)
     finally:
         torch.set_num_threads(threads)
     for isa in ISAS:
         with forced(isa):
-            assert torch.equal(gradckpt.encode(x, codec, dither=KEY).data, want)
+            assert torch.equal(gradckpt.codecs.encode(x, codec, dither=KEY).data, want)
     seed, step, number = KEY
     for other in ((seed ^ 1 << 63, step, number), (seed, step + 1, number), (seed, step, number + 1), None):
-        assert not torch.equal(gradckpt.encode(x, codec, dither=other).data, want)
+        assert not torch.equal(gradckpt.codecs.encode(x, codec, dither=other).data, want)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_parts_of_a_large_tensor():
     """A value's noise depends on its index: more than one task, tails, a tensor that streams."""
     x = torch.randn(3_000_017, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    whole = gradckpt.encode(x, "int8_plain", dither=KEY).data.numpy()
+    whole = gradckpt.codecs.encode(x, "int8_plain", dither=KEY).data.numpy()
     for first in (0, 32768 // 128, 20_000):
         part = x[first * 128 : first * 128 + 1280]
         noise = oracle.noise_of(10, *KEY, first=first)
@@ -112,7 +112,7 @@ def test_no_bias(codec):
         y[:, 0] = grid[-1]  # fixes the step at 1
         signs = oracle.signs_of(24)
         x = (y @ oracle.HADAMARD * signs / 128 if rotated else y).astype(np.float32)
-        restored = gradckpt.encode(torch.from_numpy(x), codec, dither=(99, k, 0)).decode().double().numpy()
+        restored = gradckpt.codecs.encode(torch.from_numpy(x), codec, dither=(99, k, 0)).decode().double().numpy()
         got = restored * signs @ oracle.HADAMARD if rotated else restored
         errors = (got - y)[:, 1:]
         assert sigmas(errors) < 5, (k, low, high)
@@ -125,7 +125,7 @@ def test_no_bias_of_int4():
     rng = np.random.default_rng(6)
     x = rng.standard_normal((20_000, 128)).astype(np.float32)
     x[:, 17] = rng.uniform(20, 40, 20_000)
-    restored = gradckpt.encode(torch.from_numpy(x), "int4", dither=(3, 0, 0)).decode().double().numpy()
+    restored = gradckpt.codecs.encode(torch.from_numpy(x), "int4", dither=(3, 0, 0)).decode().double().numpy()
     errors = restored - x
     assert max(sigmas(errors[:, i]) for i in range(128)) < 5
     rest = np.arange(128) != 17
@@ -138,9 +138,9 @@ def test_neighbours_only(codec):
     """Rounding up or down, never further: the error is at most twice that of rounding to nearest."""
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(3))
     amax = x.abs().amax(1, keepdim=True)
-    limit = 2.3 * gradckpt.codec_info(codec)["max_error"] * amax
+    limit = 2.3 * gradckpt.codecs.info(codec)["max_error"] * amax
     for step in range(5):
-        assert ((gradckpt.encode(x, codec, dither=(0, step, 0)).decode() - x).abs() <= limit).all()
+        assert ((gradckpt.codecs.encode(x, codec, dither=(0, step, 0)).decode() - x).abs() <= limit).all()
 
 
 # ---- the engine ----
@@ -162,21 +162,21 @@ def run(config, steps=2):
 
 @pytest.fixture(autouse=True)
 def _state_is_put_back():
-    before = gradckpt.get_rounding_state()
+    before = gradckpt.config.get_rounding_state()
     yield
-    gradckpt.set_rounding_state(before)
+    gradckpt.config.set_rounding_state(before)
 
 
 @pytest.mark.filterwarnings("ignore::gradckpt.GradckptInactiveWarning")  # originals stay alive: it compares with them
 def test_engine_rounds_stochastically_and_repeats():
     config = CompressionConfig("int4", stochastic=True, seed=5)
-    gradckpt.set_rounding_state((0, 0))
+    gradckpt.config.set_rounding_state((0, 0))
     first = run(config)
-    after = gradckpt.get_rounding_state()
-    gradckpt.set_rounding_state((0, 0))
+    after = gradckpt.config.get_rounding_state()
+    gradckpt.config.set_rounding_state((0, 0))
     again = run(config)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert gradckpt.get_rounding_state() == after == (2, 0)
+    assert gradckpt.config.get_rounding_state() == after == (2, 0)
     other = run(CompressionConfig("int4", stochastic=True, seed=6))
     nearest = run("int4")
     assert not torch.equal(first[0], other[0])
@@ -185,20 +185,20 @@ def test_engine_rounds_stochastically_and_repeats():
 
 def test_rounding_state_resumes():
     config = CompressionConfig("int8", stochastic=True)
-    gradckpt.set_rounding_state((7, 0))
+    gradckpt.config.set_rounding_state((7, 0))
     both = run(config, 2)
-    gradckpt.set_rounding_state((7, 0))
+    gradckpt.config.set_rounding_state((7, 0))
     run(config, 1)
-    saved = gradckpt.get_rounding_state()
+    saved = gradckpt.config.get_rounding_state()
     assert saved == (8, 0)
-    gradckpt.set_rounding_state((100, 3))
-    gradckpt.set_rounding_state(saved)
+    gradckpt.config.set_rounding_state((100, 3))
+    gradckpt.config.set_rounding_state(saved)
     assert torch.equal(run(config, 2)[0], run_from(config, saved)[0])
     assert not torch.equal(both[0], both[1])
 
 
 def run_from(config, state):
-    gradckpt.set_rounding_state(state)
+    gradckpt.config.set_rounding_state(state)
     return run(config, 2)
 
 
@@ -238,15 +238,15 @@ def test_errors():
     with pytest.raises(ValueError, match="'raw' does not round"):
         CompressionConfig("raw", stochastic=True)
     with pytest.raises(ValueError, match="'raw' does not round"):
-        gradckpt.encode(x, "raw", dither=KEY)
+        gradckpt.codecs.encode(x, "raw", dither=KEY)
     with pytest.raises(ValueError, match=r"seed is between 0 and 2\^64 - 1"):
         CompressionConfig(seed=-1)
     with pytest.raises(TypeError, match="three ints"):
-        gradckpt.encode(x, "int8", dither=5)
+        gradckpt.codecs.encode(x, "int8", dither=5)
     with pytest.raises(ValueError, match=r"step is between 0 and 2\^32 - 1, not 4294967296"):
-        gradckpt.encode(x, "int8", dither=(0, 2**32, 0))
+        gradckpt.codecs.encode(x, "int8", dither=(0, 2**32, 0))
     with pytest.raises(ValueError, match="tensor is between"):
-        gradckpt.set_rounding_state((0, -1))
+        gradckpt.config.set_rounding_state((0, -1))
     with pytest.raises(TypeError, match=r"\(step, tensor\)"):
-        gradckpt.set_rounding_state(3)
+        gradckpt.config.set_rounding_state(3)
     assert CompressionConfig.from_dict(CompressionConfig("int6", stochastic=True, seed=2**64 - 1).to_dict()).stochastic

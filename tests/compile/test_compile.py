@@ -38,7 +38,7 @@ def test_region_inputs_leave_the_forward_graph_as_payloads(partition, replay):
     compiled_loss, compiled_grads = step(model, graphs.compile(model))
     assert torch.equal(compiled_loss, loss)
     assert_same(compiled_grads, grads)
-    nbytes = gradckpt.encode(torch.zeros(NUMEL), "int8").nbytes
+    nbytes = gradckpt.codecs.encode(torch.zeros(NUMEL), "int8").nbytes
     assert [x.numel() for x in graphs.payloads] == [nbytes] * LAYERS
     assert [x.shape for x in graphs.exact] in ([], [(4, 32, 64)])  # the last layer's output, for the loss
     assert len(graphs.calls("encode", graphs.forward)) == len(graphs.calls("decode", graphs.backward)) == LAYERS
@@ -67,7 +67,7 @@ def test_torchs_own_backends(backend):
         # That is far below the 0.6 % of int8.
         for a, b in zip(got[1], grads, strict=True):
             assert (a - b).norm() <= (1e-3 if backend == "inductor" else 0) * b.norm()
-    nbytes = gradckpt.encode(torch.zeros(NUMEL), "int8").nbytes
+    nbytes = gradckpt.codecs.encode(torch.zeros(NUMEL), "int8").nbytes
     found = {key: n for key, n in gradckpt.stats().items() if key.startswith("compiled_")}
     assert found == {
         "compiled_graphs": 1,

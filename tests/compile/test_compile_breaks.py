@@ -40,13 +40,16 @@ def broken(checkpoint, dropout=0.0):
 
 def wrapped(compress):
     model = broken(lambda layer, x: layer(x))
-    assert gradckpt.apply_activation_checkpointing(model, compress, check_fn=lambda m: m in [*model.layers]) == LAYERS
+    assert (
+        gradckpt.compat.apply_activation_checkpointing(model, compress, check_fn=lambda m: m in [*model.layers])
+        == LAYERS
+    )
     return model
 
 
 def applied(compress):
     model = broken(lambda layer, x: layer(x))
-    gradckpt.apply(model, {"layers.?": compress})
+    gradckpt.enable(model, None, modules={"layers.?": compress})
     return model
 
 

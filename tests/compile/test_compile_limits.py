@@ -36,7 +36,7 @@ from gradckpt.policies import contexts_of
 
 def test_apply():
     model = Net(lambda layer, x: layer(x))
-    gradckpt.apply(model, {"layers.?": "int8"})
+    gradckpt.enable(model, None, modules={"layers.?": "int8"})
     loss, grads = step(model)
     graphs = Graphs()
     got = step(model, graphs.compile(model))
@@ -74,8 +74,8 @@ SAVES = {
     **{name: contexts_of(name) for name in ("save_matmuls", "save_matmuls:int8")},
     "a function": answering(True),
     "a function, CheckpointPolicy": answering(CheckpointPolicy.MUST_SAVE),
-    "a function, save()": answering(gradckpt.save()),
-    "a function, save:int8": answering(gradckpt.save("int8")),
+    "a function, save()": answering(gradckpt.policies.save()),
+    "a function, save:int8": answering(gradckpt.policies.save("int8")),
     "a function, codec:int8": answering("int8"),
     "a function, config:int8": answering(CompressionConfig("int8")),
 }

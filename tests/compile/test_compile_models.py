@@ -55,7 +55,7 @@ def test_an_enabled_model_is_one_graph(family, way):
         loss, grads = step(model, function)
     assert torch.equal(loss, exact[0])
     assert len(graphs.forward) == 1
-    nbytes = gradckpt.encode(torch.zeros(IDS.numel() * 64), "int8").nbytes
+    nbytes = gradckpt.codecs.encode(torch.zeros(IDS.numel() * 64), "int8").nbytes
     assert [x.numel() for x in graphs.payloads if x.dim() == 1 and x.numel() == nbytes] == [nbytes] * LAYERS
     for name, grad in grads.items():
         want = exact[1][name]
@@ -79,7 +79,7 @@ def test_a_policy_of_enable():
 
 def test_replay():
     model, graphs = build(), Graphs()
-    gradckpt.enable(model, "int4", replay=True)
+    gradckpt.enable(model, {"codec": "int4", "replay": True})
     want = step(model)
     got = step(model, graphs.compile(model))
     assert torch.equal(got[0], want[0])

@@ -19,7 +19,7 @@ INT8 = {"codec": "int8", "min_numel": 1}
 
 
 def restored(x):
-    return gradckpt.encode(x.detach(), "int8").decode()
+    return gradckpt.codecs.encode(x.detach(), "int8").decode()
 
 
 def inputs(n, numel=300):

@@ -326,7 +326,7 @@ def test_debug_notices_changed_parameters():
 
 def test_warning_of_a_backward_as_an_error():
     """The gradients are there in the next."""
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     x = leaf(4)
     y = gradckpt.checkpoint(lambda t: t.sin().exp(), x * 1, compress={"codec": "int8", "min_numel": 10**6})
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)

@@ -32,7 +32,7 @@ def nested(checkpoint, f, *args):
 
 def kept_by_policy(config, f, *args):
     policy = policies.save_matmuls.compressed(config)
-    context_fn = functools.partial(gradckpt.create_selective_checkpoint_contexts, policy)
+    context_fn = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policy)
     return gradckpt.checkpoint(f, *args, context_fn=context_fn, compress=config)
 
 

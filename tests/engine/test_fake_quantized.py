@@ -22,9 +22,9 @@ SIZE = (8, 64)
 
 @pytest.fixture(autouse=True)
 def _rounding_state_is_put_back():
-    before = gradckpt.get_rounding_state()
+    before = gradckpt.config.get_rounding_state()
     yield
-    gradckpt.set_rounding_state(before)
+    gradckpt.config.set_rounding_state(before)
 
 
 def config(codec, **options):
@@ -171,7 +171,7 @@ def test_what_a_policy_keeps_takes_no_number_of_an_inner_region():
 
     x, w = torch.randn(SIZE, requires_grad=True), torch.randn(64, 64, requires_grad=True)
     policy = gradckpt.policies.save_matmuls.compressed(CompressionConfig("int4", stochastic=True, min_numel=0))
-    context_fn = functools.partial(gradckpt.create_selective_checkpoint_contexts, policy)
+    context_fn = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policy)
     gradckpt.checkpoint(outer, x * 1, w, compress=noisy, context_fn=context_fn).sum().backward()
     assert seen[0] != seen[1]
     assert set(seen[2:]) == set(seen[:2])

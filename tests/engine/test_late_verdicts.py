@@ -373,14 +373,14 @@ def test_rounding_does_not_depend_on_the_moment(settled):
     x = hostile().detach()
     want = x.to(torch.bfloat16).float()
     want[7] = x[7]
-    payload = gradckpt.encode(x, "bf16")
+    payload = gradckpt.codecs.encode(x, "bf16")
     if settled:
         _C.settle_verdicts()
     for _ in range(2):
         assert torch.equal(payload.decode(), want)
         _C.settle_verdicts()
     x = fitting().detach()
-    payload = gradckpt.encode(x, "bf16")
+    payload = gradckpt.codecs.encode(x, "bf16")
     for _ in range(2):
         assert torch.equal(payload.decode(), x.to(torch.bfloat16).float())
         _C.settle_verdicts()
@@ -444,7 +444,7 @@ def test_outer_hooks(make):
 def test_payload_dies_first():
     x = hostile()
     for _ in range(5000):  # more than there are words
-        del_me = gradckpt.encode(x, "lossless")
+        del_me = gradckpt.codecs.encode(x, "lossless")
     original = weakref.ref(x)
     del x, del_me
     assert original() is None
@@ -455,11 +455,11 @@ def test_payload_dies_first():
 def test_no_word_is_left():
     """Then the input is kept by reference: nobody would say whether the payload holds it."""
     x = torch.randn(100, requires_grad=True) * 1
-    payloads = [gradckpt.encode(x, "lossless") for _ in range(4096)]
+    payloads = [gradckpt.codecs.encode(x, "lossless") for _ in range(4096)]
     y = run(x)
     assert compressed() == (0, 0, {SAID: 1})
     assert torch.equal(gradient(y, x), gradient(x.sin(), x))
-    assert torch.equal(gradckpt.encode(x, "lossless").decode(), x)  # asked for by the user: without a word
+    assert torch.equal(gradckpt.codecs.encode(x, "lossless").decode(), x)  # asked for by the user: without a word
     _C.settle_verdicts()
     del payloads
     run(x)
@@ -468,7 +468,7 @@ def test_no_word_is_left():
 
 def test_encode_for_users():
     x = hostile().detach()
-    payload = gradckpt.encode(x, "lossless")
+    payload = gradckpt.codecs.encode(x, "lossless")
     assert torch.equal(payload.decode(), x)
     _C.settle_verdicts()
     assert torch.equal(payload.decode(), x)
@@ -479,26 +479,26 @@ def test_encode_for_users():
         payload.decode()
     with torch.inference_mode():
         inference = hostile().detach().clone()
-    payload = gradckpt.encode(inference, "lossless")
+    payload = gradckpt.codecs.encode(inference, "lossless")
     _C.settle_verdicts()
     assert torch.equal(payload.decode(), inference)
 
 
 def test_letting_go_may_run_python():
     """A callback of the dying original makes and kills payloads: the list of open verdicts changes meanwhile."""
-    others = [gradckpt.encode(fitting(), "lossless") for _ in range(5)]
+    others = [gradckpt.codecs.encode(fitting(), "lossless") for _ in range(5)]
     callbacks = []
 
     def died(reference):
         callbacks.append(reference)
         others.clear()
-        others.extend(gradckpt.encode(fitting(), "lossless") for _ in range(3))
+        others.extend(gradckpt.codecs.encode(fitting(), "lossless") for _ in range(3))
         gradckpt.stats()
 
     x = fitting()
     reference = weakref.ref(x, died)
-    payload = gradckpt.encode(x, "lossless")
-    more = [gradckpt.encode(fitting(), "lossless") for _ in range(5)]
+    payload = gradckpt.codecs.encode(x, "lossless")
+    more = [gradckpt.codecs.encode(fitting(), "lossless") for _ in range(5)]
     del x
     _C.settle_verdicts()
     gradckpt.stats()

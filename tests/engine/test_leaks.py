@@ -175,7 +175,7 @@ def engine_types():
     frame, recompute = seen
     assert frame.__name__ == "Frame"
     assert recompute.__name__ == "Recompute"
-    return [frame, recompute, gradckpt.Payload] + ([type(holder)] if holder is not None else [])
+    return [frame, recompute, gradckpt.codecs.Payload] + ([type(holder)] if holder is not None else [])
 
 
 def living():

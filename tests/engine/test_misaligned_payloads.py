@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradckpt
 
-CODECS = [c for c in gradckpt.codecs() if "float32" in gradckpt.codec_info(c)["dtypes"]]
+CODECS = [c for c in gradckpt.codecs.names() if "float32" in gradckpt.codecs.info(c)["dtypes"]]
 
 
 class CopiesOfBytes(TorchDispatchMode):
@@ -73,7 +73,7 @@ def saved(function, x, config):
 @pytest.mark.parametrize("change", WRONG)
 @pytest.mark.parametrize("use", [in_regions, saved])
 def test_bytes_that_hooks_changed_are_refused(change, use):
-    gradckpt.reset_stats()
+    gradckpt.stats.reset()
     x = torch.randn(1000, requires_grad=True) * 1
     with saved_tensors_hooks(lambda t: t, lambda t: WRONG[change](t) if t.dtype == torch.uint8 else t):
         y = use(torch.sin, x, {"codec": "raw", "min_numel": 0})

@@ -81,7 +81,7 @@ def one_node():
 
 
 def contexts():
-    policy = functools.partial(gradckpt.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls)
+    policy = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls)
     gradckpt.checkpoint(lambda h: (h @ WEIGHT).topk(3)[0], hidden(), compress=SMALL, context_fn=policy).sum().backward()
 
 
@@ -105,7 +105,7 @@ def test_what_any_question_raises_arrives(run):
             assert heard == f"call {n}", error
             assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, n
             assert torch.is_grad_enabled(), n
-            assert not gradckpt.is_recomputing(), n
+            assert not gradckpt.policies.is_recomputing(), n
             n += 1
         gc.collect()
         assert gradckpt.stats()["live_bytes"] == 0
@@ -251,7 +251,7 @@ def test_unpack_of_a_region_that_the_collector_took_apart():
 
     def region(t):
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        payload = gradckpt.encode(t)  # of which the collector does not know
+        payload = gradckpt.codecs.encode(t)  # of which the collector does not know
         weakref.finalize(payload, last_words)
         cycle = [(unpack, pack(t)), payload]
         cycle.append(cycle)

@@ -290,12 +290,12 @@ def test_its_own_checkpointing_under_patched(family):
 
 
 def test_rules_for_modules():
-    """gradckpt.apply knows the blocks of transformers as layers, without diffusers' flag."""
+    """modules= knows the blocks of transformers as layers, without diffusers' flag."""
     model, inputs = build(flux)
     _, gradients, _ = checkpointed(model, inputs, INT8)
     model.disable_gradient_checkpointing()
     gradckpt.stats.reset()
-    with gradckpt.apply(model, "layer", compress="int8") as handle:
+    with gradckpt.enable(model, "int8", modules="layer") as handle:
         assert list(handle.modules) == [
             *(f"transformer_blocks.{i}" for i in range(2)),
             *(f"single_transformer_blocks.{i}" for i in range(2)),
@@ -305,10 +305,11 @@ def test_rules_for_modules():
 
 
 def test_enable_names_the_line():
-    with pytest.raises(
-        ValueError, match=r"^gradckpt: DiTTransformer2DModel is a model of diffusers; call model\.enable_"
-    ):
-        gradckpt.enable(build(dit)[0], "int4")
+    """Where several blocks repeat; one alone is chosen."""
+    with pytest.raises(ValueError, match=r"^gradckpt: \w+ is a model of diffusers, which .*; call model\.enable_"):
+        gradckpt.enable(build(flux)[0], "int4")
+    model = build(dit)[0]
+    assert list(gradckpt.enable(model, "int4").modules) == [f"transformer_blocks.{i}" for i in range(3)]
 
 
 def test_an_unchanged_script_under_the_launcher(tmp_path, monkeypatch):

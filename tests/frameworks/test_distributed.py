@@ -111,7 +111,7 @@ def test_accelerate(accelerated, engine, how):
             "LlamaDecoderLayer is wrapped for checkpointing already, and would be twice; wrap it once, and turn off",
         ),
         ("enable", "is inside torch's CheckpointWrapper since gradckpt.enable, so its layers would run three times"),
-        ("apply", "LlamaDecoderLayer is checkpointed by gradckpt.apply, and torch's CheckpointWrapper is around it"),
+        ("apply", "LlamaDecoderLayer is checkpointed by gradckpt.enable, and torch's CheckpointWrapper is around it"),
     ],
 )
 def test_fsdps_own_flag_beside_ours_is_an_error(accelerated, version, way, says):

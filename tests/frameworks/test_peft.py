@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from checkout import EXAMPLES
+from handles import config_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 import model_families
@@ -248,7 +249,7 @@ def test_prepare_model_for_kbit_training(order, kwargs):
     if order == "after":
         handle = gradckpt.enable(model)
     asked = (kwargs or {}).get("compress", "int8") if order == "before" else "int8"
-    assert handle.config.codec == asked
+    assert config_of(handle).codec == asked
     model = adapt(model)
     exact = gradients(stock(adapt(build())))
     ours = gradients(model)

@@ -5,7 +5,7 @@ import world_ranks
 import worlds
 
 WAYS = {
-    "by_wrapper": "{}by_wrapperBlock in gradckpt.checkpoint_wrapper",
+    "by_wrapper": "{}by_wrapperBlock in gradckpt.compat.checkpoint_wrapper",
     "by_many": "'0' of {}by_many",
     "by_apply": "'0' of {}by_apply",
 }
@@ -34,7 +34,7 @@ def test_both_ranks_name_both_ranks_and_both_codecs(found, way):
 
 def test_configs_are_compared_and_not_codecs_alone(found):
     for rank in found:
-        says(rank["a field"], "FieldBlock in gradckpt.checkpoint_wrapper", "int8", "int8 (replay=True)")
+        says(rank["a field"], "FieldBlock in gradckpt.compat.checkpoint_wrapper", "int8", "int8 (replay=True)")
         says(rank["one layer"], "'1' of One", "int8", "int4")
 
 

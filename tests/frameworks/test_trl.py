@@ -13,6 +13,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from handles import config_of
 from model_families import FAMILIES, VOCAB
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -110,7 +111,7 @@ def test_sft_as_enable_said(model, tmp_path):
     handle = gradckpt.enable(model, compress="int6")
     _, count = finetune(model, tmp_path, None)
     assert count == STEPS * LAYERS
-    assert handle.config.codec == "int6"
+    assert config_of(handle).codec == "int6"
 
 
 @pytest.mark.parametrize("kwargs", [None, {"compress": "int8"}, {"use_reentrant": False}], ids=str)
@@ -132,6 +133,6 @@ def test_generation_between_steps(model, adapters, kwargs):
         with disable_gradient_checkpointing(model, kwargs):
             assert step(model) == 0
         assert step(model) == LAYERS
-    assert handle.config.codec == "int8"
+    assert config_of(handle).codec == "int8"
     handle.remove()
     assert step(model) == 0

@@ -1,4 +1,4 @@
-"""Models for the tests of gradckpt.apply: small ones of transformers, from their configs, and a plain one."""
+"""Models for the tests of chosen modules: small ones of transformers, from their configs, and a plain one."""
 
 import os
 
@@ -150,7 +150,7 @@ class Net(nn.Module):
 
 
 def names_of(model, rules, **options):
-    with gradckpt.apply(model, rules, **options) as handle:
+    with gradckpt.enable(model, modules=rules, **options) as handle:
         return list(handle.modules)
 
 

@@ -124,16 +124,18 @@ def decisions_in_one_node(x: torch.Tensor) -> torch.Tensor:
 @case
 def policy_is_a_function(x: torch.Tensor) -> torch.Tensor:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return gradckpt.save("int8") if op is torch.ops.aten.mm.default else op is torch.ops.aten.sin.default
+        return gradckpt.policies.save("int8") if op is torch.ops.aten.mm.default else op is torch.ops.aten.sin.default
 
-    contexts = functools.partial(gradckpt.create_selective_checkpoint_contexts, policy)
+    contexts = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policy)
     return gradckpt.checkpoint(lambda t: router(t.sin()), x, compress=SMALL, context_fn=contexts)
 
 
 @case
 def policy_of_names(x: torch.Tensor) -> torch.Tensor:
     policy = gradckpt.policies.save_named("wanted")
-    return gradckpt.SelectiveRecompute.apply(lambda t: gradckpt.name(t @ chaos.WEIGHT, "wanted").exp(), policy, x)
+    return gradckpt.SelectiveRecompute.apply(
+        lambda t: gradckpt.policies.name(t @ chaos.WEIGHT, "wanted").exp(), policy, x
+    )
 
 
 @case
@@ -181,7 +183,7 @@ def views_and_layouts(x: torch.Tensor) -> torch.Tensor:
 @case
 def decorated(x: torch.Tensor) -> torch.Tensor:
     whole = gradckpt.compress_saved(SMALL)(lambda t: (t @ chaos.WEIGHT).softmax(-1).log())
-    return whole(x) + gradckpt.encode(x.detach(), "int4").decode()
+    return whole(x) + gradckpt.codecs.encode(x.detach(), "int4").decode()
 
 
 @case

@@ -83,7 +83,7 @@ def _checkpoint(world: World, body: Callable[..., Any], a: torch.Tensor, b: torc
 def _shared(world: World, body: Callable[..., Any], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """One tensor for several regions and twice for one, beside containers."""
     region = functools.partial(gradckpt.checkpoint, **world.options())
-    world.hold(region(torch.sin, b), gradckpt.encode(b.detach(), "int8"))
+    world.hold(region(torch.sin, b), gradckpt.codecs.encode(b.detach(), "int8"))
     box = {"a": a, "b": [b, b]}
     world.given.append(box)
     return region(lambda box, *, also: body(box["a"], box["b"][1]) * also, box, also=b) + region(torch.sin, b)
@@ -99,7 +99,7 @@ def _reentrant(world: World, body: Callable[..., Any], a: torch.Tensor, b: torch
 
 
 def _contexts(world: World, body: Callable[..., Any], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    contexts = functools.partial(gradckpt.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls)
+    contexts = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls)
     return gradckpt.checkpoint(body, a, b, context_fn=contexts, **world.options())
 
 
@@ -257,7 +257,7 @@ def left_behind() -> dict[str, int]:
         "live_bytes": gradckpt.stats()["live_bytes"],
         "hooks": AUTOGRAD._top_saved_tensors_default_hooks(True) is not None,
         "no grad": not torch.is_grad_enabled(),
-        "recomputing": gradckpt.is_recomputing(),
+        "recomputing": gradckpt.policies.is_recomputing(),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "key": torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("Negative")),

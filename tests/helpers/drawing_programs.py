@@ -165,7 +165,7 @@ SAVED = [aten.bernoulli.default, aten.rand_like.default, aten.native_dropout.def
 
 
 def _function(ctx, op, *args, **kwargs):
-    return op in SAVED or (gradckpt.save("int8") if op is aten.mm.default else False)
+    return op in SAVED or (gradckpt.policies.save("int8") if op is aten.mm.default else False)
 
 
 def contexts_of(policy):

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
 import gradckpt
+from gradckpt import apply
 
 TOKENS, WIDTH, EXPERTS = 96, 64, 16
 
@@ -53,15 +54,15 @@ class Router(torch.nn.Module):
 
 def _contexts(codec):
     return functools.partial(
-        gradckpt.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls.compressed(codec)
+        gradckpt.compat.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls.compressed(codec)
     )
 
 
 def _asked(codec):
     def policy(ctx, op, *args, **kwargs):
-        return gradckpt.save(codec) if op in gradckpt.policies.save_matmuls.rules else False
+        return gradckpt.policies.save(codec) if op in gradckpt.policies.save_matmuls.rules else False
 
-    return functools.partial(gradckpt.create_selective_checkpoint_contexts, policy)
+    return functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policy)
 
 
 def ours(codec):
@@ -116,7 +117,7 @@ def _torchs_policy(codec):
 
 
 def _wrapped(codec):
-    return lambda f: gradckpt.checkpoint_wrapper(f, compress=codec, nested=True)
+    return lambda f: gradckpt.compat.checkpoint_wrapper(f, compress=codec, nested=True)
 
 
 def _sequential(codec):
@@ -126,9 +127,11 @@ def _sequential(codec):
 
 @contextlib.contextmanager
 def _applied(codec, model):
-    blocks = [m for m in model.modules() if isinstance(m, Router)]
-    with gradckpt.apply(model, Router, compress=codec, nested=len(blocks) > 1):
-        yield
+    """Regions inside each other, which enable() itself does not make."""
+    for router in [m for m in model.modules() if isinstance(m, Router)]:
+        apply.choose(router, "", apply.parse_options({"compress": codec}, {}), 1, False).install()
+    yield
+    gradckpt.disable(model)
 
 
 def _saved(codec, model):

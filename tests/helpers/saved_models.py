@@ -38,11 +38,11 @@ def activation(*shape, dtype=torch.float32):
 
 
 def payload_of(value):
-    return value.value if isinstance(getattr(value, "value", None), gradckpt.Payload) else None
+    return value.value if isinstance(getattr(value, "value", None), gradckpt.codecs.Payload) else None
 
 
 def int8_bytes(*numels):
-    return sum(gradckpt.encode(torch.zeros(n), "int8").nbytes for n in numels)
+    return sum(gradckpt.codecs.encode(torch.zeros(n), "int8").nbytes for n in numels)
 
 
 class Block(nn.Module):

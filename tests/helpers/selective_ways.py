@@ -103,7 +103,7 @@ class Way:
         """The context_fn of these operators."""
         ops = list(ops)
         policy = (lambda ctx, op, *args, **kwargs: op in ops) if self.name == "by function" else ops
-        make = torchs_contexts if self.name == "torch" else gradckpt.create_selective_checkpoint_contexts
+        make = torchs_contexts if self.name == "torch" else gradckpt.compat.create_selective_checkpoint_contexts
         return Contexts(functools.partial(make, policy, **options))
 
     def around(self):
@@ -166,7 +166,7 @@ def same(a, b):
 
 
 def kept(ops, **options):
-    return {"context_fn": lambda: gradckpt.create_selective_checkpoint_contexts(ops, **options)}
+    return {"context_fn": lambda: gradckpt.compat.create_selective_checkpoint_contexts(ops, **options)}
 
 
 def chain(x):

@@ -78,13 +78,15 @@ def checks(path):
 
     def by_function(net, x):
         def contexts():
-            return gradckpt.create_selective_checkpoint_contexts(lambda ctx, op, *args, **kwargs: "mm" in str(op))
+            return gradckpt.compat.create_selective_checkpoint_contexts(
+                lambda ctx, op, *args, **kwargs: "mm" in str(op)
+            )
 
         return gradckpt.checkpoint(net, x, context_fn=contexts)
 
     def by_name(net, x):
         def contexts():
-            return gradckpt.create_selective_checkpoint_contexts("save_matmuls:int8")
+            return gradckpt.compat.create_selective_checkpoint_contexts("save_matmuls:int8")
 
         return gradckpt.checkpoint(net, x, context_fn=contexts)
 

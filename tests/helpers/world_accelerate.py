@@ -44,9 +44,9 @@ def wrap(model, how):
     elif way == "enable":
         gradckpt.enable(model, COMPRESS[codec])
     elif way == "wrap":
-        gradckpt.apply_activation_checkpointing(model, COMPRESS[codec], check_fn=is_layer)
+        gradckpt.compat.apply_activation_checkpointing(model, COMPRESS[codec], check_fn=is_layer)
     elif way == "apply":
-        gradckpt.apply(model, "layer", compress=COMPRESS[codec])
+        gradckpt.enable(model, COMPRESS[codec], modules="layer")
     return model
 
 
@@ -121,7 +121,7 @@ def examine(version, hows, **options):
 
 
 def is_checkpointed(module):
-    """By a wrapper, by transformers' function or by gradckpt.apply."""
+    """By a wrapper, by transformers' function or by enable(model, modules=...)."""
     by_transformers = is_layer(module) and getattr(module, "gradient_checkpointing", False)
     return isinstance(module, CheckpointWrapper) or by_transformers or region_of(module) is not None
 

@@ -29,7 +29,7 @@ def stage(index, how):
         block.dropout.p = 0.0  # schedules draw in different orders
     if how == "torch":
         return wrap(blocks, how)
-    assert gradckpt.apply_activation_checkpointing(blocks, COMPRESS[how], check_fn=is_block) == BLOCKS
+    assert gradckpt.compat.apply_activation_checkpointing(blocks, COMPRESS[how], check_fn=is_block) == BLOCKS
     return blocks
 
 

@@ -48,19 +48,19 @@ def mine(*codecs):
 def by_wrapper(codec, name):
     model = model_of(name)
     for i, block in enumerate(model):
-        model[i] = gradckpt.checkpoint_wrapper(block, codec)
+        model[i] = gradckpt.compat.checkpoint_wrapper(block, codec)
     step(model)
 
 
 def by_many(codec, name):
     model = model_of(name)
-    gradckpt.apply_activation_checkpointing(model, codec, check_fn=lambda m: isinstance(m, Block))
+    gradckpt.compat.apply_activation_checkpointing(model, codec, check_fn=lambda m: isinstance(m, Block))
     step(model)
 
 
 def by_apply(codec, name):
     model = model_of(name)
-    gradckpt.apply(model, Block, compress=codec)
+    gradckpt.enable(model, codec, modules=Block)
     step(model)
 
 
@@ -105,8 +105,8 @@ def quarrels():
 def settled():
     """Once every rank has spoken, nothing asks again."""
     model = model_of("Settled")
-    gradckpt.apply(model, Block, compress="int8")
-    model[1] = gradckpt.checkpoint_wrapper(Block(), "int8")
+    gradckpt.enable(model, "int8", modules=Block)
+    model[1] = gradckpt.compat.checkpoint_wrapper(Block(), "int8")
     dist.barrier()
     ranks._tables[0].patience = 30.0
     step(model)
@@ -120,22 +120,22 @@ def settled():
 
 def one_layer():
     model = model_of("One")
-    gradckpt.apply(model, {"0": "int8", "1": mine("int8", "int4")})
+    gradckpt.enable(model, None, modules={"0": "int8", "1": mine("int8", "int4")})
     step(model)
 
 
 def per_layer():
     model = model_of("PerLayer")
     for i, block in enumerate(model):
-        model[i] = gradckpt.checkpoint_wrapper(block, ["int8", None][i])
+        model[i] = gradckpt.compat.checkpoint_wrapper(block, ["int8", None][i])
     step(model)
 
 
 def two_models():
     """Draft and target, of the same class; the ranks train them in the same order."""
     draft, target = model_of("Two"), model_of("Two")
-    gradckpt.apply(draft, Block, compress="int4")
-    gradckpt.apply(target, Block, compress="int8")
+    gradckpt.enable(draft, "int4", modules=Block)
+    gradckpt.enable(target, "int8", modules=Block)
     step(draft)
     step(target)
 
@@ -143,7 +143,7 @@ def two_models():
 def later():
     """The one that came first hears it in a later call, without a wait."""
     model = model_of("Late")
-    gradckpt.apply(model, Block, compress=mine("int8", "int4"))
+    gradckpt.enable(model, mine("int8", "int4"), modules=Block)
     dist.barrier()
     if RANK == 0:
         ranks._tables[0].patience = 0.0
@@ -176,14 +176,14 @@ def again():
     dist.destroy_process_group()
     worlds.join(worlds.FOLDER, "second")
     model = model_of("Codecby_apply")
-    gradckpt.apply(model, Block, compress="fp8")
+    gradckpt.enable(model, "fp8", modules=Block)
     agreed = error_of(step, model)
     dist.barrier()
     dist.destroy_process_group()
     step(model)  # without a group
     worlds.join(worlds.FOLDER, "third")
-    gradckpt.unapply(model)
-    gradckpt.apply(model, Block, compress=mine("fp8", "int8"))
+    gradckpt.disable(model)
+    gradckpt.enable(model, mine("fp8", "int8"), modules=Block)
     return [agreed, error_of(step, model)]
 
 
@@ -222,10 +222,10 @@ def sequenced(how, mesh):
     for block in model:
         parallelize_module(block, mesh, plan)
     if how.startswith("apply"):
-        gradckpt.apply(model, Sequenced, compress=how.split()[1])
+        gradckpt.enable(model, how.split()[1], modules=Sequenced)
     else:
         for i, block in enumerate(model):
-            model[i] = torch_wrapper(block) if how == "torch" else gradckpt.checkpoint_wrapper(block, MODES[how])
+            model[i] = torch_wrapper(block) if how == "torch" else gradckpt.compat.checkpoint_wrapper(block, MODES[how])
     return model
 
 
@@ -273,7 +273,7 @@ def partial(mesh):
     gradckpt.stats.reset()
     x = DTensor.from_local(torch.randn(4, 512), mesh, [Replicate()]).requires_grad_()
     sums = DTensor.from_local(x.to_local(), mesh, [Partial()])
-    gradckpt.checkpoint_wrapper(nn.Identity())(sums).to_local().sum().backward()
+    gradckpt.compat.checkpoint_wrapper(nn.Identity(), "int8")(sums).to_local().sum().backward()
     return gradckpt.stats()
 
 
@@ -290,7 +290,7 @@ def late(mesh, layout, local):
 
     def gradient(*codec):
         torch.manual_seed(0)
-        last = gradckpt.checkpoint_wrapper(nn.GELU(), *codec) if codec else nn.GELU()
+        last = gradckpt.compat.checkpoint_wrapper(nn.GELU(), *codec) if codec else nn.GELU()
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), last)
         rowwise = RowwiseParallel(output_layouts=layout, use_local_output=local)
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": rowwise})

@@ -54,14 +54,14 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-#: What wraps the blocks: torch's function, ours, and gradckpt.apply.
+#: What wraps the blocks: torch's function, ours, and enable(model, modules=...).
 def wrap(model, how):
     if how == "torch":
         torchs.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
     elif how.startswith("apply "):
-        gradckpt.apply(model, Block, compress=COMPRESS[how.removeprefix("apply ")])
+        gradckpt.enable(model, COMPRESS[how.removeprefix("apply ")], modules=Block)
     else:
-        assert gradckpt.apply_activation_checkpointing(model, COMPRESS[how], check_fn=is_block) == LAYERS
+        assert gradckpt.compat.apply_activation_checkpointing(model, COMPRESS[how], check_fn=is_block) == LAYERS
     return model
 
 
@@ -111,7 +111,7 @@ def train(make, how, *, same=False, micro=2):
     model = make(how)
     torch.manual_seed(1000)
     gradckpt.stats.reset()
-    gradckpt.set_rounding_state((3, 0))
+    gradckpt.config.set_rounding_state((3, 0))
     hashes, losses = Hashes(), []
     for step in range(micro):
         last = step == micro - 1 or getattr(model, "static_graph", False)  # torch refuses no_sync() in its first step

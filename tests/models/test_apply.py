@@ -1,4 +1,4 @@
-"""gradckpt.apply: what a chosen module does, and that it can be undone."""
+"""enable(model, modules=...): what a chosen module does, and that it can be undone."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ from gradckpt.caches import WithCaches
 
 def test_only_training_with_grad_is_checkpointed(monkeypatch):
     model = Net()
-    gradckpt.apply(model, "layers.*.0")
+    gradckpt.enable(model, None, modules="layers.*.0")
     assert regions_of(model) == 4
     model.eval()
     model.layers[0].train()
@@ -35,7 +35,7 @@ def test_hooks_of_the_module_run_once_and_those_inside_twice():
     model.layers[0].register_forward_pre_hook(lambda *_: calls.append("before"))
     model.layers[0].register_forward_hook(lambda *_: calls.append("after"))
     model.layers[0][0].register_forward_hook(lambda *_: calls.append("inside"))
-    gradckpt.apply(model, "layers.0")
+    gradckpt.enable(model, None, modules="layers.0")
     model(torch.randn(2, 8)).sum().backward()
     assert calls == ["before", "inside", "after", "inside"]
 
@@ -43,7 +43,7 @@ def test_hooks_of_the_module_run_once_and_those_inside_twice():
 def test_state_dict_parameters_and_types_are_unchanged():
     model = build("llama")
     keys, parameters = list(model.state_dict()), dict(model.named_parameters())
-    gradckpt.apply(model, ["layer"])
+    gradckpt.enable(model, None, modules=["layer"])
     assert list(model.state_dict()) == keys
     assert dict(model.named_parameters()) == parameters
     assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
@@ -54,7 +54,7 @@ def test_state_dict_parameters_and_types_are_unchanged():
 
 def test_a_copy_runs_its_own_forward():
     model = Net()
-    gradckpt.apply(model, "layers.*.0")
+    gradckpt.enable(model, None, modules="layers.*.0")
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -65,15 +65,15 @@ def test_a_copy_runs_its_own_forward():
     assert regions_of(twin) == 4
     assert all(p.grad is not None for p in twin.parameters())
     assert all(p.grad is None for p in model.parameters())
-    gradckpt.unapply(twin)
+    gradckpt.disable(twin)
     assert (regions_of(twin), regions_of(model)) == (0, 4)
-    with pytest.raises(ValueError, match="no module of this Net is checkpointed"):
-        gradckpt.unapply(twin)
+    with pytest.raises(ValueError, match="this Net is not enabled"):
+        gradckpt.disable(twin)
 
 
 def test_a_copy_of_one_layer_runs_its_own_forward():
     model = Net()
-    gradckpt.apply(model, "layers.*.0")
+    gradckpt.enable(model, None, modules="layers.*.0")
     layer = copy.deepcopy(model.layers[0][0])
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -83,7 +83,7 @@ def test_a_copy_of_one_layer_runs_its_own_forward():
 @pytest.mark.parametrize("save", ["pickle", "torch"])
 def test_pickle(save):
     model = Net()
-    gradckpt.apply(model, {"layers.*.0": "int8"}, preserve_rng_state=False)
+    gradckpt.enable(model, None, modules={"layers.*.0": "int8"}, preserve_rng_state=False)
     if save == "pickle":
         twin = pickle.loads(pickle.dumps(model))
     else:
@@ -98,7 +98,7 @@ def test_pickle(save):
 
 def test_a_replica_of_dataparallel_runs_its_own_forward():
     model = nn.Linear(8, 8)
-    handle = gradckpt.apply(model, model)
+    handle = gradckpt.enable(model, None, modules=model)
     first = model._replicate_for_data_parallel()
     first.mark = "first"
     replica = first._replicate_for_data_parallel()
@@ -115,7 +115,7 @@ def test_parametrized_modules():
     torch.manual_seed(0)
     model = Net()
     before = nn.utils.parametrizations.weight_norm(model.layers[0][0])
-    handle = gradckpt.apply(model, nn.Linear)
+    handle = gradckpt.enable(model, None, modules=nn.Linear)
     nn.utils.parametrizations.weight_norm(model.layers[1][0])
     assert list(handle.modules) == [f"layers.{i}.0" for i in range(4)]
     assert regions_of(model) == 4
@@ -127,11 +127,11 @@ def test_parametrized_modules():
 
 def test_running_statistics_are_updated_once():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    handle = gradckpt.apply(model, nn.BatchNorm1d)
+    handle = gradckpt.enable(model, None, modules=nn.BatchNorm1d)
     regions_of(model)
     assert model[1].num_batches_tracked == 1
     handle.remove()
-    gradckpt.apply(model, nn.BatchNorm1d, buffers="torch")
+    gradckpt.enable(model, None, modules=nn.BatchNorm1d, buffers="torch")
     regions_of(model)
     assert model[1].num_batches_tracked == 3
 
@@ -148,7 +148,7 @@ def test_a_forward_of_another_kind_does_not_hide_the_module():
     norm = nn.BatchNorm1d(8)
     norm.forward = lambda x: type(norm).forward(norm, x)
     model = nn.Sequential(norm)
-    gradckpt.apply(model, nn.BatchNorm1d)
+    gradckpt.enable(model, None, modules=nn.BatchNorm1d)
     model(torch.randn(4, 8, requires_grad=True)).sum().backward()
     assert norm.num_batches_tracked == 1
 
@@ -162,7 +162,7 @@ class Words(nn.Module):
 
 def test_keywords_of_the_modules_own():
     model = nn.ModuleList([Words()])
-    gradckpt.apply(model, Words)
+    gradckpt.enable(model, None, modules=Words)
     x = torch.randn(8, requires_grad=True)
     scale = torch.full((), 3.0, requires_grad=True)
     out = model[0](x, compress=scale, function=2.0, buffers=1.0)
@@ -188,8 +188,8 @@ def test_options_reach_checkpoint():
 
     model = Net(2)
     options = {"context_fn": lambda: (Note("forward"), Note("recompute")), "early_stop": False}
-    handle = gradckpt.apply(
-        model, {"layers.0.0": options, "layers.1.0": None}, compress="int8", determinism_check="none"
+    handle = gradckpt.enable(
+        model, "int8", modules={"layers.0.0": options, "layers.1.0": None}, determinism_check="none"
     )
     first, second = handle.modules.values()
     assert (first["compress"].codec, first["early_stop"], first["determinism_check"]) == ("int8", False, "none")
@@ -205,7 +205,7 @@ def test_remove_leaves_everything_as_it_was():
     x = torch.randn(2, 8)
     expected = model(x)
     before = [dict(vars(module)) for module in model.modules()]
-    handle = gradckpt.apply(model, ["layers.?"])
+    handle = gradckpt.enable(model, None, modules=["layers.?"])
     assert regions_of(model) == 4
     assert model.layers[1].forward is not own
     assert torch.equal(model(x), expected)
@@ -215,15 +215,15 @@ def test_remove_leaves_everything_as_it_was():
     assert [list(each) for each in after] == [list(each) for each in before]
     assert all(new[key] is old[key] for new, old in zip(after, before, strict=True) for key in old)
     assert handle.modules == {}
-    assert repr(handle) == "<gradckpt apply: removed from Net>"
-    with gradckpt.apply(model, ["layers.?"]) as handle:
+    assert repr(handle) == "<gradckpt handle: Net is not enabled>"
+    with gradckpt.enable(model, None, modules=["layers.?"]) as handle:
         assert regions_of(model) == 4
     assert regions_of(model) == 0
 
 
 def test_remove_below_a_later_wrapper():
     model = Net(1)
-    handle = gradckpt.apply(model, "layers.0")
+    handle = gradckpt.enable(model, None, modules="layers.0")
     ours = model.layers[0].forward
     model.layers[0].forward = theirs = lambda x: ours(x)
     assert regions_of(model) == 1
@@ -234,7 +234,7 @@ def test_remove_below_a_later_wrapper():
 
 def test_neither_handle_nor_region_keeps_the_model_alive():
     model = Net()
-    handle = gradckpt.apply(model, "layers.?")
+    handle = gradckpt.enable(model, None, modules="layers.?")
     forward, seen = model.layers[0].forward, weakref.ref(model.layers[0])
     gc.collect()
     gc.disable()
@@ -250,9 +250,11 @@ def test_neither_handle_nor_region_keeps_the_model_alive():
 
 def test_repr_is_a_table():
     model = build("llama")
-    handle = gradckpt.apply(model, {"attention": {"codec": "int4", "replay": True}, "mlp": {"early_stop": False}})
+    handle = gradckpt.enable(
+        model, None, modules={"attention": {"codec": "int4", "replay": True}, "mlp": {"early_stop": False}}
+    )
     assert repr(handle).splitlines() == [
-        "<gradckpt apply: 4 modules of LlamaForCausalLM",
+        "<gradckpt handle: 4 modules of LlamaForCausalLM",
         "  model.layers.*.self_attn     2 x LlamaAttention  int4, replay=True",
         "  model.layers.*.mlp           2 x LlamaMLP        uncompressed, early_stop=False>",
     ]
@@ -267,6 +269,6 @@ def test_inside_torch_compile():
     model(x).sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    gradckpt.apply(model, "layers.?")
+    gradckpt.enable(model, None, modules="layers.?")
     torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))

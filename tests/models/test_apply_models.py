@@ -1,4 +1,4 @@
-"""gradckpt.apply: the kinds of modules in models of transformers and others, gradients, caches."""
+"""enable(model, modules=...): the kinds of modules in models of transformers and others, gradients, caches."""
 
 import collections
 
@@ -8,7 +8,7 @@ from apply_models import LENGTH, MODELS, VOCAB, assert_same, build, gradients, n
 from torch import nn
 
 import gradckpt
-from gradckpt.kinds import KINDS, MEGATRON, Tree
+from gradckpt.kinds import KINDS, Tree, repeated_blocks
 
 PREFIX = "_checkpoint_wrapped_module."  # in names of parameters of a model with wrapped modules
 
@@ -31,23 +31,17 @@ FOUND = {
         "layer": "MixtralDecoderLayer 2",
         "attention": "MixtralAttention 2",
         "moe": "MixtralSparseMoeBlock 2",
-        "moe_act": "SiLUActivation 2",
     },
     "qwen2_moe": {
         "layer": "Qwen2MoeDecoderLayer 2",
         "attention": "Qwen2MoeAttention 2",
         "moe": "Qwen2MoeSparseMoeBlock 2",
-        "moe_act": "SiLUActivation 2",
-        "shared_experts": "Qwen2MoeMLP 2",
     },
     "deepseek_v3": {
         "layer": "DeepseekV3DecoderLayer 2",
         "attention": "DeepseekV3Attention 2",
         "mlp": "DeepseekV3MLP 1",
         "moe": "DeepseekV3MoE 1",
-        "moe_act": "SiLUActivation 1",
-        "shared_experts": "DeepseekV3MLP 1",
-        "mla_up_proj": "Linear 4",
     },
     "mamba": {"layer": "MambaBlock 2"},
     "gpt_oss": {"layer": "GptOssDecoderLayer 2", "attention": "GptOssAttention 2", "moe": "GptOssMLP 2"},
@@ -65,17 +59,61 @@ def test_kinds(name):
     tree = Tree(model)
     modules = dict(tree.names)
     found = {}
-    for kind in dict.fromkeys([*KINDS, *MEGATRON]):
+    for kind in KINDS:
         names = tree.of_kind(kind)
         classes = sorted({type(modules[each]).__name__ for each in names})
         if names:
             found[kind] = " ".join([*classes, str(len(names))])
-    assert found.pop("core_attn", None) == found.get("attention")
-    assert found.pop("layernorm") == found["norm"]
     apart = [kind for kind in KINDS if kind != "layer" and kind in found]
     assert len(names_of(model, apart)) == sum(len(tree.of_kind(kind)) for kind in apart)  # and none inside another
     assert found.pop("norm").split()[-1] == str(NORMS.get(name, 5))
     assert found == FOUND[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_repeated_block_is_the_layer(name):
+    model = build(name)
+    found = repeated_blocks(model)
+    assert sorted(each for blocks in found for each in blocks.names) == sorted(Tree(model).of_kind("layer"))
+    assert len(found) == (2 if name == "whisper" else 1)
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+class Stage(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.norm, self.blocks = nn.LayerNorm(8), nn.Sequential(*blocks)
+
+
+def blocks_of(model):
+    return {blocks.kind.__name__: blocks.names for blocks in repeated_blocks(model)}
+
+
+def test_repeated_blocks_of_models_in_stages():
+    """Of a vision model in stages the blocks in them, a stage with one block or none among them."""
+    depths = {"two": 2, "three": 3, "one": 1}
+    stages = nn.ModuleDict({name: Stage(Residual(8) for _ in range(depth)) for name, depth in depths.items()})
+    assert blocks_of(stages) == {"Residual": ["two.blocks.0", "two.blocks.1", *(f"three.blocks.{i}" for i in range(3))]}
+    rows = nn.Sequential(*(nn.Sequential(*(Residual(8) for _ in range(depth))) for depth in (2, 2, 1, 1)))
+    assert blocks_of(rows) == {"Residual": ["0.0", "0.1", "1.0", "1.1"]}
+
+
+def test_repeated_blocks_share_nothing_and_hold_the_experts():
+    """Experts belong to their layer; a head beside many layers is no rival; equals are."""
+    layers = nn.ModuleList(Mixture() for _ in range(3))
+    model = nn.ModuleDict({"layers": layers, "head": nn.Sequential(Gated(), Gated())})
+    layers.append(layers[0])
+    assert blocks_of(model) == {"Mixture": ["layers.0", "layers.1", "layers.2"], "Gated": ["head.0", "head.1"]}
+    wide = nn.ModuleDict(
+        {"layers": nn.ModuleList(Residual(64) for _ in range(2)), "head": nn.Sequential(Gated(), Gated())}
+    )
+    assert blocks_of(wide) == {"Residual": ["layers.0", "layers.1"]}
+    assert blocks_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) == {}
 
 
 class Attention(nn.Module):  # as in timm
@@ -177,7 +215,7 @@ def test_uncompressed_gradients_are_those_of_no_checkpointing(name, rules, monke
     if rules == "mlp or moe":
         rules = next((kind for kind in ("mlp", "moe") if kind in kinds), "norm")
     expected = gradients(model)
-    handle = gradckpt.apply(model, rules)
+    handle = gradckpt.enable(model, None, modules=rules)
     assert len(handle.modules) == sum(kinds[kind] for kind in ([rules] if isinstance(rules, str) else rules))
 
     runs = collections.Counter()
@@ -205,7 +243,7 @@ def test_compressed_inputs():
     model = build("llama")
     expected_loss, expected = gradients(model)
     gradckpt.stats.reset()
-    gradckpt.apply(model, {"attention": {"codec": "int8", "min_numel": 0}, "mlp": "raw"})
+    gradckpt.enable(model, None, modules={"attention": {"codec": "int8", "min_numel": 0}, "mlp": "raw"})
     loss, found = gradients(model)
     assert gradckpt.stats()["compressed"] == 4
     assert loss == expected_loss  # exact mode
@@ -231,9 +269,9 @@ def test_a_cache_is_filled_once(name, rules):
     out.loss.backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     if rules == "wrapped":
-        gradckpt.apply_activation_checkpointing(model, "raw")
+        gradckpt.compat.apply_activation_checkpointing(model, "raw")
     else:
-        gradckpt.apply(model, rules)
+        gradckpt.enable(model, None, modules=rules)
     model.zero_grad()
     out, cache = cache_of()
     assert cache.get_seq_length() == LENGTH
@@ -246,13 +284,13 @@ def test_a_cache_is_filled_once(name, rules):
     out.loss.backward()  # each recompute gets a copy of its own
 
 
-@pytest.mark.parametrize("rules", ["layer", "moe", ["moe_act", "norm"]])
+@pytest.mark.parametrize("rules", ["layer", "moe", ["*.experts.act_fn", "norm"]])
 def test_what_transformers_records_inside(rules):
     """The load-balancing loss is of router logits that a hook takes out of the mixtures."""
     model = build("mixtral")
     model.config.output_router_logits = True
     expected = gradients(model)
-    gradckpt.apply(model, rules)
+    gradckpt.enable(model, None, modules=rules)
     assert_same(gradients(model), expected)
 
 
@@ -265,7 +303,7 @@ def test_a_cache_with_a_prefix_keeps_it():
         with torch.no_grad():
             cache = model(input_ids=prefix, use_cache=True).past_key_values
         if rules:
-            gradckpt.apply(model, rules)
+            gradckpt.enable(model, None, modules=rules)
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids, past_key_values=cache).loss
         loss.backward()

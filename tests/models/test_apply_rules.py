@@ -1,10 +1,9 @@
-"""gradckpt.apply: which modules a rule chooses, and what is refused."""
+"""enable(model, modules=...): which modules a selector chooses, and what is refused."""
 
 import re
 
 import pytest
-import torch
-from apply_models import Net, assert_same, build, gradients, names_of, regions_of
+from apply_models import Net, build, names_of, regions_of
 from torch import nn
 
 import gradckpt
@@ -22,12 +21,12 @@ import gradckpt
         (re.compile(r"layers\.[0-4]\.0"), "0.0 1.0 2.0 3.0 4.0"),
         (lambda name, module: name.endswith("5"), "5"),
         (["layers.1", "layers.0"], "0 1"),
-        (gradckpt.every(2, "layers.?"), "0 2 4"),
-        (gradckpt.every(3, nn.Linear, offset=1), "1.0 4.0"),
-        (gradckpt.m_of_n(2, 3, "layers.?"), "0 1 3 4"),
-        (gradckpt.m_of_n(1, 2, gradckpt.every(2, "layers.?")), "0 4"),
+        (gradckpt.selectors.every(2, "layers.?"), "0 2 4"),
+        (gradckpt.selectors.every(3, nn.Linear, offset=1), "1.0 4.0"),
+        (gradckpt.selectors.m_of_n(2, 3, "layers.?"), "0 1 3 4"),
+        (gradckpt.selectors.m_of_n(1, 2, gradckpt.selectors.every(2, "layers.?")), "0 4"),
         ({"layers.0": "skip", "layers.?": "int8"}, "1 2 3 4 5"),
-        ({gradckpt.every(2, "layers.?"): "int8", "layers.?": None}, "0 1 2 3 4 5"),
+        ({gradckpt.selectors.every(2, "layers.?"): "int8", "layers.?": None}, "0 1 2 3 4 5"),
     ],
 )
 def test_selectors(rules, expected):
@@ -35,8 +34,9 @@ def test_selectors(rules, expected):
 
 
 def test_the_first_rule_wins():
-    rules = {"layers.0": "int4", gradckpt.every(2, "layers.?"): "fp8", "layers.?": True}
-    found = gradckpt.apply(Net(), rules).modules
+    rules = {"layers.0": "int4", gradckpt.selectors.every(2, "layers.?"): "fp8", "layers.?": True}
+    model = Net()
+    found = gradckpt.enable(model, None, modules=rules).modules
     assert [settings["compress"].codec for settings in found.values()] == ["int4", "int8", "fp8_e4m3", "int8"]
 
 
@@ -51,16 +51,6 @@ def test_a_module_and_the_model_itself():
 
 def test_skip_is_for_the_module_and_not_for_those_inside():
     assert names_of(Net(2), {"layers.0": "skip", nn.Linear: None}) == ["layers.0.0", "layers.1.0"]
-
-
-def test_megatron_names_on_a_mixture_of_experts():
-    model = build("deepseek_v3")
-    names = names_of(model, ["core_attn", "mlp", "shared_experts", "moe_act", "layernorm"])
-    assert "model.layers.1.mlp.shared_experts" in names
-    assert "model.layers.0.mlp" in names
-    expected = gradients(model)
-    with gradckpt.apply(model, ["mla_up_proj", "moe"]):
-        assert_same(gradients(model), expected)
 
 
 # ---- shared modules ----
@@ -79,26 +69,15 @@ class Twice(nn.Module):
 
 def test_a_shared_module_is_wrapped_once():
     model = Twice()
-    handle = gradckpt.apply(model, nn.Linear)
+    handle = gradckpt.enable(model, None, modules=nn.Linear)
     assert list(handle.modules) == ["first", "third"]
     assert regions_of(model) == 3
     handle.remove()
-    assert list(gradckpt.apply(model, "second").modules) == ["second"]
+    assert list(gradckpt.enable(model, None, modules="second").modules) == ["first"]
 
 
 def test_places_count_a_shared_module_once():
-    assert names_of(Twice(), gradckpt.every(2, nn.Linear, offset=1)) == ["third"]
-
-
-def test_nested_regions_when_they_are_asked_for():
-    torch.manual_seed(0)
-    model, x = Net(2), torch.randn(2, 8)
-    model(x).sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    gradckpt.apply(model, ["layers.?", nn.Linear], nested=True)
-    assert regions_of(model, x) == 4 + 2  # the inner ones again in the recompute of the outer
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    assert names_of(Twice(), gradckpt.selectors.every(2, nn.Linear, offset=1)) == ["third"]
 
 
 # ---- errors ----
@@ -108,22 +87,25 @@ def test_nested_regions_when_they_are_asked_for():
     ("rules", "error", "message"),
     [
         ("attention", ValueError, "'attention'; kinds in this Net: none; choose by class instead, one of "),
-        ("int8", ValueError, "no module matches 'int8'; that is a codec, and modules come first: {\"layer\": 'int8'}"),
-        ("fp8", ValueError, "no module matches 'fp8'; that is a codec"),
+        ("int8", ValueError, "no module matches 'int8'; it is a codec: pass compress='int8'"),
+        ("fp8", ValueError, "no module matches 'fp8'; it is a codec"),
         ("nothing.*", ValueError, r"no module matches 'nothing\.\*'; .*names: 'layers', 'layers\.0', 'layers\.0\.0'"),
         ("?.0", ValueError, r"a pattern is for the whole name, so write '\*\.\?\.0'"),
         (nn.Conv2d, ValueError, "no module matches Conv2d"),
         (re.compile("layer"), ValueError, r"no module matches re\.compile\('layer'\)"),
-        (gradckpt.every(2, "layers.?", offset=9), ValueError, r"every\(2, 'layers\.\?', offset=9\).* matches 4"),
-        ("moe_act", ValueError, "'moe_act'; its experts have no activation module"),
-        ("shared_experts", ValueError, "no mixture of experts with shared experts"),
-        ({}, ValueError, "given no rules"),
-        ([], ValueError, "given no rules"),
+        (
+            gradckpt.selectors.every(2, "layers.?", offset=9),
+            ValueError,
+            r"every\(2, 'layers\.\?', offset=9\).* matches 4",
+        ),
+        ("moe", ValueError, "no module matches 'moe'; it has no mixture of experts"),
+        ({}, ValueError, "modules= is empty"),
+        ([], ValueError, "modules= is empty"),
         ({"layers.0": "skip"}, ValueError, 'every rule says "skip"'),
         ({"layers.?": "int8", "layers.0": "skip"}, ValueError, r"every module that 'layers\.0' matches is taken"),
         ({"layers.?": "int9"}, ValueError, "unknown codec 'int9'; choose one of"),
-        ({"layers.?": {"compres": "int8"}}, ValueError, "unknown option 'compres'; the options are: compress, "),
-        ({"layers.?": {"early_stop": True, "replay": True}}, ValueError, r"belongs into compress={\"replay\": \.\.\.}"),
+        ({"layers.?": {"compres": "int8"}}, ValueError, r"unknown option 'compres'; did you mean 'compress'\?"),
+        ({"layers.?": {"early_stop": True, "replay": True}}, ValueError, "'replay' is a field of compress="),
         ({"layers.?": {"use_reentrant": True}}, ValueError, "unknown option 'use_reentrant'"),
         ({"layers.?": {"early_stop": 1}}, TypeError, "early_stop is True or False, not 1"),
         ({"layers.?": {"buffers": "twice"}}, ValueError, "buffers is one of once, torch; not 'twice'"),
@@ -146,54 +128,71 @@ def test_errors_leave_the_model_as_it_was(rules, error, message):
     model = Net()
     before = [dict(vars(module)) for module in model.modules()]
     with pytest.raises(error, match=message):
-        gradckpt.apply(model, rules)
+        gradckpt.enable(model, None, modules=rules)
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
 def test_errors_of_arguments():
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not list"):
-        gradckpt.apply([Net()], "layers.?")
-    with pytest.raises(ValueError, match="unknown option 'codec'"):
-        gradckpt.apply(Net(), "layers.?", codec="int8")
+        gradckpt.enable([Net()], None, modules="layers.?")
+    with pytest.raises(ValueError, match="'codec' is a field of compress="):
+        gradckpt.enable(Net(), None, modules="layers.?", codec="int8")
     with pytest.raises(ValueError, match="k is 1 or more"):
-        gradckpt.every(0, "layer")
+        gradckpt.selectors.every(0, "layer")
     with pytest.raises(ValueError, match="offset is 0 or more"):
-        gradckpt.every(1, "layer", offset=-1)
+        gradckpt.selectors.every(1, "layer", offset=-1)
     with pytest.raises(TypeError, match="k is an int"):
-        gradckpt.every(1.5, "layer")
+        gradckpt.selectors.every(1.5, "layer")
     with pytest.raises(ValueError, match="3 is more than 2"):
-        gradckpt.m_of_n(3, 2, "layer")
+        gradckpt.selectors.m_of_n(3, 2, "layer")
 
 
 def test_a_kind_that_has_no_module_says_where_it_is():
     with pytest.raises(ValueError, match=r'feed-forward has no module of its own.*"layer" \(2\), "attention" \(2\)'):
-        gradckpt.apply(build("bert"), "mlp")
+        gradckpt.enable(build("bert"), None, modules="mlp")
 
 
-def test_twice_is_refused():
+def test_again_does_nothing_when_equal_and_changes_what_differs():
     model = Net()
-    handle = gradckpt.apply(model, "layers.0")
-    with pytest.raises(ValueError, match=r"'layers\.0' \(Sequential\) is checkpointed .*handle\.remove\(\) first"):
-        gradckpt.apply(model, "layers.1")
+    handle = gradckpt.enable(model, modules="layers.0")
+    forward = model.layers[0].forward
+    assert gradckpt.enable(model, "int8", modules="layers.0", policy=None).modules == handle.modules
+    assert model.layers[0].forward is forward
+    gradckpt.enable(model, "int4", modules="layers.[01]")
+    assert [settings["compress"].codec for settings in handle.modules.values()] == ["int4", "int4"]
+    with pytest.raises(ValueError, match="has no forward of its own"):
+        gradckpt.enable(model, modules=nn.ModuleList)
+    assert list(handle.modules) == ["layers.0", "layers.1"]
+    gradckpt.enable(model, "int4", modules="layers.1", offload=True)
+    assert list(handle.modules) == ["layers.1"]
     handle.remove()
-    gradckpt.apply(model, "layers.1")
+    assert handle.modules == {}
 
 
 def test_two_settings_for_a_shared_module_are_refused():
     for rules in ({"first": "int8", "second": "int4"}, {"first": "skip", nn.Linear: None}):
         with pytest.raises(ValueError, match="'first' and 'second' are one Linear, and the rules give it different"):
-            gradckpt.apply(Twice(), rules)
+            gradckpt.enable(Twice(), None, modules=rules)
     assert names_of(Twice(), {"first": "int8", "second": "int8"}) == ["first"]
 
 
 @pytest.mark.parametrize("rules", ["layer", "attention", "*.layers.0.mlp"])
-def test_a_model_that_is_enabled_is_refused(rules):
+def test_a_model_that_is_enabled_gets_other_modules(rules):
     model = build("llama")
-    enabled = gradckpt.enable(model)
-    with pytest.raises(ValueError, match=r"gradient_checkpointing is on .*gradckpt\.disable\(model\)"):
-        gradckpt.apply(model, rules)
-    enabled.remove()
-    gradckpt.apply(model, rules)
+    handle = gradckpt.enable(model)
+    layers = list(handle.modules)
+    gradckpt.enable(model, modules=rules)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    with pytest.raises(ValueError, match="no module matches"):
+        gradckpt.enable(model, modules="nothing")
+    assert handle.modules
+    gradckpt.enable(model)
+    assert list(handle.modules) == layers
+    model.gradient_checkpointing_disable()
+    model.gradient_checkpointing_enable()
+    gradckpt.disable(model)
+    with pytest.raises(ValueError, match=r"gradient_checkpointing is on; .*gradient_checkpointing_disable\(\)"):
+        gradckpt.enable(model, modules=rules)
 
 
 class Decorated(nn.Module):
@@ -210,25 +209,23 @@ def test_what_is_checkpointed_otherwise_is_refused():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     with pytest.raises(ValueError, match=r"'0' \(Decorated\) is checkpointed already: its forward is decorated"):
-        gradckpt.apply(nn.Sequential(Decorated()), Decorated)
-    with pytest.raises(ValueError, match=r"'0\.inner' \(Linear\) is inside '0' \(Decorated\), and '0' .*nested=True"):
-        gradckpt.apply(nn.Sequential(Decorated()), nn.Linear)
+        gradckpt.enable(nn.Sequential(Decorated()), None, modules=Decorated)
+    with pytest.raises(ValueError, match=r"'0\.inner' \(Linear\) is inside '0' \(Decorated\), and '0' .*decorated"):
+        gradckpt.enable(nn.Sequential(Decorated()), None, modules=nn.Linear)
     with pytest.raises(ValueError, match=r"'0' \(Decorated\) is inside the model itself \(Sequential\), and '0'"):
-        gradckpt.apply(nn.Sequential(Decorated()), "")
+        gradckpt.enable(nn.Sequential(Decorated()), None, modules="")
     wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(8, 8)))
     with pytest.raises(ValueError, match="torch's CheckpointWrapper; leave it out"):
-        gradckpt.apply(wrapped, nn.Linear)
-    assert names_of(nn.Sequential(Decorated()), nn.Linear, nested=True) == ["0.inner"]
+        gradckpt.enable(wrapped, None, modules=nn.Linear)
 
 
 def test_models_with_a_flag_of_their_own():
     """timm's and diffusers' flags lie on the module that checkpoints what is inside it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.grad_checkpointing = True
-    with pytest.raises(ValueError, match=r"^gradckpt: '1' .* inside .*model\.set_grad_checkpointing\(False\); or pass"):
-        gradckpt.apply(model, "1")
-    gradckpt.apply(model, "1", nested=True).remove()
+    with pytest.raises(ValueError, match=r"^gradckpt: '1' .* inside .*model\.set_grad_checkpointing\(False\)"):
+        gradckpt.enable(model, None, modules="1")
     model.grad_checkpointing = False
     model.gradient_checkpointing = True
-    with pytest.raises(ValueError, match=r"\(diffusers\) model\.disable_gradient_checkpointing\(\)"):
-        gradckpt.apply(model, "1")
+    with pytest.raises(ValueError, match=r"in diffusers, model\.disable_gradient_checkpointing\(\)"):
+        gradckpt.enable(model, None, modules="1")

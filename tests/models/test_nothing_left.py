@@ -92,7 +92,7 @@ def ours():
         train(model)
         with gradckpt.patched("int4"):
             train(model)
-    with gradckpt.apply(build().model.layers[0], {"mlp": "int8"}), gradckpt.compress_saved("int8"):
+    with gradckpt.enable(build().model.layers[0], None, modules={"mlp": "int8"}), gradckpt.compress_saved("int8"):
         train(build())
     train_by_flag(compress="int8")
 

@@ -1,4 +1,4 @@
-"""policy= in gradckpt.enable, in the kwargs of transformers, and in gradckpt.apply."""
+"""policy= in gradckpt.enable, with and without modules=, and in the kwargs of transformers."""
 
 import copy
 import os
@@ -104,7 +104,9 @@ def test_copies_carry_it(kept):
 
 def test_apply(kept):
     want, model = step(llama()), llama()
-    with gradckpt.apply(model, {"mlp": {"policy": "save_matmuls"}, "attention": {"policy": None}}, policy="decisions"):
+    with gradckpt.enable(
+        model, None, modules={"mlp": {"policy": "save_matmuls"}, "attention": {"policy": None}}, policy="decisions"
+    ):
         assert_equal(step(model), want)
         assert [list(storage) for storage in kept if aten.mm.default in storage] == [[aten.mm.default]] * 2
 
@@ -128,4 +130,4 @@ def test_errors():
         with pytest.raises(ValueError, match=said):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     with pytest.raises(ValueError, match="exclude each other"):
-        gradckpt.apply(llama(), {"mlp": {"policy": "save_matmuls", "context_fn": lambda: None}})
+        gradckpt.enable(llama(), None, modules={"mlp": {"policy": "save_matmuls", "context_fn": lambda: None}})

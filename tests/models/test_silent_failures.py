@@ -67,7 +67,7 @@ def train(model, rows=64, dtype=torch.float32):
 
 def applied(call=lambda net, block, x: block(x), compress="int8", **options):
     net = Net(call)
-    gradckpt.apply(net, {Block: compress}, **options)
+    gradckpt.enable(net, modules={Block: compress}, **options)
     return net
 
 
@@ -224,7 +224,7 @@ FAILURES = [
     (unknown_container, r"the regions got no tensors; .*in tuples, lists or dicts"),
     (detached_inputs, "does not require grad"),
     (leaf_inputs, "leaves stay alive anyway"),
-    (double_precision, r'dtype the codec does not take \(gradckpt.codec_info\(codec\)\["dtypes"\]'),
+    (double_precision, r'dtype the codec does not take \(gradckpt.codecs.info\(codec\)\["dtypes"\]'),
     (min_numel_above_all, r"smaller than min_numel \(lower it with"),
     (eval_mode_with_apply, r"none of the 4 modules .*in eval mode; call model.train\(\)"),
     (eval_mode_with_enable, r"in eval mode, where transformers does not checkpoint; call model.train\(\)"),
@@ -256,7 +256,7 @@ def test_a_smoke_test_of_a_tiny_model_passes_under_warnings_as_errors(caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net = Net()
-        gradckpt.apply(net, {Block: "int8"}, policy="save_matmuls")
+        gradckpt.enable(net, None, modules={Block: "int8"}, policy="save_matmuls")
         train(net, rows=2)
         lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "smaller than min_numel (compressing them would save nothing)" in line]

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from checkout import ROOT
+from handles import config_of
 from test_huggingface import (
     HAS_EVERY_AND_OFFLOAD,
     IDS,
@@ -191,7 +192,7 @@ class TestKeys:
         model = build()
         handle = gradckpt.enable(model, compress="fp8")
         assert train(model, tmp_path, **flag({"replay": True})) == 2 * LAYERS
-        assert handle.config == gradckpt.CompressionConfig("fp8", replay=True)
+        assert config_of(handle) == gradckpt.CompressionConfig("fp8", replay=True)
 
 
 class TestTrainers:
@@ -341,17 +342,19 @@ class TestModels:
 
     def test_the_part_is_enabled(self, tmp_path):
         model = build()
-        gradckpt.enable(model.model)
-        with pytest.raises(ValueError, match=r"LlamaForCausalLM is already enabled \(its LlamaModel is\)"):
-            train(model, tmp_path, **flag({"compress": "int8"}))
+        """The flag is for all of the model, as enable() would be."""
+        handle = gradckpt.enable(model.model, "int4")
+        assert train(model, tmp_path, **flag({"compress": "int8"})) == 2 * LAYERS
+        assert handle.modules == {}
+        assert SEAM not in vars(model.model) or not isinstance(vars(model.model)[SEAM], type(vars(model)[SEAM]))
 
     @needs_layers
-    def test_checkpointed_by_apply_too(self, tmp_path):
+    def test_chosen_modules_are_checkpointed_too(self, tmp_path):
         model = build()
-        gradckpt.apply(model, {"layer": "int8"})
-        with pytest.raises(ValueError, match=r"already checkpointed by gradckpt\.apply.*unapply"):
+        gradckpt.enable(model, None, modules={"layer": "int8"})
+        with pytest.raises(ValueError, match=r"already enabled by itself, .*gradckpt\.disable"):
             train(model, tmp_path, **flag({"compress": "int8"}))
-        with pytest.raises(ValueError, match=r"was turned on since gradckpt\.apply, which checkpoints it too"):
+        with pytest.raises(ValueError, match=r"was turned on since gradckpt\.enable, which checkpoints it too"):
             train(model, tmp_path, **flag())
         off(model)
         assert train(model, tmp_path) == 2 * LAYERS

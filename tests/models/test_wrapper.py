@@ -79,7 +79,7 @@ def stock():
 
 def wrapped(compress=None, **options):
     model = net()
-    assert gradckpt.apply_activation_checkpointing(model, compress, check_fn=is_block, **options) == N
+    assert gradckpt.compat.apply_activation_checkpointing(model, compress, check_fn=is_block, **options) == N
     return model
 
 
@@ -92,6 +92,12 @@ def close(a, b):
 
 
 def test_none_is_torchs_to_the_last_bit():
+    """And the default, as in all of gradckpt.compat."""
+    model = net()
+    gradckpt.compat.apply_activation_checkpointing(model, check_fn=is_block)
+    assert "gradckpt: uncompressed" in repr(model)
+    assert "gradckpt: uncompressed" in repr(gradckpt.compat.checkpoint_wrapper(MyBlock()))
+    assert equal(gradients(model), gradients(stock()))
     assert equal(gradients(wrapped()), gradients(stock()))
     assert gradients(wrapped())[0].abs().sum() > 0
 
@@ -108,9 +114,11 @@ def test_int8_compresses_every_block():
 @pytest.mark.parametrize("back", [False, True])
 def test_torchs_function_takes_ours(back):
     """As accelerate, Lightning and torchtune call it; and with torchtitan's keywords."""
-    impl = functools.partial(gradckpt.checkpoint_wrapper, checkpoint_impl=torchs.CheckpointImpl.NO_REENTRANT)
+    impl = functools.partial(
+        gradckpt.compat.checkpoint_wrapper, compress="int8", checkpoint_impl=torchs.CheckpointImpl.NO_REENTRANT
+    )
     titan = functools.partial(
-        gradckpt.checkpoint_wrapper,
+        gradckpt.compat.checkpoint_wrapper,
         compress=None,
         preserve_rng_state=True,
         determinism_check="default",
@@ -150,7 +158,7 @@ def test_context_fn_and_policy():
 )
 def test_torchs_policies(policy):
     model = net()
-    assert gradckpt.apply_activation_checkpointing(model, auto_wrap_policy=policy) == N
+    assert gradckpt.compat.apply_activation_checkpointing(model, "int8", auto_wrap_policy=policy) == N
     assert all(isinstance(block, CheckpointWrapper) for block in model.blocks)
     codec = "int4" if isinstance(policy, CustomPolicy) else "int8"
     assert {block._settings["compress"].codec for block in model.blocks} == {codec}
@@ -159,7 +167,7 @@ def test_torchs_policies(policy):
 def test_without_a_choice_it_takes_the_layers(caplog):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 4)
     with caplog.at_level(logging.INFO, "gradckpt"):
-        assert gradckpt.apply_activation_checkpointing(model) == 4
+        assert gradckpt.compat.apply_activation_checkpointing(model) == 4
     says = "wrapped 4 modules of TransformerEncoder: TransformerEncoderLayer"
     assert [r.getMessage() for r in caplog.records] == [says]
 
@@ -167,7 +175,7 @@ def test_without_a_choice_it_takes_the_layers(caplog):
 def test_a_shared_module_is_wrapped_once():
     model = net()
     model.blocks[2] = model.blocks[0]
-    assert gradckpt.apply_activation_checkpointing(model, None, check_fn=is_block) == N - 1
+    assert gradckpt.compat.apply_activation_checkpointing(model, None, check_fn=is_block) == N - 1
     assert model.blocks[2] is model.blocks[0]
     assert isinstance(model.blocks[0], CheckpointWrapper)
 
@@ -184,7 +192,7 @@ def test_state_dicts_both_ways():
     assert all(torch.equal(v, changed[k]) for k, v in model.state_dict().items())
     plain.load_state_dict(model.state_dict())
     assert all(torch.equal(v, changed[k]) for k, v in plain.state_dict().items())
-    block = gradckpt.checkpoint_wrapper(MyBlock())
+    block = gradckpt.compat.checkpoint_wrapper(MyBlock())
     assert list(block.state_dict()) == list(MyBlock().state_dict()) == [n for n, _ in block.named_parameters()]
 
 
@@ -215,9 +223,9 @@ def test_repr_tells_the_codec():
 
 
 def test_attributes_are_those_of_the_module():
-    block = gradckpt.checkpoint_wrapper(MyBlock())
+    block = gradckpt.compat.checkpoint_wrapper(MyBlock())
     assert block.first.in_features == 64
-    assert gradckpt.checkpoint_wrapper(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))[1].out_features == 4
+    assert gradckpt.compat.checkpoint_wrapper(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))[1].out_features == 4
 
 
 def test_no_grad_and_eval():
@@ -235,7 +243,7 @@ def test_no_grad_and_eval():
 
 def test_keywords():
     block = MyBlock().eval()
-    ours, theirs = gradckpt.checkpoint_wrapper(block), torchs.checkpoint_wrapper(block)
+    ours, theirs = gradckpt.compat.checkpoint_wrapper(block, "int8"), torchs.checkpoint_wrapper(block)
     x, scale = torch.randn(4, 16, 64, requires_grad=True), torch.rand(4, 16, 64, requires_grad=True)
     gradckpt.stats.reset()
     for wrapper in (ours, theirs):
@@ -247,7 +255,7 @@ def test_keywords():
 
 def test_running_statistics_are_updated_once():
     norm = nn.BatchNorm1d(64)
-    model = gradckpt.checkpoint_wrapper(norm, "int8")
+    model = gradckpt.compat.checkpoint_wrapper(norm, "int8")
     once = copy.deepcopy(norm)
     x = torch.randn(32, 64)
     once(x)
@@ -272,7 +280,7 @@ def test_compiled():
 def test_compiled_blocks_in_wrappers():
     model = net().eval()
     for i, block in enumerate(model.blocks):
-        model.blocks[i] = gradckpt.checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
+        model.blocks[i] = gradckpt.compat.checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
     gradckpt.stats.reset()
     gradients(model)
     assert gradckpt.stats()["compressed"] == N
@@ -282,7 +290,7 @@ def test_alone_in_a_process_group_nothing_is_written():
     def in_the_group():
         keys = dist.distributed_c10d._get_default_store().num_keys()
         gradients(model)
-        gradckpt.apply_activation_checkpointing(net(), check_fn=is_block)
+        gradckpt.compat.apply_activation_checkpointing(net(), check_fn=is_block)
         assert dist.distributed_c10d._get_default_store().num_keys() == keys
 
     model = wrapped("int8")
@@ -294,7 +302,7 @@ def test_alone_in_a_process_group_nothing_is_written():
 def test_attributes_of_the_module_are_read_through_it():
     block = MyBlock()
     block.settings, block.nested, block.check = {"window": 4}, "mine", "yes"
-    wrapper = gradckpt.checkpoint_wrapper(block)
+    wrapper = gradckpt.compat.checkpoint_wrapper(block)
     assert (wrapper.settings, wrapper.nested, wrapper.check) == ({"window": 4}, "mine", "yes")
 
 
@@ -354,32 +362,32 @@ def refused(says, function, *args, error=ValueError, **kwargs):
 def test_options_that_cannot_be_had():
     block = MyBlock()
     reentrant = {"checkpoint_impl": torchs.CheckpointImpl.REENTRANT}
-    refused("cannot compress with CheckpointImpl.REENTRANT", gradckpt.checkpoint_wrapper, block, **reentrant)
-    refused("checkpoint_fn= would not be called", gradckpt.checkpoint_wrapper, block, checkpoint_fn=print)
-    refused("unknown codec 'int9'", gradckpt.checkpoint_wrapper, block, "int9")
-    refused("unknown option 'use_reentrant'", gradckpt.checkpoint_wrapper, block, use_reentrant=False)
-    refused("takes a torch.nn.Module, not int", gradckpt.checkpoint_wrapper, 3, error=TypeError)
-    refused("nested is True or False", gradckpt.checkpoint_wrapper, block, nested=1, error=TypeError)
+    refused("cannot compress with CheckpointImpl.REENTRANT", gradckpt.compat.checkpoint_wrapper, block, **reentrant)
+    refused("checkpoint_fn= would not be called", gradckpt.compat.checkpoint_wrapper, block, checkpoint_fn=print)
+    refused("unknown codec 'int9'", gradckpt.compat.checkpoint_wrapper, block, "int9")
+    refused("unknown option 'use_reentrant'", gradckpt.compat.checkpoint_wrapper, block, use_reentrant=False)
+    refused("takes a torch.nn.Module, not int", gradckpt.compat.checkpoint_wrapper, 3, error=TypeError)
+    refused("nested is True or False", gradckpt.compat.checkpoint_wrapper, block, nested=1, error=TypeError)
 
 
 def test_the_same_block_twice():
     twice = "this MyBlock is wrapped for checkpointing already, and would be twice"
-    ours, theirs = gradckpt.checkpoint_wrapper(MyBlock()), torchs.checkpoint_wrapper(MyBlock())
+    ours, theirs = gradckpt.compat.checkpoint_wrapper(MyBlock()), torchs.checkpoint_wrapper(MyBlock())
     for wrapper in (ours, theirs, torchs.offload_wrapper(ours)):
-        refused(twice, gradckpt.checkpoint_wrapper, wrapper)
-        refused(twice, gradckpt.checkpoint_wrapper, wrapper, nested=True)
+        refused(twice, gradckpt.compat.checkpoint_wrapper, wrapper)
+        refused(twice, gradckpt.compat.checkpoint_wrapper, wrapper, nested=True)
     model = wrapped("int8")
     refused(twice, torchs.apply_activation_checkpointing, model, check_fn=is_block)
-    refused(twice, gradckpt.apply_activation_checkpointing, model, check_fn=is_block)
-    refused(twice, gradckpt.apply_activation_checkpointing, stock(), check_fn=is_block)
+    refused(twice, gradckpt.compat.apply_activation_checkpointing, model, check_fn=is_block)
+    refused(twice, gradckpt.compat.apply_activation_checkpointing, stock(), check_fn=is_block)
 
 
 def test_torchs_wrapper_around_ours():
     model = net()
-    gradckpt.apply_activation_checkpointing(model, check_fn=lambda m: m in [b.first for b in model.blocks])
+    gradckpt.compat.apply_activation_checkpointing(model, check_fn=lambda m: m in [b.first for b in model.blocks])
     torchs.apply_activation_checkpointing(model, check_fn=is_block)
     refused("torch's CheckpointWrapper is around the MyBlock that holds it", gradients, model)
-    block = torchs.checkpoint_wrapper(nn.Sequential(gradckpt.checkpoint_wrapper(MyBlock(), None, nested=True)))
+    block = torchs.checkpoint_wrapper(nn.Sequential(gradckpt.compat.checkpoint_wrapper(MyBlock(), None, nested=True)))
     block(torch.randn(2, 8, 64)).sum().backward()
 
 
@@ -390,38 +398,40 @@ def test_torchs_wrapper_inside_ours_since():
     refused("a Linear inside this MyBlock is checkpointed already", gradients, model)
 
 
-def test_apply_and_the_wrapper_on_one_module():
+def test_enable_and_the_wrapper_on_one_module():
     block = MyBlock()
-    handle = gradckpt.apply(block, MyBlock)
-    refused("this MyBlock is checkpointed already: by gradckpt.apply", gradckpt.checkpoint_wrapper, block)
-    refused("it would run three times: by gradckpt.apply", gradckpt.checkpoint_wrapper, nn.Sequential(block))
+    handle = gradckpt.enable(block, None, modules=MyBlock)
+    refused("this MyBlock is checkpointed already: by gradckpt.enable", gradckpt.compat.checkpoint_wrapper, block)
+    refused("it would run three times: by gradckpt.enable", gradckpt.compat.checkpoint_wrapper, nn.Sequential(block))
     handle.remove()
-    wrapper = gradckpt.checkpoint_wrapper(block)
-    refused("it is torch's CheckpointWrapper", gradckpt.apply, nn.Sequential(wrapper), MyBlock)
-    gradckpt.apply(block, MyBlock)
-    refused("this MyBlock is checkpointed already: by gradckpt.apply", wrapper, torch.randn(2, 64))
+    wrapper = gradckpt.compat.checkpoint_wrapper(block)
+    refused("it is torch's CheckpointWrapper", gradckpt.enable, nn.Sequential(wrapper), modules=MyBlock)
+    gradckpt.enable(block, None, modules=MyBlock)
+    refused("this MyBlock is checkpointed already: by gradckpt.enable", wrapper, torch.randn(2, 64))
 
 
 def test_nested_on_purpose():
     block = MyBlock()
-    block.first = gradckpt.checkpoint_wrapper(block.first)
-    refused("a Linear inside this MyBlock is checkpointed already", gradckpt.checkpoint_wrapper, block)
-    outer = gradckpt.checkpoint_wrapper(block, None, nested=True)
+    block.first = gradckpt.compat.checkpoint_wrapper(block.first)
+    refused("a Linear inside this MyBlock is checkpointed already", gradckpt.compat.checkpoint_wrapper, block)
+    outer = gradckpt.compat.checkpoint_wrapper(block, None, nested=True)
     gradckpt.stats.reset()
     outer(torch.randn(2, 16, 64, requires_grad=True) * 1).sum().backward()
     assert gradckpt.stats()["recomputes"] == 2
     model = net()
     chosen = (nn.Linear, MyBlock)
-    refused("Linear is inside a MyBlock", gradckpt.apply_activation_checkpointing, model,
+    refused("Linear is inside a MyBlock", gradckpt.compat.apply_activation_checkpointing, model,
             check_fn=lambda m: isinstance(m, chosen))  # fmt: skip
     assert not any(isinstance(m, CheckpointWrapper) for m in model.modules())
-    count = gradckpt.apply_activation_checkpointing(model, None, check_fn=lambda m: isinstance(m, chosen), nested=True)
+    count = gradckpt.compat.apply_activation_checkpointing(
+        model, None, check_fn=lambda m: isinstance(m, chosen), nested=True
+    )
     assert count == 3 * N + 1
     assert equal(gradients(model), gradients(stock()))
 
 
 def test_nothing_to_wrap():
-    many = gradckpt.apply_activation_checkpointing
+    many = gradckpt.compat.apply_activation_checkpointing
     refused("no module of this Net would be wrapped: check_fn chose none; pass check_fn=", many, net(),
             check_fn=lambda m: False)  # fmt: skip
     refused("auto_wrap_policy chose none", many, net(), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))

@@ -22,7 +22,7 @@ import gpu_sanitize
 import machine
 
 SCRIPTS = {m.__name__: m for m in (gpu_parity, gpu_sanitize, gpu_roofline, gpu_memory)}
-PAIRS = [(c, d) for c in gradckpt.codecs() for d in gradckpt.codec_info(c)["dtypes"]]
+PAIRS = [(c, d) for c in gradckpt.codecs.names() for d in gradckpt.codecs.info(c)["dtypes"]]
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
@@ -214,9 +214,9 @@ def test_parity_names_the_value(codec, dtype):
     """value_at() is in the group of the value whose change changed the byte."""
     for i in (0, 127, 128, 5000, 8191):
         x = torch.randn(8192, generator=torch.Generator().manual_seed(3)).to(getattr(torch, dtype))
-        before = gradckpt.encode(x, codec).data.clone()
+        before = gradckpt.codecs.encode(x, codec).data.clone()
         x[i] = 1000.0
-        for at in (gradckpt.encode(x, codec).data != before).nonzero().flatten().tolist():
+        for at in (gradckpt.codecs.encode(x, codec).data != before).nonzero().flatten().tolist():
             named = gpu_parity.value_at(codec, dtype, 8192, at)
             assert named // 128 == i // 128 or (codec == "lossless" and named == i // 4096 * 4096), at
 
@@ -303,12 +303,12 @@ def test_roofline_table(capsys):
     out = capsys.readouterr().out
     for what in ("encode", "decode"):
         rows = markdown_rows(out, f"**{what}, tiny: 16,384")
-        assert sorted(row[0] for row in rows) == sorted(gradckpt.codecs())
+        assert sorted(row[0] for row in rows) == sorted(gradckpt.codecs.names())
         for codec, dtype, *figures, peer in rows:
-            assert dtype in gradckpt.codec_info(codec)["dtypes"]
+            assert dtype in gradckpt.codecs.info(codec)["dtypes"]
             assert all(float(cell.rstrip("x")) >= 0 for cell in figures)
             assert (peer != "-") == (codec in ("fp8_e4m3", "int8"))
-    assert len(markdown_rows(out, "**small calls, tiny")) == len(gradckpt.codecs())
+    assert len(markdown_rows(out, "**small calls, tiny")) == len(gradckpt.codecs.names())
 
 
 def test_roofline_counts_bytes_read_and_written():
@@ -350,7 +350,7 @@ def test_memory_counts_payloads():
     model = gpu_memory.build(options)
     for codec in ("raw", "int8", "int4"):
         found = gpu_memory.measure(model, 256, codec, "cpu")
-        bits = gradckpt.codec_info(codec)["sizes"]["bfloat16"][0]
+        bits = gradckpt.codecs.info(codec)["sizes"]["bfloat16"][0]
         assert found["kept"] == found["peak"] == 3 * 256 * 128 * bits / 8
     assert all(p.grad is None for p in model.parameters())
 

@@ -24,11 +24,13 @@ BOUNDS = {
     "int4": ((0.07, None), (0.18, None)),
 }
 CASES = [(c, m, BOUNDS[c][m in OUTLIERS]) for c in BOUNDS for m in PLAIN + OUTLIERS if BOUNDS[c][m in OUTLIERS]]
-EXACT = [c for c in gradckpt.codecs() if "bfloat16" in (i := gradckpt.codec_info(c))["dtypes"] and i["max_error"] == 0]
+EXACT = [
+    c for c in gradckpt.codecs.names() if "bfloat16" in (i := gradckpt.codecs.info(c))["dtypes"] and i["max_error"] == 0
+]
 
 
 def error_of(codec, model):
-    return trained_models.gradient_error(model, lambda x: gradckpt.encode(x, codec).decode())
+    return trained_models.gradient_error(model, lambda x: gradckpt.codecs.encode(x, codec).decode())
 
 
 class Rounded(torch.autograd.Function):

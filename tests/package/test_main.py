@@ -22,7 +22,7 @@ import gradckpt
 from gradckpt import _C, _torch_private, environment, selftest
 from gradckpt import __main__ as program
 
-LOSSY = [c for c in gradckpt.codecs() if gradckpt.codec_info(c)["max_error"]]
+LOSSY = [c for c in gradckpt.codecs.names() if gradckpt.codecs.info(c)["max_error"]]
 
 
 def python(*arguments, folder=ROOT, **env):
@@ -61,7 +61,7 @@ def test_text_is_a_block_for_an_issue():
     assert "variable      GRADCKPT_IAS=avx2 (gradckpt knows no such variable)" in lines
     tests = lines[lines.index("") + 1 :]
     assert all(line.startswith("ok ") for line in tests)
-    for codec in gradckpt.codecs():
+    for codec in gradckpt.codecs.names():
         assert any(re.match(rf"ok +cpu +round trip {codec} ", line) for line in tests), codec
     for private in (str(Path.home()), str(ROOT), os.path.dirname(torch.__file__), platform.node(), getpass.getuser()):
         assert len(private) < 3 or not re.search(rf"(?<!\w){re.escape(private)}(?!\w)", out.stdout), private
@@ -79,7 +79,7 @@ def test_json_is_all_there_is_on_stdout():
     assert found["versions"]["gradckpt"] == gradckpt.__version__
     assert found["build"]["note"] == _C.build_info()["build"]
     assert found["integrations"]["transformers"]["importable"] is True
-    assert len(found["self_test"]) >= len(gradckpt.codecs()) + 5
+    assert len(found["self_test"]) >= len(gradckpt.codecs.names()) + 5
     assert all(check["ok"] for check in found["self_test"])
 
 
@@ -121,7 +121,7 @@ def flipped(payload, bit=1):
     )
 
 
-@pytest.mark.parametrize("codec", gradckpt.codecs())
+@pytest.mark.parametrize("codec", gradckpt.codecs.names())
 def test_wrong_bits_of_a_codec_are_found(codec, monkeypatch, capsys):
     encode = selftest.encode
     bit = 1 if codec not in LOSSY else 64  # of a code: far more than its noise
@@ -327,7 +327,7 @@ def test_a_card_without_kernels_in_the_build_fails(card, capsys):
     assert status == 1
     assert "CUDA codecs   off: gradckpt is built without CUDA: nvcc not found" in out
     assert all("cuda:0" in line for line in failed(out))
-    assert len(failed(out)) >= len(gradckpt.codecs())
+    assert len(failed(out)) >= len(gradckpt.codecs.names())
 
 
 def test_a_card_that_answers_with_an_error(card, capsys, monkeypatch):

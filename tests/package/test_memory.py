@@ -16,10 +16,10 @@ from gradckpt._allocations import KINDS, OUTSIDE
 
 WIDTH, ROWS, LAYERS = 64, 256, 4
 INPUT = ROWS * WIDTH * 4
-PAYLOAD = gradckpt.encode(torch.zeros(ROWS, WIDTH), "int8").nbytes
+PAYLOAD = gradckpt.codecs.encode(torch.zeros(ROWS, WIDTH), "int8").nbytes
 
 #: Of the two products in a layer.
-PRODUCTS = sum(gradckpt.encode(torch.zeros(ROWS, n * WIDTH), "int8").nbytes for n in (1, 4))
+PRODUCTS = sum(gradckpt.codecs.encode(torch.zeros(ROWS, n * WIDTH), "int8").nbytes for n in (1, 4))
 
 
 class Layer(torch.nn.Module):
@@ -50,7 +50,7 @@ def plain(layer, x):
 
 
 def saving_products(layer, x):
-    contexts = functools.partial(gradckpt.create_selective_checkpoint_contexts, "save_matmuls:int8")
+    contexts = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, "save_matmuls:int8")
     return gradckpt.checkpoint(layer, x, compress="int8", context_fn=contexts)
 
 

@@ -238,7 +238,15 @@ def test_classes_of_the_script_can_be_pickled(tmp_path):
 
 def test_help():
     shown = call(*LAUNCH, "--help", cwd=ROOT).stdout
-    for word in (*gradckpt.codecs(), "torchrun", "accelerate launch", "--policy", "--replay", "--min-numel", "--stats"):
+    for word in (
+        *(name for name in gradckpt.codecs.names() if name != "mask"),
+        "torchrun",
+        "accelerate launch",
+        "--policy",
+        "--replay",
+        "--min-numel",
+        "--stats",
+    ):
         assert word in shown
 
 

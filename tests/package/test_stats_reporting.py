@@ -120,7 +120,7 @@ class Block(torch.nn.Module):
 def steps(number, compress="int8", **options):
     """Training steps of three layers, each with an input of 16 KiB."""
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), *(Block() for _ in range(3)))
-    with gradckpt.apply(net, {Block: compress}, **options):
+    with gradckpt.enable(net, modules={Block: compress}, **options):
         for _ in range(number):
             net(torch.randn(64, 64)).sum().backward()
 

@@ -81,12 +81,12 @@ def main(model: object) -> float:
         pass
     handle.remove()
     print(gradckpt.stats())
-    number: int = gradckpt.encode(model, "int8").nbytes
+    number: int = gradckpt.codecs.encode(model, "int8").nbytes
     scalars: dict[str, float] = gradckpt.stats().since(gradckpt.stats()).scalars("x/")
     return scalars["x/ratio"] + number
 
 for compress in (None, True, "lossless", CompressionConfig(), {"codec": "int8"}):
-    gradckpt.apply(object(), {"layer": compress})
+    gradckpt.enable(object(), None, modules={"layer": compress})
 """
 
 #: A line that is wrong, and the code and words of the error.
@@ -102,7 +102,7 @@ WRONG = {
     "CompressionConfig(codec='int8', min_numel='many')": r"\[arg-type\]",
     "CompressionConfig(bits=8)": r'Unexpected keyword argument "bits".*\[call-arg\]',
     "gradckpt.enable(object(), compres='int8')": r'Unexpected keyword argument "compres".*\[call-arg\]',
-    "gradckpt.encode(layer).decode(1)": r"Too many arguments.*\[call-arg\]",
+    "gradckpt.codecs.encode(layer).decode(1)": r"Too many arguments.*\[call-arg\]",
     "gradckpt.no_such_name": r"\[attr-defined\]",
 }
 

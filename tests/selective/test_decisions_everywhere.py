@@ -76,7 +76,7 @@ EYE = torch.eye(16)
 
 
 def _keeps_products(context, op, *args, **kwargs):
-    return gradckpt.save(INT8) if op == torch.ops.aten.mm.default else False
+    return gradckpt.policies.save(INT8) if op == torch.ops.aten.mm.default else False
 
 
 NODES = {

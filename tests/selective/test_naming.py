@@ -1,4 +1,4 @@
-"""gradckpt.name and policies.save_named: outputs that the model names are kept."""
+"""gradckpt.policies.name and policies.save_named: outputs that the model names are kept."""
 
 import contextlib
 import functools
@@ -26,10 +26,10 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(32, 32, bias=bias) for bias in (True, False, True))
 
     def forward(self, x):
-        q = gradckpt.name(self.q(x).view(2, 8, 4, 8).transpose(1, 2), "q")
-        k = gradckpt.name(self.k(x), "k").view(2, 8, 4, 8).transpose(1, 2)
+        q = gradckpt.policies.name(self.q(x).view(2, 8, 4, 8).transpose(1, 2), "q")
+        k = gradckpt.policies.name(self.k(x), "k").view(2, 8, 4, 8).transpose(1, 2)
         v = self.v(x).view(2, 8, 4, 8).transpose(1, 2)
-        return gradckpt.name(scaled_dot_product_attention(q, k, v), "a")
+        return gradckpt.policies.name(scaled_dot_product_attention(q, k, v), "a")
 
 
 def gradients(run, model, x):
@@ -54,7 +54,7 @@ def test_named_outputs_are_kept_and_the_others_run_again(case, names, pickled):
     model, x, want = case
     policy = policies.save_named(*names)
     policy = pickle.loads(pickle.dumps(policy)) if pickled else policy
-    contexts = gradckpt.create_selective_checkpoint_contexts(policy)
+    contexts = gradckpt.compat.create_selective_checkpoint_contexts(policy)
     out = gradckpt.checkpoint(model, x, context_fn=lambda: contexts)
     assert recomputed(contexts[0].storage) == {
         aten.addmm.default: ["q" not in names, True],
@@ -70,7 +70,7 @@ def test_named_outputs_are_kept_and_the_others_run_again(case, names, pickled):
 def test_a_name_keeps_only_what_has_it_alive(case):
     """Until it gets a name, an output is known by its memory, and not held."""
     model, x, _ = case
-    contexts = gradckpt.create_selective_checkpoint_contexts(policies.save_named("k"))
+    contexts = gradckpt.compat.create_selective_checkpoint_contexts(policies.save_named("k"))
     seen = []
     forward = model.q.forward
     model.q.forward = lambda x: (seen.append(y := forward(x)), y)[1]
@@ -98,7 +98,7 @@ def test_with_another_policy(case):
         policies.save_named("a") | policies.save_matmuls,
         policies.save_matmuls | policies.save_named("a"),
     ):
-        contexts = gradckpt.create_selective_checkpoint_contexts(policy)
+        contexts = gradckpt.compat.create_selective_checkpoint_contexts(policy)
         out = gradckpt.checkpoint(model, x, context_fn=lambda contexts=contexts: contexts)
         assert not any(again for calls in recomputed(contexts[0].storage).values() for again in calls)
         got = torch.autograd.grad(out.sum(), (x, *model.parameters()))
@@ -107,7 +107,7 @@ def test_with_another_policy(case):
 
 def test_under_a_mode_of_somebody_else(case):
     model, x, want = case
-    contexts = gradckpt.create_selective_checkpoint_contexts(policies.save_named("q", "k"))
+    contexts = gradckpt.compat.create_selective_checkpoint_contexts(policies.save_named("q", "k"))
     with FlopCounterMode(display=False):
         out = gradckpt.checkpoint(model, x, context_fn=lambda: contexts)
     assert recomputed(contexts[0].storage)[aten.mm.default] == [False]
@@ -117,28 +117,33 @@ def test_under_a_mode_of_somebody_else(case):
 
 def test_name_does_nothing_elsewhere(case):
     model, x, _ = case
-    assert gradckpt.name(x, "x") is x
+    assert gradckpt.policies.name(x, "x") is x
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradckpt.checkpoint(model, x)
-        gradckpt.checkpoint(model, x, context_fn=functools.partial(gradckpt.create_selective_checkpoint_contexts, []))
+        gradckpt.checkpoint(
+            model, x, context_fn=functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, [])
+        )
 
 
 @pytest.mark.parametrize("around", [contextlib.nullcontext, functools.partial(FlopCounterMode, display=False)])
 def test_a_tensor_that_spares_no_operator(case, around):
     model, x, _ = case
-    keep = functools.partial(gradckpt.create_selective_checkpoint_contexts, policies.save_named("s"))
-    for wrong in (lambda x: gradckpt.name(x.sin(), "s"), lambda x: gradckpt.name(model.q(x) + 1, "s")):
+    keep = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policies.save_named("s"))
+    for wrong in (
+        lambda x: gradckpt.policies.name(x.sin(), "s"),
+        lambda x: gradckpt.policies.name(model.q(x) + 1, "s"),
+    ):
         with around(), pytest.raises(ValueError, match=r"name\(x, 's'\): x is not the output of a matrix product"):
             gradckpt.checkpoint(wrong, x, context_fn=keep)
     with around(), pytest.raises(ValueError, match="is not the output"):
-        gradckpt.checkpoint(lambda x: gradckpt.name(3, "s"), x, context_fn=keep)
+        gradckpt.checkpoint(lambda x: gradckpt.policies.name(3, "s"), x, context_fn=keep)
     assert not key_is_on()
 
 
 def test_names_that_never_come_are_reported_once(case):
     model, x, _ = case
-    keep = functools.partial(gradckpt.create_selective_checkpoint_contexts, policies.save_named("z"))
+    keep = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policies.save_named("z"))
     with pytest.warns(gradckpt.GradckptInactiveWarning, match=r"save_named\('z'\) kept nothing"):
         gradckpt.checkpoint(model, x, context_fn=keep)
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import gradckpt
 from gradckpt import policies
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
-contexts = gradckpt.create_selective_checkpoint_contexts
+contexts = gradckpt.compat.create_selective_checkpoint_contexts
 
 
 def run(policy, region, *inputs, **options):

@@ -88,7 +88,7 @@ def test_a_policy_that_keeps_a_random_operator(checkpoint, function):
 
     op = torch.ops.aten.rand_like.default
     policy = (lambda ctx, each, *args, **kwargs: each is op) if function else [op]
-    contexts = functools.partial(gradckpt.create_selective_checkpoint_contexts, policy)
+    contexts = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policy)
     h = torch.randn(64, 64, requires_grad=True)
     checkpoint(region, h * 1, use_reentrant=False, context_fn=contexts, early_stop=False).sum().backward()
     assert equal(*([mask] for mask in masks))

@@ -372,7 +372,7 @@ def test_nested_regions_each_by_their_own_policy(ck, our_way, inner, outer):
 
 
 def with_policy(ck, ours, policy):
-    make = gradckpt.create_selective_checkpoint_contexts if ours else torchs_contexts
+    make = gradckpt.compat.create_selective_checkpoint_contexts if ours else torchs_contexts
     return lambda t: ck(chain, t, context_fn=lambda: make(policy))
 
 
@@ -441,7 +441,7 @@ def test_operators_that_torch_ignores_are_not_asked_about(ck, ours):
         asked.append(op)
         return True
 
-    make = gradckpt.create_selective_checkpoint_contexts if ours else torchs_contexts
+    make = gradckpt.compat.create_selective_checkpoint_contexts if ours else torchs_contexts
     x = leaf(8)
     y = ck(lambda t: t.detach() * t.sin().exp(), x, context_fn=lambda: make(policy))
     y.sum().backward()

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import gradckpt
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
-checkpoint, contexts = gradckpt.checkpoint, gradckpt.create_selective_checkpoint_contexts
+checkpoint, contexts = gradckpt.checkpoint, gradckpt.compat.create_selective_checkpoint_contexts
 POLICIES = {
     "list": [aten.mm.default],
     "function": lambda ctx, op, *args, **kwargs: op is aten.mm.default,

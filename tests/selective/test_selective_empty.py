@@ -9,7 +9,7 @@ from checkout import ROOT
 PROGRAM = """
 import gradckpt
 for policy in ([], {}, gradckpt.policies.Policy([])):
-    gradckpt.create_selective_checkpoint_contexts(policy)
+    gradckpt.compat.create_selective_checkpoint_contexts(policy)
 """
 
 

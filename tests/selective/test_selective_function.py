@@ -71,7 +71,7 @@ def agrees(function, policy, *args, over, kwargs=None):
 POLICIES = {
     "nothing": None,
     "a list": [aten.addmm.default, SQUARE],
-    "a mapping": {aten.addmm.default: True, SQUARE: gradckpt.save()},
+    "a mapping": {aten.addmm.default: True, SQUARE: gradckpt.policies.save()},
     "a policy": gradckpt.policies.save_matmuls,
     "a name": "save_matmuls",
     "a function": lambda ctx, op, *args, **kwargs: op in (aten.addmm.default, SQUARE),
@@ -277,7 +277,7 @@ def test_some_of_the_gradients():
         lambda: torch.autograd.grad(out.sum(), x, retain_graph=True),
         lambda: out.sum().backward(inputs=[x], retain_graph=True),
     ):
-        with pytest.raises(RuntimeError, match=r"context_fn=gradckpt\.create_selective_checkpoint_contexts"):
+        with pytest.raises(RuntimeError, match=r"context_fn=gradckpt\.compat\.create_selective_checkpoint_contexts"):
             backward()
     out.sum().backward()
 
@@ -411,7 +411,7 @@ def test_nested_in_each_other_and_in_checkpoint():
         lambda f, _, t: apply(f, [SQUARE], t),
         lambda f, _, t: gradckpt.checkpoint(f, t),
         lambda f, _, t: gradckpt.checkpoint(
-            f, t, context_fn=lambda: gradckpt.create_selective_checkpoint_contexts([SQUARE])
+            f, t, context_fn=lambda: gradckpt.compat.create_selective_checkpoint_contexts([SQUARE])
         ),
     ]
     for how in outer:
@@ -462,7 +462,7 @@ def steps(n, policy, containers):
 @pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.soak)])
 def test_no_object_is_left(policy, containers, count):
     def alive():  # torch's tree_flatten leaves a function that refers to itself
-        kinds = (torch.Tensor, gradckpt.Payload)
+        kinds = (torch.Tensor, gradckpt.codecs.Payload)
         found = [o for o in gc.get_objects() if not containers or issubclass(type(o), kinds)]
         return len(found)
 

@@ -59,7 +59,7 @@ data = torch.randn(64, 64), torch.randn(64, 64)
 ops = [torch.ops.aten.mm.default]
 regions = (
     lambda t, w: gradckpt.checkpoint(
-        lambda u: (u @ w).sin(), t, context_fn=lambda: gradckpt.create_selective_checkpoint_contexts(ops)),
+        lambda u: (u @ w).sin(), t, context_fn=lambda: gradckpt.compat.create_selective_checkpoint_contexts(ops)),
     lambda t, w: gradckpt.SelectiveRecompute.apply(torch.nn.Tanh(), ops, t @ w),
     lambda t, w: gradckpt.checkpoint(
         lambda u: (u @ w) * (u > w) * u.topk(4, -1)[1].sum(), t * 1, compress={"codec": "int8", "min_numel": 1}),
@@ -122,7 +122,7 @@ def test_a_pending_negation_is_done(within):
         lambda: torch.func.vmap(lambda row: (row @ y).sin().topk(2)[1])(x),
     ]
     x_done, y_done = x.resolve_neg(), y.resolve_neg()
-    forward, _ = gradckpt.create_selective_checkpoint_contexts(named)
+    forward, _ = gradckpt.compat.create_selective_checkpoint_contexts(named)
     for call in calls:
         with forward if within == "region" else within():
             got = call()
@@ -188,7 +188,7 @@ def test_factories_in_a_fake_mode_inside_are_not_counted():
         return t.sin().exp() * t.sigmoid().bernoulli()
 
     x = leaf(8, 8)
-    pair = gradckpt.create_selective_checkpoint_contexts([aten.sin.default, aten.bernoulli.default])
+    pair = gradckpt.compat.create_selective_checkpoint_contexts([aten.sin.default, aten.bernoulli.default])
     got = gradients(lambda t: checkpoint(region, t, context_fn=lambda: pair), (x,))[1]
     assert torch.isfinite(got[0]).all()
     assert list(pair[0].storage[aten.sin.default]) == [0]
@@ -233,7 +233,7 @@ AT_EXIT = """
 import functools, sys, threading, torch, gradckpt
 w = torch.randn(64, 64, requires_grad=True)
 x = torch.randn(64, 64, requires_grad=True)
-kept = functools.partial(gradckpt.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+kept = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 way = {"decisions": {"compress": "int8"}, "contexts": {"context_fn": kept}}[sys.argv[1]]
 warm = threading.Event()
 
@@ -277,7 +277,7 @@ INDEX, STARTS = torch.arange(8), torch.tensor([0, 3])
 def test_what_a_kernel_calls_is_not_kept(name):
     """Its kernel writes into what a policy would keep, and no version counter moves."""
     function, ops = WRITTEN[name]
-    context_fn = functools.partial(gradckpt.create_selective_checkpoint_contexts, ops)
+    context_fn = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, ops)
     results = []
     for region in (lambda x: function(x), lambda x: checkpoint(function, x, context_fn=context_fn, early_stop=False)):
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -316,7 +316,7 @@ INSIDE = {
         context_fn=functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, [aten.mm.default]),
     ),
     "a function": lambda f, h: checkpoint(
-        f, h, context_fn=lambda: gradckpt.create_selective_checkpoint_contexts(_saves_products)
+        f, h, context_fn=lambda: gradckpt.compat.create_selective_checkpoint_contexts(_saves_products)
     ),
     "one node, a function": lambda f, h: gradckpt.SelectiveRecompute.apply(f, _saves_products, h),
     "debug": lambda f, h: checkpoint(f, h, debug=True),

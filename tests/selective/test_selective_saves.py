@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import gradckpt
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
-checkpoint, contexts = gradckpt.checkpoint, gradckpt.create_selective_checkpoint_contexts
+checkpoint, contexts = gradckpt.checkpoint, gradckpt.compat.create_selective_checkpoint_contexts
 
 
 # ---- what is kept, compressed ----
@@ -25,10 +25,10 @@ def stored(policy, region, *inputs):
 
 ANSWERS = [
     ("int8", "int8"),
-    (gradckpt.save("int8"), "int8"),
+    (gradckpt.policies.save("int8"), "int8"),
     (gradckpt.CompressionConfig(codec="fp8"), "fp8_e4m3"),
-    (gradckpt.save({"codec": "int8", "stochastic": True, "seed": 3}), "int8"),
-    (gradckpt.save(), None),
+    (gradckpt.policies.save({"codec": "int8", "stochastic": True, "seed": 3}), "int8"),
+    (gradckpt.policies.save(), None),
     (CheckpointPolicy.MUST_SAVE, None),
     (True, None),
 ]
@@ -66,7 +66,7 @@ def test_a_mapping_may_say_recompute(answer):
 
 def test_small_outputs_and_integers_stay_as_they_are():
     gradckpt.stats.reset()
-    policy = {aten.sin.default: "int8", aten.argmax.default: gradckpt.save({"codec": "int8", "min_numel": 1})}
+    policy = {aten.sin.default: "int8", aten.argmax.default: gradckpt.policies.save({"codec": "int8", "min_numel": 1})}
     x = leaf(8, 8)
     storage, got = stored(policy, lambda t: t.sin().exp()[t.argmax(1)], x)
     assert torch.equal(got[0], torch.autograd.grad(x.sin().exp()[x.argmax(1)].sum(), x)[0])
@@ -113,10 +113,14 @@ BAD = [
     (lambda: contexts(None), TypeError, "or a function; not NoneType"),
     (lambda: contexts(aten.mm.default), TypeError, "a list or mapping of OpOverload, or a function; not OpOverload"),
     (lambda: contexts("save_matmul"), ValueError, "unknown policy 'save_matmul'; choose one of: save_matmuls"),
-    (lambda: gradckpt.save("int9"), ValueError, "unknown codec"),
-    (lambda: gradckpt.save({"codec": "int8", "replay": True}), ValueError, "about the inputs of a region"),
-    (lambda: gradckpt.save({"codec": "int8", "leaves": True}), ValueError, "about the inputs of a region"),
-    (lambda: gradckpt.save({"codec": "int8", "include": "floating"}), ValueError, "about the inputs of a region"),
+    (lambda: gradckpt.policies.save("int9"), ValueError, "unknown codec"),
+    (lambda: gradckpt.policies.save({"codec": "int8", "replay": True}), ValueError, "about the inputs of a region"),
+    (lambda: gradckpt.policies.save({"codec": "int8", "leaves": True}), ValueError, "about the inputs of a region"),
+    (
+        lambda: gradckpt.policies.save({"codec": "int8", "include": "floating"}),
+        ValueError,
+        "about the inputs of a region",
+    ),
 ]
 
 

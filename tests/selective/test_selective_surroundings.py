@@ -35,7 +35,7 @@ import gradckpt
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 __all__ = ["our_way"]
-checkpoint, contexts = gradckpt.checkpoint, gradckpt.create_selective_checkpoint_contexts
+checkpoint, contexts = gradckpt.checkpoint, gradckpt.compat.create_selective_checkpoint_contexts
 
 
 def in_threads(*functions):

@@ -94,7 +94,7 @@ def fits(how):
         "stock": fit(how, checkpoint_wrapper),
         "None": fit(how, callback=GradckptCallback(None, {Block})),
         "int8": fit(how, callback=GradckptCallback("int8", {Block})),
-        "wrapped": fit(how, lambda block: gradckpt.checkpoint_wrapper(block, compress="int8")),
+        "wrapped": fit(how, lambda block: gradckpt.compat.checkpoint_wrapper(block, compress="int8")),
     }
 
 

@@ -1,0 +1,381 @@
+"""gradckpt.enable: what it chooses, how its keywords meet, what it does when called again, copies of its handle."""
+
+import contextlib
+import copy
+import inspect
+import itertools
+import logging
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from apply_models import Net, regions_of
+from handles import config_of
+from test_huggingface import IDS, LAYERS, SEAM, on, step
+from test_huggingface import build as llama
+from torch import nn
+
+import gradckpt
+from gradckpt.integrations.watch import is_on
+
+DOC = Path(__file__).parents[2] / "docs" / "apply.md"
+
+
+class Block(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Other(Block):
+    pass
+
+
+def net(*kinds):
+    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*(kind() for kind in kinds or 4 * [Block])))
+
+
+def compressed(model):
+    before = gradckpt.stats()["compressed"]
+    model(torch.randn(32, 64)).sum().backward()
+    return gradckpt.stats()["compressed"] - before
+
+
+# ---- what is chosen ----
+
+
+def test_the_repeated_block_is_chosen_and_logged(caplog):
+    caplog.set_level(logging.INFO, "gradckpt")
+    model = net()
+    handle = gradckpt.enable(model)
+    assert list(handle.modules) == [f"1.{i}" for i in range(4)]
+    assert compressed(model) == 4
+    (record,) = (each for each in caplog.records if "handle" in each.getMessage())
+    assert record.levelname == "INFO"
+    assert "*.*     4 x Block  int8" in record.getMessage()
+
+
+class OfDiffusers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.double, self.single = nn.ModuleList([Block(), Block()]), nn.ModuleList([Other(), Other()])
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+        pass
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func=None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: net(Block, Block, Other, Other),
+            r"Sequential repeats several blocks: Block \(2\), Other \(2\); name .*modules=\[Block, Other\]\)$",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+            "Sequential has no repeated block of layers; .* it holds: Linear, ReLU$",
+        ),
+        (lambda: nn.Linear(8, 8), "Linear has no repeated block of layers; .* it holds no modules$"),
+        (
+            OfDiffusers,
+            r"OfDiffusers is a model of diffusers, .*; call model\.enable_gradient_checkpointing\("
+            r'gradient_checkpointing_func=functools\.partial\(gradckpt\.checkpoint, compress="int8"\)\)$',
+        ),
+    ],
+    ids=["two blocks", "none", "no modules", "diffusers"],
+)
+def test_where_nothing_can_be_chosen(make, message):
+    model = make()
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(ValueError, match=f"^gradckpt: {message}"):
+        gradckpt.enable(model)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+# ---- what is written wrongly ----
+
+CALLS = [
+    (("layer",), {}, ValueError, "'layer' selects modules; pass modules='layer'"),
+    (("*.mlp",), {}, ValueError, r"'\*\.mlp' selects modules; pass modules='\*\.mlp'"),
+    ((Block,), {}, TypeError, "Block selects modules; pass modules=Block"),
+    (([Block, Other],), {}, TypeError, r"\[Block, Other\] selects modules; pass modules=\[Block, Other\]"),
+    (({"layer": "int8", Block: None},), {}, ValueError, r"{'layer': 'int8', Block: None} selects modules"),
+    (({"codecs": "int8"},), {}, ValueError, "unknown field 'codecs'"),
+    ((), {"modules": "int8"}, ValueError, "no module matches 'int8'; it is a codec: pass compress='int8'"),
+    (("INT8",), {}, ValueError, r"unknown codec 'INT8'; did you mean 'int8'\?"),
+    (("8bit",), {}, ValueError, r"unknown codec '8bit'; did you mean 'int8'\?"),
+    (("int-4",), {}, ValueError, r"unknown codec 'int-4'; did you mean 'int4'\?"),
+    (("zip",), {}, ValueError, "unknown codec 'zip'; choose one of: raw, .*lossless, fp8$"),
+    (("mask",), {}, ValueError, "codec 'mask' holds booleans, not activations; choose one of: .*lossless$"),
+    ((8,), {}, TypeError, "compress= takes None, True, a codec name"),
+    ((), {"replay": True}, ValueError, r"'replay' is a field of compress=; pass compress={\"replay\": \.\.\.}"),
+    ((), {"module": "layer"}, ValueError, r"unknown option 'module'; did you mean 'modules'\?"),
+    ((), {"every_n_layer": 2}, ValueError, r"unknown option 'every_n_layer'; did you mean 'every_n_layers'\?"),
+    ((), {"zip": 2}, ValueError, "unknown option 'zip'; the options are: compress, .*modules"),
+    ((), {"every_n_layers": 0}, ValueError, "every_n_layers is 1 or more"),
+    ((), {"offload": 1}, TypeError, "offload is True or False"),
+    ((), {"debug": 1}, TypeError, "debug is True or False"),
+    ((), {"modules": 7}, TypeError, "modules are selected by a class"),
+    ((), {"policy": "save_all"}, ValueError, "unknown policy 'save_all'"),
+]
+
+
+@pytest.mark.parametrize(("args", "keywords", "error", "message"), CALLS, ids=lambda each: str(each)[:24])
+def test_calls_that_are_wrong(args, keywords, error, message):
+    model = net()
+    with pytest.raises(error, match=f"^gradckpt: {message}"):
+        gradckpt.enable(model, *args, **keywords)
+    assert regions_of(model, torch.randn(2, 64)) == 0
+
+
+def test_float64_is_named():
+    model = net().double()
+    gradckpt.stats.reset()
+    gradckpt.enable(model)
+    model(torch.randn(32, 64, dtype=torch.float64)).sum().backward()
+    assert gradckpt.stats()["kept"] == {"float64, which no codec takes": 4}
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="float64, which no codec takes"):
+        model(torch.randn(32, 64, dtype=torch.float64)).sum().backward()
+
+
+# ---- keywords ----
+
+VALUES = {
+    "compress": "int4",
+    "modules": None,  # of each model its own
+    "every_n_layers": 2,
+    "policy": "save_matmuls",
+    "offload": True,
+    "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext()),
+    "preserve_rng_state": False,
+    "determinism_check": "none",
+    "debug": True,
+    "early_stop": False,
+    "buffers": "torch",
+}
+
+
+def documented():
+    """Of the table in docs/apply.md: pairs of keywords, and what is said of each."""
+    section = DOC.read_text().split("## Keywords together")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    return {frozenset(re.findall(r"`(\w+)`", pair)): said for pair, said in cells}
+
+
+def test_the_values_are_of_all_keywords():
+    named = set(inspect.signature(gradckpt.enable).parameters) - {"model", "keywords"}
+    listed = re.search(r"\*\*keywords: (.*?), as for", gradckpt.enable.__doc__, re.DOTALL)[1]
+    assert VALUES.keys() == named | {*re.findall(r"``(\w+)``", listed)}
+
+
+@pytest.mark.parametrize("door", ["own", "transformers"])
+def test_every_pair_of_keywords(door):
+    """Works, or is refused in one sentence: where the docs say so, and nowhere else."""
+    refused = {pair for pair, said in documented().items() if said.startswith("`ValueError`")}
+    make, modules = (net, Block) if door == "own" else (llama, "*.mlp")
+    for pair in map(frozenset, itertools.combinations(VALUES, 2)):
+        model = make()
+        keywords = {key: modules if key == "modules" else VALUES[key] for key in pair}
+        if pair in refused:
+            with pytest.raises(ValueError, match=r"^gradckpt: [^.]*exclude each other[^.]*$"):
+                gradckpt.enable(model, **keywords)
+            continue
+        handle = gradckpt.enable(model, **keywords)
+        (model(torch.randn(32, 64)).sum() if door == "own" else model(input_ids=IDS, labels=IDS).loss).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters()), pair
+        count = 2 if "every_n_layers" in pair else 4
+        assert len(handle.modules) == count, pair
+        config = config_of(handle)
+        exact = {"policy", "context_fn"} & pair and "compress" not in pair
+        assert (config and config.codec) == (None if exact else VALUES["compress"] if "compress" in pair else "int8")
+        for settings in handle.modules.values():
+            for key in pair & {"preserve_rng_state", "determinism_check", "debug", "early_stop", "buffers", "offload"}:
+                assert settings[key] == VALUES[key], pair
+            assert ("context_fn" in settings) == bool({"policy", "context_fn"} & pair), pair
+
+
+# ---- again ----
+
+
+def doors():
+    return {
+        "transformers": {},
+        "own": {"modules": "layer"},
+        "other modules": {"modules": "mlp"},
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "save_matmuls:int8"}, {"debug": True}, {"offload": True}], ids=str)
+@pytest.mark.parametrize("door", doors())
+def test_equal_arguments_do_nothing(door, options):
+    model = llama()
+    gradckpt.enable(model, **doors()[door], **options)
+    before = [dict(vars(module)) for module in model.modules()]
+    handle = gradckpt.enable(model, **doors()[door], **options)
+    after = [dict(vars(module)) for module in model.modules()]
+    assert all(new.keys() == old.keys() for new, old in zip(after, before, strict=True))
+    assert all(new[key] is old[key] for new, old in zip(after, before, strict=True) for key in old)
+    assert len(handle.modules) == LAYERS
+
+
+@pytest.mark.parametrize(("first", "second"), itertools.permutations(doors(), 2))
+def test_other_modules_take_the_place_of_the_first(first, second):
+    model = llama()
+    handle = gradckpt.enable(model, **doors()[first])
+    gradckpt.enable(model, "int4", **doors()[second])
+    names = "model.layers.{}.mlp" if second == "other modules" else "model.layers.{}"
+    assert list(handle.modules) == [names.format(i) for i in range(LAYERS)]
+    assert config_of(handle).codec == "int4"
+    assert step(model) == LAYERS
+    assert is_on(model) == (second == "transformers")
+    handle.remove()
+    assert step(model) == 0
+    assert SEAM not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{"compress": "int4"}, {"policy": "save_matmuls"}, {"debug": True}, {"every_n_layers": 2}], ids=str
+)
+@pytest.mark.parametrize("door", doors())
+def test_other_arguments_change_what_was_done(door, options):
+    model = llama()
+    handle = gradckpt.enable(model, **doors()[door])
+    gradckpt.enable(model, **{**doors()[door], **options})
+    fresh = llama()
+    expected = gradckpt.enable(fresh, **{**doors()[door], **options})
+    assert handle.modules.keys() == expected.modules.keys()
+    assert config_of(handle) == config_of(expected)
+    assert repr(handle) == repr(expected)
+    gradckpt.disable(model)
+    assert handle.modules == {}
+    with pytest.raises(ValueError, match="is not enabled"):
+        gradckpt.disable(model)
+
+
+def test_the_whole_takes_the_place_of_a_part():
+    model = llama()
+    part = gradckpt.enable(model.model, "int4")
+    whole = gradckpt.enable(model)
+    assert config_of(whole).codec == config_of(part.__class__(model)).codec == "int8"
+    assert part.modules == {}
+    part.remove()
+    assert step(model) == LAYERS
+    own = net()
+    part = gradckpt.enable(own[1], "int4", modules=Block)
+    whole = gradckpt.enable(own)
+    assert config_of(part) == config_of(whole) == gradckpt.CompressionConfig("int8")
+
+
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, torch.compile], ids=["parallel", "compile"])
+def test_again_through_wrappers(wrapper):
+    model = llama()
+    gradckpt.enable(model)
+    layers = vars(model)[SEAM]
+    gradckpt.enable(wrapper(model))
+    assert vars(model)[SEAM] is layers
+    gradckpt.disable(wrapper(model))
+    assert SEAM not in vars(model)
+
+
+def test_what_others_changed_since_is_changed_back():
+    model = llama()
+    handle = gradckpt.enable(model)
+    on(model, {"compress": "int4"})
+    assert config_of(handle).codec == "int4"
+    gradckpt.enable(model)
+    assert config_of(handle).codec == "int8"
+    model.gradient_checkpointing_disable()
+    assert handle.modules == {}
+    assert "checkpoints nothing now" in repr(handle)
+    gradckpt.enable(model)
+    assert len(handle.modules) == LAYERS
+
+
+@pytest.mark.parametrize("door", doors())
+def test_a_failed_call_leaves_what_there_was(door, monkeypatch):
+    model = llama()
+    handle = gradckpt.enable(model, **doors()[door])
+    if door == "transformers":
+        on(model, {"compress": "int4"})
+    before, modules = [dict(vars(module)) for module in model.modules()], handle.modules
+    hooks = [(dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()]
+    for keywords in ({"modules": "nothing"}, {"modules": nn.ModuleList}, {"compress": "zip"}):
+        with pytest.raises(ValueError):
+            gradckpt.enable(model, **keywords)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), SEAM, lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            gradckpt.enable(model, "int6")
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert [(dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()] == hooks
+    assert handle.modules == modules
+    assert step(model) == LAYERS
+    handle.remove()
+    assert step(model) == 0
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("door", ["own", "transformers"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_of_a_model_with_its_handle(door, way):
+    model = net() if door == "own" else llama()
+    model.handle = gradckpt.enable(model)
+    twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert twin.handle.modules.keys() == model.handle.modules.keys()
+    assert config_of(twin.handle) == config_of(model.handle)
+    model.handle.remove()
+    assert len(twin.handle.modules) == 4
+    run = compressed if door == "own" else step
+    assert (run(model), run(twin)) == (0, 4)
+    gradckpt.enable(twin, "int4")
+    assert config_of(twin.handle).codec == "int4"
+    twin.handle.remove()
+    assert run(twin) == 0
+
+
+@pytest.mark.parametrize("door", ["own", "transformers"])
+def test_copies_of_a_handle(door):
+    model = net() if door == "own" else llama()
+    handle = gradckpt.enable(model)
+    assert copy.copy(handle).modules == handle.modules, "of the same model"
+    both = copy.deepcopy((model, handle))
+    assert both[1].modules == handle.modules
+    both[1].remove()
+    assert len(handle.modules) == 4
+    orphan = pickle.loads(pickle.dumps(handle))
+    assert orphan.modules == {}, "a handle keeps no model alive"
+    orphan.remove()
+    del model
+    assert pickle.loads(pickle.dumps(handle)).modules == {}
+    shallow = copy.copy(handle)
+    shallow.remove()
+    assert "is not enabled" in repr(shallow)
+
+
+def test_a_shallow_copy_of_a_model_is_undone_with_it():
+    """Its modules are those of the original."""
+    model = net()
+    handle = gradckpt.enable(model)
+    twin = copy.copy(model)
+    assert compressed(twin) == 4
+    gradckpt.disable(twin)
+    assert handle.modules == {}
+    assert compressed(model) == 0
+
+
+def test_net_without_blocks_of_its_own_keeps_its_handle_usable():
+    model = Net()
+    with gradckpt.enable(model, modules="layers.?") as handle:
+        assert regions_of(model) == 4
+    assert handle.modules == {}
