@@ -24,6 +24,7 @@ from torch.nn import Module
 
 import gradckpt
 from gradckpt import _activity
+from gradckpt.arguments import CHOICES, FLAGS, OPTIONS, own_keywords
 from gradckpt.caches import with_caches
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import Decorated
@@ -40,13 +41,7 @@ __all__ = ["Chosen", "Region", "choose", "region_of", "regions_in"]
 #: A module's own method that DataParallel calls; it needs a replica's region bound to the replica.
 _REPLICATE = "_replicate_for_data_parallel"
 
-_FLAGS = ("preserve_rng_state", "early_stop", "debug")
-_CHOICES = {"determinism_check": ("default", "none"), "buffers": ("once", "torch")}
-_OPTIONS = ("compress", "context_fn", "policy", *_FLAGS, *_CHOICES)
 _CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
-
-#: Keywords that gradckpt.checkpoint would take for its own.
-TAKEN = frozenset({*_OPTIONS, "function", "use_reentrant"})
 
 #: The keywords of gradckpt.checkpoint for one module.
 Settings = dict[str, Any]
@@ -234,31 +229,6 @@ def _why_inactive(model: Module) -> str | None:
     )
 
 
-def own_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """The function with those of its keywords, taken out of ``kwargs``, that gradckpt.checkpoint has names for."""
-    if kwargs and not TAKEN.isdisjoint(kwargs):
-        return functools.partial(function, **{key: kwargs.pop(key) for key in TAKEN & kwargs.keys()})
-    return function
-
-
-def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Take the tensors that require grad out of what a functools.partial binds by keyword.
-
-    transformers calls a layer's checkpointing function with the layer's keywords bound, hidden states among them.
-    """
-    if not isinstance(function, functools.partial):
-        return function, {}
-    tensors = {
-        key: value
-        for key, value in function.keywords.items()
-        if isinstance(value, torch.Tensor) and value.requires_grad and key not in TAKEN
-    }
-    if not tensors:
-        return function, {}
-    rest = {key: value for key, value in function.keywords.items() if key not in tensors}
-    return functools.partial(function.func, *function.args, **rest), tensors
-
-
 def prepare(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -326,14 +296,14 @@ def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[st
     for key, value in given.items():
         if key in _CONFIG_FIELDS:
             raise ValueError(f'gradckpt: {key!r} is a field of compress=; pass compress={{"{key}": ...}}')
-        if key not in _OPTIONS:
-            near = difflib.get_close_matches(str(key), (*_OPTIONS, *others), 1)
-            meant = f"did you mean {near[0]!r}?" if near else f"the options are: {', '.join((*_OPTIONS, *others))}"
+        if key not in OPTIONS:
+            near = difflib.get_close_matches(str(key), (*OPTIONS, *others), 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"the options are: {', '.join((*OPTIONS, *others))}"
             raise ValueError(f"gradckpt: unknown option {key!r}; {meant}")
-        if key in _FLAGS and not isinstance(value, bool):
+        if key in FLAGS and not isinstance(value, bool):
             raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
-        if key in _CHOICES and value not in _CHOICES[key]:
-            raise ValueError(f"gradckpt: {key} is one of {', '.join(_CHOICES[key])}; not {value!r}")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ValueError(f"gradckpt: {key} is one of {', '.join(CHOICES[key])}; not {value!r}")
         if key == "context_fn" and not callable(value):
             raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
     settings = {"compress": None, **defaults, **given}

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import _C, _activity, compat, compile
 from gradckpt._shim import tracing_mode_active
-from gradckpt.apply import unbound
+from gradckpt.arguments import unbound
 from gradckpt.config import Compress, CompressionConfig, parse_compress
 from gradckpt.decorator import check_runs_at_call
 from gradckpt.integrations.kwargs import is_old_default

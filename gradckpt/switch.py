@@ -20,6 +20,7 @@ from gradckpt.apply import Settings, choose, parse_options, region_of, regions_i
 from gradckpt.config import Compress
 from gradckpt.integrations import huggingface
 from gradckpt.integrations.kwargs import check_bool, check_every_n_layers
+from gradckpt.integrations.seam import SEAMS
 from gradckpt.kinds import KINDS, repeated_blocks
 from gradckpt.policies import PolicyLike
 from gradckpt.selectors import Selector, Subset, describe
@@ -186,7 +187,7 @@ def _snapshot(model: Module) -> Callable[[], None]:
         for place, content in zip(places, before, strict=True):
             place.clear()
             place.update(content)
-        huggingface.SEAMS.update(seam for _, seam in seams)
+        SEAMS.update(seam for _, seam in seams)
 
     return put_back
 

@@ -25,7 +25,8 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
 from deepspeed.runtime.config import DeepSpeedConfig
 
 import gradckpt
-from gradckpt.apply import own_keywords, parse_options
+from gradckpt.apply import parse_options
+from gradckpt.arguments import own_keywords
 from gradckpt.integrations.kwargs import check_bool
 from gradckpt.integrations.offload import offloaded
 

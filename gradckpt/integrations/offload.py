@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
-from gradckpt.apply import unbound
+from gradckpt.arguments import unbound
 
 
 def _to_host() -> save_on_cpu:
