@@ -150,6 +150,7 @@ _ADVICE = {
     "does not require grad": "frozen embeddings? call model.enable_input_require_grads()",
     "leaf": "leaves stay alive anyway",
     SMALL: 'lower it with compress={"codec": ..., "min_numel": ...}',
+    "float64, which no codec takes": "train in float32 or bfloat16, or pass compress=None",
     "dtype the codec does not take": 'gradckpt.codecs.info(codec)["dtypes"] lists those that it takes',
     "values the codec cannot hold": "choose a codec that rounds, as int8",
     "device without kernels": "`python -m gradckpt` says what this build has",

@@ -138,12 +138,12 @@ def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
     known = as_policy(policy)
     if known is None:
         return functools.partial(create_selective_checkpoint_contexts, policy)
-    text = known.describe()
+    text = f"gradckpt {packing.version()} {known.describe()}"
     if text not in _by_text:
         if len(_by_text) >= 64:
             _by_text.clear()
         made: Any = functools.partial(create_selective_checkpoint_contexts, known)
-        made.cache_hash = f"gradckpt {packing.version()} {text}"  # so that torch may cache graphs with it
+        made.cache_hash = text  # so that torch may cache graphs with it
         _by_text[text] = made
     return _by_text[text]
 

@@ -45,14 +45,8 @@ static PyObject *roots_of(const gck_frame *frame)
     if (frame->once == Py_None && gck_module_behind(py, frame->function, &module) < 0) {
         return NULL;
     }
-    if (module == NULL) {
-        return PyObject_CallMethod(py->buffers, "roots_of", "OO", frame->once, frame->function);
-    }
-    PyObject *roots = PyList_New(0);
-    if (gck_append(roots, module) < 0) {
-        Py_CLEAR(roots);
-    }
-    return roots;
+    return module != NULL ? Py_BuildValue("[N]", module)
+                          : PyObject_CallMethod(py->buffers, "roots_of", "OO", frame->once, frame->function);
 }
 
 /* Take those without a rule out of the list.  0 or -1. */

@@ -113,5 +113,5 @@ def _obey(model: Any, models: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
         seam = seam_over(each)
         if seam is not None:
             codec = seam.active.codec if seam.active is not None else None
-            layers, name = seam.layers(each), type(each).__name__
+            layers, name = len(seam.layers(each)), type(each).__name__
             logger.info("the Trainer's flag: compress=%r on %d layers of %s", codec, layers, name)

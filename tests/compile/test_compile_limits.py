@@ -193,11 +193,9 @@ def test_a_policy_that_compresses_in_torchs_checkpoint_warns():
 
 
 def test_a_torch_that_cannot_warns_once(monkeypatch):
-    from torch._functorch._aot_autograd import graph_compile
+    from gradckpt import _torch_private, compile
 
-    from gradckpt import compile
-
-    monkeypatch.delattr(graph_compile, "_get_saved_tensor_hook_context")
+    monkeypatch.setattr(_torch_private, "load_cut", lambda: None)
     compile._warn_unavailable.cache_clear()
     model, graphs = Net(int8), Graphs()
     with pytest.warns(GradckptInactiveWarning, match=r"does not tell hooks what they save"):

@@ -47,6 +47,7 @@ def test_each_argument_gets_its_own_values(n):
     assert gradckpt.stats()["compressed"] == n
 
 
+@pytest.mark.filterwarnings("ignore:.*compression costs memory")
 def test_arguments_of_all_kinds():
     flat, strided, small = torch.randn(40, 50), torch.randn(50, 40).t(), torch.randn(7)
     large = torch.randn(400, 500)

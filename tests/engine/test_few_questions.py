@@ -46,6 +46,7 @@ class Questions(TorchFunctionMode):
 
 @pytest.mark.parametrize("name", REGIONS)
 def test_what_a_region_asks(name):
+    gradckpt.stats.reset()
     run, forward, recompute = REGIONS[name]
     x = hidden()
     with Questions() as asked:
@@ -72,16 +73,23 @@ def python_of(step):
     return called
 
 
+#: Once a step, whatever the number of regions.
+NOTED = ["note_step", "note_step", "_now"]
+
 STEPS = {
-    "by reference": (lambda x: gradckpt.checkpoint(_region, x), []),
-    "encoded": (lambda x: gradckpt.checkpoint(_region, x, compress=INT8), []),
-    "a name": (lambda x: gradckpt.checkpoint(_region, x, compress="int8"), []),
-    "one node": (lambda x: gradckpt.SelectiveRecompute.apply(LINEAR, None, x, compress=INT8), ["method", "method"]),
+    "by reference": (lambda x: gradckpt.checkpoint(_region, x), NOTED),
+    "encoded": (lambda x: gradckpt.checkpoint(_region, x, compress=INT8), NOTED),
+    "a name": (lambda x: gradckpt.checkpoint(_region, x, compress="int8"), NOTED),
+    "one node": (
+        lambda x: gradckpt.SelectiveRecompute.apply(LINEAR, None, x, compress=INT8),
+        ["method", "method", *NOTED],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_python_that_a_step_runs(name):
+    gradckpt.stats.reset()
     run, calls = STEPS[name]
     for _ in range(2):
         run(hidden()).sum().backward()

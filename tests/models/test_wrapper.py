@@ -280,7 +280,7 @@ def test_compiled():
 def test_compiled_blocks_in_wrappers():
     model = net().eval()
     for i, block in enumerate(model.blocks):
-        model.blocks[i] = gradckpt.compat.checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
+        model.blocks[i] = gradckpt.compat.checkpoint_wrapper(torch.compile(block, backend="aot_eager"), "int8")
     gradckpt.stats.reset()
     gradients(model)
     assert gradckpt.stats()["compressed"] == N
