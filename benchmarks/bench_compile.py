@@ -31,7 +31,7 @@ KINDS = {
     "torch": torchs,
     "gradckpt None": functools.partial(gradckpt.enable, compress=None),
     "int8": functools.partial(gradckpt.enable, compress="int8"),
-    "int8 replay": functools.partial(gradckpt.enable, compress="int8", replay=True),
+    "int8 replay": functools.partial(gradckpt.enable, compress={"codec": "int8", "replay": True}),
     "int4": functools.partial(gradckpt.enable, compress="int4"),
     "int8, save_attention:int8": functools.partial(gradckpt.enable, compress="int8", policy="save_attention:int8"),
 }

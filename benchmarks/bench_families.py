@@ -47,7 +47,7 @@ def exact(family: str, attention: str, theirs: tuple[Any, ...]) -> bool:
 def compressed(family: str, attention: str, codec: str, replay: bool, theirs: tuple[Any, ...]) -> Row:
     model = build(family, attention)
     gradckpt.stats.reset()
-    with gradckpt.enable(model, compress=codec, replay=replay):
+    with gradckpt.enable(model, compress={"codec": codec, "replay": replay}):
         loss, grads, _ = gradients(family, model)
     stats = gradckpt.stats()
     return {

@@ -124,7 +124,7 @@ def switch_on(model: LlamaForCausalLM, name: str) -> None:
     if name == "torch":
         model.activation_checkpointing_enable({"use_reentrant": False})
     elif name != "none":
-        gradckpt.enable(model, compress=compress, replay=replay)
+        gradckpt.enable(model, {"codec": compress, "replay": replay} if replay else compress)
 
 
 # ---- measuring

@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 import gradckpt
 from gradckpt.apply import region_of
 from gradckpt.integrations.lightning import GradckptCallback, StatsCallback
+from gradckpt.stats import compiled
 
 # Lightning's own: no validation data, few workers, names that torch has deprecated, barebones, resuming, eval mode.
 OTHERS = ("You defined a `val", ".*many workers", ".*treespec", ".*barebones", ".*ckpt_path", ".*in eval mode at the")
@@ -106,8 +107,9 @@ def touched(module):
 
 
 @pytest.fixture(autouse=True)
-def _fresh_counters():
+def _fresh_counters(monkeypatch):
     gradckpt.stats.reset()
+    monkeypatch.setattr(compiled, "ever", False)  # no graph of an earlier test runs here
 
 
 @pytest.mark.parametrize("kind", KINDS)
