@@ -107,9 +107,8 @@ def touched(module):
 
 
 @pytest.fixture(autouse=True)
-def _fresh_counters(monkeypatch):
+def _fresh_counters():
     gradckpt.stats.reset()
-    monkeypatch.setattr(compiled, "ever", False)  # no graph of an earlier test runs here
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -413,13 +412,15 @@ class TestErrors:
                 fit(module, GradckptCallback())
             assert handle.modules
 
-    def test_modules_in_eval_mode(self):
+    def test_modules_in_eval_mode(self, monkeypatch):
+        monkeypatch.setattr(compiled, "ever", False)  # no graph of an earlier test runs here
         module = Stack()
         module.blocks.eval()
         with pytest.warns(gradckpt.GradckptInactiveWarning, match=r"eval mode.*call model\.train\(\)"):
             fit(module, callback("stack"))
 
-    def test_modules_that_nobody_calls(self):
+    def test_modules_that_nobody_calls(self, monkeypatch):
+        monkeypatch.setattr(compiled, "ever", False)
         module = Stack()
         module.spare = Block()
         with pytest.warns(gradckpt.GradckptInactiveWarning, match="never called with grad on"):
