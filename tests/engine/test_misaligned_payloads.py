@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from forms import in_regions, saved
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,15 +60,6 @@ WRONG = {
     "device": lambda b: b.to("meta"),
     "layout": lambda b: b.to_sparse(),
 }
-
-
-def in_regions(function, x, config):
-    return gradckpt.checkpoint(function, x, compress=config)
-
-
-def saved(function, x, config):
-    with gradckpt.compress_saved(config):
-        return function(x)
 
 
 @pytest.mark.parametrize("change", WRONG)

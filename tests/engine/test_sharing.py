@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from forms import in_regions, saved
 
 import gradckpt
 
@@ -46,15 +47,6 @@ VIEWS = {
     "layout": lambda d: d.view(16, 4, 32).transpose(0, 1),
     "strides": lambda d: d.view(16, 4, 32).permute(2, 1, 0),
 }
-
-
-def in_regions(function, x, config):
-    return gradckpt.checkpoint(function, x, compress=config)
-
-
-def saved(function, x, config):
-    with gradckpt.compress_saved(config):
-        return function(x)
 
 
 @pytest.mark.parametrize("codec", CODECS)
