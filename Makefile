@@ -1,16 +1,19 @@
 # Every target sets itself up: python3 >= 3.11, gcc and make are all it needs.
 #   PYTHON=python3.12       another interpreter
 #   TORCH=2.11.0            another torch, in a .venv of its own (the demo and the tests were made with the default)
-#   DEMO_ARGS, TEST_ARGS, WHEEL_ARGS
-#                           passed on, e.g. make demo DEMO_ARGS="--steps 20"
+#   DEMO_ARGS, TEST_ARGS    passed on, e.g. make demo DEMO_ARGS="--codecs int8,int6,int4"
 #   GPU_PYTHON=python3      `make gpu` without pip and the network: with that interpreter and the torch it has
+#   PYTHONS, TORCHES        what `make release` tries the wheel with: interpreters; newest, versions, or folders that hold a torch
+#   TORCH_INDEX             where `make release` and `make soak` take these from; empty: from pip's own index, with CUDA
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
 RELEASE ?= .venv-release
 DEMO_ARGS ?=
-WHEEL_ARGS ?=
+PYTHONS ?= python3.11 python3.13 python3.14
+TORCHES ?= 2.10 newest
+export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_ARGS ?=
 GPU_PYTHON ?=
 
@@ -33,7 +36,7 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 # A test that hangs where no signal reaches it (C++ that waits with the GIL held) ends the run, with all its stacks.
 WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
-.PHONY: help demo test test_all soak mutants bench lint docs gpu gpu_here gpu_tools wheel clean setup tools
+.PHONY: help demo test test_all soak mutants bench lint docs gpu gpu_here gpu_tools release clean setup tools
 .DEFAULT_GOAL := help
 # All targets share one .venv and one build folder.
 .NOTPARALLEL:
@@ -41,7 +44,7 @@ WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --m
 help:  ## this list
 	@sed -n 's/^\([a-z_]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: $(VENV)/.built  ## train a small Llama under eight kinds of checkpoints; table and demo.png (minutes)
+demo: $(VENV)/.built  ## train a deep Llama: what checkpoints save, cost and change; table, demo.png (4 minutes)
 	@$(BIN)/python examples/train_llama.py $(DEMO_ARGS)
 
 # Each ends with pytest's closing line. tests/conftest.py says what `test` leaves to `test_all`, and why.
@@ -62,9 +65,11 @@ bench: $(VENV)/.built  ## speed of the codecs, host cost per region, selective r
 	@$(BIN)/python benchmarks/bench_overhead.py
 	@$(BIN)/python benchmarks/bench_selective.py
 
-lint: $(VENV)/.test  ## ruff and mypy
+lint: $(VENV)/.test  ## ruff, mypy, spelling and banned words (tests/language.py)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/codespell csrc gradckpt tests docs examples benchmarks release *.md Makefile setup.py pyproject.toml
+	@$(BIN)/python tests/language.py
 
 docs: $(VENV)/.docs  ## the documentation as a site, in build/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # with --quiet, mkdocs counts no warnings
@@ -89,9 +94,9 @@ gpu_here: $(GPU_BUILT)
 	echo "make gpu: $$((steps - failed)) of $$steps steps passed"; \
 	test $$failed = 0 || { echo "make gpu: $$failed failed:$$names" >&2; exit 1; }
 
-# In a venv of its own: building needs no torch. The venv of the last check gets the torch of TORCH.
-wheel: $(RELEASE)/.tools  ## dist/: sdist and manylinux wheel, checked and installed in an empty venv (CUDA: minutes)
-	@$(RELEASE)/bin/python release/distribution.py --torch "torch==$(TORCH)" $(WHEEL_ARGS)
+# In a venv of its own: building needs no torch.
+release: $(RELEASE)/.tools  ## dist/: sdist and manylinux wheel, checked and tried in fresh venvs (CUDA: minutes); RELEASING.md
+	@$(RELEASE)/bin/python release/make_release.py --pythons $(PYTHONS) --torches $(TORCHES) --torch-index "$(TORCH_INDEX)"
 
 clean:  ## remove .venv and everything that was built
 	rm -rf .venv .venv-torch-* $(VENV) $(RELEASE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gradckpt/_C*.so

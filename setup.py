@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 DEFAULT_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"  # those that nvcc knows
+#: Commands that end in a compiled extension; ``sdist`` and ``egg_info`` work on any system.
+BUILDS = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
 LEAST_NVCC = (12, 1)  # the first whose PTX (8.1) has FP8 conversions for sm_89
 
 C_FLAGS = [
@@ -43,13 +46,22 @@ NVCC_FLAGS = [
 ]  # fmt: skip
 
 
-# One binary for every architecture: 11 MB of objects become 1 MB.  nvcc 12.8 and later; drivers of CUDA 12.4 and later
-# load them, which csrc/codec/cuda.cu is told.
+# One binary for every architecture: 11 MB of objects become 1 MB.  nvcc 12.8 and later; drivers of
+# CUDA 12.4 and later load them, which csrc/codec/cuda.cu is told.
 COMPRESS_FLAGS = ["--compress-mode=size", "-DGCK_CUDA_LEAST_DRIVER=12040"]
 
 
 def env_flag(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
+
+
+def reason_against_python() -> str | None:
+    """Return why nothing can be built for this interpreter: what is wrong, and what to do."""
+    if sys.platform != "linux":
+        return f"{sys.platform} is not supported; use Linux{' (WSL)' if sys.platform == 'win32' else ''}"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "free-threaded CPython cannot load abi3 extensions; use the build of CPython that has a GIL"
+    return None
 
 
 def find_nvcc() -> str | None:
@@ -61,7 +73,8 @@ def find_nvcc() -> str | None:
 
 
 def static_cudart(nvcc: str) -> str:
-    """Path of libcudart_static.a, from the toolkit that nvcc says it belongs to (nvcc may be a wrapper)."""
+    """Path of libcudart_static.a, from the toolkit that nvcc says
+    it belongs to (nvcc may be a wrapper)."""
     said = subprocess.run([nvcc, "-dryrun", "-E", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
     tops = re.findall(r"^#\$ TOP=(.+)$", said, re.MULTILINE) + [str(Path(nvcc).resolve().parent.parent)]
     for top in tops:
@@ -90,7 +103,8 @@ def reason_against(nvcc: str) -> str | None:
 
 
 def cuda_archs(nvcc: str) -> list[str]:
-    """What the environment asks for, or those of the default that this nvcc knows, the last of them as PTX, too."""
+    """What the environment asks for, or those of the default that this nvcc knows,
+    the last of them as PTX, too."""
     asked = os.environ.get("GRADCKPT_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
     known = re.findall(r"compute_(\w+)", ask(nvcc, "--list-gpu-arch"))
     archs = []
@@ -197,11 +211,16 @@ def extension() -> Extension:
 
 
 class InPlace(Distribution):
-    """Reads no pyproject.toml, which says nothing of the extension, and which setuptools before 77 cannot read."""
+    """Reads no pyproject.toml, which says nothing of the extension,
+    and which setuptools before 77 cannot read."""
 
     def parse_config_files(self, *args: object, **kwargs: object) -> None:
         pass
 
+
+# Before setup(): setuptools' own refusal of a free-threaded CPython does not say what to do.
+if BUILDS.intersection(sys.argv) and (against := reason_against_python()):
+    sys.exit(f"gradckpt: {against}")
 
 setup(
     distclass=InPlace if "build_ext" in sys.argv else Distribution,

@@ -1,19 +1,20 @@
 """Speed and quality of the codecs on the CPU; gpu_roofline.py has the speed of the CUDA kernels.
 
-    python benchmarks/bench_codecs.py [--mib 256] [--threads 1,2] [--isa scalar,avx2] [--stochastic] ...
+    python benchmarks/bench_codecs.py [--mib 256] [--threads 1,2]
+        [--isa scalar,avx2] [--stochastic] ...
 
-GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same values, timed
-before and after every repeat of every kernel, so that a noisy machine harms both alike. Everything
-is written into warm, preallocated buffers: torch's allocator gives large tensors back to the
-kernel, so gradckpt.codecs.encode() pays for page faults that memcpy into a warm buffer does not. The
-extension exports nothing but its module, hence the benchmark compiles csrc/codec/*.c once more
-with the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode() by ctypes:
-the shipped C, dispatch and streaming included. Several threads: as many Python threads, each with its
-own part of the buffers (ctypes releases the GIL). The scalar kernels are timed 3 times at most.
+GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same values, timed before
+and after every repeat of every kernel, so that a noisy machine harms both alike. Everything is
+written into warm, preallocated buffers: torch's allocator gives large tensors back to the kernel,
+so gradckpt.codecs.encode() pays for page faults that memcpy into a warm buffer does not. The
+extension exports nothing but its module, hence the benchmark compiles csrc/codec/*.c once more with
+the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode() by ctypes: the shipped
+C, dispatch and streaming included. Several threads: as many Python threads, each with its own part
+of the buffers (ctypes releases the GIL). The scalar kernels are timed 3 times at most.
 
-SQNR: of Gaussian values, and of the ordinary channels of set X of tests/helpers/codec_inputs.py (channel and
-token sizes lognormal, six channels 20 to 45 times larger, two massive values), bfloat16. What codecs do
-to real layer inputs and to gradients: bench_fidelity.py.
+SQNR: of Gaussian values, and of the ordinary channels of set X of tests/helpers/codec_inputs.py
+(channel and token sizes lognormal, six channels 20 to 45 times larger, two massive values),
+bfloat16. What codecs do to real layer inputs and to gradients: bench_fidelity.py.
 """
 
 from __future__ import annotations

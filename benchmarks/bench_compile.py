@@ -1,12 +1,14 @@
-"""Checkpointing under torch.compile: what the forward keeps, what a step takes, what the gradients lose.
+"""Checkpointing under torch.compile: what the forward keeps, what a step takes,
+what the gradients lose.
 
     python benchmarks/bench_compile.py [--backend inductor] [--layers 4 --hidden 256 --tokens 512]
 
-A Llama of the Hugging Face library, random weights, float32, CPU, compiled with fullgraph=True: a graph break would
-be an error. `kept` is what the forward leaves to its backward: bytes of storages that cross from one to the other,
-weights apart, as outer saved-tensor hooks see them; `payloads` are those of them that gradckpt encoded. Times are
-medians of one forward and backward, compilation apart. Loss and error are against the plain model, uncompiled:
-absolute difference, relative L2 distance of all gradients, smallest cosine of a parameter's.
+A Llama of the Hugging Face library, random weights, float32, CPU, compiled with fullgraph=True: a
+graph break would be an error. `kept` is what the forward leaves to its backward: bytes of
+storages that cross from one to the other, weights apart, as outer saved-tensor hooks see them;
+`payloads` are those that gradckpt encoded. Times are medians of one forward and backward,
+compilation apart. Loss and error are against the plain model, uncompiled: absolute difference,
+relative L2 distance of all gradients, smallest cosine of a parameter's.
 """
 
 import argparse
@@ -31,7 +33,7 @@ KINDS = {
     "torch": torchs,
     "gradckpt None": functools.partial(gradckpt.enable, compress=None),
     "int8": functools.partial(gradckpt.enable, compress="int8"),
-    "int8 replay": functools.partial(gradckpt.enable, compress={"codec": "int8", "replay": True}),
+    "int8 fake-quantized": functools.partial(gradckpt.enable, compress={"codec": "int8", "fake_quantize": True}),
     "int4": functools.partial(gradckpt.enable, compress="int4"),
     "int8, save_attention:int8": functools.partial(gradckpt.enable, compress="int8", policy="save_attention:int8"),
 }

@@ -1,12 +1,14 @@
-"""Two ranks on gloo: gradckpt in torch's engines and in accelerate, beside stock checkpointing there.
+"""Two ranks on gloo: gradckpt in torch's engines and in accelerate,
+beside stock checkpointing there.
 
     python benchmarks/bench_distributed.py [--json FILE]
 
-The worlds of tests/frameworks/test_distributed.py: a small model and two micro-batches in each engine, same seed. Of
-rank 0: modules that are wrapped; whether losses, gradients and the keys of the state dict are those of stock
-checkpointing (gradients with None: to the last bit); bytes of the regions' inputs before and after; the gradients'
-relative L2 error and cosine over all parameters. Then whether the two replicas' payloads are the same bytes, and what
-is said of FSDP's own flag beside gradckpt. The exit status is 1 when something is not as it should be.
+The worlds of tests/frameworks/test_distributed.py: a small model and two micro-batches in each
+engine, same seed. Of rank 0: modules that are wrapped; whether losses, gradients and the keys of
+the state dict are those of stock checkpointing (gradients with None: to the last bit); bytes of the
+regions' inputs before and after; the gradients' relative L2 error and cosine over all parameters.
+Then whether the two replicas' payloads are the same bytes, and what is said of FSDP's own flag
+beside gradckpt. The exit status is 1 when something is not as it should be.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """What gradckpt.enable does to the gradients of thirteen families of transformers models.
 
-    python benchmarks/bench_families.py [--codecs int8,int6] [--families llama,t5] [--replay] [--markdown] [--json FILE]
+    python benchmarks/bench_families.py [--codecs int8,int6] [--families llama,t5] [--fake-quantize]
+                                        [--markdown] [--json FILE]
 
-The models of tests/helpers/model_families.py: tiny, random weights, float32, padded batches, dropout. One step each,
-from the same seed: under torch's own checkpointing, under gradckpt with compress=None and with each codec.
-None: loss, every gradient and the random numbers of compress=None, beside torch's, to the last bit. Of each codec:
-inputs of layers that it took, of those that it might take, and their size; whether the loss is torch's to the last bit
-(=); the gradients' error, relative L2 over all parameters; the worst parameter's cosine, and which that is.
+The models of tests/helpers/model_families.py: tiny, random weights, float32, padded batches,
+dropout. One step each, from the same seed: under torch's own checkpointing, under gradckpt with
+compress=None and with each codec. None: loss, every gradient and the random numbers of
+compress=None, beside torch's, to the last bit. Of each codec: inputs of layers that it took, of
+those that it might take, and their size; whether the loss is torch's to the last bit (=); the
+gradients' error, relative L2 over all parameters; the worst parameter's cosine, and which that is.
 The exit status is 1 when None differs or a parameter loses its gradient.
 """
 
@@ -44,15 +46,17 @@ def exact(family: str, attention: str, theirs: tuple[Any, ...]) -> bool:
     return same and torch.equal(loss, theirs[0]) and torch.equal(rng, theirs[2])
 
 
-def compressed(family: str, attention: str, codec: str, replay: bool, theirs: tuple[Any, ...]) -> Row:
+def compressed(family: str, attention: str, codec: str, fake_quantize: bool, theirs: tuple[Any, ...]) -> Row:
     model = build(family, attention)
     gradckpt.stats.reset()
-    with gradckpt.enable(model, compress={"codec": codec, "replay": replay}):
+    with gradckpt.enable(model, compress={"codec": codec, "fake_quantize": fake_quantize}):
         loss, grads, _ = gradients(family, model)
     stats = gradckpt.stats()
     return {
-        "codec": codec + " replay" * replay,
-        **{key: stats[key] for key in ("asked", "compressed", "shared", "bytes_in", "bytes_out", "decisions")},
+        "codec": codec + " fake-quantized" * fake_quantize,
+        **{
+            key: stats[key] for key in ("eligible", "compressed", "shared", "bytes_in", "bytes_out", "discrete_outputs")
+        },
         "loss_equal": torch.equal(loss, theirs[0]),
         "gradients_lost": sorted(nonzero(theirs[1]) - nonzero(grads)),
         **errors(grads, theirs[1])._asdict(),
@@ -73,7 +77,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 row["none_equal"] = exact(family, attention, theirs)
                 row["parameters"] = len(nonzero(theirs[1]))
                 for codec in options.codecs:
-                    row["runs"].append(compressed(family, attention, codec, options.replay, theirs))
+                    row["runs"].append(compressed(family, attention, codec, options.fake_quantize, theirs))
     return rows
 
 
@@ -100,7 +104,7 @@ def cells(row: Row) -> list[list[str]]:
                 f"{row['family']} {row['attention']}",
                 equal(row["none_equal"]),
                 run["codec"],
-                f"{run['compressed']} of {run['asked']}",
+                f"{run['compressed']} of {run['eligible']}",
                 f"{run['bytes_in'] / 1024:.0f} -> {run['bytes_out'] / 1024:.1f}",
                 equal(run["loss_equal"]),
                 f"{lost} LOST" if lost else f"{run['relative']:.2%}",
@@ -128,7 +132,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated, of: %(default)s")
     parser.add_argument("--codecs", default="int8", help=f"comma-separated, of: {', '.join(gradckpt.codecs.names())}")
-    parser.add_argument("--replay", action="store_true", help="run the forward on the restored values, too")
+    parser.add_argument("--fake-quantize", action="store_true", help="run the forward on the restored values, too")
     parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args(argv)

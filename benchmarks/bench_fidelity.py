@@ -1,17 +1,20 @@
-"""What the codecs lose: noise on synthetic values and on layer inputs of trained models, errors of gradients.
+"""What the codecs lose: noise on synthetic values and on layer inputs of trained models,
+errors of gradients.
 
-    python benchmarks/bench_fidelity.py [--models llama,vit] [--codecs int8,int4] [--markdown] [--json FILE]
+    python benchmarks/bench_fidelity.py [--models llama,vit]
+        [--codecs int8,int4] [--markdown] [--json FILE]
 
-Everything in bfloat16. Bits: of the payload, measured. SQNR: signal to quantisation noise, in dB; the
-synthetic sets are those of tests/helpers/codec_inputs.py (mean of 8), "X bulk" counts the ordinary channels of X.
+Everything in bfloat16. Bits: of the payload, measured. SQNR: signal to quantisation noise, in dB;
+the synthetic sets are those of tests/helpers/codec_inputs.py (mean of 8), "X bulk" counts the
+ordinary channels of X.
 
 Trained models: benchmarks/trained_models.py, trained at the first call (minutes) and kept in
-build/trained_models. SQNR is the mean over the layers, and the worst layer. The gradient's error comes
-from running each layer again from its decoded input, against running it from the input itself (the
-same bf16 values, fp32 maths): relative L2 over all parameters (mean of 3 held-out batches), cosine over
-all of them and of the worst parameter (worst batch); parameters without a gradient are left out.
-Two lines say how small an error can matter: the same model under bf16 autocast against fp32, and with
-layer inputs rounded to bf16 against unrounded ones.
+build/trained_models. SQNR is the mean over the layers, and the worst layer. The gradient's error
+comes from running each layer again from its decoded input, against running it from the input itself
+(the same bf16 values, fp32 maths): relative L2 over all parameters (mean of 3 held-out batches),
+cosine over all of them and of the worst parameter (worst batch); parameters without a gradient are
+left out. Two lines say how small an error can matter: the same model under bf16 autocast against
+fp32, and with layer inputs rounded to bf16 against unrounded ones.
 """
 
 from __future__ import annotations
@@ -173,7 +176,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     models, codecs = list(trained_models.MODELS), codecs_of_bfloat16()
     parser.add_argument("--models", default=",".join(models), help="comma-separated, of: %(default)s; none: ''")
     parser.add_argument("--codecs", default=",".join(codecs), help="comma-separated, of: %(default)s")
-    parser.add_argument("--markdown", action="store_true", help="tables in Markdown, as docs/codecs.md has them")
+    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args(argv)
     for name, known in (("models", models), ("codecs", codecs)):

@@ -1,8 +1,9 @@
 """What ``import gradckpt`` takes beyond ``import torch``.
 
-Each run is a fresh interpreter that imports torch and then gradckpt; one run beforehand warms the cache of the disk.
-Seconds of the clock, and of the CPU, which other processes of the machine change less. Run it with the interpreter of
-the environment in question: an empty one with the wheel, or one where transformers and others are installed, too.
+Each run is a fresh interpreter that imports torch and then gradckpt; one run beforehand warms the
+cache of the disk. Seconds of the clock, and of the CPU, which other processes of the machine change
+less. Run it with the interpreter of the environment in question: an empty one with the wheel, or
+one where transformers and others are installed, too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def measure(runs: int) -> dict[str, object]:
 
 
 def breakdown(count: int) -> list[tuple[str, int, int]]:
-    """Modules imported after torch: name, own microseconds, those with what it imports; the slowest first."""
+    """Modules imported after torch: name, own microseconds, those with what it imports;
+    the slowest first."""
     text = interpreter("-X", "importtime", "-c", "import torch; import gradckpt").stderr
     lines = re.findall(r"^import time: +(\d+) \| +(\d+) \| +(\S+)$", text, re.MULTILINE)
     names = [name for _, _, name in lines]

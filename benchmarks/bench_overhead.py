@@ -1,11 +1,12 @@
 """Host microseconds per checkpointed region, beside torch.utils.checkpoint in the same run.
 
-Each case is a chain of small regions, so that what is measured is the machinery. Overhead is forward + backward
-per region, less the same without checkpointing, less the recompute itself; the recompute itself is the time that
-running the region again takes where a checkpoint runs it, in backward, by a hook on the region's output (a run
-of the forward alone is cheaper: caches are warm and its graph is not freed; the column "plain forward" subtracts
-that instead). All ways are timed in turn, round by round; of the rounds the lower quartile is reported, since
-other processes only ever add time.
+Each case is a chain of small regions, so that what is measured is the machinery. Overhead is
+forward + backward per region, less the same without checkpointing, less the recompute itself; the
+recompute itself is the time that running the region again takes where a checkpoint runs it, in
+backward, by a hook on the region's output (a run of the forward alone is cheaper: caches are warm
+and its graph is not freed; the column "plain forward" subtracts that instead). All ways are timed
+in turn, round by round; of the rounds the lower quartile is reported, since other processes only
+ever add time.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def measure(case: str, width: int, depth: int, rounds: int) -> dict[str, tuple[f
 
 
 def overheads(case: str, times: dict[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
-    """Way -> microseconds per region: forward, backward, and over the recompute, in both readings."""
+    """Way -> microseconds per region: forward, backward, and over the recompute,
+    in both readings."""
     saves = case != "empty"
     again = times["again"][1] - times["hook"][1] if saves else 0.0
     once_more = times["plain"][0] if saves else 0.0

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_saved.py [--layers 4 --hidden 256 --tokens 512]
 
-A Llama of the Hugging Face library, random weights, float32, CPU. `kept` is what the forward leaves alive for its
-backward: bytes of storages that autograd saved, weights apart, plus payloads. Times are medians; error is the
-relative L2 distance of all gradients to those of the plain step.
+A Llama of the Hugging Face library, random weights, float32, CPU. `kept` is what the
+forward leaves alive for its backward: bytes of storages that autograd saved, weights apart, plus
+payloads. Times are medians; error is the relative L2 distance of all gradients to those of the
+plain step.
 """
 
 import argparse

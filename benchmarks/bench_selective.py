@@ -1,13 +1,15 @@
-"""Selective recompute: memory, time and error of what can be kept, and what keeping costs on the host.
+"""Selective recompute: memory, time and error of what can be kept,
+and what keeping costs on the host.
 
     python benchmarks/bench_selective.py [--quick] [--markdown] [--plot FILE] [--json FILE]
 
-Frontier: Llamas, every layer a region, under no checkpointing, torch's and ours. Kept: bytes alive after
-the forward that were not before it, counted by torch's profiler, which sees every allocation and every release: layer
-inputs, kept outputs, payloads, random states, and what lies outside the layers. Time: forward and backward,
-all ways in turn, round by round: the median, and the median of the ratio to torch's full checkpoint in the
-same round. Error of the gradient after a few steps of training, against no checkpointing: relative L2 over all
-parameters, and the cosine of the worst parameter (of those with 1 % of the gradient's norm and more).
+Frontier: Llamas, every layer a region, under no checkpointing, torch's and ours. Kept: bytes alive
+after the forward that were not before it, counted by torch's profiler, which sees every allocation
+and every release: layer inputs, kept outputs, payloads, random states, and what lies outside the
+layers. Time: forward and backward, all ways in turn, round by round: the median, and the median of
+the ratio to torch's full checkpoint in the same round. Error of the gradient after a few steps of
+training, against no checkpointing: relative L2 over all parameters, and the cosine of the worst
+parameter (of those with 1 % of the gradient's norm and more).
 
 Saves in int8: bytes kept against arithmetic; operators run, counted by a dispatch mode.
 
@@ -43,6 +45,7 @@ import gradckpt
 from gradckpt import policies
 
 MIB = 2**20
+INT8_BYTES = gradckpt.codecs.info("int8")["bits_per_value"] / 8
 Run = Callable[..., Any]
 
 
@@ -138,12 +141,12 @@ def frontier(model: Any, ids: torch.Tensor, rounds: int, say: Callable[[str], No
     ways = all_ways()
     rows = []
     switch(model, ways[0])
-    exact = train_llama.gradients(model, ids)
+    exact = train_llama.step(model, ids).gradients
     for way in ways:
         say(f"memory and gradients: {way.title}")
         switch(model, way)
         row = {"family": way.family, "keeps": way.keeps, "title": way.title}
-        relative, cosine = train_llama.gradient_error(train_llama.gradients(model, ids), exact)
+        relative, cosine = train_llama.gradient_error(train_llama.step(model, ids).gradients, exact)
         model.zero_grad()
         rows.append({**row, "bytes": alive_bytes(model, ids), "error": relative, "cosine": cosine})
     times: list[list[float]] = []
@@ -161,7 +164,8 @@ def frontier(model: Any, ids: torch.Tensor, rounds: int, say: Callable[[str], No
 
 
 def dominated(rows: list[dict[str, Any]], times: list[list[float]], i: int) -> list[str]:
-    """What torch's selective checkpoints keep that need more memory than row i, and are no faster."""
+    """What torch's selective checkpoints keep that need more memory than row i,
+    and are no faster."""
     return [
         peer["keeps"]
         for j, peer in enumerate(rows)
@@ -196,13 +200,13 @@ def count(model: Any, ids: torch.Tensor, way: Way) -> collections.Counter[Any]:
 def matmul_bytes(shape: argparse.Namespace, config: Any) -> float:
     """Of the matrix products of all layers, in int8."""
     values = 5 * config.hidden_size + 2 * config.intermediate_size  # q, k, v, o, down; gate, up
-    return shape.layers * shape.batch * shape.seq * values * train_llama.BITS["int8"] / 8
+    return shape.layers * shape.batch * shape.seq * values * INT8_BYTES
 
 
 def attention_bytes(shape: argparse.Namespace, config: Any) -> float:
     """Of the attention outputs in int8, and of their log-sum-exps in float32."""
     tokens = shape.layers * shape.batch * shape.seq
-    return tokens * (config.hidden_size * train_llama.BITS["int8"] / 8 + 4 * config.num_attention_heads)
+    return tokens * (config.hidden_size * INT8_BYTES + 4 * config.num_attention_heads)
 
 
 def saves(model: Any, ids: torch.Tensor, shape: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -236,11 +240,11 @@ def saves(model: Any, ids: torch.Tensor, shape: argparse.Namespace, rows: list[d
 
 
 def shapes(quick: bool) -> dict[str, argparse.Namespace]:
-    common = {"seed": 0, "lr": 1e-3, "dtype": "float32"}
+    common = {"seed": 0, "lr": 1e-3}
     if quick:
         return {"tiny": argparse.Namespace(layers=2, hidden=64, batch=2, seq=256, **common)}
     return {
-        "the demo's": argparse.Namespace(layers=6, hidden=128, batch=4, seq=256, **common),
+        "small": argparse.Namespace(layers=6, hidden=128, batch=4, seq=256, **common),
         "larger": argparse.Namespace(layers=4, hidden=512, batch=1, seq=512, **common),
     }
 
@@ -257,7 +261,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ids = train_llama.take(held_out, shape, -1)
             rows = frontier(model, ids, options.rounds, lambda words, name=name: steps.say(f"{name}: {words}"))
             found["models"][name] = {
-                "about": f"{shape.layers} layers x {shape.hidden}, batch {shape.batch} x {shape.seq}, {shape.dtype}",
+                "about": f"{shape.layers} layers x {shape.hidden}, batch {shape.batch} x {shape.seq}, float32",
                 "frontier": rows,
                 "saves": saves(model, ids, shape, rows),
             }
@@ -267,7 +271,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         steps.say("host cost of a Llama layer")
         found["operators"].append(selective_cost.layer(options.host_rounds))
         steps.say("host cost of decisions")
-        found["decisions"] = selective_cost.decisions(options.host_rounds)
+        found["discrete_outputs"] = selective_cost.replay_discrete(options.host_rounds)
         steps.say("host cost of one-node regions")
         found["regions"] = selective_cost.regions(options.host_rounds)
         steps.done()
@@ -315,7 +319,7 @@ def operator_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
             f"{row['torch']:.1f}",
             f"{row['gradckpt']:.2f}",
             f"{row['gradckpt'] / row['torch']:.3f}",
-            f"{row['asked_us']:.1f} us" if "asked_us" in row else f"{row['asked']:.3f} of torch's",
+            f"{row['asked_us']:.1f} us" if "asked_us" in row else f"{row['eligible']:.3f} of torch's",
         ]
         for row in rows
     ]
@@ -331,7 +335,7 @@ def region_rows(found: list[dict[str, Any]]) -> list[list[str]]:
             cells = [row["region"] if us is peer else "", name]
             for reading in ("in place", "plain"):
                 cells += [f"{us[reading]:.1f}", f"{us[reading] / peer[reading]:.3f}"]
-            table.append([*cells, f"{row['asked']:.3f}" if name == "SelectiveRecompute" else ""])
+            table.append([*cells, f"{row['eligible']:.3f}" if name == "SelectiveRecompute" else ""])
     return table
 
 
@@ -345,7 +349,9 @@ def show(found: dict[str, Any], markdown: bool) -> None:
     columns = ["added by forward and recompute, us", "torch", "gradckpt", "of torch's", "at most"]
     table("host cost of selective contexts", columns, operator_rows(found["operators"]))
     columns = ["a step of a tiny Llama, inputs in int8", "least ms", "median ms", "of the first"]
-    cells = [[r["what"], f"{r['least']:.2f}", f"{r['median']:.2f}", f"{r['ratio']:.3f}"] for r in found["decisions"]]
+    cells = [
+        [r["what"], f"{r['least']:.2f}", f"{r['median']:.2f}", f"{r['ratio']:.3f}"] for r in found["discrete_outputs"]
+    ]
     table("host cost of decisions", columns, cells)
     columns = ["region", "", "in place us", "of torch's", "plain us", "of torch's", "at most"]
     title = "overhead per one-node region with nothing kept; recompute and the forward without grad not counted"
@@ -364,7 +370,8 @@ MARKERS = {"inputs": "o", "attention": "^", "every other matmul": "D", "matmuls"
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Memory against time: the colour is the kind of checkpoint, the shape what is kept besides the inputs."""
+    """Memory against time: the colour is the kind of checkpoint,
+    the shape what is kept besides the inputs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -407,7 +414,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: a trial, no measurement")
-    parser.add_argument("--markdown", action="store_true", help="tables in Markdown, as docs/selective.md has them")
+    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against time there (matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args(argv)

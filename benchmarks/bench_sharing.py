@@ -1,7 +1,9 @@
-"""Twelve decoder layers that attend to one encoder's states: bytes of its payloads, and what encoding it again costs.
+"""Twelve decoder layers that attend to one encoder's states: bytes of its payloads, and what
+encoding it again costs.
 
-Each layer is a region that gets the states. They are encoded in every region, and equal bytes drop every payload of
-them but the first. The other way gives each layer a tensor object of its own, so that nothing is shared or compared.
+Each layer is a region that gets the states. They are encoded in every region, and equal bytes drop
+every payload of them but the first. The other way gives each layer a tensor object of its own, so
+that nothing is shared or compared.
 """
 
 from __future__ import annotations

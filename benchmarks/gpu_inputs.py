@@ -120,7 +120,8 @@ def few(dtype: str) -> Iterator[Case]:
 
 
 def many(dtype: str) -> Iterator[Case]:
-    """The sets of the CPU's tests: every pattern of 16 bits in order, shuffled and under every scale; hostile ones."""
+    """The sets of the CPU's tests: every pattern of 16 bits in order,
+    shuffled and under every scale; hostile ones."""
     yield from shapes(dtype, SIZES)
     if dtype == "bool":
         yield flat("every byte", torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.bool))
@@ -144,7 +145,8 @@ def in_order(i: torch.Tensor) -> torch.Tensor:
 
 
 def spread(i: torch.Tensor) -> torch.Tensor:
-    """Index to bits, each of 2^32 once: a group has 16 fractions of either sign in each of four binades."""
+    """Index to bits, each of 2^32 once: a group has 16 fractions of
+    either sign in each of four binades."""
     place, group = i & 127, i >> 7
     sign, fraction, binade = place & 1, place >> 1 & 15, place >> 5
     return sign << 31 | (group >> 19) << 25 | binade << 23 | fraction << 19 | group & 0x7FFFF

@@ -1,11 +1,13 @@
 """Memory and time of a Llama-shaped stack under several kinds of checkpoints, by number of tokens.
 
-    python benchmarks/gpu_memory.py [--tokens 8k,32k] [--kinds none,torch,int8] [--layers 12] [--hidden 2048]
+    python benchmarks/gpu_memory.py [--tokens 8k,32k]
+        [--kinds none,torch,int8] [--layers 12] [--hidden 2048]
 
-Decoder layers (RMSNorm, attention with rotary positions by torch's SDPA, SwiGLU) with random bfloat16 weights, one
-sequence, one region per layer. Kept: what the forward leaves allocated, its output among it, weights not. Peak: the
-most that torch's allocator had handed out during forward and backward, weights and gradients included (the title
-gives them). Where memory runs out, OOM. Time: of that one forward and backward, after a short sequence to warm up.
+Decoder layers (RMSNorm, attention with rotary positions by torch's SDPA, SwiGLU) with random
+bfloat16 weights, one sequence, one region per layer. Kept: what the forward leaves allocated, its
+output among it, weights not. Peak: the most that torch's allocator had handed out during forward
+and backward, weights and gradients included (the title gives them). Where memory runs out, OOM.
+Time: of that one forward and backward, after a short sequence to warm up.
 
 --device cpu: tiny, and both figures are those of gradckpt.stats(), payloads alone.
 """
@@ -124,7 +126,12 @@ def one_step(model: Stack, ids: torch.Tensor, kind: str) -> Result:
     stats = gradckpt.stats()
     peak = torch.cuda.max_memory_allocated() if cuda else stats["peak_live_bytes"]
     plain = not cuda and kind in TITLES
-    return {"kept": None if plain else kept, "peak": None if plain else peak, "s": seconds, "ratio": stats["ratio"]}
+    return {
+        "kept": None if plain else kept,
+        "peak": None if plain else peak,
+        "s": seconds,
+        "ratio": stats["ratio"],
+    }
 
 
 def measure(model: Stack, tokens: int, kind: str, device: str) -> Result:

@@ -2,14 +2,16 @@
 
     python benchmarks/gpu_parity.py [--quick] [--fp32 FRACTION] [--codecs int8,int4] [--sanitize]
 
-Every codec and every dtype that it takes: payloads byte by byte, decoded values bit by bit (NaN for NaN where
-the format does not keep which), and which tensors are refused. Values: the sets of the CPU's tests (all 65,536
-patterns of the 16-bit dtypes in order, shuffled and under every scale; hostile ones), strided, misaligned and
-odd-sized views, stochastic rounding; and all 2^32 float32 values twice, in order and so mixed that a group has
-four binades. The exit status is 1 when anything differs.
+Every codec and every dtype that it takes: payloads byte by byte, decoded values bit by bit (NaN for
+NaN where the format does not keep which), and which tensors are refused. Values: the sets of the
+CPU's tests (all 65,536 patterns of the 16-bit dtypes in order, shuffled and under every scale;
+hostile ones), strided, misaligned and odd-sized views, stochastic rounding; and all 2^32 float32
+values twice, in order and so mixed that a group has four binades. The exit status is 1 when
+anything differs.
 
---sanitize: a few groups of each kind and no kernels of torch's where they can be avoided, for gpu_sanitize.py.
---device cpu: scalar C stands in for the device, and says as late as one whether it could hold the values.
+--sanitize: a few groups of each kind and no kernels of torch's where they can be avoided, for
+gpu_sanitize.py. --device cpu: scalar C stands in for the device, and says as late as one whether it
+could hold the values.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def show(tally: Tally) -> None:
 
 
 def keep_memory() -> None:
-    """glibc gives large blocks back at once, and every page of the next one faults: most of the time of a decode."""
+    """glibc gives large blocks back at once, and every page of the next one faults:
+    most of the time of a decode."""
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -153,7 +156,8 @@ def differing(a: torch.Tensor, b: torch.Tensor, nan_is_nan: bool) -> torch.Tenso
 
 
 def value_at(codec: str, dtype: str, numel: int, offset: int) -> int:
-    """The value that byte `offset` of a payload belongs to; where several share it, or a scale, the first of them."""
+    """The value that byte `offset` of a payload belongs to; where several share it, or a scale,
+    the first of them."""
     _, value, group, block = gradckpt.codecs.info(codec)["sizes"][dtype]
     if value:
         return offset // value
@@ -208,7 +212,8 @@ class Comparison:
             )
 
     def together(self, ours: torch.Tensor, theirs: torch.Tensor, large: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both flat, on the device when they are large; else on the host, so that torch runs no kernel."""
+        """Both flat, on the device when they are large; else on the host,
+        so that torch runs no kernel."""
         if large:
             return ours.reshape(-1), self.device.upload(theirs).reshape(-1)
         return ours.cpu().reshape(-1), theirs.reshape(-1)
@@ -247,7 +252,8 @@ class Comparison:
         name: str,
         large: bool,
     ) -> None:
-        """What it cannot hold comes back from the original, or as NaN; the rest is compared without it."""
+        """What it cannot hold comes back from the original, or as NaN;
+        the rest is compared without it."""
         gone = unholdable(tally.codec, host, x)
         if not bool(gone.any()):
             tally.note(1, f"{name}: refused, but there is no value that the codec cannot hold")
@@ -267,7 +273,8 @@ class Comparison:
 
 
 def unholdable(codec: str, host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Flat bools, on x's device: the values, or blocks of values, for which the codec must refuse the tensor."""
+    """Flat bools, on x's device: the values, or blocks of values,
+    for which the codec must refuse the tensor."""
     flat = x.reshape(-1)
     if codec in CASTS:
         return flat.to(CASTS[codec]).isinf() & flat.isfinite()
@@ -277,7 +284,8 @@ def unholdable(codec: str, host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def several_tensors(codec: str, dtype: str, device: Device, tally: Tally) -> None:
-    """More than one launch takes, each second one misaligned, some strided; decoded into memory of the same layout."""
+    """More than one launch takes, each second one misaligned, some strided;
+    decoded into memory of the same layout."""
     cases = [gpu_inputs.flat(f"tensor {n} of 40", gpu_inputs.gaussian(dtype, 50 + 97 * n, n), n % 2) for n in range(40)]
     for n, name in ((7, "transposed"), (20, "every third"), (33, "padded rows")):
         cases[n] = Case(name, gpu_inputs.gaussian(dtype, 6000), *gpu_inputs.LAYOUTS[name], 1)

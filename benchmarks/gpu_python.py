@@ -1,8 +1,10 @@
-"""What an interpreter lacks for `make gpu GPU_PYTHON=...`, a line each; the exit status is 1 when it lacks something.
+"""What an interpreter lacks for `make gpu GPU_PYTHON=...`, a line each;
+the exit status is 1 when it lacks something.
 
     python3 benchmarks/gpu_python.py
 
-Nothing is installed and nothing of gradckpt imported: this runs before the build, on a machine without a network.
+Nothing is installed and nothing of gradckpt imported: this runs before the build,
+on a machine without a network.
 """
 
 import os

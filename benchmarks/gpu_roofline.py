@@ -1,16 +1,19 @@
 """Speed of the CUDA kernels beside a device copy and beside torch.compile.
 
-    python benchmarks/gpu_roofline.py [--codecs int8,fp8_e4m3] [--shapes "1 MiB,32k x 4096"] [--markdown]
+    python benchmarks/gpu_roofline.py [--codecs int8,fp8_e4m3]
+        [--shapes "1 MiB,32k x 4096"] [--markdown]
 
-GB/s counts bytes read plus bytes written, scales included; the ceiling is torch's copy_ of the same tensor in the same
-rounds. Timed by CUDA events around one call; before each, a buffer many times the L2 is overwritten, which also keeps
-the device busy while the host queues the call, so that no launch is waited for. The median counts.
+GB/s counts bytes read plus bytes written, scales included; the ceiling is torch's copy_ of the same
+tensor in the same rounds. Timed by CUDA events around one call; before each, a buffer many times
+the L2 is overwritten, which also keeps the device busy while the host queues the call, so that no
+launch is waited for. The median counts.
 
-torch.compile: the same arithmetic written in torch (E4M3: largest of 128, power-of-two scale, cast; int8: 128 values
-times a Hadamard matrix, largest, round), its GB/s by our bytes, so that the two columns compare times.
+torch.compile: the same arithmetic written in torch (E4M3: largest of 128, power-of-two scale, cast;
+int8: 128 values times a Hadamard matrix, largest, round), its GB/s by our bytes, so that the two
+columns compare times.
 
-Small tensors: microseconds per call, many calls in one CUDA graph (gaps between kernels included), and host time per
-call (allocation and launch, nothing waited for).
+Small tensors: microseconds per call, many calls in one CUDA graph (gaps between kernels included),
+and host time per call (allocation and launch, nothing waited for).
 """
 
 from __future__ import annotations
@@ -144,7 +147,8 @@ def int8_decode(codes: torch.Tensor, scale: torch.Tensor, h: torch.Tensor) -> to
 
 
 def peers(codec: str, x: torch.Tensor, compiled: bool) -> dict[str, Call]:
-    """Calls that do what the codec does; none where torch has no such thing, or cannot compile it."""
+    """Calls that do what the codec does; none where torch has no such thing,
+    or cannot compile it."""
 
     def prepare(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, dynamic=False) if compiled else function
@@ -158,7 +162,7 @@ def peers(codec: str, x: torch.Tensor, compiled: bool) -> dict[str, Call]:
             encode, decode, rest = prepare(int8_encode), prepare(int8_decode), (hadamard(x.device),)
         payload = encode(x, *rest)
         decode(*payload, *rest)
-    except Exception as error:  # no compiler, no Triton: whatever it is, the rest can be measured
+    except Exception as error:  # no compiler, no Triton: the rest can still be measured
         print(f"torch.compile of {codec} failed: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         return {}
     return {"peer encode": lambda: encode(x, *rest), "peer decode": lambda: decode(*payload, *rest)}
@@ -203,7 +207,8 @@ def dtype_for(codec: str) -> torch.dtype:
 
 
 def fits(n: int, device: str) -> bool:
-    """Five tensors of float32: values, their copy, what is decoded, and what a peer makes in between."""
+    """Five tensors of float32: values, their copy, what is decoded,
+    and what a peer makes in between."""
     if device == "cpu":
         return True
     torch.cuda.empty_cache()

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_sanitize.py [--tools memcheck,racecheck]
 
-Runs `gpu_parity.py --sanitize` under each tool, all of them side by side, without torch's caching allocator (in whose
-blocks neither a read out of bounds nor one of memory never written would be seen). That run copies tensors and
-launches hardly a kernel but ours, so none is filtered out: initcheck has to see every write. The exit status is 1
-when a tool reports an error or bytes differ.
+Runs `gpu_parity.py --sanitize` under each tool, all of them side by side, without torch's caching
+allocator (in whose blocks neither a read out of bounds nor one of memory never written would be
+seen). That run copies tensors and launches hardly a kernel but ours, so none is filtered out:
+initcheck has to see every write. The exit status is 1 when a tool reports an error or bytes differ.
 """
 
 from __future__ import annotations

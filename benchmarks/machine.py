@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import gradckpt
-from gradckpt import _C, environment
+from gradckpt import _C
+from gradckpt._doctor import environment
 
 
 def cpu_model() -> str:
@@ -124,7 +125,8 @@ def print_markdown(title: str, columns: list[str], rows: list[list[str]]) -> Non
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar of so many steps; what it yields takes one, with a word on it. Without rich or a terminal: none."""
+    """A bar of so many steps; what it yields takes one, with a word on it.
+    Without rich or a terminal: none."""
     try:
         from rich.progress import Progress
     except ImportError:

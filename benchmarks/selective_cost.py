@@ -1,7 +1,7 @@
 """Host cost of selective recompute beside torch's, on tensors so small that nothing else counts.
 
-All ways are run in turn, round by round; of the rounds the lower quartile counts, since other processes only ever
-add time.
+All ways are run in turn, round by round; of the rounds the lower quartile counts, since other
+processes only ever add time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def rounds_of(runs: dict[str, Callable[[], Any]], rounds: int) -> list[dict[str, float]]:
-    """Seconds of each, in turn; the first rounds are left out. Garbage is collected between the rounds, not in them:
-    what a collection costs depends on what else the process holds."""
+    """Seconds of each, in turn; the first rounds are left out. Garbage is collected between the
+    rounds, not in them: what a collection costs depends on what else the process holds."""
     warm, found = 3, []
     gc.collect()
     gc.freeze()
@@ -80,7 +80,8 @@ def twice(run: Callable[[], Any]) -> None:
 
 
 def added(policy: Any, run: Callable[[], Any], calls: int, rounds: int) -> dict[str, float]:
-    """Way -> microseconds per call that forward and recompute take longer than without contexts; these not counted."""
+    """Way -> microseconds per call that forward and recompute take
+    longer than without contexts; these not counted."""
     runs: dict[str, Callable[[], Any]] = {"plain": lambda: twice(run)}
     for name, contexts in WAYS.items():
         runs[name] = lambda contexts=contexts: within(contexts, policy, run)
@@ -109,8 +110,8 @@ def operators(rounds: int, calls: int = 50) -> list[dict[str, Any]]:
 
 def asked_of(what: str, kind: str) -> dict[str, Any]:
     if kind == "list":
-        return {"asked_us": 0.5} if what == "not named" else {"asked": 0.6}
-    return {"asked": 0.9} if what == "not named" else {"asked": 0.65}
+        return {"asked_us": 0.5} if what == "not named" else {"eligible": 0.6}
+    return {"eligible": 0.9} if what == "not named" else {"eligible": 0.65}
 
 
 # ---- a layer ----
@@ -147,7 +148,8 @@ class LlamaLayer(torch.nn.Module):
 
 
 def layer(rounds: int, times: int = 10) -> dict[str, Any]:
-    """One pair of contexts for each time the layer runs, as in a model; what they cost is counted."""
+    """One pair of contexts for each time the layer runs, as in a model;
+    what they cost is counted."""
     torch.manual_seed(0)
     block, x = LlamaLayer(), torch.randn(1, 4, 16, requires_grad=True)
     runs: dict[str, Callable[[], Any]] = {"plain": lambda: repeat(lambda: twice(lambda: block(x)), times)}
@@ -155,14 +157,14 @@ def layer(rounds: int, times: int = 10) -> dict[str, Any]:
         runs[name] = lambda c=contexts: repeat(lambda: within(c, NAMED, lambda: block(x)), times)
     found = rounds_of(runs, rounds)
     us = {name: typical(found, lambda t, name=name: t[name] - t["plain"]) / times * 1e6 for name in WAYS}
-    return {"what": "Llama layer, matrix products and attention saved", **us, "asked": 1 / 6}
+    return {"what": "Llama layer, matrix products and attention saved", **us, "eligible": 1 / 6}
 
 
 # ---- decisions ----
 
 
-def decided_step(layers: list[LlamaLayer], x: torch.Tensor, decisions: bool, by_mode: bool = False) -> None:
-    config = {"codec": "int8", "min_numel": 1, "decisions": decisions}
+def decided_step(layers: list[LlamaLayer], x: torch.Tensor, replay_discrete: bool, by_mode: bool = False) -> None:
+    config = {"codec": "int8", "min_numel": 1, "replay_discrete": replay_discrete}
     gradckpt._C.catch_by_mode(by_mode)
     try:
         h = x * 1
@@ -173,9 +175,9 @@ def decided_step(layers: list[LlamaLayer], x: torch.Tensor, decisions: bool, by_
         gradckpt._C.catch_by_mode(False)
 
 
-def decisions(rounds: int, depth: int = 6) -> list[dict[str, Any]]:
-    """A step of a Llama so small that only host time counts, inputs in int8: without decisions, with them caught on the
-    dispatch key, and caught by a dispatch mode in C."""
+def replay_discrete(rounds: int, depth: int = 6) -> list[dict[str, Any]]:
+    """A step of a Llama so small that only host time counts, inputs in int8: without decisions,
+    with them caught on the dispatch key, and caught by a dispatch mode in C."""
     torch.manual_seed(0)
     layers, x = [LlamaLayer(64) for _ in range(depth)], torch.randn(1, 32, 64, requires_grad=True)
     runs: dict[str, Callable[[], Any]] = {
@@ -213,7 +215,8 @@ class NoOp(torch.autograd.Function):
 
 
 class Nested(torch.autograd.Function):
-    """The least that a reentrant checkpoint can be: no random state, no autocast, no check of anything."""
+    """The least that a reentrant checkpoint can be: no random state, no autocast,
+    no check of anything."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, x: torch.Tensor) -> torch.Tensor:
@@ -279,8 +282,9 @@ def engine_in_engine(function: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
-    """Microseconds per region of forward and backward, less a forward without grad, the region's own backward, and the
-    recompute: where it runs, inside a backward ("in place"), or as one more forward by itself ("plain")."""
+    """Microseconds per region of forward and backward, less a forward without grad, the region's
+    own backward, and the recompute: where it runs, inside a backward ("in place"), or as one more
+    forward by itself ("plain")."""
     rows = []
     for case, make in REGIONS.items():
         torch.manual_seed(0)
@@ -304,7 +308,7 @@ def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
         def in_place(t: dict[str, float], name: str) -> float:
             return t[name] - t["no grad"] - (t["plain"] - t["forward"]) - (t["again"] - t["hook"])
 
-        row: dict[str, Any] = {"region": case, "asked": 1 / 3}
+        row: dict[str, Any] = {"region": case, "eligible": 1 / 3}
         for name in ONE_NODE:
             over = typical(found, lambda t, name=name: in_place(t, name))
             once_more = typical(found, lambda t, name=name: t[name] - t["plain"] - t["no grad"])

@@ -1,15 +1,16 @@
-"""Small models trained for a few hundred steps, their layer inputs, and what a codec does to their gradients.
+"""Small models trained for a few hundred steps, their layer inputs,
+and what a codec does to their gradients.
 
     import trained_models
-    trained_models.boundaries("llama")                  # bf16 layer inputs [tokens, hidden] of a held-out batch
+    trained_models.boundaries("llama")  # bf16 layer inputs [tokens, hidden] of a held-out batch
     trained_models.gradient_error("llama", round_trip)  # round_trip: bf16 tensor -> bf16 tensor
 
-Training is plain fp32 on the CPU. The states are kept in build/trained_models, so that only the first
-call trains (minutes); `python benchmarks/trained_models.py` trains whatever is missing.
+Training is plain fp32 on the CPU. The states are kept in build/trained_models, so that only the
+first call trains (minutes); `python benchmarks/trained_models.py` trains whatever is missing.
 
 The gradients compared: the stream between the layers is rounded to bf16 in the forward, all else is
-fp32; the backward runs each layer again from its input (exact) or from round_trip(input). Both start
-from the same bf16 values and the same loss, so their difference is the codec's alone.
+fp32; the backward runs each layer again from its input (exact) or from round_trip(input). Both
+start from the same bf16 values and the same loss, so their difference is the codec's alone.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ import transformers
 
 FOLDER = Path(__file__).resolve().parent.parent / "build" / "trained_models"
 BATCHES = 3  # held-out batches over which gradients are compared
-#: A parameter with less than this share of the gradient's norm has no gradient but rounding noise: the keys'
-#: biases, which softmax ignores.
+#: A parameter with less than this share of the gradient's norm has no gradient but rounding noise:
+#: the keys' biases, which softmax ignores.
 NO_GRADIENT = 1e-6
 OUTLIERS, OUTLIER_SIZE = 4, 20.0  # channels of 256, and their factor
 
@@ -74,7 +75,8 @@ def next_byte(seed: int) -> Batch:
 
 
 def masked_bytes(seed: int) -> Batch:
-    """15 % of the bytes are hidden behind token 256 and asked for. Short windows: they are learned in few steps."""
+    """15 % of the bytes are hidden behind token 256 and asked for. Short windows:
+    they are learned in few steps."""
     ids = windows(seed, 16, 64)
     hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.15
     return {"input_ids": ids.masked_fill(hidden, 256), "labels": ids.masked_fill(~hidden, -100)}
@@ -127,9 +129,8 @@ class Model:
     after: str = ""  # the model this one is made of, by scaling channels and fine-tuning
 
 
-def llama(*arguments: str) -> torch.nn.Module:
-    """The demo's, with its defaults."""
-    return train_llama.build(train_llama.parse([*arguments]))
+def llama(layers: int = 6, hidden: int = 128) -> torch.nn.Module:
+    return train_llama.build(argparse.Namespace(layers=layers, hidden=hidden, seq=256, seed=0))
 
 
 def gpt2() -> torch.nn.Module:
@@ -177,30 +178,21 @@ def vit() -> torch.nn.Module:
     )
 
 
-WIDE = ("--layers", "8", "--hidden", "256")
-DEMO = train_llama.parse([])
 MODELS = {
-    "llama": Model(
-        f"the demo's, {DEMO.layers} x {DEMO.hidden}, {DEMO.steps} steps",
-        llama,
-        "model.layers",
-        next_byte,
-        DEMO.steps,
-        DEMO.lr,
-    ),
+    "llama": Model("6 x 128, 120 steps", llama, "model.layers", next_byte, 120, 1e-3),
     "llama-outliers": Model(
-        f"the same, {OUTLIERS * DEMO.hidden // 256} of {DEMO.hidden} channels x {OUTLIER_SIZE:g}, then 50 steps",
+        f"the same, {OUTLIERS // 2} of 128 channels x {OUTLIER_SIZE:g}, then 50 steps",
         llama,
         "model.layers",
         next_byte,
         50,
-        DEMO.lr / 10,
+        1e-4,
         "llama",
     ),
-    "llama-wide": Model("8 x 256, 400 steps", lambda: llama(*WIDE), "model.layers", next_byte, 400, 1e-3),
+    "llama-wide": Model("8 x 256, 400 steps", lambda: llama(8, 256), "model.layers", next_byte, 400, 1e-3),
     "llama-wide-outliers": Model(
         f"the same, {OUTLIERS} of 256 channels x {OUTLIER_SIZE:g}, then 50 steps",
-        lambda: llama(*WIDE),
+        lambda: llama(8, 256),
         "model.layers",
         next_byte,
         50,
@@ -260,15 +252,17 @@ def scale_channels(name: str, model: torch.nn.Module) -> None:
 
 
 def state_file(name: str, folder: Path) -> Path:
-    """The name says what the state depends on: all of this file above, the demo, the text, versions."""
-    facts = [Path(__file__).read_text().partition("def state_file")[0], vars(DEMO), len(text()[0])]
+    """The name says what the state depends on: all of this file above, the Llama,
+    the text, versions."""
+    facts = [Path(__file__).read_text().partition("def state_file")[0], len(text()[0])]
     facts += [inspect.getsource(f) for f in (train_llama.build, train_llama.take, train_llama.optimizer_of)]
     facts += [torch.__version__, transformers.__version__]
     return folder / f"{name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}.pt"
 
 
 def load(name: str, tick: Tick = lambda name, step, loss: None, folder: Path = FOLDER) -> torch.nn.Module:
-    """The trained model; trains it where its state is not yet in the folder. A second process waits for the first."""
+    """The trained model; trains it where its state is not yet in the folder.
+    A second process waits for the first."""
     recipe = MODELS[name]
     model = recipe.make().train()
     file = state_file(name, folder)
@@ -312,7 +306,8 @@ class Recomputed(torch.autograd.Function):
 
 @contextmanager
 def rebuilt(layers: torch.nn.ModuleList, round_trip: Callable[[int, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within, every layer's input is rounded to bf16, and its backward starts from round_trip(number, input)."""
+    """Within, every layer's input is rounded to bf16, and its backward starts from
+    round_trip(number, input)."""
     for number, layer in enumerate(layers):
         plain = layer.forward
 

@@ -1,9 +1,8 @@
-/* gradckpt.h: the contract between the rooms.
+/* gradckpt.h: the contract between the folders.
  *
- * Plain C: pointers, integers, and structs of them.  csrc/codec implements it and
- * knows neither Python nor torch; csrc/torch and csrc/engine call it.  The byte
- * layout of every payload is drawn in codec/group.h and described in
- * docs/codecs.md. */
+ * Plain C: pointers, integers, and structs of them.  csrc/codec implements it and knows neither
+ * Python nor torch; csrc/torch and csrc/engine call it.  codec/group.h draws the byte layout of
+ * every payload, and docs/codecs.md describes it. */
 #ifndef GRADCKPT_H
 #define GRADCKPT_H
 
@@ -14,39 +13,39 @@
 extern "C" {
 #endif
 
-/* Status: 0 good, < 0 ours, > 0 a cudaError_t.  gck_status_text() words it. */
+/* Status: 0 good, < 0 one of ours, > 0 a cudaError_t. gck_status_text() describes it. */
 enum {
     GCK_OK = 0,
     GCK_E_DTYPE = -1,            /* the codec does not take this dtype            */
     GCK_E_DEVICE = -2,           /* this build has no kernel for the device       */
-    GCK_E_DRIVER = -3,           /* CUDA driver older than the runtime built in   */
-    GCK_E_FIT = -4,              /* the codec cannot hold these values            */
-    GCK_E_DITHER = -5,           /* stochastic rounding asked of a codec that never rounds */
+    GCK_E_DRIVER = -3,           /* the CUDA driver is older than the built-in runtime */
+    GCK_E_FIT = -4,              /* overflow: the codec cannot hold these values  */
+    GCK_E_DITHER = -5,           /* stochastic rounding was requested of a codec that never rounds */
 };
 
-/* The floating ones first: tables of kernels are indexed by them. */
+/* Floating dtypes come first, because tables of kernels are indexed by them. */
 typedef enum { GCK_F32 = 0, GCK_F16 = 1, GCK_BF16 = 2, GCK_BOOL = 3, GCK_NDTYPES = 4 } gck_dtype;
 enum { GCK_NFLOATS = 3 };
 #define GCK_BIT(dtype) (1u << (dtype))
 
 enum { GCK_MAX_DIM = 64 };       /* of a tensor that is encoded */
-enum { GCK_PAYLOAD_ALIGNMENT = 16 };   /* bytes: kernels read and write a payload in such pieces */
+enum { GCK_PAYLOAD_ALIGNMENT = 16 };   /* bytes: kernels read and write payloads in pieces of this size */
 
-/* A view: owns nothing.  `sizes` and `strides` (in elements) may be NULL when the
- * values are contiguous; else the contiguous order of the shape defines index i. */
+/* A view, which owns nothing.  `sizes` and `strides` (in elements) may be NULL when the values are
+ * contiguous; else the contiguous order of the shape defines index i. */
 typedef struct {
     void          *data;
     int64_t        numel;
     int            ndim;
     const int64_t *sizes;
     const int64_t *strides;
-    const int64_t *steps;        /* the strides, also where `strides` is NULL; no codec reads them */
+    const int64_t *steps;        /* the strides, also where `strides` is NULL; codecs do not read them */
     gck_dtype      dtype;
     int            device;       /* -1: host memory; else the CUDA device index   */
     void          *stream;       /* cudaStream_t of that device; NULL on the host */
 } gck_tensor;
 
-/* Do these strides mean the contiguous order?  Then a gck_tensor's may be NULL. */
+/* 1 when these strides are the contiguous order; then a gck_tensor's may be NULL. */
 static inline int gck_is_contiguous(int ndim, const int64_t *sizes, const int64_t *strides)
 {
     int64_t expected = 1;
@@ -60,24 +59,24 @@ static inline int gck_is_contiguous(int ndim, const int64_t *sizes, const int64_
     return 1;
 }
 
-/* How to split host work: calls body(begin, end, ctx) over disjoint parts of
- * [begin, end), each at least `grain` long, from any threads; returns when all are
- * done.  NULL where a gck_parallel_for is asked for means "this thread". */
+/* Splits host work: it calls body(begin, end, ctx) over disjoint parts of [begin, end), each at
+ * least `grain` long, from any threads, and returns when all are done.  Where a gck_parallel_for is
+ * a parameter, NULL means "this thread". */
 typedef void gck_body(int64_t begin, int64_t end, void *ctx);
 typedef void gck_parallel_for(int64_t begin, int64_t end, int64_t grain, gck_body *body, void *ctx);
 
-/* Stochastic rounding: Philox4x32-10 keyed by this and the value's index, nothing else. */
+/* Stochastic rounding: Philox4x32-10, keyed only by this and the value's index. */
 typedef struct {
     uint64_t seed;
-    uint32_t step, tensor;       /* which tensor of which step: no two alike      */
+    uint32_t step, tensor;       /* the tensor and its step: each pair is used once */
 } gck_dither;
 
 /* How to encode one tensor. */
 typedef struct {
     const gck_dither *dither;    /* NULL: to nearest                              */
-    /* Device work of a codec that may refuse (`refuses`): a word of gck_verdict_take();
-     * becomes GCK_FITS or GCK_REFUSED when the work is done.  NULL: nobody is told.  What a
-     * payload could not hold decodes to NaN either way. */
+    /* Device work of a codec that may overflow (`refuses`): a word of gck_verdict_take(), which
+     * becomes GCK_FITS or GCK_REFUSED (overflow) when the work is done.  NULL: overflow is not
+     * reported.  Values that a payload cannot hold decode to NaN either way. */
     uint32_t         *verdict;
 } gck_how;
 enum { GCK_PENDING = 0, GCK_FITS = 1, GCK_REFUSED = 2 };
@@ -87,77 +86,81 @@ typedef struct {
     int value, group, block;
 } gck_size;
 
-/* What a codec is.  One per line of codec/codecs.def. */
+/* The description of a codec.  One per line of codec/codecs.def. */
 typedef struct {
-    const char *name;            /* what Python calls it; never renamed           */
-    const char *summary;         /* one line, for humans                          */
+    const char *name;            /* its name in Python; never renamed             */
+    const char *summary;         /* one line for the user                         */
     uint32_t    dtypes;          /* set of GCK_BIT(dtype) it accepts              */
     double      max_error;       /* |x - x'| / absmax of x's group; 0: bit-exact  */
     gck_size    size[GCK_NDTYPES];
     int64_t     unit;            /* values per independent unit of host work      */
-    int         stochastic;      /* takes a gck_dither                            */
-    int         refuses;         /* may answer GCK_E_FIT                          */
+    int         stochastic;      /* accepts a gck_dither                          */
+    int         refuses;         /* may return GCK_E_FIT                          */
     /* Units [first, last).  GCK_OK or GCK_E_FIT. */
     int       (*encode_host)(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last);
     void      (*decode_host)(const void *payload, const gck_tensor *out, int64_t first, int64_t last);
-    /* The device: n tensors of one device and stream, none empty.  NULL: no kernel. */
+    /* The device: n tensors of one device and stream, none of them empty.  NULL: no kernel. */
     int       (*encode)(const gck_tensor *x, void *const *payloads, const gck_how *how, int n);
     int       (*decode)(const void *const *payloads, const gck_tensor *out, int n);
 } gck_codec;
 
-/* Borrowed, live for ever.  NULL when there is no such name or index. */
+enum { GCK_MAX_CODECS = 16 };
+
+/* Borrowed, valid for ever.  NULL for an unknown name or index. */
 const gck_codec *gck_codec_find(const char *name);
 const gck_codec *gck_codec_at(int index);                  /* in the order of codecs.def */
+int              gck_codec_index(const gck_codec *codec);  /* the inverse                  */
 int              gck_codec_id(const gck_codec *codec);
 
 /* Exact size of the payload, for a dtype that the codec takes. */
 int64_t gck_nbytes(const gck_codec *codec, int64_t numel, gck_dtype dtype);
 
-/* The part of it that grows with numel, scales included. */
+/* The part of the size that grows with numel, scales included, in bits per value. */
 double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype);
 
-/* Write the payload of x, or the values of a payload.  Host work is finished on
- * return; device work is queued on x->stream (out->stream) and never waited for.
+/* Write the payload of x, or the values of a payload.  Host work is finished on return; device
+ * work is queued on x->stream (out->stream) and never waited for.
  * `payload` is aligned to GCK_PAYLOAD_ALIGNMENT and gck_nbytes(codec, numel, dtype) long.
  * x is never written.  out must be dense or strided without overlap.
- * how: NULL means to nearest.  GCK_E_FIT leaves rubbish in the payload. */
+ * how: NULL rounds to nearest.  After GCK_E_FIT the payload's contents are undefined. */
 int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
                gck_parallel_for *parallel);
 int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel);
 
-/* The same for n tensors; how: NULL or one each.  Neighbours on one device and stream share
- * a launch, if they are contiguous and of one dtype.  The first status that is not good;
- * what follows is not done then. */
+/* The same for n tensors; how: NULL or one each.  Neighbours on one device and stream share a
+ * launch, if they are contiguous and of one dtype.  Returns the first status that is not good;
+ * later tensors are then not processed. */
 int gck_encode_many(const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
                     gck_parallel_for *parallel);
 int gck_decode_many(const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n,
                     gck_parallel_for *parallel);
 
-/* A word for gck_how.verdict, GCK_PENDING; of plain host memory for device -1, else one
- * that every CUDA device can write.  NULL: none is left, or there is no CUDA in this
- * build.  Give it back at any time: it is not used again before it was written, or ever,
- * if the work was captured in a CUDA graph. */
+/* A word for gck_how.verdict, set to GCK_PENDING: in plain host memory for device -1, else one that
+ * every CUDA device can write.  NULL: none is left, or this build has no CUDA. It may be given back
+ * at any time: it is not used again before it was written, or never, if the work was captured in a
+ * CUDA graph. */
 uint32_t *gck_verdict_take(int device);
 void      gck_verdict_give(uint32_t *verdict);
-/* 1 when the work that writes it was captured in a CUDA graph: it comes when that is launched, or never. */
+/* 1 when the work that writes it was captured in a CUDA graph: the word is written when that is
+ * launched, or never. */
 int       gck_verdict_is_captured(const uint32_t *verdict);
 
-/* A sentence without a final full stop; borrowed, lives for ever. */
+/* A sentence without a final full stop; borrowed, valid for ever. */
 const char *gck_status_text(int status);
 
 /* The instruction set of the host codecs: "scalar", "avx2" or "avx512". */
 const char *gck_isa_name(void);
-/* Force one (tests, GRADCKPT_ISA); NULL: the best this CPU has.  0, or -1 when the
- * name is unknown or the CPU lacks it; nothing changes then. */
+/* Force an instruction set (tests, GRADCKPT_ISA); NULL: the best that this CPU has.  0, or -1 when
+ * the name is unknown or the CPU lacks it; nothing changes then. */
 int gck_isa_force(const char *name);
-/* 1 when the CPU can run it, else 0; -1: no such name. */
+/* 1 when the CPU supports it, else 0; -1: unknown name. */
 int gck_isa_supported(const char *name);
 
-/* CUDA build facts: "" when built without nvcc, else e.g. "75;80;90;120+PTX". */
+/* Built-in CUDA architectures: "" when built without nvcc, else e.g. "75;80;90;120+PTX". */
 const char *gck_cuda_archs(void);
-/* Compare driver and built-in runtime (1000*major + 10*minor).  GCK_OK when the
- * codecs can run; GCK_E_DEVICE without CUDA in this build; GCK_E_DRIVER when the
- * driver is too old (or absent: driver 0). */
+/* Compare driver and built-in runtime (1000*major + 10*minor).  GCK_OK when the codecs can run;
+ * GCK_E_DEVICE when this build has no CUDA; GCK_E_DRIVER when the driver is too old (or absent:
+ * driver 0). */
 int gck_cuda_check(int *driver, int *runtime);
 
 #ifdef __cplusplus

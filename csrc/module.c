@@ -1,4 +1,4 @@
-/* module.c: PyInit__C: the module, its state, its functions. */
+/* module.c: PyInit__C, which makes the module, its state and its functions. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -59,7 +59,7 @@ static PyObject *sizes_of(const gck_codec *codec)
     return sizes;
 }
 
-/* Of bfloat16, where it depends on the dtype; 0 when it is the dtype's own. */
+/* Bits for bfloat16, where they depend on the dtype; 0 when they are the dtype's own. */
 static double bits_per_value(const gck_codec *codec)
 {
     const gck_dtype order[GCK_NDTYPES] = {GCK_BF16, GCK_F32, GCK_F16, GCK_BOOL};
@@ -88,7 +88,7 @@ static PyObject *codec_info(PyObject *module, PyObject *arg)
     return Py_BuildValue("{ss si ss sN sd sd sO sO sO sN}", "name", codec->name, "id", gck_codec_id(codec), "summary",
                          codec->summary, "dtypes", accepted, "bits_per_value", bits_per_value(codec), "max_error",
                          codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False, "stochastic",
-                         codec->stochastic ? Py_True : Py_False, "refuses", codec->refuses ? Py_True : Py_False, "sizes",
+                         codec->stochastic ? Py_True : Py_False, "may_overflow", codec->refuses ? Py_True : Py_False, "sizes",
                          sizes);
 }
 
@@ -110,13 +110,13 @@ static PyObject *force_isa(PyObject *module, PyObject *arg)
         return NULL;
     }
     if (gck_isa_force(name) != 0) {
-        return PyErr_Format(PyExc_ValueError, "gradckpt: instruction set %R is %s; there are scalar, avx2 and avx512",
+        return PyErr_Format(PyExc_ValueError, "gradckpt: instruction set %R is %s; use scalar, avx2 or avx512",
                             arg, gck_isa_supported(name) < 0 ? "not known" : "not supported by this CPU");
     }
     Py_RETURN_NONE;
 }
 
-/* Names of the optional symbols that this libtorch lacks: a new list, or NULL. */
+/* New list, or NULL: the names of the optional symbols that this libtorch lacks. */
 static PyObject *missing_symbols(void)
 {
     PyObject *names = PyList_New(0);
@@ -148,13 +148,12 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 
 /* ---- stats ---- */
 
-/* Every counter once: field, and the key in the dict. */
-#define COUNTERS(COUNTER)                                                                                     \
-    COUNTER(steps) COUNTER(regions) COUNTER(regions_asked) COUNTER(regions_compressed) COUNTER(recomputes)    \
-    COUNTER(asked) COUNTER(compressed) COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) COUNTER(live_bytes)                 \
-    COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes) COUNTER(decisions)    \
-    COUNTER(decision_bytes) COUNTER(kept_bytes) COUNTER(policy_outputs)           \
-    COUNTER(policy_bytes)
+/* Every counter once: the field is also the key in the dict. */
+#define COUNTERS(COUNTER)                                                                                       \
+    COUNTER(steps) COUNTER(regions) COUNTER(regions_eligible) COUNTER(regions_compressed) COUNTER(recomputes)    \
+    COUNTER(eligible) COUNTER(compressed) COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out)  \
+    COUNTER(live_bytes) COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes)         \
+    COUNTER(discrete_outputs) COUNTER(discrete_bytes) COUNTER(uncompressed_bytes) COUNTER(policy_outputs) COUNTER(policy_bytes)
 
 static int set_counter(PyObject *dict, const char *key, int64_t value)
 {
@@ -165,12 +164,17 @@ static int set_counter(PyObject *dict, const char *key, int64_t value)
     return status;
 }
 
+static PyObject *bind(PyObject *module, PyObject *table)
+{
+    return gck_py_bind(&gck_state_of(module)->py, table) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyObject *stats(PyObject *module, PyObject *unused)
 {
     gck_state *state = gck_state_of(module);
     const gck_stats *s = &state->stats;
-    PyObject *dict = PyDict_New(), *kept = PyDict_New();
-    int status = dict == NULL || kept == NULL ? -1 : 0;
+    PyObject *dict = PyDict_New(), *uncompressed = PyDict_New(), *codecs = PyDict_New();
+    int status = dict == NULL || uncompressed == NULL || codecs == NULL ? -1 : 0;
 
     (void)unused;
     gck_pending_poll(state);
@@ -178,25 +182,26 @@ static PyObject *stats(PyObject *module, PyObject *unused)
     COUNTERS(COUNTER)
 #undef COUNTER
     for (int r = 1; r < GCK_NREASONS && status == 0; r++) {
-        status = s->kept[r] ? set_counter(kept, gck_reason_text[r], s->kept[r]) : 0;
+        status = s->uncompressed[r] ? set_counter(uncompressed, gck_reason_text[r], s->uncompressed[r]) : 0;
     }
-    if (status == 0) {
-        status = PyDict_SetItemString(dict, "kept", kept);
+    for (int i = 0; gck_codec_at(i) != NULL && status == 0; i++) {
+        status = s->codecs[i] ? set_counter(codecs, gck_codec_at(i)->name, s->codecs[i]) : 0;
     }
-    Py_XDECREF(kept);
-    if (status < 0) {
+    if (status < 0 || PyDict_SetItemString(dict, "uncompressed", uncompressed) < 0
+        || PyDict_SetItemString(dict, "codecs", codecs) < 0) {
         Py_CLEAR(dict);
     }
+    Py_XDECREF(uncompressed);
+    Py_XDECREF(codecs);
     return dict;
 }
 
 static PyObject *reset_stats(PyObject *module, PyObject *unused)
 {
     gck_state *state = gck_state_of(module);
-    const int64_t live = state->stats.live_bytes;
 
     (void)unused;
-    state->stats = (gck_stats){.live_bytes = live, .peak_live_bytes = live};   /* payloads live on */
+    state->stats = (gck_stats){.live_bytes = state->stats.live_bytes, .peak_live_bytes = state->stats.live_bytes};
     state->last_step = state->watched_task = -1;
     state->epoch++;
     Py_RETURN_NONE;
@@ -235,64 +240,72 @@ static PyObject *observe_regions(PyObject *module, PyObject *observer)
 
 static PyMethodDef methods[] = {
     {"checkpoint", (PyCFunction)(void (*)(void))gck_checkpoint, METH_FASTCALL | METH_KEYWORDS, gck_checkpoint_doc},
-    {"encode", gck_encode_py, METH_VARARGS, "encode(x, codec, dither=None, /)\n--\n\nThe Payload of a tensor; codec: a full name; dither: (seed, step, tensor)."},
-    {"codecs", codecs, METH_NOARGS, "codecs()\n--\n\nNames of the codecs."},
-    {"codec_info", codec_info, METH_O, "codec_info(name, /)\n--\n\nWhat a codec is, as a dict."},
-    {"isa", isa, METH_NOARGS, "isa()\n--\n\nInstruction set of the CPU codecs."},
-    {"force_isa", force_isa, METH_O, "force_isa(name, /)\n--\n\nFor tests: force an instruction set; None: the best."},
-    {"build_info", build_info, METH_NOARGS, "build_info()\n--\n\nHow this extension was built, as a dict."},
+    {"encode", gck_encode_py, METH_VARARGS,
+     "encode(x, codec, dither=None, /)\n--\n\nReturn the Payload of a tensor. dither is (seed, step, tensor)."},
+    {"codecs", codecs, METH_NOARGS, "codecs()\n--\n\nReturn the names of the codecs."},
+    {"codec_info", codec_info, METH_O, "codec_info(name, /)\n--\n\nDescribe a codec as a dict."},
+    {"isa", isa, METH_NOARGS, "isa()\n--\n\nReturn the instruction set of the CPU codecs."},
+    {"force_isa", force_isa, METH_O, "force_isa(name, /)\n--\n\nForce an instruction set, for tests; None restores the best."},
+    {"build_info", build_info, METH_NOARGS, "build_info()\n--\n\nDescribe the build of this extension as a dict."},
     {"is_recomputing", gck_is_recomputing, METH_NOARGS,
      "is_recomputing()\n--\n\n"
-     "True while the calling thread runs a region again for its backward: for code that counts, logs or updates\n"
-     "state of its own, and must do so once a step."},
+     "Return whether the calling thread runs a region again for its backward.\n\n"
+     "Code that counts, logs or updates its own state checks this, to do so once per step."},
     {"forget_types", gck_forget_types, METH_NOARGS,
-     "forget_types()\n--\n\nFor gradckpt.buffers: what was known of types of modules holds no more."},
+     "forget_types()\n--\n\nForget which types of modules have no rule, for gradckpt._engine.buffers."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,
-     "guard_hooks(hooks, type, kind, /)\n--\n\nFor gradckpt._hooks: guard the hooks of a parameter."},
-    {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nSee gradckpt.compress_saved()."},
-    {"saved_pop", gck_saver_pop, METH_O, "saved_pop(failed, /)\n--\n\nSee gradckpt.compress_saved()."},
+     "guard_hooks(hooks, type, kind, /)\n--\n\nGuard the hooks of a parameter, for gradckpt._engine.parameter_hooks."},
+    {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
+    {"saved_pop", gck_saver_pop, METH_O, "saved_pop(failed, /)\n--\n\nPop the hooks of gradckpt.compress_saved()."},
     {"saved_call", gck_saver_call, METH_VARARGS,
-     "saved_call(compress, function, args, kwargs, /)\n--\n\nSee gradckpt.compress_saved()."},
-    {"rounding_state", rounding_state, METH_NOARGS, "rounding_state()\n--\n\nSee gradckpt.config.get_rounding_state()."},
+     "saved_call(compress, function, args, kwargs, /)\n--\n\nCall a function under gradckpt.compress_saved()."},
+    {"rounding_state", rounding_state, METH_NOARGS,
+     "rounding_state()\n--\n\nReturn the state as gradckpt.config.get_rounding_state() does."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,
-     "set_rounding_state(step, tensor, /)\n--\n\nSee gradckpt.config.set_rounding_state()."},
+     "set_rounding_state(step, tensor, /)\n--\n\nSet the state as gradckpt.config.set_rounding_state() does."},
     {"observe_regions", observe_regions, METH_O,
-     "observe_regions(observer, /)\n--\n\nFor gradckpt._memory: observer(frame) for each region that has kept its "
-     "arguments; None: no more."},
+     "observe_regions(observer, /)\n--\n\nCall observer(frame) for each region that has kept its arguments, for "
+     "gradckpt._memory; None ends it."},
     {"late_verdicts", gck_late_verdicts, METH_O,
-     "late_verdicts(seconds, /)\n--\n\nFor tests: CPU codecs say as late as a device whether they can hold the values, "
-     "and a forward that is far ahead waits so long for them. 0: no more."},
-    {"settle_verdicts", gck_settle_verdicts, METH_NOARGS, "settle_verdicts()\n--\n\nFor tests: the late verdicts come."},
+     "late_verdicts(seconds, /)\n--\n\nMake CPU codecs report overflow as late as a device, for tests. A forward "
+     "that is far ahead waits this long for them; 0 ends it."},
+    {"settle_verdicts", gck_settle_verdicts, METH_NOARGS, "settle_verdicts()\n--\n\nDeliver the late verdicts, for tests."},
     {"make_names", gck_make_names, METH_VARARGS,
-     "make_names(rows, wanted, /)\n--\n\nOperators by name: rows of (operator, keep, compress, every, phase, group, form)."},
-    {"make_store", gck_make_store, METH_VARARGS, "make_store(names, mutation, reusable, /)\n--\n\nAn empty Store for one region."},
-    {"selective_name", gck_selective_name, METH_VARARGS, "selective_name(x, name, modes, /)\n--\n\nSee gradckpt.policies.name()."},
-    {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nThe kernel that catches it."},
-    {"selective_key", gck_selective_key, METH_NOARGS, "selective_key()\n--\n\nThe dispatch key that catchers are registered at, or None."},
-    {"catch_by_mode", gck_catch_by_mode, METH_O, "catch_by_mode(on, /)\n--\n\nFor tests: no operator is caught on the dispatch key."},
+     "make_names(rows, wanted, /)\n--\n\nMake Names of rows (operator, keep, compress, every, phase, group, form)."},
+    {"make_store", gck_make_store, METH_VARARGS,
+     "make_store(names, mutation, reusable, /)\n--\n\nMake an empty Store for one region."},
+    {"selective_name", gck_selective_name, METH_VARARGS,
+     "selective_name(x, name, modes, /)\n--\n\nName a tensor for gradckpt.policies.name()."},
+    {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nReturn the kernel that catches the operator."},
+    {"selective_key", gck_selective_key, METH_NOARGS,
+     "selective_key()\n--\n\nReturn the dispatch key at which catchers are registered, or None."},
+    {"catch_by_mode", gck_catch_by_mode, METH_O,
+     "catch_by_mode(on, /)\n--\n\nCatch operators by modes only, not on the dispatch key, for tests."},
     {"stand_in", gck_stand_in_py, METH_O,
-     "stand_in(by, /)\n--\n\nOne more (1) or one less (-1) needs gradckpt's checkpoint in the place of torch's."},
+     "stand_in(by, /)\n--\n\nCount one more (1) or one less (-1) region that needs gradckpt's checkpoint for torch's."},
     {"decides", gck_decides_py, METH_NOARGS,
-     "decides()\n--\n\nTrue while the calling thread runs a region that keeps decisions."},
-    {"stats", stats, METH_NOARGS, "stats()\n--\n\nRaw counters; see gradckpt.stats()."},
-    {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nAll counters to zero, except what is alive."},
+     "decides()\n--\n\nReturn whether the calling thread runs a region that keeps discrete outputs."},
+    {"bind", bind, METH_O, "bind(callbacks, /)\n--\n\nBind the Python functions that C calls, from a dict by name."},
+    {"stats", stats, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
+    {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nReset all counters to zero, except those of live payloads."},
+    {"restart_peak", gck_restart_peak_py, METH_NOARGS, "restart_peak()\n--\n\nReturn peak_live_bytes and begin it anew."},
     {NULL, NULL, 0, NULL},
 };
 
-/* `%s` of torch's version, for messages; "an unknown version" when it has none. */
+/* Raise ImportError with torch's version, or None where it has none, and what is missing. */
 static void raise_missing(const char *missing)
 {
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
 
     PyErr_Clear();
-    PyErr_Format(PyExc_ImportError, "gradckpt needs torch >= 2.10, and torch %S does not have %s",
+    PyErr_Format(PyExc_ImportError, "gradckpt: torch %S has no %s; run: pip install --upgrade 'torch>=2.10'",
                  version ? version : Py_None, missing);
     Py_XDECREF(torch);
     Py_XDECREF(version);
 }
 
-/* libtorch's symbols and operators.  0 or -1 with ImportError. */
+/* Load libtorch's symbols and register the operators.  0 or -1 with ImportError. */
 static int load_torch(void)
 {
     PyObject *torch = PyImport_ImportModule("torch");
@@ -303,7 +316,7 @@ static int load_torch(void)
 
     if (torch == NULL && PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
         PyErr_Clear();
-        PyErr_SetString(PyExc_ImportError, "gradckpt needs torch >= 2.10, which is not installed: pip install torch");
+        PyErr_SetString(PyExc_ImportError, "gradckpt: torch is not installed; run: pip install 'torch>=2.10'");
     } else if (torch != NULL && file == NULL) {
         gck_clear_attribute_error();
     }
@@ -325,7 +338,7 @@ static int load_torch(void)
     }
     missing = gck_ops_register();
     if (missing != NULL) {
-        PyErr_Format(PyExc_ImportError, "gradckpt: torch refused %s", missing);
+        PyErr_Format(PyExc_ImportError, "gradckpt: torch rejected %s; install a torch that gradckpt was tested with", missing);
         return -1;
     }
     return 0;
@@ -338,7 +351,7 @@ static int choose_isa(void)
     if (forced == NULL || forced[0] == '\0' || gck_isa_force(forced) == 0) {
         return 0;
     }
-    PyErr_Format(PyExc_ImportError, "gradckpt: GRADCKPT_ISA=%s is %s; there are scalar, avx2 and avx512", forced,
+    PyErr_Format(PyExc_ImportError, "gradckpt: GRADCKPT_ISA=%s is %s; use scalar, avx2 or avx512, or unset it", forced,
                  gck_isa_supported(forced) < 0 ? "not known" : "not supported by this CPU");
     return -1;
 }

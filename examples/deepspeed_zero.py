@@ -1,8 +1,10 @@
-"""Blocks that call DeepSpeed's checkpointing, trained under ZeRO with its own and with gradckpt's in its place.
+"""Blocks that call DeepSpeed's checkpointing,
+trained under ZeRO with its own and with gradckpt's in its place.
 
-The model is written as code for DeepSpeed is: ``checkpointing.checkpoint(block, hidden)``. Which ``checkpointing``
-that is makes the only difference between the two runs, from the same seeds. Prints both losses, how many blocks were
-checkpointed, what their inputs take, and what must hold; the exit status is 1 when it does not. Needs deepspeed.
+The model is written as code for DeepSpeed is: ``checkpointing.checkpoint(block, hidden)``. Which
+``checkpointing`` that is makes the only difference between the two runs, from the same seeds.
+Prints both losses, how many blocks were checkpointed, what their inputs take, and what must hold;
+the exit status is 1 when it does not. Needs deepspeed.
 
     python examples/deepspeed_zero.py --zero 3 --compress int6
     torchrun --standalone --nproc-per-node 2 examples/deepspeed_zero.py
@@ -22,7 +24,10 @@ from torch.nn import functional
 if not torch.accelerator.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import deepspeed
+try:
+    import deepspeed
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}; pip install deepspeed")
 
 import gradckpt
 from gradckpt.integrations import deepspeed as compressed_checkpointing

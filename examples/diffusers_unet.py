@@ -1,9 +1,11 @@
-"""A diffusion model of diffusers whose checkpoints are kept compressed, beside diffusers' own checkpointing.
+"""A diffusion model of diffusers whose checkpoints are kept compressed,
+beside diffusers' own checkpointing.
 
-Trains a small UNet (or a transformer with two streams, as in SD3) to remove noise from blobs whose place the condition
-tells, from the same seeds: with enable_gradient_checkpointing() as it is, and with gradckpt.checkpoint as its
-gradient_checkpointing_func, without and with compression. Prints what was kept, the losses and the error of the
-gradients; the exit status is 1 when something that must hold does not. Needs diffusers.
+Trains a small UNet (or a transformer with two streams, as in SD3) to remove noise from blobs whose
+place the condition tells, from the same seeds: with enable_gradient_checkpointing() as it is, and
+with gradckpt.checkpoint as its gradient_checkpointing_func, without and with compression. Prints
+what was kept, the losses and the error of the gradients; the exit status is 1 when something that
+must hold does not. Needs diffusers.
 
     python examples/diffusers_unet.py --model sd3 --compress int4
 """
@@ -24,8 +26,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 import torch.nn.functional as F
-from diffusers import DDPMScheduler, ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor
+
+try:
+    from diffusers import DDPMScheduler, ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}; pip install diffusers")
 
 import gradckpt
 

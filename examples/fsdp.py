@@ -1,11 +1,12 @@
-"""Trains a small byte-level transformer on several ranks, by DDP, FSDP1 or FSDP2, with our checkpoints and torch's.
+"""Trains a small byte-level transformer on several ranks, by DDP, FSDP1 or FSDP2, with our
+checkpoints and torch's.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py --engine fsdp2 --compress int8
 
-Without torchrun it is one rank.
-One line turns compression on, `gradckpt.compat.apply_activation_checkpointing(...)`; the engines do not know. On CUDA
-the ranks talk through nccl, elsewhere through gloo. Rank 0 prints what was wrapped, the bytes that checkpoints take,
-and both losses.
+Without torchrun it is one rank. One line turns compression on,
+`gradckpt.compat.apply_activation_checkpointing(...)`; the engines do not know. On CUDA the ranks
+talk through nccl, elsewhere through gloo. Rank 0 prints what was wrapped, the bytes that
+checkpoints take, and both losses.
 """
 
 import argparse
@@ -146,7 +147,7 @@ def main() -> None:
     s = gradckpt.stats()
     if dist.get_rank() == 0:
         print(f"{args.engine} on {dist.get_world_size()} ranks, {args.steps} steps: {wrapped} blocks wrapped")
-        print(f"compressed on this rank: {s['compressed']} of {s['asked']} inputs")
+        print(f"compressed on this rank: {s['compressed']} of {s['eligible']} inputs")
         written = f"{s['bytes_in'] / MIB:.3f} -> {s['bytes_out'] / MIB:.3f} MiB"
         print(f"checkpoints: {written}, at most {s['peak_live_bytes'] / MIB:.3f} MiB alive")
         for title, values in (("torch", stock), (f"gradckpt {args.compress}", losses)):

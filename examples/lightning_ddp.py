@@ -1,8 +1,9 @@
-"""A Llama in a LightningModule, trained by Lightning on several processes, its checkpoints compressed by a callback.
+"""A Llama in a LightningModule, trained by Lightning on several processes, its checkpoints
+compressed by a callback.
 
-Trains twice from the same seeds: with the checkpointing that transformers has, and with GradckptCallback. Prints both
-losses, how many layers were checkpointed, what their inputs take, and what must hold; the exit status is 1 when it
-does not. Needs lightning and transformers.
+Trains twice from the same seeds: with the checkpointing that transformers has, and with
+GradckptCallback. Prints both losses, how many layers were checkpointed, what their inputs take, and
+what must hold; the exit status is 1 when it does not. Needs lightning and transformers.
 
     python examples/lightning_ddp.py --devices 2 --compress int6
 """
@@ -19,10 +20,14 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_only
-from transformers import LlamaConfig, LlamaForCausalLM
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.utilities import rank_zero_only
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}; pip install lightning transformers")
 
 import gradckpt
 from gradckpt.integrations.lightning import GradckptCallback

@@ -1,9 +1,10 @@
 """A byte-level GPT in plain PyTorch, no framework, with its checkpoints kept in several ways.
 
-Trains on the sources of Python's standard library with AdamW and gradient accumulation, from the same seeds: without
-checkpointing, with torch's, and with the four forms that gradckpt has for one's own modules: the call, the decorator,
-rules for modules, and a sequence in segments. Prints what autograd kept, the losses and the error of the gradients;
-the exit status is 1 when something that must hold does not.
+Trains on the sources of Python's standard library with AdamW and gradient accumulation, from the
+same seeds: without checkpointing, with torch's, and with the four forms that gradckpt has for one's
+own modules: the call, the decorator, rules for modules, and a sequence in segments. Prints what
+autograd kept, the losses and the error of the gradients; the exit status is 1 when something that
+must hold does not.
 
     python examples/plain_gpt.py --steps 30 --layers 6
 """
@@ -49,7 +50,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """``run_blocks(blocks, hidden)``: how the blocks are run, which is where checkpointing comes in."""
+    """``run_blocks(blocks, hidden)``: how the blocks are run,
+    which is where checkpointing comes in."""
 
     def __init__(self, args: argparse.Namespace, run_blocks: Callable[[nn.Sequential, Tensor], Tensor]) -> None:
         super().__init__()
@@ -103,12 +105,14 @@ def decorated(blocks: nn.Sequential, hidden: Tensor) -> Tensor:
 
 
 def in_segments(blocks: nn.Sequential, hidden: Tensor) -> Tensor:
-    """Regions of two blocks each. The last segment is run as it is, as in torch: its backward comes first."""
+    """Regions of two blocks each. The last segment is run as it is, as in torch:
+    its backward comes first."""
     return gradckpt.checkpoint_sequential(blocks, max(2, len(blocks) // 2), hidden, compress="int8")
 
 
 def rules_of(model: GPT) -> dict[Any, str]:
-    """For gradckpt.enable. The last block's backward comes first, so that running it again would save nothing."""
+    """For gradckpt.enable. The last block's backward comes first,
+    so that running it again would save nothing."""
     return {model.blocks[-1]: "skip", Block: "int8"}
 
 
@@ -155,7 +159,8 @@ def batch_of(text: Tensor, args: argparse.Namespace, number: int) -> Tensor:
 
 
 def kept_bytes(model: GPT, ids: Tensor) -> int:
-    """What the forward leaves with autograd: every storage once, as the hooks of saved tensors see it."""
+    """What the forward leaves with autograd: every storage once,
+    as the hooks of saved tensors see it."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, tuple[int, Tensor]] = {}
 

@@ -1,9 +1,10 @@
 """A timm vision transformer whose checkpoints are kept compressed, beside timm's own checkpointing.
 
-Trains on gratings in noise, one class per direction, from the same seeds: with set_grad_checkpointing() as it is; the
-same under `with gradckpt.patched(...)`, which is all that a timm training script needs; and with gradckpt.enable, which
-needs no flag of timm. Prints what was kept, the losses and the error of the gradients; the exit status is 1 when
-something that must hold does not. Needs timm.
+Trains on gratings in noise, one class per direction, from the same seeds: with
+set_grad_checkpointing() as it is; the same under `with gradckpt.patched(...)`, which is all that a
+timm training script needs; and with gradckpt.enable, which needs no flag of timm. Prints what was
+kept, the losses and the error of the gradients; the exit status is 1 when something that must hold
+does not. Needs timm.
 
     python examples/timm_vit.py --steps 20 --compress int4
 """
@@ -18,10 +19,14 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+try:
+    import timm
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}; pip install timm")
 
 import gradckpt
 
@@ -43,7 +48,8 @@ class Result:
 
 def build(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(args.seed)
-    # A width that is a multiple of 128, the group of the codecs, gives each token scales of its own.
+    # A width that is a multiple of 128, the group of the codecs,
+    # gives each token scales of its own.
     return timm.create_model(
         "vit_tiny_patch16_224",
         pretrained=False,

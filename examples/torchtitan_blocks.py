@@ -1,9 +1,11 @@
-"""A model of blocks under torchtitan's FullAC or SelectiveAC, and under the same with compressed inputs.
+"""A model of blocks under torchtitan's FullAC or SelectiveAC,
+and under the same with compressed inputs.
 
-torchtitan's policies wrap what ``model.layers`` holds, in its own models and in any other: here a small byte-level
-transformer. In a configuration of torchtitan the line is ``activation_checkpoint=CompressedFullAC.Config()``. Prints
-both losses, how many blocks were wrapped, what their inputs take, and what must hold; the exit status is 1 when it does
-not. Needs torchtitan.
+torchtitan's policies wrap what ``model.layers`` holds, in its own models and in any other: here a
+small byte-level transformer. In a configuration of torchtitan the line is
+``activation_checkpoint=CompressedFullAC.Config()``. Prints both losses, how many blocks were
+wrapped, what their inputs take, and what must hold; the exit status is 1 when it does not. Needs
+torchtitan.
 
     python examples/torchtitan_blocks.py --ac selective --compress int6
 """
@@ -17,11 +19,15 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+try:
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}; pip install torchtitan")
 
 import gradckpt
+from gradckpt.integrations.torch_distributed import CheckpointWrapper
 from gradckpt.integrations.torchtitan import CompressedFullAC, CompressedSelectiveAC
-from gradckpt.integrations.wrapper import CheckpointWrapper
 
 POLICIES = {"full": (FullAC, CompressedFullAC), "selective": (SelectiveAC, CompressedSelectiveAC)}
 

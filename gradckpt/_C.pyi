@@ -5,7 +5,8 @@ import torch
 from torch.nn import Module
 from typing_extensions import disjoint_base
 
-from gradckpt.config import Compress
+from gradckpt._config import Compress
+from gradckpt.policies import PolicyLike
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -57,12 +58,14 @@ class Context:
     def __exit__(self, *error: Any) -> Any: ...
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ..., /) -> Any: ...
 
-# Keywords of ours stand between the function's, so its own arguments cannot be checked; its result can.
+# Our keywords stand between the function's, so a type checker sees its result but not its
+# arguments.
 @overload
 def checkpoint(
     function: Callable[..., _R],
     *args: Any,
     compress: Compress = None,
+    policy: PolicyLike = None,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple[Any, Any]] | None = None,
@@ -76,6 +79,7 @@ def checkpoint(
 def checkpoint(
     *,
     compress: Compress = None,
+    policy: PolicyLike = None,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple[Any, Any]] | None = None,
@@ -106,6 +110,7 @@ def saved_call(
 def selective_name(x: Any, name: str, modes: list[Any], /) -> None: ...
 def rounding_state() -> tuple[int, int]: ...
 def set_rounding_state(step: int, tensor: int, /) -> None: ...
+def bind(callbacks: dict[str, Callable[..., Any]], /) -> None: ...
 def codecs() -> list[str]: ...
 def codec_info(name: str, /) -> dict[str, Any]: ...
 def isa() -> str: ...
@@ -125,3 +130,4 @@ def stand_in(by: int, /) -> None: ...
 def decides() -> bool: ...
 def stats() -> dict[str, Any]: ...
 def reset_stats() -> None: ...
+def restart_peak() -> int: ...

@@ -9,24 +9,24 @@ import logging as _logging
 try:
     from gradckpt._C import SelectiveRecompute, checkpoint
 except (ImportError, OSError) as _error:
-    from gradckpt import _import_error
+    from gradckpt._doctor import import_error
 
-    raise _import_error.of(_error) from _error
+    raise import_error.of(_error) from _error
 
-from gradckpt import _ops as _ops
-from gradckpt import codecs, compat, config, integrations, policies, selectors
-from gradckpt import compile as _compile
+from gradckpt import _C, codecs, compat, config, integrations, policies, selectors
+from gradckpt._compile import dynamo as _compile
+from gradckpt._config import CompressionConfig, GradckptInactiveWarning
+from gradckpt._engine import callbacks as _callbacks
+from gradckpt._engine import custom_ops as _custom_ops  # noqa: F401  registers torch.ops.gradckpt
+from gradckpt._engine.saved_tensors import compress_saved
+from gradckpt._engine.sequential import checkpoint_sequential
 from gradckpt._memory import track_memory
-from gradckpt.config import CompressionConfig, GradckptInactiveWarning
-from gradckpt.integrations import trainer_flag
-from gradckpt.patched import patched
-from gradckpt.residuals import residuals
-from gradckpt.saved import compress_saved
-from gradckpt.sequential import checkpoint_sequential
-from gradckpt.stats import stats
-from gradckpt.switch import disable, enable
-
-__version__ = "0.1.0"
+from gradckpt._models.switch import disable, enable
+from gradckpt._patching import patched
+from gradckpt._residuals import residuals
+from gradckpt._stats import stats
+from gradckpt._version import __version__ as __version__
+from gradckpt.integrations.transformers import trainer_flag as _trainer_flag
 
 __all__ = [
     "CompressionConfig",
@@ -49,6 +49,7 @@ __all__ = [
     "track_memory",
 ]
 
+_C.bind(_callbacks.TABLE)
 _logging.getLogger("gradckpt").addHandler(_logging.NullHandler())
-trainer_flag.watch()
+_trainer_flag.watch()
 _compile.watch()

@@ -1,37 +1,95 @@
-"""``python -m gradckpt``: what is installed, what is in use, and does it work; to be pasted into an issue."""
+"""The console command ``gradckpt``, which is ``python -m gradckpt``: ``doctor`` and ``run``.
+
+The doctor says what is installed, what is in use, and whether it works; to be pasted into an issue.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from gradckpt import environment, selftest
+from gradckpt import run
+from gradckpt._doctor import environment, selftest
+from gradckpt._version import __version__
 
 _LABEL = 14  # characters
-_DESCRIPTION = "Versions, build, devices and integrations of gradckpt, and a self-test of this machine."
+_DESCRIPTION = "Print versions, build, devices and integrations of gradckpt, and test this machine."
 _EPILOG = "Exit status: 0 all is well, 1 a self-test failed or gradckpt cannot be used, 2 wrong usage."
+
+_COMMANDS = """commands:
+  doctor   print what is installed and test this machine; the default
+  run      run a training script as it is, with compressed checkpoints
+
+gradckpt COMMAND --help describes each. python -m gradckpt is the same program.
+torchrun and accelerate start the second as a module: torchrun ... -m gradckpt.run train.py"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gradckpt", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
-    parser.add_argument("--no-self-test", action="store_true", help="only say what is here")
-    options = parser.parse_args(arguments)
+    """Run the command that the arguments name."""
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["doctor"]
+    if command == "doctor":
+        return doctor(rest)
+    if command == "run":
+        run.main(rest)
+        return 0
+    parser = argparse.ArgumentParser(
+        prog="gradckpt",
+        usage="%(prog)s [command] [arguments]",
+        description="Activation checkpointing that keeps its checkpoints compressed.",
+        epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gradckpt {__version__}")
+    if command == "--version":
+        parser.parse_args([command])
+    if command not in ("-h", "--help"):
+        parser.error(_unknown(command))
+    parser.print_help()
+    return 0
 
+
+def _unknown(command: str) -> str:
+    if os.path.exists(command):
+        return f"{command!r} is no command; to run it: gradckpt run {command}"
+    for name, parser in (("doctor", _doctor_parser()), ("run", run.parser())):
+        if command.partition("=")[0] in parser._option_string_actions:
+            return f"{command} is an option of {name}; write gradckpt {name} {command} ..."
+    near = difflib.get_close_matches(command, ("doctor", "run"), 1)
+    return f"unknown command {command!r}; " + (f"did you mean {near[0]!r}?" if near else "choose doctor or run")
+
+
+def _doctor_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradckpt doctor", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout, nothing else")
+    parser.add_argument("--no-self-test", action="store_true", help="print what is here, without the self-test")
+    return parser
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Print what is here and whether it works; return the exit status."""
+    options = run.parse(_doctor_parser(), arguments)
     with contextlib.redirect_stdout(sys.stderr):  # whatever libraries have to say
         found = environment.facts()
         checks = [] if options.no_self_test else selftest.run()
     ok = all(check.ok for check in checks)
-    if options.json:
-        tests = None if options.no_self_test else [check._asdict() for check in checks]
-        print(json.dumps({"ok": ok, **found, "self_test": tests}, indent=2))
-    else:
-        show([*describe(found), *([""] if checks else []), *(line(check) for check in checks)])
+    try:
+        if options.json:
+            tests = None if options.no_self_test else [check._asdict() for check in checks]
+            print(json.dumps({"ok": ok, **found, "self_test": tests}, indent=2))
+        else:
+            show([*describe(found), *([""] if checks else []), *(line(check) for check in checks)])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has stopped reading
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0 if ok else 1
 
 
@@ -39,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(found: dict[str, Any]) -> list[str]:
-    """One line for each fact of :func:`gradckpt.environment.facts`."""
+    """Return one line for each fact of :func:`gradckpt._doctor.environment.facts`."""
     versions = found["versions"]
     cuda = versions["torch_cuda"] and f"CUDA {versions['torch_cuda']}"
     rocm = versions["torch_hip"] and f"ROCm {versions['torch_hip']}"
@@ -106,33 +164,25 @@ def line(check: selftest.Check) -> str:
 
 
 def show(lines: Sequence[str]) -> None:
-    """A fenced block, whole lines whatever the width of the terminal; with colours where rich and a terminal are."""
-    block = ["```text", *lines, "```"]
-    if not sys.stdout.isatty() or not _show_in_colours(block):
-        print("\n".join(block))
+    """Print whole lines at any width of the terminal, coloured if rich and a terminal are there."""
+    if not sys.stdout.isatty() or not _show_in_colours(lines):
+        print("\n".join(lines))
 
 
-def _show_in_colours(block: Sequence[str]) -> bool:
+def _show_in_colours(lines: Sequence[str]) -> bool:
     try:
         from rich.console import Console
         from rich.text import Text
     except ImportError:
         return False
     console = Console(highlight=False)
-    for text in block:
+    for text in lines:
         styled = Text(text)
         styled.highlight_regex(r"^ok\b", "green")
         styled.highlight_regex(r"FAILED|NOT TESTED|NO kernels", "bold red")
-        styled.highlight_regex(r"^```(text)?$", "dim")
         console.print(styled, soft_wrap=True)
     return True
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head`: nobody reads the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    sys.exit(status)
+    sys.exit(main())

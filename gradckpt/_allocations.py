@@ -1,4 +1,6 @@
-"""What a block of code allocated, from the events of torch's profiler and the marks of :mod:`gradckpt._memory`."""
+"""Reconstruct what a block of code allocated, from profiler events and the marks of
+:mod:`gradckpt._memory`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any, NamedTuple
 
 KINDS = ("boundaries", "saves", "transient", "gradients", "other")
 
-#: Region of what no module of the model allocated.
+#: The region of allocations outside all modules of the model.
 OUTSIDE = "(outside the model)"
 
 #: Begins the name of each mark.
@@ -32,14 +34,16 @@ class MemoryPoint(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one device shows: the timeline, the index of its highest point, and the bytes alive then, by region."""
+    """The result of one device: the timeline, the index of its peak, and the bytes alive there, by
+    region.
+    """
 
     timeline: list[MemoryPoint]
     top: int
     by_region: dict[str, int]
 
 
-# ---- what was recorded ----
+# ---- events ----
 
 
 class _Event(NamedTuple):
@@ -48,19 +52,19 @@ class _Event(NamedTuple):
     what: str
     ns: int
     thread: int
-    text: str = ""  # of a mark; the device of an allocation
+    text: str = ""  # of a mark, or the device of an allocation
     number: int = 0  # bytes, or the sequence number that autograd gave to an operator or a node
     address: int = 0
-    total: int = 0  # bytes that the allocator of the device counts after it
-    graded: bool = False  # by an operator of which autograd could make a node
-    stepping: bool = False  # by an optimizer
+    total: int = 0  # bytes that the allocator of the device reports after the event
+    graded: bool = False  # made by an operator of which autograd could make a node
+    stepping: bool = False  # made by an optimizer
 
 
 def read(tree: list[Any]) -> list[list[_Event]] | None:
     """Return the events of each thread in their order, or None if the first mark is missing."""
     threads: dict[int, list[_Event]] = {}
     started = False
-    # (event, whether autograd could make a node, the event that encloses it), or an event that ends.
+    # (event, whether autograd could make a node, the event around it), or the end of an event.
     stack: list[tuple[Any, bool, str] | _Event] = [(event, False, "") for event in reversed(tree)]
     while stack:
         top = stack.pop()
@@ -84,7 +88,7 @@ def read(tree: list[Any]) -> list[list[_Event]] | None:
         elif name.startswith(_BACKWARD):
             to.append(_Event("node", ns, thread, "", number))
             stack.append(_Event("end", event.end_time_ns, thread))
-        elif around != _BACKWARD + name:  # not the same node once more
+        elif around != _BACKWARD + name:  # not the same node again
             to.append(_Event("op", ns, thread, name, number))
             graded |= number >= 0
         below = around if around.startswith("Optimizer.") else name
@@ -92,12 +96,12 @@ def read(tree: list[Any]) -> list[list[_Event]] | None:
     return list(threads.values()) if started else None
 
 
-# ---- what it means ----
+# ---- analysis ----
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Block:
-    """One allocation. Its life is [born, died) in the order of events; ``run``: the backward that made it."""
+    """One allocation, alive in [born, died) of the order of events; backward ``run`` made it."""
 
     size: int
     born: int
@@ -110,16 +114,23 @@ class _Block:
 
 
 class _Regions:
-    """The module that each thread is in. Marks tell it; in a backward, the operator that made the node does."""
+    """The module that each thread is in.
+
+    Marks name it in the forward; in a backward, the operator that made the node does.
+    """
 
     def __init__(self) -> None:
-        #: For each thread: (name,) of a module; [region of the node, region of what runs again in it] of a node.
+        #: For each thread: (name,) of a module, or of a node [its region, region of a recompute in
+        #: it].
         self._stacks: dict[int, list[tuple[str] | list[str]]] = {}
         self._last: dict[int, str] = {}
-        self._made: dict[int, list[tuple[int, str]]] = {}  # a recompute on another thread has numbers of its own
+        self._made: dict[int, list[tuple[int, str]]] = {}  # a recompute on another thread has its own numbers
 
     def current(self, thread: int, graded: bool) -> str:
-        """Return the region. Within a node, a recompute runs with grad and the backward itself without."""
+        """Return the region.
+
+        Within a node, a recompute runs with grad and the backward itself without.
+        """
         stack = self._stacks.get(thread)
         return stack[-1][-1 if graded else 0] if stack else OUTSIDE
 
@@ -145,7 +156,7 @@ class _Regions:
     def node(self, thread: int, number: int) -> None:
         made = self._made.get(number)
         if made:
-            self._last[thread] = made.pop()[1] if len(made) > 1 else made[0][1]  # the innermost run of it
+            self._last[thread] = made.pop()[1] if len(made) > 1 else made[0][1]  # its innermost run
         region = self._last.get(thread, OUTSIDE)
         self._stacks.setdefault(thread, []).append([region, region])
 
@@ -156,7 +167,7 @@ class _Regions:
 
 
 class _Runs:
-    """The backwards: each from the start of its first node to the end of its last."""
+    """The backwards: each lasts from the start of its first node to the end of its last."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
@@ -176,7 +187,7 @@ class _Runs:
         self.ends[-1] = i
 
     def outside(self) -> None:
-        """An operator or mark outside all nodes: the next node is another backward's."""
+        """Note an operator or mark outside all nodes: the next node belongs to another backward."""
         self._over |= not self._open
 
     def kind(self, block: _Block, at_the_end: int) -> str:
@@ -195,17 +206,18 @@ class _Runs:
 
 
 def analyse(threads: list[list[_Event]]) -> dict[str, Found]:
-    """Return what each device shows."""
+    """Return the result of each device."""
     events = list(heapq.merge(*threads, key=lambda event: event.ns))
     regions, runs = _Regions(), _Runs()
-    inside: Counter[int] = Counter()  # nodes that a thread is in
+    inside: Counter[int] = Counter()  # number of nodes around each thread
     alive: dict[tuple[str, int], _Block] = {}
-    #: device -> (index of the event, what is born, what dies) in their order
+    #: device -> (index of the event, the new block, the block that died), in order
     changes: dict[str, list[tuple[int, _Block | None, _Block | None]]] = {}
     for i, event in enumerate(events):
         thread = event.thread
         if event.what == "allocate":
-            # An optimizer may step in a backward, in the hook of a gradient; its states are no gradients.
+            # An optimizer may step during a backward, in a gradient's hook; its states are not
+            # gradients.
             run = len(runs.starts) - 1 if inside[thread] and not event.stepping else -1
             new = _Block(event.number, i, regions.current(thread, event.graded), run, event.graded)
             old = alive.get((event.text, event.address))  # another thread released it, which is not recorded
@@ -217,7 +229,7 @@ def analyse(threads: list[list[_Event]]) -> dict[str, Found]:
             old = alive.pop((event.text, event.address), None)
             if old is not None:
                 old.died = i
-            if old is not None or event.text != "cpu":  # on a CPU, of what an earlier profiler may have seen
+            if old is not None or event.text != "cpu":  # on a CPU, an earlier profiler may have seen the allocation
                 changes.setdefault(event.text, []).append((i, None, old))
         elif event.what == "node":
             inside[thread] += 1
@@ -253,7 +265,7 @@ def _device(
             if block is not None:
                 block.kind = block.kind or runs.kind(block, len(events))
                 sizes[block.kind] += sign * block.size
-        if device != "cpu":  # torch counts what was there before, too; on a CPU only what a profiler has seen
+        if device != "cpu":  # torch also counts earlier memory; on a CPU only what a profiler has seen
             sizes["other"] += events[i].total - sum(sizes.values())
         timeline.append(MemoryPoint((events[i].ns - start) / 1e9, sum(sizes.values()), *sizes.values()))
     top = max(range(len(timeline)), key=lambda k: timeline[k].total)

@@ -1,38 +1,42 @@
 """Peak and timeline of the memory that a block of code allocates: :class:`track_memory`.
 
-torch's profiler records each allocation and release with its address, and the operators around them; marks put
-module calls and region inputs into the same stream. All conclusions are drawn after the block has ended.
+torch's profiler records each allocation and release with its address, and the operators around
+them; marks add module calls and region inputs to the same stream. The analysis runs after the block
+has ended.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import re
 import threading
 import types
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from gradckpt import _C
-from gradckpt import _torch_private as private
 from gradckpt._allocations import KINDS, MARK, OUTSIDE, MemoryPoint, analyse, read
-from gradckpt.stats import format_bytes
+from gradckpt._engine import torch_private as private
+from gradckpt._stats import format_bytes
 
 __all__ = ["DeviceMemory", "MemoryPoint", "track_memory"]
 
-#: Modules that only wrap another one; their names are no part of a region's name.
+#: Modules that only wrap another one; their names are not part of a region's name.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What a block of code allocated on one device.
+    """The allocations of a block of code on one device.
 
-    ``peak``: bytes. ``seconds``: when, from the start of the block. ``by_kind``, ``by_region``: what was alive then,
-    in bytes. ``timeline``: a :class:`MemoryPoint` for each allocation and release.
+    ``peak``: bytes. ``seconds``: the time of the peak, from the start of the block. ``by_kind``,
+    ``by_region``: bytes alive at the peak. ``timeline``: a :class:`MemoryPoint` for each allocation
+    and release.
     """
 
     device: str
@@ -56,16 +60,12 @@ class DeviceMemory:
         return "\n".join(lines)
 
     def plot(self, path: str) -> None:
-        """Draw the timeline, by kind, to a file whose suffix is one that matplotlib knows.
+        """Draw the timeline, by kind, to a file whose suffix matplotlib knows.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("gradckpt: plot() needs matplotlib; run pip install matplotlib") from error
-        _draw(Figure(figsize=(9, 4.2), layout="constrained"), self, path)
+        _draw(_figure(), self, path)
 
 
 def _result(device: str, timeline: list[MemoryPoint], top: int, by_region: dict[str, int]) -> DeviceMemory:
@@ -80,16 +80,17 @@ class track_memory:
     ``memory.plot("memory.png")``.
 
     Args:
-        model: Its modules name the regions in ``by_region``. None: regions are not told apart.
+        model: Its modules name the regions in ``by_region``. None: the regions are not told apart.
 
     Attributes:
         devices: ``{"cpu": DeviceMemory, "cuda:0": ...}``: the devices on which the block allocated.
-        peak, seconds, by_kind, by_region, timeline: those of the device named ``device``, see :class:`DeviceMemory`:
-            the one with the highest peak, and a CPU only if there is no other.
+        device: The name of the device with the highest peak; the CPU only if it is the only one.
+        peak, seconds, by_kind, by_region, timeline: Those of that device, see
+            :class:`DeviceMemory`.
 
     Raises:
-        RuntimeError: a torch profiler is active, or another block is being tracked; the result is read before the
-            block has ended; a profiler that ran inside the block took its events.
+        RuntimeError: A torch profiler is active, or another block is being tracked; the result is
+            read before the block has ended; a profiler that ran inside the block took its events.
         TypeError: ``model`` is not a module.
     """
 
@@ -139,7 +140,7 @@ class track_memory:
 
     def _add_marks(self) -> None:
         for name, module in self._model.named_modules() if self._model is not None else ():
-            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what it allocates is its caller's
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; its allocations are its caller's
                 continue
             region = ".".join(part for part in name.split(".") if part not in _WRAPPERS) or type(self._model).__name__
             enter, leave = _Mark("enter " + region), _Mark("leave " + region)
@@ -195,6 +196,25 @@ class track_memory:
         """Draw the timeline of ``device``: :meth:`DeviceMemory.plot`."""
         self._main.plot(path)
 
+    @staticmethod
+    def compare(blocks: Mapping[str, track_memory], target: Any) -> None:
+        """Draw the timelines of several blocks on one axis, each with its name and its peak.
+
+        Args:
+            blocks: The blocks by the names to show. Each line goes through the highest point of
+                every sixtieth of its block; the scale is logarithmic.
+            target: A file whose suffix is one that matplotlib knows,
+                or matplotlib's ``Axes`` to draw into.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        if hasattr(target, "plot"):
+            return _draw_together(target, blocks)
+        figure = _figure()
+        _draw_together(figure.add_subplot(), blocks)
+        figure.savefig(target, dpi=150)
+
     def __str__(self) -> str:
         found = sorted(self.devices.values(), key=lambda one: one.device != self.device)
         return "\n".join(map(str, found)) or "nothing was allocated"
@@ -212,7 +232,9 @@ def _mark(text: str) -> None:
 
 
 class _Mark:
-    """A module hook that marks the call. Copies and pickles of the module get one that does nothing."""
+    """A module hook that marks the call. Copies and pickles of the module get one that does
+    nothing.
+    """
 
     def __init__(self, text: str = "") -> None:
         self.text = text
@@ -226,21 +248,23 @@ class _Mark:
 
 
 def _mark_boundaries(frame: Any) -> None:
-    """Mark the memory of what a region keeps of its arguments; called from C, before its function runs."""
+    """Mark the memory of the arguments that a region keeps; called from C, before its function
+    runs.
+    """
     places = []
     for value in gc.get_referents(frame):
         x = value.data if type(value) is _C.Payload else value
-        if type(x) is torch.Tensor:  # a parameter is there anyway; of other subclasses nothing is known
+        if type(x) is torch.Tensor:  # a parameter is alive anyway; other subclasses are not understood
             try:
                 places.append(f"{x.device} {x.untyped_storage().data_ptr()}")
-            except (NotImplementedError, RuntimeError):  # sparse and other tensors without memory of this kind
+            except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
                 continue
     if places:
         _mark("boundaries " + ",".join(places))
 
 
 def _collapse(regions: dict[str, int]) -> list[tuple[str, int, int]]:
-    """Put equal modules into one row: ``layers.*.mlp``, bytes, how many; the largest first."""
+    """Group equal modules into rows: ``layers.*.mlp``, bytes, number of modules; largest first."""
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for name, size in regions.items():
@@ -252,7 +276,7 @@ def _collapse(regions: dict[str, int]) -> list[tuple[str, int, int]]:
 
 # ---- the picture ----
 
-#: From the bottom up, with colours that also those can tell apart who see few.
+#: From the bottom up, in colours that are distinct for colour-blind readers.
 _COLOURS = {
     "other": "#bdbdbd",
     "gradients": "#0072b2",
@@ -261,11 +285,21 @@ _COLOURS = {
     "transient": "#56b4e9",
 }
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-_WIDTH = 2000  # points; of those in between, the highest is drawn
+#: Of lines on one axis, for the colour-blind, too.
+_LINES = ("#5f6368", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
-def _thin(timeline: list[MemoryPoint]) -> list[MemoryPoint]:
-    step = -(-len(timeline) // _WIDTH) or 1
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("gradckpt: pictures need matplotlib; run pip install matplotlib") from error
+    return Figure(figsize=(9, 4.2), layout="constrained")
+
+
+def _thin(timeline: list[MemoryPoint], points: int = 2000) -> list[MemoryPoint]:
+    """Leave as many points; of those in between, the highest."""
+    step = -(-len(timeline) // points) or 1
     return [max(timeline[i : i + step], key=lambda point: point.total) for i in range(0, len(timeline), step)]
 
 
@@ -277,7 +311,7 @@ def _draw(figure: Any, memory: DeviceMemory, path: str) -> None:
     base = [0.0] * len(points)
     for kind, colour in _COLOURS.items():
         top = [low + getattr(point, kind) / unit for low, point in zip(base, points, strict=True)]
-        if any(500 * abs(getattr(point, kind)) >= memory.peak for point in points):  # else it cannot be seen
+        if any(500 * abs(getattr(point, kind)) >= memory.peak for point in points):  # otherwise too small to see
             axes.fill_between(times, base, top, step="post", color=colour, linewidth=0, label=kind)
         base = top
     axes.plot(times, base, drawstyle="steps-post", color="#333333", linewidth=0.6)
@@ -290,3 +324,33 @@ def _draw(figure: Any, memory: DeviceMemory, path: str) -> None:
     axes.set(xlabel="seconds", ylabel=name)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def _draw_together(axes: Any, blocks: Mapping[str, track_memory]) -> None:
+    found = {name: block._main for name, block in blocks.items()}
+    top = max((memory.peak for memory in found.values()), default=0)
+    low = min((memory.peak for memory in found.values() if memory.peak), default=1) / 4
+    unit, name_of_unit = next((pair for pair in _UNITS if low * 4 >= pair[0]), (1, "B"))
+    end = max((memory.timeline[-1].seconds for memory in found.values() if memory.timeline), default=1.0)
+    axes.set(
+        xlim=(0, end),
+        ylim=(low / unit, max(top, low) / unit * 1.5),
+        xlabel="seconds",
+        ylabel=f"{name_of_unit}, log scale",
+    )
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    height, apart = low / unit, (max(top, low) / low) ** (1 / 9)  # so that labels do not touch
+    for (name, memory), colour in sorted(
+        zip(found.items(), itertools.cycle(_LINES), strict=False), key=lambda pair: pair[0][1].peak
+    ):
+        if memory.timeline:
+            peak = memory.peak / unit
+            points = _thin(memory.timeline, 60)
+            axes.plot([p.seconds for p in points], [p.total / unit for p in points], color=colour, lw=2, label=name)
+            axes.plot([memory.seconds, end], [peak, peak], color=colour, lw=0.8, ls=":")
+            axes.plot([memory.seconds], [peak], "v", color=colour, markersize=7)
+            height = max(peak, height * apart)
+            label = f" {name}\n {peak:.1f} {name_of_unit}"
+            axes.annotate(label, (end, height), color=colour, va="center", annotation_clip=False)

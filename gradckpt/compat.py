@@ -1,19 +1,23 @@
-"""torch's exact functions, for putting in torch's place: its defaults, warnings and errors, no guard of ours.
+"""torch's exact functions, as drop-in replacements: torch's defaults, warnings and errors, and no
+checks of ours.
 
 ``torch.utils.checkpoint.checkpoint = gradckpt.compat.checkpoint`` changes nothing but host time.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gradckpt._C import compat_checkpoint as checkpoint
-from gradckpt.selective import create_selective_checkpoint_contexts
-from gradckpt.sequential import torch_checkpoint_sequential as checkpoint_sequential
+from gradckpt._engine.selective import create_selective_checkpoint_contexts
+from gradckpt._engine.sequential import NOT_EXPLICIT, Segment
 
 if TYPE_CHECKING:
-    from gradckpt.integrations.wrapper import apply_activation_checkpointing, checkpoint_wrapper
+    from gradckpt.integrations.torch_distributed import apply_activation_checkpointing, checkpoint_wrapper
 
 __all__ = [
     "DIFFERENCES",
@@ -28,17 +32,36 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take every name for one of these
 
     def __getattr__(name: str) -> Any:
-        """Load the names that need torch.distributed when they are first asked for."""
+        """Load the names that need torch.distributed at their first use."""
         if name not in ("apply_activation_checkpointing", "checkpoint_wrapper"):
             raise AttributeError(f"module 'gradckpt.compat' has no attribute {name!r}")
-        from gradckpt.integrations import wrapper
+        from gradckpt.integrations import torch_distributed
 
-        return getattr(wrapper, name)
+        return getattr(torch_distributed, name)
+
+
+def checkpoint_sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+    """Run torch's ``checkpoint_sequential`` exactly, over this module's checkpoint."""
+    if use_reentrant is None:
+        warnings.warn(NOT_EXPLICIT, stacklevel=2)
+        use_reentrant = True
+    preserve = kwargs.pop("preserve_rng_state", True)
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    if isinstance(functions, torch.nn.Sequential):
+        functions = list(functions.children())  # torch, too, calls a module that occurs twice in it only once
+    size = len(functions) // segments
+    end = 0
+    for start in range(0, size * (segments - 1), size):
+        end = start + size
+        segment = Segment(functions[i] for i in range(start, end))
+        input = checkpoint(segment, input, use_reentrant=use_reentrant, preserve_rng_state=preserve)
+    return Segment(functions[i] for i in range(end, len(functions)))(input)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where ``gradckpt.checkpoint`` means to differ from torch's."""
+    """One intended difference between ``gradckpt.checkpoint`` and torch's."""
 
     name: str
     torch: str
@@ -46,7 +69,7 @@ class Difference:
     why: str
 
 
-#: All of them. The tests read this list; docs/equivalence.md says more.
+#: All of them. The tests read this list; docs/equivalence.md explains it.
 DIFFERENCES = (
     Difference(
         "use_reentrant",

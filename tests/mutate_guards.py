@@ -1,15 +1,19 @@
-"""Which of the C sources' guards do the tests notice? A guard is an ``if`` that ends in return or goto.
+"""Which of the C sources' guards do the tests notice? A guard is an
+``if`` that ends in return or goto.
 
-    python tests/mutate_guards.py [--draw 40] [--seed COMMIT] [--room engine] [--all] [--how negate] [--list]
+    python tests/mutate_guards.py [--draw 40] [--seed COMMIT] [--room engine] [--all]
+                                  [--how negate] [--list]
 
-Works in a copy of the tree (--folder), built once for the CPU with every guard behind a switch: GRADCKPT_GUARD=17
-makes guard 17 let everything through. A first pass runs the tests as they are and writes down which guards each test
-meets; it takes as long as `make test` in one process, and is kept for the next call on the same sources. Then guards
-are drawn by the commit's hash, and for each the tests that meet it run with the guard gone, those that meet few
-others and are quick first, until one fails, crashes or hangs: found.
+Works in a copy of the tree (--folder), built once for the CPU with every guard behind a switch:
+GRADCKPT_GUARD=17 makes guard 17 let everything through. A first pass runs the tests as they are and
+writes down which guards each test meets; it takes as long as `make test` in one process, and is
+kept for the next call on the same sources. Then guards are drawn by the commit's hash, and for each
+the tests that meet it run with the guard gone, those that meet few others and are quick first,
+until one fails, crashes or hangs: found.
 
-Guards against a failed allocation, and those for a CUDA device alone, are not drawn: no test on a CPU makes them
-fire. Neither are those whose comment says "faster": without them the same comes out, later. `--list` counts all.
+Guards against a failed allocation, and those for a CUDA device alone, are not drawn: no test on a
+CPU makes them fire. Neither are those whose comment says "faster": without them the same comes out,
+later. `--list` counts all.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 from checkout import ROOT, TESTS
 from targets import is_left
 
-#: Environment: the guard that lets everything through, how, and the file in which guards are written down.
+#: Environment: the guard that lets everything through, how,
+#: and the file in which guards are written down.
 GUARD, HOW, HITS = "GRADCKPT_GUARD", "GRADCKPT_GUARD_HOW", "GRADCKPT_GUARD_HITS"
 EVALUATED, FIRED = 1, 2
 ROOMS = ("codec", "engine", "torch", "module")
@@ -194,7 +199,8 @@ def all_guards(csrc: Path) -> list[Guard]:
 
 
 def switched(text: str, guards: list[tuple[int, Guard]], header: Path, name: str) -> str:
-    """The source with these guards, by number, behind switches; compilers still name its own lines."""
+    """The source with these guards, by number, behind switches;
+    compilers still name its own lines."""
     edits = [(g.end, ")") for _, g in guards] + [(g.start, f"GCK_GUARD({n}, ") for n, g in guards]
     for at, inserted in sorted(edits, key=lambda edit: -edit[0]):
         text = text[:at] + inserted + text[at:]
@@ -254,7 +260,8 @@ def run_tests(folder: Path, arguments: list[str], env: dict[str, str], seconds: 
 
 
 class Recorder:
-    """Writes down, for each test that passes, its seconds and what each guard did in it and its processes."""
+    """Writes down, for each test that passes,
+    its seconds and what each guard did in it and its processes."""
 
     def __init__(self, hits: Path, out: Path) -> None:
         with hits.open("r+b") as file:
@@ -341,8 +348,8 @@ def record(folder: Path, guards: list[Guard], files: list[str], target: str, job
 
 
 def tests_of(tests: Tests, number: int, bit: int, most: float) -> tuple[list[str], int]:
-    """Tests that meet the guard, about `most` seconds of them, and how many there are. Those that meet few others are
-    about it; quick ones first among them."""
+    """Tests that meet the guard, about `most` seconds of them, and how many there are. Those that
+    meet few others are about it; quick ones first among them."""
     meeting = sorted(
         (t for t, (_, met) in tests.items() if met.get(number, 0) & bit),
         key=lambda t: tests[t][0] * (1 + sum(1 for byte in tests[t][1].values() if byte & FIRED)),

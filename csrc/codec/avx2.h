@@ -1,8 +1,7 @@
 /* avx2.h: what the AVX2 kernels share: loads, maxima, steps, stores.
  *
- * An ordinary group stays in registers; any other one (an escape, zero, tiny, too
- * large, a scale out of range) goes to the scalar kernels, so that group.h stays the
- * only text of the odd cases. */
+ * An ordinary group stays in registers.  Any other group (an escape, zero, tiny, too large, a scale
+ * out of range) goes to the scalar kernels, so that the odd cases are written only in group.h. */
 #ifndef GRADCKPT_AVX2_H
 #define GRADCKPT_AVX2_H
 
@@ -10,8 +9,8 @@
 
 #include "cpu.h"
 
-/* Every argument of type gck_format or gck_dtype below is a constant where it counts;
- * without inlining, the choice would be made for every vector. */
+/* Every argument of type gck_format or gck_dtype below is a compile-time constant.  Without
+ * inlining, the choice would be made for every vector. */
 #define INLINE static inline __attribute__((always_inline))
 
 /* 16 neighbours: x[0], x[2], .. x[14] and x[1], x[3], .. x[15].  The two halves of a
@@ -40,7 +39,7 @@ GCK_AVX2_KERNELS(GCK_INT8_PLAIN)
 GCK_AVX2_KERNELS(GCK_INT6)
 GCK_AVX2_KERNELS(GCK_INT4)
 
-/* Two copies of a loop, that it need not ask at every store. */
+/* Two copies of a loop, so that it does not test at every store. */
 #define STREAMED(loop, to, ...)                                                                     \
     if (can_stream(to, streaming)) {                                                                \
         loop(__VA_ARGS__, 1);                                                                       \
@@ -53,7 +52,7 @@ GCK_AVX2_KERNELS(GCK_INT4)
 
 INLINE size_t group_nbytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) * (size_t)GCK_GROUP; }
 
-/* Non-temporal stores fault unless aligned; callers owe less than that. */
+/* Non-temporal stores fault unless aligned, and callers guarantee less than that. */
 INLINE int can_stream(const void *p, int streaming) { return streaming && ((uintptr_t)p & 31) == 0; }
 
 INLINE void store(void *p, __m256i v, int stream)
@@ -65,12 +64,12 @@ INLINE void store(void *p, __m256i v, int stream)
     }
 }
 
-/* How far ahead of its second pass a batch is asked for, in bytes, where there is one stream of
- * them.  Measured on Zen 3: 2 KiB takes 1.6 times as long, 16 KiB 1.1 times. */
+/* How far ahead of its second pass a batch is prefetched, in bytes, when it has one stream.
+ * Measured on Zen 3: 2 KiB takes 1.6 times as long, 16 KiB 1.1 times. */
 enum { AHEAD = 8192 };
 
-/* Ask for what lies `ahead` bytes further on.  The second pass over a batch reads nothing new,
- * and would leave the memory idle. */
+/* Prefetch what lies `ahead` bytes further on.  The second pass over a batch reads nothing new, and
+ * would leave the memory idle. */
 INLINE void prefetch(const void *p, size_t nbytes, size_t ahead)
 {
     for (size_t at = 0; at < nbytes; at += 64) {
@@ -79,13 +78,13 @@ INLINE void prefetch(const void *p, size_t nbytes, size_t ahead)
     }
 }
 
-/* One core reads a fifth more from memory when its prefetchers follow several streams (Zen 3:
- * with stores, one 0.82 of memcpy's bytes, four 1.03; two are between, six no better; streams
- * in neighbouring pages gain nothing). */
+/* One core reads a fifth more from memory when its prefetchers follow several streams (Zen 3: with
+ * stores, one stream reaches 0.82 of memcpy's bytes, four 1.03; two lie between, six are not
+ * better; streams in neighbouring pages gain nothing). */
 enum { STREAMS = 4, STREAM_NBYTES = 1 << 16 };
 
-/* The first group of the batch to encode after that of group `first`: batches of STREAMS
- * streams take turns, as long as there are groups for all of them. */
+/* The first group of the batch to encode after that of group `first`: batches of STREAMS streams
+ * take turns, as long as all of them have groups. */
 INLINE int64_t batch_after(int64_t first, int64_t ngroups, gck_dtype dtype, int stream)
 {
     const int64_t span = STREAM_NBYTES / ((dtype == GCK_F32 ? 4 : 2) * GCK_GROUP), all = STREAMS * span;
@@ -105,8 +104,8 @@ INLINE size_t ahead_of(size_t stride, int stream) { return stream ? BATCH * stri
 
 /* ---- values ---- */
 
-/* A constant in a register: gcc 12 builds it anew for every use, three instructions
- * each time, unless it cannot see that it is one. */
+/* A constant in a register: gcc 12 rebuilds a visible constant for every use, three instructions
+ * each time. */
 INLINE __m256i kept(uint32_t lane)
 {
     __m256i v = _mm256_set1_epi32((int)lane);
@@ -116,7 +115,7 @@ INLINE __m256i kept(uint32_t lane)
 
 INLINE __m256 kept_ps(float lane) { return _mm256_castsi256_ps(kept(gck_bits(lane))); }
 
-/* What loads and maxima of a dtype need; made once, before the loop over groups. */
+/* Constants for the loads and maxima of a dtype; made once, before the loop over groups. */
 typedef struct {
     __m256i abs;             /* all but the signs                                   */
     __m256i f16_fields;      /* float16 shifted right by 3: sign, exponent, fraction */
@@ -191,7 +190,7 @@ INLINE __m256i maxima_of_batch(const __m256i m[BATCH])
                             _mm256_permute2x128_si256(four[0], four[1], 0x31));
 }
 
-/* Of each of the first groups of `left`, group_maxima() in one lane. */
+/* group_maxima() of the first `left` groups, each in one lane. */
 INLINE __m256i maxima_of_groups(const char *group, gck_dtype dtype, int64_t left, load_constants c)
 {
     __m256i m[BATCH];
@@ -219,11 +218,11 @@ INLINE __m256i as_floats(__m256i maxima, gck_dtype dtype, load_constants c)
 
 /* ---- steps ---- */
 
-/* What a batch of groups is quantised with. */
+/* The parameters with which a batch of groups is quantised. */
 typedef struct {
-    _Alignas(32) float    multiplier[BATCH];   /* as gck_multiplier() gives it            */
+    _Alignas(32) float    multiplier[BATCH];   /* the result of gck_multiplier()          */
     _Alignas(16) uint16_t stored[BATCH];
-    int                   odd;                 /* bit j: group j is not an ordinary one   */
+    int                   odd;                 /* bit j: group j is not ordinary          */
 } batch_steps;
 
 /* amax: float32 bits; ordinary when GCK_TINY <= amax <= top. */
@@ -234,7 +233,7 @@ INLINE int odd_groups(__m256i amax, uint32_t top)
     return _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_or_si256(low, high)));
 }
 
-/* Without `odd`. */
+/* The parameters without `odd`. */
 INLINE batch_steps steps_of_batch(gck_format format, int noisy, __m256i amax)
 {
     const int fp8 = format == GCK_E4M3 || format == GCK_E5M2;
@@ -259,7 +258,7 @@ INLINE batch_steps steps_of_batch(gck_format format, int noisy, __m256i amax)
     return s;
 }
 
-/* The same from the first groups of `left`; none is fine. */
+/* The same from the first groups of `left`, which may be 0. */
 INLINE batch_steps steps_of_groups(gck_format format, gck_dtype dtype, int noisy, const char *group, int64_t left,
                                    uint32_t top, load_constants c)
 {
@@ -272,9 +271,9 @@ INLINE batch_steps steps_of_groups(gck_format format, gck_dtype dtype, int noisy
 
 /* ---- results ---- */
 
-/* (2^16 + 1) v less the rounding error of that: v rounded to bfloat16, as float32, to nearest
- * even.  So Dekker splits a number (1971); that ties go to even is peculiar to these 8 of 24
- * bits.  v is 0 or 2^-126 <= |v| < 2^111. */
+/* (2^16 + 1) v less its rounding error: v rounded to bfloat16, as float32, to nearest even.  Dekker
+ * (1971) splits a number this way; that ties go to even is special to these 8 of 24 bits. v is 0 or
+ * 2^-126 <= |v| < 2^111. */
 #define SPLITTER 65537.f
 
 typedef struct {
@@ -307,7 +306,7 @@ INLINE __m256i to_f16(v16 v, store_constants c)
                                    _mm_unpackhi_epi16(even, odd), 1);
 }
 
-/* The reverse of load16(), with the rounding of gck_store(); v as round_to_bf16() asks. */
+/* The reverse of load16(), with the rounding of gck_store(); v must be as round_to_bf16() requires. */
 INLINE void store16(char *group, gck_dtype dtype, int k, v16 v, __m256i flip, store_constants c,
                     int stream)
 {
@@ -337,8 +336,8 @@ INLINE int all_zero(const void *p, size_t nbytes, __m256i mask)
     return _mm256_testz_si256(any, mask);
 }
 
-/* Group `index` of its tensor by the reference; dither: NULL for to nearest.  Zeros, which
- * padding and masks leave in numbers, must not cost that much. */
+/* Encode group `index` of its tensor by the reference; dither: NULL rounds to nearest.  Zeros,
+ * which padding and masks produce often, must not cost that much. */
 static __attribute__((noinline, cold, unused)) void
 encode_odd(gck_format format, gck_dtype dtype, const char *group, int64_t index, const gck_dither *dither,
            uint8_t *codes, uint16_t *side)
@@ -359,7 +358,7 @@ decode_odd(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint1
     gck_isa_scalar.decode[format][dtype](codes, side, 1, group, index, 0);
 }
 
-/* A group of zeros as encode_odd() writes it: as good as an ordinary one. */
+/* 1 for a group of zeros as encode_odd() writes it, which is as fast as an ordinary one. */
 INLINE int is_zero_group(gck_format format, const uint8_t *codes, uint32_t stored)
 {
     return stored == 0 && all_zero(codes, GCK_CODE_BYTES(format), _mm256_set1_epi32(-1));

@@ -14,7 +14,7 @@
 
 #ifdef GCK_EMULATE_AVX512
 #include "../../tests/helpers/emulation/avx512_emulation.h"
-#define INLINE static inline                       /* or a compiler would need minutes */
+#define INLINE static inline                       /* without it a compiler would need minutes */
 #else
 #include <immintrin.h>
 #define INLINE static inline __attribute__((always_inline))
@@ -60,14 +60,14 @@ INLINE size_t group_bytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) *
 
 /* ---- groups that are not ordinary ---- */
 
-/* Group `index` of its tensor.  amax: its float32 bits, exact if 0; else unused.  dither:
- * NULL, to nearest. */
+/* Encode group `index` of its tensor.  amax: its float32 bits, exact if 0; else unused.  dither:
+ * NULL rounds to nearest. */
 COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
                       const gck_dither *dither, uint8_t *codes, uint16_t *side)
 {
     uint16_t noise[GCK_GROUP];
 
-    if (amax == 0) {                               /* faster: padding and dead channels are not so rare */
+    if (amax == 0) {                               /* faster: padding and dead channels are common */
         memset(codes, 0, GCK_CODE_BYTES(format));
         memset(side, 0, 2 * GCK_SIDE_WORDS(format));
         return;
@@ -122,8 +122,8 @@ INLINE __m512i all32(uint32_t word) { return _mm512_set1_epi32((int)word); }
 INLINE __m512i all16(uint32_t word) { return all32(word * 0x10001u); }
 INLINE __m512 all_ps(float f) { return _mm512_castsi512_ps(all32(gck_bits(f))); }
 
-/* gcc 12 makes a constant it knows anew at each use, inside the loop and on the shuffle
- * port; one that comes out of an asm it cannot know, and keeps. */
+/* gcc 12 rebuilds a constant it knows at each use, inside the loop and on the shuffle port.  It
+ * cannot know one that comes out of an asm, and keeps it in a register. */
 INLINE __m512i keep(__m512i v)
 {
 #ifndef GCK_EMULATE_AVX512
@@ -134,7 +134,7 @@ INLINE __m512i keep(__m512i v)
 
 INLINE __m512 keep_ps(__m512 v) { return _mm512_castsi512_ps(keep(_mm512_castps_si512(v))); }
 
-/* Made once before a loop; those a kernel does not use cost nothing. */
+/* Constants made once before a loop; those that a kernel does not use cost nothing. */
 typedef struct {
     __m512i upper, abs, abs32, odd, half, ones;    /* `odd`: bit 0 of words; `half`: bit 15 */
     __m512  max_f16, min_f16;
@@ -282,7 +282,7 @@ INLINE uint32_t largest_u32(__m512i v)
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(d, _mm_shuffle_epi32(d, 0xB1)));
 }
 
-/* max |x| in the bits of its dtype.  Integers, so that NaN and Inf come out largest. */
+/* max |x| in the bits of its dtype, compared as integers, so that NaN and Inf come out largest. */
 INLINE uint32_t abs_max_raw(const constants *c, const void *x, gck_dtype dtype)
 {
     if (dtype != GCK_F32) {
@@ -329,8 +329,8 @@ INLINE __m512i natural_bytes(__m512i packed, gck_dtype dtype)
 
 /* ---- values out ---- */
 
-/* bfloat16 of two registers of finite values, nearest even: 32 words lo, hi, lo, hi ...
- * A word goes up when its dropped half is over 0x8000, or equal and the word odd: when
+/* bfloat16 of two registers of finite values, to nearest even: 32 words lo, hi, lo, hi ... A word
+ * is rounded up when its dropped half is over 0x8000, or equals it and the word is odd: when
  * dropped | (word & 1) is over 0x8000. */
 INLINE __m512i to_bf16(const constants *c, __m512 lo, __m512 hi)
 {
@@ -363,8 +363,8 @@ INLINE void put_pair(const constants *c, void *x, gck_dtype dtype, int k, __m512
 
 enum { TILE = 16 };
 
-/* The scales of up to TILE groups.  Together, so that the division and the way
- * through the integer units are paid once and off the path of any one group. */
+/* The scales of up to TILE groups, computed together so that the division and the way through the
+ * integer units are paid once and off the path of any one group. */
 typedef struct {
     uint32_t amax[TILE];                           /* float32 bits */
     uint32_t stored[TILE];
@@ -372,8 +372,8 @@ typedef struct {
     uint32_t ordinary;                             /* bit i: group i; stored, multiplier are valid */
 } tile;
 
-/* Unrotated formats: gck_stored(), gck_multiplier() of 16 amax.  Escapes are beyond
- * the upper bound: their bits are larger than those of any ordinary value. */
+/* Unrotated formats: gck_stored(), gck_multiplier() of 16 amax.  Escapes lie beyond the upper
+ * bound: their bits are larger than those of any ordinary value. */
 INLINE void tile_scales(tile *t, gck_format format, gck_dtype dtype, int noisy)
 {
     const int fp8 = format == GCK_E4M3 || format == GCK_E5M2;

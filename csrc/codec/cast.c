@@ -1,4 +1,4 @@
-/* cast.c: float32 rounded to bfloat16 or float16: cast.h is the format. */
+/* cast.c: float32 rounded to bfloat16 or float16. cast.h is the format. */
 #include "cast.h"
 
 #include "direct.h"
@@ -43,7 +43,7 @@ SCALAR(f16, GCK_F16)
 
 /* ---- the codecs ---- */
 
-/* One set of functions for each: kernels are chosen when they run. */
+/* One set of functions for each: kernels are chosen at run time. */
 #define CODEC(codec, kernel)                                                                                  \
     static int codec##_piece(void *values, int64_t first, int64_t count, int streaming, void *payload)        \
     {                                                                                                         \
@@ -67,8 +67,8 @@ SCALAR(f16, GCK_F16)
 CODEC(bf16, bf16)
 CODEC(fp16, f16)
 
-/* max_error: half a unit in the last place of a value just above a power of two.  float16
- * has subnormals where float32 has none: there the error is up to 2^-25 whatever amax is. */
+/* max_error: half a unit in the last place of a value just above a power of two. float16 has
+ * subnormals where float32 has none: there the error is up to 2^-25 whatever amax is. */
 const gck_codec gck_codec_bf16 = {
     .name = "bf16",
     .summary = "float32 rounded to bfloat16",

@@ -1,9 +1,9 @@
-/* cast.h: float32 rounded to a 16-bit dtype, value by value: the format of `bf16` and
- * `fp16`.  Payload: uint16_t value[n], in contiguous order.
+/* cast.h: float32 rounded to a 16-bit dtype, value by value: the format of `bf16` and `fp16`.
+ * Payload: uint16_t value[n], in contiguous order.
  *
- * To nearest even, subnormals kept, infinities too.  NaN keeps its sign and the first bits
- * of its fraction, and becomes quiet.  A finite value that would become infinite is the
- * NaN below, and the tensor does not fit. */
+ * Rounding is to nearest even and keeps subnormals and infinities.  NaN keeps its sign and the first
+ * bits of its fraction, and becomes quiet.  A finite value that would become infinite is stored as
+ * the NaN below, and the tensor overflows. */
 #ifndef GRADCKPT_CAST_H
 #define GRADCKPT_CAST_H
 
@@ -37,7 +37,7 @@ GCK_FN uint16_t gck_narrowed(uint32_t bits, gck_dtype dtype)
     return dtype == GCK_F16 ? gck_to_f16(gck_float(bits)) : gck_to_bf16(gck_float(bits));
 }
 
-/* The float32 it stands for, as bits: exact; NaN as it is, but quiet. */
+/* The float32 of a 16-bit value, as bits.  It is exact; NaN stays NaN, but quiet. */
 GCK_FN uint32_t gck_widened(uint16_t value, gck_dtype dtype)
 {
     const uint32_t bits = dtype == GCK_F16 ? gck_bits(gck_from_f16(value)) : (uint32_t)value << 16;

@@ -31,7 +31,8 @@ INLINE void put_f16(uint16_t *to, __m256i a, __m256i b, int stream)
     store128(to + 8, _mm256_cvtps_ph(_mm256_castsi256_ps(b), _MM_FROUND_TO_NEAREST_INT), stream);
 }
 
-/* 64 values at a time; those that hold one beyond the end, infinite or NaN, by the reference. */
+/* Convert 64 values at a time.  Blocks that hold a value beyond the end, infinite or NaN go to the
+ * reference. */
 INLINE int narrow(gck_dtype dtype, gck_narrow *reference, const float *x, int64_t n, uint16_t *to, int stream)
 {
     const __m256i abs = kept(0x7FFFFFFFu), last = kept(gck_cast_end(dtype) - 1);
@@ -60,7 +61,7 @@ INLINE int narrow(gck_dtype dtype, gck_narrow *reference, const float *x, int64_
     return status | reference(x + i, n - i, to + i, 0);
 }
 
-/* A NaN that is not quiet comes out of no encoder, but of a payload that was damaged. */
+/* A NaN that is not quiet comes from a damaged payload, never from an encoder. */
 INLINE __m256i quiet(__m256i v)
 {
     const __m256 f = _mm256_castsi256_ps(v);
@@ -101,5 +102,5 @@ KERNELS(bf16, GCK_BF16)
 KERNELS(f16, GCK_F16)
 
 #else
-typedef int gck_cast_avx2_is_empty;      /* C wants something in every file */
+typedef int gck_cast_avx2_is_empty;      /* ISO C requires a declaration in every file */
 #endif

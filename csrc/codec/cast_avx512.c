@@ -11,7 +11,8 @@ INLINE __m512i rounded(__m512i v, __m512i one, __m512i half)
     return _mm512_srli_epi32(_mm512_add_epi32(v, _mm512_add_epi32(half, odd)), 16);
 }
 
-/* 32 values at a time; those that hold one beyond the end, infinite or NaN, by the reference. */
+/* Convert 32 values at a time.  Blocks that hold a value beyond the end, infinite or NaN go to the
+ * reference. */
 INLINE int narrow(gck_dtype dtype, gck_narrow *reference, const float *x, int64_t n, uint16_t *to, int stream)
 {
     const __m512i abs = keep(all32(0x7FFFFFFFu)), end = keep(all32(gck_cast_end(dtype)));
@@ -38,7 +39,7 @@ INLINE int narrow(gck_dtype dtype, gck_narrow *reference, const float *x, int64_
     return status | reference(x + i, n - i, to + i, 0);
 }
 
-/* A NaN that is not quiet comes out of no encoder, but of a payload that was damaged. */
+/* A NaN that is not quiet comes from a damaged payload, never from an encoder. */
 INLINE __m512i quiet(__m512i v, __m512i abs, __m512i infinity, __m512i bit)
 {
     return _mm512_mask_or_epi32(v, _mm512_cmplt_epu32_mask(infinity, _mm512_and_si512(v, abs)), v, bit);
@@ -84,5 +85,5 @@ KERNELS(bf16, GCK_BF16)
 KERNELS(f16, GCK_F16)
 
 #else
-typedef int gck_cast_avx512_is_empty;      /* C wants something in every file */
+typedef int gck_cast_avx512_is_empty;      /* ISO C requires a declaration in every file */
 #endif

@@ -1,6 +1,6 @@
 /* code.h: one value and its code: formats, steps, rounding, levels.
  *
- * group.h draws the payload these codes go into. */
+ * group.h draws the payload that holds these codes. */
 #ifndef GRADCKPT_CODE_H
 #define GRADCKPT_CODE_H
 
@@ -11,7 +11,7 @@ typedef enum { GCK_E4M3, GCK_E5M2, GCK_INT8, GCK_INT8_PLAIN, GCK_INT6, GCK_INT4,
 GCK_FN int gck_is_fp8(gck_format format) { return format == GCK_E4M3 || format == GCK_E5M2; }
 GCK_FN int gck_is_rotated(gck_format format) { return format == GCK_INT8 || format == GCK_INT6 || format == GCK_INT4; }
 
-/* Formats whose ordinary codes name levels, not multiples of a step. */
+/* Formats whose ordinary codes number levels, not multiples of a step. */
 GCK_FN int gck_has_levels(gck_format format) { return format == GCK_INT6 || format == GCK_INT4; }
 GCK_FN int gck_code_bits(gck_format format) { return format == GCK_INT6 ? 6 : format == GCK_INT4 ? 4 : 8; }
 
@@ -25,16 +25,16 @@ GCK_FN int gck_code_bits(gck_format format) { return format == GCK_INT6 ? 6 : fo
 
 /* ---- steps ---- */
 
-/* The largest integer code in size.  Escaped: in form A, see group.h. */
+/* The largest magnitude of an integer code.  escaped: in form A, see group.h. */
 GCK_FN int gck_top_code(gck_format format, int escaped)
 {
     return !escaped ? 127 : format == GCK_INT6 ? 29 : format == GCK_INT4 ? 5 : 125;
 }
 
-/* amax maps to `top`: this is 2^32 / top in float32 (E5M2: 2^40; int4 in form A: 2^28, or
- * 1e30 would overflow); of y, which is 128 times as coarse: 2^25.
- * noisy: nothing may lie beyond the last level, or its rounding could not be unbiased.
- * Spelled out, so that no compiler divides doubles on a device. */
+/* amax maps to `top`: this is 2^32 / top in float32 (E5M2: 2^40; int4 in form A: 2^28, or 1e30
+ * would overflow); for y, which is 128 times as coarse, 2^25.  noisy: nothing may lie beyond the
+ * last level, or its rounding could not be unbiased.  The constants are written out, so that no
+ * compiler divides doubles on a device. */
 GCK_FN float gck_step_factor(gck_format format, int escaped, int noisy)
 {
     switch (format) {
@@ -47,8 +47,8 @@ GCK_FN float gck_step_factor(gck_format format, int escaped, int noisy)
     }
 }
 
-/* Bits of the mantissa of a step that are not kept: 16, and more where the scale's word
- * has other duties. */
+/* Bits of a step's mantissa that are dropped: 16, and more where the word of the scale also holds
+ * other fields. */
 GCK_FN int gck_dropped_bits(gck_format format, int escaped)
 {
     return escaped ? 16 : format == GCK_INT6 ? 17 : format == GCK_INT4 ? 19 : 16;
@@ -76,7 +76,7 @@ GCK_FN float gck_inverse(gck_format format, int escaped, uint32_t stored)
 
 GCK_FN float gck_fp8_shift(gck_format format) { return format == GCK_E4M3 ? 0x1p-120f : 0x1p-112f; }
 
-/* What gck_code() takes. */
+/* The multiplier that gck_code() takes. */
 GCK_FN float gck_multiplier(gck_format format, int escaped, uint32_t stored)
 {
     const float inv = gck_inverse(format, escaped, stored);
@@ -105,7 +105,8 @@ GCK_FN int gck_round_product(float x, float inv)
 #endif
 }
 
-/* Stochastic: p = f32(x * inv), then the integer below f32(p + u), at most `top` in size. */
+/* Stochastic rounding: p = f32(x * inv), then the integer below f32(p + u), at most `top` in
+ * magnitude. */
 GCK_FN int gck_round_noisy(float x, float inv, int noise, int top)
 {
     const float p = x * inv;
@@ -116,9 +117,9 @@ GCK_FN int gck_round_noisy(float x, float inv, int noise, int top)
 
 /* ---- FP8 ---- */
 
-/* OCP FP8 of x * m, where m = 2^-120 / s (E4M3) or 2^-112 / s (E5M2): that moves the
- * float32 exponent onto the FP8 exponent, subnormals onto subnormals, so that rounding
- * is one addition.  |x / s| is at most the format's maximum and a little. */
+/* OCP FP8 of x * m, where m = 2^-120 / s (E4M3) or 2^-112 / s (E5M2).  That moves the float32
+ * exponent onto the FP8 exponent, subnormals onto subnormals, so that rounding is one addition. |x
+ * / s| is at most slightly above the format's maximum. */
 GCK_FN uint8_t gck_fp8_code(gck_format format, int escaped, float x, float m, int noise)
 {
     const uint32_t u = gck_bits(x * m);
@@ -149,7 +150,7 @@ GCK_FN float gck_fp8_value(gck_format format, uint8_t code)
  *     int4            the best 8 for Gaussian y of which the largest is the top (Lloyd-Max)
  * docs/codecs.md says how they were chosen. */
 
-/* |t| -> index of its level. */
+/* The index of the level of |t|. */
 GCK_FN int gck_index(gck_format format, int uniform, int m)
 {
     if (format == GCK_INT4) {
@@ -162,7 +163,7 @@ GCK_FN int gck_index(gck_format format, int uniform, int m)
     return fine < middle ? fine : middle < coarse ? middle : coarse;
 }
 
-/* Its L. */
+/* The level L of an index. */
 GCK_FN int gck_level(gck_format format, int uniform, int index)
 {
     if (format == GCK_INT4) {
@@ -177,8 +178,8 @@ GCK_FN int gck_level(gck_format format, int uniform, int index)
 
 GCK_FN int gck_sign_bit(gck_format format) { return format == GCK_INT4 ? 8 : 32; }
 
-/* The code of t, value i of its group.  A zero belongs to both smallest levels: it takes
- * the one above for even i and the one below for odd i. */
+/* The code of t, value i of its group.  A zero belongs to both smallest levels: for even i it takes
+ * the one above, for odd i the one below. */
 GCK_FN uint8_t gck_level_code(gck_format format, int uniform, int t, int i)
 {
     return (uint8_t)(gck_index(format, uniform, t < 0 ? -t : t) | (t < (i & 1) ? gck_sign_bit(format) : 0));
@@ -193,7 +194,7 @@ GCK_FN int gck_level_value(gck_format format, int uniform, uint8_t code)
     return code & sign ? -value : value;
 }
 
-/* Stochastic: the level above p = f32(y * inv) when f32(p + u gap) reaches it, else the
+/* Stochastic rounding: the level above p = f32(y * inv) when f32(p + u gap) reaches it, else the
  * one below; gap: the distance of the two. */
 GCK_FN uint8_t gck_level_code_noisy(gck_format format, int uniform, float y, float inv, int noise)
 {
@@ -218,7 +219,7 @@ GCK_FN uint8_t gck_level_code_noisy(gck_format format, int uniform, float y, flo
 
 /* ---- codes that are multiples of a step ---- */
 
-/* m_or_inv as gck_multiplier() gives it.  Of int6 and int4: the codes of form A. */
+/* m_or_inv is the result of gck_multiplier().  For int6 and int4: the codes of form A. */
 GCK_FN uint8_t gck_code(gck_format format, int escaped, float x, float m_or_inv, int noise)
 {
     if (gck_is_fp8(format)) {
@@ -242,8 +243,8 @@ GCK_FN float gck_code_value(gck_format format, uint8_t code)
     return gck_is_fp8(format) ? gck_fp8_value(format, code) : (float)gck_signed(format, code);
 }
 
-/* value(code) * s.  In steps, so that nothing over- or underflows on the way: every
- * product is exact unless the result itself is subnormal. */
+/* value(code) * s, in steps, so that no intermediate over- or underflows: every product is exact
+ * unless the result itself is subnormal. */
 GCK_FN float gck_times_step(gck_format format, float value, uint32_t stored)
 {
     return (value * (gck_float(stored << 16) * 0x1p-16f))

@@ -1,5 +1,4 @@
-/* codec.c: the table of codecs, and the only place that chooses between host and
- * device. */
+/* codec.c: the table of codecs, and the only place that chooses between host and device. */
 #include "../gradckpt.h"
 
 #include <stdatomic.h>
@@ -19,7 +18,7 @@ static const struct { int id; const gck_codec *codec; } codecs[] = {
 #undef GCK_CODEC
 };
 
-/* Never used: a repeated id is a repeated member, so it does not compile. */
+/* Never used: a repeated id would be a repeated member, which does not compile. */
 struct ids_are_unique {
 #define GCK_CODEC(name, id) char id_##id;
 #include "codecs.def"
@@ -27,6 +26,8 @@ struct ids_are_unique {
 };
 
 enum { NCODECS = sizeof codecs / sizeof codecs[0], GRAIN = 32768 /* values per host task */ };
+
+_Static_assert(sizeof codecs / sizeof codecs[0] <= GCK_MAX_CODECS, "counters have room for every codec");
 
 const gck_codec *gck_codec_find(const char *name)
 {
@@ -40,15 +41,17 @@ const gck_codec *gck_codec_find(const char *name)
 
 const gck_codec *gck_codec_at(int index) { return index >= 0 && index < NCODECS ? codecs[index].codec : NULL; }
 
-int gck_codec_id(const gck_codec *codec)
+int gck_codec_index(const gck_codec *codec)
 {
-    for (int i = 0; i < NCODECS; i++) {
-        if (codecs[i].codec == codec) {
-            return codecs[i].id;
-        }
+    int i = 0;
+
+    while (codecs[i].codec != codec) {
+        i++;
     }
-    return -1;
+    return i;
 }
+
+int gck_codec_id(const gck_codec *codec) { return codecs[gck_codec_index(codec)].id; }
 
 static int64_t ceil_div(int64_t n, int64_t by) { return n / by + (n % by != 0); }
 
@@ -67,7 +70,7 @@ double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype)
 }
 
 /* Codecs are defined on IEEE arithmetic: a program that flushes subnormals
- * (torch.set_flush_denormal) must get the same bytes.  Rounding mode likewise. */
+ * (torch.set_flush_denormal) must get the same bytes.  The same holds for the rounding mode. */
 static unsigned enter_ieee(void)
 {
 #if defined(__SSE2__)
@@ -82,7 +85,7 @@ static unsigned enter_ieee(void)
 static void leave_ieee(unsigned saved)
 {
 #if defined(__SSE2__)
-    _mm_setcsr(saved);                        /* the caller's sticky flags too: ours are not its */
+    _mm_setcsr(saved);                        /* restore the caller's sticky flags too: ours are not the caller's */
 #else
     (void)saved;
 #endif
@@ -94,7 +97,7 @@ typedef struct {
     void             *written;                /* payload, when encoding        */
     const void       *read;                   /* payload, when decoding        */
     const gck_how    *how;
-    _Atomic int      *status;                 /* the parts that fail agree on why */
+    _Atomic int      *status;                 /* parts that fail store the same status */
 } work;
 
 static void encode_part(int64_t first, int64_t last, void *ctx)
@@ -149,7 +152,7 @@ static int decode_here(const gck_codec *codec, const void *payload, const gck_te
     return GCK_OK;
 }
 
-/* How many tensors from the first on the device can take together. */
+/* How many tensors, from the first on, the device can process together. */
 static int neighbours(const gck_tensor *x, int n)
 {
     int count = 1;
@@ -243,7 +246,7 @@ const char *gck_status_text(int status)
     }
 }
 
-#ifndef GCK_WITH_CUDA                         /* else cuda.cu has them */
+#ifndef GCK_WITH_CUDA                         /* else cuda.cu defines them */
 const char *gck_cuda_archs(void) { return ""; }
 
 int gck_cuda_check(int *driver, int *runtime)

@@ -1,6 +1,6 @@
-/* cpu.c: which instruction set the host codecs use.  Chosen once, by asking the CPU;
- * tests and GRADCKPT_ISA force one.  The choice is a fact about the process, not about
- * an interpreter, so it is the one static that changes. */
+/* cpu.c: chooses the instruction set of the host codecs once, by asking the CPU; tests and
+ * GRADCKPT_ISA force one.  The choice is a fact about the process, not about an interpreter, so it
+ * is the only static that changes. */
 #include "cpu.h"
 
 #include <stdatomic.h>
@@ -57,7 +57,7 @@ const gck_isa *gck_isa_current(void)
     const gck_isa *isa = atomic_load_explicit(&current, memory_order_relaxed);
 
     if (isa == NULL) {
-        gck_isa_force(NULL);                 /* scalar always is supported */
+        gck_isa_force(NULL);                 /* scalar is always supported */
         isa = atomic_load(&current);
     }
     return isa;

@@ -6,12 +6,12 @@
 
 #define GCK_FLOAT_BYTES(dtype) ((dtype) == GCK_F32 ? 4 : 2)
 
-/* `ngroups` whole groups: 128 x ngroups contiguous values at x (aligned to their
- * own size, no more), codes 16-byte aligned; side: GCK_SIDE_WORDS for each group.
- * `first`: which group of its tensor the first one is.
- * `streaming`: the output is too large to stay in cache, so non-temporal stores win.
+/* Encode `ngroups` whole groups: 128 x ngroups contiguous values at x (aligned only to their own
+ * size), codes 16-byte aligned; side: GCK_SIDE_WORDS for each group.
+ * `first`: the index of the first group in its tensor.
+ * `streaming`: the output is too large to stay in cache, so non-temporal stores are faster.
  * The bytes are those of gck_encode_group() / gck_decode_group(), to the last bit.
- * Called with the default floating-point environment (nearest, no FTZ, no DAZ). */
+ * It is called with the default floating-point environment (nearest, no FTZ, no DAZ). */
 typedef void gck_encode_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side, int64_t first,
                                int streaming);
 typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *side, int64_t ngroups, void *x, int64_t first,
@@ -21,7 +21,7 @@ typedef void gck_decode_groups(const uint8_t *codes, const uint16_t *side, int64
 typedef void gck_encode_noisy_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side,
                                      const gck_dither *dither, int64_t first) __attribute__((nonnull(5)));
 
-/* NULL: as in gck_isa_scalar. */
+/* NULL: the entry of gck_isa_scalar is used. */
 typedef struct {
     const char              *name;
     gck_encode_groups       *encode[GCK_NFORMATS][GCK_NFLOATS];
@@ -35,7 +35,7 @@ extern const gck_isa gck_isa_avx2;       /* needs AVX2, FMA, F16C               
 extern const gck_isa gck_isa_avx512;     /* needs AVX-512 F, BW, DQ, VL             */
 #endif
 
-/* The one in use: chosen at the first call, changed by gck_isa_force() only. */
+/* The one in use: chosen at the first call, and changed only by gck_isa_force(). */
 const gck_isa *gck_isa_current(void);
 
 #endif

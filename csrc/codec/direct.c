@@ -1,4 +1,4 @@
-/* direct.c: chooses the kernels of direct.h, and feeds them any tensor. */
+/* direct.c: chooses the kernels of direct.h, and passes any tensor to them. */
 #include "direct.h"
 
 #include "cpu.h"
@@ -6,7 +6,7 @@
 
 enum {
     STREAM_ENCODE = 2 << 20,          /* values; the payload is not read again before backward */
-    STREAM_DECODE = 32 << 20,         /* output bytes; below, the recompute reads it hot       */
+    STREAM_DECODE = 32 << 20,  /* output bytes; smaller outputs are still in cache when the recompute reads them */
 };
 
 #define TABLE(isa)                                                                                          \
@@ -39,7 +39,7 @@ const gck_direct *gck_direct_current(void)
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Blocks from `first` on that lie in memory as they are. */
+/* The blocks from `first` on that can be used in place. */
 static int64_t whole_blocks(const gck_tensor *t, int64_t first, int64_t last)
 {
     const int64_t whole = t->strides == NULL ? smaller(t->numel / GCK_BLOCK, last) : first;

@@ -1,14 +1,14 @@
-/* direct.h: the host kernels of the codecs that have no scale: casts, mask, lossless.
- * One table per instruction set, beside that of cpu.h. */
+/* direct.h: the host kernels of the codecs without a scale: casts, mask, lossless.  One table per
+ * instruction set, beside that of cpu.h. */
 #ifndef GRADCKPT_DIRECT_H
 #define GRADCKPT_DIRECT_H
 
 #include "host.h"
 #include "lossless.h"
 
-/* Values are contiguous, and aligned to their own size; payloads to 16 bytes.  `streaming`:
- * the output is too large to stay in cache, so non-temporal stores win.  All write the
- * bytes of the scalar kernels, to the last one, and return GCK_OK or GCK_E_FIT. */
+/* Values are contiguous and aligned to their own size, payloads to 16 bytes.  `streaming`: the
+ * output is too large to stay in cache, so non-temporal stores are faster.  All write exactly the
+ * bytes of the scalar kernels, and return GCK_OK or GCK_E_FIT. */
 
 /* n float32 to 16 bits, and back.  A finite value that would become infinite becomes NaN:
  * GCK_E_FIT. */
@@ -19,19 +19,19 @@ typedef void gck_widen(const uint16_t *from, int64_t n, float *x, int streaming)
 typedef void gck_mask_pack(const uint8_t *x, int64_t ngroups, uint8_t *to, int streaming);
 typedef void gck_mask_unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, int streaming);
 
-/* `ngroups` groups from the first of a block on, and back.  A block that does not fit has
- * base 0 in all its groups, and the first 64 exponents in its arena. */
+/* `ngroups` groups from the first of a block on, and back.  A block that overflows has base 0 in
+ * all its groups, and the first 64 exponents in its arena. */
 typedef int gck_lossless_encode(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming);
 typedef void gck_lossless_decode(gck_lossless_parts from, int64_t ngroups, void *x, int streaming);
 
-/* One group of a block, by the reference: `used` exponents are in the arena already (some
- * may not have found room).  Returns how many there are then. */
+/* Encode one group of a block by the reference.  `used` exponents are in the arena already (some
+ * may not have found room).  Returns the new number. */
 int gck_lossless_encode_group(const void *x, gck_dtype dtype, uint8_t *words, uint8_t *base, uint8_t *arena, int used);
 int gck_lossless_decode_group(const uint8_t *words, uint8_t base, const uint8_t *arena, int used, void *x,
                               gck_dtype dtype);
 
 typedef struct {
-    const char          *name;                             /* as that of the gck_isa */
+    const char          *name;                             /* the name of the gck_isa */
     gck_narrow          *to_bf16, *to_f16;
     gck_widen           *from_bf16, *from_f16;
     gck_mask_pack       *mask_pack;
@@ -55,8 +55,8 @@ GCK_DIRECT_KERNELS(avx2)
 GCK_DIRECT_KERNELS(avx512)
 #endif
 
-/* Ask for the nbytes that lie 4 KiB beyond p.  One core reads memory a fifth faster so: the
- * CPU's own prefetcher stops at every page (measured on Zen 3; 2 to 16 KiB do alike). */
+/* Prefetch the nbytes that lie 4 KiB beyond p.  One core then reads memory a fifth faster, because
+ * the CPU's own prefetcher stops at every page (measured on Zen 3; 2 to 16 KiB perform alike). */
 static inline void gck_ask_ahead(const void *p, size_t nbytes)
 {
     for (size_t at = 0; at < nbytes; at += 64) {
@@ -65,13 +65,13 @@ static inline void gck_ask_ahead(const void *p, size_t nbytes)
     }
 }
 
-/* That of gck_isa_current(). */
+/* The table for gck_isa_current(). */
 const gck_direct *gck_direct_current(void);
 
-/* Runs of values in memory, of the blocks [first, last) of a tensor: whole blocks where they
- * lie, anything else through a buffer, in which zeros fill up the last group.  piece() gets
- * the first value's index, how many there are, and whether to stream.  Returns what the
- * pieces returned: GCK_OK or GCK_E_FIT.  decode: piece() writes the values. */
+/* Process the values of blocks [first, last) of a tensor in contiguous runs: whole blocks in place,
+ * anything else through a buffer whose last group is padded with zeros. piece() gets the first
+ * value's index, the number of values, and whether to stream.  Returns the status of the pieces:
+ * GCK_OK or GCK_E_FIT. decode: piece() writes the values. */
 typedef int gck_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx);
 int gck_encode_pieces(const gck_tensor *x, int64_t first, int64_t last, gck_piece *piece, void *ctx);
 void gck_decode_pieces(const gck_tensor *out, int64_t first, int64_t last, gck_piece *piece, void *ctx);

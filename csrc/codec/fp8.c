@@ -1,7 +1,7 @@
-/* fp8.c: OCP FP8 with one 16-bit scale per 128 values: group.h does the arithmetic.
+/* fp8.c: OCP FP8 with one 16-bit scale per 128 values. group.h does the arithmetic.
  *
- * The stated error: half a step of the top binade, over amax; a group with escapes maps
- * amax to a lower code (see group.h), which is the worse case for E4M3. */
+ * The stated error is half a step of the top binade, over amax.  A group with escapes maps amax to a
+ * lower code (see group.h), which is the worse case for E4M3. */
 #include "host.h"
 
 GCK_DECLARE_CUDA(fp8_e4m3)

@@ -26,10 +26,10 @@ INLINE encode_constants encode_constants_of(gck_format format, gck_dtype dtype)
 /* gck_fp8_code() of 16 values, in 16-bit lanes.  *product: the upper halves of the
  * products, for their signs.
  *
- * With h bits below the last place, rounding to nearest even is (product + 2^(h-1)) >> h,
- * which is what mulhrs does, of a product less one when it lies halfway above an even
- * code: when the last place and all below but the first bit are 0 (`below` has them).
- * Less one is wrong for no other product of this kind: those end in 0 below half. */
+ * With h bits below the last place, rounding to nearest even is (product + 2^(h-1)) >> h, which is
+ * what mulhrs computes.  The product is first reduced by one when it lies halfway above an even
+ * code: when the last place and all bits below but the first are 0 (`below` has them).  Reducing
+ * changes the result of no other product of this kind: those end in 0 below the half. */
 INLINE __m256i rounded16(v16 v, __m256 m, encode_constants c, __m256i *product)
 {
     const __m256i even = _mm256_castps_si256(_mm256_mul_ps(v.even, m));
@@ -42,7 +42,7 @@ INLINE __m256i rounded16(v16 v, __m256 m, encode_constants c, __m256i *product)
     return _mm256_and_si256(_mm256_mulhrs_epi16(_mm256_add_epi16(high, less), c.shift), c.code);
 }
 
-/* The same, stochastically. */
+/* The same, with stochastic rounding. */
 INLINE __m256i noisy16(gck_format format, v16 v, __m256 m, __m256i noise, encode_constants c, __m256i *product)
 {
     const int shift = format == GCK_E4M3 ? 4 : 5;            /* the last place: bit 16 + shift */
@@ -56,7 +56,7 @@ INLINE __m256i noisy16(gck_format format, v16 v, __m256 m, __m256i noise, encode
     return _mm256_min_epi16(_mm256_and_si256(_mm256_srli_epi16(*product, shift), c.code), last);
 }
 
-/* noise: NULL, to nearest. */
+/* noise: NULL rounds to nearest. */
 INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, float multiplier, const __m256i *noise,
                          uint8_t *out, encode_constants c, int stream)
 {
@@ -75,7 +75,7 @@ INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, 
     }
 }
 
-/* Is a bfloat16 that is not zero below `normal` in size?  Its code may be a subnormal. */
+/* 1 when a nonzero bfloat16 is below `normal` in magnitude: its code may be a subnormal. */
 static __attribute__((noinline)) int any_subnormal(const char *group, uint32_t normal)
 {
     const __m256i end = _mm256_set1_epi16((short)normal), mask = _mm256_set1_epi16(0x7FFF);
@@ -88,9 +88,9 @@ static __attribute__((noinline)) int any_subnormal(const char *group, uint32_t n
     return !_mm256_testz_si256(any, any);
 }
 
-/* fp8_e4m3 of bfloat16 by fp8_offsets.h: (word + byte) >> 4 is the code but for what the two
- * exponents add.  Zeros are below that, and become 0.  Returns 0 for a group that is to be
- * encoded again: some code may be a subnormal. */
+/* fp8_e4m3 of bfloat16 by fp8_offsets.h: (word + byte) >> 4 is the code, except for the sum of the
+ * two exponents.  Zeros lie below that and become 0.  Returns 0 for a group that has to be encoded
+ * again, because some code may be a subnormal. */
 INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier, uint8_t *out, encode_constants c,
                             int stream)
 {
@@ -115,7 +115,7 @@ INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier
         least = _mm256_min_epu8(least, bytes);
         store(out + 32 * k, _mm256_permute4x64_epi64(_mm256_or_si256(bytes, sign), 0xD8), stream);
     }
-    /* The least normal code is 8.  Many a group has zeros below it, few have more. */
+    /* The least normal code is 8.  Many groups have zeros below it; few have anything else there. */
     return _mm256_movemask_epi8(_mm256_cmpgt_epi8(_mm256_set1_epi8(8), least)) == 0
         || !any_subnormal(group, (128u - exponent) << 7);
 }
@@ -137,7 +137,7 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
         const char *group = (const char *)x + (size_t)first * stride;
         const batch_steps s = next;
 
-        /* One batch ahead, so that nobody waits for the division. */
+        /* One batch ahead, so that no instruction waits for the division. */
         after = batch_after(first, ngroups, dtype, stream);
         if (after < ngroups) {
             next = steps_of_groups(format, dtype, noisy, (const char *)x + (size_t)after * stride, ngroups - after,
@@ -246,7 +246,8 @@ INLINE bf16_table table_of(gck_format format, float step, bf16_constants q)
                         _mm256_permutevar8x32_epi32(bytes, q.high_order)};
 }
 
-/* 16 codes in the upper bytes of 16-bit lanes: sign and exponent to where bfloat16 has them. */
+/* Move sign and exponent of 16 codes, in the upper bytes of 16-bit lanes, to their place in
+ * bfloat16. */
 INLINE __m256i exponents_of(gck_format format, __m256i c, __m256i sign_exponent)
 {
     return _mm256_and_si256(_mm256_srai_epi16(c, format == GCK_E4M3 ? 4 : 3), sign_exponent);
@@ -317,5 +318,5 @@ KERNELS(GCK_E5M2, GCK_F16)
 KERNELS(GCK_E5M2, GCK_BF16)
 
 #else
-typedef int gck_fp8_avx2_is_empty;       /* C wants something in every file */
+typedef int gck_fp8_avx2_is_empty;       /* ISO C requires a declaration in every file */
 #endif

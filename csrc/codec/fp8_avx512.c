@@ -6,10 +6,10 @@
 /* ---- encode ---- */
 
 /* gck_fp8_code() of |lo|, |hi|: 32 words of 7 bits, in pair order.
- * Rounding in two parts: subtract 1 when the last kept bit is even, so that a tie falls
- * below the half; then round half up.  The second acts on the upper halves alone, as
- * one mulhrs: (w * 2^(15 - n) + 2^14) >> 15 = (w + half) >> n, n the bits still to go.
- * Zero becomes -1 in between and 0 again: no borrow from a sign, there is none. */
+ * Rounding has two parts: subtract 1 when the last kept bit is even, so that a tie falls below the
+ * half; then round half up.  The second part works on the upper halves alone, as one mulhrs:
+ * (w * 2^(15 - n) + 2^14) >> 15 = (w + half) >> n, with n bits still to drop.
+ * Zero becomes -1 in between and 0 again; it cannot borrow from a sign, which is absent here. */
 INLINE __m512i fp8_words(const constants *c, __m512 lo, __m512 hi, __m512 m)
 {
     __m512i a = _mm512_castps_si512(_mm512_mul_ps(lo, m));
@@ -20,7 +20,7 @@ INLINE __m512i fp8_words(const constants *c, __m512 lo, __m512 hi, __m512 m)
     return _mm512_mulhrs_epi16(merge_upper(c, a, b), c->fp8_round);
 }
 
-/* The same, stochastically: the last place of a code is bit 16 + shift. */
+/* The same, with stochastic rounding: the last place of a code is bit 16 + shift. */
 INLINE __m512i noisy_product(gck_format format, __m512 x, __m512 m, __m512i noise)
 {
     const unsigned shift = format == GCK_E4M3 ? 4 : 5;
@@ -71,7 +71,7 @@ INLINE __m512i encode_half(const constants *c, gck_format format, gck_dtype dtyp
     return natural_bytes(blend_one(signs, c->sign_bytes, codes), dtype);
 }
 
-/* Is a bfloat16 that is not zero below `normal` in size?  Its code may be a subnormal. */
+/* 1 when a nonzero bfloat16 is below `normal` in magnitude: its code may be a subnormal. */
 static __attribute__((noinline)) int any_subnormal(const void *x, uint32_t normal)
 {
     __mmask32 any = 0;
@@ -83,9 +83,9 @@ static __attribute__((noinline)) int any_subnormal(const void *x, uint32_t norma
     return any != 0;
 }
 
-/* fp8_e4m3 of bfloat16 by fp8_offsets.h: (word + byte) >> 4 is the code but for what the two
- * exponents add.  Zeros are below that, and become 0.  Returns 0 for a group that is to be
- * encoded again: some code may be a subnormal. */
+/* fp8_e4m3 of bfloat16 by fp8_offsets.h: (word + byte) >> 4 is the code, except for the sum of the
+ * two exponents.  Zeros lie below that and become 0.  Returns 0 for a group that has to be encoded
+ * again, because some code may be a subnormal. */
 INLINE int encode_e4m3_bf16(const constants *c, const void *x, uint32_t stored, float multiplier, uint8_t *codes,
                             int stream)
 {
@@ -108,7 +108,7 @@ INLINE int encode_e4m3_bf16(const constants *c, const void *x, uint32_t stored, 
         least = _mm512_min_epu8(least, bytes);
         put(codes + 64 * h, natural_bytes(blend_one(signs, c->sign_bytes, bytes), GCK_BF16), stream);
     }
-    /* The least normal code is 8.  Many a group has zeros below it, few have more. */
+    /* The least normal code is 8.  Many groups have zeros below it; few have anything else there. */
     return _mm512_cmpgt_epi8_mask(all32(0x08080808u), least) == 0 || !any_subnormal(x, (128u - exponent) << 7);
 }
 
@@ -187,7 +187,7 @@ INLINE int ordinary_scale(gck_format format, uint32_t scale)
  * 8 | mantissa: the smaller of the code and that.  (E5M2: 4 |.) */
 INLINE __m512i decode_words(const constants *c, gck_format format, __m256i codes, __m512i values)
 {
-    const __m512i w = _mm512_cvtepi8_epi16(codes);               /* the sign all over the upper byte */
+    const __m512i w = _mm512_cvtepi8_epi16(codes);               /* the sign fills the upper byte */
     const __m512i normal = and_or(w, c->fp8_row, c->fp8_normal);
     const __m512i row = _mm512_min_epu16(_mm512_and_si512(w, c->fp8_code), normal);
     const __m512i moved = format == GCK_E4M3 ? _mm512_slli_epi16(w, 4) : _mm512_slli_epi16(w, 5);
@@ -252,5 +252,5 @@ GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_E4M3)
 GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_E5M2)
 
 #else
-typedef int gck_fp8_avx512_is_empty;       /* C wants something in every file */
+typedef int gck_fp8_avx512_is_empty;       /* ISO C requires a declaration in every file */
 #endif

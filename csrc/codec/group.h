@@ -75,8 +75,8 @@
 
 #include "odd.h"
 
-/* Hadamard signs, 16 patterns: bit i % 32 of word i / 32 set means value i is negated.  The
- * first 2048 bits of the fraction of pi, so that nobody wonders. */
+/* Hadamard signs, 16 patterns: bit i % 32 of word i / 32 set means value i is negated.  They are the
+ * first 2048 bits of the fraction of pi, as nothing-up-my-sleeve numbers. */
 #define GCK_SIGN_PATTERNS(PATTERN) \
     PATTERN(0x243F6A88u, 0x85A308D3u, 0x13198A2Eu, 0x03707344u) \
     PATTERN(0xA4093822u, 0x299F31D0u, 0x082EFA98u, 0xEC4E6C89u) \
@@ -99,20 +99,20 @@ enum { GCK_NPATTERNS = 16 };
 #define GCK_FOUR_WORDS(a, b, c, d) {a, b, c, d},
 GCK_TABLE uint32_t gck_sign_words[GCK_NPATTERNS][4] = {GCK_SIGN_PATTERNS(GCK_FOUR_WORDS)};
 
-/* Which pattern a group of a tensor has.  They differ from token to token at any width:
- * equal vectors (the same word's embedding) then have errors that do not add up. */
+/* The pattern of a group.  Patterns differ from token to token at any width, so that equal vectors
+ * (the same word's embedding) have errors that do not add up. */
 GCK_FN int gck_pattern(int64_t group) { return (int)((uint32_t)group * 0x9E3779B1u >> 28); }
 
-/* Of 128 t: more than so many large ones mean uniform levels; at least so many, a spike.
- * Large: t >= 64 or t < -64, so that the upper two bits differ. */
+/* More than MANY of 128 t that are large mean uniform levels; at least MOST mean a spike.  Large: t
+ * >= 64 or t < -64, so that the upper two bits differ. */
 enum { GCK_MANY_LARGE = 48, GCK_MOST_LARGE = 124 };
 
 GCK_FN int gck_negated(int pattern, int i) { return (int)(gck_sign_words[pattern][i / 32] >> (i % 32)) & 1; }
 
 /* ---- rotation ---- */
 
-/* In place.  Stages in the order of the index bits 0, 1, ... 6: the order is part of
- * the format, since float addition is not associative. */
+/* Transform in place.  The stages run in the order of the index bits 0, 1, ... 6, which is part of
+ * the format, because float addition is not associative. */
 GCK_FN void gck_hadamard(float *y)
 {
     for (int h = 1; h < GCK_GROUP; h *= 2) {
@@ -195,7 +195,7 @@ GCK_FN void gck_unrotate(int32_t *value, float unit, int pattern, void *x, gck_d
 
 /* ---- int8, int6 ---- */
 
-/* amax(y) as a step of the rotated codes: bit 0 of int6's is `uniform`. */
+/* Encode y, whose amax gives the step of the rotated codes; bit 0 of int6's is `uniform`. */
 GCK_SLOW_FN void gck_encode_codes(gck_format format, const float *y, uint32_t stored, int uniform, float inv,
                                   const uint16_t *noise, uint8_t *codes)
 {
@@ -304,8 +304,9 @@ GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, int 
 
 /* ---- every group ---- */
 
-/* The reference encoder: GCK_CODE_BYTES codes and GCK_SIDE_WORDS words beside them, from
- * `count` values.  group: its index in the tensor.  noise: 16 bits for each of 128 values, or NULL: to nearest. */
+/* The reference encoder: GCK_CODE_BYTES codes and GCK_SIDE_WORDS words beside them, from `count`
+ * values.  group: its index in the tensor.  noise: 16 bits for each of 128 values; NULL rounds to
+ * nearest. */
 GCK_FN void gck_encode_group(gck_format format, const void *x, gck_dtype dtype, int count, int64_t group,
                              const uint16_t *noise, uint8_t *codes, uint16_t *side)
 {

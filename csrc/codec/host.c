@@ -1,5 +1,5 @@
-/* host.c: drives the kernels of cpu.h over a tensor: whole contiguous groups go
- * straight to them, the padded last group and strided tensors through a small buffer. */
+/* host.c: runs the kernels of cpu.h over a tensor: whole contiguous groups directly, the padded
+ * last group and strided tensors through a small buffer. */
 #include "host.h"
 
 #include "cpu.h"
@@ -8,12 +8,12 @@
 enum {
     BLOCK = 16,                       /* groups gathered at a time: 8 KiB of float32 */
     STREAM_ENCODE = 2 << 20,          /* values; the payload is not read again before backward */
-    STREAM_DECODE = 32 << 20,         /* output bytes; below, the recompute reads it hot */
+    STREAM_DECODE = 32 << 20,  /* output bytes; smaller outputs are still in cache when the recompute reads them */
 };
 
 static int64_t ngroups_of(int64_t numel) { return numel / GCK_GROUP + (numel % GCK_GROUP != 0); }
 
-/* Where group g of a payload has its codes and the words beside them. */
+/* The address of the codes of group g in a payload, and of the words beside them. */
 static uint8_t *codes_at(gck_format format, const void *payload, int64_t g)
 {
     return (uint8_t *)payload + g * GCK_CODE_BYTES(format);
@@ -32,7 +32,7 @@ static int64_t direct_until(const gck_tensor *x, int64_t first, int64_t last)
     return whole < first ? first : whole < last ? whole : last;
 }
 
-/* n whole groups, g and on, at `values`. */
+/* Encode n whole groups, from g on, at `values`. */
 static void encode_run(gck_format format, const gck_tensor *x, const void *values, int64_t g, int64_t n, void *payload,
                        const gck_dither *dither, int streaming)
 {

@@ -4,7 +4,7 @@
 
 #include "group.h"
 
-/* The dtypes every codec of this build takes. */
+/* The dtypes that every codec of this build takes. */
 enum { GCK_FLOATS = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16) };
 
 /* Bytes per group: codes, and the words beside them. */

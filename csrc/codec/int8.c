@@ -1,13 +1,12 @@
-/* int8.c: integers with one 16-bit scale per 128 values, rotated or not: group.h does the
+/* int8.c: integers with one 16-bit scale per 128 values, rotated or not.  group.h does the
  * arithmetic.
  *
- * The stated errors.  int8_plain: half a step of a group with escapes, amax / 250, plus
- * the rounding of the scale; amax / 118 in the rare form B, which trades a bit for exact
- * sentinels.  The rotated ones: the worst case over all inputs, every error of a group
- * adding up at one value; the root mean square is what matters, and it is at most
- * |x| / 254 of the group's Euclidean norm for int8 (see docs/codecs.md).  The widest half
- * cell is half a step for int8 (a whole one for the coarser codes of a spike group), 4.5
- * for int6 and 13 for int4, of 127. */
+ * The stated errors: for int8_plain, half a step of a group with escapes, amax / 250, plus the
+ * rounding of the scale; amax / 118 in the rare form B, which trades a bit for exact sentinels.  For
+ * the rotated codecs, the worst case over all inputs, when every error of a group adds up at one
+ * value.  Their root mean square is what matters, and it is at most |x| / 254 of the group's
+ * Euclidean norm for int8 (see docs/codecs.md).  The widest half cell is half a step for int8 (a
+ * whole one for the coarser codes of a spike group), 4.5 for int6 and 13 for int4, of 127. */
 #include "host.h"
 
 #define CODEC(codec, format, words, error)                                                          \

@@ -11,7 +11,7 @@ INLINE __m256i noisy_of(v16 v, __m256 inverse, __m256i noise)
     return rounded_noisy((v16){_mm256_mul_ps(v.even, inverse), _mm256_mul_ps(v.odd, inverse)}, noise);
 }
 
-/* noise: NULL, to nearest. */
+/* noise: NULL rounds to nearest. */
 INLINE void encode_group(gck_dtype dtype, const char *group, float multiplier, const __m256i *noise, uint8_t *out,
                          load_constants c, __m256 rounder, int stream)
 {
@@ -43,7 +43,7 @@ INLINE void encode(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *cod
         const char *group = (const char *)x + (size_t)first * stride;
         const batch_steps s = next;
 
-        /* One batch ahead, so that nobody waits for the division. */
+        /* One batch ahead, so that no instruction waits for the division. */
         after = batch_after(first, ngroups, dtype, stream);
         if (after < ngroups) {
             next = steps_of_groups(GCK_INT8_PLAIN, dtype, noisy, (const char *)x + (size_t)after * stride,
@@ -128,5 +128,5 @@ KERNELS(GCK_F16)
 KERNELS(GCK_BF16)
 
 #else
-typedef int gck_int8_plain_avx2_is_empty;       /* C wants something in every file */
+typedef int gck_int8_plain_avx2_is_empty;       /* ISO C requires a declaration in every file */
 #endif

@@ -5,7 +5,7 @@
 
 /* ---- encode ---- */
 
-/* noise: of the group, or NULL, to nearest. */
+/* noise: of the group; NULL rounds to nearest. */
 INLINE void encode_group(const constants *c, gck_dtype dtype, const void *x, float multiplier, const __m512i *noise,
                          uint8_t *codes, int stream)
 {
@@ -66,9 +66,9 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
 
 /* ---- decode ---- */
 
-/* Codes 32 k .. 32 k + 31 to bfloat16.  No conversion: a byte placed at bit 15 of 256.0
- * makes 256 + (code ^ 0x80) = 384 + code, and (384 + code) * s - 384 * s by FMA is
- * code * s: that has 15 bits, so it is exact, and +0 for code 0. */
+/* Codes 32 k .. 32 k + 31 to bfloat16, without a conversion: a byte placed at bit 15 of 256.0 makes
+ * 256 + (code ^ 0x80) = 384 + code.  (384 + code) * s - 384 * s by FMA is code * s: that has 15
+ * bits, so it is exact, and +0 for code 0. */
 INLINE __m512i decode_bf16(const constants *c, const uint8_t *codes, __m512 step, __m512 minus_384_steps)
 {
     const __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
@@ -102,7 +102,7 @@ INLINE void decode_group(const constants *c, gck_dtype dtype, const uint8_t *cod
     }
 }
 
-/* The product is taken once where the reference takes two: the same if the step is normal,
+/* The product is taken once where the reference takes two.  Both are equal if the step is normal,
  * from biased exponent 33 of the stored scale on. */
 INLINE int ordinary_scale(uint32_t scale)
 {
@@ -134,5 +134,5 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
 GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT8_PLAIN)
 
 #else
-typedef int gck_int8_plain_avx512_is_empty;      /* C wants something in every file */
+typedef int gck_int8_plain_avx512_is_empty;      /* ISO C requires a declaration in every file */
 #endif

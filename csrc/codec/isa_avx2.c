@@ -21,5 +21,5 @@ const gck_isa gck_isa_avx2 = {
 };
 
 #else
-typedef int gck_isa_avx2_is_empty;       /* C wants something in every file */
+typedef int gck_isa_avx2_is_empty;       /* ISO C requires a declaration in every file */
 #endif

@@ -22,5 +22,5 @@ const gck_isa gck_isa_avx512 = {
 #undef ROW
 
 #else
-typedef int gck_isa_avx512_is_empty;       /* C wants something in every file */
+typedef int gck_isa_avx512_is_empty;       /* ISO C requires a declaration in every file */
 #endif

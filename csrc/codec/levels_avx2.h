@@ -1,5 +1,5 @@
-/* levels_avx2.h: the codes of the rotated formats for AVX2: integers t to bytes in memory,
- * and those to integers in the order that unrotate() takes. */
+/* levels_avx2.h: the codes of the rotated formats for AVX2: integers t to bytes in memory, and
+ * bytes to integers in the order that unrotate() takes. */
 #ifndef GRADCKPT_LEVELS_AVX2_H
 #define GRADCKPT_LEVELS_AVX2_H
 
@@ -158,8 +158,8 @@ INLINE __m256i int6_value(int6_levels levels, __m256i low, __m256i fifth, __m256
     return _mm256_xor_si256(level, _mm256_cmpgt_epi8(_mm256_setzero_si256(), sign));
 }
 
-/* Bit `bit` of the bytes in even 32-bit lanes, and bit + 4 of those in odd ones, to bit 7.  By
- * multiplication: shuffles and shifts share two units, which have enough to do. */
+/* Move bit `bit` of the bytes in even 32-bit lanes, and bit + 4 of those in odd ones, to bit 7.
+ * Multiplication does it, because shuffles and shifts share two units, which are busy. */
 INLINE __m256i to_top(__m256i bytes, int bit)
 {
     const int even = (128 >> bit) * 0x10001, odd = (8 >> bit) * 0x10001;

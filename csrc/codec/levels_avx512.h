@@ -1,5 +1,5 @@
-/* levels_avx512.h: the codes of the rotated formats for AVX-512: integers t to bytes in
- * memory, and those to integers in the order that unrotate() takes. */
+/* levels_avx512.h: the codes of the rotated formats for AVX-512: integers t to bytes in memory, and
+ * bytes to integers in the order that unrotate() takes. */
 #ifndef GRADCKPT_LEVELS_AVX512_H
 #define GRADCKPT_LEVELS_AVX512_H
 

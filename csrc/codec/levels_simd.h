@@ -2,8 +2,8 @@
 #ifndef GRADCKPT_LEVELS_SIMD_H
 #define GRADCKPT_LEVELS_SIMD_H
 
-/* What brings |t| = 8 h + r, entry h, to 16 x its index of int4 and less than 16 more: no 8
- * neighbours have more than one threshold of gck_index(). */
+/* Offsets for |t| = 8 h + r, entry h: the sum is 16 times its index of int4 and less than 16 more,
+ * because 8 neighbours have at most one threshold of gck_index(). */
 #define GCK_INT4_OFFSETS 0, 4, 0, 8, 12, 8, 15, 8, 16, 8, 15, 8, 9, 8, 0, 0xF8
 
 /* gck_level() of the codes of int4; ~L below zero. */

@@ -1,4 +1,4 @@
-/* lossless.c: bit-exact, with 4 bits for each exponent: lossless.h is the format. */
+/* lossless.c: bit-exact, with 4 bits for each exponent. lossless.h is the format. */
 #include "direct.h"
 
 GCK_DECLARE_CUDA(lossless)
@@ -94,7 +94,7 @@ int gck_lossless_decode_group(const uint8_t *words, uint8_t base, const uint8_t 
         coded[gck_group_words(dtype) + i % columns] |= word >> width << (i / columns * spare);
     }
     for (int i = 0; i < GCK_GROUP; i++) {
-        /* A corrupt payload may have more escapes than its arena: nothing beyond is read. */
+        /* A corrupt payload may have more escapes than its arena; nothing beyond it is read. */
         const uint32_t escape = arena[used < GCK_ARENA ? used : GCK_ARENA - 1];
         used += coded[i] >> gck_low_bits(dtype) == GCK_ESCAPE_CODE;
         put_word(x, dtype, i, gck_uncoded(coded[i], base, escape, dtype));
@@ -134,7 +134,7 @@ static void decode_blocks(gck_dtype dtype, gck_lossless_parts from, int64_t ngro
     }
 }
 
-/* One pair per dtype, so that the compiler sees it as a constant. */
+/* One pair per dtype, so that the dtype is a constant to the compiler. */
 #define SCALAR(suffix, dtype)                                                                                  \
     int gck_scalar_lossless_encode_##suffix(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming) \
     {                                                                                                          \

@@ -43,7 +43,7 @@
 
 #include "values.h"
 
-/* What launchers ask, too. */
+/* The launchers need these too. */
 #ifdef __CUDACC__
 #define GCK_LAYOUT_FN static __host__ __device__ __forceinline__
 #else
@@ -89,7 +89,7 @@ GCK_FN uint32_t gck_unrotated(uint32_t word, gck_dtype dtype)
     return word >> 1 | (word << (gck_word_bits(dtype) - 1) & gck_word_mask(dtype));
 }
 
-/* So that the 14 exponents are all above 0. */
+/* The base for an exponent, so that the 14 exponents are all above 0. */
 GCK_FN uint32_t gck_base_of(uint32_t exponent) { return exponent > GCK_WINDOW ? exponent : (uint32_t)GCK_WINDOW; }
 
 GCK_FN int gck_is_escaped(uint32_t exponent, uint32_t base)
@@ -97,7 +97,7 @@ GCK_FN int gck_is_escaped(uint32_t exponent, uint32_t base)
     return exponent != 0 && (exponent > base || exponent + GCK_WINDOW <= base);
 }
 
-/* A rotated value -> its code above its low bits. */
+/* The code of a rotated value, above its low bits. */
 GCK_FN uint32_t gck_coded(uint32_t rotated, uint32_t base, gck_dtype dtype)
 {
     const uint32_t exponent = rotated >> gck_low_bits(dtype);
@@ -118,7 +118,7 @@ GCK_FN uint32_t gck_uncoded(uint32_t coded, uint32_t base, uint32_t escape, gck_
     return base < GCK_WINDOW ? gck_quiet_nan(dtype) : gck_unrotated(word, dtype);
 }
 
-/* Where the parts of a payload are: of the whole, or from some block on. */
+/* The parts of a payload: of the whole, or from some block on. */
 typedef struct {
     uint8_t *words, *arenas, *bases;
 } gck_lossless_parts;

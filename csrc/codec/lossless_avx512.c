@@ -128,5 +128,5 @@ KERNELS(f16, GCK_F16)
 KERNELS(bf16, GCK_BF16)
 
 #else
-typedef int gck_lossless_avx512_is_empty;  /* C wants something in every file */
+typedef int gck_lossless_avx512_is_empty;  /* ISO C requires a declaration in every file */
 #endif

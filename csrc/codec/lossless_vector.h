@@ -1,12 +1,11 @@
 /* lossless_vector.h: lossless, for vectors of any width.
  *
- * A template: lossless_avx2.c and lossless_avx512.c define `vec` and the v_ functions on
- * it, include this, and get encode_blocks() and decode_blocks().  `dtype` is a constant
- * everywhere.  All groups go this way but those of which the base is not their largest
- * exponent, or no finite one: they go to the reference.
+ * A template: lossless_avx2.c and lossless_avx512.c define `vec` and the v_ functions on it, include
+ * this file, and get encode_blocks() and decode_blocks().  `dtype` is a constant everywhere.  Groups
+ * whose base is not their largest exponent, or that have no finite one, go to the reference.
  *
- * The exponents of bfloat16 and float32, once rotated, are bytes: arithmetic on bytes
- * moves them and leaves the low bits alone.  Those of float16 are taken out first. */
+ * The exponents of bfloat16 and float32, once rotated, are bytes: arithmetic on bytes moves them and
+ * leaves the low bits alone.  Those of float16 are extracted first. */
 
 enum { ROW_VECTORS = 64 / sizeof(vec), F16_ROWS = sizeof(vec) / 16 };
 
@@ -31,7 +30,7 @@ INLINE vec unrotated(vec v, gck_dtype dtype)
     return v_or(v_shr(v, 1, dtype), v_shl(v, gck_word_bits(dtype) - 1, dtype));
 }
 
-/* What one group is coded with. */
+/* The parameters with which one group is coded. */
 typedef struct {
     vec origin;                        /* coding: base - 14; decoding: base - 15, modulo 2^w */
     vec one, low;
@@ -45,18 +44,18 @@ INLINE window window_from(uint32_t origin, gck_dtype dtype)
 INLINE window coding(uint32_t base, gck_dtype dtype) { return window_from(base - GCK_WINDOW, dtype); }
 INLINE window decoding(uint32_t base, gck_dtype dtype) { return window_from(base - GCK_TOP_CODE, dtype); }
 
-/* Rotated words, none above the base -> coded ones: what the exponent has above base - 14,
- * and 1 unless it is 0. */
+/* Rotated words, none above the base -> coded ones: the exponent less base - 14, and 1 unless it is
+ * 0. */
 INLINE vec coded(vec r, window w, gck_dtype dtype)
 {
-    if (dtype != GCK_F16) {                        /* faster: by bytes, whose low ones are 0 */
+    if (dtype != GCK_F16) {                        /* faster: by bytes, whose lower ones are 0 */
         return v_add8(v_subs8(r, w.origin), v_min8(r, w.one));
     }
     const vec e = v_andnot(w.low, r);
     return v_or(v_and(r, w.low), v_add(v_subs16(e, w.origin), v_min(e, w.one, dtype), dtype));
 }
 
-/* The inverse, but for escapes. */
+/* The inverse, except for escapes. */
 INLINE vec uncoded(vec c, window w, gck_dtype dtype)
 {
     if (dtype != GCK_F16) {                        /* faster */
@@ -65,7 +64,7 @@ INLINE vec uncoded(vec c, window w, gck_dtype dtype)
     return unrotated(v_or(v_and(c, w.low), v_add16_unless_zero(v_andnot(w.low, c), w.origin)), dtype);
 }
 
-/* All ones in the exponent's place of escaped words; other places do not count. */
+/* All ones in the exponent's place of escaped words; other places are ignored. */
 INLINE vec escapes(vec c, window w, gck_dtype dtype)
 {
     return dtype != GCK_F16 ? v_eq8(c, w.one) : v_eq16(v_andnot(w.low, c), w.one);
@@ -139,8 +138,8 @@ INLINE void put_words_f16(const char *group, window w, uint8_t *out, int stream)
     }
 }
 
-/* The exponents of the escaped values of a group into the arena, if there are at most two:
- * returns how many, or -1. */
+/* Write the exponents of a group's escaped values into the arena, if they are at most two.  Returns
+ * how many, or -1. */
 static __attribute__((noinline)) int list_escapes(const char *group, gck_dtype dtype, uint32_t base, uint8_t *arena,
                                                   int used)
 {
@@ -175,7 +174,7 @@ INLINE int encode_blocks(gck_dtype dtype, const char *x, int64_t ngroups, gck_lo
         const uint32_t base = gck_base_of(now.top);
         int listed = 0;
 
-        /* One group ahead, so that nobody waits for its base. */
+        /* One group ahead, so that no instruction waits for its base. */
         next = range_of(x + (g + 1 < ngroups ? stride : 0), dtype);
         gck_ask_ahead(x, stride);
         if (g % GCK_BLOCK_GROUPS == 0) {
@@ -241,7 +240,7 @@ INLINE void take_words_f16(const uint8_t *words, vec *c)
     c[n - 1] = v_with_last_row(c[n - 1], last);
 }
 
-/* Puts the exponents of the arena into the values of a group; returns how many were used then. */
+/* Put the exponents of the arena into the values of a group.  Returns how many are used up then. */
 static __attribute__((noinline)) int put_escapes(const vec *c, gck_dtype dtype, window w, const uint8_t *arena, int used,
                                                  void *values)
 {

@@ -1,5 +1,5 @@
-/* mask.c: bools, one bit each: bit i % 8 of byte i / 8 is value i.  The last group of 128
- * is padded with zeros.  Any byte but 0 is true; decoding writes 0 and 1. */
+/* mask.c: bools, one bit each: bit i % 8 of byte i / 8 is value i.  The last group of 128 is padded
+ * with zeros.  Any byte but 0 is true; decoding writes 0 and 1. */
 #include "direct.h"
 
 GCK_DECLARE_CUDA(mask)

@@ -27,7 +27,7 @@ void gck_avx2_mask_pack(const uint8_t *x, int64_t ngroups, uint8_t *to, int stre
     STREAMED(pack, to, x, ngroups, to)
 }
 
-/* Each byte of the bits eight times, one bit of it kept in each, as 0 or 1. */
+/* Repeat each byte of the bits eight times and keep one bit of it in each, as 0 or 1. */
 INLINE void unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, int stream)
 {
     const __m256i places = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,
@@ -49,5 +49,5 @@ void gck_avx2_mask_unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, int 
 }
 
 #else
-typedef int gck_mask_avx2_is_empty;      /* C wants something in every file */
+typedef int gck_mask_avx2_is_empty;      /* ISO C requires a declaration in every file */
 #endif

@@ -48,5 +48,5 @@ void gck_avx512_mask_unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, in
 }
 
 #else
-typedef int gck_mask_avx512_is_empty;      /* C wants something in every file */
+typedef int gck_mask_avx512_is_empty;      /* ISO C requires a declaration in every file */
 #endif

@@ -1,5 +1,5 @@
-/* noise_avx2.h: stochastic rounding for AVX2: Philox four counters at a time, and what takes
- * its bits. */
+/* noise_avx2.h: stochastic rounding for AVX2: Philox, four counters at a time, and the functions
+ * that use its bits. */
 #ifndef GRADCKPT_NOISE_AVX2_H
 #define GRADCKPT_NOISE_AVX2_H
 
@@ -7,7 +7,7 @@
 
 /* ---- bits ---- */
 
-/* All rounds but the first two, which are the same for all counters of a group but for one
+/* All rounds but the first two, which are the same for all counters of a group except for one
  * product each. */
 enum { VECTOR_ROUNDS = GCK_PHILOX_ROUNDS - 2 };
 
@@ -36,8 +36,7 @@ INLINE __m256i kept64(uint32_t lane)
 
 INLINE __m256i upper_word(__m256i v) { return _mm256_srli_epi64(v, 32); }
 
-/* Four counters: each word in the lower halves of 64-bit lanes; what the upper ones hold is
- * nothing. */
+/* Four counters: each word in the lower halves of 64-bit lanes; the upper halves are ignored. */
 typedef struct {
     __m256i c0, c1, c2, c3;
 } counters;
@@ -51,8 +50,8 @@ INLINE void philox_round(counters *c, __m256i m0, __m256i m1, __m256i key0, __m2
     c->c3 = p0;
 }
 
-/* gck_noise_of_group(): noise[k] has the bits of values 16 k .. 16 k + 15.  Eight counters side
- * by side: a round waits for its products. */
+/* gck_noise_of_group(): noise[k] has the bits of values 16 k .. 16 k + 15.  Eight counters run side
+ * by side, because a round waits for its products. */
 INLINE void noise_of_group(const philox *p, int64_t group, __m256i noise[8])
 {
     const gck_dither *d = p->dither;
@@ -104,7 +103,7 @@ INLINE __m256i words_of(__m256i even, __m256i odd)
     return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xAA);
 }
 
-/* gck_round_noisy() of 16 p = x * inv, in 16-bit lanes; not yet at most `top` in size. */
+/* gck_round_noisy() of 16 p = x * inv, in 16-bit lanes; not yet limited to `top` in magnitude. */
 INLINE __m256i rounded_noisy(v16 p, __m256i noise)
 {
     const v16 u = uniforms(noise);
@@ -112,7 +111,7 @@ INLINE __m256i rounded_noisy(v16 p, __m256i noise)
                     _mm256_cvtps_epi32(_mm256_floor_ps(_mm256_add_ps(p.odd, u.odd))));
 }
 
-/* 32 bytes of two times 16 such, as packs leaves them, within +-127. */
+/* 32 bytes of two times 16 such values, in the order of packs, within +-127. */
 INLINE __m256i noisy_bytes(__m256i a, __m256i b)
 {
     return _mm256_max_epi8(_mm256_packs_epi16(a, b), _mm256_set1_epi8(-127));
@@ -141,7 +140,8 @@ INLINE int count_large_noisy(const __m256 p[16])
  * everything else is done in bytes.  One beyond the last level counts as one below it: it
  * moves there always. */
 
-/* n of 32 M = floor(|p| + 1/2), M > L: at least a level below, at most all but one. */
+/* The number n of levels with M = floor(|p| + 1/2), M > L, for 32 values: at least one level is
+ * below, at most all but one. */
 INLINE __m256i levels_below(gck_format format, int uniform, __m256i m)
 {
     if (format == GCK_INT4) {
@@ -178,7 +178,7 @@ INLINE void interval_of(gck_format format, int uniform, __m256i n, __m256i *leve
                                         _mm256_shuffle_epi8(TABLE_OF(GCK_INT6_GAPS_HIGH), n), upper);
 }
 
-/* +-floor(|p| + 1/2): exact, for the sum of a p just below a half is a number. */
+/* +-floor(|p| + 1/2): exact, because the sum with a p just below a half is representable. */
 INLINE __m256i sizes_of(__m256 p)
 {
     const __m256 half = _mm256_or_ps(_mm256_and_ps(p, _mm256_set1_ps(-0.f)), _mm256_set1_ps(0.5f));
@@ -215,7 +215,7 @@ INLINE __m256i noisy_codes(gck_format format, int uniform, v16 a, v16 b, __m256i
     __m256i level, gap;
 
     interval_of(format, uniform, n, &level, &gap);
-    /* The upper end of what is below zero: ~e(n) = ~(L(n) - gap). */
+    /* The upper end of an interval below zero: ~e(n) = ~(L(n) - gap). */
     const __m256i end = _mm256_add_epi8(_mm256_xor_si256(level, negative), _mm256_and_si256(gap, negative));
     const __m256i high = _mm256_xor_si256(end, _mm256_set1_epi8(-128));
     const __m256i up = _mm256_packs_epi16(
@@ -223,7 +223,7 @@ INLINE __m256i noisy_codes(gck_format format, int uniform, v16 a, v16 b, __m256i
         _mm256_blend_epi16(goes_up(b.even, ub.even, high, gap, 8), goes_up(b.odd, ub.odd, high, gap, 9), 0xAA));
     const __m256i outward = _mm256_xor_si256(up, negative);
     const __m256i index = _mm256_subs_epu8(n, _mm256_andnot_si256(outward, one));
-    /* Inward from zero is across it. */
+    /* Inward from the smallest level is across zero. */
     const __m256i across = _mm256_andnot_si256(outward, _mm256_cmpeq_epi8(n, zero));
     const __m256i sign = _mm256_set1_epi8((char)gck_sign_bit(format));
     return _mm256_or_si256(index, _mm256_and_si256(_mm256_xor_si256(negative, across), sign));

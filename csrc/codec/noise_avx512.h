@@ -1,5 +1,5 @@
-/* noise_avx512.h: stochastic rounding for AVX-512: Philox eight counters at a time, and what
- * takes its bits. */
+/* noise_avx512.h: stochastic rounding for AVX-512: Philox, eight counters at a time, and the
+ * functions that use its bits. */
 #ifndef GRADCKPT_NOISE_AVX512_H
 #define GRADCKPT_NOISE_AVX512_H
 
@@ -7,7 +7,7 @@
 
 /* ---- bits ---- */
 
-/* All rounds but the first two, which are the same for all counters of a group but for one
+/* All rounds but the first two, which are the same for all counters of a group except for one
  * product each. */
 enum { VECTOR_ROUNDS = GCK_PHILOX_ROUNDS - 2 };
 
@@ -34,8 +34,8 @@ INLINE __m512i xor3(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogi
 /* Unpacking brings the even lanes of 64 bits together, then the odd ones. */
 TABLE uint64_t counters[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-/* gck_noise_of_group(): noise[k] has the bits of values 32 k .. 32 k + 31.  A counter's words
- * are the lower halves of 64-bit lanes; what the upper ones hold is nothing. */
+/* gck_noise_of_group(): noise[k] has the bits of values 32 k .. 32 k + 31.  A counter's words are
+ * the lower halves of 64-bit lanes; the upper halves are ignored. */
 INLINE void noise_of_group(const philox *p, int64_t group, __m512i noise[4])
 {
     const gck_dither *d = p->dither;
@@ -67,7 +67,7 @@ INLINE void noise_of_group(const philox *p, int64_t group, __m512i noise[4])
     }
 }
 
-/* To 32-bit lanes, for the lo and the hi of a pair. */
+/* Move the bits to 32-bit lanes, for the lo and the hi of a pair. */
 INLINE void noise_of_pair(const constants *c, gck_dtype dtype, __m512i noise, __m512i *lo, __m512i *hi)
 {
     if (dtype == GCK_BF16) {
@@ -138,7 +138,7 @@ INLINE __m512i integers_of_bytes(const int8_t *bytes)
     return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)bytes));
 }
 
-/* How many levels of m = floor(|p| + 1/2) are below |p|: L < m.  At most all but one. */
+/* How many levels of m = floor(|p| + 1/2) are below |p|: L < m, at most all but one. */
 INLINE __m512i levels_below(gck_format format, int uniform, __m512i m)
 {
     if (format == GCK_INT4) {
@@ -179,7 +179,7 @@ INLINE __m512i noisy_codes(const constants *c, gck_format format, int uniform, _
 {
     const __m512i bits = _mm512_castps_si512(p), one = all32(1);
     const __m512 abs = _mm512_castsi512_ps(_mm512_and_si512(bits, c->abs32));
-    /* Exact, for the sum of a p just below a half is a number. */
+    /* Exact, because the sum with a p just below a half is representable. */
     const __m512i n = levels_below(format, uniform, _mm512_cvttps_epi32(_mm512_add_ps(abs, all_ps(0.5f))));
     const __mmask16 negative = _mm512_movepi32_mask(bits), some = _mm512_test_epi32_mask(n, n);
     __m512 level, gap;
@@ -189,7 +189,7 @@ INLINE __m512i noisy_codes(const constants *c, gck_format format, int uniform, _
     const __mmask16 up = _mm512_cmp_ps_mask(_mm512_fmadd_ps(gap, uniform_of(noise), p), end, _CMP_GE_OQ);
     const __mmask16 inward = (__mmask16)~(up ^ negative);
     const __m512i index = _mm512_mask_sub_epi32(n, inward & some, n, one);
-    /* Inward from zero is across it. */
+    /* Inward from the smallest level is across zero. */
     const __mmask16 sign = (__mmask16)(negative ^ (inward & ~some));
     return _mm512_mask_or_epi32(index, sign, index, all32((uint32_t)gck_sign_bit(format)));
 }

@@ -1,6 +1,6 @@
 /* odd.h: groups that are not ordinary: with escapes, tiny, or with one huge value.
  *
- * Rare, so one value after another everywhere; group.h draws the forms. */
+ * They are rare, so values are processed one by one everywhere; group.h draws the forms. */
 #ifndef GRADCKPT_ODD_H
 #define GRADCKPT_ODD_H
 
@@ -62,7 +62,7 @@ GCK_FN int gck_escape_of_code(gck_format format, uint8_t code)
 
 GCK_FN int gck_table_bits(gck_format format) { return gck_code_bits(format) - 1; }
 
-/* Codes 0 .. 2 half are multiples of the step; then the five kinds, or, where three bits
+/* Codes 0 .. 2 half are multiples of the step; then follow the five kinds, or, where three bits
  * have no room, the first three; then the table. */
 GCK_FN int gck_table_half(gck_format format) { return format == GCK_INT4 ? 1 : format == GCK_INT6 ? 11 : 59; }
 GCK_FN int gck_table_kinds(gck_format format) { return format == GCK_INT4 ? 3 : 5; }
@@ -74,20 +74,21 @@ GCK_FN float gck_table_factor(gck_format format)
     return format == GCK_INT4 ? 0x1p24f : format == GCK_INT6 ? (float)(0x1p24 / 11) : (float)(0x1p32 / 59);
 }
 
-/* The square root of what undoes that: in two steps, so that nothing underflows on the way. */
+/* The square root of the factor that undoes it: two steps, so that no intermediate underflows. */
 GCK_FN float gck_table_unit(gck_format format) { return format == GCK_INT4 || format == GCK_INT6 ? 0x1p-12f : 0x1p-16f; }
 
-/* What form B stores in the last 16 bytes of a group's codes. */
+/* The last 16 bytes of a group's codes in form B. */
 typedef struct {
     float    step;           /* stored   */
     float    table[3];
     int      used;           /* entries of the table */
     uint32_t infinite;       /* int4: 1 +Inf, 2 -Inf is among the values */
-    uint32_t as_max;         /* int4: 1 +Inf's, 2 -Inf's code says MAX; stored as table[2] */
+    uint32_t as_max;         /* int4: the code of 1 +Inf, 2 -Inf means MAX; stored as table[2] */
 } gck_escape_table;
 
-/* Where no code says MAX (int4): the code of an infinity that the group does not have says MAX of its sign.  A group
- * that has it needs an entry of its sign: where the first two values have none, the first of that sign is the second. */
+/* Where no code means MAX (int4), the code of an infinity that the group does not contain means MAX
+ * of its sign.  A group that contains it needs an entry of its sign: where the first two values
+ * have none, the first of that sign becomes the second entry. */
 GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const void *x, gck_dtype dtype, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -112,7 +113,7 @@ GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const vo
     }
 }
 
-/* Form B's code of v; adds to the table in order of appearance. */
+/* Form B's code of v.  It adds to the table in order of appearance. */
 GCK_FN uint32_t gck_table_code(gck_format format, gck_escape_table *t, float v, gck_dtype dtype, float scale, float inv)
 {
     const int half = gck_table_half(format), kinds = gck_table_kinds(format), size = gck_table_size(format);
@@ -220,7 +221,8 @@ GCK_FN void gck_put_scale(gck_format format, uint16_t *side, uint32_t scale)
     }
 }
 
-/* noise: of the group's values, or NULL.  A group in form B is rounded to nearest. */
+/* noise: of the group's values; NULL rounds to nearest.  A group in form B is always rounded to
+ * nearest. */
 GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dtype, int count, int escaped,
                                  const uint16_t *noise, uint8_t *codes, uint16_t *side)
 {
@@ -288,8 +290,8 @@ GCK_FN int gck_spike_value(gck_format format, uint8_t code, int i)
     return code & 32 ? -value : value;
 }
 
-/* y: the rotated group with a zero in place of value `at`, v; amax: the largest of y, too
- * small beside v to be kept when it is tiny. */
+/* y: the rotated group with a zero in place of value `at`, v.  amax: the largest of y; beside v it
+ * is dropped when it is tiny. */
 GCK_SLOW_FN void gck_encode_spike(gck_format format, const float *y, float amax, int at, float v, uint8_t *codes,
                                   uint16_t *side)
 {

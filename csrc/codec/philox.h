@@ -1,5 +1,5 @@
-/* philox.h: random bits that depend on (seed, step, tensor, index) and on nothing else:
- * not on threads, launches or torch's generators.
+/* philox.h: random bits that depend on (seed, step, tensor, index) only, and not on threads, launches
+ * or torch's generators.
  *
  * Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
  * Counter: {block, block >> 32, tensor, step}, block = index / 8; key: the seed.  Value
@@ -44,7 +44,7 @@ GCK_FN void gck_noise_of_group(const gck_dither *d, int64_t group, uint16_t nois
     }
 }
 
-/* Noise of one value where codes are made: to nearest, or 16 bits. */
+/* The noise of one value where codes are made: this, to round to nearest, or 16 bits. */
 static const int GCK_NEAREST = -1;
 
 /* The middle of the noise's interval in (0, 1): exact. */

@@ -1,10 +1,10 @@
-/* raw.c: the values as they are, in contiguous order.  The control in every benchmark. */
+/* raw.c: the values unchanged, in contiguous order.  It is the control in every benchmark. */
 #include "host.h"
 #include "strided.h"
 
 GCK_DECLARE_CUDA(raw)
 
-/* Units are runs of 128 values, as everywhere; the last may be shorter. */
+/* Units are runs of 128 values, as in every codec; the last may be shorter. */
 static int64_t count_of(const gck_tensor *x, int64_t first, int64_t last)
 {
     const int64_t left = x->numel - first * GCK_GROUP, most = (last - first) * GCK_GROUP;

@@ -86,16 +86,16 @@ INLINE void turn(__m256i *a, __m256i *b)
     *a = low;
 }
 
-/* H code but for index bit 0.  Integers of 16 bits hold every sum (128 x 128 < 2^15), so the
- * order of the stages is free.  Which index bit each bit of a place holds, the registers'
- * last, X being 4 or 5:
+/* H code, except for index bit 0.  Integers of 16 bits hold every sum (128 x 128 < 2^15), so the
+ * order of the stages is free.  The table shows which index bit each bit of a place holds, the
+ * registers' last, X being 4 or 5:
  *                        byte   word in half, half   registers
  *     code[4]               2       0 3 1      X      the others of 4, 5, 6
  *     maddubs                       0 3 1      X      2           stage 2
  *     turn                          0 2 3      X      1           stage 1
  *     turn                          0 1 2      X      3           stage 3
  *     permute                       0 1 2      3      X           stage X; then the others
- * w[2 i], w[2 i + 1] come of code[i]. */
+ * w[2 i], w[2 i + 1] come from code[i]. */
 INLINE void unrotate(const __m256i code[4], __m256i w[8])
 {
     const __m256i plus = _mm256_set1_epi8(1), plus_minus = _mm256_set1_epi16((short)0xFF01);

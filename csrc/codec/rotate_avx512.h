@@ -34,8 +34,8 @@ INLINE void butterfly(__m512 *a, __m512 *b)
     *a = sum;
 }
 
-/* The four stages between lanes of one register.  The FMA multiplies by +-1, so that
- * it is the reference's one addition or subtraction. */
+/* The four stages between lanes of one register.  The FMA multiplies by +-1, so that it equals the
+ * reference's single addition or subtraction. */
 INLINE __m512 lane_stages(__m512 v)
 {
     v = _mm512_fmadd_ps(v, table_ps(lane_signs[0]), _mm512_permute_ps(v, 0xB1));
@@ -44,8 +44,8 @@ INLINE __m512 lane_stages(__m512 v)
     return _mm512_fmadd_ps(v, table_ps(lane_signs[3]), _mm512_shuffle_f32x4(v, v, 0x4E));
 }
 
-/* Values 32 k .. 32 k + 31, of which bit i of `kept`[k / 2] says whether value 64 (k / 2) + i
- * is one; it is a zero if not.  NULL: all are. */
+/* For values 32 k .. 32 k + 31: bit i of `kept`[k / 2] says whether value 64 (k / 2) + i is kept or
+ * replaced by zero.  NULL: all are kept. */
 INLINE uint32_t kept_of(const uint64_t *kept, int k) { return (uint32_t)(kept[k / 2] >> (32 * (k % 2))); }
 
 INLINE __m512i load_words(const void *x, int k, const uint64_t *kept)
@@ -67,8 +67,8 @@ INLINE __m512 load_natural(const void *x, gck_dtype dtype, int j, const uint64_t
         : _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, (const char *)x + 32 * j));
 }
 
-/* y = H (d o x), in pairs.  Index bit 0 is between lo and hi for bfloat16 (then come
- * the lanes, then the pairs); for others the lanes are first. */
+/* y = H (d o x), in pairs.  Index bit 0 is between lo and hi for bfloat16 (then come the lanes,
+ * then the pairs); for other dtypes the lanes are first. */
 INLINE void rotate(const constants *c, gck_dtype dtype, const void *x, const uint64_t *kept, const uint32_t *signs,
                    __m512 y[8])
 {
@@ -96,11 +96,11 @@ INLINE void rotate(const constants *c, gck_dtype dtype, const void *x, const uin
     }
 }
 
-/* Bits of max |y|; not finite if any y is not.  range_ps prefers a number to a NaN, so
- * it may see only the two results a + b, a - b of a last butterfly: if either of those
- * is not finite, then a or b is NaN and both are NaN; or one of them is Inf.  (With any
- * other two it could lose a NaN: stages can overflow to Inf and on to NaN in all of
- * some outputs while the others are small.)  Beyond, integers: NaN is largest. */
+/* Bits of max |y|, which is not finite if any y is not. range_ps prefers a number to a NaN, so it
+ * may see only the two results a + b, a - b of a last butterfly: if either of those is not finite,
+ * then a or b is NaN and both are NaN, or one of them is Inf.  (With any other two it could lose a
+ * NaN: stages can overflow to Inf and on to NaN in all of some outputs while the others are small.)
+ * The remaining comparisons are on integers, where NaN is largest. */
 INLINE uint32_t rotated_max_bits(const __m512 y[8])
 {
     __m512i max[4];
@@ -121,9 +121,9 @@ INLINE void butterfly16(__m512i *a, __m512i *b)
     *a = sum;
 }
 
-/* Exchange registers against lanes, so that the next stage is between a and b.  Position
- * bits as H code below numbers them: `near` turns (a|b, 1, 2) to (2, a|b, 1), `far`
- * (a|b, 3, 4) to (3, 4, a|b). */
+/* Exchange registers with lanes, so that the next stage is between a and b.  Position bits as
+ * numbered for H code below: `near` turns (a|b, 1, 2) to (2, a|b, 1), `far` (a|b, 3, 4) to (3, 4,
+ * a|b). */
 INLINE void exchange_near(__m512i *a, __m512i *b)
 {
     const __m512i lo = _mm512_unpacklo_epi32(*a, *b);

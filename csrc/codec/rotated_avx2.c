@@ -30,13 +30,13 @@ INLINE int count_large(const __m256i t[4])
     return n;
 }
 
-/* All ones where a value of the group escapes, which the sums of float16 do not tell. */
+/* All ones where a value of the group escapes, which the sums of float16 do not show. */
 INLINE __m256i f16_escapes(const char *group, load_constants c)
 {
     return _mm256_srli_epi32(_mm256_cmpgt_epi32(group_maxima(group, GCK_F16, c), _mm256_set1_epi32(0x7BFE0000)), 1);
 }
 
-/* The codes of t; returns the side word, or -1 for a group that may be in spike form. */
+/* Write the codes of t; returns the side word, or -1 for a group that may be in spike form. */
 INLINE int put_group(gck_format format, const __m256i t[4], uint16_t stored, uint8_t *out, int stream)
 {
     const int large = count_large(t);
@@ -69,7 +69,8 @@ INLINE void noisy_levels(gck_format format, int uniform, const __m256 p[16], con
     }
 }
 
-/* int8's; 0 for a group that may be in spike form: a p that counts as large has |t| >= 63. */
+/* The same for int8; 0 for a group that may be in spike form: a p that counts as large has |t| >=
+ * 63. */
 INLINE int put_noisy_int8(const __m256 p[16], const __m256i noise[8], uint8_t *out)
 {
     __m256i t[4];
@@ -85,7 +86,7 @@ INLINE int put_noisy_int8(const __m256 p[16], const __m256i noise[8], uint8_t *o
     return large < GCK_MOST_LARGE;
 }
 
-/* As put_group(), of y and the step's inverse. */
+/* As put_group(), from y and the step's inverse. */
 INLINE int put_noisy_group(gck_format format, const __m256 y[16], float multiplier, uint16_t stored,
                            const __m256i noise[8], uint8_t *out)
 {
@@ -121,11 +122,11 @@ INLINE int put_noisy_group(gck_format format, const __m256 y[16], float multipli
 
 /* ---- encode: groups ---- */
 
-/* int8 and int6.  dither: NULL, to nearest. */
+/* Encode int8 and int6.  dither: NULL rounds to nearest. */
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
                    uint16_t *scales, int64_t index, const gck_dither *dither, int stream)
 {
-    /* max |y| >= max |x| but for rounding: below half the limit, nothing escapes. */
+    /* max |y| >= max |x| up to rounding: below half the limit, no value escapes. */
     const uint32_t top = dtype == GCK_F16 ? 0x7F7FFFFFu : gck_limit(dtype) - 0x00800000u;
     const size_t stride = group_nbytes(dtype);
     const load_constants c = constants_of(dtype);
@@ -176,7 +177,7 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
 
 /* ---- encode: int4 ---- */
 
-/* What a batch of int4 stores beside the codes. */
+/* The words that a batch of int4 stores beside the codes. */
 typedef struct {
     int              at[BATCH];
     uint16_t         outlier[BATCH];
@@ -206,8 +207,8 @@ INLINE int first_equal(const char *group, gck_dtype dtype, uint32_t largest, loa
     return equal[0] ? __builtin_ctzll(equal[0]) : 64 + __builtin_ctzll(equal[1]);
 }
 
-/* Takes the outliers out of n groups: copies them to `rest` with zeros there.  largest: the
- * maxima of the groups; all values are finite where it matters.  noise: of the groups, or NULL. */
+/* Take the outliers out of n groups: copy the groups to `rest` with zeros there.  largest: the
+ * maxima of the groups; the values that count are finite.  noise: of the groups, or NULL. */
 INLINE void take_outliers(const char *group, gck_dtype dtype, int n, const uint32_t largest[BATCH],
                           const __m256i (*noise)[8], load_constants c, char *rest, batch_outliers *o)
 {
@@ -296,7 +297,7 @@ INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64
 
 /* ---- decode ---- */
 
-/* H code, in 16-bit lanes: w[k] holds values 16 k .. 16 k + 15 but for the stage of bit 0. */
+/* H code, in 16-bit lanes: w[k] holds values 16 k .. 16 k + 15, before the stage of bit 0. */
 INLINE void sums_of_group(gck_format format, const uint8_t *codes, int uniform, __m256i w[8])
 {
     __m256i value[4];
@@ -323,7 +324,7 @@ INLINE void sums_of_group(gck_format format, const uint8_t *codes, int uniform, 
     w[0] = _mm256_add_epi16(w[0], _mm256_setr_epi32(0x00200020, 0, 0, 0, 0, 0, 0, 0));
 }
 
-/* The step of an ordinary group as stored, 0 of others. */
+/* The step of an ordinary group as stored, 0 for others. */
 INLINE uint32_t ordinary_step(gck_format format, const uint8_t *codes, const uint16_t *side)
 {
     uint32_t stored = side[0];
@@ -340,7 +341,7 @@ INLINE uint32_t ordinary_step(gck_format format, const uint8_t *codes, const uin
     return step_is_ordinary(stored) || is_zero_group(format, codes, stored) ? stored : ~0u;
 }
 
-/* Sum x step, rounded to bfloat16 as round_to_bf16() does it; up: step x SPLITTER, exact. */
+/* Sum x step, rounded to bfloat16 as round_to_bf16() rounds; up: step x SPLITTER, exact. */
 INLINE __m256 bf16_product(__m256 sum, __m256 step, __m256 up)
 {
     const __m256 p = _mm256_mul_ps(sum, up);
@@ -373,10 +374,10 @@ INLINE void copy_group(char *to, const char *from, gck_dtype dtype, int stream)
     }
 }
 
-/* One group ahead: while a group is multiplied and stored, the next one is added up.
+/* One group ahead: while a group is multiplied and stored, the next one is summed.
  *
- * int4's outlier is written over the value in its place.  Not in memory that is written past
- * the caches: there a group goes by way of a buffer, one group later, when the stores are done. */
+ * int4's outlier is written over the value in its place, except in memory that is written past the
+ * caches: there a group goes through a buffer, one group later, when the stores are done. */
 INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t ngroups,
                    void *x, int64_t index, int stream)
 {
@@ -440,5 +441,5 @@ DTYPES(GCK_INT6, encode)
 DTYPES(GCK_INT4, encode_int4)
 
 #else
-typedef int gck_rotated_avx2_is_empty;   /* C wants something in every file */
+typedef int gck_rotated_avx2_is_empty;   /* ISO C requires a declaration in every file */
 #endif

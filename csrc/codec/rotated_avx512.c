@@ -6,17 +6,17 @@
 
 /* ---- encode ---- */
 
-/* A group on its way: rotated, its scale not yet known. */
+/* A group that is rotated, but whose scale is not yet known. */
 typedef struct {
     __m512   y[8];
     uint32_t amax;                                 /* of y, float32 bits; ~0: no ordinary group */
     uint32_t at, outlier, least;                   /* int4: see gck_encode_int4()               */
-    __m512i  noise[4];                             /* of the group, if it is to be dithered     */
+    __m512i  noise[4];                             /* of the group, if it is dithered           */
 } rotated;
 
-/* Is the group ordinary?  If every y is finite, no stage overflowed, and by Parseval
- * max |y| >= max |x| up to 7 roundings of sums of 128 values: 1 part in 10^4.  So below
- * 2^99 = 6.3e29 no x is beyond 1e30.  float16 escapes far below that: asked before. */
+/* 1 when the group is ordinary.  If every y is finite, no stage overflowed, and by Parseval max |y|
+ * >= max |x| up to 7 roundings of sums of 128 values: 1 part in 10^4.  So below 2^99 = 6.3e29 no x
+ * is beyond 1e30. float16 escapes far below that and is tested before. */
 INLINE int ordinary_rotated(uint32_t amax)
 {
     const uint32_t low = gck_bits(GCK_TINY);
@@ -115,8 +115,8 @@ INLINE int pack_group(const constants *c, gck_format format, __m512i t0, __m512i
     return 1;
 }
 
-/* The codes of a group, stochastically, and the side word of int8 and int6; 0 if it may be in
- * spike form: a p that counts as large is at least 63 in size as an integer. */
+/* Write the codes of a group with stochastic rounding, and the side word of int8 and int6; 0 if it
+ * may be in spike form: a p that counts as large is at least 63 in magnitude as an integer. */
 INLINE int pack_noisy_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
                             __m512 inverse, uint8_t *codes, uint16_t *side)
 {
@@ -158,7 +158,7 @@ INLINE int pack_noisy_group(const constants *c, gck_format format, gck_dtype dty
     return 1;
 }
 
-/* The same to nearest. */
+/* The same, to nearest. */
 INLINE int pack_nearest_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
                               __m512 inverse, uint8_t *codes, uint16_t *side, int stream)
 {
@@ -193,8 +193,8 @@ INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype,
     }
 }
 
-/* Two groups at a time: the second is rotated while the scale of the first, a long
- * chain of scalar operations, is on its way. */
+/* Two groups at a time: the second is rotated while the scale of the first, a long chain of scalar
+ * operations, is being computed. */
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
                           uint8_t *codes, uint16_t *side, int64_t index, const gck_dither *dither, int streaming)
 {
@@ -281,9 +281,9 @@ INLINE void decode_group(const constants *c, gck_format format, gck_dtype dtype,
     }
 }
 
-/* The step of an ordinary group as stored, else ~0.  int8: any that is a number, for it is
- * rounded as in the reference.  Those of levels, of which the reference takes the half, are
- * exact from biased exponent 34 on. */
+/* The step of an ordinary group as stored, else ~0.  For int8, any step that is a number, because
+ * it is rounded as in the reference.  The steps of levels, which the reference halves, are exact
+ * from biased exponent 34 on. */
 INLINE uint32_t ordinary_step(gck_format format, const uint16_t *side)
 {
     const uint32_t low = format == GCK_INT8 ? 0u : 34u << 7;
@@ -326,5 +326,5 @@ GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT6)
 GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT4)
 
 #else
-typedef int gck_rotated_avx512_is_empty;       /* C wants something in every file */
+typedef int gck_rotated_avx512_is_empty;       /* ISO C requires a declaration in every file */
 #endif

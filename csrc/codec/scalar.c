@@ -1,9 +1,9 @@
-/* scalar.c: the host kernels in portable C: group.h in a loop.  Every other
- * instruction set is compared with this one, byte by byte. */
+/* scalar.c: the host kernels in portable C: group.h in a loop.  Every other instruction set is
+ * compared with this one, byte by byte. */
 #include "cpu.h"
 
-/* One set of functions per format and dtype, so that the compiler sees both as
- * constants and folds the switches of group.h away. */
+/* One set of functions per format and dtype, so that both are constants to the compiler, which
+ * folds the switches of group.h away. */
 #define SCALAR(format, dtype)                                                                       \
     static void encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,           \
                                           uint16_t *side, int64_t first, int streaming)             \

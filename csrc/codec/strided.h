@@ -9,7 +9,7 @@ static inline size_t gck_itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4
 /* Values [first, first + count) of x's contiguous order, packed into dst. */
 void gck_gather(const gck_tensor *x, int64_t first, int64_t count, void *dst);
 
-/* The other way; x's memory is written, src is packed. */
+/* The reverse: write packed values of src to x's memory. */
 void gck_scatter(const gck_tensor *x, int64_t first, int64_t count, const void *src);
 
 #endif

@@ -102,7 +102,7 @@ GCK_FN float gck_max_value(gck_dtype dtype)
     return gck_float(dtype == GCK_F16 ? 0x477FE000u : dtype == GCK_BF16 ? 0x7F7F0000u : 0x7F7FFFFFu);
 }
 
-/* v in the dtype, rounded once.  As it is for an escape, which is exact in its dtype. */
+/* v in the dtype, rounded once.  An escape is stored unchanged, which is exact in its dtype. */
 GCK_FN void gck_store_escape(void *x, gck_dtype dtype, int64_t i, float v)
 {
     if (dtype == GCK_F16) {

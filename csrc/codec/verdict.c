@@ -1,8 +1,8 @@
-/* verdict.c: words in which a device says, some time later, whether a codec could hold the
- * values.  Pinned memory is a fact about the process, so these are statics.
+/* verdict.c: words in which a device reports later whether values overflowed a codec.  Pinned
+ * memory is a fact about the process, so these are statics.
  *
- * A word that is given back before it was written stays out of use until it is: the launch
- * that will write it may still wait in its stream. */
+ * A word that is given back before it was written stays out of use until it is: the launch that will
+ * write it may still wait in its stream. */
 #include "verdict.h"
 
 #include <pthread.h>
@@ -12,7 +12,7 @@ typedef enum { FREE, TAKEN, RETIRED } use;
 typedef struct {
     uint32_t     *words;
     unsigned char use[GCK_NVERDICTS];
-    int           next;                       /* where to look first */
+    int           next;                       /* where the search starts */
 } pool;
 
 static uint32_t host_words[GCK_NVERDICTS];
@@ -24,7 +24,7 @@ static int index_in(const pool *p, const uint32_t *word)
     return p->words != NULL && word >= p->words && word < p->words + GCK_NVERDICTS ? (int)(word - p->words) : -1;
 }
 
-/* Host words start as PENDING of nobody: what matters then is that none was ever used. */
+/* Host words start as PENDING without an owner: what counts then is that none was ever used. */
 static int is_ready(const pool *p, int i)
 {
     return p->use[i] == FREE && (p == &host || *(volatile uint32_t *)(p->words + i) != GCK_PENDING);

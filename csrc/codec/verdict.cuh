@@ -13,7 +13,7 @@
 static __device__ uint32_t finished[GCK_NVERDICTS], refusals[GCK_NVERDICTS];
 
 typedef struct {
-    uint32_t *word;                /* NULL: nobody asked */
+    uint32_t *word;                /* NULL: not requested */
     int       slot;
 } listener;
 

@@ -1,4 +1,4 @@
-/* verdict.h: the words of gck_verdict_take(), as the codecs' room sees them. */
+/* verdict.h: the words of gck_verdict_take(), as csrc/codec sees them. */
 #ifndef GRADCKPT_VERDICT_H
 #define GRADCKPT_VERDICT_H
 
@@ -10,13 +10,13 @@ extern "C" {
 
 enum { GCK_NVERDICTS = 4096 };
 
-/* Number of a word among those of the devices; no two launches at a time have the same. */
+/* The number of a word among those of the devices; no two launches share one at a time. */
 int gck_verdict_slot(const uint32_t *word);
 
-/* The work that writes this word may run again and again (a CUDA graph): never reuse it. */
+/* Never reuse this word: the work that writes it may run again and again (a CUDA graph). */
 void gck_verdict_retire(const uint32_t *word);
 
-/* GCK_NVERDICTS words that every device can write, or NULL.  Never freed. */
+/* GCK_NVERDICTS words that every device can write, or NULL. They are never freed. */
 uint32_t *gck_verdict_words_cuda(int device);
 
 #ifdef __cplusplus

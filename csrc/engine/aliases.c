@@ -11,7 +11,7 @@ int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, Py
     return gck_append(a->rows, Py_BuildValue("(OOOL)", in->x, fed, payload != NULL ? payload : Py_None, (long long)version));
 }
 
-/* Nothing here runs Python: what is borrowed stays. */
+/* No call here runs Python, so borrowed references stay valid. */
 PyObject *gck_aliases_find(const gck_aliases *a, const gck_input *in, PyObject **fed)
 {
     PyObject *row, *payload = Py_None;
@@ -30,7 +30,7 @@ PyObject *gck_aliases_find(const gck_aliases *a, const gck_input *in, PyObject *
     return Py_NewRef(payload);
 }
 
-/* Row i: 1: written to since; 0; -1. */
+/* Row i: 1 when it was written to since; 0; -1. */
 static int is_changed(const gck_py *py, PyObject *rows, Py_ssize_t i)
 {
     PyObject *row = PySequence_GetItem(rows, i), *x, *fed, *payload;
@@ -49,13 +49,13 @@ int gck_aliases_check(gck_aliases *a, const gck_py *py)
 {
     PyObject *rows = Py_XNewRef(a->rows), *checked;
     const Py_ssize_t n = rows != NULL ? PyList_Size(rows) : 0;
-    int changed = 0;                             /* versions say more than asked: views have one in common */
+    int changed = 0;                             /* versions report more than is needed: views share one */
 
     for (Py_ssize_t i = 0; i < n && changed == 0; i++) {
         changed = is_changed(py, rows, i);
     }
     if (changed > 0) {
-        checked = PyObject_CallMethod(py->shim, "check_aliases", "O", rows);
+        checked = PyObject_CallFunction(py->call.check_aliases, "O", rows);
         changed = checked == NULL ? -1 : 0;
         Py_XDECREF(checked);
     }

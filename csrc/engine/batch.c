@@ -18,7 +18,7 @@ int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject
     return 0;
 }
 
-/* `done`: the bytes are there.  Letting go may run Python, which must find b empty. */
+/* done: the bytes are written.  Releasing references may run Python, which must find b empty. */
 static void let_go(gck_batch *b, int done)
 {
     const int n = b->n;

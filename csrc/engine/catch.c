@@ -1,4 +1,4 @@
-/* catch.c: what catches operators around a region: the key, or a mode of ours. */
+/* catch.c: catches operators around a region, by the key or by a mode of ours. */
 #include "selective.h"
 
 int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay)
@@ -14,7 +14,7 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
         c->by_key = gck_selective_begin(state, &c->active, store, replay, 1) == 0;
         return c->by_key ? 0 : -1;
     }
-    c->mode = PyObject_CallMethod(state->py.selection, "selective_mode", "OOi", (PyObject *)store,
+    c->mode = PyObject_CallFunction(state->py.call.selective_mode, "OOi", (PyObject *)store,
                                   policy_fn != NULL ? policy_fn : Py_None, replay);
     if (c->mode == NULL || gck_done(PyObject_CallMethod(c->mode, "__enter__", NULL)) < 0) {
         Py_CLEAR(c->mode);
@@ -23,7 +23,7 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
     return 0;
 }
 
-/* An exception that is pending survives. */
+/* A pending exception survives. */
 int gck_catch_end(gck_state *state, gck_catch *c)
 {
     gck_error error;

@@ -6,44 +6,51 @@
 #include "region.h"
 
 const char gck_checkpoint_doc[] =
-    "checkpoint(function, *args, compress=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
+    "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
     "determinism_check='default', debug=False, early_stop=True, buffers=None, **kwargs)\n--\n\n"
-    "Run ``function(*args, **kwargs)`` now; run it again in backward instead of keeping what it saved.\n\n"
-    "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists what differs. Called with keywords\n"
-    "alone it is a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"
+    "Run ``function(*args, **kwargs)`` now, and again in backward instead of keeping what it saved.\n\n"
+    "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists the differences. Called with\n"
+    "keywords only, it returns a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"
     "Args:\n"
-    "    function: Pure apart from random numbers and autocast, both replayed.\n"
-    "    *args, **kwargs: Passed to ``function``; tensors may be nested in containers.\n"
-    "    compress: How the inputs of the region are kept. ``None``: by reference, as torch does; ``True``: the\n"
-    "        default codec; a codec's name; a ``CompressionConfig`` or its dict. Compressed are floating tensors\n"
-    "        that require grad and are not leaves, of at least ``min_numel`` values, of any shape and strides.\n"
-    "    use_reentrant: ``True``: one graph node for the whole region, with torch's restrictions; not with\n"
-    "        ``compress``. ``None``: as ``True``, with torch's warning.\n"
-    "    preserve_rng_state, context_fn, determinism_check, early_stop: as in torch.\n"
-    "    debug: As in torch; parameters of the region changed before its recompute are reported, too.\n"
-    "    buffers: Whose running statistics (BatchNorm and its kin, see gradckpt.buffers) a step updates once: a\n"
-    "        module, or a list of them; ``\"once\"``: those of the module that ``function`` is or belongs to;\n"
-    "        ``None``: those where there is one; ``\"torch\"``: none, the recompute updates them again.\n\n"
+    "    function: Pure apart from random numbers and autocast, both of which the recompute repeats.\n"
+    "    *args, **kwargs: Passed to ``function``. Tensors may be nested in containers.\n"
+    "    compress: How the inputs of the region are kept. ``None`` keeps them by reference, as torch does.\n"
+    "        ``True`` means the default codec; a codec's name, a ``CompressionConfig`` or its dict also work.\n"
+    "        Compressed are floating tensors that require grad and are not leaves, of at least ``min_numel``\n"
+    "        values, of any shape and strides.\n"
+    "    policy: The outputs inside the region that are kept instead of computed again:\n"
+    "        ``\"save_attention\"``, ``\"save_attention|save_matmuls:int8\"``, a ``gradckpt.policies.Policy``, or\n"
+    "        what gradckpt.compat.create_selective_checkpoint_contexts takes. It excludes ``context_fn`` and\n"
+    "        ``debug``. A second backward (``retain_graph=True``) then raises RuntimeError, as in torch.\n"
+    "    use_reentrant: ``True`` makes one graph node of the whole region, with torch's restrictions, and\n"
+    "        excludes ``compress`` and ``policy``. ``None`` means ``True``, with torch's warning.\n"
+    "    preserve_rng_state, context_fn, determinism_check, early_stop: As in torch.\n"
+    "    debug: As in torch. It also reports parameters of the region that change before its recompute.\n"
+    "    buffers: The modules whose running statistics (BatchNorm and others, see gradckpt._engine.buffers)\n"
+    "        are updated once per step: a module or a list of them. ``\"once\"`` means the module that\n"
+    "        ``function`` is or belongs to, ``None`` the same where one exists. With ``\"torch\"`` the recompute\n"
+    "        updates them again.\n\n"
     "Returns:\n"
-    "    What ``function`` returned.\n\n"
+    "    The result of ``function``.\n\n"
     "Raises:\n"
-    "    ValueError: unknown codec or determinism check, keywords that exclude each other, or\n"
-    "        ``buffers=\"once\"`` for a function of no module.\n"
+    "    ValueError: unknown codec, policy or determinism check, keywords that exclude each other, or\n"
+    "        ``buffers=\"once\"`` for a function that belongs to no module.\n"
     "    torch.utils.checkpoint.CheckpointError: in backward, when the recompute saved other tensors.\n\n"
     "Source: Chen et al. 2016, arXiv:1604.06174.";
 
 const char gck_compat_checkpoint_doc[] =
-    "checkpoint(function, *args, use_reentrant=None, context_fn=None, determinism_check='default', debug=False, early_stop=True, **kwargs)\n--\n\n"
-    "``torch.utils.checkpoint.checkpoint``, to the last default, warning and error text.";
+    "checkpoint(function, *args, use_reentrant=None, context_fn=None, determinism_check='default', debug=False, "
+    "early_stop=True, **kwargs)\n--\n\n"
+    "Run ``torch.utils.checkpoint.checkpoint``, with the same defaults, warnings and error texts.";
 
 /* ---- the record ---- */
 
-/* Debug mode and contexts of the two runs; *forward NULL where there is none.  In torch's
- * order: debug, determinism check, context_fn. */
+/* Make debug mode and the contexts of the two runs; *forward is NULL where none is given.  As in
+ * torch the order is debug, determinism check, context_fn; policy is last. */
 static int make_contexts(gck_state *state, const gck_options *o, PyObject **forward, gck_frame *frame)
 {
     const int debug = gck_options_overridden(state, state->py.names._checkpoint_debug_enabled, o->debug, 0);
-    const int custom = gck_options_custom_context(state, o);
+    const int custom = gck_options_custom_context(state, o), policy = gck_options_policy(o);
     PyObject *made, *f, *r, *callback, *parameters;
     int ok;
 
@@ -52,11 +59,17 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
         PyErr_SetString(PyExc_ValueError, "debug=True is incompatible with non-default context_fn");
         return -1;
     }
+    if (policy && (debug > 0 || custom)) {
+        PyErr_SetString(PyExc_ValueError,
+                        custom ? "gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn"
+                               : "gradckpt: debug=True and policy= or context_fn= exclude each other; leave one of them out");
+        return -1;
+    }
     if (debug < 0 || gck_options_determinism(state, o->determinism_check, &frame->check_metadata,
                                              &frame->metadata_fn) < 0) {
         return -1;
     }
-    if (!debug && !custom) {
+    if (!debug && !custom && !policy) {
         return 0;
     }
     if (custom && !o->exact && !PyCallable_Check(o->context_fn)) {
@@ -64,9 +77,10 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
                      o->context_fn);
         return -1;
     }
-    made = debug ? PyObject_CallMethod(state->py.shim, "debug_contexts", "OO", o->function,
-                                       o->exact ? Py_True : Py_False)
-                 : PyObject_CallMethod(state->py.shim, "contexts", "(O)", o->context_fn);
+    made = debug  ? PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function,
+                                        o->exact ? Py_True : Py_False)
+         : custom ? PyObject_CallFunction(state->py.call.contexts, "(O)", o->context_fn)
+                  : PyObject_CallFunction(state->py.call.policy_contexts, "(O)", o->policy);
     if (made == NULL) {
         return -1;
     }
@@ -86,20 +100,20 @@ static PyObject *pack(PyObject *frame, PyObject *x) { return (PyObject *)gck_fra
 static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};
 static PyMethodDef unpack_def = {"unpack", gck_unpack, METH_O, NULL};
 
-/* Python turns a StopIteration that leaves a generator into a RuntimeError, and torch's
- * function is one inside. */
+/* Python turns a StopIteration that leaves a generator into a RuntimeError, and torch's function is
+ * a generator inside. */
 static void convert_stop_iteration(const gck_py *py)
 {
     PyObject *error = gck_error_object();
 
-    Py_XDECREF(PyObject_CallMethod(py->shim, "raise_stop_iteration", "O", error));
+    Py_XDECREF(PyObject_CallFunction(py->call.raise_stop_iteration, "O", error));
     Py_XDECREF(error);
 }
 
-/* With an accelerator in this torch: 1 when its state exists already. */
+/* Where this torch knows an accelerator: 1 when its state exists already. */
 static int accelerator_initialized(const gck_py *py)
 {
-    return py->has_accelerator ? gck_is_true(PyObject_CallMethod(py->shim, "accelerator_initialized", NULL)) : 0;
+    return py->has_accelerator ? gck_is_true(PyObject_CallFunction(py->call.accelerator_initialized, NULL)) : 0;
 }
 
 static int check_accelerator(const gck_py *py, int before)
@@ -115,7 +129,7 @@ static int check_accelerator(const gck_py *py, int before)
     return after < 0 ? -1 : 0;
 }
 
-/* The call with grad on. */
+/* Run the call with grad on. */
 static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
@@ -152,7 +166,7 @@ exit:
     return result;
 }
 
-/* Grad off: torch too just calls the function, outside the contexts. */
+/* With grad off torch too only calls the function, outside the contexts. */
 static PyObject *call_plain(const gck_py *py, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
                             PyObject *kwargs)
 {
@@ -195,7 +209,7 @@ static const char unspecified[] =
     "behavior, you can pass use_reentrant=True. Refer to docs for more "
     "details on the differences between the two variants.";
 
-/* use_reentrant= as truth; None warns and means True, as in torch. */
+/* use_reentrant= as truth.  None warns and means True, as in torch. */
 static int is_reentrant(const gck_options *o)
 {
     if (o->use_reentrant == Py_None || (o->use_reentrant == NULL && o->exact)) {
@@ -204,7 +218,7 @@ static int is_reentrant(const gck_options *o)
     return gck_truth(o->use_reentrant, 0);
 }
 
-/* Either form, its forward uncompiled. */
+/* Run either form, its forward uncompiled. */
 static PyObject *run_region(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
                             PyObject *kwargs)
 {
@@ -220,6 +234,16 @@ static PyObject *run_region(gck_state *state, const gck_options *o, PyObject *co
     return result;
 }
 
+/* The function rejected a keyword that was perhaps meant for us: its error gets a note. */
+static void note_keyword(const gck_state *state, PyObject *kwargs)
+{
+    gck_error error = gck_error_take();
+
+    PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
+    (void)gck_done(PyObject_CallFunction(state->py.call.note_keyword, "OO", error.value, kwargs));
+    (void)gck_error_return(&error);
+}
+
 static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames, int exact)
 {
     gck_state *state = gck_state_of(module);
@@ -230,13 +254,16 @@ static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, P
         return NULL;
     }
     if (o.function == NULL && !exact && kwnames != NULL) {
-        result = gck_method(state->py.shim, "decorate", Py_BuildValue("(OON)", module, kwnames, gck_tuple(all, PyTuple_Size(kwnames))));
+        result = gck_invoke(state->py.call.decorate, Py_BuildValue("(OON)", module, kwnames, gck_tuple(all, PyTuple_Size(kwnames))));
     } else if (o.function == NULL) {
         PyErr_SetString(PyExc_TypeError, "checkpoint() missing 1 required positional argument: 'function'");
     } else {
         PyObject *const *args = nall > 0 ? all + 1 : all;
         const Py_ssize_t nargs = nall > 0 ? nall - 1 : 0;
         result = run_region(state, &o, args, nargs, kwargs);
+        if (result == NULL && kwargs != NULL && !exact && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            note_keyword(state, kwargs);
+        }
     }
     Py_XDECREF(kwargs);
     return result;

@@ -1,4 +1,4 @@
-/* deciding.c: which regions keep what operators decide. */
+/* deciding.c: which regions keep discrete outputs. */
 #include "selective.h"
 #include "stand_in.h"
 
@@ -11,7 +11,7 @@ int gck_announce(gck_state *state, gck_active *active)
     return 0;
 }
 
-/* What the stores at work in this thread keep of decisions. */
+/* Which discrete outputs the active stores of this thread keep. */
 static int decisions_around(const gck_state *state)
 {
     const unsigned long thread = PyThread_get_thread_ident();

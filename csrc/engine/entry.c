@@ -1,12 +1,12 @@
-/* entry.c: decides what becomes a payload and what is kept by reference, as torch does. */
+/* entry.c: decides which tensor becomes a payload and which is kept by reference, as in torch. */
 #include "entry.h"
 
 #include "rounding.h"
 
 #include <stdlib.h>
 
-/* GCK_COMPRESS, a reason, or -1.  The order of the questions is the order of their cost, and
- * of what a user would want to hear first. */
+/* GCK_COMPRESS, a reason, or -1.  The checks are ordered by cost, and by what a user wants to know
+ * first. */
 static int judge(gck_packing *p, gck_input *in)
 {
     gck_py *py = &p->state->py;
@@ -15,15 +15,16 @@ static int judge(gck_packing *p, gck_input *in)
         return -1;
     }
     if (!in->requires_grad && !p->plan.floating) {
-        return GCK_KEEP_NO_GRAD;
+        return GCK_SKIP_NO_GRAD;
     }
     if (gck_input_read(py, in, GCK_FACT_LEAF) < 0) {
         return -1;
     }
-    /* A parameter, or a tensor whose .grad the user wants: it stays alive anyway.  A fake-quantized forward gets a
-     * result of x in its place, which is no leaf: there every leaf stays. */
-    if ((in->requires_grad && in->leaf && (!p->plan.leaves || p->plan.replay)) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
-        return GCK_KEEP_LEAF;
+    /* A parameter stays alive anyway, and so does every leaf that requires grad: autograd's
+     * AccumulateGrad holds it.  A fake-quantized forward replaces x by a result of x, which is not
+     * a leaf, so there include="floating" keeps leaves too. */
+    if ((in->requires_grad && in->leaf && (!p->plan.floating || p->plan.fake_quantize)) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
+        return GCK_SKIP_LEAF;
     }
     return gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
 }
@@ -41,30 +42,30 @@ int gck_count_kept(gck_state *state, PyObject *x, int verdict)
 {
     gck_stats *s = &state->stats;
 
-    s->kept[verdict]++;
-    if (verdict == GCK_KEEP_NO_GRAD || verdict == GCK_KEEP_LEAF) {
+    s->uncompressed[verdict]++;
+    if (verdict == GCK_SKIP_NO_GRAD || verdict == GCK_SKIP_LEAF) {
         return 0;
     }
-    s->asked++;
-    return gck_count_bytes(&state->py, x, &s->kept_bytes);
+    s->eligible++;
+    return gck_count_bytes(&state->py, x, &s->uncompressed_bytes);
 }
 
-/* *forward := what the forward gets in place of x.  0 or -1. */
+/* Store in *forward what the forward gets in place of x.  0 or -1. */
 static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **forward)
 {
-    *forward = p->plan.replay ? PyObject_CallMethod(p->state->py.shim, "straight_through", "OO", x, payload)
+    *forward = p->plan.fake_quantize ? PyObject_CallFunction(p->state->py.call.straight_through, "OO", x, payload)
                               : Py_NewRef(x);
     return *forward == NULL ? -1 : 0;
 }
 
-/* New reference: a payload of the tensor, which has been judged, and *forward.  NULL with *fits = 0 when the codec
- * cannot hold it, else with an exception. */
+/* New reference: a payload of the tensor, which has been judged, and *forward.  NULL with *fits = 0
+ * when the codec overflows, else with an exception. */
 static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward, int *fits)
 {
     gck_state *state = p->state;
-    /* Outer hooks and the replay read the bytes at once. */
-    gck_batch *batch = p->outer || p->plan.replay ? NULL : p->batch;
-    const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.replay ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
+    /* Outer hooks and the fake-quantized forward read the bytes at once. */
+    gck_batch *batch = p->outer || p->plan.fake_quantize ? NULL : p->batch;
+    const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.fake_quantize ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
     gck_payload *first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
     PyObject *payload = NULL;
     gck_dither dither;
@@ -84,11 +85,11 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
     return payload;
 }
 
-/* in->x becomes a payload: 1; is one already: 2; or may not: 0; or -1.
+/* 1: in->x becomes a payload; 2: it is one already; 0: it must not be one; -1.
  *
- * A tensor that is an argument for the second time is restored once, for a function may ask `a is b`; not where each
- * argument is an input of a node.  Outer hooks see it twice nevertheless: a recompute in which the two are no longer
- * one object has to save as many tensors. */
+ * A tensor that is an argument for the second time is restored once, because a function may test
+ * `a is b`; not where each argument is an input of a node.  Outer hooks see it twice nevertheless: a
+ * recompute in which the two are different objects has to save as many tensors. */
 static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
 {
     const int verdict = judge(p, in);
@@ -105,7 +106,7 @@ static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **fo
         if (payload == NULL) {
             Py_XDECREF(again);
             Py_CLEAR(*forward);
-            return fits ? -1 : gck_count_kept(p->state, in->x, GCK_KEEP_FIT);
+            return fits ? -1 : gck_count_kept(p->state, in->x, GCK_SKIP_FIT);
         }
     }
     if (again != NULL) {
@@ -113,13 +114,13 @@ static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **fo
         gck_payload_again((gck_payload *)again);
     }
     *entry = (gck_entry){GCK_PAYLOAD, again != NULL ? again : payload, 0, 0, NULL, 0};
-    p->state->stats.asked++;
+    p->state->stats.eligible++;
     p->state->stats.compressed++;
     p->payloads++;
     return again != NULL ? 2 : 1;
 }
 
-/* The same, and the tensor is known to the check of aliases. */
+/* The same, and the check of aliases gets the tensor. */
 static int pack_payload(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
 {
     const int packed = encode(p, in, entry, forward);
@@ -133,7 +134,7 @@ static int pack_payload(gck_packing *p, gck_input *in, gck_entry *entry, PyObjec
     return packed > 0 ? 1 : packed;
 }
 
-/* 1, 0, or -1.  A subclass that refuses to say is none. */
+/* 1, 0, or -1.  A subclass that does not answer counts as 0. */
 static int is_inference(PyObject *x)
 {
     const int truth = gck_is_true(PyObject_CallMethod(x, "is_inference", NULL));
@@ -146,7 +147,7 @@ _Thread_local int gck_entry_of_region;
 /* A positional tensor that stays is what autograd calls a saved tensor.  With saved-tensor
  * hooks around us it becomes torch's SavedTensor, which goes through them (R2).  Without,
  * that would only hold the tensor and its version, which we do ourselves for a tenth of
- * the cost.  SavedTensor also refuses inference tensors, with the words users know. */
+ * the cost.  SavedTensor also rejects inference tensors, with torch's error. */
 int gck_entry_keep(const gck_packing *p, gck_input *in, gck_entry *entry)
 {
     gck_py *py = &p->state->py;
@@ -157,7 +158,8 @@ int gck_entry_keep(const gck_packing *p, gck_input *in, gck_entry *entry)
         if (gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_LEAF) < 0) {
             return -1;
         }
-        /* x.detach() of an inference tensor has a version, and is one: torch refuses it below. */
+        /* x.detach() of an inference tensor has a version and is itself an inference tensor: torch
+         * rejects it below. */
         inference = in->version < 0 ? 1 : in->leaf ? is_inference(in->x) : 0;
     }
     if (inference == 0) {
@@ -174,7 +176,7 @@ int gck_entry_keep(const gck_packing *p, gck_input *in, gck_entry *entry)
     return 0;
 }
 
-/* 1, 0, or -1.  A type whose metaclass refuses to be hashed is no container. */
+/* 1, 0, or -1.  A type whose metaclass refuses to be hashed is not a container. */
 static int is_container(gck_py *py, PyObject *x)
 {
     int known = PyDict_Contains(py->supported_nodes, (PyObject *)Py_TYPE(x));
@@ -185,7 +187,8 @@ static int is_container(gck_py *py, PyObject *x)
     return known != 0 || !PyTuple_Check(x) ? known : gck_has_attribute(x, "_fields");
 }
 
-/* Keep x, which is no container.  1: as a payload, or as an input of a node; 0: by reference; -1. */
+/* Keep x, which is not a container.  1: as a payload, or as an input of a node; 0: by reference;
+ * -1. */
 static int pack_leaf(gck_packing *p, gck_input *in, int tensor, int positional, gck_entry *entry, PyObject **forward)
 {
     int packed = tensor && p->plan.codec != NULL ? pack_payload(p, in, entry, forward) : 0;
@@ -208,8 +211,8 @@ static int pack_leaf(gck_packing *p, gck_input *in, int tensor, int positional, 
     return 0;
 }
 
-/* Pack the leaves of a container.  It is kept whole, by reference, unless one became
- * a payload or an input of a node: 1 packed, 0 not, -1. */
+/* Pack the leaves of a container.  The container is kept by reference as a whole, unless a leaf
+ * became a payload or an input of a node: 1 packed, 0 not, -1. */
 static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_entry *entry, PyObject **forward)
 {
     const Py_ssize_t n = PyList_Size(leaves);
@@ -230,7 +233,7 @@ static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_ent
         Py_XDECREF(value);
         gck_input_clear(&in);
     }
-    if (result == 1 && p->plan.replay) {
+    if (result == 1 && p->plan.fake_quantize) {
         *forward = PyObject_CallFunctionObjArgs(p->state->py.tree_unflatten, fed, spec, NULL);
         result = *forward == NULL ? -1 : 1;
     }
@@ -297,12 +300,12 @@ static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t versio
         return NULL;
     }
     if (in.version != version) {
-        return PyObject_CallMethod(state->py.shim, "raise_modified", "OL", x, (long long)version);
+        return PyObject_CallFunction(state->py.call.raise_modified, "OL", x, (long long)version);
     }
     return Py_NewRef(x);
 }
 
-/* Containers are put together by code of the user, which may look at the values. */
+/* The user's code assembles containers and may read the values. */
 static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
 {
     PyObject *leaves = PyList_New(0), *tree = NULL;
@@ -318,7 +321,8 @@ static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batc
     return tree;
 }
 
-/* New reference: x without history, requiring grad when x does; also in the list.  Takes x over. */
+/* New reference: x without history, requiring grad when x does; it is also added to the list.
+ * Takes x over. */
 static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
 {
     PyObject *copy = x != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
@@ -332,12 +336,13 @@ static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
     return copy;
 }
 
-/* New reference: what this payload has given, or gives now, in the recompute that the batch belongs to. */
+/* New reference: the tensor that this payload gave before, or gives now, in the recompute that the
+ * batch belongs to. */
 static PyObject *restore_payload(gck_payload *payload, gck_batch *batch, const PyObject *inputs)
 {
     PyObject *x;
 
-    if (!payload->again || inputs != NULL) {       /* faster: it is not asked for again */
+    if (!payload->again || inputs != NULL) {       /* faster: no other argument uses it */
         return gck_payload_restore(payload, batch);
     }
     if (batch->made == NULL && (batch->made = PyDict_New()) == NULL) {
@@ -353,7 +358,7 @@ static PyObject *restore_payload(gck_payload *payload, gck_batch *batch, const P
 
 PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
 {
-    PyObject *value = Py_NewRef(entry->value), *x;           /* what runs here may empty the entry */
+    PyObject *value = Py_NewRef(entry->value), *x;           /* the code below may empty the entry */
 
     switch (entry->kind) {
     case GCK_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
@@ -397,7 +402,7 @@ int gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg)
 
 void gck_entry_clear(gck_entry *entry)
 {
-    gck_entry old = *entry;                      /* publish empty first: clearing runs Python */
+    gck_entry old = *entry;                      /* publish the empty entry first: clearing runs Python */
 
     *entry = (gck_entry){GCK_KEPT, NULL, 0, 0, NULL, 0};
     Py_XDECREF(old.value);

@@ -36,7 +36,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     gck_holder *holder;
     gck_meta meta = {.objects = NULL};
 
-    /* First: for a subclass this runs Python, which may record more. */
+    /* First, because for a subclass this runs Python, which may record more slots. */
     if (frame->check_metadata && gck_meta_of(frame, x, 0, &meta) < 0) {
         return NULL;
     }
@@ -150,7 +150,7 @@ PyType_Spec gck_frame_spec = {
 
 /* ---- Holder ---- */
 
-/* Takes the value of a slot out of some table; NULL when none has one. */
+/* Take the value of a slot out of the table that has one; NULL when none has. */
 static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
 {
     for (Py_ssize_t i = 0; i < frame->ntables; i++) {
@@ -167,8 +167,8 @@ static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
     return NULL;
 }
 
-/* This part of the graph is gone: so are its recomputed tensors.  Freeing one may free
- * anything, the frame too; then the frame has cleared holder->frame. */
+/* This part of the graph is gone, and so are its recomputed tensors.  Freeing one may free
+ * anything, also the frame, which then has cleared holder->frame. */
 static void holder_dealloc(PyObject *op)
 {
     gck_holder *holder = (gck_holder *)op;

@@ -27,9 +27,9 @@ typedef struct {
     Py_ssize_t index;              /* of its slot                                        */
 } gck_holder;
 
-/* What the determinism check compares: shape, dtype, device.  Plain tensors are read
- * through DLPack into the numbers; of any other, `objects` is (shape, dtype, device), or
- * (value,) with what a check of the user's own returned. */
+/* The determinism check compares shape, dtype and device.  Plain tensors are read through DLPack
+ * into the numbers.  For any other tensor `objects` is (shape, dtype, device), or (value,) with the
+ * result of the user's own check. */
 enum { GCK_META_INLINE = 4 };
 typedef struct {
     PyObject     *objects;         /* owned; NULL: the numbers count                     */
@@ -54,11 +54,11 @@ typedef struct {
     PyObject       *group;         /* owned GraphExecGroup; then task does not count     */
     gck_table_phase phase;
     int             watched;       /* freed at the end of its graph task                 */
-    unsigned long   thread;        /* that recomputes, while RESTORING                   */
-    PyObject       *gate;          /* a lock that is held until the recompute is over; NULL: nobody waits */
+    unsigned long   thread;        /* the recomputing thread, while RESTORING            */
+    PyObject       *gate;          /* a lock, held until the recompute is over; NULL: no thread waits */
     Py_ssize_t      counter;       /* tensors packed by the recompute so far             */
     Py_ssize_t      left;          /* values not handed out yet                          */
-    Py_ssize_t      size;          /* slots when it was made: a region may record more   */
+    Py_ssize_t      size;          /* slots when the table was made: a region may record more */
     PyObject      **values;        /* `size`; NULL: absent or handed out; malloc         */
     unsigned char  *handed;        /* `size`                                             */
 } gck_table;
@@ -75,27 +75,28 @@ struct gck_frame {
     PyObject       *kwnames;       /* tuple                                              */
     gck_ambient     ambient;
     PyObject       *recompute_context;   /* from context_fn; NULL: none                  */
-    PyObject       *metadata_fn;         /* reads what the determinism check compares; NULL: ours */
+    PyObject       *metadata_fn;         /* reads what the determinism check compares; NULL: the default */
     PyObject       *error_callback;      /* debug=True: gets the CheckpointError         */
-    PyObject       *parameters;          /* debug=True: the region's, with versions */
+    PyObject       *parameters;          /* debug=True: the region's parameters, with versions */
     int             early_stop, check_metadata, ignore_mismatch;
-    int             asked;         /* compression was asked for                          */
-    PyObject       *once;          /* of what a recompute puts the statistics back, as in gck_options */
-    int             approximate;   /* a recompute gets other values than the forward     */
-    gck_rounding    rounding;      /* where the noise of what is encoded inside begins   */
-    int             decisions;     /* its inputs may come back approximate: what is kept, as in a gck_plan */
-    gck_store      *store;         /* outputs that the recompute gets from the forward; NULL: none */
+    int             asked;         /* compression was requested                          */
+    PyObject       *once;          /* modules whose statistics a recompute restores, as in gck_options */
+    int             approximate;   /* the recompute gets other values than the forward   */
+    gck_rounding    rounding;      /* where the noise of tensors encoded inside begins   */
+    /* inputs may be restored approximately: which discrete outputs are kept, as in a gck_plan */
+    int             decisions;
+    gck_store      *store;         /* outputs that the recompute takes from the forward; NULL: none */
     PyObject       *policy_fn;     /* owned; NULL: the store's names are the policy      */
     /* Of a region that is one node of the graph (node.h): */
     int             reentrant;     /* as torch's reentrant form                          */
     PyObject       *parameters_in; /* list: inputs of the node after the arguments; NULL: not all are known */
-    PyObject       *outputs;       /* (leaves, spec) until they are put together; NULL: one tensor */
+    PyObject       *outputs;       /* (leaves, spec) until they are assembled; NULL: one tensor */
     gck_slot       *slots;
     Py_ssize_t      nslots, capacity;
     gck_table     **tables;
     Py_ssize_t      ntables;
     gck_frame      *next;          /* borrowed: in the state's list while there are tables */
-    gck_frame     **previous;      /* what points to us there; NULL: not in the list     */
+    gck_frame     **previous;      /* the pointer to this frame there; NULL: not in the list */
 };
 
 /* Stands for the frame in the hooks of a recompute, which may outlive it. */
@@ -113,22 +114,22 @@ gck_frame *gck_frame_new(gck_state *state);
 /* New reference: a Holder for the next slot; remembers x's metadata. */
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x);
 
-/* 0, or -1 with an exception and *meta empty.  whole: as objects, also of a plain tensor. */
+/* 0, or -1 with an exception and *meta empty.  whole: as objects, also for a plain tensor. */
 int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta);
 int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b);      /* 1, 0, -1 */
-PyObject *gck_meta_describe(const gck_meta *meta);             /* new reference: for the shim's message */
+PyObject *gck_meta_describe(const gck_meta *meta);             /* new reference, for the message in Python */
 void gck_meta_clear(gck_meta *meta);
 
-/* Tables: borrowed; NULL when there is none. */
+/* Tables: borrowed; NULL when the frame has none for this key. */
 gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group);
 gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group);
 void gck_frame_table_free(gck_frame *frame, gck_table *table);
 void gck_frame_tables_clear(gck_frame *frame);
-/* The recompute is over: who waits for it goes on. */
+/* The recompute is over: threads that wait for it continue. */
 void gck_table_open(gck_table *table);
-/* Wait for the thread that recomputes, the GIL released.  0, or -1 when a signal handler raised. */
+/* Wait for the recomputing thread, with the GIL released.  0, or -1 when a signal handler raised. */
 int gck_table_wait(const gck_py *py, gck_table *table);
-/* Free the values; what was handed out stays known. */
+/* Free the values; which slots were handed out stays known. */
 void gck_table_drain(gck_table *table);
 
 /* recompute.c: the unpack hook, self is the Frame; and the hooks of the recompute. */

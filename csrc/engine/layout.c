@@ -1,7 +1,7 @@
 /* layout.c: strides in the order of their size, with and without holes. */
 #include "layout.h"
 
-/* The dimensions from the one that moves least to the one that moves most; of equal ones the last first. */
+/* Sort the dimensions by stride, the smallest first; of equal ones the last dimension first. */
 static void sort(const gck_tensor *x, const int64_t *strides, int *order)
 {
     int n = 0;
@@ -15,7 +15,7 @@ static void sort(const gck_tensor *x, const int64_t *strides, int *order)
     }
 }
 
-/* Every stride, also of dimensions of one element. */
+/* Check every stride, also of dimensions with one element. */
 static int is_plain(const gck_tensor *x)
 {
     int64_t expected = 1;
@@ -31,7 +31,7 @@ static int is_plain(const gck_tensor *x)
 int gck_layout_of(const gck_tensor *x, int exact, int64_t *strides)
 {
     int order[GCK_MAX_DIM], holes = 0, overlaps = 0;
-    int64_t reach = 1, dense = 1;                /* memory that the dimensions so far need, as it is and without holes */
+    int64_t reach = 1, dense = 1;                /* memory for the dimensions so far, as they are and without holes */
 
     if (is_plain(x)) {
         return GCK_LAYOUT_PLAIN;

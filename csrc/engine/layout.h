@@ -1,9 +1,10 @@
 /* layout.h: which strides a restored tensor has.
  *
- * Which kernel torch takes, and so the last bit of what it computes, may depend on them.  A codec without loss gives
- * back a tensor with the original's: holes and overlaps included, and memory for the span of it while a region runs
- * again, which is never more than the storage that the original was part of.  One that rounds keeps the order of the
- * dimensions, and leaves holes out; where elements overlap it makes a contiguous tensor. */
+ * They may decide which kernel torch takes, and so the last bit of the result.  A lossless codec
+ * restores the original's strides, holes and overlaps included.  While a region runs again this
+ * takes memory for the whole span, which is never more than the storage that the original was part
+ * of.  A rounding codec keeps the order of the dimensions and drops the holes; where elements
+ * overlap it makes a contiguous tensor. */
 #ifndef GRADCKPT_LAYOUT_H
 #define GRADCKPT_LAYOUT_H
 
@@ -11,8 +12,8 @@
 
 enum { GCK_LAYOUT_PLAIN, GCK_LAYOUT_DENSE, GCK_LAYOUT_HOLES };
 
-/* Strides of x restored, ndim of them, into strides[].  PLAIN: those of a contiguous tensor; HOLES: there is memory
- * between the elements that is none of theirs. */
+/* Write the ndim strides of the restored x to strides[].  PLAIN: those of a contiguous tensor.
+ * HOLES: memory lies between the elements that belongs to none of them. */
 int gck_layout_of(const gck_tensor *x, int exact, int64_t *strides);
 
 /* 1 when the values fill their memory without holes or overlaps. */

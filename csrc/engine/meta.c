@@ -18,7 +18,7 @@ int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
         if (shown < 0) {
             return -1;
         }
-        if (shown && dl.ndim <= GCK_META_INLINE) {             /* else the long way */
+        if (shown && dl.ndim <= GCK_META_INLINE) {             /* else by attributes */
             meta->dtype = dl.dtype;
             meta->device = dl.device;
             meta->ndim = dl.ndim;
@@ -28,14 +28,14 @@ int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
             return 0;
         }
     }
-    meta->objects = PyObject_CallMethod(py->shim, "metadata", "O", x);
+    meta->objects = PyObject_CallFunction(py->call.metadata, "O", x);
     return meta->objects == NULL ? -1 : 0;
 }
 
 int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b)
 {
     if (a->objects != NULL || b->objects != NULL) {      /* a subclass may come back detached, as a plain tensor */
-        return gck_is_true(gck_method(py->shim, "same_metadata", Py_BuildValue("(NN)", gck_meta_describe(a), gck_meta_describe(b))));
+        return gck_is_true(gck_invoke(py->call.same_metadata, Py_BuildValue("(NN)", gck_meta_describe(a), gck_meta_describe(b))));
     }
     return a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
         && memcmp(&a->device, &b->device, sizeof a->device) == 0

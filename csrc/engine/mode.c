@@ -1,8 +1,9 @@
-/* mode.c: heap type Context, the part in C of the two modes of a selective region: their __torch_dispatch__.
+/* mode.c: heap type Context, the C part of the two modes of a selective region: their
+ * __torch_dispatch__.
  *
- * They serve policies that are functions, regions under modes of others, and who traces.  Semantics and texts are
- * those of torch's _CachingTorchDispatchMode and _CachedTorchDispatchMode; the classes, in gradckpt/selective.py,
- * derive from them and from Context. */
+ * They serve policies that are functions, regions under other modes, and tracing.  Semantics and
+ * texts are those of torch's _CachingTorchDispatchMode and _CachedTorchDispatchMode; the classes in
+ * gradckpt/_engine/selective.py derive from them and from Context. */
 #include "options.h"
 #include "selective.h"
 
@@ -13,7 +14,7 @@ typedef struct {
     PyObject_HEAD
     gck_store *store;                /* owned; NULL before __init__                         */
     int        by_key;               /* the policy needs no mode                            */
-    int        replay;               /* of the recompute                                    */
+    int        replay;               /* the context of the recompute                        */
 } gck_context;
 
 /* New reference: the store of a context; NULL with TypeError when it has none. */
@@ -28,7 +29,8 @@ static gck_store *store_of(const gck_context *self)
 
 static PyObject *run_call(const gck_call *call) { return PyObject_Call(call->with, call->args, call->kwargs); }
 
-/* 1: torch never keeps what the operator returns; 0; -1.  Few they are, and their __hash__ is Python. */
+/* 1: torch never keeps the operator's outputs; 0; -1.  A linear search: they are few, and their
+ * __hash__ is Python. */
 static int is_ignored(gck_py *py, PyObject *func)
 {
     if (py->ignored == NULL || PyTuple_Size(py->ignored) != PySet_Size(py->ignored_ops)) {
@@ -44,7 +46,7 @@ static int is_ignored(gck_py *py, PyObject *func)
     return py->ignored != NULL ? 0 : -1;
 }
 
-/* The call: recorded, replayed, or just run, as outside of this thread's `with`. */
+/* Record or replay the call, or only run it, as outside of this thread's `with`. */
 static PyObject *dispatch(const gck_context *self, gck_store *store, gck_call *call)
 {
     gck_py *py = &store->state->py;
@@ -54,7 +56,7 @@ static PyObject *dispatch(const gck_context *self, gck_store *store, gck_call *c
     /* Higher order operators have neither an `_op` nor one key for all of their calls. */
     call->with = target != NULL ? target : call->op;
     call->key = target != NULL ? Py_NewRef(call->op) : gck_clear_attribute_error() < 0 ? NULL
-        : PyObject_CallMethod(py->selection, "selective_key", "OO", call->op, call->args);
+        : PyObject_CallFunction(py->call.selective_key, "OO", call->op, call->args);
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_NOT_NAMED ? NULL : gck_active_of(store->state, call->context);
         out = active == NULL ? run_call(call) : self->replay ? gck_replay_call(active, line, call)
@@ -65,14 +67,14 @@ static PyObject *dispatch(const gck_context *self, gck_store *store, gck_call *c
     return out;
 }
 
-/* New reference: where somebody traces a forward, whose graph takes every output and torch's marks, what torch's own
- * mode returns; NotImplemented: nobody does. */
+/* New reference: under tracing of a forward, whose graph takes every output and torch's marks, the
+ * result of torch's own mode; NotImplemented where nothing is traced. */
 static PyObject *record_traced(gck_store *store, const gck_call *call, PyObject *types)
 {
     const gck_py *py = &store->state->py;
     const int modes = store->policy != NULL ? gck_ask(py->dispatch_stack_len) : 0;
     PyObject *out = modes < 0 ? NULL : modes == 0 ? Py_NewRef(Py_NotImplemented)
-        : PyObject_CallMethod(py->selection, "record_traced", "OOOOO", call->context, call->op, types, call->args,
+        : PyObject_CallFunction(py->call.record_traced, "OOOOO", call->context, call->op, types, call->args,
                               call->kwargs != NULL ? call->kwargs : Py_None);
 
     store->traced |= out != NULL && out != Py_NotImplemented;
@@ -110,7 +112,7 @@ exit:
 
 /* ---- with context: ---- */
 
-/* 1: by key; 0: a mode, where somebody traces and where somebody's mode watches; -1. */
+/* 1: by key; 0: by a mode, under tracing and where another mode watches; -1. */
 static int may_use_key(const gck_context *self)
 {
     const gck_state *state = self->store->state;
@@ -121,7 +123,7 @@ static int may_use_key(const gck_context *self)
     return modes < 0 || compiling < 0 ? -1 : wanted && !modes && !compiling;
 }
 
-/* In C, so that no signal handler runs between the key and the with statement. */
+/* It is in C so that no signal handler runs between the key and the with statement. */
 static PyObject *context_enter(PyObject *op, PyObject *unused)
 {
     gck_context *self = (gck_context *)op;
@@ -170,7 +172,7 @@ static PyObject *context_exit(PyObject *op, PyObject *error)
         result = method != NULL ? PyObject_Call(method, error, NULL) : NULL;
         Py_XDECREF(method);
     }
-    /* Only a forward has candidates; one that failed leaves none either. */
+    /* Only a forward has candidates.  A failed one leaves none either. */
     if (result != NULL && PyTuple_Size(error) > 0 && PyTuple_GetItem(error, 0) == Py_None && gck_store_finish(store) < 0) {
         Py_CLEAR(result);
     }
@@ -263,7 +265,7 @@ static PyType_Slot context_slots[] = {
     {Py_tp_clear, context_clear},
     {Py_tp_methods, context_methods},
     {Py_tp_getset, context_getset},
-    {Py_tp_doc, "What the contexts of a selective region do in C."},
+    {Py_tp_doc, "The C part of the contexts of a selective region."},
     {0, NULL},
 };
 

@@ -1,4 +1,4 @@
-/* names.c: heap type Names: operators, and what is done with their outputs. */
+/* names.c: heap type Names: operators, and what happens to their outputs. */
 #include "options.h"
 #include "store.h"
 
@@ -32,7 +32,7 @@ static void names_dealloc(PyObject *op)
 static PyType_Slot names_slots[] = {
     {Py_tp_dealloc, names_dealloc},
     {Py_tp_traverse, names_traverse},
-    {Py_tp_doc, "Operators, and what is done with their outputs."},
+    {Py_tp_doc, "Operators, and what happens to their outputs."},
     {0, NULL},
 };
 
@@ -59,7 +59,7 @@ static int read_row(gck_state *state, PyObject *row, gck_named *named)
     return named->draws < 0 ? -1 : 0;
 }
 
-/* Where the operator is in the table, or would be. */
+/* The slot in which the operator is, or would be. */
 static size_t slot_of(const gck_names *names, const PyObject *op)
 {
     size_t at = ((uintptr_t)op >> 4) * 0x9E3779B97F4A7C15u >> 32 & names->mask;
@@ -72,7 +72,7 @@ static size_t slot_of(const gck_names *names, const PyObject *op)
 
 int gck_names_find(const gck_names *names, const PyObject *op) { return names->slots[slot_of(names, op)]; }
 
-/* Of rows with the same operator the first counts.  0 or -1. */
+/* The first of several rows with the same operator counts.  0 or -1. */
 static int index_names(gck_names *self)
 {
     self->mask = 15;
@@ -103,7 +103,7 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!:make_names", &rows, &PyFrozenSet_Type, &wanted)
         || (rows != Py_None && !PyTuple_Check(rows))
         || (self = (gck_names *)PyType_GenericAlloc(state->Names, 0)) == NULL) {
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "make_names takes a tuple of rows or None, not %R", rows);
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt: make_names takes a tuple of rows or None, not %R", rows);
     }
     const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Size(rows);
     self->wanted = Py_NewRef(wanted);
@@ -116,7 +116,7 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
         gck_named *named = &self->named[self->n++];
         status = read_row(state, PyTuple_GetItem(rows, i), named);
         self->ngroups = named->group >= self->ngroups ? named->group + 1 : self->ngroups;
-        self->decisions = named->plan.decisions > self->decisions ? named->plan.decisions : self->decisions;
+        self->decisions = named->plan.replay_discrete > self->decisions ? named->plan.replay_discrete : self->decisions;
     }
     if (status < 0 || index_names(self) < 0) {
         Py_CLEAR(self);

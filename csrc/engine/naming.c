@@ -6,14 +6,14 @@ int gck_store_candidate(gck_store *store, int line, const gck_call *call, PyObje
     if (store->candidates == NULL && (store->candidates = PyList_New(0)) == NULL) {
         return -1;
     }
-    return gck_append(store->candidates, PyObject_CallMethod(store->state->py.selection, "candidate", "OiO", out, line,
+    return gck_append(store->candidates, PyObject_CallFunction(store->state->py.call.candidate, "OiO", out, line,
                                                              call->index));
 }
 
-/* x has the name: what it was made from is kept. */
+/* x has the name: keep the output that it comes from. */
 static int keep_candidate(gck_store *store, PyObject *x, PyObject *name)
 {
-    PyObject *found = PyObject_CallMethod(store->state->py.selection, "find_candidate", "OOO",
+    PyObject *found = PyObject_CallFunction(store->state->py.call.find_candidate, "OOO",
                                           store->candidates != NULL ? store->candidates : Py_None, x, name);
     gck_call call = {.op = NULL};
     PyObject *out;
@@ -41,6 +41,6 @@ int gck_store_finish(gck_store *store)
         return 0;
     }
     Py_CLEAR(store->candidates);
-    return store->met > 0 ? 0 : gck_done(PyObject_CallMethod(store->state->py.selection, "warn_unnamed", "OO",
+    return store->met > 0 ? 0 : gck_done(PyObject_CallFunction(store->state->py.call.warn_unnamed, "OO",
                                                              (PyObject *)store->policy, store->policy->wanted));
 }

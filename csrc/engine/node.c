@@ -1,7 +1,7 @@
-/* node.c: the two autograd Functions whose forward and backward are C: how they are called,
- * and their forward.
+/* node.c: the two autograd Functions whose forward and backward are C: how they are called, and
+ * their forward.
  *
- * CheckpointFunction is torch's, to the texts and names in profiles.  In SelectiveRecompute
+ * CheckpointFunction is torch's, down to its texts and its names in profiles.  In SelectiveRecompute
  * the parameters of a module are inputs of the node, so it returns their gradients. */
 #include "node.h"
 
@@ -11,20 +11,21 @@
 
 const char gck_selective_doc[] =
     "One graph node for a region that keeps what a policy names and recomputes the rest.\n\n"
-    "``SelectiveRecompute.apply(function, policy, *args, compress=None, **kwargs)`` returns what\n"
-    "``function(*args, **kwargs)`` returns.\n\n"
+    "``SelectiveRecompute.apply(function, policy, *args, compress=None, **kwargs)`` returns the result of\n"
+    "``function(*args, **kwargs)``.\n\n"
     "Args:\n"
-    "    function: A Module, a bound method of one, or a ``functools.partial`` of these: their parameters are inputs\n"
-    "        of the node, too. Any other callable: gradients of tensors that it gets from elsewhere are accumulated\n"
-    "        by a backward inside the backward, as torch's reentrant checkpoint does, with its restrictions.\n"
-    "    policy: What gradckpt.compat.create_selective_checkpoint_contexts takes; None keeps nothing.\n"
-    "    *args, **kwargs: For ``function``; tensors may be nested in containers.\n"
+    "    function: A Module, a bound method of one, or a ``functools.partial`` of these, whose parameters are\n"
+    "        also inputs of the node. For any other callable, gradients of tensors that are not arguments are\n"
+    "        accumulated by a backward inside the backward, as in torch's reentrant checkpoint, with its\n"
+    "        restrictions.\n"
+    "    policy: As in gradckpt.compat.create_selective_checkpoint_contexts; None keeps nothing.\n"
+    "    *args, **kwargs: Passed to ``function``. Tensors may be nested in containers.\n"
     "    compress: How the tensors among them are kept, as in gradckpt.checkpoint.\n\n"
     "Raises:\n"
     "    RuntimeError: in backward: a second one, when anything was kept; a gradient of the gradient; for callables\n"
-    "        that are no modules, ``autograd.grad`` or ``backward(inputs=...)``; a module that uses a tensor which\n"
-    "        requires grad and is neither a parameter of it nor an argument.\n\n"
-    "Random state, autocast and running statistics as in gradckpt.checkpoint. It needs no saved-tensor hooks.";
+    "        that are not modules, ``autograd.grad`` or ``backward(inputs=...)``; a module that uses a tensor which\n"
+    "        requires grad and is neither one of its parameters nor an argument.\n\n"
+    "Random state, autocast and running statistics behave as in gradckpt.checkpoint. It needs no saved-tensor hooks.";
 
 /* ---- outputs ---- */
 
@@ -36,7 +37,7 @@ PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
     if (single != 0) {
         return single < 0 ? NULL : PyTuple_Pack(1, out);
     }
-    both = PyObject_CallMethod(py->selection, "tensors_of", "(O)", out);
+    both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
     tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
     if (both != NULL && noted != NULL) {
         noted->outputs = PySequence_GetItem(both, 1);
@@ -52,7 +53,7 @@ static PyObject *assemble(gck_frame *frame, PyObject *tensors)
 
     frame->outputs = NULL;
     return rest == NULL ? PySequence_GetItem(tensors, 0)
-                        : PyObject_CallMethod(frame->state->py.selection, "together", "NO", rest, tensors);
+                        : PyObject_CallFunction(frame->state->py.call.together, "NO", rest, tensors);
 }
 
 /* ---- forward ---- */
@@ -78,8 +79,9 @@ static int warn_without_grad(const gck_py *py, PyObject *inputs)
          : PyErr_WarnEx(PyExc_UserWarning, "None of the inputs have requires_grad=True. Gradients will be None", 1);
 }
 
-/* torch's form: its tensors become the node's saved tensors, the rest of what a frame holds is read
- * here, within the node.  *args: what the function gets, owned by the caller.  0 or -1. */
+/* Keep the arguments of torch's form: its tensors become the node's saved tensors, and the rest of
+ * the frame is read here, within the node.  *args: what the function gets, owned by the caller.  0
+ * or -1. */
 static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyObject *const *all, Py_ssize_t n, PyObject **args)
 {
     const gck_py *py = &frame->state->py;
@@ -105,8 +107,8 @@ static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyOb
     return status;
 }
 
-/* Autograd has switched grad mode off.  forward(ctx, frame, args, kwargs or None, *inputs); of torch's form:
- * forward(ctx, frame, (preserve_rng_state, exact), None, *args). */
+/* Autograd has switched grad mode off.  The call is forward(ctx, frame, args, kwargs or None,
+ * *inputs), and for torch's form forward(ctx, frame, (preserve_rng_state, exact), None, *args). */
 static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall)
 {
     gck_state *state = gck_state_of(module);
@@ -114,7 +116,7 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     PyObject *args = NULL, *out = NULL, *result = NULL;
 
     if (frame == NULL || Py_TYPE(all[1]) != state->Frame) {
-        PyErr_SetString(PyExc_TypeError, "SelectiveRecompute.forward is called by SelectiveRecompute.apply");
+        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.forward needs a frame; call SelectiveRecompute.apply");
         return NULL;
     }
     if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0) {
@@ -137,7 +139,7 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     return result;
 }
 
-/* The parameters of the module behind the function are inputs, too.  0 or -1. */
+/* Add the parameters of the module behind the function to the inputs.  0 or -1. */
 static int add_parameters(gck_frame *frame, PyObject *inputs)
 {
     const gck_py *py = &frame->state->py;
@@ -153,7 +155,7 @@ static int add_parameters(gck_frame *frame, PyObject *inputs)
     return status;
 }
 
-/* New reference: the tensors among what the region returns, a tuple. */
+/* New reference: the tensors in the region's result, as a tuple. */
 static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
     const gck_py *py = &frame->state->py;
@@ -190,9 +192,11 @@ static int check_options(const gck_state *state, const gck_options *o, PyObject 
     const int contexts = gck_options_custom_context(state, o) || (o->debug != NULL && o->debug != Py_False);
     const int compress = o->compress != NULL && o->compress != Py_None && o->compress != Py_False;
 
-    return kwargs == NULL && !contexts && !compress ? 0
-         : gck_done(PyObject_CallMethod(state->py.shim, "check_reentrant", "Oii", kwargs ? kwargs : Py_None, contexts,
-                                        compress));
+    const char *ours = compress ? "compress" : gck_options_policy(o) ? "policy" : NULL;
+
+    return kwargs == NULL && !contexts && ours == NULL ? 0
+         : gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oiz", kwargs ? kwargs : Py_None, contexts,
+                                        ours));
 }
 
 PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
@@ -221,7 +225,7 @@ PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *c
 
 /* ---- SelectiveRecompute.apply ---- */
 
-/* Our keyword out of kwargs (a dict, or NULL): compress. */
+/* Take our keyword, compress, out of kwargs (a dict, or NULL). */
 static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan)
 {
     PyObject *compress = kwargs != NULL ? PyDict_GetItemString(kwargs, "compress") : NULL;
@@ -230,14 +234,14 @@ static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan)
         || (compress != NULL && PyDict_DelItemString(kwargs, "compress") < 0)) {
         return -1;
     }
-    if (plan->replay) {
-        PyErr_SetString(PyExc_ValueError, "gradckpt.SelectiveRecompute: replay= needs gradckpt.checkpoint");
+    if (plan->fake_quantize) {
+        PyErr_SetString(PyExc_ValueError, "gradckpt: SelectiveRecompute takes no fake_quantize=; use gradckpt.checkpoint");
         return -1;
     }
     return 0;
 }
 
-/* Store and policy of the region in the frame.  0 or -1. */
+/* Put the store and the policy of the region into the frame.  0 or -1. */
 static int take_policy(gck_frame *frame, PyObject *policy)
 {
     gck_state *state = frame->state;
@@ -247,7 +251,7 @@ static int take_policy(gck_frame *frame, PyObject *policy)
     if (policy == Py_None) {
         return 0;
     }
-    read = PyObject_CallMethod(state->py.selection, "selective_policy", "(O)", policy);
+    read = PyObject_CallFunction(state->py.call.selective_policy, "(O)", policy);
     if (read == NULL) {
         return -1;
     }
@@ -266,13 +270,13 @@ static int refuse_functorch(const gck_py *py)
     const int active = gck_functorch_active(py);
 
     if (active > 0) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt.SelectiveRecompute does not work under torch.func transforms; call "
-                                            "them inside the region, or use gradckpt.checkpoint without them");
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: SelectiveRecompute does not work under torch.func transforms; call "
+                                            "them inside the region, or use gradckpt.checkpoint");
     }
     return active == 0 ? 0 : -1;
 }
 
-/* apply(function, policy, *args, **kwargs); kwargs is ours, or NULL. */
+/* apply(function, policy, *args, **kwargs); kwargs is owned by this call, or NULL. */
 static PyObject *apply_selective(gck_state *state, PyObject *const *all, Py_ssize_t nall, PyObject *kwargs)
 {
     gck_packing packing = {.state = state, .nested = 1};
@@ -300,7 +304,7 @@ exit:
     return result;
 }
 
-/* The forward uncompiled. */
+/* Run the forward uncompiled. */
 static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames)
 {
     gck_state *state = gck_state_of(module);
@@ -308,7 +312,7 @@ static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, 
     PyObject *kwargs = nkw > 0 ? PyDict_New() : NULL, *dynamo, *result = NULL;
 
     if (nall < 2) {
-        PyErr_SetString(PyExc_TypeError, "SelectiveRecompute.apply(function, policy, *args) takes a function and a policy");
+        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.apply(function, policy, *args) takes a function and a policy");
     }
     for (Py_ssize_t i = 0; kwargs != NULL && i < nkw; i++) {
         if (PyDict_SetItem(kwargs, PyTuple_GetItem(kwnames, i), all[nall + i]) < 0) {
@@ -331,7 +335,7 @@ static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_
 
 int gck_node_classes(PyObject *module, gck_state *state)
 {
-    PyObject *made = gck_method(state->py.shim, "node_classes",
+    PyObject *made = gck_invoke(state->py.node_classes,
                               Py_BuildValue("(NNNs)", PyCFunction_NewEx(&forward_def, module, NULL),
                                             PyCFunction_NewEx(&backward_def, module, NULL),
                                             PyCFunction_NewEx(&apply_def, module, NULL), gck_selective_doc));

@@ -9,7 +9,7 @@
 #include "frame.h"
 #include "options.h"
 
-/* checkpoint(..., use_reentrant=True).  kwargs: what is no keyword of ours, or NULL. */
+/* checkpoint(..., use_reentrant=True).  kwargs: keywords that are not ours, or NULL. */
 PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *kwargs);
 
@@ -19,8 +19,8 @@ int gck_node_classes(PyObject *module, gck_state *state);
 /* Their backward(ctx, *grads). */
 PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t nall);
 
-/* New reference: the tensors among what a region returned, as a tuple.  `noted`, if not NULL,
- * remembers the rest; nothing for a single tensor. */
+/* New reference: the tensors in a region's result, as a tuple.  `noted`, if not NULL, remembers the
+ * rest; nothing for a single tensor. */
 PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted);
 
 #endif

@@ -4,8 +4,8 @@
 #include "region.h"
 #include "rerun.h"
 
-/* The region again, with grad.  New reference: what to differentiate by, a sequence; tensors
- * among its arguments are added to `inputs`. */
+/* Run the region again, with grad.  New reference: the sequence of results to differentiate.
+ * Tensors among its arguments are added to `inputs`. */
 static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
 {
     gck_state *state = frame->state;
@@ -21,7 +21,7 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
     Py_XDECREF(next);
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
-    /* torch's form pairs by position whatever came out. */
+    /* torch's form pairs every result by position. */
     if (out == NULL || (frame->reentrant && gck_is_tensor(&state->py, out) == 0)) {
         return out;
     }
@@ -30,7 +30,7 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
     return tensors;
 }
 
-/* Outputs that require grad and what came in for them, into two lists.  0 or -1. */
+/* Put outputs that require grad and their incoming gradients into two lists.  0 or -1. */
 static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *grads, Py_ssize_t ngrads, PyObject *roots,
                         PyObject *root_grads)
 {
@@ -39,8 +39,8 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
     int status = n < 0 ? -1 : 0, asked = 0;
 
     if (n >= 0 && n != ngrads && !frame->reentrant) {
-        PyErr_Format(PyExc_RuntimeError, "gradckpt.SelectiveRecompute: the region returned %zd tensors in the forward and "
-                     "%zd in the recompute", ngrads, n);
+        PyErr_Format(PyExc_RuntimeError, "gradckpt: SelectiveRecompute got %zd tensors from the forward and %zd from the "
+                     "recompute; the region must return as many", ngrads, n);
         return -1;
     }
     for (Py_ssize_t i = 0; i < ngrads; i++) {
@@ -64,7 +64,8 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
     return status;
 }
 
-/* New reference: list of what to differentiate by: inputs, then parameters, that require grad now. */
+/* New reference: list of the tensors to differentiate by: inputs, then parameters, that require
+ * grad now. */
 static PyObject *targets_of(const gck_frame *frame, PyObject *inputs)
 {
     PyObject *list = PyList_New(0);
@@ -79,7 +80,7 @@ static PyObject *targets_of(const gck_frame *frame, PyObject *inputs)
     return list;
 }
 
-/* Once for each module: nothing outside the targets is differentiated by.  0 or -1. */
+/* Check once for each module that gradients flow to the targets only.  0 or -1. */
 static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
 {
     gck_state *state = frame->state;
@@ -88,7 +89,7 @@ static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
     if (module < 0 || (module && gck_known(state->closed, frame->function))) {
         return module < 0 ? -1 : 0;
     }
-    return gck_done(PyObject_CallMethod(state->py.selection, "check_leaves", "OOO", frame->function, roots, targets)) < 0
+    return gck_done(PyObject_CallFunction(state->py.call.check_leaves, "OOO", frame->function, roots, targets)) < 0
         ? -1 : module ? gck_remember(state->closed, frame->function) : 0;
 }
 
@@ -105,15 +106,16 @@ static int any_hooks(const gck_py *py, PyObject *parameters)
     return found;
 }
 
-/* New reference: gradients of the targets, which are all that the region uses.  Where the engine
- * captures the gradient of a leaf it calls the leaf's hooks, which are for the sum. */
+/* New reference: gradients of the targets, which are the only leaves that the region uses.  Where
+ * the engine captures the gradient of a leaf it calls the leaf's hooks, which are meant for the
+ * sum. */
 static PyObject *capture(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
 {
     const gck_py *py = &frame->state->py;
     const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->parameters_in);
     PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets);
     PyObject *result = inputs == NULL ? NULL
-        : hooks ? PyObject_CallMethod(py->selection, "capture", "OOOOO", py->run_backward, roots, grads, inputs,
+        : hooks ? PyObject_CallFunction(py->call.capture, "OOOOO", py->run_backward, roots, grads, inputs,
                                       frame->parameters_in)
         : PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False, NULL);
 
@@ -139,7 +141,8 @@ static PyObject *accumulate(gck_frame *frame, PyObject *roots, PyObject *grads, 
     return list;
 }
 
-/* New reference: the inputs of torch's form: its arguments, with None in the place of what is no tensor. */
+/* New reference: the inputs of torch's form: its arguments, with None in place of what is not a
+ * tensor. */
 static PyObject *spread(const gck_frame *frame, PyObject *inputs)
 {
     PyObject *list = PyList_New(0);
@@ -181,15 +184,14 @@ static int check_valid(const gck_frame *frame)
                           " with .grad() or passing an `inputs` parameter to .backward()."
                           " To resolve this error, you can either set use_reentrant=False,"
                           " or call .backward() without passing the `inputs` argument."
-                        : "gradckpt.SelectiveRecompute: with a callable that is no module, .grad() and backward(inputs=...) "
-                          "are not possible: tensors that it uses besides its arguments are not known. Pass the module "
-                          "itself, a bound method or a functools.partial of it, or use gradckpt.checkpoint with context_fn="
-                          "gradckpt.compat.create_selective_checkpoint_contexts");
+                        : "gradckpt: SelectiveRecompute allows no .grad() or backward(inputs=...) with a callable that is "
+                          "no module; pass the module, its method, or a functools.partial");
     }
     return truth > 0 ? 0 : -1;
 }
 
-/* New reference: gradients of the targets by outputs that require grad now; NULL without an exception: there are none. */
+/* New reference: gradients of the targets, from the outputs that require grad now; NULL without an
+ * exception: no output requires grad. */
 static PyObject *gradients(gck_frame *frame, PyObject *outputs, PyObject *const *grads, Py_ssize_t ngrads, PyObject *targets)
 {
     PyObject *roots = PyList_New(0), *root_grads = PyList_New(0), *found = NULL;
@@ -206,7 +208,7 @@ static PyObject *gradients(gck_frame *frame, PyObject *outputs, PyObject *const 
     return found;
 }
 
-/* New reference: the result of backward, of a frame that is whole. */
+/* New reference: the result of backward, for a frame that is complete. */
 static PyObject *differentiate(gck_frame *frame, PyObject *saved, PyObject *const *grads, Py_ssize_t ngrads)
 {
     PyObject *inputs = PyList_New(0), *outputs = inputs != NULL ? run_again(frame, saved, inputs) : NULL;
@@ -217,13 +219,13 @@ static PyObject *differentiate(gck_frame *frame, PyObject *saved, PyObject *cons
         || (targets = targets_of(frame, inputs)) == NULL) {
         Py_XDECREF(outputs);
     } else if (frame->parameters_in != NULL && PyList_Size(targets) == 0) {
-        Py_DECREF(outputs);                      /* frozen since the forward, all of them: no gradient, and no error */
+        Py_DECREF(outputs);                      /* all were frozen since the forward: no gradient, and no error */
     } else {
         found = gradients(frame, outputs, grads, ngrads, targets);
     }
     if (found != NULL && !frame->reentrant && gck_torch.aoti_torch_grad_mode_is_enabled()) {
         PyObject *exact = found;
-        found = PyObject_CallMethod(frame->state->py.selection, "barred", "(O)", exact);
+        found = PyObject_CallFunction(frame->state->py.call.barred, "(O)", exact);
         Py_DECREF(exact);
     }
     if (!PyErr_Occurred()) {
@@ -237,7 +239,7 @@ static PyObject *differentiate(gck_frame *frame, PyObject *saved, PyObject *cons
     return result;
 }
 
-/* The graph is kept, or its saved tensors die now: so does the frame.  0 or -1. */
+/* The graph is kept, or its saved tensors die now and the frame with them.  0 or -1. */
 static int release(const gck_py *py, PyObject *ctx)
 {
     const int kept = gck_ask(py->keeps_graph);
@@ -252,13 +254,13 @@ PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t n
     PyObject *op = nall >= 1 ? PyObject_GetAttr(all[0], py->names.frame) : NULL, *saved = NULL, *result = NULL;
     gck_frame *frame = op != NULL && Py_TYPE(op) == state->Frame ? (gck_frame *)op : NULL;
 
-    /* Where the graph was freed, saved_tensors raises autograd's own words, also where nothing is in them. */
+    /* Where the graph was freed, saved_tensors raises autograd's own error, also when it is empty. */
     if (op != NULL && (frame == NULL || check_valid(frame) == 0)) {
         saved = PyObject_GetAttr(all[0], py->names.saved_tensors);
     }
     if (saved == NULL || frame == NULL || frame->args == NULL) {
         if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage");
+            PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; keep its output");
         }
     } else if (gck_region_note_step(state) == 0) {
         result = differentiate(frame, saved, all + 1, nall - 1);

@@ -1,4 +1,4 @@
-/* op_outputs.c: heap type Kept: what is kept of one call of an operator, and how it comes back. */
+/* op_outputs.c: heap type Kept: what is kept of one call of an operator, and how it is returned. */
 #include "store.h"
 
 #include "entry.h"
@@ -11,9 +11,9 @@
 /* Type gradckpt._C.Kept: a value, and the version it had. */
 typedef struct {
     PyObject_HEAD
-    PyObject *val;           /* a detached alias, a Payload, or no tensor at all; attribute of torch's, too */
-    int64_t   version;       /* -1: not looked at                                            */
-    PyObject *form;          /* val is what it keeps of a decision; owned, NULL              */
+    PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
+    int64_t   version;       /* -1: not compared                                             */
+    PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
 } gck_kept;
 
 static int kept_traverse(PyObject *self, visitproc visit, void *arg)
@@ -51,7 +51,7 @@ static PyType_Slot kept_slots[] = {
     {Py_tp_traverse, kept_traverse},
     {Py_tp_clear, kept_clear},
     {Py_tp_members, kept_members},
-    {Py_tp_doc, "One output of one operator of a region."},
+    {Py_tp_doc, "A kept output of an operator of a region."},
     {0, NULL},
 };
 
@@ -62,9 +62,9 @@ PyType_Spec gck_kept_spec = {
     .slots = kept_slots,
 };
 
-/* An alias without history that shares x's version counter, as autograd's kernel would
- * make it: below autograd that part is switched off, so it is switched on meanwhile.
- * Not so in an inference mode inside the region, which stays as it is. */
+/* New reference: an alias without history that shares x's version counter, as autograd's kernel
+ * would make it.  Below autograd the keys for that are off, so they are switched on meanwhile.  An
+ * inference mode inside the region stays on. */
 static PyObject *detached(const gck_py *py, PyObject *x)
 {
     const int excluded = gck_is_true(PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL));
@@ -85,7 +85,7 @@ static PyObject *detached(const gck_py *py, PyObject *x)
     return alias;
 }
 
-/* New reference: the payload of x, or NULL without an exception when x stays as it is. */
+/* New reference: the payload of x, or NULL without an exception when x stays uncompressed. */
 static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
 {
     gck_state *state = store->state;
@@ -97,17 +97,17 @@ static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
     int verdict = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
                 : gck_input_judge(&state->py, &in, plan->codec, plan->min_numel);
 
-    s->asked += verdict >= 0;
+    s->eligible += verdict >= 0;
     if (verdict == GCK_COMPRESS) {
         payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
                                   GCK_FOR_REGION, NULL, &fits);
-        verdict = fits ? verdict : GCK_KEEP_FIT;
+        verdict = fits ? verdict : GCK_SKIP_FIT;
     }
     gck_input_clear(&in);
     if (payload != NULL) {
         s->compressed++;
     } else if (verdict > 0) {
-        s->kept[verdict]++;
+        s->uncompressed[verdict]++;
     }
     return payload;
 }
@@ -144,7 +144,7 @@ static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
     return kept_new(store, val, version);
 }
 
-/* A copy of what an operator decided; bool as bits. */
+/* A copy of a discrete output; bool as bits. */
 static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
 {
     gck_state *state = store->state;
@@ -161,17 +161,17 @@ static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
     verdict = gck_input_judge(&state->py, &in, bits, 0);
     if (verdict == GCK_COMPRESS) {
         val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
-        state->stats.decision_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
-    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && gck_count_bytes(&state->py, val, &state->stats.decision_bytes) < 0) {
+        state->stats.discrete_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
+    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
         Py_CLEAR(val);
     }
     gck_input_clear(&in);
-    state->stats.decisions++;
+    state->stats.discrete_outputs++;
     return kept_new(store, val, -1);
 }
 
-/* f(item) for each item of a tuple or list, into a tuple or list.  What an operator returns
- * besides its first value (log-sum-exp, mean, state of a generator) has no plan: it stays exact. */
+/* f(item) for each item of a tuple or list, into a tuple or list.  Outputs after the first
+ * (log-sum-exp, mean, state of a generator) have no plan and stay exact. */
 typedef PyObject *item_function(gck_store *store, PyObject *item, const gck_plan *plan);
 static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_function *f)
 {
@@ -193,7 +193,7 @@ static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_f
     return tuple ? gck_as_tuple(list) : list;
 }
 
-/* What f makes of the outputs is kept.  0 or -1. */
+/* Keep the results of f on the outputs.  0 or -1. */
 static int put(gck_store *store, const gck_call *call, PyObject *out, const gck_plan *plan, item_function *f)
 {
     PyObject *kept = map(store, out, plan, f);
@@ -208,7 +208,8 @@ int gck_store_keep(gck_store *store, const gck_call *call, PyObject *out, const 
     return put(store, call, out, plan, keep_one);
 }
 
-/* form.keep(args, kwargs, b) or form.give(a, args, kwargs), without grad: not all operators come from below autograd. */
+/* Call form.keep(args, kwargs, b) or form.give(a, args, kwargs) without grad: not every operator
+ * comes from below autograd. */
 static PyObject *ask_form(PyObject *form, const gck_call *call, const char *method, PyObject *a, PyObject *b)
 {
     const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
@@ -221,7 +222,7 @@ static PyObject *ask_form(PyObject *form, const gck_call *call, const char *meth
     return result;
 }
 
-/* What the form keeps of the call, if anything.  It says how many bytes these are. */
+/* Keep what the form returns for the call, if anything.  It also returns the bytes. */
 static int put_form(gck_store *store, const gck_call *call, PyObject *form, PyObject *out)
 {
     PyObject *made = ask_form(form, call, "keep", NULL, out);
@@ -232,8 +233,8 @@ static int put_form(gck_store *store, const gck_call *call, PyObject *form, PyOb
     if (made != NULL && made != Py_None && PyArg_ParseTuple(made, "OL", &val, &nbytes)
         && (entry = kept_new(store, Py_NewRef(val), -1)) != NULL) {
         ((gck_kept *)entry)->form = Py_NewRef(form);
-        store->state->stats.decisions++;
-        store->state->stats.decision_bytes += nbytes;
+        store->state->stats.discrete_outputs++;
+        store->state->stats.discrete_bytes += nbytes;
         status = PyDict_SetItem(call->calls, call->index, entry);
         Py_DECREF(entry);
     }
@@ -253,8 +254,8 @@ int gck_store_drew(gck_store *store, const gck_call *call, gck_draw *draw)
 
     if (drawn != NULL && drawn != Py_None && key != NULL
         && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)
-        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 0), &store->state->stats.decision_bytes) == 0
-        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.decision_bytes) == 0) {
+        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 0), &store->state->stats.discrete_bytes) == 0
+        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.discrete_bytes) == 0) {
         status = PyDict_SetItem(store->draws, key, drawn);
     }
     Py_XDECREF(drawn);
@@ -262,10 +263,10 @@ int gck_store_drew(gck_store *store, const gck_call *call, gck_draw *draw)
     return status;
 }
 
-/* New reference: what tells this call from others of its operator. */
+/* New reference: what distinguishes this call from others of its operator. */
 static PyObject *told_by(const gck_store *store, const gck_call *call)
 {
-    return PyObject_CallMethod(store->state->py.selection, "told_by", "OO", call->args, call->kwargs ? call->kwargs : Py_None);
+    return PyObject_CallFunction(store->state->py.call.told_by, "OO", call->args, call->kwargs ? call->kwargs : Py_None);
 }
 
 int gck_store_tell(gck_store *store, const gck_call *call)
@@ -300,7 +301,8 @@ int gck_store_is_told(gck_store *store, const gck_call *call, int unknown)
 
 /* ---- the other way ---- */
 
-/* Of an entry that stays.  A decision, a copy, is copied again: the recompute may write into it, too. */
+/* Return the value of an entry that stays.  A discrete output, a copy, is copied again: the
+ * recompute may write into it too. */
 static PyObject *fresh(gck_store *store, const gck_kept *kept)
 {
     return kept->version >= 0 ? detached(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
@@ -314,7 +316,7 @@ static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
 
     (void)unused;
     if (Py_TYPE(x) != store->state->Kept) {
-        return PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", x);
+        return PyErr_Format(PyExc_TypeError, "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", x);
     }
     if (Py_TYPE(kept->val) == store->state->Payload) {
         return gck_payload_decode((gck_payload *)kept->val);
@@ -326,17 +328,17 @@ static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
         PyErr_SetString(PyExc_RuntimeError, "Tensor cached during selective activation checkpoint has been mutated");
         return NULL;
     }
-    /* Autograd writes into the object it gets: an entry that stays gives another one. */
+    /* Autograd writes into the object it gets, so an entry that stays gives a new one. */
     return (store->reusable || kept->version < 0) && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept) : Py_NewRef(kept->val);
 }
 
-/* What the call returned, out of its entry. */
+/* The outputs of the call, from its entry. */
 static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *call)
 {
     const gck_kept *kept = (gck_kept *)entry;
 
     if (store->traced) {
-        return PyObject_CallMethod(store->state->py.selection, "traced_value", "Oi", entry, store->mutation);
+        return PyObject_CallFunction(store->state->py.call.traced_value, "Oi", entry, store->mutation);
     }
     if (Py_TYPE(entry) != store->state->Kept || kept->form == NULL) {
         return map(store, entry, NULL, value_of);
@@ -344,7 +346,7 @@ static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *c
     return ask_form(kept->form, call, "give", kept->val, NULL);
 }
 
-/* The generator that the call drew from, after it.  0 or -1. */
+/* Set the generator that the call drew from to its state after the call.  0 or -1. */
 static int repeat_draw(gck_store *store, const gck_call *call)
 {
     PyObject *key = store->draws != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;

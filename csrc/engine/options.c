@@ -1,5 +1,5 @@
-/* options.c: reads the keywords of checkpoint().  Names are compared as interned objects:
- * a region may be called with a dozen keywords of its own, many times a step. */
+/* options.c: reads the keywords of checkpoint().  Names are compared as interned objects, because a
+ * region may be called with a dozen keywords of its own, many times a step. */
 #include "options.h"
 
 #include <string.h>
@@ -41,7 +41,7 @@ static int read_buffers(const gck_state *state, gck_options *o)
     if (!given || o->once == NULL || (once && o->function == NULL)) {
         return 0;
     }
-    return gck_done(PyObject_CallMethod(state->py.buffers, "check", "OO", o->buffers,
+    return gck_done(PyObject_CallFunction(state->py.call.check_buffers, "OO", o->buffers,
                                         o->function != NULL ? o->function : Py_None));
 }
 
@@ -98,9 +98,14 @@ int gck_options_custom_context(const gck_state *state, const gck_options *o)
         && (o->exact || o->context_fn != Py_None);
 }
 
+int gck_options_policy(const gck_options *o)
+{
+    return o->policy != NULL && o->policy != Py_None;
+}
+
 int gck_options_determinism(const gck_state *state, PyObject *value, int *check, PyObject **metadata_fn)
 {
-    PyObject *read = value != NULL ? PyObject_CallMethod(state->py.shim, "determinism_check", "(O)", value) : Py_NewRef(Py_True);
+    PyObject *read = value != NULL ? PyObject_CallFunction(state->py.call.determinism_check, "(O)", value) : Py_NewRef(Py_True);
 
     *check = read != Py_None;
     *metadata_fn = read != Py_None && read != Py_True ? Py_XNewRef(read) : NULL;
@@ -112,27 +117,27 @@ int gck_options_determinism(const gck_state *state, PyObject *value, int *check,
 
 static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
 {
-    PyObject *parsed = PyObject_CallMethod(state->py.shim, "parse_plan", "(O)", compress);   /* a tuple stays one */
+    PyObject *parsed = PyObject_CallFunction(state->py.call.parse_plan, "(O)", compress);   /* a tuple stays one */
     const char *codec = NULL;
     long long min_numel = 0;
     unsigned long long seed = 0;
     int ok;
 
     *plan = (gck_plan){.codec = NULL};
-    ok = parsed != NULL && PyArg_ParseTuple(parsed, "zLpppipK", &codec, &min_numel, &plan->replay, &plan->floating, &plan->leaves,
-                                            &plan->decisions, &plan->stochastic, &seed);
+    ok = parsed != NULL && PyArg_ParseTuple(parsed, "zLppipK", &codec, &min_numel, &plan->fake_quantize, &plan->floating,
+                                            &plan->replay_discrete, &plan->stochastic, &seed);
     if (ok && codec != NULL) {
         plan->min_numel = min_numel;
         plan->seed = seed;
         plan->codec = gck_codec_find(codec);
-        plan->replay &= plan->codec->max_error > 0;        /* an exact codec gives back what the forward has anyway */
+        plan->fake_quantize &= plan->codec->max_error > 0;  /* an exact codec restores what the forward has anyway */
     }
     Py_XDECREF(parsed);
     return ok ? 0 : -1;
 }
 
-/* Names and CompressionConfigs are immutable, and the same few objects come again and
- * again: the latest are remembered by identity.  A mapping may change: read every time. */
+/* Names and CompressionConfigs are immutable, and the same few objects come again and again, so the
+ * latest are remembered by identity.  A mapping may change and is read every time. */
 int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan)
 {
     if (compress == NULL || compress == Py_None || compress == Py_False) {

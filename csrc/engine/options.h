@@ -10,30 +10,33 @@ typedef struct {
 #define OPTION(name) PyObject *name;
     GCK_OPTIONS(OPTION)
 #undef OPTION
-    int       exact;               /* came through gradckpt.compat: torch's defaults, nothing of ours */
+    int       exact;               /* called through gradckpt.compat: torch's defaults, no keywords of ours */
     PyObject *once;                /* buffers=: of what the statistics are updated once a step: modules;
                                     * None: the module that the function is or belongs to; NULL: of nothing */
 } gck_options;
 
-/* Our keywords go to *o, the rest to *kwargs (new reference, or NULL when there are none).
- * exact: only torch's keywords are ours.  0, or -1 with an exception.  o->function stays
- * NULL when none was given. */
+/* Our keywords go to *o, the rest to *kwargs (new reference, or NULL when none are left).  exact:
+ * only torch's keywords count.  0, or -1 with an exception. o->function stays NULL when none was
+ * given. */
 int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, int exact,
                       gck_options *o, PyObject **kwargs);
 
 /* compress= as a plan; codec NULL: none.  0 or -1. */
 int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan);
 
-/* *check: 1 compare metadata, 0 do not.  *metadata_fn: new reference to what reads it, when
- * somebody added a check of his own to torch's dict; else NULL.  0, or -1 with ValueError. */
+/* *check: 1 compare metadata, 0 do not.  *metadata_fn: new reference to the function that reads it,
+ * when the user added a check to torch's dict; else NULL. 0, or -1 with ValueError. */
 int gck_options_determinism(const gck_state *state, PyObject *value, int *check, PyObject **metadata_fn);
 
-/* A global of torch.utils.checkpoint that overrides an argument unless it is None:
- * 1, 0, -1 with an exception.  `missing`: what holds when neither is given. */
+/* Read a global of torch.utils.checkpoint that overrides an argument unless it is None: 1, 0, -1
+ * with an exception.  `missing`: the value when neither is given. */
 int gck_options_overridden(const gck_state *state, PyObject *name, PyObject *argument, int missing);
 
-/* 1 when context_fn= is something else than torch's default. */
+/* 1 when context_fn= is not torch's default. */
 int gck_options_custom_context(const gck_state *state, const gck_options *o);
+
+/* 1 when policy= says something. */
+int gck_options_policy(const gck_options *o);
 
 /* Truth of an argument that may be missing: 1, 0, -1 with an exception. */
 int gck_truth(PyObject *value, int missing);

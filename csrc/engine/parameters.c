@@ -1,9 +1,9 @@
 /* parameters.c: the module behind a function, and its parameters. */
 #include "parameters.h"
 
-enum { MAX_KNOWN = 4096 };         /* dead modules leave entries behind: start afresh then */
+enum { MAX_KNOWN = 4096 };         /* dead modules leave entries behind: the table is cleared then */
 
-/* *x becomes an attribute of it, NULL where it has none.  1, 0 or -1. */
+/* *x becomes its attribute, NULL where it has none.  1, 0 or -1. */
 static int step_to(PyObject **x, PyObject *name)
 {
     PyObject *value = PyObject_GetAttr(*x, name);
@@ -43,7 +43,8 @@ static int see(PyObject *seen, PyObject *x)
     return known;
 }
 
-/* New reference: the values of an attribute that is a dict.  A list: asking a value runs Python, which may change the dict. */
+/* New reference: the values of an attribute that is a dict, as a list, because a question about a
+ * value runs Python, which may change the dict. */
 static PyObject *values_of(PyObject *module, PyObject *name)
 {
     PyObject *dict = PyObject_GetAttr(module, name);
@@ -53,7 +54,7 @@ static PyObject *values_of(PyObject *module, PyObject *name)
     return values;
 }
 
-/* Those of module and its children that require grad, each once.  0 or -1. */
+/* Collect the parameters of module and its children that require grad, each once.  0 or -1. */
 static int collect_parameters(const gck_py *py, PyObject *module, PyObject *list, PyObject *seen)
 {
     PyObject *const names[] = {py->names._parameters, py->names._modules};
@@ -138,12 +139,12 @@ int gck_remember(PyObject *known, PyObject *x)
     }
     Py_XDECREF(key);
     Py_XDECREF(reference);
-    gck_error_report();                          /* not remembered: asked again next time */
+    gck_error_report();                          /* not remembered: checked again next time */
     return 0;
 }
 
-/* Each value of the dict that is no `kind` becomes kind(value); a plain OrderedDict becomes a `type`, its subclass,
- * which does the same with values to come.  Neither lets another thread in between. */
+/* Replace each value of the dict that is not a `kind` by kind(value), and a plain OrderedDict by
+ * its subclass `type`, which does the same with later values.  No other thread runs in between. */
 PyObject *gck_guard_hooks(PyObject *module, PyObject *args)
 {
     PyObject *hooks, *type, *kind, *items, *key, *hook;
@@ -153,7 +154,7 @@ PyObject *gck_guard_hooks(PyObject *module, PyObject *args)
         return NULL;
     }
     if (Py_TYPE(hooks) == PyType_GetSlot((PyTypeObject *)type, Py_tp_base)) {
-        Py_INCREF(type);                         /* as any instance of a type made at run time */
+        Py_INCREF(type);                         /* as for any instance of a type made at run time */
         Py_SET_TYPE(hooks, (PyTypeObject *)type);
     }
     items = PyDict_Items(hooks);
@@ -162,7 +163,7 @@ PyObject *gck_guard_hooks(PyObject *module, PyObject *args)
         if (PyArg_ParseTuple(PyList_GetItem(items, i), "OO", &key, &hook) && (PyObject *)Py_TYPE(hook) != kind) {
             guarded = PyObject_CallFunctionObjArgs(kind, hook, NULL);
         }
-        /* Unless it was removed meanwhile. */
+        /* Skip it if it was removed meanwhile. */
         if (guarded != NULL && PyDict_GetItemWithError(hooks, key) == hook) {
             PyDict_SetItem(hooks, key, guarded);
         }

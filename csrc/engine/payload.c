@@ -1,5 +1,4 @@
-/* payload.c: heap type Payload: one buffer of bytes, its codec, and what the original
- * looked like. */
+/* payload.c: heap type Payload: one buffer of bytes, its codec, and the layout of the original. */
 #include "payload.h"
 
 #include "pending.h"
@@ -9,8 +8,8 @@
 #include <string.h>
 #include <structmember.h>
 
-/* The memory of a payload's bytes.  Outer saved-tensor hooks may have given us this
- * tensor, so it is looked at: a wrong one would be read out of bounds, or as nonsense. */
+/* The memory of a payload's bytes.  Outer saved-tensor hooks may have returned this tensor, so it
+ * is checked: a wrong one would be read out of bounds, or as nonsense. */
 int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
 {
     gck_dl_tensor dl;
@@ -25,7 +24,7 @@ int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
         || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device) {
         device = gck_device_object(&self->state->py, self->device);
         PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
-                     "payload of %lld uint8 bytes on %S; such hooks must return what they were given",
+                     "payload of %lld uint8 bytes on %S; return what was packed",
                      Py_TYPE(buffer), (long long)self->nbytes, device != NULL ? device : Py_None);
         Py_XDECREF(device);
         return -1;
@@ -44,13 +43,13 @@ int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_
 
 static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
 
-/* What the original looks like.  No question is asked: the view is taken again.  0 or -1. */
+/* Record the layout of the original.  No Python runs: the view is taken again.  0 or -1. */
 static int describe(gck_payload *self, gck_input *in, int exact)
 {
     const gck_tensor was = in->view;
     const gck_tensor *view = &in->view;
 
-    if ((self->original = PyWeakref_NewRef(in->x, NULL)) == NULL      /* first: a collection may run Python */
+    if ((self->original = PyWeakref_NewRef(in->x, NULL)) == NULL      /* first, because a collection may run Python */
         || gck_view_again(&self->state->py, in->x, &was, &in->view) < 0) {
         return -1;
     }
@@ -82,6 +81,16 @@ void gck_count_live(gck_state *state, int64_t nbytes)
     s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
 }
 
+PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused)
+{
+    gck_stats *s = &gck_state_of(module)->stats;
+    const int64_t peak = s->peak_live_bytes;
+
+    (void)unused;
+    s->peak_live_bytes = s->live_bytes;
+    return PyLong_FromLongLong(peak);
+}
+
 static void count_live(gck_payload *self)
 {
     self->live = 1;
@@ -94,7 +103,7 @@ void gck_payload_uncount(gck_payload *self)
     self->live = 0;
 }
 
-/* A region uses it, which counts as compressed until the contrary is known. */
+/* Count a use by a region, which counts as compressed until it is known to overflow. */
 static void count_use(gck_payload *self)
 {
     gck_state *state = self->state;
@@ -121,7 +130,7 @@ void gck_payload_arrived(gck_payload *self, int done)
     }
 }
 
-/* Writes the bytes, or lets that wait.  0; 1 when the codec cannot hold the values; -1. */
+/* Write the bytes, or defer that.  0; 1 when the codec overflows; -1. */
 static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
 {
     gck_batch own;
@@ -136,8 +145,8 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     return status > 0 && self->verdict != NULL ? 0 : status;
 }
 
-/* self has been encoded; from here on dealloc takes it off.  New reference: itself, or `first`
- * when that holds the same; NULL with an exception. */
+/* self has been encoded; from here on dealloc uncounts it.  New reference: itself, or `first` when
+ * that holds the same bytes; NULL with an exception. */
 static gck_payload *accept(gck_payload *self, gck_payload *first)
 {
     gck_stats *s = &self->state->stats;
@@ -153,6 +162,7 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
         self->counted = self->fresh = 1;
         self->epoch = self->state->epoch;
         s->encoded++;
+        s->codecs[gck_codec_index(self->codec)]++;
         s->bytes_in += self->bytes_in;
         s->bytes_out += self->nbytes;
     }
@@ -165,7 +175,7 @@ int gck_payload_hand_over(gck_payload *self)
     self->saved = PyObject_CallFunctionObjArgs(self->state->py.make_saved_tensor, self->buffer, Py_False, NULL);
     if (self->saved != NULL) {
         Py_CLEAR(self->buffer);
-        gck_payload_uncount(self);               /* the hooks took them */
+        gck_payload_uncount(self);               /* the outer hooks took the bytes */
     }
     return self->saved != NULL ? 0 : -1;
 }
@@ -187,13 +197,13 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if (self->stochastic) {
         self->dither = first != NULL ? first->dither : *dither;
     }
-    /* What a user decodes may live on: without holes. */
+    /* What the user decodes may live long, so it has no holes. */
     if (describe(self, in, codec->max_error == 0 && use != GCK_FOR_USER) < 0
         || (self->buffer = gck_bytes_empty(&state->py, self->nbytes, self->device)) == NULL) {
         goto exit;
     }
     if (gck_pending_begin(self) < 0 && use != GCK_FOR_USER) {
-        *fits = 0;                               /* nobody would say: keep it as it is */
+        *fits = 0;                               /* the overflow would not be reported: keep the original */
         goto exit;
     }
     status = fill(self, in, first == NULL ? batch : NULL);
@@ -234,28 +244,28 @@ int gck_payload_adopt(gck_payload *self, PyObject *x)
     return original == NULL ? -1 : 0;
 }
 
-/* The buffer, new reference; through the outer hooks when those have it. */
+/* New reference: the buffer, through the outer hooks when those have it. */
 static PyObject *payload_bytes(gck_payload *self)
 {
     if (self->saved == NULL && self->buffer == NULL) {
-        return PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' cannot hold these values; the payload keeps the "
-                            "tensor itself, and has no bytes", self->codec->name);
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
+                            "tensor itself; call decode()", self->codec->name);
     }
     return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
                                : Py_NewRef(self->buffer);
 }
 
-/* Read on another stream than the one that wrote: tell the allocator. */
+/* The bytes are read on another stream than the one that wrote them: tell the allocator. */
 static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 {
     if (self->device < 0 || out->stream == self->stream) {    /* faster: the allocator knows */
         return 0;
     }
-    return gck_done(gck_method(self->state->py.shim, "record_stream",
+    return gck_done(gck_invoke(self->state->py.call.record_stream,
                              Py_BuildValue("(ON)", x, gck_device_object(&self->state->py, self->device))));
 }
 
-/* The values of the bytes into out, whose view this is.  0 or -1. */
+/* Decode the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
     PyObject *buffer = payload_bytes(self), *piece = buffer;
@@ -264,7 +274,8 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
     int status = buffer == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
 
     gck_batch_begin(&own, self->state, 1);
-    if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {      /* outer hooks gave a piece of theirs */
+    if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
+        /* outer hooks returned a slice of their own memory */
         buffer = PyObject_CallMethod(piece, "clone", NULL);
         Py_DECREF(piece);
         status = buffer == NULL ? -1 : 0;
@@ -277,11 +288,11 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
     return status;
 }
 
-/* The values of the original, all of them or those that decoded to NaN.  0 or -1. */
+/* Copy the values of the original, all of them or those that decoded to NaN. 0 or -1. */
 static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const gck_tensor *view)
 {
     return cross_stream(self, original, view) < 0 ? -1
-         : gck_done(PyObject_CallMethod(self->state->py.shim, "fill_from", "OOi", out, original, self->codec->max_error > 0));
+         : gck_done(PyObject_CallFunction(self->state->py.call.fill_from, "OOi", out, original, self->codec->max_error > 0));
 }
 
 static PyObject *decode(gck_payload *self, gck_batch *batch)
@@ -297,15 +308,15 @@ static PyObject *decode(gck_payload *self, gck_batch *batch)
     out = gck_empty(&state->py, self->ndim, self->sizes, self->layout ? self->sizes + self->ndim : NULL,
                     self->dtype, self->device);
     verdict = out == NULL || (self->layout == GCK_LAYOUT_HOLES
-                              && gck_done(PyObject_CallMethod(state->py.shim, "fill_holes", "O", out)) < 0)
+                              && gck_done(PyObject_CallFunction(state->py.call.fill_holes, "O", out)) < 0)
             ? -1 : gck_view_of(&state->py, out, &view);
     if (verdict == GCK_COMPRESS) {
         ok = (original != NULL && self->codec->max_error == 0)
             || decode_bytes(self, out, &view, original == NULL ? batch : NULL) == 0;
         ok = ok && (original == NULL || fill_from(self, original, out, &view) == 0);
     } else if (verdict > 0) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not give a plain tensor; is a mode active "
-                                            "in backward that was not active in forward?");
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not return a plain tensor; enter no mode in "
+                                            "backward that was not active in forward");
     }
     Py_XDECREF(original);
     if (!ok) {
@@ -343,8 +354,8 @@ PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
     }
     result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
     if (result != NULL && !self->leaf) {
-        /* The original was no leaf: a region may change such an input in place, and an inner
-         * region compresses it again.  The alias shares storage and is no view. */
+        /* The original was not a leaf: a region may change such an input in place, and an inner
+         * region compresses it again.  The alias shares storage and is not a view. */
         Py_DECREF(result);
         result = PyObject_CallFunctionObjArgs(state->py.as_non_leaf, out, NULL);
     }
@@ -358,7 +369,7 @@ static void payload_dealloc(PyObject *op)
 {
     gck_payload *self = (gck_payload *)op;
 
-    /* First: clearing weak references runs Python, which must not find us there. */
+    /* First, because clearing weak references runs Python, which must not find the payload there. */
     gck_pending_forget(self);
     gck_sharing_forget(self);
     if (self->weakrefs != NULL) {
@@ -413,7 +424,7 @@ static PyObject *payload_device(PyObject *op, void *closure)
 
 static PyObject *payload_repr(PyObject *op)
 {
-    return PyObject_CallMethod(((gck_payload *)op)->state->py.shim, "payload_repr", "OL", op, (long long)((gck_payload *)op)->bytes_in);
+    return PyObject_CallFunction(((gck_payload *)op)->state->py.call.payload_repr, "OL", op, (long long)((gck_payload *)op)->bytes_in);
 }
 
 static PyMemberDef payload_members[] = {
@@ -433,7 +444,8 @@ static PyGetSetDef payload_getset[] = {
 
 static PyMethodDef payload_methods[] = {
     {"decode", payload_decode_method, METH_NOARGS,
-     "decode($self, /)\n--\n\nA fresh tensor of the original's shape, dtype, strides and device; it does not require grad."},
+     "decode($self, /)\n--\n\n"
+     "Return a new tensor of the original's shape, dtype, strides and device. It does not require grad."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -443,7 +455,7 @@ static PyType_Slot payload_slots[] = {
     {Py_tp_members, payload_members},
     {Py_tp_getset, payload_getset},
     {Py_tp_methods, payload_methods},
-    {Py_tp_doc, "One encoded tensor; made by gradckpt.codecs.encode()."},
+    {Py_tp_doc, "An encoded tensor, made by gradckpt.codecs.encode()."},
     {0, NULL},
 };
 

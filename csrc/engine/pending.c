@@ -1,11 +1,11 @@
-/* pending.c: verdicts that come late. */
+/* pending.c: overflow results that a device reports late. */
 #include "pending.h"
 
 #include <time.h>
 
 enum {
-    MOST_OPEN = 2,                 /* originals of a device that may wait for their verdicts ... */
-    SMALL = 16 << 20,              /* ... and any number that has fewer bytes together           */
+    MOST_OPEN = 2,                 /* originals of a device that may be held until their results come ... */
+    SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer          */
 };
 static const int64_t SECOND = 1000000000;
 
@@ -28,7 +28,7 @@ void gck_pending_encoded(gck_payload *p, PyObject *x, int status)
         return;
     }
     if (status < 0) {
-        write_verdict(p, GCK_FITS);              /* nothing was queued: nobody will write, and p goes */
+        write_verdict(p, GCK_FITS);              /* nothing was queued, so nothing will write the word, and p dies */
     }
     p->late = status == 0 ? GCK_FITS : GCK_REFUSED;
     p->kept = Py_NewRef(x);
@@ -36,7 +36,7 @@ void gck_pending_encoded(gck_payload *p, PyObject *x, int status)
     p->state->pending = p;
 }
 
-/* Takes p off the list and gives its word back. */
+/* Take p off the list and give its word back. */
 static void leave(gck_payload *p)
 {
     gck_payload **link = &p->state->pending;
@@ -58,25 +58,26 @@ void gck_pending_forget(gck_payload *p)
     }
 }
 
-/* It was counted as compressed, in the hope that it fits. */
+/* Undo that it was counted as compressed. */
 static void count_refused(gck_payload *p)
 {
     gck_stats *s = &p->state->stats;
 
     p->counted = 0;
     gck_payload_uncount(p);
-    if (p->epoch == p->state->epoch) {           /* else reset_stats() has forgotten it */
+    if (p->epoch == p->state->epoch) {           /* else reset_stats() has dropped it */
         s->encoded -= p->fresh;
+        s->codecs[gck_codec_index(p->codec)] -= p->fresh;
         s->bytes_in -= p->fresh ? p->bytes_in : 0;
         s->bytes_out -= p->fresh ? p->nbytes : 0;
         s->shared -= p->uses - p->fresh;
         s->compressed -= p->uses;
-        s->kept[GCK_KEEP_FIT] += p->uses;
-        s->kept_bytes += p->uses * p->bytes_in;
+        s->uncompressed[GCK_SKIP_FIT] += p->uses;
+        s->uncompressed_bytes += p->uses * p->bytes_in;
     }
 }
 
-/* A codec that rounds keeps its bytes, too: the values that it could hold are theirs. */
+/* A rounding codec keeps its bytes too: they hold the values that did not overflow. */
 static void refuse(gck_payload *p)
 {
     p->refused = 1;
@@ -87,7 +88,7 @@ static void refuse(gck_payload *p)
     }
 }
 
-/* 1 when p's verdict has come: p is no longer in the list, and may be gone. */
+/* 1 when p's verdict has come: p is no longer in the list, and may be freed. */
 static int settle(gck_payload *p)
 {
     const uint32_t verdict = *(volatile uint32_t *)p->verdict;
@@ -95,7 +96,7 @@ static int settle(gck_payload *p)
     if (verdict == GCK_PENDING) {
         return 0;
     }
-    Py_INCREF((PyObject *)p);                    /* what is let go of may run Python */
+    Py_INCREF((PyObject *)p);                    /* releasing references may run Python */
     leave(p);
     if (verdict == GCK_REFUSED) {
         refuse(p);
@@ -111,12 +112,12 @@ void gck_pending_poll(gck_state *state)
     gck_payload *p = state->pending;
 
     while (p != NULL) {
-        p = settle(p) ? state->pending : p->next_pending;   /* Python has run: from the start */
+        p = settle(p) ? state->pending : p->next_pending;   /* Python has run: begin again */
     }
 }
 
-/* Lets others run until p's verdict has come: 1; 0 when there was none for `seconds`, or a captured graph will bring it;
- * -1 with an exception, since Ctrl-C is heard. */
+/* Let other threads run until p's verdict has come: 1; 0 when none came for `seconds`, or a
+ * captured graph will write it; -1 with an exception, because Ctrl-C is checked. */
 static int await(gck_payload *p, int seconds)
 {
     const volatile uint32_t *word = p->verdict;
@@ -139,7 +140,7 @@ static int await(gck_payload *p, int seconds)
     return 1;
 }
 
-/* Borrowed: of the open ones of its device the oldest, if there are too many; else NULL. */
+/* Borrowed: the oldest open payload of its device, if too many are open; else NULL. */
 static gck_payload *oldest_of_too_many(const gck_payload *newest)
 {
     gck_payload *oldest = NULL;
@@ -185,12 +186,13 @@ int gck_pending_original(gck_payload *p, PyObject **original)
         }
         if (p->version >= 0 && gck_version_of(&p->state->py, kept, &now) < 0) {
             came = -1;
-        } else if (now == p->version) {                  /* or an inference tensor: nobody can tell */
+        } else if (now == p->version) {                  /* or an inference tensor, which has no version */
             *original = kept;
             return 0;
         } else if ((came = await(p, 600)) == 0 || p->refused) {
-            /* Changed, and the payload does not hold its values, or a graph alone will tell. */
-            raised = PyObject_CallMethod(p->state->py.shim, "raise_modified", "OL", kept, (long long)p->version);
+            /* The original was changed, and the payload does not hold its values, or only a graph
+             * will tell. */
+            raised = PyObject_CallFunction(p->state->py.call.raise_modified, "OL", kept, (long long)p->version);
             Py_XDECREF(raised);
             came = -1;
         }

@@ -1,42 +1,42 @@
-/* pending.h: payloads of which a device has yet to say whether they hold their values.
+/* pending.h: payloads whose overflow a device has yet to report.
  *
- * A kernel that cannot hold some value knows it when it runs, and nobody waits for it.  So
- * the payload keeps the original, too, until the device has written its verdict; the words
- * are looked at whenever another payload is made, at a restore, and by stats().  FITS lets
- * go of the original; REFUSED keeps it, and what is restored comes from it.
+ * A kernel learns that some value overflows when it runs, and no thread waits for it.  So the payload
+ * also holds the original until the device has written its verdict, a word that is read whenever
+ * another payload is made, at a restore, and by stats().  FITS releases the original; REFUSED (an
+ * overflow) keeps it, and restores use it.
  *
- * The CPU may be far ahead of the device.  So that no more than a few originals are kept, it
- * then waits for the oldest verdict, without the GIL and not for ever: what the device works
- * at may itself wait for something that this thread has yet to do (a receive, for one). */
+ * The CPU may be far ahead of the device.  To hold only a few originals, it then waits for the oldest
+ * verdict, without the GIL and with a timeout: the device's work may itself wait for something
+ * that this thread has yet to do (a receive, for example). */
 #ifndef GRADCKPT_PENDING_H
 #define GRADCKPT_PENDING_H
 
 #include "payload.h"
 
-/* Before an encode: p gets a word where the work is such.  0, or -1 when there is none left (no
- * exception). */
+/* Before an encode: p gets a word if a device does the work and the codec may overflow.  0, or -1
+ * when no word is left (no exception). */
 int gck_pending_begin(gck_payload *p);
 
-/* After it: status as gck_run_encode() returned it.  p keeps x while its verdict is open. */
+/* After it: status as gck_run_encode() returned it. p holds x while its verdict is open. */
 void gck_pending_encoded(gck_payload *p, PyObject *x, int status);
 
-/* p, which was encoded, is the newest.  Waits while too many originals of its device are kept.  0, or -1 with an
- * exception.  Other threads run meanwhile. */
+/* p, just encoded, is the newest.  Wait while too many originals of its device are held.  0, or -1
+ * with an exception.  Other threads run meanwhile. */
 int gck_pending_bound(gck_payload *newest);
 
-/* Acts on every verdict that has come. */
+/* Act on every verdict that has come. */
 void gck_pending_poll(gck_state *state);
 
-/* p dies: first of all, before anything runs Python. */
+/* p dies: call this before anything runs Python. */
 void gck_pending_forget(gck_payload *p);
 
-/* *original: new reference to what a restore must be taken from, or NULL when the payload
- * serves.  0, or -1 with torch's exception when the original was changed since and the payload
- * cannot hold what it was, for which an open verdict is waited for. */
+/* *original: new reference to the tensor that a restore must use, or NULL when the payload
+ * suffices.  An open verdict is waited for if the original has changed since.  0, or -1 with
+ * torch's exception when the payload cannot hold what the original was then. */
 int gck_pending_original(gck_payload *p, PyObject **original);
 
-/* For tests: late_verdicts(seconds) makes CPU codecs answer as a device does, in words that
- * settle_verdicts() writes, and gck_pending_bound() wait so long; 0: no more. */
+/* For tests: late_verdicts(seconds) makes CPU codecs report overflow as a device does, in words
+ * that settle_verdicts() writes, and sets how long gck_pending_bound() waits; 0 ends it. */
 PyObject *gck_late_verdicts(PyObject *module, PyObject *seconds);
 PyObject *gck_settle_verdicts(PyObject *module, PyObject *unused);
 

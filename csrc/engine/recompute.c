@@ -1,5 +1,5 @@
-/* recompute.c: the backward side.  The first unpack of a frame in a backward runs the
- * function again and fills a table; every unpack takes its value out of it. */
+/* recompute.c: the backward side.  The first unpack of a frame in a backward runs the function
+ * again and fills a table.  Every unpack takes its value out of the table. */
 #include "region.h"
 #include "rerun.h"
 
@@ -30,23 +30,23 @@ static int current_task(gck_state *state, int64_t *task, PyObject **group)
         if (PyErr_Occurred()) {
             return -1;
         }
-        *task = -2 - state->outside++;           /* outside any backward: a table of its own */
+        *task = -2 - state->outside++;           /* each access outside any backward has its own table */
     }
     return 0;
 }
 
-/* Two device threads of one backward meet here: the second waits, with the GIL released
- * and no lock held, until the first has run the function. */
+/* Two device threads of one backward can arrive here.  The second waits, with the GIL released and
+ * no lock held, until the first has run the function. */
 static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
 {
     for (;;) {
         gck_table *t = gck_frame_table(frame, task, group);
         if (t == NULL || t->phase != GCK_RESTORING) {
-            return 0;                            /* done, or failed and removed: then it is ours to try */
+            return 0;                            /* done, or failed and removed: then this thread tries */
         }
         if (t->thread == PyThread_get_thread_ident()) {
             PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor of a checkpointed region was unpacked by the "
-                                                "recompute of that same region; this graph cannot be recomputed");
+                                                "recompute of that same region; move that backward out of the region");
             return -1;
         }
         if (gck_table_wait(&frame->state->py, t) < 0) {
@@ -57,8 +57,8 @@ static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
 
 /* ---- the hooks of the recompute ---- */
 
-/* Called for every tensor saved while the function runs again.  Keeps it for the slot it
- * belongs to; raises torch's stop exception when all slots were seen. */
+/* Called for every tensor saved while the function runs again.  Keep it for its slot; raise torch's
+ * stop exception once all slots were filled. */
 static PyObject *recompute_pack(PyObject *op, PyObject *x)
 {
     gck_recompute *self = (gck_recompute *)op;
@@ -66,7 +66,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     const int requires_grad = py != NULL ? gck_attr_is_true(x, py->names.requires_grad) : 0;
     PyObject *value = requires_grad < 0 ? NULL : requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL)
                                                                : Py_NewRef(x);
-    gck_frame *frame = self->frame;              /* now: the questions may have run the end of the recompute */
+    gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
     gck_table *table = self->table;
 
     if (value == NULL || frame == NULL) {
@@ -76,22 +76,22 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
         }
         return NULL;
     }
-    const Py_ssize_t index = table->counter++;   /* what is too much counts too, as in torch */
+    const Py_ssize_t index = table->counter++;   /* surplus tensors count too, as in torch */
     if (index >= table->size) {
-        if (frame->early_stop) {                 /* user code caught our stop and went on */
+        if (frame->early_stop) {                 /* user code caught the stop exception and continued */
             Py_DECREF(value);
             PyErr_SetString(PyExc_AssertionError, "Unexpected state: target_frame.early_stop is set");
             return NULL;
         }
-        if (frame->phase == GCK_RECORDING) {     /* backward inside the region, early stop off */
+        if (frame->phase == GCK_RECORDING) {     /* a backward inside the region, with early stop off */
             frame->ignore_mismatch = 1;
             return value;
         }
         Py_DECREF(value);
-        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_more_saved", "i", frame->approximate));
+        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_more_saved, "i", frame->approximate));
         return NULL;
     }
-    if (frame->slots[index].holder != NULL) {           /* else that part of the graph is freed already */
+    if (frame->slots[index].holder != NULL) {           /* else that part of the graph is already freed */
         table->values[index] = Py_NewRef(value);
         table->left++;
     }
@@ -114,7 +114,7 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 
 /* ---- running the function again ---- */
 
-/* The function under its contexts, hooks on top.  0, or -1 with what it raised. */
+/* Run the function under its contexts, hooks on top.  0, or -1 with its exception. */
 static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
 {
     const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self};
@@ -122,7 +122,7 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
 
     Py_XDECREF(result);
     if (result == NULL) {
-        /* Ours, or of a region inside: torch swallows both. */
+        /* Raised for this region or one inside: torch swallows both. */
         if (!PyErr_ExceptionMatches(frame->state->py.StopRecomputation)) {
             return -1;
         }
@@ -131,7 +131,7 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
     return 0;
 }
 
-/* One recompute into `table`, ambient state and grad mode as in the forward. */
+/* Run one recompute into `table`, with ambient state and grad mode as in the forward. */
 static int fill(gck_frame *frame, gck_table *table)
 {
     gck_state *state = frame->state;
@@ -157,7 +157,7 @@ static int fill(gck_frame *frame, gck_table *table)
     }
 
 exit:
-    self->frame = NULL;                          /* the graph of the recompute may outlive us */
+    self->frame = NULL;                          /* the graph of the recompute may outlive the frame */
     self->table = NULL;
     Py_DECREF(self);
     Py_XDECREF(args);
@@ -172,7 +172,7 @@ static int append_difference(PyObject *differences, Py_ssize_t index, const gck_
     return gck_append(differences, Py_BuildValue("nNN", index, gck_meta_describe(a), gck_meta_describe(b)));
 }
 
-/* Compare slot i; a difference is added to *differences.  0 or -1. */
+/* Compare slot i and add a difference to *differences.  0 or -1. */
 static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject **differences)
 {
     PyObject *value = table->values != NULL ? table->values[i] : NULL;
@@ -207,7 +207,7 @@ static int check_metadata(gck_frame *frame, gck_table *table)
         status = check_slot(frame, table, i, &differences);
     }
     if (status == 0 && differences != NULL) {
-        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_metadata", "Oi", differences, frame->approximate));
+        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_metadata, "Oi", differences, frame->approximate));
         status = -1;
     }
     Py_XDECREF(differences);
@@ -220,7 +220,7 @@ static int check(gck_frame *frame, gck_table *table)
         return 0;
     }
     if (table->counter != table->size) {
-        Py_XDECREF(PyObject_CallMethod(frame->state->py.shim, "raise_fewer_saved", "nni", table->size,
+        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_fewer_saved, "nni", table->size,
                                        table->counter, frame->approximate));
         return -1;
     }
@@ -229,13 +229,13 @@ static int check(gck_frame *frame, gck_table *table)
 
 /* ---- unpack ---- */
 
-/* Borrowed: the filled table of this backward; recomputes when there is none. */
+/* Borrowed: the filled table of this backward.  It recomputes when the frame has none. */
 static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
 {
     gck_table *table;
 
-    /* First: it may run Python, and no other thread may come in between looking for the
-     * table and making it. */
+    /* First, because it may run Python: no other thread may run between the search for the table
+     * and its creation. */
     if (gck_region_note_step(frame->state) < 0 || wait_for(frame, task, group) < 0) {
         return NULL;
     }
@@ -251,7 +251,7 @@ static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
         gck_frame_table_free(frame, table);      /* a later unpack tries again, as in torch */
         return NULL;
     }
-    const int status = check(frame, table);      /* may run Python: the table is nobody else's yet */
+    const int status = check(frame, table);      /* may run Python: no other thread sees the table yet */
     table->phase = GCK_FILLED;                   /* also after a failed check, as in torch */
     gck_table_open(table);
     return status < 0 ? NULL : table;
@@ -300,7 +300,7 @@ static PyObject *unpack(gck_frame *frame, Py_ssize_t index)
         value = take(frame, table, index);
     }
     if (task < -1 && (table = gck_frame_table(frame, task, group)) != NULL) {
-        gck_frame_table_free(frame, table);      /* outside a backward: every access its own */
+        gck_frame_table_free(frame, table);      /* outside a backward every access has its own */
     }
     Py_XDECREF(group);
     return value;
@@ -316,11 +316,11 @@ PyObject *gck_unpack(PyObject *op, PyObject *holder)
         return NULL;
     }
     if (frame->args == NULL || frame->function == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage");
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; keep its output");
         return NULL;
     }
     Py_INCREF(op);                               /* user code in the recompute may drop the graph */
-    /* The holder may go with it, so its index is read now. */
+    /* The holder may be freed with it, so its index is read now. */
     value = unpack(frame, ((gck_holder *)holder)->index);
     if (value == NULL && frame->error_callback != NULL && PyErr_ExceptionMatches(frame->state->py.CheckpointError)) {
         error = gck_error_object();

@@ -1,4 +1,4 @@
-/* region.c: keeps the arguments of a region, makes them again, runs its function. */
+/* region.c: keeps the arguments of a region, restores them, runs its function. */
 #include "region.h"
 #include "rounding.h"
 #include "saver.h"
@@ -8,8 +8,9 @@
 
 /* ---- forward ---- */
 
-/* 1 when other saved-tensor hooks are active around us: payloads then go through them.  *decisions: of what these
- * keep lossily, inputs of ours among it. */
+/* 1 when other saved-tensor hooks are active: payloads then go through them.  *decisions: which
+ * discrete outputs are replayed because these hooks keep tensors lossily, inputs of ours among
+ * them. */
 static int outer_hooks(const gck_py *py, int *decisions)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
@@ -20,7 +21,7 @@ static int outer_hooks(const gck_py *py, int *decisions)
     return active;
 }
 
-/* Counts the region.  While something is traced nothing is compressed.  0 or -1. */
+/* Count the region.  Nothing is compressed under tracing.  0 or -1. */
 static int begin(gck_frame *frame, gck_packing *packing)
 {
     gck_state *state = frame->state;
@@ -32,15 +33,15 @@ static int begin(gck_frame *frame, gck_packing *packing)
     }
     frame->asked = packing->plan.codec != NULL;
     state->stats.regions++;
-    state->stats.regions_asked += frame->asked;
+    state->stats.regions_eligible += frame->asked;
     if (tracing) {
         packing->plan.codec = NULL;
-        state->stats.kept[GCK_KEEP_TRACING]++;
+        state->stats.uncompressed[GCK_SKIP_TRACING]++;
     }
     return 0;
 }
 
-/* The region's decisions, in the store of its contexts where these are ours.  0 or -1. */
+/* Keep the region's discrete outputs, in the store of its contexts where these are ours.  0 or -1. */
 static int decide(gck_frame *frame)
 {
     gck_store *of_contexts = gck_context_store(frame->state, frame->recompute_context);
@@ -48,13 +49,13 @@ static int decide(gck_frame *frame)
     return gck_region_decides(frame->state, frame->decisions, of_contexts != NULL ? &of_contexts : &frame->store);
 }
 
-/* Entries for all arguments, and what the forward gets.  0 or -1. */
+/* Make entries for all arguments, and what the forward gets.  0 or -1. */
 static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
                           PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
 {
     const Py_ssize_t nkw = kwargs != NULL ? PyDict_Size(kwargs) : 0;
     PyObject *names = kwargs != NULL ? PySequence_Tuple(kwargs) : NULL;
-    PyObject *fed = PyList_New(0);               /* a tuple later: packing runs Python, which gc shows it to */
+    PyObject *fed = PyList_New(0);               /* a tuple later: packing runs Python, to which gc shows it */
     PyObject *value = NULL;
     int status = 0;
 
@@ -68,7 +69,7 @@ static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
         status = -1;
     } else {
         frame->nargs = nargs;
-        frame->nkwargs = nkw;                    /* not yet packed entries are empty */
+        frame->nkwargs = nkw;                    /* entries that are not yet packed are empty */
     }
     for (Py_ssize_t i = 0; status == 0 && i < nargs + nkw; i++) {
         PyObject *name = i < nargs ? NULL : PyTuple_GetItem(names, i - nargs);
@@ -84,7 +85,7 @@ static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
     return *fed_args == NULL ? -1 : 0;
 }
 
-/* The observer reads by gc.get_referents() what the frame keeps.  0 or -1. */
+/* Call the observer, which reads by gc.get_referents() what the frame keeps.  0 or -1. */
 static int show(gck_frame *frame)
 {
     PyObject *observer = Py_XNewRef(frame->state->observer);
@@ -117,9 +118,9 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
         return -1;
     }
     state->stats.regions_compressed += packing->payloads > 0;
-    frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.replay;
-    if (packing->payloads > 0 && packing->plan.decisions > frame->decisions) {
-        frame->decisions = packing->plan.decisions;
+    frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.fake_quantize;
+    if (packing->payloads > 0 && packing->plan.replay_discrete > frame->decisions) {
+        frame->decisions = packing->plan.replay_discrete;
     }
     if (decide(frame) < 0) {
         return -1;
@@ -127,11 +128,11 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (frame->store != NULL) {
         frame->store->by_call = packing->inputs != NULL || packing->of_node;
     }
-    if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.replay)) {
+    if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
         gck_aliases_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
     return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0 ? -1
-         : packing->outer ? 0 : show(frame);     /* outer hooks decide what becomes of it */
+         : packing->outer ? 0 : show(frame);     /* outer hooks decide whether the bytes stay */
 }
 
 /* ---- backward ---- */
@@ -152,7 +153,8 @@ static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs,
     return status < 0 ? -1 : gck_batch_flush(batch);
 }
 
-/* A list first: restoring runs Python, and whoever finds a half-made tuple through gc makes it unchangeable. */
+/* A list first: restoring runs Python, and code that finds a half-made tuple through gc makes it
+ * immutable. */
 int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyObject **args, PyObject **kwargs)
 {
     PyObject *list = PyList_New(0);
@@ -184,19 +186,21 @@ int gck_region_note_step(gck_state *state)
     }
     state->last_step = state->rounding.step;
     state->stats.steps++;
-    return gck_done(PyObject_CallMethod(state->py.shim, "note_step", NULL));
+    return gck_done(PyObject_CallFunction(state->py.call.note_step, "L", (long long)state->stats.regions_eligible));
 }
 
 /* ---- the function ---- */
 
 static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
 {
-    return PyObject_CallMethod(frame->state->py.shim, replay ? "recompute_within" : "call_within", "OOOOO", context,
-                               frame->function, args, kwargs != NULL ? kwargs : Py_None,
+    const gck_py *py = &frame->state->py;
+
+    return PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOO", context,
+                                 frame->function, args, kwargs != NULL ? kwargs : Py_None,
                                frame->ambient.device ? frame->ambient.device : Py_None);
 }
 
-/* Push, call, pop: in one C function, so that no signal handler runs in between. */
+/* Push, call and pop happen in one C function, so that no signal handler runs in between. */
 static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                              PyObject *kwargs, int replay)
 {

@@ -4,7 +4,7 @@
 #include "../torch/dynamo.h"
 #include "parameters.h"
 
-/* Recomputes under way on this thread.  A fact about a thread, which no object has. */
+/* Recomputes in progress on this thread: a fact about a thread, which no object holds. */
 static _Thread_local int depth;
 
 PyObject *gck_is_recomputing(PyObject *module, PyObject *unused)
@@ -23,17 +23,17 @@ PyObject *gck_forget_types(PyObject *module, PyObject *unused)
 
 /* ---- running statistics ---- */
 
-/* 1 when gradckpt.buffers has no rule for modules of this type; 0; -1. */
+/* 1 when gradckpt._engine.buffers has no rule for modules of this type; 0; -1. */
 static int is_stateless(const gck_state *state, PyObject *type)
 {
     int has = gck_known(state->stateless, type) ? 0
-            : gck_is_true(PyObject_CallMethod(state->py.buffers, "has_rule", "O", type));
+            : gck_is_true(PyObject_CallFunction(state->py.call.has_buffer_rule, "O", type));
 
     return has < 0 ? -1 : has ? 0 : gck_remember(state->stateless, type) == 0;
 }
 
-/* New reference: list of the modules whose statistics a recompute puts back, with those inside them; NULL without an
- * exception: there are none. */
+/* New reference: list of the modules whose statistics a recompute restores, with their submodules;
+ * NULL without an exception: none. */
 static PyObject *roots_of(const gck_frame *frame)
 {
     const gck_py *py = &frame->state->py;
@@ -46,10 +46,10 @@ static PyObject *roots_of(const gck_frame *frame)
         return NULL;
     }
     return module != NULL ? Py_BuildValue("[N]", module)
-                          : PyObject_CallMethod(py->buffers, "roots_of", "OO", frame->once, frame->function);
+                          : PyObject_CallFunction(py->call.buffer_roots, "OO", frame->once, frame->function);
 }
 
-/* Take those without a rule out of the list.  0 or -1. */
+/* Remove modules without a rule from the list.  0 or -1. */
 static int keep_stateful(const gck_state *state, PyObject *modules)
 {
     for (Py_ssize_t i = PyList_Size(modules) - 1; i >= 0; i--) {
@@ -67,7 +67,7 @@ static int enter_buffers(gck_frame *frame, gck_rerun *r)
     PyObject *roots = roots_of(frame), *modules = roots != NULL ? gck_modules_of(&state->py, roots) : NULL;
 
     if (modules != NULL && keep_stateful(state, modules) == 0 && PyList_Size(modules) > 0) {
-        r->buffers = PyObject_CallMethod(state->py.buffers, "enter", "O", modules);
+        r->buffers = PyObject_CallFunction(state->py.call.enter_buffers, "O", modules);
     }
     Py_XDECREF(roots);
     Py_XDECREF(modules);
@@ -82,7 +82,7 @@ static int begin(gck_frame *frame, gck_rerun *r)
 
     r->buffers = NULL;
     if (frame->parameters != NULL
-        && gck_done(PyObject_CallMethod(py->shim, "check_parameters", "O", frame->parameters)) < 0) {
+        && gck_done(PyObject_CallFunction(py->call.check_parameters, "O", frame->parameters)) < 0) {
         return -1;
     }
     if (gck_ambient_enter(py, &frame->ambient, frame->recompute_context == NULL, &r->surroundings) < 0) {

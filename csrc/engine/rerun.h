@@ -7,21 +7,21 @@
 
 typedef struct {
     gck_surroundings surroundings;
-    PyObject        *buffers;      /* guard of gradckpt.buffers; NULL: nothing to put back */
-    PyObject        *dynamo;       /* likewise, for gck_dynamo_restore */
+    PyObject        *buffers;      /* guard of gradckpt._engine.buffers; NULL: nothing to restore */
+    PyObject        *dynamo;       /* owned or NULL, for gck_dynamo_restore */
     bool             grad;
 } gck_rerun;
 
 /* 0, or -1 with an exception; then nothing is changed. */
 int gck_rerun_begin(gck_frame *frame, gck_rerun *r);
 
-/* Put everything back, also with an exception pending: that one survives.  0 or -1. */
+/* Restore everything, also with an exception pending, which survives.  0 or -1. */
 int gck_rerun_end(gck_frame *frame, gck_rerun *r);
 
 /* gradckpt.policies.is_recomputing(). */
 PyObject *gck_is_recomputing(PyObject *module, PyObject *unused);
 
-/* gradckpt._C.forget_types(): gradckpt.buffers has other rules. */
+/* gradckpt._C.forget_types(): the rules of gradckpt._engine.buffers have changed. */
 PyObject *gck_forget_types(PyObject *module, PyObject *unused);
 
 #endif

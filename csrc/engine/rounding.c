@@ -1,7 +1,7 @@
 /* rounding.c: numbers for the noise of stochastic rounding. */
 #include "rounding.h"
 
-/* Of the innermost region that runs on this thread; NULL: none. */
+/* The state of the innermost region that runs on this thread; NULL: none. */
 static _Thread_local gck_rounding *inside;
 
 /* The finaliser of splitmix64 (Steele et al. 2014). */
@@ -14,7 +14,7 @@ static uint32_t mix(uint32_t region, uint32_t n)
     return (uint32_t)(z ^ z >> 31);
 }
 
-/* A number that the step has not seen: counted outside regions, in the upper half inside. */
+/* A number that is new in this step: counted outside regions, in the upper half inside. */
 static uint32_t next(gck_rounding *r, int once)
 {
     if (r == inside) {

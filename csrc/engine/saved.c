@@ -1,4 +1,4 @@
-/* saved.c: heap type Saved: one tensor as compress_saved() keeps it between forward and backward. */
+/* saved.c: heap type Saved: one tensor that compress_saved() keeps between forward and backward. */
 #include "saved.h"
 
 #include "waiting.h"
@@ -47,7 +47,7 @@ static PyType_Slot saved_slots[] = {
     {Py_tp_dealloc, saved_dealloc},
     {Py_tp_repr, saved_repr},
     {Py_tp_members, saved_members},
-    {Py_tp_doc, "What compress_saved() keeps of one tensor."},
+    {Py_tp_doc, "A tensor that compress_saved() keeps."},
     {0, NULL},
 };
 

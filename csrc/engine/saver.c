@@ -1,7 +1,7 @@
 /* saver.c: heap type Saver: the pair of hooks that decides how a saved tensor is kept.
  *
- * Nothing is recomputed: pack encodes, unpack decodes.  What has to stay exact is kept as
- * autograd keeps it, detached, so that the graph does not hold itself. */
+ * Nothing is recomputed: pack encodes, unpack decodes.  What has to stay exact is kept as autograd
+ * keeps it, detached, so that the graph does not hold itself. */
 #include "saver.h"
 
 #include "options.h"
@@ -9,8 +9,9 @@
 
 /* ---- pack ---- */
 
-/* Why x stays as it is if it does, or -1.  *form: new reference to what gradckpt._savers says of it, NULL where that
- * was not asked.  number: of the node that is being made. */
+/* The reason why x stays uncompressed, GCK_COMPRESS, or -1.  *form: new reference to the answer of
+ * gradckpt._engine.saved_roles, NULL where that was not called.  number: of the node that is being
+ * made. */
 static int judge(const gck_saver *self, gck_input *in, PyObject *node, int64_t number, PyObject **form)
 {
     gck_py *py = &self->packing.state->py;
@@ -21,51 +22,51 @@ static int judge(const gck_saver *self, gck_input *in, PyObject *node, int64_t n
     if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
         return -1;
     }
-    if ((in->requires_grad && in->leaf && !plan->leaves) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
-        return GCK_KEEP_LEAF;
+    if ((in->requires_grad && in->leaf) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
+        return GCK_SKIP_LEAF;
     }
     verdict = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
     if (verdict == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
-        return tracing < 0 ? -1 : GCK_KEEP_TRACING;
+        return tracing < 0 ? -1 : GCK_SKIP_TRACING;
     }
     if (!in->requires_grad) {
         *form = verdict == GCK_COMPRESS ? Py_BuildValue("(sO)", "mask", Py_None) : NULL;
-        return PyErr_Occurred() ? -1 : verdict == GCK_KEEP_DTYPE || verdict == GCK_KEEP_FLOAT64 ? GCK_KEEP_NO_GRAD
+        return PyErr_Occurred() ? -1 : verdict == GCK_SKIP_DTYPE || verdict == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD
              : verdict;
     }
-    if (verdict != GCK_COMPRESS && verdict != GCK_KEEP_SMALL) {
+    if (verdict != GCK_COMPRESS && verdict != GCK_SKIP_SMALL) {
         return verdict;
     }
     of = PyLong_FromLongLong(self->waiting == NULL || gck_entry_of_region ? -1 : number);
-    *form = of != NULL ? PyObject_CallMethodObjArgs(py->savers, py->names.form_when_packed, in->x, node, of, NULL) : NULL;
+    *form = of != NULL ? PyObject_CallFunctionObjArgs(py->call.form_when_packed, in->x, node, of, NULL) : NULL;
     Py_XDECREF(of);
-    verdict = *form == NULL ? -1 : *form == Py_True ? GCK_KEEP_LEAF : verdict == GCK_COMPRESS ? GCK_KEEP_EXACT : verdict;
-    if (verdict != GCK_KEEP_EXACT) {
+    verdict = *form == NULL ? -1 : *form == Py_True ? GCK_SKIP_LEAF : verdict == GCK_COMPRESS ? GCK_SKIP_EXACT : verdict;
+    if (verdict != GCK_SKIP_EXACT) {
         Py_CLEAR(*form);
     }
     return verdict;
 }
 
-/* The tensor waits in `to`.  0 or -1. */
+/* Let the tensor wait in `to`.  0 or -1. */
 static int wait(gck_saver *self, gck_input *in, int64_t number, gck_saved *to)
 {
     gck_state *state = self->packing.state;
     gck_packing packing = self->packing;
-    const int64_t kept = state->stats.kept_bytes;
+    const int64_t kept = state->stats.uncompressed_bytes;
 
-    packing.outer = 0;                           /* they see what it becomes */
-    if (gck_entry_keep(&packing, in, &to->form.entry) < 0 || gck_count_kept(state, in->x, GCK_KEEP_UNKNOWN) < 0) {
+    packing.outer = 0;                           /* outer hooks see its final form */
+    if (gck_entry_keep(&packing, in, &to->form.entry) < 0 || gck_count_kept(state, in->x, GCK_SKIP_UNKNOWN) < 0) {
         return -1;
     }
     to->number = number;
-    to->waits = state->stats.kept_bytes - kept;
+    to->waits = state->stats.uncompressed_bytes - kept;
     to->epoch = state->epoch;
     to->saver = Py_NewRef((PyObject *)self);
     gck_count_live(state, to->waits);
     return gck_waiting_add(self->waiting, to);
 }
 
-/* The form of `to` is known.  0 or -1. */
+/* Keep the tensor in the form that is now known.  0 or -1. */
 static int put(const gck_saver *self, PyObject *form, gck_input *in, gck_saved *to, int reason)
 {
     if (gck_settling_put(self, form, in, &to->form, reason) < 0) {
@@ -79,8 +80,9 @@ static PyObject *pack(PyObject *op, PyObject *x)
 {
     gck_saver *self = (gck_saver *)op;
     gck_state *state = self->packing.state;
-    /* First: to ask for the node of a view that was changed in place makes nodes. */
-    const int64_t number = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
+    /* First, because asking for the node of a view that was changed in place makes nodes. */
+    const int64_t last = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
+    const int64_t number = last >= 0 && self->packing.outer && last == self->last ? self->number : last;
     PyObject *node = number < 0 ? NULL : PyObject_GetAttr(x, state->py.names.grad_fn), *form = NULL;
     gck_saved *to = node != NULL ? gck_saved_new(state) : NULL;
     gck_input in = gck_input_of(x);
@@ -93,13 +95,20 @@ static PyObject *pack(PyObject *op, PyObject *x)
     if (reason < 0 || (form == Py_False ? wait(self, &in, number, to) : put(self, form, &in, to, reason)) < 0) {
         Py_CLEAR(to);
     }
+    if (to != NULL && self->packing.outer && self->waiting != NULL) {
+        self->number = number;
+        self->last = gck_last_node_number(&state->py);
+        if (self->last < 0) {
+            Py_CLEAR(to);
+        }
+    }
     Py_XDECREF(node);
     Py_XDECREF(form);
     gck_input_clear(&in);
     return (PyObject *)to;
 }
 
-/* What autograd gets back: without history, which it has itself. */
+/* Return the tensor to autograd without history, which autograd holds itself. */
 static PyObject *unpack(PyObject *op, PyObject *packed)
 {
     gck_state *state = ((gck_saver *)op)->packing.state;
@@ -155,8 +164,8 @@ PyType_Spec gck_saver_spec = {
 
 static int is_ours(PyObject *hook) { return PyCFunction_CheckExact(hook) && PyCFunction_GetFunction(hook) == pack; }
 
-/* The hooks around ours see the bytes of our payloads.  Around other hooks of this file are
- * those that these had: the innermost codec is meant.  0 or -1. */
+/* Find the hooks around ours, which see the bytes of our payloads.  Around other hooks of this file
+ * they are the hooks of those: the innermost codec counts.  0 or -1. */
 static int find_outer(gck_saver *self, const gck_py *py)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
@@ -178,8 +187,8 @@ static int find_outer(gck_saver *self, const gck_py *py)
     return 0;
 }
 
-/* New reference; NULL: nothing was pushed.  What waits under hooks of others waits in a list of its
- * own: a region's recompute must keep what its forward kept, whatever else the thread does. */
+/* New reference; NULL: nothing was pushed.  Tensors that wait under other hooks wait in a list of
+ * their own: a region's recompute must keep what its forward kept, whatever else the thread does. */
 static gck_saver *push(gck_state *state, PyObject *compress)
 {
     gck_plan plan;
@@ -206,7 +215,7 @@ int gck_saver_decisions(PyObject *hooks)
 {
     PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
 
-    return hook != NULL && is_ours(hook) ? ((gck_saver *)PyCFunction_GetSelf(hook))->packing.plan.decisions : 0;
+    return hook != NULL && is_ours(hook) ? ((gck_saver *)PyCFunction_GetSelf(hook))->packing.plan.replay_discrete : 0;
 }
 
 PyObject *gck_saver_push(PyObject *module, PyObject *compress)
@@ -217,9 +226,9 @@ PyObject *gck_saver_push(PyObject *module, PyObject *compress)
     return self == NULL ? NULL : Py_NewRef(Py_None);
 }
 
-/* The innermost hooks, ours, come off.  Hooks around them see now what still waits, unless the block
- * failed: a recompute has stopped then, and takes no more.  Without such hooks it goes on waiting for another
- * block of this thread.  0 or -1. */
+/* Take our hooks, the innermost, off.  Outer hooks now see what still waits, unless the block
+ * failed: a recompute has stopped then and takes none.  Without outer hooks it continues to wait
+ * for another block of this thread.  0 or -1. */
 static int pop(gck_state *state, int failed)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(state->py.top_hooks, Py_True, NULL);
@@ -233,7 +242,8 @@ static int pop(gck_state *state, int failed)
     gck_hooks_pop(&state->py);
     if (op != NULL && self->waiting != NULL) {
         self->packing.outer = self->packing.outer && !failed;
-        for (int i = 2 * GCK_WAITING_TENSORS; status == 0 && i-- > 0;) {     /* down: settling may shorten the list */
+        for (int i = 2 * GCK_WAITING_TENSORS; status == 0 && i-- > 0;) {
+            /* downwards: settling may shorten the list */
             saved = gck_waiting_known(self->waiting, i);
             status = saved != NULL && saved->saver == op ? gck_settling_settle(saved, NULL, !self->packing.outer) : 0;
         }
@@ -247,11 +257,11 @@ PyObject *gck_saver_pop(PyObject *module, PyObject *failed)
     return pop(gck_state_of(module), failed == Py_True) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* What the function returned leads to the nodes that it made.  0 or -1. */
+/* Search the nodes behind the function's result.  0 or -1. */
 static int look_behind(const gck_saver *self, PyObject *result)
 {
     gck_state *state = self->packing.state;
-    PyObject *nodes = PyObject_CallMethod(state->py.savers, "nodes_behind", "(O)", result);
+    PyObject *nodes = PyObject_CallFunction(state->py.call.nodes_behind, "(O)", result);
     int status = nodes == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {

@@ -6,13 +6,14 @@
 
 extern PyType_Spec gck_saver_spec;
 
-/* hooks: what torch says of the innermost ones of this thread.  Ours, with a codec that rounds: a gck_plan's decisions. */
+/* hooks: torch's innermost ones of this thread.  Returns for ours, with a rounding codec, a
+ * gck_plan's decisions. */
 int gck_saver_decisions(PyObject *hooks);
 
 /* saved_push(compress): the hooks become the innermost of this thread. */
 PyObject *gck_saver_push(PyObject *module, PyObject *compress);
 
-/* saved_pop(failed): the innermost ones come off; an exception ended their block, or not. */
+/* saved_pop(failed): take the innermost hooks off; failed: an exception ended their block. */
 PyObject *gck_saver_pop(PyObject *module, PyObject *failed);
 
 /* saved_call(compress, function, args, kwargs): push, call, pop. */

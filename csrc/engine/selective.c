@@ -1,10 +1,10 @@
 /* selective.c: operators caught while a region runs.
  *
- * Named operators are caught on torch's dispatch key `Negative`, below autograd and above the
- * key of dispatch modes.  torch's own fallback there does nothing to tensors whose negation is
- * not pending, so a thread that includes the key runs as before, and our kernels for the named
- * operators are called.  Where a mode of others is active when a region begins, one of ours
- * is put on top of it (mode.c), as for policies that are functions and must see everything. */
+ * Named operators are caught on torch's dispatch key `Negative`, below autograd and above the key of
+ * dispatch modes.  torch's own fallback there does nothing to tensors without a pending negation.  So
+ * a thread that includes the key runs as before, and our kernels for the named operators are called.
+ * Where another mode is active when a region begins, one of ours is put on top of it (mode.c), as
+ * for policies that are functions and must see every operator. */
 #include "options.h"
 #include "selective.h"
 #include "stand_in.h"
@@ -21,7 +21,7 @@ static gck_active *next_here(gck_active *a, unsigned long thread)
     return a;
 }
 
-/* Switches the key for this thread; an exception that is pending survives.  0 or -1. */
+/* Switch the key for this thread; a pending exception survives.  0 or -1. */
 static int set_key(const gck_py *py, int on)
 {
     gck_error error = gck_error_take();
@@ -80,7 +80,7 @@ void gck_selective_end(gck_state *state, gck_active *active)
     active->next = NULL;
     Py_CLEAR(active->store);
     Py_CLEAR(active->counts);
-    if (PyErr_Occurred()) {                      /* nobody takes it from here */
+    if (PyErr_Occurred()) {                      /* the exception cannot be returned from here */
         PyErr_WriteUnraisable(NULL);
     }
     gck_error_return(&error);
@@ -99,9 +99,9 @@ gck_active *gck_active_of(gck_state *state, const PyObject *context)
 
 /* ---- named operators ---- */
 
-/* A cast to a floating dtype and nothing else is nobody's, and operators make one of every number they are given
- * (which arrives as that number): done in half the time that the operator itself takes from here.  NULL without
- * an exception: it is more than that. */
+/* Fast path: a pure float cast is not discrete, and kernels cast each Python scalar (it arrives as
+ * that number).  This takes half the time of the operator itself.  NULL without an exception: the
+ * call is more than a cast. */
 static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyObject *kwargs)
 {
     PyObject *x = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
@@ -122,7 +122,8 @@ static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyOb
     return out;
 }
 
-/* What is at work in this thread from the innermost on, up to `last` (NULL: all), sees more, or fewer, operators. */
+/* Make the active stores of this thread, from the innermost up to `last` (NULL: all), see more or
+ * fewer operators. */
 static void count_busy(gck_state *state, const gck_active *last, int by)
 {
     const unsigned long thread = PyThread_get_thread_ident();
@@ -132,7 +133,7 @@ static void count_busy(gck_state *state, const gck_active *last, int by)
     }
 }
 
-/* The operator itself, below us: seen by those around `hit` only (NULL: by nobody). */
+/* Call the operator itself, below `hit`: only stores around `hit` see it (NULL: none). */
 static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
 {
     PyObject *out;
@@ -150,7 +151,7 @@ static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyO
     return out;
 }
 
-/* What runs a caught operator: below `hit`. */
+/* Runs a caught operator, below `hit`. */
 typedef struct {
     gck_state  *state;
     gck_active *hit;
@@ -167,9 +168,9 @@ static PyObject *run_below(const gck_call *call)
 int gck_hide_begin(gck_state *state, PyObject **modes)
 {
     const int any = gck_ask(state->py.dispatch_stack_len), tracing = any > 0 ? gck_tracing(&state->py) : 0;
-    const int active = any < 0 || tracing < 0 ? -1 : any && !tracing;    /* what is traced needs its modes */
+    const int active = any < 0 || tracing < 0 ? -1 : any && !tracing;    /* tracing needs its modes */
 
-    *modes = active > 0 ? PyObject_CallMethod(state->py.selection, "without_modes", NULL) : NULL;
+    *modes = active > 0 ? PyObject_CallFunction(state->py.call.without_modes, NULL) : NULL;
     if (active < 0 || (active > 0 && *modes == NULL)) {
         return -1;
     }
@@ -195,7 +196,7 @@ static int wanted(gck_store *store, int line)
     const gck_named *named = gck_store_named(store, line);
 
     if (store->policy == NULL || line >= store->policy->n) {
-        return 1;                                /* every decision is */
+        return 1;                                /* every discrete output is kept */
     }
     const int64_t call = store->counters[named->group]++;
     return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
@@ -203,19 +204,20 @@ static int wanted(gck_store *store, int line)
 
 static int decides(const gck_named *named) { return named->keep >= GCK_DECIDE && named->keep != GCK_NAMED; }
 
-/* The same of a policy that is a function, 1, 0 or -1.  *rule: what is done with them: `own` is filled, or a decision. */
+/* The same for a policy that is a function, 1, 0 or -1.  *rule: what happens to the outputs: `own`,
+ * filled in, or that of a discrete operator. */
 static int ask(gck_store *store, const gck_call *call, PyObject *out, gck_named *own, const gck_named **rule)
 {
     gck_state *state = store->state;
-    PyObject *compress = PyObject_CallMethod(state->py.selection, "ask", "OOOOO", call->context, call->op, call->args,
+    PyObject *compress = PyObject_CallFunction(state->py.call.ask, "OOOOO", call->context, call->op, call->args,
                                              call->kwargs != NULL ? call->kwargs : Py_None, out);
     int keep = compress == NULL ? -1 : compress != Py_False;
 
     own->keep = GCK_SAVE;
     if (keep > 0
         && (gck_options_plan(state, compress, &own->plan) < 0
-            || (own->plan.codec != NULL && own->plan.decisions > store->decisions
-                && gck_region_decides_from(state, store, own->plan.decisions) < 0))) {
+            || (own->plan.codec != NULL && own->plan.replay_discrete > store->decisions
+                && gck_region_decides_from(state, store, own->plan.replay_discrete) < 0))) {
         keep = -1;
     }
     Py_XDECREF(compress);
@@ -225,8 +227,9 @@ static int ask(gck_store *store, const gck_call *call, PyObject *out, gck_named 
     return decide ? 1 : keep;
 }
 
-/* Keep of a call's outputs what is wanted.  Until then, and if nothing is, it will run again: the policy and what keeps
- * them may call operators, too.  0 or -1. */
+/* Keep those of a call's outputs that the policy names.  The call counts as one that runs again
+ * until they are stored, because the policy and the code that stores them may call operators too.
+ * 0 or -1. */
 static int keep_outputs(gck_store *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
 {
     gck_named own = {.op = NULL};
@@ -270,7 +273,7 @@ PyObject *gck_record_call(gck_store *store, int line, gck_call *call)
     return out;
 }
 
-/* New reference: which call of its operator this is. */
+/* New reference: the number of this call among those of its operator. */
 static PyObject *next_index(gck_active *active, int line, PyObject *key)
 {
     PyObject *counts, *count, *index;
@@ -286,19 +289,20 @@ static PyObject *next_index(gck_active *active, int line, PyObject *key)
     return index;
 }
 
-/* New reference: what the forward has kept of a call; NULL, and *again without an exception: it runs again. */
+/* New reference: what the forward has kept of a call; NULL with *again and no exception: it runs
+ * again. */
 static PyObject *find_entry(gck_store *store, int lasting, const gck_call *call, int *again)
 {
     const gck_py *py = &store->state->py;
     PyObject *entry = call->calls != NULL ? PyDict_GetItemWithError(call->calls, call->index) : NULL;
 
-    /* Without grad it dispatches otherwise: nothing was decided there. */
+    /* Without grad the call dispatches differently: the forward kept no discrete output there. */
     *again = !PyErr_Occurred() && (entry == py->recompute_mark || (call->calls == NULL && lasting));
     if (*again || PyErr_Occurred()) {
         return NULL;
     }
     return entry != NULL && entry != py->consumed_mark ? Py_NewRef(entry)
-         : PyObject_CallMethod(py->selection, "raise_no_entry", "OOii", call->key, call->index, call->calls != NULL,
+         : PyObject_CallFunction(py->call.raise_no_entry, "OOii", call->key, call->index, call->calls != NULL,
                                entry != NULL);
 }
 
@@ -317,7 +321,7 @@ PyObject *gck_replay_call(gck_active *active, int line, gck_call *call)
     }
     if (same > 0) {
         entry = find_entry(store, lasting, call, &again);
-    } else if (same == 0) {                      /* the forward decided nothing here */
+    } else if (same == 0) {                      /* not discrete in the forward */
         again = 1;
         if (line >= 0) {
             active->next[line]--;
@@ -335,7 +339,8 @@ PyObject *gck_replay_call(gck_active *active, int line, gck_call *call)
     return again ? call->run(call) : out;
 }
 
-/* A fake tensor, also in a list, when its mode has stepped aside to compute a shape. */
+/* 1 when a fake tensor is among the arguments, also in a list, whose mode has stepped aside to
+ * compute a shape. */
 static int fake_among(const gck_py *py, PyObject *args)
 {
     const Py_ssize_t n = PyTuple_Check(args) || PyList_Check(args) ? PySequence_Size(args) : 0;
@@ -347,7 +352,7 @@ static int fake_among(const gck_py *py, PyObject *args)
     return found;
 }
 
-/* Does this thread compile something? */
+/* 1 while this thread compiles something. */
 static int compiling(const gck_py *py)
 {
     PyObject *context = PyObject_GetAttrString(py->guards, "tracing_context");
@@ -358,15 +363,16 @@ static int compiling(const gck_py *py)
     return truth;
 }
 
-/* An operator that is nobody's: one that we call, or a torch.func transform, which calls it again on the level below
- * with the key as it was.  Where the key is off a negation is pending, which torch's fallback would do in our place. */
+/* Run an operator that belongs to no store: one that we call, or one inside a torch.func transform,
+ * which calls it again on the level below with the key as it was.  Where the key is off a negation
+ * is pending, which torch's fallback would resolve here. */
 static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObject *kwargs)
 {
     const int on = gck_is_true(PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL));
     PyObject *out = NULL;
 
     if (on == 0) {
-        out = PyObject_CallMethod(state->py.selection, "call_negated", "OOO", call, args, kwargs ? kwargs : Py_None);
+        out = PyObject_CallFunction(state->py.call.call_negated, "OOO", call, args, kwargs ? kwargs : Py_None);
     } else if (on > 0 && set_key(&state->py, 0) == 0) {
         out = PyObject_Call(call, args, kwargs);
         if (set_key(&state->py, 1) < 0) {
@@ -401,13 +407,15 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (tracing < 0) {
         return NULL;
     }
-    if (hit == NULL || tracing) {                /* no store names it; or a block is compiled inside the region: that is no call */
+    if (hit == NULL || tracing) {
+        /* no store names it, or a block is compiled inside the region, which is not a call */
         return call_below(state, NULL, op, call, args, kwargs);
     }
-    /* A mode that was entered inside comes first, as under torch's modes: what is replayed would not reach it. */
+    /* A mode that was entered inside comes first, as under torch's modes: it would not see a
+     * replayed call. */
     const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
     if (modes != 0) {
-        return modes < 0 ? NULL : PyObject_CallMethod(state->py.selection, "through_modes", "OOOO", state->py.key, call, args,
+        return modes < 0 ? NULL : PyObject_CallFunction(state->py.call.through_modes, "OOOO", state->py.key, call, args,
                                                        kwargs ? kwargs : Py_None);
     }
     gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
@@ -428,7 +436,8 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     return function;
 }
 
-/* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in those of these modes that are ours. */
+/* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in our modes among
+ * these. */
 PyObject *gck_selective_name(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);

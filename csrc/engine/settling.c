@@ -1,18 +1,18 @@
-/* settling.c: keeps a saved tensor in the form that the node which saves it can do with. */
+/* settling.c: keeps a saved tensor in a form that suffices for the node which saves it. */
 #include "settling.h"
 
 #include "rounding.h"
 
 /* ---- what is kept as it is ---- */
 
-/* The hooks around ours become the innermost.  0 or -1. */
+/* Make the hooks around ours the innermost.  0 or -1. */
 static int push_outer(const gck_saver *self)
 {
     return gck_done(PyObject_CallFunctionObjArgs(self->packing.state->py.push_hooks, self->outer_pack,
                                                  self->outer_unpack, NULL));
 }
 
-/* By reference, checked against its version at unpack; without its graph.  0 or -1. */
+/* Keep it by reference, checked against its version at unpack, without its graph.  0 or -1. */
 static int keep(const gck_saver *self, const gck_input *in, gck_form *to)
 {
     PyObject *x = in->leaf ? Py_NewRef(in->x) : PyObject_CallMethodObjArgs(in->x, self->packing.state->py.names.detach, NULL);
@@ -25,7 +25,7 @@ static int keep(const gck_saver *self, const gck_input *in, gck_form *to)
 
 /* ---- what becomes a payload ---- */
 
-/* x in the memory of a base; *offset in values.  1 when it lies there as a whole. */
+/* Find x in the memory of a base; *offset in values.  1 when it lies there as a whole. */
 static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize, int64_t *offset)
 {
     const intptr_t distance = (intptr_t)x->data - (intptr_t)base->data;
@@ -38,8 +38,8 @@ static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize
     return x->dtype == base->dtype && distance >= 0 && distance % itemsize == 0 && last < base->numel;
 }
 
-/* A payload of the tensor, found or made.  1; 0 when the codec cannot hold the values; -1.
- * only_found: 0 also when there is none yet. */
+/* Find or make a payload of the tensor.  1; 0 when the codec overflows; -1.  only_found: 0 also
+ * when none exists yet. */
 static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, int only_found, gck_form *to)
 {
     gck_state *state = self->packing.state;
@@ -54,8 +54,8 @@ static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, 
     if (PyErr_Occurred() || (only_found && first == NULL)) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    /* A device's verdict may come late, and the payload holds what it was made from until
-     * then: not a tensor whose node holds the payload. */
+    /* A device may report overflow late, and until then the payload holds its original.  That must
+     * not be a tensor whose node holds the payload. */
     own.x = codec->refuses ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
     if (own.x != NULL) {
         payload = gck_payload_new(state, codec, &own, first, stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
@@ -75,21 +75,21 @@ static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, 
     return done;
 }
 
-/* What a payload of x gives back lies in memory as x does. */
+/* 1 when a restored payload of x has the strides of x. */
 static int keeps_strides(const gck_tensor *x)
 {
     return x->strides == NULL || gck_is_dense(x);
 }
 
-/* The tensor, by the payload of the whole tensor that it is a view of where that costs no more
- * than its own: so all views of it share one.  1, 0, -1 as above. */
+/* Keep the tensor by a payload of the whole tensor of which it is a view, where that costs no more
+ * than its own, so that all views share one payload.  1, 0, -1 as above. */
 static int encode_view(const gck_saver *self, const gck_codec *codec, gck_input *in, gck_form *to)
 {
     gck_py *py = &self->packing.state->py;
     gck_input whole = {.x = PyObject_GetAttr(in->x, py->names._base)};
     gck_tensor view;
     int64_t offset;
-    int done = 0, verdict = whole.x == NULL ? -1 : GCK_KEEP_LAYOUT;
+    int done = 0, verdict = whole.x == NULL ? -1 : GCK_SKIP_LAYOUT;
 
     if (whole.x != NULL && whole.x != Py_None) {
         verdict = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &whole, codec, 0);
@@ -98,8 +98,12 @@ static int encode_view(const gck_saver *self, const gck_codec *codec, gck_input 
         done = -1;
     } else if (verdict == GCK_COMPRESS && keeps_strides(&whole.view)
                && lies_within(&view, &whole.view, view.dtype == GCK_F32 ? 4 : view.dtype == GCK_BOOL ? 1 : 2, &offset)) {
-        to->view = Py_BuildValue("(NNL)", PyObject_GetAttr(in->x, py->names.shape), PyObject_CallMethod(in->x, "stride", NULL),
-                                 (long long)offset);
+        /* One after the other: no attribute is read with an error set. */
+        PyObject *shape = PyObject_GetAttr(in->x, py->names.shape);
+        PyObject *stride = shape != NULL ? PyObject_CallMethod(in->x, "stride", NULL) : NULL;
+        to->view = stride != NULL ? Py_BuildValue("(OOL)", shape, stride, (long long)offset) : NULL;
+        Py_XDECREF(shape);
+        Py_XDECREF(stride);
         done = to->view == NULL ? -1 : encode(self, codec, &whole, view.numel < whole.view.numel, to);
     }
     if (done != 1) {
@@ -109,7 +113,8 @@ static int encode_view(const gck_saver *self, const gck_codec *codec, gck_input 
     return done != 0 ? done : encode(self, codec, in, 0, to);
 }
 
-/* The tensor, or what the form has in its place.  1; 0: it has to stay as it is, for the reason *reason; -1. */
+/* Encode the tensor, or what the form has in its place.  1; 0: it has to stay uncompressed, for the
+ * reason *reason; -1. */
 static int encode_form(const gck_saver *self, PyObject *form, gck_input *in, gck_form *to, int *reason)
 {
     gck_py *py = &self->packing.state->py;
@@ -126,10 +131,10 @@ static int encode_form(const gck_saver *self, PyObject *form, gck_input *in, gck
     made = part != Py_None ? gck_input_of(part) : *in;
     done = gck_input_read(py, &made, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &made, codec, 0);
     if (done != GCK_COMPRESS) {
-        *reason = done == GCK_KEEP_DTYPE ? GCK_KEEP_EXACT : done;        /* half precision as such */
+        *reason = done == GCK_SKIP_DTYPE ? GCK_SKIP_EXACT : done;        /* half precision stays as it is */
         done = done < 0 ? -1 : 0;
     } else {
-        *reason = GCK_KEEP_FIT;
+        *reason = GCK_SKIP_FIT;
         done = part != Py_None ? encode(self, codec, &made, 0, to) : encode_view(self, codec, &made, to);
     }
     if (part != Py_None) {
@@ -140,9 +145,9 @@ static int encode_form(const gck_saver *self, PyObject *form, gck_input *in, gck
     return done;
 }
 
-/* ---- a storage that somebody needs exactly is kept once ---- */
+/* ---- a storage that is kept uncompressed is kept once ---- */
 
-/* *address := that of x's storage, NULL when it has none.  0 or -1. */
+/* *address: that of x's storage, NULL when it has none.  0 or -1. */
 static int storage_of(const gck_py *py, PyObject *x, const void **address)
 {
     PyObject *storage = PyObject_CallMethodObjArgs(x, py->names.untyped_storage, NULL);
@@ -154,7 +159,7 @@ static int storage_of(const gck_py *py, PyObject *x, const void **address)
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
-/* 1 when somebody keeps this storage as it is; 0. */
+/* 1 when this storage is also kept uncompressed; 0. */
 static int is_held(const gck_saver *self, const void *storage)
 {
     const gck_saved *other;
@@ -183,7 +188,7 @@ int gck_settling_put(const gck_saver *self, PyObject *form, gck_input *in, gck_f
         done = encode_form(self, form, in, to, &reason);
     }
     if (done == 1) {
-        state->stats.asked++;
+        state->stats.eligible++;
         state->stats.compressed++;
     } else if (done == 0) {
         done = keep(self, in, to) < 0 ? -1 : gck_count_kept(state, in->x, reason);
@@ -194,7 +199,7 @@ int gck_settling_put(const gck_saver *self, PyObject *form, gck_input *in, gck_f
     return done < 0 ? -1 : 0;
 }
 
-/* `saved` is kept in this form from now on.  0 or -1. */
+/* Keep `saved` in this form from now on.  0 or -1. */
 static int become(const gck_saver *self, gck_saved *saved, PyObject *form, gck_input *in, int reason)
 {
     gck_form made = {.storage = NULL}, old = made;
@@ -209,7 +214,8 @@ static int become(const gck_saver *self, gck_saved *saved, PyObject *form, gck_i
     return status;
 }
 
-/* `of` has a payload of what is kept as it is from now on: back to the tensor.  0 or -1. */
+/* `of` has a payload of a storage that is kept uncompressed from now on: return to the tensor.  0
+ * or -1. */
 static int take_back(const gck_saver *self, gck_saved *of)
 {
     gck_state *state = self->packing.state;
@@ -222,9 +228,9 @@ static int take_back(const gck_saver *self, gck_saved *of)
 
     if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version && of->form.entry.kind == GCK_PAYLOAD) {
         in.x = of->form.view != NULL ? gck_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
-        status = in.x == NULL ? -1 : become(self, of, Py_None, &in, GCK_KEEP_EXACT);
+        status = in.x == NULL ? -1 : become(self, of, Py_None, &in, GCK_SKIP_EXACT);
         state->stats.compressed--;
-        state->stats.asked--;
+        state->stats.eligible--;
     }
     gck_input_clear(&whole);
     gck_input_clear(&in);
@@ -249,15 +255,15 @@ int gck_settling_hold(const gck_saver *self, const gck_form *form)
 
 /* ---- what the saving node needs ---- */
 
-/* What waited was counted as kept for a reason that holds no longer. */
+/* What waited was counted as uncompressed for a reason that no longer holds. */
 static void uncount(const gck_saved *saved)
 {
     gck_stats *s = &saved->state->stats;
 
     if (saved->epoch == saved->state->epoch) {
-        s->kept[GCK_KEEP_UNKNOWN]--;
-        s->kept_bytes -= saved->waits;
-        s->asked--;
+        s->uncompressed[GCK_SKIP_UNKNOWN]--;
+        s->uncompressed_bytes -= saved->waits;
+        s->eligible--;
     }
 }
 
@@ -271,11 +277,12 @@ int gck_settling_settle(gck_saved *saved, PyObject *node, int go_on)
 
     Py_INCREF((PyObject *)saved);
     saved->saver = NULL;
-    if (status == 0 && in.version == saved->form.entry.version) {    /* else unpack says that the values are gone, as torch does */
+    if (status == 0 && in.version == saved->form.entry.version) {
+        /* else unpack raises torch's error that the values are gone */
         uncount(saved);
         form = node == NULL ? Py_NewRef(Py_None)
-             : PyObject_CallMethodObjArgs(state->py.savers, state->py.names.form_of_input, node, (PyObject *)saved, in.x, NULL);
-        status = form == NULL ? -1 : become(self, saved, form, &in, node == NULL ? GCK_KEEP_UNKNOWN : GCK_KEEP_EXACT);
+             : PyObject_CallFunctionObjArgs(state->py.call.form_of_input, node, (PyObject *)saved, in.x, NULL);
+        status = form == NULL ? -1 : become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
         status = status < 0 ? -1 : gck_settling_hold(self, &saved->form);
     }
     if (go_on) {

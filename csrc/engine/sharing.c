@@ -1,4 +1,4 @@
-/* sharing.c: which payload another use of the same tensor may have. */
+/* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "sharing.h"
 
 #include <string.h>
@@ -20,7 +20,7 @@ void gck_sharing_forget(gck_payload *self)
     }
 }
 
-/* Seen in the same way. */
+/* 1 when it was read through the same view. */
 static int same_view(const gck_payload *p, const gck_tensor *view)
 {
     int64_t strides[GCK_MAX_DIM];
@@ -37,7 +37,7 @@ static int same_view(const gck_payload *p, const gck_tensor *view)
     return 1;
 }
 
-/* Nothing in the loop runs Python: entries are borrowed.  A dead original gives None. */
+/* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
 gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, gck_batch *batch)
 {
     const gck_tensor was = in->view;
@@ -51,7 +51,7 @@ gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_inpu
             && p->version == in->version && p->requires_grad == in->requires_grad && p->leaf == in->leaf
             && same_view(p, &in->view)) {
             found = (gck_payload *)Py_NewRef((PyObject *)p);
-            memmove(&state->recent[1], &state->recent[0], (size_t)i * sizeof p);       /* used latest */
+            memmove(&state->recent[1], &state->recent[0], (size_t)i * sizeof p);       /* most recently used */
             state->recent[0] = p;
         }
     }

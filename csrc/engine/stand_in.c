@@ -1,14 +1,14 @@
 /* stand_in.c: torch's own checkpoint inside a region of ours.
  *
- * Its recompute would decide anew, and calls nobody of ours.  So while a region that keeps
- * decisions runs, torch's function has another body (`__code__`, as under patched()), which
- * asks whether its thread is inside such a region and then takes the same function in C,
- * equal to torch's but for the decisions; other threads get torch's.  The last region that
- * ends puts the body back. */
+ * Its recompute would evaluate discrete operators anew, and calls none of our code.  So while a region
+ * that keeps discrete outputs runs, torch's function has another body (`__code__`, as under
+ * patched()).  It tests whether its thread is inside such a region and then takes the same function in
+ * C, equal to torch's but for the discrete outputs; other threads get torch's.  The last region that
+ * ends restores the body. */
 #include "stand_in.h"
 
-/* What there is to exchange: (torch's name, function, its code, ours), None where something else stands in torch's
- * place.  0 or -1. */
+/* Find what there is to exchange: (torch's name, function, its code, ours), None where other code
+ * has replaced torch's function.  0 or -1. */
 static int find(gck_state *state)
 {
     PyObject *now = PyObject_GetAttrString(state->py.checkpoint_module, "checkpoint");
@@ -19,7 +19,7 @@ static int find(gck_state *state)
         return now == NULL ? -1 : 0;
     }
     PyObject *old = state->torchs;
-    state->torchs = PyObject_CallMethod(state->py.selection, "torchs_checkpoint", NULL);
+    state->torchs = PyObject_CallFunction(state->py.call.torchs_checkpoint, NULL);
     Py_XDECREF(old);
     return state->torchs == NULL ? -1 : 0;
 }
@@ -28,7 +28,7 @@ static int exchange(gck_state *state)
 {
     int on, status = state->standing > 0 ? find(state) : 0;
 
-    do {                                         /* an audit hook may let another thread in, which may find anew */
+    do {                                         /* an audit hook may let another thread in, which may search anew */
         PyObject *torchs = Py_XNewRef(state->torchs);
         on = state->standing > 0;
         if (status == 0 && torchs != NULL && PyTuple_Size(torchs) == 4) {
@@ -45,7 +45,7 @@ int gck_stand_in(gck_state *state, int by)
     int status;
 
     state->standing += by;
-    if (state->standing != (by > 0)) {             /* faster: it stands, or is still needed */
+    if (state->standing != (by > 0)) {             /* faster: already replaced, or still needed */
         return 0;
     }
     error = gck_error_take();

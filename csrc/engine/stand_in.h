@@ -1,10 +1,10 @@
-/* stand_in.h: torch's checkpoint answers as gradckpt's while a region keeps decisions. */
+/* stand_in.h: torch's checkpoint behaves as gradckpt's while a region keeps discrete outputs. */
 #ifndef GRADCKPT_STAND_IN_H
 #define GRADCKPT_STAND_IN_H
 
 #include "state.h"
 
-/* One more (by 1) or one less (by -1) needs it; an exception that is pending survives.  0 or -1. */
+/* One more region (by 1) or one less (by -1) needs it; a pending exception survives.  0 or -1. */
 int gck_stand_in(gck_state *state, int by);
 
 /* For Python: stand_in(by). */

@@ -6,44 +6,46 @@
 
 enum { GCK_NPLANS = 4, GCK_NRECENT = 8 };
 
-/* compress= once it is understood. */
+/* compress= after parsing. */
 typedef struct {
     const gck_codec *codec;        /* NULL: no compression                               */
     int64_t          min_numel;
-    int              replay;
-    int              floating;     /* include="floating": not only what requires grad    */
-    int              leaves;       /* also leaves that are no parameters                 */
-    int              decisions;    /* keep what operators decide, see selective.h; 2: casts, too */
+    int              fake_quantize; /* the forward runs on the restored values             */
+    int              floating;     /* include="floating": all but parameters             */
+    int              replay_discrete; /* replay discrete outputs, see selective.h; 2: casts too */
     int              stochastic;   /* round by noise keyed by `seed` and a gck_rounding  */
     uint64_t         seed;
 } gck_plan;
 
 typedef struct {
     int64_t regions;               /* checkpoint calls with grad on                      */
-    int64_t regions_asked;         /* of those, with compression                         */
+    int64_t regions_eligible;      /* of those, with compression                         */
     int64_t regions_compressed;    /* of those, with a payload                           */
     int64_t policy_outputs;        /* outputs of operators that a policy keeps           */
-    int64_t policy_bytes;          /* of those that it keeps as they are                 */
+    int64_t policy_bytes;          /* of those, bytes of the uncompressed ones           */
     int64_t recomputes;
-    int64_t asked;                 /* tensors that require grad, met with compression on */
-    int64_t compressed;            /* of those, kept as payloads (shared ones included)  */
+    int64_t eligible;              /* tensors that require grad, seen with compression on */
+    int64_t compressed;            /* of those, compressed into payloads (shared ones included) */
     int64_t encoded;               /* payloads written                                   */
-    int64_t shared;                /* times a payload served another region              */
-    int64_t bytes_in, bytes_out;   /* of encoded tensors, of their payloads              */
+    int64_t codecs[GCK_MAX_CODECS]; /* of those, by codec, in the order of codecs.def     */
+    int64_t shared;                /* how often a payload served another region          */
+    int64_t bytes_in, bytes_out;   /* bytes of encoded tensors, and of their payloads    */
     int64_t live_bytes, peak_live_bytes;            /* payloads alive                    */
-    int64_t originals_alive, originals_alive_bytes; /* at their restore: nothing was saved */
-    int64_t decisions, decision_bytes;              /* copies of what operators decided  */
-    int64_t kept[GCK_NREASONS];    /* tensors kept by reference, by reason               */
-    int64_t kept_bytes;            /* of those that require grad and are no parameters   */
-    int64_t steps;                 /* backwards that met a region                        */
+    int64_t originals_alive, originals_alive_bytes; /* alive at their restore: no memory was saved */
+    int64_t discrete_outputs, discrete_bytes;       /* copies of discrete outputs        */
+    int64_t uncompressed[GCK_NREASONS]; /* tensors that stayed uncompressed, by reason        */
+    int64_t uncompressed_bytes;    /* bytes of those that require grad and are not parameters */
+    int64_t steps;                 /* backwards that reached a region                    */
 } gck_stats;
 
-/* Which noise the next tensor gets that is rounded stochastically.  A new step begins with
- * the first region or tensor after one was restored: after a backward. */
+/* The noise of the next tensor that is rounded stochastically.  A new step begins with the first
+ * region or tensor after a restore, that is, after a backward. */
 typedef struct {
     uint32_t step, tensor;
-    int      restored;             /* since the last encode: a tensor, or a region ran again */
-    uint32_t region, once;         /* inside a region, see rounding.h: which, and tensors that are encoded once */
+    int      restored;             /* a tensor was restored, or a region ran again, since the last encode */
+    /* inside a region, see rounding.h: its number, and the count of tensors that are encoded
+     * once */
+    uint32_t region, once;
 } gck_rounding;
 
 typedef struct gck_payload gck_payload;
@@ -51,16 +53,17 @@ typedef struct gck_payload gck_payload;
 /* The keywords of checkpoint(); torch's come first (options.c counts them). */
 #define GCK_OPTIONS(OPTION)                                                              \
     OPTION(use_reentrant) OPTION(preserve_rng_state) OPTION(context_fn)                  \
-    OPTION(determinism_check) OPTION(debug) OPTION(early_stop) OPTION(compress) OPTION(buffers)
+    OPTION(determinism_check) OPTION(debug) OPTION(early_stop) OPTION(compress) OPTION(policy) \
+    OPTION(buffers)
 
 typedef struct {
     gck_py        py;
     PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept, *Context, *Saver, *Saved;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
-    PyObject     *SelectiveRecompute;  /* another one, public                                */
+    PyObject     *SelectiveRecompute;  /* autograd Function, public                          */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */
     PyObject     *stateless;       /* known types of modules (parameters.h): no statistics  */
-    PyObject     *closed;          /* known modules: use no leaves but parameters and arguments */
+    PyObject     *closed;          /* known modules that use no leaves but parameters and arguments */
     struct {
         PyObject *function;
 #define OPTION(name) PyObject *name;
@@ -72,23 +75,23 @@ typedef struct {
     int64_t       last_step;       /* of `rounding`, at the last recompute               */
     int64_t       watched_task;    /* graph task at whose end our callback runs          */
     struct gck_frame *with_tables; /* borrowed: first of the frames that have tables     */
-    int64_t       outside;         /* counter behind ids for unpacking outside backward  */
+    int64_t       outside;         /* counter for the ids of unpacks outside backward    */
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
-    gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload leaves by itself    */
-    gck_payload  *pending;         /* likewise: the first of those with an open verdict  */
-    PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that wants them */
+    gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload removes itself      */
+    gck_payload  *pending;         /* borrowed: the first of those with an open verdict  */
+    PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that needs them */
     PyObject     *torchs;          /* torch's checkpoint, see stand_in.c; NULL before the first exchange */
-    int           standing;        /* how many need ours in its place                    */
+    int           standing;        /* how many regions need ours in its place            */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
-    PyObject     *observer;        /* called with each Frame that has kept its arguments; NULL */
-    int           by_mode;         /* tests: operators are caught by modes only            */
+    PyObject     *observer;        /* called with each Frame that has kept its arguments; or NULL */
+    int           by_mode;         /* tests: only modes catch operators                    */
     int64_t       late_verdicts;   /* tests: see pending.h; nanoseconds                  */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;
 
 gck_state *gck_state_of(PyObject *module);
 
-/* The end of a dealloc: the memory goes, and the object's reference to its heap type. */
+/* End a dealloc: free the memory, and release the object's reference to its heap type. */
 static inline void gck_object_free(PyObject *op)
 {
     PyTypeObject *type = Py_TYPE(op);

@@ -1,11 +1,11 @@
-/* store.c: heap type Store: which calls of operators a region keeps. */
+/* store.c: heap type Store: the calls of operators that a region keeps. */
 #include "store.h"
 
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
 
-/* Of a dtype; no dtype and anything odd: 0. */
+/* 1 for a floating dtype; 0 for none and anything else. */
 static int is_floating(PyObject *dtype)
 {
     PyObject *floating = dtype != NULL ? PyObject_GetAttrString(dtype, "is_floating_point") : NULL;
@@ -16,7 +16,7 @@ static int is_floating(PyObject *dtype)
     return truth;
 }
 
-/* Does this call of _to_copy make integers or bools of floating values? */
+/* 1 when this call of _to_copy makes integers or bools of floating values. */
 static int is_rounding_cast(const gck_call *call)
 {
     PyObject *to = call->kwargs != NULL ? PyDict_GetItemString(call->kwargs, "dtype") : NULL;
@@ -46,8 +46,9 @@ int gck_store_find(const gck_store *store, const gck_call *call)
     const int i = find_in(store->policy, call), decides = find_in(store->deciding, call);
     const gck_named *named = i >= 0 ? &store->policy->named[i] : NULL;
 
-    /* A decision is kept whatever the policy says, unless the policy keeps it anyway.  Kept exactly beside an input
-     * that comes back approximate, a result that backward compares with it would equal none of its values. */
+    /* A discrete output is kept whatever the policy says, unless the policy keeps it anyway.  An
+     * exception is a result that backward compares with its input: if it were kept exactly beside
+     * an approximately restored input, it would equal none of its values. */
     if (decides >= 0 && (named == NULL || named->keep == GCK_RECOMPUTE || named->every > 1
                          || store->deciding->named[decides].keep == GCK_CHOOSE)) {
         return lines_of(store->policy) + decides;
@@ -127,7 +128,7 @@ static PyType_Slot store_slots[] = {
     {Py_tp_traverse, store_traverse},
     {Py_tp_clear, store_clear},
     {Py_tp_members, store_members},
-    {Py_tp_doc, "What one selective region keeps."},
+    {Py_tp_doc, "The outputs that one selective region keeps."},
     {0, NULL},
 };
 
@@ -173,7 +174,7 @@ int gck_store_decide_from(gck_store *store, int decisions)
     PyObject **lines;
 
     if (*names == NULL) {
-        *names = PyObject_CallMethod(state->py.selection, "decision_names", "i", decisions > 1);
+        *names = PyObject_CallFunction(state->py.call.decision_names, "i", decisions > 1);
     }
     if (*names == NULL || decisions <= store->decisions) {
         return *names == NULL ? -1 : 0;
@@ -183,7 +184,8 @@ int gck_store_decide_from(gck_store *store, int decisions)
         PyErr_NoMemory();
         return -1;
     }
-    memset((void *)(lines + before), 0, (size_t)(now - before) * sizeof *lines);    /* the names with casts begin with the others */
+    /* the names with casts begin with the others */
+    memset((void *)(lines + before), 0, (size_t)(now - before) * sizeof *lines);
     store->lines = lines;
     store->decisions = decisions;
     Py_XDECREF((PyObject *)store->deciding);
@@ -205,7 +207,7 @@ PyObject *gck_store_calls(gck_store *store, int line, const gck_call *call, int 
         }
     }
     if (calls != NULL && !PyDict_Check(calls)) {
-        PyErr_Format(PyExc_TypeError, "gradckpt: somebody has put %R into the storage of a selective region", calls);
+        PyErr_Format(PyExc_TypeError, "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", calls);
         Py_CLEAR(calls);
     }
     return calls;

@@ -1,14 +1,14 @@
-/* table.c: the recomputed tensors of a frame, one table per backward, and their end: when
- * all were handed out, when their graph task is over, or with the frame. */
+/* table.c: the recomputed tensors of a frame, one table per backward.  A table ends when all its
+ * tensors were handed out, when its graph task is over, or with the frame. */
 #include "frame.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* Where nothing says when a backward is over: in a GraphExecGroup. */
+/* Limits where the end of a backward is unknown, in a GraphExecGroup. */
 enum {
     KEEP_DRAINED = 8,   /* drained tables remembered, to tell "unpacked once" from "never"        */
-    KEEP_FILLED = 4,    /* backwards that left values behind: more than ever interleave on a frame */
+    KEEP_FILLED = 4,    /* backwards that left values behind: more than can interleave on a frame */
 };
 
 /* ---- frames that have tables: a list in the state ---- */
@@ -68,7 +68,8 @@ void gck_table_open(gck_table *table)
     }
 }
 
-/* The first that waits makes the gate, and closes it.  No call here runs Python: methods of a lock are C. */
+/* The first thread that waits makes the gate and locks it.  No call here runs Python: the methods
+ * of a lock are C. */
 int gck_table_wait(const gck_py *py, gck_table *table)
 {
     PyObject *gate = table->gate != NULL ? table->gate : (table->gate = PyObject_CallNoArgs(py->new_lock));
@@ -77,10 +78,10 @@ int gck_table_wait(const gck_py *py, gck_table *table)
     if (gate == NULL || gck_done(PyObject_CallMethod(gate, "acquire", "O", Py_False)) < 0) {
         return -1;
     }
-    Py_INCREF(gate);                             /* the table may be gone when we wake up */
+    Py_INCREF(gate);                             /* the table may be freed before this thread wakes up */
     status = gck_done(PyObject_CallMethod(gate, "acquire", NULL));
     if (status == 0) {
-        status = gck_done(PyObject_CallMethod(gate, "release", NULL));       /* for the next that waits */
+        status = gck_done(PyObject_CallMethod(gate, "release", NULL));       /* for the next thread that waits */
     }
     Py_DECREF(gate);
     return status;
@@ -117,7 +118,7 @@ void gck_frame_tables_clear(gck_frame *frame)
     }
 }
 
-/* The oldest tables go: their backwards are over.  Were one not, it would recompute. */
+/* Free the oldest tables, whose backwards are over.  If one were not, it would recompute. */
 static void forget_old(gck_frame *frame)
 {
     Py_ssize_t drained = 0, filled = 0;
@@ -134,8 +135,8 @@ static void forget_old(gck_frame *frame)
 
 /* ---- the end of a graph task ---- */
 
-/* Borrowed: a table of this task, with its frame; NULL when there is none.  One that a recompute
- * fills belongs to it, and goes by its number afterwards. */
+/* Borrowed: a table of this task, with its frame; NULL when none exists.  A table that is being
+ * filled belongs to its recompute, and is freed by its number afterwards. */
 static gck_table *table_of_task(gck_state *state, int64_t task, gck_frame **frame)
 {
     for (*frame = state->with_tables; *frame != NULL; *frame = (*frame)->next) {
@@ -150,8 +151,8 @@ static gck_table *table_of_task(gck_state *state, int64_t task, gck_frame **fram
     return NULL;
 }
 
-/* What the engine's callback is bound to: it dies with the graph task, also when that
- * raised and the callback itself was never called. */
+/* The object bound to the engine's callback.  It dies with the graph task, also when that raised
+ * and the callback itself was never called. */
 enum { NO_TASK = -1 };
 typedef struct {
     gck_state    *state;
@@ -166,7 +167,7 @@ static void end_task(PyObject *capsule)
     gck_frame *frame;
     gck_table *table;
 
-    /* Freeing values may run anything, so every round starts at the head of the list. */
+    /* Freeing values may run any code, so every round starts at the head of the list. */
     while ((table = table_of_task(end->state, end->task, &frame)) != NULL) {
         gck_frame_table_free(frame, table);
     }
@@ -205,8 +206,8 @@ static PyObject *task_capsule(gck_state *state, int64_t task)
     return capsule;
 }
 
-/* 1 when the tables of this task will be freed at its end; one callback per task.  0 when
- * the engine takes none: then old tables go by their number.  -1 with an exception. */
+/* 1 when the tables of this task will be freed at its end, by one callback per task.  0 when the
+ * engine accepts no callback: then old tables are freed by their number. -1 with an exception. */
 static int watch_task(gck_state *state, int64_t task)
 {
     PyObject *capsule, *callback, *result = NULL;
@@ -219,7 +220,7 @@ static int watch_task(gck_state *state, int64_t task)
     if (callback != NULL && (result = PyObject_CallFunctionObjArgs(state->py.queue_callback, callback, NULL)) != NULL) {
         state->watched_task = task;
     } else if (capsule != NULL) {
-        ((task_end *)PyCapsule_GetPointer(capsule, NULL))->task = NO_TASK;      /* its death says nothing */
+        ((task_end *)PyCapsule_GetPointer(capsule, NULL))->task = NO_TASK;      /* its death means nothing */
     }
     Py_XDECREF(result);
     Py_XDECREF(callback);
@@ -229,7 +230,7 @@ static int watch_task(gck_state *state, int64_t task)
 
 gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
 {
-    const size_t n = (size_t)frame->nslots;      /* more may come: a backward inside the region */
+    const size_t n = (size_t)frame->nslots;      /* more may come, from a backward inside the region */
     gck_table *table = calloc(1, sizeof *table);
     gck_table **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
 

@@ -1,9 +1,9 @@
 /* waiting.c: finds the node that saves a tensor.
  *
- * A pack hook is called while the node is being made: nothing refers to the node yet, but its
+ * A pack hook is called while the node is being made.  Nothing refers to the node yet, but its
  * sequence number is known.  As soon as a later tensor is seen, the graph behind it is searched for
- * nodes of these numbers.  The number alone proves nothing (an autograd Function may make nodes
- * before it saves): gradckpt._savers compares what the node holds with what the hook gave. */
+ * nodes of these numbers.  The number alone is not proof (an autograd Function may make nodes before it
+ * saves): gradckpt._engine.saved_roles compares what the node holds with what the hook returned. */
 #include "waiting.h"
 
 #include "settling.h"
@@ -12,9 +12,9 @@
 #include <string.h>
 
 typedef struct {
-    gck_saved *known[2 * GCK_WAITING_TENSORS]; /* borrowed, oldest first: a dying one leaves by itself */
+    gck_saved *known[2 * GCK_WAITING_TENSORS]; /* borrowed, oldest first: a dying entry removes itself */
     int        n;
-    int64_t    seen[GCK_WAITING_NODES];          /* numbers of nodes, and 1, at their remainder */
+    int64_t    seen[GCK_WAITING_NODES];          /* numbers of nodes plus 1, at their remainder */
 } list;
 
 static const char capsule_name[] = "gradckpt.waiting";
@@ -62,7 +62,8 @@ void gck_waiting_forget(gck_saved *saved)
     Py_CLEAR(saved->waiting);
 }
 
-/* The latest of those that wait and of those that do not are known.  number: of the latest.  0 or -1. */
+/* Limit the list to the latest of those that wait and of those that do not.  number: of the latest.
+ * 0 or -1. */
 static int trim(list *l, int64_t number)
 {
     int n[] = {0, 0};
@@ -114,7 +115,7 @@ static int64_t number_of(const gck_py *py, PyObject *node)
     return PyErr_Occurred() ? -1 : number > INT64_MAX ? INT64_MAX : (int64_t)number;
 }
 
-/* The number of the oldest that waits; INT64_MAX: none does. */
+/* The number of the oldest tensor that waits; INT64_MAX: none waits. */
 static int64_t oldest(const list *l)
 {
     int64_t number = INT64_MAX;
@@ -133,13 +134,14 @@ static int settle(list *l, PyObject *node, int64_t number)
     for (int i = 0; status == 0 && i < l->n; i++) {
         if (l->known[i]->saver != NULL && l->known[i]->number == number) {
             status = gck_settling_settle(l->known[i], node, 0);
-            i = -1;                              /* Python has run: the list may be another */
+            i = -1;                              /* Python has run: the list may have changed */
         }
     }
     return status;
 }
 
-/* As gck_waiting_reach().  Numbers fall from step to step, so `depth` bounds the nodes that are made just now. */
+/* As gck_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that are
+ * being made now. */
 static int search(list *l, const gck_py *py, PyObject *node, int64_t end, int depth)
 {
     const int64_t number = number_of(py, node);
@@ -168,6 +170,6 @@ int gck_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64
     list *l = list_of(waiting);
     const int tracing = oldest(l) < INT64_MAX ? gck_tracing(&state->py) : 1;
 
-    /* No values can be read, or nothing waits. */
+    /* Values cannot be read, or nothing waits. */
     return tracing < 0 ? -1 : tracing ? 0 : search(l, &state->py, node, end, 2 * GCK_WAITING_NODES);
 }

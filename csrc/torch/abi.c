@@ -1,13 +1,13 @@
-/* abi.c: fills the table.  torch opens its libraries RTLD_LOCAL, so dlsym(RTLD_DEFAULT)
- * finds nothing; opening them again by name with RTLD_NOLOAD does. */
+/* abi.c: fills the table. torch opens its libraries RTLD_LOCAL, so dlsym(RTLD_DEFAULT) finds
+ * nothing; opening them again by name with RTLD_NOLOAD finds them. */
 #include "abi.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
 
-/* Callbacks from libtorch (boxed kernels, thread pool) carry no context of ours, and
- * the addresses are a fact about the process: so this one is static. */
+/* Callbacks from libtorch (boxed kernels, thread pool) carry no context of ours, and the addresses
+ * are a fact about the process, so this table is static. */
 gck_abi gck_torch;
 
 static void *open_loaded(const char *name, const char *torch_lib)
@@ -39,7 +39,7 @@ const char *gck_abi_load(gck_abi *abi, const char *torch_lib)
     if (cpu == NULL) {
         return "libtorch_cpu.so";
     }
-    /* memcpy: ISO C has no cast from an object pointer to a function pointer. */
+    /* memcpy, because ISO C has no cast from an object pointer to a function pointer. */
 #define SYMBOL(necessity, type, name, arguments)                \
     {                                                           \
         void *symbol = find(cpu, cuda, #name);                  \

@@ -1,9 +1,9 @@
 /* abi.h: the symbols of libtorch that we use, found at run time.
  *
  * Nothing of torch is needed to build.  The prototypes below are those of
- * torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h, written as
- * plain C; torch promises them for two years after a release.  Each returns 0 or 1
- * (failure) unless noted; handles named `owned` are released by the receiver. */
+ * torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h, written as plain C; torch
+ * promises them for two years after a release.  Each returns 0 or 1 (failure) unless noted; the
+ * receiver releases handles named `owned`. */
 #ifndef GRADCKPT_ABI_H
 #define GRADCKPT_ABI_H
 
@@ -18,8 +18,8 @@ typedef struct StringOpaque *StringHandle;
 typedef uint64_t StableIValue;
 typedef void gck_boxed_kernel(StableIValue *stack, uint64_t nargs, uint64_t nreturns);
 
-/* Every symbol once: REQUIRED ones make the import fail by name, OPTIONAL ones are
- * NULL when this torch lacks them.  SYMBOL(necessity, return type, name, arguments). */
+/* Every symbol once: a missing REQUIRED one makes the import fail by name, an OPTIONAL one is NULL
+ * when this torch lacks it.  SYMBOL(necessity, return type, name, arguments). */
 #define GCK_ABI_SYMBOLS(SYMBOL)                                                                                  \
     SYMBOL(REQUIRED, uint64_t, aoti_torch_abi_version, (void))                                                   \
     SYMBOL(REQUIRED, bool, aoti_torch_grad_mode_is_enabled, (void))                                              \
@@ -73,9 +73,9 @@ typedef struct {
 #undef SYMBOL
 } gck_abi;
 
-/* Fill the table from the libtorch that is loaded in this process; `torch_lib` is the
- * folder of its libraries, for builds that dlopen cannot find by name.  NULL when good,
- * else what is missing: a symbol's or library's name, borrowed, lives for ever. */
+/* Fill the table from the libtorch that is loaded in this process; `torch_lib` is the folder of its
+ * libraries, for builds that dlopen cannot find by name.  NULL when good, else the name of the
+ * missing symbol or library: borrowed, valid for ever. */
 const char *gck_abi_load(gck_abi *abi, const char *torch_lib);
 
 /* The table of this process, for callbacks that libtorch calls without a context.
@@ -86,7 +86,7 @@ extern gck_abi gck_torch;
 void gck_torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void *),
                             void *ctx);
 
-/* The DLPack C exchange table, dlpack.h 1.3: how C reads a torch tensor in 0.1 us. */
+/* The DLPack C exchange table, dlpack.h 1.3, by which C reads a torch tensor in 0.1 us. */
 typedef struct { int32_t device_type, device_id; } gck_dl_device;
 typedef struct { uint8_t code, bits; uint16_t lanes; } gck_dl_dtype;
 

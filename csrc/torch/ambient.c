@@ -1,10 +1,10 @@
-/* ambient.c: the fast cases here (CPU generator, no autocast, no device context); the
- * rare ones are planned in gradckpt/_shim.py and carried out here by calls of builtins:
- * no Python code runs, and so no signal handler, while the state is half changed. */
+/* ambient.c: the fast cases (CPU generator, no autocast, no device context).  The rare ones are
+ * planned in gradckpt/_engine/region_callbacks.py and executed here by calls of builtins: no Python
+ * code runs, and so no signal handler, while the state is half changed. */
 #include "ambient.h"
 
-/* Store method(...) of the shim in *out, None as NULL.  0 or -1. */
-static int from_shim(PyObject *result, PyObject **out)
+/* Store a call's result in *out, None as NULL. 0 or -1. */
+static int from_python(PyObject *result, PyObject **out)
 {
     if (result == NULL) {
         return -1;
@@ -19,7 +19,7 @@ static int from_shim(PyObject *result, PyObject **out)
 /* New reference: the dtype of autocast on the CPU. */
 static PyObject *cpu_dtype(const gck_py *py) { return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->names.cpu, NULL); }
 
-/* Dtype and cache flag count while autocast is off, too: the region may switch it on. */
+/* Dtype and cache flag also count while autocast is off: the region may switch it on. */
 static int capture_autocast(const gck_py *py, gck_ambient *a)
 {
     const int enabled = gck_ask(py->any_autocast);
@@ -28,7 +28,7 @@ static int capture_autocast(const gck_py *py, gck_ambient *a)
     if (a->cache < 0 || (a->cpu_dtype = cpu_dtype(py)) == NULL) {
         return -1;
     }
-    return enabled ? from_shim(PyObject_CallMethod(py->shim, "autocast_capture", NULL), &a->autocast) : 0;
+    return enabled ? from_python(PyObject_CallFunction(py->call.autocast_capture, NULL), &a->autocast) : 0;
 }
 
 int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs)
@@ -39,13 +39,13 @@ int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact,
         goto error;
     }
     if (py->has_accelerator
-        && from_shim(PyObject_CallMethod(py->shim, "device_rng_capture", "OOii", args, kwargs ? kwargs : Py_None,
+        && from_python(PyObject_CallFunction(py->call.device_rng_capture, "OOii", args, kwargs ? kwargs : Py_None,
                                          preserve_rng, exact), &a->device_rng) < 0) {
         goto error;
     }
     truth = capture_autocast(py, a) < 0 ? -1 : gck_ask(py->function_stack_len);
     if (truth < 0
-        || (truth && from_shim(PyObject_CallMethod(py->shim, "device_context", NULL), &a->device) < 0)) {
+        || (truth && from_python(PyObject_CallFunction(py->call.device_context, NULL), &a->device) < 0)) {
         goto error;
     }
     return 0;
@@ -61,10 +61,10 @@ static int enter_rng(gck_py *py, const gck_ambient *a, gck_surroundings *s)
         return -1;
     }
     return a->device_rng == NULL
-        ? 0 : from_shim(PyObject_CallMethod(py->shim, "device_rng_swap", "O", a->device_rng), &s->device_rng);
+        ? 0 : from_python(PyObject_CallFunction(py->call.device_rng_swap, "O", a->device_rng), &s->device_rng);
 }
 
-/* 1 when autocast now is not what it was then; 0; -1. */
+/* 1 when autocast differs from what it was in the forward; 0; -1. */
 static int autocast_differs(const gck_py *py, const gck_ambient *a)
 {
     const int enabled = a->autocast != NULL ? 1 : gck_ask(py->any_autocast);
@@ -83,12 +83,12 @@ static int autocast_differs(const gck_py *py, const gck_ambient *a)
     return differs;
 }
 
-/* Every (builtin, args) of the list, also after one failed.  0, or -1 with the first error. */
+/* Call every (builtin, args) of the list, also after one failed.  0, or -1 with the first error. */
 static int run_calls(PyObject *calls)
 {
     gck_error error = {NULL, NULL, NULL};
 
-    for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {        /* the list and its tuples are ours alone */
+    for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {        /* no other code has the list and its tuples */
         PyObject *call = PyList_GetItem(calls, i);
         Py_XDECREF(PyObject_CallObject(PyTuple_GetItem(call, 0), PyTuple_GetItem(call, 1)));
         gck_error_keep(&error);
@@ -96,7 +96,7 @@ static int run_calls(PyObject *calls)
     return gck_error_return(&error);
 }
 
-/* The stack of torch function modes becomes exactly `modes`.  0 or -1. */
+/* Make the stack of torch function modes exactly `modes`.  0 or -1. */
 static int set_modes(const gck_py *py, PyObject *modes)
 {
     int more;
@@ -112,10 +112,10 @@ static int set_modes(const gck_py *py, PyObject *modes)
     return more;
 }
 
-/* Autocast and default device as in the forward. */
+/* Set autocast and default device as in the forward. */
 static int enter_contexts(const gck_py *py, const gck_ambient *a, int autocast, int with_device, gck_surroundings *s)
 {
-    PyObject *plan = PyObject_CallMethod(py->shim, "contexts_plan", "iOOiOi", autocast,
+    PyObject *plan = PyObject_CallFunction(py->call.contexts_plan, "iOOiOi", autocast,
                                          a->autocast ? a->autocast : Py_None, a->cpu_dtype, a->cache,
                                          a->device ? a->device : Py_None, with_device);
     PyObject *enter, *leave, *inside, *around;
@@ -159,7 +159,7 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
         gck_error_keep(&error);
     }
     if (s->device_rng != NULL) {
-        Py_XDECREF(PyObject_CallMethod(py->shim, "device_rng_swap", "O", s->device_rng));
+        Py_XDECREF(PyObject_CallFunction(py->call.device_rng_swap, "O", s->device_rng));
         gck_error_keep(&error);
     }
     if (s->cpu_rng != NULL) {

@@ -1,5 +1,5 @@
-/* ambient.h: the state around a call that its recompute must see again: random number
- * generators, autocast, default device.  (Grad mode is the engine's: always on.) */
+/* ambient.h: the state around a call that its recompute must restore: random number generators,
+ * autocast, default device.  (The engine sets grad mode, which is always on.) */
 #ifndef GRADCKPT_AMBIENT_H
 #define GRADCKPT_AMBIENT_H
 
@@ -9,13 +9,13 @@
 typedef struct {
     PyObject *cpu_rng;      /* state of the CPU generator: a copy, not a handle       */
     PyObject *device_rng;   /* [(device type, index, state), ...]                     */
-    PyObject *autocast;     /* snapshot by the shim; NULL: disabled everywhere        */
+    PyObject *autocast;     /* snapshot made in Python; NULL: disabled everywhere     */
     PyObject *cpu_dtype;    /* of autocast on the CPU, also while it is disabled      */
-    int       cache;        /* autocast's cache flag, likewise                        */
+    int       cache;        /* autocast's cache flag, also while it is disabled       */
     PyObject *device;       /* innermost torch.device context                         */
 } gck_ambient;
 
-/* What the surroundings were before the recompute. */
+/* The state around the recompute, to be restored after it. */
 typedef struct {
     PyObject *cpu_rng;
     PyObject *device_rng;
@@ -23,17 +23,17 @@ typedef struct {
     PyObject *modes;        /* the torch function modes as before                     */
 } gck_surroundings;
 
-/* 0, or -1 with an exception; *a is then empty.  args: tuple, kwargs: dict or NULL:
- * where to look for the devices in use.  exact: as torch looks, at one device type among
+/* Capture the state.  0, or -1 with an exception; *a is then empty.  args: tuple, kwargs: dict or
+ * NULL: where to search for the devices in use.  exact: as torch searches, one device type among
  * the positional arguments, with its warning. */
 int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs);
 
-/* Put the captured state in place; *s takes what was there.  On -1 nothing is changed.
- * with_device 0: the default device is entered by somebody else, and put back here. */
+/* Set the captured state; *s takes the previous one.  On -1 nothing is changed. with_device 0: the
+ * caller's context enters the default device, and it is restored here. */
 int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_surroundings *s);
 
-/* Put *s back, also with an exception pending: that one survives, unless putting back
- * fails and none was pending.  0 or -1. */
+/* Restore *s, also with an exception pending, which survives unless restoring fails and none was
+ * pending.  0 or -1. */
 int gck_ambient_leave(gck_py *py, gck_surroundings *s);
 
 int  gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg);

@@ -1,7 +1,7 @@
 /* draws.c: the generator that an operator moves.
  *
- * Running the operator again and dropping what it returns would not do: how many numbers it
- * draws may depend on values (poisson), and those of a recompute are approximate. */
+ * Running the operator again and dropping its result would not do: how many numbers it draws may
+ * depend on values (poisson), and those of a recompute are approximate. */
 #include "draws.h"
 
 int gck_op_draws(const gck_py *py, PyObject *op)
@@ -9,11 +9,11 @@ int gck_op_draws(const gck_py *py, PyObject *op)
     PyObject *tags = PyObject_GetAttrString(op, "tags");
     const int draws = tags != NULL ? PySequence_Contains(tags, py->draws) : gck_clear_attribute_error();
 
-    Py_XDECREF(tags);                            /* a higher order operator has none */
+    Py_XDECREF(tags);                            /* a higher order operator has no tags */
     return draws;
 }
 
-/* *generator: new reference; NULL: the CPU's default one; None: nothing is drawn from.  0 or -1. */
+/* *generator: new reference; NULL: the CPU's default one; None: nothing is drawn.  0 or -1. */
 static int generator_of(const gck_py *py, PyObject *args, PyObject *kwargs, PyObject **generator)
 {
     PyObject *x = kwargs == NULL && PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
@@ -23,9 +23,9 @@ static int generator_of(const gck_py *py, PyObject *args, PyObject *kwargs, PyOb
         on_cpu = Py_TYPE(PyTuple_GetItem(args, i)) != Py_TYPE(py->rng.generator);
     }
     on_cpu = on_cpu > 0 ? gck_attr_is_true(x, py->names.is_cpu) : on_cpu;
-    *generator = on_cpu != 0 ? NULL : PyObject_CallMethod(py->selection, "generator_of", "OO", args,
+    *generator = on_cpu != 0 ? NULL : PyObject_CallFunction(py->call.generator_of, "OO", args,
                                                           kwargs != NULL ? kwargs : Py_None);
-    if (*generator == py->rng.generator) {         /* faster: its bytes can be seen */
+    if (*generator == py->rng.generator) {         /* faster: its bytes can be compared */
         Py_CLEAR(*generator);
         return 0;
     }
@@ -60,7 +60,7 @@ PyObject *gck_draw_end(gck_py *py, gck_draw *draw)
 {
     PyObject *after = draw->before != NULL ? state_of(py, draw->generator) : Py_NewRef(Py_None), *drawn = NULL;
 
-    if (after == draw->before || after == Py_None) {       /* the CPU's: nobody drew */
+    if (after == draw->before || after == Py_None) {       /* the CPU's: nothing was drawn */
         drawn = Py_NewRef(Py_None);
     } else if (after != NULL) {
         drawn = PyTuple_Pack(2, draw->before, after);

@@ -1,4 +1,4 @@
-/* dynamo.c: the hook of this thread that hands frames to torch.compile. */
+/* dynamo.c: this thread's hook that passes frames to torch.compile. */
 #include "dynamo.h"
 
 int gck_dynamo_off(const gck_py *py, PyObject **before)

@@ -1,8 +1,9 @@
-/* input.c: facts of a tensor.  A view is refused, with a reason, whenever the memory behind
- * a tensor is not simply its values. */
+/* input.c: facts about a tensor.  Whenever the memory behind a tensor is not simply its values, it
+ * has no view, and the reason is returned. */
 #include "input.h"
 
-enum { CUDA_STRIDED_DIMS = 8 };    /* strided dimensions that the kernels take: with more it is kept as is */
+enum { CUDA_STRIDED_DIMS = 8 };
+    /* strided dimensions that the kernels accept; a tensor with more stays uncompressed */
 
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
 {
@@ -38,7 +39,7 @@ int gck_read_dlpack(const gck_py *py, PyObject *x, gck_dl_tensor *dl)
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) {
         return -1;
     }
-    PyErr_Clear();                               /* no Python has run: torch says that it has no memory to show */
+    PyErr_Clear();                               /* no Python has run: torch reports that it has no memory */
     return 0;
 }
 
@@ -47,16 +48,16 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
     gck_dl_tensor dl;
 
     if ((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter) {
-        return GCK_KEEP_SUBCLASS;                /* DLPack would ask it, in Python */
+        return GCK_SKIP_SUBCLASS;                /* DLPack would ask the subclass, in Python */
     }
     if (gck_read_dlpack(py, x, &dl) <= 0) {
-        return PyErr_Occurred() ? -1 : GCK_KEEP_LAYOUT;
+        return PyErr_Occurred() ? -1 : GCK_SKIP_LAYOUT;
     }
     if (view_dtype(dl.dtype, &view->dtype) < 0) {
-        return dl.dtype.code == GCK_DL_FLOAT && dl.dtype.bits == 64 ? GCK_KEEP_FLOAT64 : GCK_KEEP_DTYPE;
+        return dl.dtype.code == GCK_DL_FLOAT && dl.dtype.bits == 64 ? GCK_SKIP_FLOAT64 : GCK_SKIP_DTYPE;
     }
     if (dl.device.device_type != GCK_DL_CPU && dl.device.device_type != GCK_DL_CUDA) {
-        return GCK_KEEP_DEVICE;
+        return GCK_SKIP_DEVICE;
     }
     view->data = (char *)dl.data + dl.byte_offset;
     view->ndim = dl.ndim;
@@ -71,7 +72,7 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
     view->stream = NULL;
     if ((dl.data == NULL && view->numel > 0)
         || view->ndim > (view->device >= 0 && view->strides != NULL ? CUDA_STRIDED_DIMS : GCK_MAX_DIM)) {
-        return GCK_KEEP_LAYOUT;
+        return GCK_SKIP_LAYOUT;
     }
     return view->device >= 0 && py->dlpack->current_work_stream(dl.device.device_type, view->device, &view->stream) != 0
         ? -1 : GCK_COMPRESS;
@@ -91,7 +92,7 @@ int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *v
     return -1;
 }
 
-/* Layout is strided and no lazy negation waits: 1, 0 or -1. */
+/* 1 when the layout is strided and no lazy negation is pending; 0 or -1. */
 static int is_plain(const gck_py *py, PyObject *x)
 {
     PyObject *layout = PyObject_GetAttr(x, py->names.layout);
@@ -102,16 +103,17 @@ static int is_plain(const gck_py *py, PyObject *x)
     return strided < 0 || neg < 0 ? -1 : !neg;
 }
 
-/* Does x carry a tangent of forward-mode differentiation?  1, 0 or -1. */
+/* 1 when x carries a tangent of forward-mode differentiation; 0 or -1. */
 static int is_dual(const gck_py *py, PyObject *x)
 {
     PyObject *globals = PyModule_GetDict(py->forward_ad);
-    PyObject *level = PyDict_GetItemWithError(globals, py->names._current_level);        /* borrowed; -1: none is active */
+    /* borrowed; -1: none is active */
+    PyObject *level = PyDict_GetItemWithError(globals, py->names._current_level);
 
     if (level != NULL ? PyLong_AsLong(level) < 0 : PyErr_Occurred() != NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    return gck_is_true(PyObject_CallMethod(py->shim, "is_dual", "O", x));
+    return gck_is_true(PyObject_CallFunction(py->call.is_dual, "O", x));
 }
 
 /* ---- facts ---- */
@@ -124,13 +126,13 @@ static int read_view(gck_py *py, gck_input *in)
 {
     const int exact = (PyObject *)Py_TYPE(in->x) == py->Tensor || (PyObject *)Py_TYPE(in->x) == py->Parameter;
     const int plain = exact ? is_plain(py, in->x) : 1;
-    int verdict = plain < 0 ? -1 : GCK_KEEP_LAYOUT;
+    int verdict = plain < 0 ? -1 : GCK_SKIP_LAYOUT;
 
     if (plain > 0) {
         const int dual = exact ? is_dual(py, in->x) : 0;
-        verdict = dual < 0 ? -1 : dual ? GCK_KEEP_DUAL : gck_view_of(py, in->x, &in->view);
+        verdict = dual < 0 ? -1 : dual ? GCK_SKIP_DUAL : gck_view_of(py, in->x, &in->view);
     }
-    in->verdict = verdict < 0 ? GCK_KEEP_LAYOUT : (gck_verdict)verdict;
+    in->verdict = verdict < 0 ? GCK_SKIP_LAYOUT : (gck_skip_reason)verdict;
     return verdict < 0 ? -1 : 0;
 }
 
@@ -141,7 +143,7 @@ int gck_input_read(gck_py *py, gck_input *in, int facts)
     if (((missing & GCK_FACT_GRAD) && (in->requires_grad = gck_attr_is_true(in->x, py->names.requires_grad)) < 0)
         || ((missing & GCK_FACT_LEAF) && (in->leaf = gck_attr_is_true(in->x, py->names.is_leaf)) < 0)
         || ((missing & GCK_FACT_VERSION) && gck_version_of(py, in->x, &in->version) < 0)
-        || ((missing & GCK_FACT_VIEW) && read_view(py, in) < 0)) {       /* last: it ages */
+        || ((missing & GCK_FACT_VIEW) && read_view(py, in) < 0)) {       /* last, because it expires */
         return -1;
     }
     in->known |= facts;
@@ -154,6 +156,6 @@ int gck_input_judge(gck_py *py, gck_input *in, const gck_codec *codec, int64_t m
         return -1;
     }
     return in->verdict != GCK_COMPRESS                     ? in->verdict
-         : !(codec->dtypes & GCK_BIT(in->view.dtype)) ? GCK_KEEP_DTYPE
-         : in->view.numel < min_numel                 ? GCK_KEEP_SMALL : GCK_COMPRESS;
+         : !(codec->dtypes & GCK_BIT(in->view.dtype)) ? GCK_SKIP_DTYPE
+         : in->view.numel < min_numel                 ? GCK_SKIP_SMALL : GCK_COMPRESS;
 }

@@ -1,13 +1,13 @@
-/* input.h: a tensor that gradckpt was given, and what is known of it.
+/* input.h: a tensor that gradckpt was given, and what is known about it.
  *
  * Every question about a tensor may run Python: under a torch-function mode, of which
- * torch.set_default_device() is one, each read of an attribute calls it.  That code may drop
- * the last reference to anything, switch threads, or raise.  So each fact is asked once, the
- * answers are handed on in this struct, and no borrowed pointer survives a question.
+ * torch.set_default_device() is one, each read of an attribute calls it.  That code may drop the last
+ * reference to anything, switch threads, or raise.  So each fact is read once and passed on in this
+ * struct, and no borrowed pointer survives a question.
  *
- * Only `view` may become wrong: whoever runs Python may resize the tensor.  It tells what
- * the tensor was; memory is read or written through gck_view_again() alone, which is called
- * when nothing runs Python any more before the work. */
+ * Only `view` may become wrong: any Python code may resize the tensor.  It says what the tensor was.
+ * Memory is read or written through gck_view_again() alone, which is called when no Python runs
+ * any longer before the work. */
 #ifndef GRADCKPT_INPUT_H
 #define GRADCKPT_INPUT_H
 
@@ -17,32 +17,33 @@ enum { GCK_FACT_GRAD = 1, GCK_FACT_LEAF = 2, GCK_FACT_VERSION = 4, GCK_FACT_VIEW
 
 typedef struct {
     PyObject   *x;                 /* owned                                                */
-    int         known;             /* which of the facts below were asked for              */
+    int         known;             /* which of the facts below were read                   */
     int         requires_grad, leaf;
-    int64_t     version;           /* -1: an inference tensor, or a subclass that does not tell */
-    gck_verdict verdict;           /* GCK_COMPRESS: it has a view; else why not            */
+    int64_t     version;           /* -1: an inference tensor, or a subclass without one */
+    gck_skip_reason verdict;           /* GCK_COMPRESS: it has a view; else the reason why not */
     gck_tensor  view;
 } gck_input;
 
-/* x, of which nothing is known yet; to be cleared. */
+/* An input for x, of which nothing is known yet.  The caller clears it. */
 gck_input gck_input_of(PyObject *x);
 void      gck_input_clear(gck_input *in);
 
-/* Ask for those of these facts that are not known.  0 or -1. */
+/* Read those of these facts that are not known yet.  0 or -1. */
 int gck_input_read(gck_py *py, gck_input *in, int facts);
 
-/* Its version and view, and may the codec take it?  GCK_COMPRESS, or the reason why not; -1 with
- * an exception. */
+/* Read its version and view, and check whether the codec takes it.  GCK_COMPRESS, or the reason why
+ * not; -1 with an exception. */
 int gck_input_judge(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel);
 
-/* How DLPack shows a plain Tensor or Parameter: 1; 0: meta, sparse and others, which it cannot; -1. */
+/* Read a plain Tensor or Parameter through DLPack: 1; 0 for meta, sparse and others, which DLPack
+ * cannot show; -1. */
 int gck_read_dlpack(const gck_py *py, PyObject *x, gck_dl_tensor *dl);
 
-/* x's memory without a question: GCK_COMPRESS and *view, or the reason why not; -1. */
+/* Read x's memory without a question: GCK_COMPRESS and *view, or the reason why not; -1. */
 int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view);
 
-/* x's memory as it is now, and valid until something runs Python.  0; -1 with an exception,
- * also when its dtype, device or number of values is not what `was` tells. */
+/* x's memory as it is now, valid until Python runs.  0; -1 with an exception, also when its dtype,
+ * device or number of values differs from `was`. */
 int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *view);
 
 /* Version of x into *version, -1 where x has none.  0 or -1. */

@@ -1,4 +1,4 @@
-/* objects.c: the Python objects of torch that C calls, looked up once. */
+/* objects.c: the Python objects of torch that C calls, each looked up once. */
 #include "tensor.h"
 
 static PyObject *import_attribute(const char *module, const char *attribute)
@@ -10,10 +10,10 @@ static PyObject *import_attribute(const char *module, const char *attribute)
     return value;
 }
 
-/* A capsule; early builds of torch 2.10 have the bare address.  0 or -1. */
+/* Load a capsule; early builds of torch 2.10 have the bare address.  0 or -1. */
 static int load_dlpack(gck_py *py)
 {
-    PyObject *table = import_attribute("gradckpt._objects", "dlpack");
+    PyObject *table = import_attribute("gradckpt._engine.torch_objects", "dlpack");
 
     if (table != NULL) {
         py->dlpack = PyLong_Check(table) ? PyLong_AsVoidPtr(table) : PyCapsule_GetPointer(table, "dlpack_exchange_api");
@@ -21,7 +21,7 @@ static int load_dlpack(gck_py *py)
     }
     if (py->dlpack != NULL
         && (py->dlpack->version.major != 1 || py->dlpack->dltensor_from_py_object_no_sync == NULL)) {
-        PyErr_SetString(PyExc_ImportError, "gradckpt: this torch has a DLPack exchange table of an unknown version");
+        PyErr_SetString(PyExc_ImportError, "gradckpt: this torch has a DLPack exchange table of an unknown version; update gradckpt");
     }
     return PyErr_Occurred() ? -1 : 0;
 }
@@ -29,12 +29,11 @@ static int load_dlpack(gck_py *py)
 /* On failure the caller clears what was loaded. */
 int gck_py_load(gck_py *py)
 {
-    if ((py->shim = PyImport_ImportModule("gradckpt._shim")) == NULL
-        || (py->selection = PyImport_ImportModule("gradckpt._selection")) == NULL
-        || (py->savers = PyImport_ImportModule("gradckpt._savers")) == NULL
-        || (py->buffers = PyImport_ImportModule("gradckpt.buffers")) == NULL) {
-        return -1;
-    }
+    PyObject *has_accelerator;
+
+#define CALLBACK(name) py->call.name = Py_NewRef(Py_None);   /* until bind() */
+    GCK_PY_CALLBACKS(CALLBACK)
+#undef CALLBACK
 #define OBJECT(field, module, attribute)                                   \
     if ((py->field = import_attribute(module, attribute)) == NULL) {       \
         return -1;                                                         \
@@ -47,8 +46,32 @@ int gck_py_load(gck_py *py)
     }
     GCK_PY_NAMES(NAME)
 #undef NAME
-    py->has_accelerator = gck_is_true(PyObject_CallMethod(py->shim, "has_accelerator", NULL));
+    has_accelerator = import_attribute("gradckpt._engine.torch_objects", "has_accelerator");
+    py->has_accelerator = gck_is_true(has_accelerator);
     return py->has_accelerator < 0 || load_dlpack(py) < 0 ? -1 : gck_rng_load(&py->rng);
+}
+
+static int bind_one(PyObject **callback, PyObject *table, const char *name)
+{
+    PyObject *before = *callback, *found = PyMapping_GetItemString(table, name);
+
+    if (found == NULL) {
+        return -1;
+    }
+    *callback = found;
+    Py_XDECREF(before);
+    return 0;
+}
+
+int gck_py_bind(gck_py *py, PyObject *table)
+{
+#define CALLBACK(name)                                                     \
+    if (bind_one(&py->call.name, table, #name) < 0) {                      \
+        return -1;                                                         \
+    }
+    GCK_PY_CALLBACKS(CALLBACK)
+#undef CALLBACK
+    return 0;
 }
 
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
@@ -56,9 +79,10 @@ int gck_py_traverse(gck_py *py, visitproc visit, void *arg)
 #define OBJECT(field, module, attribute) Py_VISIT(py->field);
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
-#define OBJECT(field) Py_VISIT(py->field);
-    GCK_PY_MADE(OBJECT)
-#undef OBJECT
+#define CALLBACK(name) Py_VISIT(py->call.name);
+    GCK_PY_CALLBACKS(CALLBACK)
+#undef CALLBACK
+    Py_VISIT(py->ignored);
     return gck_rng_traverse(&py->rng, visit, arg);
 }
 
@@ -70,8 +94,9 @@ void gck_py_clear(gck_py *py)
 #define NAME(name) Py_CLEAR(py->names.name);
     GCK_PY_NAMES(NAME)
 #undef NAME
-#define OBJECT(field) Py_CLEAR(py->field);
-    GCK_PY_MADE(OBJECT)
-#undef OBJECT
+#define CALLBACK(name) Py_CLEAR(py->call.name);
+    GCK_PY_CALLBACKS(CALLBACK)
+#undef CALLBACK
+    Py_CLEAR(py->ignored);
     gck_rng_clear(&py->rng);
 }

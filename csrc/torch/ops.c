@@ -1,5 +1,5 @@
-/* ops.c: the codecs as dispatcher operators, so that the profiler, FakeTensor and
- * torch.compile see them.  The engine itself calls the codecs directly.
+/* ops.c: the codecs as dispatcher operators, so that the profiler, FakeTensor and torch.compile see
+ * them.  The engine itself calls the codecs directly.
  *
  *     gradckpt::encode(Tensor x, str codec) -> Tensor
  *     gradckpt::decode(Tensor payload, str codec, SymInt[] size, ScalarType dtype) -> Tensor
@@ -7,8 +7,8 @@
  *     gradckpt::decode_many(Tensor[] payloads, str codec, Tensor(a!)[] out) -> ()
  *
  * A boxed kernel owns every argument on its stack and must release each.  It fails by
- * aoti_torch_check, a C++ exception that unwinds through here (-fexceptions): nothing may
- * be held by then. */
+ * aoti_torch_check, a C++ exception that unwinds through here (-fexceptions), so nothing may be held
+ * by then. */
 #include "ops.h"
 
 #include <stdarg.h>
@@ -20,7 +20,7 @@
 #include "../gradckpt.h"
 #include "abi.h"
 
-/* Packing of arguments as torch 2.11 defines it; later versions keep it for us. */
+/* The argument layout of torch 2.11; later versions keep it for us. */
 static const uint64_t build_version = UINT64_C(0x020B000000000000);
 
 typedef struct {
@@ -32,15 +32,15 @@ typedef struct {
 /* One call of an operator. */
 typedef struct {
     const gck_codec *codec;
-    size_t           n;                          /* of each of the arrays                       */
+    size_t           n;                          /* length of each array                        */
     operand         *values;                     /* encoded, or decoded into; NULL: no memory   */
     operand         *bytes;                      /* their payloads                              */
-    gck_tensor      *views;                      /* what the codec gets: of the values,         */
+    gck_tensor      *views;                      /* the codec's operands: of the values,        */
     void           **payloads;                   /* of the bytes                                */
-    char             error[256];                 /* "": all is well                             */
+    char             error[256];                 /* "": no error                                */
 } job;
 
-/* Always -1.  The first error is the one that is raised. */
+/* Record an error.  Always -1.  The first error is raised. */
 static int refuse(job *w, const char *format, ...)
 {
     va_list arguments;
@@ -69,7 +69,7 @@ static void take_codec(job *w, StableIValue value)
     gck_torch.torch_delete_string(handle);
 }
 
-/* The arrays.  One block; `values` begins it. */
+/* Allocate the arrays, as one block that `values` begins. */
 static void begin(job *w, size_t n)
 {
     const size_t room = n + 1;
@@ -106,7 +106,7 @@ static size_t length(job *w, StableIValue list)
     return n;
 }
 
-/* The list's items, which are owned. */
+/* Take the list's items, which are owned. */
 static void take_list(job *w, operand *array, size_t n, StableIValue value)
 {
     StableListHandle list = (StableListHandle)(uintptr_t)value;
@@ -122,7 +122,7 @@ static void take_list(job *w, operand *array, size_t n, StableIValue value)
     gck_torch.torch_delete_list(list);
 }
 
-/* Sizes out of the list, which is released; their number, or -1. */
+/* Read sizes from the list and release it; their number, or -1. */
 static int take_sizes(job *w, StableIValue value, int64_t sizes[GCK_MAX_DIM])
 {
     StableListHandle list = (StableListHandle)(uintptr_t)value;
@@ -140,7 +140,7 @@ static int take_sizes(job *w, StableIValue value, int64_t sizes[GCK_MAX_DIM])
 
 /* ---- facts of a tensor: 0, or -1 and the error says why ---- */
 
-/* Shape, dtype, device and stream; not its data. */
+/* Read shape, dtype, device and stream, but not the data. */
 static int describe(job *w, operand *x)
 {
     int64_t ndim, *sizes, *strides;
@@ -165,7 +165,7 @@ static int describe(job *w, operand *x)
          : ndim > GCK_MAX_DIM ? refuse(w, "gradckpt: codecs take tensors of at most 64 dimensions") : 0;
 }
 
-/* x->dtype, as codecs call it.  others: what to say of a dtype that no codec takes. */
+/* Store x->dtype in the codecs' numbering.  others: the message for a dtype that no codec takes. */
 static int accept_dtype(job *w, operand *x, const char *others)
 {
     int32_t (*const known[GCK_NDTYPES])(void) = {gck_torch.aoti_torch_dtype_float32, gck_torch.aoti_torch_dtype_float16,
@@ -183,7 +183,7 @@ static int accept_dtype(job *w, operand *x, const char *others)
 
 /* ---- what it does ---- */
 
-/* Room for the payload of value i. */
+/* Allocate the payload of value i. */
 static int prepare_encode(job *w, size_t i)
 {
     operand *x = &w->values[i];
@@ -208,7 +208,7 @@ static int prepare_encode(job *w, size_t i)
 
 static const char decodes[] = "gradckpt: decode gives float32, float16, bfloat16 or bool tensors of at most 64 dimensions";
 
-/* Are bytes i those of value i, which is there? */
+/* Check that bytes i are the payload of value i, which exists. */
 static int prepare_decode(job *w, size_t i)
 {
     operand *out = &w->values[i], *payload = &w->bytes[i];
@@ -241,7 +241,7 @@ static int prepare_decode(job *w, size_t i)
     return 0;
 }
 
-/* A new tensor for what bytes 0 decode to. */
+/* Make a new tensor to decode bytes 0 into. */
 static int make_value(job *w, int ndim, const int64_t *sizes, int32_t dtype)
 {
     operand *out = w->values, *payload = w->bytes;
@@ -279,7 +279,7 @@ static void run(job *w, int (*prepare)(job *, size_t))
 
 /* ---- what it gives ---- */
 
-/* The tensor, which the caller owns from now on; nothing after an error. */
+/* Give the tensor to the caller, who then owns it; nothing after an error. */
 static StableIValue give(const job *w, operand *array, size_t i)
 {
     AtenTensorHandle tensor = w->error[0] == '\0' ? array[i].tensor : NULL;
@@ -290,7 +290,7 @@ static StableIValue give(const job *w, operand *array, size_t i)
     return (StableIValue)(uintptr_t)tensor;
 }
 
-/* The payloads. */
+/* Give the payloads as a list. */
 static StableIValue give_list(job *w)
 {
     StableListHandle list = NULL;
@@ -304,7 +304,7 @@ static StableIValue give_list(job *w)
         }
     }
     if (w->error[0] != '\0' && list != NULL) {
-        gck_torch.torch_delete_list(list);       /* not its items: those are ours still */
+        gck_torch.torch_delete_list(list);       /* not its items, which are still ours */
     }
     for (size_t i = 0; w->error[0] == '\0' && i < w->n; i++) {
         give(w, w->bytes, i);
@@ -312,7 +312,7 @@ static StableIValue give_list(job *w)
     return (StableIValue)(uintptr_t)list;
 }
 
-/* Raises the error: nothing is held any more. */
+/* Release everything, then raise the error. */
 static void end(job *w)
 {
     for (size_t i = 0; w->values != NULL && i < 2 * (w->n + 1); i++) {
@@ -399,7 +399,7 @@ static void decode_many_boxed(StableIValue *stack, uint64_t nargs, uint64_t nret
 
 static int implement(const char *key)
 {
-    TorchLibraryHandle lib;                      /* kept for ever: deleting it would unregister */
+    TorchLibraryHandle lib;                      /* never freed: deleting it would unregister */
 
     return gck_torch.aoti_torch_library_init_impl("gradckpt", key, __FILE__, __LINE__, &lib)
         || gck_torch.torch_library_impl(lib, "encode", encode_boxed, build_version)

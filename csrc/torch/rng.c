@@ -3,7 +3,7 @@
  * Reading the state through torch costs about 3 us where caches are cold (5 KiB are
  * allocated, converted and copied), setting it 1 us, and a region does it four times a
  * step.  Most regions draw nothing.  So the bytes in which the generator keeps its state
- * are looked at in place: equal bytes mean that nobody drew since torch gave us the state.
+ * are looked at in place: equal bytes mean no draw since torch gave us the state.
  * They are compared, never interpreted and never written; where they lie is found out at
  * import, by drawing from a generator of our own, and if torch ever moves them elsewhere
  * every state goes through torch again. */
@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-/* `latest` := state (a new reference is taken), provided the window did not move since
+/* Set `latest` to state (a new reference is taken), provided the window has not moved since
  * `before` was copied from it: another thread may draw at any time. */
 static void remember(gck_rng *rng, PyObject *state, const unsigned char *before)
 {
@@ -75,7 +75,7 @@ int gck_rng_load(gck_rng *rng)
     rng->get_state = PyUnicode_InternFromString("get_state");
     rng->set_state = rng->get_state != NULL ? PyUnicode_InternFromString("set_state") : NULL;
 
-    PyObject *objects = rng->set_state != NULL ? PyImport_ImportModule("gradckpt._objects") : NULL;
+    PyObject *objects = rng->set_state != NULL ? PyImport_ImportModule("gradckpt._engine.torch_objects") : NULL;
     PyObject *address = objects != NULL ? PyObject_CallMethod(objects, "generator_window", "ii", GCK_RNG_BEFORE, GCK_RNG_WINDOW)
                                         : NULL;
 

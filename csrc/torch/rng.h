@@ -1,4 +1,4 @@
-/* rng.h: state of the CPU's default generator: stash it, put it back. */
+/* rng.h: the state of the CPU's default generator: save it, restore it. */
 #ifndef GRADCKPT_RNG_H
 #define GRADCKPT_RNG_H
 
@@ -12,9 +12,9 @@ enum { GCK_RNG_BEFORE = 20, GCK_RNG_WORDS = 624, GCK_RNG_AFTER = 28,
 typedef struct {
     PyObject            *generator;    /* torch.default_generator                              */
     PyObject            *get_state, *set_state;   /* names                                     */
-    PyObject            *latest;       /* the state read or set last, as torch gave it; or NULL */
-    const unsigned char *window;       /* where the generator keeps it; NULL: not known        */
-    unsigned char        seen[GCK_RNG_WINDOW];    /* the window when `latest` held             */
+    PyObject            *latest;       /* the state read or set last, as torch returned it; or NULL */
+    const unsigned char *window;       /* where the generator keeps its state; NULL: not known */
+    unsigned char        seen[GCK_RNG_WINDOW];    /* the window when `latest` was valid        */
 } gck_rng;
 
 /* 0, or -1 with an exception. */
@@ -22,11 +22,11 @@ int gck_rng_load(gck_rng *rng);
 int gck_rng_traverse(gck_rng *rng, visitproc visit, void *arg);
 void gck_rng_clear(gck_rng *rng);
 
-/* New reference: the state now, a uint8 tensor.  While nobody draws it is always the same
+/* New reference: the present state, a uint8 tensor.  Until something is drawn it is always the same
  * object, which must not be changed. */
 PyObject *gck_rng_stash(gck_rng *rng);
 
-/* Make `state` the generator's, unless it is already.  0 or -1. */
+/* Set the generator to `state`, unless it is there already.  0 or -1. */
 int gck_rng_put(gck_rng *rng, PyObject *state);
 
 #endif

@@ -44,6 +44,14 @@ PyObject *gck_as_tuple(PyObject *list)
     return tuple;
 }
 
+PyObject *gck_invoke(PyObject *function, PyObject *args)
+{
+    PyObject *result = args != NULL ? PyObject_CallObject(function, args) : NULL;
+
+    Py_XDECREF(args);
+    return result;
+}
+
 PyObject *gck_method(PyObject *of, const char *name, PyObject *args)
 {
     PyObject *method = args != NULL ? PyObject_GetAttrString(of, name) : NULL;
@@ -94,7 +102,7 @@ void gck_hooks_pop(const gck_py *py)
     gck_error error = gck_error_take();
 
     if (gck_done(PyObject_CallNoArgs(py->pop_hooks)) < 0) {
-        PyErr_WriteUnraisable(py->pop_hooks);    /* somebody popped our hooks: nothing left to undo */
+        PyErr_WriteUnraisable(py->pop_hooks);    /* other code popped our hooks: nothing is left to undo */
     }
     gck_error_return(&error);
 }
@@ -111,7 +119,7 @@ int gck_functorch_active(const gck_py *py)
 int gck_tracing(const gck_py *py)
 {
     const int modes = gck_ask(py->dispatch_stack_len);
-    const int tracing = modes <= 0 ? modes : gck_is_true(PyObject_CallMethod(py->shim, "tracing_mode_active", NULL));
+    const int tracing = modes <= 0 ? modes : gck_is_true(PyObject_CallFunction(py->call.tracing_mode_active, NULL));
 
     return tracing != 0 ? tracing : gck_functorch_active(py);
 }
@@ -168,7 +176,7 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
     return empty(py, strides != NULL ? py->empty_strided : py->empty, args, gck_dtype_object(py, dtype), device);
 }
 
-/* Once, at the first CUDA tensor: the driver must carry the runtime we were built with. */
+/* Check once, at the first CUDA tensor, that the driver supports the runtime we were built with. */
 static int check_cuda(gck_py *py, const gck_codec *codec)
 {
     int driver, runtime;
@@ -180,19 +188,19 @@ static int check_cuda(gck_py *py, const gck_codec *codec)
     }
     if (status == GCK_E_DRIVER) {
         PyErr_Format(PyExc_RuntimeError,
-                     "gradckpt: codec '%s' cannot run on CUDA: the driver supports CUDA %d.%d, but gradckpt was built "
-                     "with the CUDA %d.%d runtime; update the driver or build gradckpt with an older toolkit",
+                     "gradckpt: codec '%s' cannot run on CUDA: the driver supports CUDA %d.%d, gradckpt needs %d.%d; "
+                     "update the driver, or build gradckpt with an older toolkit",
                      codec->name, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     } else {
         PyErr_Format(PyExc_RuntimeError,
-                     "gradckpt: codec '%s' has no CUDA kernels in this build (nvcc was not there when gradckpt was "
-                     "built); rebuild with GRADCKPT_CUDA=1, or use compress=None on CUDA", codec->name);
+                     "gradckpt: codec '%s' has no CUDA kernels in this build; rebuild with nvcc and GRADCKPT_CUDA=1, or "
+                     "use compress=None on CUDA", codec->name);
     }
     return -1;
 }
 
-/* Work on the host is given to other threads when it is long, and Python runs meanwhile.  A launch may wait until the
- * device has room in its queue, so with a device Python always does. */
+/* Long host work runs on other threads, and Python runs meanwhile.  A launch may wait until the
+ * device has room in its queue, so with a device the GIL is always released. */
 static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
                int decode)
 {

@@ -39,46 +39,66 @@
     OBJECT(partial, "functools", "partial")                                \
     OBJECT(defaultdict, "collections", "defaultdict")                      \
     OBJECT(count, "itertools", "count")                                    \
-    /* Private names of torch: what each is, and what is lost without it, is said there. */ \
-    OBJECT(is_checkpoint_valid, "gradckpt._torch_private", "is_checkpoint_valid")          \
-    OBJECT(push_hooks, "gradckpt._torch_private", "push_hooks")                            \
-    OBJECT(pop_hooks, "gradckpt._torch_private", "pop_hooks")                              \
-    OBJECT(top_hooks, "gradckpt._torch_private", "top_hooks")                              \
-    OBJECT(next_node_number, "gradckpt._torch_private", "next_node_number")                \
-    OBJECT(graph_task_id, "gradckpt._torch_private", "graph_task_id")                      \
-    OBJECT(keeps_graph, "gradckpt._torch_private", "keeps_graph")                          \
-    OBJECT(graph_exec_group, "gradckpt._torch_private", "graph_exec_group")                \
-    OBJECT(any_autocast, "gradckpt._torch_private", "any_autocast")                        \
-    OBJECT(function_stack_len, "gradckpt._torch_private", "function_stack_len")            \
-    OBJECT(push_function_mode, "gradckpt._torch_private", "push_function_mode")            \
-    OBJECT(pop_function_mode, "gradckpt._torch_private", "pop_function_mode")              \
-    OBJECT(dispatch_stack_len, "gradckpt._torch_private", "dispatch_stack_len")            \
-    OBJECT(StopRecomputation, "gradckpt._torch_private", "StopRecomputation")              \
-    OBJECT(tree_flatten, "gradckpt._torch_private", "tree_flatten")                        \
-    OBJECT(tree_unflatten, "gradckpt._torch_private", "tree_unflatten")                    \
-    OBJECT(supported_nodes, "gradckpt._torch_private", "supported_nodes")                  \
-    OBJECT(set_included, "gradckpt._torch_private", "set_included")                        \
-    OBJECT(set_excluded, "gradckpt._torch_private", "set_excluded")                        \
-    OBJECT(is_included, "gradckpt._torch_private", "is_included")                          \
-    OBJECT(is_excluded, "gradckpt._torch_private", "is_excluded")                          \
-    OBJECT(FakeTensor, "gradckpt._torch_private", "FakeTensor")                            \
-    OBJECT(guards, "gradckpt._torch_private", "guards")                                    \
-    OBJECT(frame_callback, "gradckpt._torch_private", "frame_callback")                    \
-    OBJECT(set_frame_callback, "gradckpt._torch_private", "set_frame_callback")            \
-    OBJECT(ignored_ops, "gradckpt._torch_private", "ignored_ops")                          \
-    OBJECT(run_backward, "gradckpt._torch_private", "run_backward")                        \
-    OBJECT(queue_callback, "gradckpt._torch_private", "queue_callback")                    \
-    OBJECT(peek_functorch, "gradckpt._torch_private", "peek_functorch")                    \
-    /* What they are is said there: */                                     \
-    OBJECT(make_saved_tensor, "gradckpt._objects", "make_saved_tensor")       \
-    OBJECT(as_non_leaf, "gradckpt._objects", "as_non_leaf")                   \
-    OBJECT(cpu_device, "gradckpt._objects", "cpu_device")                     \
-    OBJECT(recompute_mark, "gradckpt._objects", "recompute_mark")             \
-    OBJECT(consumed_mark, "gradckpt._objects", "consumed_mark")               \
-    OBJECT(cast, "gradckpt._objects", "cast")                                 \
-    OBJECT(draws, "gradckpt._objects", "draws")                               \
-    OBJECT(key, "gradckpt._objects", "key")                                   \
-    OBJECT(key_inplace, "gradckpt._objects", "key_inplace")
+    /* Private names of torch; torch_private.py says what each is, and what is lost without it: */ \
+    OBJECT(is_checkpoint_valid, "gradckpt._engine.torch_private", "is_checkpoint_valid")          \
+    OBJECT(push_hooks, "gradckpt._engine.torch_private", "push_hooks")                            \
+    OBJECT(pop_hooks, "gradckpt._engine.torch_private", "pop_hooks")                              \
+    OBJECT(top_hooks, "gradckpt._engine.torch_private", "top_hooks")                              \
+    OBJECT(next_node_number, "gradckpt._engine.torch_private", "next_node_number")                \
+    OBJECT(graph_task_id, "gradckpt._engine.torch_private", "graph_task_id")                      \
+    OBJECT(keeps_graph, "gradckpt._engine.torch_private", "keeps_graph")                          \
+    OBJECT(graph_exec_group, "gradckpt._engine.torch_private", "graph_exec_group")                \
+    OBJECT(any_autocast, "gradckpt._engine.torch_private", "any_autocast")                        \
+    OBJECT(function_stack_len, "gradckpt._engine.torch_private", "function_stack_len")            \
+    OBJECT(push_function_mode, "gradckpt._engine.torch_private", "push_function_mode")            \
+    OBJECT(pop_function_mode, "gradckpt._engine.torch_private", "pop_function_mode")              \
+    OBJECT(dispatch_stack_len, "gradckpt._engine.torch_private", "dispatch_stack_len")            \
+    OBJECT(StopRecomputation, "gradckpt._engine.torch_private", "StopRecomputation")              \
+    OBJECT(tree_flatten, "gradckpt._engine.torch_private", "tree_flatten")                        \
+    OBJECT(tree_unflatten, "gradckpt._engine.torch_private", "tree_unflatten")                    \
+    OBJECT(supported_nodes, "gradckpt._engine.torch_private", "supported_nodes")                  \
+    OBJECT(set_included, "gradckpt._engine.torch_private", "set_included")                        \
+    OBJECT(set_excluded, "gradckpt._engine.torch_private", "set_excluded")                        \
+    OBJECT(is_included, "gradckpt._engine.torch_private", "is_included")                          \
+    OBJECT(is_excluded, "gradckpt._engine.torch_private", "is_excluded")                          \
+    OBJECT(FakeTensor, "gradckpt._engine.torch_private", "FakeTensor")                            \
+    OBJECT(guards, "gradckpt._engine.torch_private", "guards")                                    \
+    OBJECT(frame_callback, "gradckpt._engine.torch_private", "frame_callback")                    \
+    OBJECT(set_frame_callback, "gradckpt._engine.torch_private", "set_frame_callback")            \
+    OBJECT(ignored_ops, "gradckpt._engine.torch_private", "ignored_ops")                          \
+    OBJECT(run_backward, "gradckpt._engine.torch_private", "run_backward")                        \
+    OBJECT(queue_callback, "gradckpt._engine.torch_private", "queue_callback")                    \
+    OBJECT(peek_functorch, "gradckpt._engine.torch_private", "peek_functorch")                    \
+    /* Described there: */                                     \
+    OBJECT(make_saved_tensor, "gradckpt._engine.torch_objects", "make_saved_tensor")       \
+    OBJECT(as_non_leaf, "gradckpt._engine.torch_objects", "as_non_leaf")                   \
+    OBJECT(cpu_device, "gradckpt._engine.torch_objects", "cpu_device")                     \
+    OBJECT(recompute_mark, "gradckpt._engine.torch_objects", "recompute_mark")             \
+    OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")               \
+    OBJECT(cast, "gradckpt._engine.torch_objects", "cast")                                 \
+    OBJECT(draws, "gradckpt._engine.torch_objects", "draws")                               \
+    OBJECT(key, "gradckpt._engine.torch_objects", "key")                                   \
+    OBJECT(key_inplace, "gradckpt._engine.torch_objects", "key_inplace")  \
+    OBJECT(node_classes, "gradckpt._engine.torch_objects", "node_classes")
+
+/* Python functions that C calls: gradckpt/_engine/callbacks.py gives each to bind(). */
+#define GCK_PY_CALLBACKS(CALLBACK)                                                                         \
+    CALLBACK(accelerator_initialized) CALLBACK(ask) CALLBACK(autocast_capture) CALLBACK(barred)            \
+    CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                \
+    CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)               \
+    CALLBACK(check_parameters) CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)        \
+    CALLBACK(debug_contexts) CALLBACK(decision_names) CALLBACK(decorate) CALLBACK(determinism_check)       \
+    CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap)                        \
+    CALLBACK(enter_buffers) CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate)              \
+    CALLBACK(form_of_input) CALLBACK(form_when_packed) CALLBACK(generator_of) CALLBACK(has_buffer_rule)    \
+    CALLBACK(is_dual) CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_keyword) CALLBACK(note_step)  \
+    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(policy_contexts) CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata)  \
+    CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_no_entry) CALLBACK(raise_stop_iteration) \
+    CALLBACK(recompute_within) CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(same_metadata)     \
+    CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy)                            \
+    CALLBACK(straight_through) CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together)             \
+    CALLBACK(told_by) CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active)     \
+    CALLBACK(warn_unnamed) CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                             \
@@ -88,23 +108,18 @@
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads) \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled) \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
-    NAME(nbytes) NAME(form_of_input) NAME(form_when_packed)
-
-/* Others, owned too. */
-#define GCK_PY_MADE(OBJECT)                                                                           \
-    OBJECT(ignored)              /* ignored_ops as a tuple; NULL before the first look */             \
-    OBJECT(shim)                 /* gradckpt._shim: the rare paths, in Python */                      \
-    OBJECT(selection)            /* gradckpt._selection: those of selective recompute */              \
-    OBJECT(savers)               /* gradckpt._savers: those of compress_saved() */                     \
-    OBJECT(buffers)              /* gradckpt.buffers: running statistics */
+    NAME(nbytes)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
-#define OBJECT(field) PyObject *field;
-    GCK_PY_MADE(OBJECT)
-#undef OBJECT
+    PyObject *ignored;             /* ignored_ops as a tuple; NULL before the first look */
+    struct {
+#define CALLBACK(name) PyObject *name;
+        GCK_PY_CALLBACKS(CALLBACK)
+#undef CALLBACK
+    } call;
     struct {
 #define NAME(name) PyObject *name;
         GCK_PY_NAMES(NAME)
@@ -112,50 +127,52 @@ typedef struct {
     } names;
     gck_rng rng;                   /* the CPU's generator                              */
     const gck_dl_exchange *dlpack; /* borrowed: static in torch                        */
-    int has_accelerator;           /* this torch knows another device than the CPU    */
+    int has_accelerator;           /* this torch knows a device besides the CPU       */
     int cuda_checked;              /* 1 after the driver was compared with the runtime */
 } gck_py;
 
-/* 0, or -1 with an exception.  Imports the rare paths, and with them torch. */
+/* 0, or -1 with an exception.  Imports torch. */
 int gck_py_load(gck_py *py);
+/* Bind the callbacks from a dict by name.  0, or -1 with a KeyError for a missing one. */
+int gck_py_bind(gck_py *py, PyObject *table);
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg);
 void gck_py_clear(gck_py *py);
 
-/* Why a tensor is not encoded.  The texts are the keys of stats()["kept"]. */
+/* Why a tensor is not encoded.  The texts are the keys of stats()["uncompressed"]. */
 #define GCK_REASONS(REASON)                                             \
-    REASON(GCK_KEEP_LEAF, "leaf")                                       \
-    REASON(GCK_KEEP_NO_GRAD, "does not require grad")                   \
-    REASON(GCK_KEEP_DTYPE, "dtype the codec does not take")             \
-    REASON(GCK_KEEP_FLOAT64, "float64, which no codec takes")           \
-    REASON(GCK_KEEP_FIT, "values the codec cannot hold")                \
-    REASON(GCK_KEEP_SMALL, "smaller than min_numel")                    \
-    REASON(GCK_KEEP_EXACT, "backward needs it exactly")                 \
-    REASON(GCK_KEEP_UNKNOWN, "not known which operator saves it")       \
-    REASON(GCK_KEEP_SUBCLASS, "tensor subclass")                        \
-    REASON(GCK_KEEP_LAYOUT, "not a plain strided tensor with data")     \
-    REASON(GCK_KEEP_DEVICE, "device without kernels")                   \
-    REASON(GCK_KEEP_DUAL, "carries a forward-mode tangent")             \
-    REASON(GCK_KEEP_TRACING, "tracing, fake or functional mode active")
+    REASON(GCK_SKIP_LEAF, "leaf")                                       \
+    REASON(GCK_SKIP_NO_GRAD, "does not require grad")                   \
+    REASON(GCK_SKIP_DTYPE, "dtype the codec does not take")             \
+    REASON(GCK_SKIP_FLOAT64, "float64, which no codec takes")           \
+    REASON(GCK_SKIP_FIT, "values the codec cannot hold")                \
+    REASON(GCK_SKIP_SMALL, "smaller than min_numel")                    \
+    REASON(GCK_SKIP_EXACT, "backward needs it exactly")                 \
+    REASON(GCK_SKIP_UNKNOWN, "not known which operator saves it")       \
+    REASON(GCK_SKIP_SUBCLASS, "tensor subclass")                        \
+    REASON(GCK_SKIP_LAYOUT, "not a plain strided tensor with data")     \
+    REASON(GCK_SKIP_DEVICE, "device without kernels")                   \
+    REASON(GCK_SKIP_DUAL, "carries a forward-mode tangent")             \
+    REASON(GCK_SKIP_TRACING, "tracing, fake or functional mode active")
 typedef enum {
     GCK_COMPRESS,
 #define REASON(name, text) name,
     GCK_REASONS(REASON)
 #undef REASON
     GCK_NREASONS
-} gck_verdict;
+} gck_skip_reason;
 
 extern const char *const gck_reason_text[GCK_NREASONS];
 
 /* Tensor, Parameter or a subclass: 1; 0; or -1 with an exception. */
 int gck_is_tensor(const gck_py *py, PyObject *x);
 
-/* 1 when a mode is active under which tensors are not what they seem; 0; -1. */
+/* 1 when a mode is active under which a tensor's memory is not its values; 0; -1. */
 int gck_tracing(const gck_py *py);
 
 /* 1 inside a torch.func transform; 0; -1. */
 int gck_functorch_active(const gck_py *py);
 
-/* torch's objects for them: borrowed, lives for ever; new reference. */
+/* torch's objects for them: borrowed and valid for ever; new reference. */
 PyObject *gck_dtype_object(const gck_py *py, gck_dtype dtype);
 PyObject *gck_device_object(const gck_py *py, int device);
 
@@ -168,31 +185,33 @@ PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, int device);
 /* New reference: empty tensor; strides NULL means contiguous. */
 PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype, int device);
 
-/* Encode or decode n tensors, whose owners the caller holds: the GIL is released for device work and for long host
- * work.  0, or -1 with an exception that names the codec; encode: 1 when the codec cannot hold these values. */
+/* Encode or decode n tensors, whose owners the caller holds.  The GIL is released for device work
+ * and for long host work.  0, or -1 with an exception that names the codec; encode: 1 when the
+ * codec overflows. */
 int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
                    int n);
 int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n);
 
 /* Make pack and unpack, bound to `self`, the saved-tensor hooks of this thread.  0 or -1. */
 int gck_hooks_push(const gck_py *py, PyMethodDef *pack, PyMethodDef *unpack, PyObject *self);
-/* Take the innermost ones off, also with an exception pending, which survives. */
+/* Take the innermost hooks off, also with an exception pending, which survives. */
 void gck_hooks_pop(const gck_py *py);
 
-/* What a call returned, taken over; NULL: it raised.  0, or -1 with the exception. */
+/* Consume a call's result; NULL: it raised.  0, or -1 with the exception. */
 int gck_done(PyObject *result);
 
-/* The same as C truth: 1, 0, -1 with an exception. */
+/* The result as C truth: 1, 0, -1 with an exception. */
 int gck_is_true(PyObject *value);
 
-/* Result of a getter without arguments, likewise. */
+/* The result of a getter without arguments, as C truth. */
 int gck_ask(PyObject *getter);
 
-/* An item, taken over, at the end of a list; NULL: making it raised.  0, or -1 with the exception. */
+/* Append an item, taken over, to a list; NULL: making it raised.  0, or -1 with the exception. */
 int gck_append(PyObject *list, PyObject *item);
 
-/* New reference: what the method returns.  args: a tuple, taken over; NULL: making it raised, and nothing may be looked
- * up meanwhile. */
+/* New reference: the result of the method.  args: a tuple, taken over; NULL: making it raised, and
+ * nothing may be looked up meanwhile. */
+PyObject *gck_invoke(PyObject *function, PyObject *args);
 PyObject *gck_method(PyObject *of, const char *name, PyObject *args);
 
 /* New reference: a list, taken over, as a tuple; NULL: making it raised. */

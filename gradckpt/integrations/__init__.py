@@ -1,3 +1,3 @@
-"""What frameworks need. ``import gradckpt`` imports none of them."""
+"""Code for single frameworks. ``import gradckpt`` imports none of them."""
 
 __all__: list[str] = []

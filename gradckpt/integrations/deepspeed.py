@@ -1,12 +1,13 @@
-"""``deepspeed.checkpointing`` with compressed checkpoints, name for name.
+"""``deepspeed.checkpointing`` with compressed checkpoints and the same names.
 
     from gradckpt.integrations import deepspeed as checkpointing
 
-in the place of ``from deepspeed import checkpointing`` is all that code for it needs. :func:`checkpoint` has the
-signature and the results of DeepSpeed's, and gradckpt's engine. It is never reentrant: its inputs need not require
-grad, ``torch.autograd.grad`` works, and buffers are updated once.
+replaces ``from deepspeed import checkpointing``; no other change is needed. :func:`checkpoint` has
+the signature and the results of DeepSpeed's, and gradckpt's engine. It is never reentrant: its
+inputs need not require grad, ``torch.autograd.grad`` works, and buffers are updated once.
 
-The tracker of random states is DeepSpeed's own, and what :func:`checkpoint` recomputes finds it as the forward did.
+The tracker of random states is DeepSpeed's own; the recompute of :func:`checkpoint` restores its
+state in the forward.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
 )
 from deepspeed.runtime.config import DeepSpeedConfig
 
-import gradckpt
-from gradckpt.apply import parse_options
-from gradckpt.arguments import own_keywords
-from gradckpt.integrations.kwargs import check_bool
-from gradckpt.integrations.offload import offloaded
+from gradckpt._C import checkpoint as region_checkpoint
+from gradckpt._engine.arguments import own_keywords
+from gradckpt._models.keywords import check_bool
+from gradckpt._models.offload import offloaded
+from gradckpt._models.regions import parse_options
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -44,7 +45,7 @@ __all__ = [
     "set_num_layers",
 ]
 
-#: The block of DeepSpeed's configuration, and the argument of configure() that each of its keys is.
+#: DeepSpeed's configuration block: each key, and its argument of configure().
 _BLOCK = {
     "partition_activations": "partition_activations",
     "contiguous_memory_optimization": "contiguous_checkpointing",
@@ -56,7 +57,7 @@ _BLOCK = {
     "policy": "policy",
 }
 
-#: What gradckpt has not, and the way out.
+#: Unsupported options and alternatives.
 _REFUSED = {
     "partition_activations": "every rank keeps its checkpoints whole, compressed; leave it out",
     "contiguous_checkpointing": "payloads are allocated one by one, at a fraction of the size; leave it out",
@@ -76,18 +77,20 @@ _settings = _Settings(parse_options({"compress": "int8"}, {}))
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``function(*args, **kwargs)`` and recomputes it in the backward, as :func:`configure` said: with int8
-    where nobody did.
+    """Call ``function(*args, **kwargs)`` and recompute it in the backward, as configured.
+
+    Without :func:`configure`, the codec is int8.
 
     Returns:
-        What ``function`` returned; as with DeepSpeed, of a list a tuple, and of one thing in either that thing.
+        The result of ``function``; as in DeepSpeed, a list becomes a tuple, and a list or tuple of
+        one element that element.
     """
     settings = _settings
     states = get_cuda_rng_tracker().get_states()
     function = own_keywords(function, kwargs)
     if states:
         function = _Tracked(function, states)
-    run = offloaded if settings.offload else gradckpt.checkpoint
+    run = offloaded if settings.offload else region_checkpoint
     found = run(function, *args, **settings.options, **kwargs)
     if isinstance(found, (tuple, list)):
         return found[0] if len(found) == 1 else tuple(found)
@@ -95,13 +98,16 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """:func:`checkpoint`, which is not reentrant either."""
+    """Call :func:`checkpoint`, which is not reentrant either."""
     return checkpoint(function, *args)
 
 
 class _Tracked:
-    """A region's function when DeepSpeed's tracker has states: its recompute begins with those of its forward, and
-    leaves the tracker as it found it."""
+    """A region's function while DeepSpeed's tracker has states.
+
+    Its recompute begins with the tracker's states in the forward, and restores the current ones
+    afterwards.
+    """
 
     __slots__ = ("function", "ran", "states")
 
@@ -116,7 +122,7 @@ class _Tracked:
             return self.function(*args, **kwargs)
         tracker = get_cuda_rng_tracker()
         now = tracker.get_states()
-        tracker.set_states(dict(self.states))  # forks write to it, and there may be another recompute
+        tracker.set_states(dict(self.states))  # forks write to it, and another recompute may follow
         try:
             return self.function(*args, **kwargs)
         finally:
@@ -124,7 +130,7 @@ class _Tracked:
 
     @property
     def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """For gradckpt.buffers."""
+        """The functions inside, for gradckpt._engine.buffers."""
         return (self.function,)
 
 
@@ -139,20 +145,24 @@ def configure(
     profile: bool | None = None,
     **options: Any,
 ) -> None:
-    """What :func:`checkpoint` does from now on, in DeepSpeed's words and a few more.
+    """Configure :func:`checkpoint` from now on, with DeepSpeed's arguments and a few more.
 
     Args:
-        mpu_: For :func:`model_parallel_cuda_manual_seed`, as in DeepSpeed; or None.
-        deepspeed_config: DeepSpeed's configuration: a path, a dict. Of its block ``activation_checkpointing`` the
-            keys below are read, and ``compress`` and ``policy``, which DeepSpeed passes over. Arguments win over it.
-        checkpoint_in_cpu: Keep the compressed inputs in host memory (``cpu_checkpointing`` in the block).
-        partition_activations, contiguous_checkpointing, synchronize, profile: An error when true.
-        num_checkpoints: As in DeepSpeed it says something to contiguous checkpointing only.
-        **options: ``compress`` (int8 without it), ``policy`` or ``context_fn``, ``preserve_rng_state``, ``early_stop``,
-            ``determinism_check``, ``debug`` and ``buffers``, as for :func:`gradckpt.checkpoint`.
+        mpu_: Passed to DeepSpeed's ``configure``, or None.
+        deepspeed_config: DeepSpeed's configuration: a path or a dict. The keys below are read from
+            its block ``activation_checkpointing``, as well as ``compress`` and ``policy``, which
+            DeepSpeed ignores. Arguments win over it.
+        checkpoint_in_cpu: Keep the compressed inputs in host memory (``cpu_checkpointing`` in the
+            block).
+        partition_activations, contiguous_checkpointing, synchronize, profile: An error if true.
+        num_checkpoints: Has an effect on contiguous checkpointing only, as in DeepSpeed.
+        **options: ``compress`` (default int8), ``policy`` or ``context_fn``,
+            ``preserve_rng_state``, ``early_stop``, ``determinism_check``, ``debug`` and
+            ``buffers``, as for :func:`gradckpt.checkpoint`.
 
     Raises:
-        ValueError: what gradckpt cannot do, with the way out; an unknown codec, policy or option.
+        ValueError: gradckpt does not support an option; the message gives an alternative. Or a
+            codec, policy or option is unknown.
     """
     given = {
         "partition_activations": partition_activations,
@@ -173,14 +183,18 @@ def configure(
         said = {_BLOCK[key]: value for key, value in block.items()}
         chosen: dict[str, Any] = {key: said.pop(key) for key in ("compress", "policy") if key in said}
         asked, options = {**said, **asked}, {**chosen, **options}
-    for key, why in _REFUSED.items():
+    for key in _REFUSED:
         if asked.get(key):
-            raise ValueError(f"gradckpt: {key} of DeepSpeed's checkpointing is not supported: {why}")
+            raise _refusal(key)
     offload = check_bool("checkpoint_in_cpu", asked.get("checkpoint_in_cpu", False))
     settings = _Settings(parse_options({"compress": "int8", **options}, {}), offload, configured=True)
     if mpu_ is not None:
         theirs.configure(mpu_)
     _use(settings)
+
+
+def _refusal(key: str) -> ValueError:
+    return ValueError(f"gradckpt: {key} of DeepSpeed's checkpointing is not supported: {_REFUSED[key]}")
 
 
 def _use(settings: _Settings) -> None:
@@ -189,22 +203,25 @@ def _use(settings: _Settings) -> None:
 
 
 def is_configured() -> bool:
-    """:func:`configure` was called."""
+    """Return whether :func:`configure` was called."""
     return _settings.configured
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """``ValueError`` for True: see :func:`configure`."""
+    """Do nothing for False.
+
+    Raises:
+        ValueError: It is True, which gradckpt does not support; see :func:`configure`.
+    """
     if partition_activation:
-        raise ValueError(
-            "gradckpt: partition_activations of DeepSpeed's checkpointing is not supported: "
-            + _REFUSED["partition_activations"]
-        )
+        raise _refusal("partition_activations")
 
 
 def set_num_layers(nlayers: int) -> None:
-    """As in DeepSpeed it says something to contiguous checkpointing only, which :func:`configure` refuses."""
+    """Do nothing: the number has an effect on contiguous checkpointing only, which is not
+    supported.
+    """
 
 
 def reset() -> None:
-    """Frees what forwards without a backward have left behind: nothing here, a checkpoint dies with its graph."""
+    """Do nothing: a checkpoint of a forward without a backward is freed with its graph."""

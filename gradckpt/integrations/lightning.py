@@ -1,7 +1,8 @@
-"""Lightning: ``Trainer(callbacks=[GradckptCallback()])`` trains with compressed checkpoints and logs what they save.
+"""Lightning: ``Trainer(callbacks=[GradckptCallback()])`` trains with compressed checkpoints and
+logs the saving.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are two copies of the same classes; the callbacks here are of the one
-that the program has imported, or else has installed, and work with both.
+``lightning.pytorch`` and ``pytorch_lightning`` are two copies of the same classes; the callbacks
+here derive from the imported one, else from the installed one, and work with both.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from typing import Any
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-import gradckpt
-from gradckpt.apply import parse_options
-from gradckpt.config import Compress, parse_compress
-from gradckpt.integrations.kwargs import check_bool
-from gradckpt.stats import Stats, format_bytes, stats
-from gradckpt.switch import is_enabled
+from gradckpt._config import Compress, parse_compress
+from gradckpt._models.keywords import check_bool
+from gradckpt._models.regions import parse_options
+from gradckpt._models.switch import enable, is_enabled
+from gradckpt._stats import Stats, format_bytes, stats
 
 _IMPORTED = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _ALONE = find_spec("lightning") is None and find_spec("pytorch_lightning") is not None
@@ -32,16 +32,18 @@ else:
 
 __all__ = ["GradckptCallback", "StatsCallback"]
 
-#: What of stats().scalars() is logged.
-SCALARS = ("asked", "compressed", "bytes_in_mib", "bytes_out_mib", "ratio", "peak_live_mib")
+#: The entries of stats().scalars() that are logged.
+SCALARS = ("eligible", "compressed", "bytes_in_mib", "bytes_out_mib", "ratio", "peak_live_mib")
 
 
 class StatsCallback(Callback):  # type: ignore[misc]
-    """Logs ``gradckpt/asked``, ``compressed``, ``bytes_in_mib``, ``bytes_out_mib``, ``ratio`` of each training batch
-    and ``gradckpt/peak_live_mib``, with ``self.log_dict``: the loggers get them every ``log_every_n_steps`` batches.
+    """Log the compression of each training batch with ``self.log_dict``.
 
-    They are numbers of this process; ``ratio`` is missing where nothing was compressed. For models that checkpoint
-    through gradckpt already; :class:`GradckptCallback` does the same, and turns checkpointing on.
+    The names are ``gradckpt/eligible``, ``compressed``, ``bytes_in_mib``, ``bytes_out_mib``,
+    ``ratio`` (of the batch) and ``peak_live_mib``; the loggers get them every ``log_every_n_steps``
+    batches. They count this process; ``ratio`` is missing if nothing was compressed. This callback
+    is for models that already checkpoint through gradckpt; :class:`GradckptCallback` also turns
+    checkpointing on.
     """
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ class StatsCallback(Callback):  # type: ignore[misc]
         found = stats().since(self._at_start)
         before, after = format_bytes(found["bytes_in"]), format_bytes(found["bytes_out"])
         rank_zero_info(
-            f"gradckpt: {found['regions']} regions; compressed {found['compressed']} of {found['asked']} inputs, "
+            f"gradckpt: {found['regions']} regions; compressed {found['compressed']} of {found['eligible']} inputs, "
             f"{before} -> {after}"
         )
         if found["compiled_tensors"] > 0:
@@ -76,21 +78,22 @@ class StatsCallback(Callback):  # type: ignore[misc]
 
 
 class GradckptCallback(StatsCallback):
-    """Turns compressed checkpointing on for ``fit``, before the strategy wraps the model, and off after it.
+    """Turn compressed checkpointing on for ``fit``, before the strategy wraps the model, and off
+    after it.
 
     Args:
         compress: ``None`` (torch's checkpointing, bit for bit), ``True``, a codec's name, a
             :class:`gradckpt.CompressionConfig` or its dict.
-        modules: What is checkpointed, as for :func:`gradckpt.enable`, or a set of classes as
-            ``FSDPStrategy(activation_checkpointing_policy=...)`` takes it.
-        log_stats: Log what :class:`StatsCallback` does.
-        **options: Of :func:`gradckpt.enable`.
+        modules: The modules to checkpoint, as for :func:`gradckpt.enable`, or a set of classes as
+            in ``FSDPStrategy(activation_checkpointing_policy=...)``.
+        log_stats: Log as :class:`StatsCallback` does.
+        **options: Those of :func:`gradckpt.enable`.
 
-    State dicts and checkpoints have the keys that they have without it.
+    State dicts and checkpoints have the same keys with and without it.
 
     Raises:
-        ValueError, TypeError: here for an unknown codec; when ``fit`` begins for what the model or the strategy makes
-            impossible: nothing to checkpoint, checkpointed twice.
+        ValueError, TypeError: The codec is unknown; or, when ``fit`` begins, the model or the
+            strategy cannot be checkpointed: it has nothing to checkpoint, or is checkpointed twice.
     """
 
     def __init__(
@@ -102,13 +105,13 @@ class GradckptCallback(StatsCallback):
         self.log_stats = check_bool("log_stats", log_stats)
         self.options = options
         parse_options({key: value for key, value in options.items() if key not in ("every_n_layers", "offload")}, {})
-        #: What gradckpt.enable returned; None outside fit.
+        #: The result of gradckpt.enable; None outside fit.
         self.handle: Any = None
         self._waiting: _BeforeSetup | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
-            self._turn_off()  # a fit that was broken off
+            self._turn_off()  # from an interrupted fit
             self._waiting = _BeforeSetup(trainer.strategy, pl_module, self._turn_on)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -127,7 +130,7 @@ class GradckptCallback(StatsCallback):
                 f"gradckpt: this {type(pl_module).__name__} is enabled already, by gradckpt.enable or another "
                 "GradckptCallback; leave one of them out"
             )
-        self.handle = gradckpt.enable(pl_module, self.compress, modules=self.modules, **self.options)
+        self.handle = enable(pl_module, self.compress, modules=self.modules, **self.options)
         rank_zero_info(f"gradckpt: {self.handle!r}")
 
     def _turn_off(self) -> None:
@@ -139,10 +142,12 @@ class GradckptCallback(StatsCallback):
 
 
 class _BeforeSetup:
-    """Stands for ``strategy.setup`` of one strategy until it is called: the model is complete then (``setup``,
-    ``configure_model``) and not wrapped yet. Lightning has no hook of callbacks at that moment.
+    """The replacement of ``strategy.setup`` of one strategy until it is called.
 
-    With several callbacks each stands before the one of the callback in front of it."""
+    At that moment the model is complete (``setup``, ``configure_model``) and not wrapped yet.
+    Lightning has no callback hook there. With several callbacks, each holds the replacement of the
+    previous one.
+    """
 
     def __init__(self, strategy: Any, pl_module: Any, action: Callable[[Any], None]) -> None:
         self.strategy, self.pl_module, self.action = strategy, pl_module, action
@@ -158,9 +163,9 @@ class _BeforeSetup:
         added = _wrapped(self.pl_module) - before
         if added:
             raise ValueError(
-                f"gradckpt: {type(self.strategy).__name__} has put torch's CheckpointWrapper around {added} modules "
-                "of a model that GradckptCallback checkpoints already; leave activation_checkpointing_policy out of "
-                "the strategy, or the callback out of the Trainer"
+                f"gradckpt: {type(self.strategy).__name__} checkpoints {added} modules that GradckptCallback "
+                "checkpoints already; leave activation_checkpointing_policy out of the strategy, or the callback out "
+                "of the Trainer"
             )
 
     def remove(self) -> None:

@@ -1,9 +1,10 @@
-"""torchtitan: its policies of activation checkpointing, with the inputs of the blocks compressed.
+"""torchtitan: its policies of activation checkpointing, with compressed block inputs.
 
     activation_checkpoint=CompressedFullAC.Config(compress="int8")
 
-in a configuration takes the place of ``FullAC.Config()``; ``CompressedSelectiveAC`` that of ``SelectiveAC``, whose
-choice of saved outputs stays what it is. All fields are strings, numbers and flags, for JSON and the command line.
+in a configuration replaces ``FullAC.Config()``; ``CompressedSelectiveAC`` replaces ``SelectiveAC``,
+and keeps its choice of saved outputs. All fields are strings, numbers and flags, for JSON and the
+command line.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import tyro
 from torch.nn import Module
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, FullAC, SelectiveAC
 
-from gradckpt.config import CompressionConfig
-from gradckpt.integrations.wrapper import checkpoint_wrapper
+from gradckpt._config import CompressionConfig
+from gradckpt.integrations.torch_distributed import checkpoint_wrapper
 
 __all__ = ["CompressedConfig", "CompressedFullAC", "CompressedSelectiveAC"]
 
@@ -25,19 +26,19 @@ logger = logging.getLogger("gradckpt")
 
 
 class _Compressed:
-    """Over one of torchtitan's policies: the block that it wraps gets our wrapper with the same keywords."""
+    """A mixin for torchtitan's policies: a block gets our wrapper with the keywords of theirs."""
 
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.compress = _parse(config)
-        self.wrapped = 0  # blocks so far
+        self.wrapped = 0  # number of blocks so far
 
     def _wrap_block(self, module: Module, *, base_fqn: str | None = None) -> Module:
         stock: Any = super()._wrap_block(module, base_fqn=base_fqn)  # type: ignore[misc]
         options = dict(stock.checkpoint_fn.keywords)
-        options.pop("use_reentrant", None)  # ours is what False means
+        options.pop("use_reentrant", None)  # ours is never reentrant, as with False
         if getattr(self.config, "policy", ""):
             options["policy"] = self.config.policy
         self.wrapped += 1
@@ -46,51 +47,53 @@ class _Compressed:
     def apply(self, model: Module) -> None:
         super().apply(model)  # type: ignore[misc]
         codec = "uncompressed" if self.compress is None else self.compress.codec
-        logger.info("%s: %d blocks, inputs %s", type(self).__name__, self.wrapped, codec)
+        logger.info("gradckpt: %s: %d blocks, inputs %s", type(self).__name__, self.wrapped, codec)
 
 
 def _parse(config: Any) -> CompressionConfig | None:
     if config.compress == "none":
-        if config.replay:
-            raise ValueError('gradckpt: replay=True needs a codec; compress is "none"')
+        if config.fake_quantize:
+            raise ValueError('gradckpt: fake_quantize=True needs a codec; compress is "none"')
         return None
-    return CompressionConfig(config.compress, replay=config.replay, min_numel=config.min_numel)
+    return CompressionConfig(config.compress, fake_quantize=config.fake_quantize, min_numel=config.min_numel)
 
 
 class CompressedFullAC(_Compressed, FullAC):  # type: ignore[misc]
-    """``FullAC``: whole blocks are recomputed, from inputs that are kept compressed."""
+    """``FullAC``: whole blocks are recomputed, from compressed inputs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FullAC.Config):  # type: ignore[misc]
         compress: str = "int8"
         """A codec of gradckpt, or "none": torch's checkpointing, bit for bit."""
 
-        replay: bool = False
+        fake_quantize: bool = False
         """Run the forward, too, on the restored inputs."""
 
         min_numel: int = 1024
-        """Inputs with fewer values are kept as they are."""
+        """Inputs with fewer values stay uncompressed."""
 
         policy: str = ""
-        """Outputs that are kept instead of computed again, e.g. "save_attention|save_matmuls:int8"."""
+        """Outputs that are kept, not recomputed, e.g. "save_attention|save_matmuls:int8"."""
 
 
 class CompressedSelectiveAC(_Compressed, SelectiveAC):  # type: ignore[misc]
-    """``SelectiveAC``: torchtitan's choice of outputs is saved as it is, inputs of the blocks are kept compressed."""
+    """``SelectiveAC``: torchtitan's choice of outputs is saved uncompressed, block inputs are
+    compressed.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):  # type: ignore[misc]
         compress: str = "int8"
         """A codec of gradckpt, or "none": torch's checkpointing, bit for bit."""
 
-        replay: bool = False
+        fake_quantize: bool = False
         """Run the forward, too, on the restored inputs."""
 
         min_numel: int = 1024
-        """Inputs with fewer values are kept as they are."""
+        """Inputs with fewer values stay uncompressed."""
 
 
-#: For the field of a Trainer.Config, so that the command line knows ours beside torchtitan's own.
+#: For the field of a Trainer.Config: the command line then knows ours beside torchtitan's own.
 CompressedConfig = (
     Annotated[CompressedFullAC.Config, tyro.conf.subcommand("compressed-full")]
     | Annotated[CompressedSelectiveAC.Config, tyro.conf.subcommand("compressed-selective")]

@@ -1,4 +1,5 @@
-"""Ten million random groups: every instruction set against scalar.c, in a C program (codec_parity.c).
+"""Ten million random groups: every instruction set against scalar.c,
+in a C program (codec_parity.c).
 
 GRADCKPT_SOAK_SECONDS bounds it (1800 by default). AVX-512 is emulated where the CPU has none.
 """

@@ -1,4 +1,5 @@
-"""The bytes of every codec against the oracle, on every instruction set; what they promise of values.
+"""The bytes of every codec against the oracle, on every instruction set;
+what they promise of values.
 
 Tensors (strides, threads, operators, errors): test_codec_tensors.py."""
 
@@ -97,7 +98,8 @@ def test_oracle_is_sound():
 @every_codec
 @every_dtype
 def test_bytes_equal_oracle(codec, dtype, avx512):
-    """16-bit dtypes: all 65,536 values under a spread of scales; float32: every binade; with and without escapes."""
+    """16-bit dtypes: all 65,536 values under a spread of scales; float32: every binade;
+    with and without escapes."""
     bits = np.concatenate([codec_inputs.inputs(dtype), *(codec_inputs.hostile(dtype, s) for s in range(4))])
     want = oracle.encode(codec, bits, dtype)
     restored = oracle.decode(codec, want, bits.size, dtype)
@@ -118,7 +120,8 @@ def test_bytes_equal_oracle(codec, dtype, avx512):
 
 @every_grouped
 def test_every_step_meets_every_significand(codec, avx512):
-    """bfloat16: all significands of amax and of the values below it, which tables of an instruction set may hold."""
+    """bfloat16: all significands of amax and of the values below it,
+    which tables of an instruction set may hold."""
     values = np.zeros((128, 16, 2, 128), np.uint16)  # significand of amax, exponent below it, half of the significands
     values[..., 1:65] = np.arange(128, dtype=np.uint16).reshape(2, 64)
     values += ((127 - np.arange(16, dtype=np.uint16)) << 7)[:, None, None]
@@ -149,7 +152,8 @@ def test_tails(codec, dtype):
 @every_grouped
 @every_dtype
 def test_large_tensors_stream(codec, dtype):
-    """Above the sizes where stores go past the cache, against the scalar kernels, which stream nothing.
+    """Above the sizes where stores go past the cache, against the scalar kernels,
+    which stream nothing.
 
     A prime number of groups repeats: a batch at another's place shows."""
     tile = codec_inputs.gaussian(dtype, 128 * 509, seed=3)
@@ -199,7 +203,8 @@ def test_raw_is_exact(dtype):
 @every_grouped
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bound_beside_values_beyond_1e30(codec, dtype):
-    """Form B: up to three such values (int4: two) come back exactly; the rest within half a step."""
+    """Form B: up to three such values (int4: two) come back exactly;
+    the rest within half a step."""
     most = {"int6": 1 / 22, "int4": 1 / 2}.get(codec, 1 / 118) * (1 + 2**-20)
     table = 2 if codec == "int4" else 3
     x = np.random.default_rng(4).standard_normal((200, 128)).astype(np.float32)
@@ -257,7 +262,8 @@ def test_zero_subnormal_constant(codec, dtype):
 @every_dtype
 @pytest.mark.parametrize(("codec", "half_cell"), [("int8", 0.5), ("int6", 4.5), ("int4", 13.0)])
 def test_rms_of_rotated(codec, half_cell, dtype):
-    """The root mean square of a group's errors is at most half the widest cell over 127 of its Euclidean norm."""
+    """The root mean square of a group's errors is at most half the
+    widest cell over 127 of its Euclidean norm."""
     bits = np.concatenate([codec_inputs.gaussian(dtype, 128 * 400), codec_inputs.inputs(dtype)])
     values = np.abs(oracle.to_float(bits, dtype)).reshape(-1, 128)
     ordinary = (values <= oracle.LIMIT[dtype]).all(axis=1) & (values.max(axis=1) > 2.0**-73)
@@ -273,7 +279,8 @@ def test_rms_of_rotated(codec, half_cell, dtype):
 @every_grouped
 @every_dtype
 def test_encoding_again(codec, dtype):
-    """The second error is at most that of the first; FP8 grids whose products fit the dtype do not move at all."""
+    """The second error is at most that of the first;
+    FP8 grids whose products fit the dtype do not move at all."""
     bits = codec_inputs.gaussian(dtype, 128 * 300, magnitude=3.0)
     once = round_trip(bits, codec, dtype)
     twice = round_trip(once, codec, dtype)
@@ -298,7 +305,8 @@ def test_encoding_again(codec, dtype):
     ],
 )
 def test_sqnr(codec, plain, bulk):
-    """On Gaussian values; on the small channels of the outlier set (the mean of six: which channels meet matters)."""
+    """On Gaussian values; on the small channels of the outlier set (the mean of six:
+    which channels meet matters)."""
     x, _ = noise_set("Gaussian")
     assert sqnr(x, gradckpt.codecs.encode(x, codec).decode()) >= plain
     sets = [noise_set("X", seed) for seed in range(6)]

@@ -1,5 +1,5 @@
-"""What nvcc says of the device kernels: no warnings, no spills, few registers, the instructions that are meant,
-nothing that needs a C++ runtime."""
+"""What nvcc says of the device kernels: no warnings, no spills, few registers, the instructions
+that are meant, nothing that needs a C++ runtime."""
 
 import ctypes
 import pathlib
@@ -18,7 +18,8 @@ FLAGS = shlex.split(
     -Xcompiler -fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra,-Werror
     -Werror all-warnings -Xptxas -v '-DGCK_CUDA_ARCHS="90"'"""
 )
-#: Of each format: {one tensor, several} x dtypes, and strided, all x {encode, encode with noise, decode}.
+#: Of each format: {one tensor, several} x dtypes, and strided, all x {encode,
+#: encode with noise, decode}.
 KERNELS = {
     "fp8": 42,
     "int8": 42,
@@ -86,7 +87,8 @@ def test_no_spills(kernels):
 
 
 def test_registers(kernels):
-    """64 at most; of the contiguous kernels of 16-bit values so few that an SM holds 1536 threads, 48 KiB in flight."""
+    """64 at most; of the contiguous kernels of 16-bit values so few
+    that an SM holds 1536 threads, 48 KiB in flight."""
     for name, said in kernels.items():
         used = registers_of(said)
         assert used <= 64, name
@@ -96,7 +98,8 @@ def test_registers(kernels):
 
 
 def test_stacks_are_small(kernels):
-    """A device keeps local memory for every thread it can hold; beyond 1 KiB each, a launch may wait for more."""
+    """A device keeps local memory for every thread it can hold; beyond 1 KiB each,
+    a launch may wait for more."""
     for name, said in kernels.items():
         stack = re.search(r"(\d+) bytes cumulative stack size", said)
         assert stack is None or int(stack[1]) <= 512, name
@@ -150,7 +153,8 @@ def test_no_double_arithmetic(built, name):
 
 
 def test_links_without_a_cxx_runtime(built, tmp_path):
-    """gcc links the objects; the result needs the C library only and can be loaded without a driver."""
+    """gcc links the objects; the result needs the C library only
+    and can be loaded without a driver."""
     gcc, readelf = shutil.which("gcc"), shutil.which("readelf")
     if gcc is None or readelf is None:
         pytest.skip("gcc or readelf not found")

@@ -98,7 +98,8 @@ def gaussian(dtype, n, magnitude, special=0.0, seed=0):
 
 
 def spikes(dtype, groups=240, seed=0):
-    """Groups with one value 2 to 10^6 times the others, at every place; some with a second, some with nothing else."""
+    """Groups with one value 2 to 10^6 times the others, at every place; some with a second,
+    some with nothing else."""
     rng = np.random.default_rng([4, seed])
     values = rng.standard_normal((groups, GROUP)).astype(np.float32)
     values[::7] = np.float32(1e-3)  # constant but for the spike
@@ -112,7 +113,8 @@ def spikes(dtype, groups=240, seed=0):
 
 
 def patterns(dtype):
-    """Every 16-bit pattern, neighbours together and then mixed; float32: every binade three ways."""
+    """Every 16-bit pattern, neighbours together and then mixed; float32:
+    every binade three ways."""
     if dtype != "float32":
         every = np.arange(65536, dtype=np.uint32)
         return np.concatenate([every, every * 40503 % 65536]).astype(np.uint16)
@@ -189,7 +191,8 @@ def test_alone_and_constant(kernels, reference, codec, dtype):
 @every_codec
 @every_dtype
 def test_at_the_limit(kernels, reference, codec, dtype):
-    """amax is the largest value that does not escape: decoding must not round it up into an escape."""
+    """amax is the largest value that does not escape:
+    decoding must not round it up into an escape."""
     limit = {"float32": np.float32(1e30), "float16": 65472.0, "bfloat16": float.fromhex("0x1.92p99")}[dtype]
     values = np.random.default_rng(2).standard_normal(4 * GROUP, np.float32) * np.float32(limit)
     check(kernels, reference, codec, dtype, to_bits(np.clip(values, -limit, limit), dtype))
@@ -197,7 +200,8 @@ def test_at_the_limit(kernels, reference, codec, dtype):
 
 @pytest.mark.parametrize("codec", ["int8", "int6", "int4"])
 def test_order_of_the_rotation(kernels, reference, codec):
-    """Rotated values a rounding error away from ties: another order of the additions gives other codes."""
+    """Rotated values a rounding error away from ties:
+    another order of the additions gives other codes."""
     words = np.array([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], np.uint32)
     signs = 1.0 - 2.0 * ((words[:, None] >> np.arange(32, dtype=np.uint32)) & 1).reshape(GROUP)
     hadamard = np.ones((1, 1))
@@ -267,7 +271,8 @@ def test_more_tensors_than_a_launch_takes(kernels, reference, codec):
 
 @every_codec
 def test_dtypes_and_strides_apart(kernels, reference, codec):
-    """One launch for each dtype, or width where only that matters, and one for each strided tensor."""
+    """One launch for each dtype, or width where only that matters,
+    and one for each strided tensor."""
     cases = [Case(reference, codec, d, gaussian(d, 777, 1.0, 0.001, k), k % 3) for k, d in enumerate([*DTYPES] * 3)]
     cases += [Case(reference, codec, d, gaussian(d, 2000, 1.0), 0, *LAYOUTS["transposed"]) for d in DTYPES]
     assert check_together(kernels, codec, cases) == 2 * ((2 if codec == "raw" else 3) + 3)
@@ -297,7 +302,8 @@ class Sparse:
 @every_codec
 @pytest.mark.parametrize("layout", ["contiguous", "second of two", "strided"])
 def test_beyond_two_to_the_31(kernels, reference, codec, layout):
-    """The last 33 groups of 2^31 + 4097 values and their noise: only the blocks that hold them run."""
+    """The last 33 groups of 2^31 + 4097 values and their noise:
+    only the blocks that hold them run."""
     n, tail = 2**31 + 4097, 4097
     first = (n - tail) // GROUP
     bits = gaussian("bfloat16", tail, 1.0, 0.001)
@@ -415,7 +421,8 @@ def test_failing_driver_check_is_not_left_for_the_next_launch(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(2000)
 def test_under_sanitizers():
-    """The same kernels over exact blocks of memory with AddressSanitizer and UBSan: this file once more."""
+    """The same kernels over exact blocks of memory with AddressSanitizer and UBSan:
+    this file once more."""
     gxx = shutil.which("g++")
     if gxx is None:
         pytest.skip("g++ not found: the CUDA emulation is C++")
@@ -462,7 +469,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_emulation_reports(tmp_path, mistake):
-    """Lanes that do not meet end the program with a message; on hardware they would hang or read rubbish."""
+    """Lanes that do not meet end the program with a message;
+    on hardware they would hang or read undefined values."""
     gxx = shutil.which("g++")
     if gxx is None:
         pytest.skip("g++ not found: the CUDA emulation is C++")

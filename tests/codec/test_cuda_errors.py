@@ -1,7 +1,8 @@
-"""What CUDA remembers of an error: whoever meets it is told, once, and the next good launch is not blamed.
+"""What CUDA remembers of an error: the next call reports it, once,
+and the next good launch succeeds.
 
-The emulation keeps the last error of a thread until it is asked for, as the runtime does, and one that a kernel
-caused for ever."""
+The emulation keeps the last error of a thread until it is asked for, as the runtime does, and one
+that a kernel caused for ever."""
 
 import contextlib
 import ctypes
@@ -102,7 +103,7 @@ def test_every_status_of_every_call_leaves_nothing(device):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_error_that_others_left(device, codec):
-    """It may be a launch that nobody checked: raised, as torch's next launch would."""
+    """It may come from an unchecked launch: it is raised, as torch's next launch would."""
     device.integer("emulated_last_error").value = INVALID_VALUE
     assert Work(device, codec).encode() == INVALID_VALUE
     assert_good(device)

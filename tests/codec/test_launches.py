@@ -1,5 +1,5 @@
-"""Which codec work runs without the GIL: all of a device's, since a launch may wait for room in the device's queue,
-and what is long on the host."""
+"""Which codec work runs without the GIL: all of a device's, since a launch may wait for room in the
+device's queue, and what is long on the host."""
 
 import ctypes
 import pathlib

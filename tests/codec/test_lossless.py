@@ -98,7 +98,8 @@ def test_every_pattern_at_once(same, dtype):
 
 @every_dtype
 def test_every_exponent(same, dtype):
-    """Each as the largest of its group, above the 13 it has codes for; float16 and small ones reach zero."""
+    """Each as the largest of its group, above the 13 it has codes for;
+    float16 and small ones reach zero."""
     top = np.repeat(np.arange(EXPONENTS[dtype] - 1), 256)
     below = np.random.default_rng(3).integers(0, 14, top.size)
     same(noise(np.maximum(top - below, 0), dtype), dtype)
@@ -118,7 +119,8 @@ def test_zeros(same, dtype):
 
 @every_dtype
 def test_nan_and_infinity(same, dtype):
-    """A few among others escape; alone, or beside zeros only, they have a code. NaN keeps all of its bits."""
+    """A few among others escape; alone, or beside zeros only, they have a code.
+    NaN keeps all of its bits."""
     special = EXPONENTS[dtype] - 1
     few = ordinary(40960, dtype)
     few[7::100] = noise(np.full(few[7::100].shape, special), dtype)
@@ -164,7 +166,8 @@ def test_one_huge_value_in_each_group(same, dtype):
 
 
 def with_escapes(counts, dtype, seed=0):
-    """A block for each count: so many values 20 exponents below the others, one or two to a group."""
+    """A block for each count: so many values 20 exponents below the others,
+    one or two to a group."""
     exponent = np.full((len(counts), 32, 128), 28 if dtype == "float16" else 120)
     for block, count in enumerate(counts):
         for i in range(count):
@@ -187,7 +190,8 @@ def test_64_escapes_fit_and_65_do_not(same, dtype, host_kernels):
 
 @every_dtype
 def test_choice_of_the_base(same, dtype):
-    """Two escapes stay with the largest exponent; more move the base, if fewer escape then; ties do not."""
+    """Two escapes stay with the largest exponent; more move the base, if fewer escape then;
+    ties do not."""
     high, low = (30, 15) if dtype == "float16" else (200, 120)
 
     def base_of(n_high, n_low):
@@ -236,7 +240,8 @@ def test_stores_of_large_tensors(host_kernels, dtype):
 
 @every_dtype
 def test_large_tensor(dtype):
-    """Above the sizes where the shipped library streams; tiled, so that the oracle sees little of it."""
+    """Above the sizes where the shipped library streams; tiled,
+    so that the oracle sees little of it."""
     tile = with_escapes([3, 0, 64], dtype)
     x = tensor(np.tile(tile, (34 << 20) // tile.nbytes + 1), dtype)
     payload = gradckpt.codecs.encode(x, "lossless")
@@ -257,7 +262,8 @@ def test_index_arithmetic(host_kernels, dtype):
 
 @every_dtype
 def test_damaged_payloads(host_kernels, device_kernels, dtype):
-    """Any bytes decode to something, the same everywhere, and nothing beyond them is read or written."""
+    """Any bytes decode to something, the same everywhere,
+    and nothing beyond them is read or written."""
     rng = np.random.default_rng(8)
     for n in (1, 4096, 9000):
         layout = Layout(n, dtype)
@@ -304,8 +310,8 @@ def test_size():
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.parametrize("replay", [False, True])
-def test_gradients_are_bit_equal(dtype, replay):
+@pytest.mark.parametrize("fake_quantize", [False, True])
+def test_gradients_are_bit_equal(dtype, fake_quantize):
     torch.manual_seed(0)
     x = torch.randn(64, 96, dtype=dtype, requires_grad=True)
     weights = [(torch.randn(96, 96) / 10).to(dtype).requires_grad_() for _ in range(6)]
@@ -317,7 +323,7 @@ def test_gradients_are_bit_equal(dtype, replay):
         return (h.float() ** 2).mean()
 
     gradckpt.stats.reset()
-    config = {"codec": "lossless", "min_numel": 0, "replay": replay}
+    config = {"codec": "lossless", "min_numel": 0, "fake_quantize": fake_quantize}
     plain, mine = net(lambda f, h: f(h)), net(lambda f, h: gradckpt.checkpoint(f, h, compress=config))
     assert torch.equal(plain, mine)
     assert gradckpt.stats()["compressed"] == 6
@@ -329,7 +335,7 @@ def test_values_that_do_not_fit_are_kept_as_they_are():
     x = tensor(with_escapes([65, 0], "bfloat16"), "bfloat16").requires_grad_()
     gradckpt.stats.reset()
     y = gradckpt.checkpoint(lambda h: h * 3, x * 1, compress="lossless")
-    assert gradckpt.stats()["kept"] == {"values the codec cannot hold": 1}
-    assert gradckpt.stats()["kept_bytes"] == 2 * 8192
+    assert gradckpt.stats()["uncompressed"] == {"values the codec cannot hold": 1}
+    assert gradckpt.stats()["uncompressed_bytes"] == 2 * 8192
     (g,) = torch.autograd.grad(y.float().sum(), x)
     assert torch.equal(g, torch.full_like(x, 3))

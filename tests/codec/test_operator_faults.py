@@ -1,4 +1,5 @@
-"""torch.ops.gradckpt over a torch that fails: every call gives a result or an error in words, never neither."""
+"""torch.ops.gradckpt over a torch that fails: every call gives a result or an error in words,
+never neither."""
 
 import ctypes
 import shutil
@@ -42,7 +43,8 @@ def test_torch_without_cuda_streams(operators, operator):
 @pytest.mark.parametrize("offset", [1, 3, 8])
 @pytest.mark.parametrize("operator", ["decode", "decode_many"])
 def test_misaligned_payload(operators, operator, offset):
-    """Kernels read 16 bytes at a time; on a GPU the error would stay for the rest of the process."""
+    """Kernels read 16 bytes at a time; on a GPU the error would
+    stay for the rest of the process."""
     for cuda in (0, 1):
         assert operators.misaligned(OPERATORS.index(operator), cuda, offset) == 1
         assert operators.message() == (

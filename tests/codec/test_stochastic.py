@@ -88,7 +88,8 @@ def test_parts_of_a_large_tensor():
 
 
 def neighbours(codec):
-    """The values that a code can have, from zero on, in steps; of the rotated formats those of y."""
+    """The values that a code can have, from zero on, in steps;
+    of the rotated formats those of y."""
     f = oracle.FORMATS[codec]
     if codec.startswith("fp8"):
         return f.values[f.values <= f.top]
@@ -104,7 +105,8 @@ def sigmas(errors):
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if c != "int4"])
 def test_no_bias(codec):
-    """Values spread over one interval between two neighbours: the mean error is within 5 sigma, for every interval."""
+    """Values spread over one interval between two neighbours: the mean error is within 5 sigma,
+    for every interval."""
     rng = np.random.default_rng(5)
     grid, rotated = neighbours(codec), codec in ("int8", "int6")
     for k, (low, high) in enumerate(pairwise(grid)):
@@ -135,7 +137,8 @@ def test_no_bias_of_int4():
 
 @every_codec
 def test_neighbours_only(codec):
-    """Rounding up or down, never further: the error is at most twice that of rounding to nearest."""
+    """Rounding up or down, never further: the error is at most
+    twice that of rounding to nearest."""
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(3))
     amax = x.abs().amax(1, keepdim=True)
     limit = 2.3 * gradckpt.codecs.info(codec)["max_error"] * amax

@@ -1,4 +1,5 @@
-"""csrc/torch over a torch and codecs that answer as they are told: what is said of a device that this machine lacks."""
+"""csrc/torch over a torch and codecs that answer as they are told:
+what is said of a device that this machine lacks."""
 
 import ctypes
 import re
@@ -14,8 +15,8 @@ CSRC, INCLUDE = CODEC.parent, Path(sysconfig.get_path("include"))
 E_DEVICE, E_DRIVER, E_FIT, ILLEGAL_ADDRESS = -2, -3, -4, 700
 HOST, CUDA, METAL = 1, 2, 8  # of DLPack
 NO_DRIVER = (
-    "gradckpt: codec 'int8' cannot run on CUDA: the driver supports CUDA 12.2, but gradckpt was built with the CUDA "
-    "13.0 runtime; update the driver or build gradckpt with an older toolkit"
+    "gradckpt: codec 'int8' cannot run on CUDA: the driver supports CUDA 12.2, gradckpt needs 13.0; update the "
+    "driver, or build gradckpt with an older toolkit"
 )
 NO_KERNELS = "gradckpt: codec 'int8' has no CUDA kernels in this build"
 

@@ -39,7 +39,7 @@ def encode(device, codec, fits, word):
 
 @pytest.mark.parametrize("codec", ["lossless", "bf16", "fp16"])
 def test_verdicts(device, codec):
-    """One launch; the counters are back at 0 after it, whatever it said."""
+    """One launch; the counters are back at 0 after it, for every result."""
     launches = device.integer("emulated_launches")
     word = device.library.gck_verdict_take(1)
     for fits in (True, False, False, True, True, False):
@@ -52,7 +52,8 @@ def test_verdicts(device, codec):
 
 
 def test_words(device):
-    """Each is pending, and its own; one that was given back early is not used before it is written."""
+    """Each is pending, and its own; one that was given back
+    early is not used before it is written."""
     take, give = device.library.gck_verdict_take, device.library.gck_verdict_give
     words = [take(0) for _ in range(4096)]
     assert len(set(words)) == 4096
@@ -100,7 +101,8 @@ def test_word_of_the_host_is_no_word_of_a_device(device):
 
 
 def test_first_word_while_capturing(tmp_path):
-    """Pinned memory may be allocated then; when there is none, there are no words, and it is tried again."""
+    """Pinned memory may be allocated then; when there is none, there are no words,
+    and it is tried again."""
     from direct_kernels import DeviceKernels
 
     device = DeviceKernels(tmp_path)

@@ -1,4 +1,5 @@
-"""gradckpt.checkpoint in code that torch.compile compiles: no graph break, and region inputs kept as payloads."""
+"""gradckpt.checkpoint in code that torch.compile compiles: no graph break,
+and region inputs kept as payloads."""
 
 import functools
 
@@ -8,7 +9,6 @@ from compile_cases import (
     IDS,
     LAYERS,
     NUMEL,
-    OLD,
     Net,
     assert_same,
     body,
@@ -22,6 +22,7 @@ from compile_cases import (
     weight,
 )
 from compiled_graphs import PARTITIONS, Graphs
+from torchs_own import saves_inputs_alone
 
 import gradckpt
 from gradckpt import CompressionConfig
@@ -29,10 +30,10 @@ from gradckpt import CompressionConfig
 # ---- what it is for ----
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["exact", "replay"])
+@pytest.mark.parametrize("fake_quantize", [False, True], ids=["exact", "fake_quantize"])
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_region_inputs_leave_the_forward_graph_as_payloads(partition, replay):
-    model = Net(functools.partial(gradckpt.checkpoint, compress={"codec": "int8", "replay": replay}))
+def test_region_inputs_leave_the_forward_graph_as_payloads(partition, fake_quantize):
+    model = Net(functools.partial(gradckpt.checkpoint, compress={"codec": "int8", "fake_quantize": fake_quantize}))
     loss, grads = step(model)
     graphs = Graphs(partition)
     compiled_loss, compiled_grads = step(model, graphs.compile(model))
@@ -43,7 +44,7 @@ def test_region_inputs_leave_the_forward_graph_as_payloads(partition, replay):
     assert [x.shape for x in graphs.exact] in ([], [(4, 32, 64)])  # the last layer's output, for the loss
     assert len(graphs.calls("encode", graphs.forward)) == len(graphs.calls("decode", graphs.backward)) == LAYERS
     assert not graphs.calls("region_input")
-    assert len(graphs.calls("rounded")) == replay * LAYERS
+    assert len(graphs.calls("rounded")) == fake_quantize * LAYERS
 
 
 def test_gradients_are_those_of_restored_inputs():
@@ -63,13 +64,14 @@ def test_torchs_own_backends(backend):
     for _ in range(2):
         got = step(model, function)
         torch.testing.assert_close(got[0], loss)
-        # Inductor rounds as the machine's instructions do: a value beside a step may get the next code.
-        # That is far below the 0.6 % of int8.
+        # Inductor rounds as the machine's instructions do: a value beside a step may get the next
+        # code. That is far below the 0.6 % of int8.
         for a, b in zip(got[1], grads, strict=True):
             assert (a - b).norm() <= (1e-3 if backend == "inductor" else 0) * b.norm()
     nbytes = gradckpt.codecs.encode(torch.zeros(NUMEL), "int8").nbytes
     found = {key: n for key, n in gradckpt.stats().items() if key.startswith("compiled_")}
     assert found == {
+        "compiled_regions": LAYERS,
         "compiled_graphs": 1,
         "compiled_tensors": LAYERS,
         "compiled_bytes_in": LAYERS * NUMEL * 4,
@@ -200,7 +202,7 @@ def test_dropout_draws_the_same_mask_twice():
     assert graphs.payloads
 
 
-@pytest.mark.skipif(OLD, reason="torch 2.11 keeps inner inputs, in its own checkpoint, too")
+@saves_inputs_alone
 def test_a_region_in_a_region():
     """The outer input crosses; the inner one is made again, and dropped again, in the backward."""
     graphs, inputs = Graphs(), (leaf(32, 64), weight())
@@ -240,7 +242,7 @@ def test_what_is_not_compressed_eagerly_is_not_compressed_here():
 
 def test_leaves_and_floating():
     graphs = Graphs()
-    config = CompressionConfig("int8", leaves=True, include="floating")
+    config = CompressionConfig("int8", include="floating")
 
     def function(x, frozen, w):
         return gradckpt.checkpoint(lambda t, u: (t * 2).sin() * u.exp(), x, frozen, compress=config) @ w

@@ -1,4 +1,5 @@
-"""Regions in which the graph of torch.compile breaks: they run without it, in the forward and in the recompute."""
+"""Regions in which the graph of torch.compile breaks: they run without it,
+in the forward and in the recompute."""
 
 import contextlib
 import functools
@@ -15,7 +16,7 @@ from gradckpt import SelectiveRecompute
 CHECKPOINT = {
     "none": gradckpt.checkpoint,
     "int8": int8,
-    "replay": functools.partial(gradckpt.checkpoint, compress={"codec": "int8", "replay": True}),
+    "fake_quantize": functools.partial(gradckpt.checkpoint, compress={"codec": "int8", "fake_quantize": True}),
     "reentrant": functools.partial(gradckpt.checkpoint, use_reentrant=True),
     "compat": functools.partial(gradckpt.compat.checkpoint, use_reentrant=False),
     "decorator": lambda layer, x: gradckpt.checkpoint(compress="int8")(lambda h: layer(h))(x),
@@ -76,13 +77,14 @@ def assert_compiled_as_eager(model):
 @pytest.mark.parametrize("how", CHECKPOINT)
 def test_region(how):
     compressed = assert_compiled_as_eager(broken(CHECKPOINT[how], dropout=0.1))
-    assert compressed == (LAYERS if how in ("int8", "replay", "decorator", "sequential", "function int8") else 0)
+    assert compressed == (LAYERS if how in ("int8", "fake_quantize", "decorator", "sequential", "function int8") else 0)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["model", "compiled model"])
 @pytest.mark.parametrize("how", ["reentrant", "function", "function int8"])
 def test_compiled_autograd(how, compiled):
-    """What traces the backward finds Python functions in the classes derived from autograd's Function."""
+    """What traces the backward finds Python functions in the
+    classes derived from autograd's Function."""
     model = Net(CHECKPOINT[how])
     want, seen = step(model), []
     model.zero_grad()

@@ -10,9 +10,9 @@ import torch
 import worlds
 from checkout import HELPERS
 from compile_cases import (
+    ASKS_POLICIES_BEFORE,
     IDS,
     LAYERS,
-    OLD,
     Net,
     assert_same,
     body,
@@ -20,6 +20,7 @@ from compile_cases import (
     gradients,
     int8,
     leaf,
+    needs_outputs,
     step,
     weight,
 )
@@ -28,8 +29,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import gradckpt
-from gradckpt import CompressionConfig, GradckptInactiveWarning, packing, selective
-from gradckpt.policies import contexts_of
+from gradckpt import CompressionConfig, GradckptInactiveWarning
+from gradckpt._compile import graph
+from gradckpt._engine import selective
+from gradckpt._engine.selective import contexts_of
 
 # ---- with other parts of the library ----
 
@@ -93,7 +96,7 @@ def test_policies_pass_through(name, compress):
             lambda t, v: ((t * 2) @ v).sin() * t, x * 2, w, compress=compress, context_fn=context_fn
         )
 
-    if name.endswith("int8") and OLD:
+    if name.endswith("int8") and ASKS_POLICIES_BEFORE:
         with pytest.warns(GradckptInactiveWarning, match="what a policy keeps stays uncompressed"):
             gradients(graphs.compile(function), *inputs)
         selective._warn_exact_saves.cache_clear()
@@ -103,6 +106,41 @@ def test_policies_pass_through(name, compress):
     matmuls = graphs.calls_of("mm", graphs.backward)
     assert len(matmuls) == 2  # of the gradients; the forward's is not repeated
     assert len(graphs.payloads) == name.endswith("int8") + (compress is not None)
+
+
+def test_the_default_context_fn_is_as_none():
+    """A caller that fills in torch's default may pass a policy beside it, as in eager code."""
+    noop, torchs = torch.utils.checkpoint.noop_context_fn, torch.utils.checkpoint.checkpoint
+    ways = {
+        "policy=": lambda x, w: gradckpt.checkpoint(body, x * 2, w, policy="save_matmuls", context_fn=noop),
+        "patched": lambda x, w: torchs(body, x * 2, w, use_reentrant=False, context_fn=noop),
+    }
+    inputs = leaf(32, 64), weight()
+    for name, function in ways.items():
+        graphs = Graphs()
+        with gradckpt.patched(None, policy="save_matmuls"):
+            assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
+        assert len(graphs.calls_of("mm", graphs.backward)) == 4, name  # those of the gradients
+
+
+MADE_INSIDE = {
+    "compressed": lambda: gradckpt.policies.save_matmuls.compressed("int8"),
+    "|": lambda: gradckpt.policies.save_matmuls | gradckpt.policies.save_attention,
+}
+
+
+@pytest.mark.parametrize("how", [pytest.param("compressed", marks=needs_outputs), "|"])
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_policy_made_in_compiled_code_breaks_the_graph_and_one_made_outside_does_not(how):
+    graphs, make, inputs = Graphs(), MADE_INSIDE[how], (leaf(32, 64), weight())
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        graphs.compile(lambda x, w: gradckpt.checkpoint(body, x * 2, w, policy=make()))(*inputs)
+    made = make()
+
+    def function(x, w):
+        return gradckpt.checkpoint(body, x * 2, w, policy=made)
+
+    assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
 
 
 def test_decisions_are_kept():
@@ -160,7 +198,7 @@ def test_no_hooks_are_left():
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no compiler here"):
         torch.compile(model, backend=broken)(IDS)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert packing._compiling.depth == 0
+    assert graph._compiling.depth == 0
 
 
 # ---- where it cannot act ----
@@ -170,7 +208,7 @@ def test_a_backend_without_aot_autograd_warns_once():
     model = Net(int8)
     want = step(Net(gradckpt.checkpoint))
     function = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.warns(GradckptInactiveWarning, match=r"a backend that does not use AOTAutograd.*aot_eager"):
+    with pytest.warns(GradckptInactiveWarning, match=r"a backend with AOTAutograd.*aot_eager"):
         got = step(model, function)
     assert torch.equal(got[0], want[0])
     assert_same(got[1], want[1])
@@ -178,7 +216,7 @@ def test_a_backend_without_aot_autograd_warns_once():
     assert gradckpt.stats()["compiled_graphs"] == 0
 
 
-@pytest.mark.skipif(OLD, reason="torch 2.11: it warns of more, see test_policies_pass_through")
+@needs_outputs
 def test_a_policy_that_compresses_in_torchs_checkpoint_warns():
     context_fn = SAVES["save_matmuls:int8"]
 
@@ -186,17 +224,18 @@ def test_a_policy_that_compresses_in_torchs_checkpoint_warns():
         return torch.utils.checkpoint.checkpoint(body, x * 2, w, use_reentrant=False, context_fn=context_fn)
 
     graphs, inputs = Graphs(), (leaf(32, 64), weight())
-    with pytest.warns(GradckptInactiveWarning, match="another checkpoint than gradckpt's"):
+    with pytest.warns(GradckptInactiveWarning, match="nothing is compressed in this graph; call gradckpt.checkpoint"):
         got = gradients(graphs.compile(function), *inputs)
     assert_same(got, gradients(lambda x, w: body(x * 2, w), *inputs))
     assert not graphs.payloads
 
 
 def test_a_torch_that_cannot_warns_once(monkeypatch):
-    from gradckpt import _torch_private, compile
+    from gradckpt._compile import dynamo
+    from gradckpt._engine import torch_private
 
-    monkeypatch.setattr(_torch_private, "load_cut", lambda: None)
-    compile._warn_unavailable.cache_clear()
+    monkeypatch.setattr(torch_private, "load_cut", lambda: None)
+    dynamo._warn_unavailable.cache_clear()
     model, graphs = Net(int8), Graphs()
     with pytest.warns(GradckptInactiveWarning, match=r"does not tell hooks what they save"):
         step(model, graphs.compile(model))
@@ -209,14 +248,15 @@ def test_a_torch_that_cannot_warns_once(monkeypatch):
     [
         ({"debug": True}, "debug=True cannot be compiled"),
         ({"use_reentrant": True}, "compress= needs use_reentrant=False"),
-        ({"compress": "int9"}, "unknown codec 'int9'; choose one of: raw"),
+        ({"compress": "int9"}, r"unknown codec 'int9'; did you mean 'int8'\? choose one of: raw"),
         ({"compress": {"codec": "int8", "nope": 1}}, "unknown field 'nope'"),
         ({"compress": {"codec": "int8", "stochastic": True}}, "stochastic=True cannot be compiled"),
         ({"compress": 3}, "compress= takes None, True"),
     ],
 )
 def test_unsupported_options(options, message):
-    """One sentence with ``fullgraph=True``; else the call runs uncompiled, where what is wrong is wrong as ever."""
+    """One sentence with ``fullgraph=True``; else the call runs uncompiled,
+    where what is wrong is wrong as ever."""
 
     def function(x, w):
         return gradckpt.checkpoint(body, x * 2, w, **{"compress": "int8", **options})
@@ -240,7 +280,7 @@ def test_one_line_says_what_is_kept(caplog):
     with caplog.at_level(logging.INFO, logger="gradckpt"):
         step(model, Graphs().compile(model))
     (record,) = [r for r in caplog.records if "torch.compile" in r.message]
-    assert record.message == "torch.compile: a graph keeps 3 tensors compressed, 96.00 KiB -> 24.38 KiB"
+    assert record.message == "gradckpt: torch.compile: a graph keeps 3 tensors compressed, 96.00 KiB -> 24.38 KiB"
 
 
 class Wide(nn.Module):
@@ -278,19 +318,45 @@ seen = []
 function = torch.compile(model, fullgraph=True)
 with torch.autograd.graph.saved_tensors_hooks(lambda x: (seen.append(x.dtype), x)[1], lambda x: x):
     step(model, function)
-hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
-print(hits, gradckpt.stats()["compiled_tensors"], seen.count(torch.uint8))
+counters = torch._dynamo.utils.counters["aot_autograd"]
+print(counters["autograd_cache_hit"], gradckpt.stats()["compiled_tensors"], seen.count(torch.uint8))
+"""
+
+CACHED_POLICY = """
+import sys; sys.path.insert(0, {helpers!r})
+import functools, torch, gradckpt
+from compile_cases import Net, step
+model = Net(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
+with gradckpt.patched(None, policy="save_matmuls:int8") as handle:
+    step(model, torch.compile(model, fullgraph=True))
+counters = torch._dynamo.utils.counters["aot_autograd"]
+counted = handle.stats()
+print(counters["autograd_cache_hit"], counted["calls"], counted["traced"], handle.inactive_reason)
 """
 
 
-def test_a_graph_from_inductors_cache(tmp_path):
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        pytest.param(CACHED, "3 3", id="marked"),
+        pytest.param(CACHED_POLICY, "3 3 None", id="policy"),  # its regions count as those of a graph made here
+    ],
+)
+def test_a_graph_from_inductors_cache(tmp_path, code, printed):
     """A second process finds the graphs of the first, rewritten as they are."""
     import os
 
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    code = CACHED.format(helpers=str(HELPERS))
+    code = code.format(helpers=str(HELPERS))
     outputs = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True) for _ in range(2)]
-    assert [o.stdout.split() for o in outputs] == [["0", "3", "3"], ["1", "3", "3"]], outputs[1].stderr
+    assert [o.stdout.strip() for o in outputs] == [f"0 {printed}", f"1 {printed}"], outputs[1].stderr
+
+
+def test_a_leaf_stays_exact_in_a_fake_quantized_region_as_without_compile():
+    config = CompressionConfig("int8", fake_quantize=True, include="floating", min_numel=1)
+    x = torch.randn(64, 64, requires_grad=True)
+    call = torch.compile(lambda x: gradckpt.checkpoint(torch.sin, x, compress=config), fullgraph=True)
+    torch.testing.assert_close(call(x), gradckpt.checkpoint(torch.sin, x, compress=config), rtol=0, atol=1e-6)
 
 
 def test_a_mark_says_whose_it_is():
@@ -299,18 +365,20 @@ def test_a_mark_says_whose_it_is():
 
     def backend(module, inputs):
         seen.extend(
-            node.args[2] for mark in packing.MARKS for node in module.graph.find_nodes(op="call_function", target=mark)
+            node.args[2] for mark in graph.MARKS for node in module.graph.find_nodes(op="call_function", target=mark)
         )
         return module.forward
 
-    for replay in (False, True):
+    for fake_quantize in (False, True):
         torch._dynamo.reset()
-        packing._warn_unpacked.cache_clear()
-        checkpoint = functools.partial(gradckpt.checkpoint, compress=CompressionConfig("int8", replay=replay))
+        graph._warn_unpacked.cache_clear()
+        checkpoint = functools.partial(
+            gradckpt.checkpoint, compress=CompressionConfig("int8", fake_quantize=fake_quantize)
+        )
         function = torch.compile(lambda x, w, c: c(body, x * 2, w), backend=backend)
         with pytest.warns(GradckptInactiveWarning):
             function(leaf(32, 64), weight(), checkpoint)
-    assert seen == [packing.version()] * 2
+    assert seen == [graph.version()] * 2
 
 
 def test_importing_gradckpt_imports_no_compiler():
@@ -320,7 +388,7 @@ def test_importing_gradckpt_imports_no_compiler():
 
 def test_a_policys_graphs_are_those_of_this_version(monkeypatch):
     here = contexts_of("save_matmuls:int8").cache_hash
-    monkeypatch.setattr(packing, "version", lambda: "another")
+    monkeypatch.setattr(selective, "version", lambda: "another")
     there = contexts_of("save_matmuls:int8").cache_hash
     assert len({here, there, contexts_of("save_matmuls").cache_hash}) == 3
 
@@ -342,7 +410,7 @@ def route(x, w):
     return gradckpt.checkpoint(lambda t: t * t.topk(2, -1).values.sum(), x * 2 @ w, compress="int8")
 
 
-def test_no_advice_about_a_context_that_nobody_passed():
+def test_no_advice_about_a_context_that_was_not_passed():
     torch._logging._internal.warning_once.cache_clear()
     log, records = logging.getLogger("torch._higher_order_ops.wrap"), []
     handler = logging.Handler()

@@ -26,7 +26,8 @@ def _fresh():
 def build(family="llama"):
     torch.manual_seed(0)
     kind, config = MODELS[family]
-    # use_cache=True with checkpointing makes transformers log while it is traced, which Dynamo refuses
+    # use_cache=True with checkpointing makes transformers log while it is traced,
+    # which Dynamo refuses
     return kind(config(**SMALL, num_attention_heads=4, use_cache=False)).train()
 
 
@@ -79,7 +80,7 @@ def test_a_policy_of_enable():
 
 def test_replay():
     model, graphs = build(), Graphs()
-    gradckpt.enable(model, {"codec": "int4", "replay": True})
+    gradckpt.enable(model, {"codec": "int4", "fake_quantize": True})
     want = step(model)
     got = step(model, graphs.compile(model))
     assert torch.equal(got[0], want[0])

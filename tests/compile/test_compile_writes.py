@@ -1,24 +1,25 @@
-"""torch.compile: what a region writes to, returns or decides stays right; graphs serve only what they were made for."""
+"""torch.compile: what a region writes to, returns or decides stays right;
+graphs serve only what they were made for."""
 
 import functools
 
 import pytest
 import torch
 from compile_cases import (
-    OLD,
     assert_same,
     body,
     fresh_dynamo,  # noqa: F401 (a fixture of every test here)
     gradients,
     int8,
     leaf,
+    needs_outputs,
     weight,
 )
 from compiled_graphs import Graphs
 from torch import nn
 
 import gradckpt
-from gradckpt.policies import contexts_of
+from gradckpt._engine.selective import contexts_of
 
 # ---- what a mark must not change ----
 
@@ -159,7 +160,7 @@ def test_sizes_that_only_the_run_knows(min_numel):
     assert len(graphs.forward) == len(graphs.payloads) == 1
 
 
-@pytest.mark.skipif(OLD, reason="torch 2.11: see test_policies_pass_through")
+@needs_outputs
 def test_only_the_first_output_of_an_operator_is_compressed():
     context_fn, graphs = contexts_of("save_attention:int8"), Graphs()
 

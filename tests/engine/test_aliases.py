@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import gradckpt
-from gradckpt._aliases import overlap
+from gradckpt._engine.input_aliasing import overlap
 
-REFUSED = r"^gradckpt: a region changes an argument in place .* shares memory with another of its arguments, of shapes"
+REFUSED = r"^gradckpt: a compressed region writes in place to an argument that shares memory with another, of shapes"
 
 
 def hidden():
@@ -18,7 +18,8 @@ def hidden():
 
 
 def gradient(region, x, **options):
-    """Of what ``region(run)`` returns, where ``run`` calls a function as a region, or plainly without options."""
+    """Of what ``region(run)`` returns, where ``run`` calls a function as a region,
+    or plainly without options."""
     x.grad = None
 
     def run(function, *args, **kwargs):
@@ -55,11 +56,11 @@ ALIASES = {
 }
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["exact", "replay"])
+@pytest.mark.parametrize("fake_quantize", [False, True], ids=["exact", "fake_quantize"])
 @pytest.mark.parametrize("name", ALIASES)
-def test_a_write_that_the_recompute_would_not_see_is_refused(name, replay):
+def test_a_write_that_the_recompute_would_not_see_is_refused(name, fake_quantize):
     with pytest.raises(RuntimeError, match=REFUSED):
-        gradient(ALIASES[name], hidden(), compress={"codec": "raw", "replay": replay})
+        gradient(ALIASES[name], hidden(), compress={"codec": "raw", "fake_quantize": fake_quantize})
 
 
 @pytest.mark.parametrize("name", ["a view", "a part", "transposed", "detached, so kept", "the third"])
@@ -165,7 +166,7 @@ def test_overlap_is_that_of_the_elements():
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("config", ["raw", "int8", gradckpt.CompressionConfig("int8", replay=True)], ids=str)
+@pytest.mark.parametrize("config", ["raw", "int8", gradckpt.CompressionConfig("int8", fake_quantize=True)], ids=str)
 def test_an_argument_given_twice_is_one_object_in_both_runs(config, nested):
     """torch's MultiheadAttention asks ``key is query`` and takes another path when it is."""
     attention = torch.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -198,7 +199,7 @@ def test_a_write_to_an_argument_given_twice_is_seen_by_both():
         a.mul_(2)
         return (a + b).sin()
 
-    for config in ({"codec": "raw", "replay": False}, {"codec": "raw", "replay": True}):
+    for config in ({"codec": "raw", "fake_quantize": False}, {"codec": "raw", "fake_quantize": True}):
         x = torch.randn(40, 40, requires_grad=True)
         h = x * 1
         (g,) = torch.autograd.grad(gradckpt.checkpoint(region, h, h, compress=config).sum(), x)

@@ -13,6 +13,9 @@ from torch.utils import _pytree
 import gradckpt
 
 INT8 = {"codec": "int8", "min_numel": 1}
+# Inputs are looked at afterwards; which test has the second backward, in which that counts,
+# others decide.
+pytestmark = pytest.mark.filterwarnings("ignore:.*compression costs memory")
 
 
 # ---- the arguments of a region ----
@@ -28,7 +31,8 @@ def inputs(n, numel=300):
 
 
 def seen_by_backward(function, *args, **options):
-    """What the recompute gets for the tensors among args: they are what exp() is differentiated at."""
+    """What the recompute gets for the tensors among args:
+    they are what exp() is differentiated at."""
     out = gradckpt.checkpoint(function, *args, compress={**INT8, **options})
     tensors = [x for x in _pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     return [g.log() for g in torch.autograd.grad(out.sum(), tensors)]
@@ -47,7 +51,6 @@ def test_each_argument_gets_its_own_values(n):
     assert gradckpt.stats()["compressed"] == n
 
 
-@pytest.mark.filterwarnings("ignore:.*compression costs memory")
 def test_arguments_of_all_kinds():
     flat, strided, small = torch.randn(40, 50), torch.randn(50, 40).t(), torch.randn(7)
     large = torch.randn(400, 500)
@@ -85,7 +88,8 @@ def test_forward_that_writes_into_its_arguments():
 
 
 class Pair:
-    """A container of the user. `looks`: called when one is taken apart; `found`: sums of those put together."""
+    """A container of the user. `looks`: called when one is taken apart; `found`:
+    sums of those put together."""
 
     looks, found = None, []
 
@@ -140,15 +144,16 @@ def test_an_argument_that_fails_leaves_no_payload_without_bytes():
 
 
 @pytest.mark.usefixtures("_pair")
-def test_nobody_shares_bytes_that_are_not_there_yet():
-    """While one thread still looks at its second argument, another one's region takes the first, too."""
+def test_bytes_that_are_not_there_yet_are_not_shared():
+    """While one thread still looks at its second argument,
+    another one's region takes the first, too."""
     x, a, b = inputs(3)
     results, errors = {}, []
 
     def other():
         try:
             results["other"] = seen_by_backward(exp_of_all, x)[0]
-        except BaseException as error:  # whatever it is, it belongs into the main thread
+        except BaseException as error:  # any error belongs into the main thread
             errors.append(error)
 
     def meanwhile():
@@ -229,7 +234,8 @@ class Stubs:
         self.library = ctypes.CDLL(str(folder / "stubs.so"))
 
     def run(self, tensors, failing=0, dtype="bfloat16"):
-        """tensors: (device, stream, numel). The calls of encoding, which those of decoding must equal; the status."""
+        """tensors: (device, stream, numel). The calls of encoding,
+        which those of decoding must equal; the status."""
         n = len(tensors)
         views = (Tensor * n)(
             *(

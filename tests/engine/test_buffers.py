@@ -1,4 +1,5 @@
-"""buffers=: after a step, running statistics are those of a step without checkpointing, bit for bit."""
+"""buffers=: after a step, running statistics are those of a step without checkpointing,
+bit for bit."""
 
 import copy
 import functools

@@ -18,12 +18,13 @@ from torch import nn
 from tracing import forget_handled_exception
 
 import gradckpt
-from gradckpt import buffers
+from gradckpt._engine import buffers
 
 
 @pytest.fixture(autouse=True)
 def _lock_of_its_own(monkeypatch):
-    """A trace function, unlike a signal, can raise between the end of a with statement and the release of its lock."""
+    """A trace function, unlike a signal, can raise between the end
+    of a with statement and the release of its lock."""
     monkeypatch.setattr(buffers, "_lock", threading.RLock())
 
 
@@ -135,7 +136,8 @@ class Resizing(nn.Module):
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_a_buffer_that_cannot_be_put_back_is_reported(fail):
-    """Unless the region failed, whose exception comes first; the others are put back all the same."""
+    """Unless the region failed, whose exception comes first;
+    the others are put back all the same."""
     net = Resizing(fail)
     with buffers.register(Resizing, ("calls",)):
         error, text = (ValueError, "of the region") if fail else (RuntimeError, "size")
@@ -172,7 +174,8 @@ REGIONS = {
 
 
 def interrupt_at(n):
-    """A trace function that raises at the n-th line run in gradckpt.buffers; `left` says whether it came to that."""
+    """A trace function that raises at the n-th line run in buffers.py;
+    `left` says whether it came to that."""
 
     def trace(frame, event, arg):
         if frame.f_code.co_filename != buffers.__file__:

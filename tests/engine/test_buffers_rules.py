@@ -10,7 +10,7 @@ from norm_steps import Norms, both, different, step
 from torch import nn
 
 import gradckpt
-from gradckpt import buffers
+from gradckpt._engine import buffers
 
 _clean = norm_steps.nothing_left_behind
 

@@ -1,4 +1,5 @@
-"""Getters that run any Python: they drop references, collect garbage, switch threads and raise (chaos.py)."""
+"""Getters that run any Python: they drop references, collect garbage,
+switch threads and raise (chaos.py)."""
 
 import json
 import os
@@ -10,7 +11,8 @@ from checkout import HELPERS, ROOT
 
 
 def run(first, count, tree=ROOT, env=None):
-    """In a process of its own: torch's own checkpoint leaves cycles behind when it fails, and other tests count."""
+    """In a process of its own: torch's own checkpoint leaves cycles behind when it fails,
+    and other tests count."""
     command = [
         sys.executable,
         "-W",
@@ -28,8 +30,8 @@ def run(first, count, tree=ROOT, env=None):
 
 
 def test_programs_under_a_mode_that_does_anything():
-    """Each exception arrives or reaches sys.unraisablehook, nothing is left behind, and what was not disturbed is
-    equal to the last bit."""
+    """Each exception arrives or reaches sys.unraisablehook, nothing is left behind, and what was
+    not disturbed is equal to the last bit."""
     run(0, 500)
 
 

@@ -1,4 +1,5 @@
-"""gradckpt.checkpoint without compression against torch.utils.checkpoint: the same to the last bit."""
+"""gradckpt.checkpoint without compression against torch.utils.checkpoint:
+the same to the last bit."""
 
 import functools
 import gc
@@ -9,7 +10,7 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint as torch_checkpoint
+import torchs_own
 from _pytest.logging import LogCaptureHandler
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import gradckpt
 
-theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
+theirs = torchs_own.checkpoint
 BOTH = pytest.mark.parametrize("ck", [theirs, gradckpt.checkpoint], ids=["torch", "gradckpt"])
 Pair = namedtuple("Pair", "a b")
 

@@ -50,7 +50,7 @@ def checkpoint(function, *args, compress=None, **kwargs):
 
 
 def kept(**options):
-    return gradckpt.stats()["kept"] | options
+    return gradckpt.stats()["uncompressed"] | options
 
 
 def relative(a, b):
@@ -95,7 +95,7 @@ def test_replay_recomputes_the_forward(codec, dtype):
         return F.dropout(h.sin() * d["h"]).topk(3).values
 
     x = leaf(40, 33, dtype=dtype)
-    y = checkpoint(fn, x * 1, {"h": x * 2, "k": 1}, compress={"codec": codec, "replay": True})
+    y = checkpoint(fn, x * 1, {"h": x * 2, "k": 1}, compress={"codec": codec, "fake_quantize": True})
     y.float().sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
     h = [gradckpt.codecs.encode(x * k, codec).decode() for k in (1, 2)]
@@ -157,15 +157,15 @@ def test_restored_input_looks_like_the_original(layout, codec):
     assert (gradckpt.stats()["compressed"] == 0) == (layout == "negated")
 
 
-@pytest.mark.parametrize("replay", [False, True])
-def test_region_may_change_its_input(replay):
+@pytest.mark.parametrize("fake_quantize", [False, True])
+def test_region_may_change_its_input(fake_quantize):
     def fn(h):
         h.mul_(2)
         h.view(-1)[::2].add_(1)
         return h.sin()
 
     x = leaf(16, 32)
-    y = checkpoint(fn, x * 1, compress={"codec": "raw", "min_numel": 0, "replay": replay})
+    y = checkpoint(fn, x * 1, compress={"codec": "raw", "min_numel": 0, "fake_quantize": fake_quantize})
     (g,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(g, torch.autograd.grad(fn(x * 1).sum(), x)[0])
 
@@ -176,24 +176,26 @@ def test_grad_inside_a_region():
         return g.exp() * h
 
     x = leaf(16, 16)
-    for replay in (False, True):
-        config = CompressionConfig("raw", min_numel=0, replay=replay)
+    for fake_quantize in (False, True):
+        config = CompressionConfig("raw", min_numel=0, fake_quantize=fake_quantize)
         (g,) = torch.autograd.grad(checkpoint(fn, x * 1, compress=config).sum(), x)
         assert torch.equal(g, torch.autograd.grad(fn(x * 1).sum(), x)[0])
 
 
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("fake_quantize", [False, True])
 @pytest.mark.parametrize("inner", [None, "raw", "int8"])
-def test_nested_regions(inner, replay):
+def test_nested_regions(inner, fake_quantize):
     def outer(h, run):
         h = run(lambda t: t.tanh() * t, h)  # the argument itself goes into the inner region
         return run(lambda t: t.sin().exp(), h).cos()
 
     def within(f, h):
-        return gradckpt.checkpoint(f, h, compress=inner and {"codec": inner, "min_numel": 0, "replay": replay})
+        return gradckpt.checkpoint(
+            f, h, compress=inner and {"codec": inner, "min_numel": 0, "fake_quantize": fake_quantize}
+        )
 
     x = leaf(64, 64)
-    y = checkpoint(outer, x * 1, within, compress={"codec": "int8", "min_numel": 0, "replay": replay})
+    y = checkpoint(outer, x * 1, within, compress={"codec": "int8", "min_numel": 0, "fake_quantize": fake_quantize})
     (g,) = torch.autograd.grad(y.sum(), x)
     assert relative(g, torch.autograd.grad(outer(x * 1, lambda f, h: f(h)).sum(), x)[0]) < 0.05
 
@@ -276,7 +278,7 @@ def test_changed_input_is_encoded_again(change):
 
 
 def test_view_with_another_shape_or_flag_is_not_shared():
-    config = {"codec": "raw", "min_numel": 0, "include": "floating", "leaves": True}
+    config = {"codec": "raw", "min_numel": 0, "include": "floating"}
     x, w = torch.randn(8, 16), leaf(8, 16)
     checkpoint(torch.mul, x, w, compress=config)
     x.requires_grad_()
@@ -365,7 +367,7 @@ def test_what_is_kept_and_why(reason):
     other = {"meta": lambda: torch.empty(4, device="meta", requires_grad=True) * 1, "int": lambda: torch.arange(4)}
     x = (REASONS | other | {"parameter": lambda: torch.nn.Parameter(torch.randn(4))})[reason]()
     seen = []
-    config = CompressionConfig(min_numel=5, leaves=reason == "parameter")
+    config = CompressionConfig(min_numel=5, include="floating" if reason == "parameter" else "activations")
     y = checkpoint(lambda t: seen.append(t) or t * 2, x, compress=config)
     names = {"meta": "not a plain strided tensor with data", "int": "does not require grad", "parameter": "leaf"}
     assert kept() == {names.get(reason, reason): 1}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradckpt
-from gradckpt.decorator import Decorated
+from gradckpt._engine.decorator import Decorated
 
 
 @gradckpt.checkpoint(early_stop=False)

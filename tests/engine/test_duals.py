@@ -1,4 +1,5 @@
-"""Forward-mode duals: a payload would lose the tangent, so such tensors stay as they are, whoever would encode them."""
+"""Forward-mode duals: a payload would lose the tangent, so such tensors stay uncompressed
+in every way to encode them."""
 
 import functools
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fw
 import torch.utils.checkpoint as torch_checkpoint
+from torchs_own import saves_inputs_alone
 
 import gradckpt
 from gradckpt import CompressionConfig, policies
@@ -40,11 +42,11 @@ def ways():
     yield "torch", functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
     yield "None", functools.partial(gradckpt.checkpoint, compress=None)
     for codec in ("raw", "lossless", "int8"):
-        for replay in (False, True):
-            config = CompressionConfig(codec, min_numel=0, include="floating", leaves=True, replay=replay)
+        for fake_quantize in (False, True):
+            config = CompressionConfig(codec, min_numel=0, include="floating", fake_quantize=fake_quantize)
             checkpoint = functools.partial(gradckpt.checkpoint, compress=config)
-            yield f"{codec} {replay}", checkpoint
-            yield f"nested {codec} {replay}", functools.partial(nested, checkpoint)
+            yield f"{codec} {fake_quantize}", checkpoint
+            yield f"nested {codec} {fake_quantize}", functools.partial(nested, checkpoint)
         config = CompressionConfig(codec, min_numel=0)
         if not config.lossy:  # hooks and kernels get the primal; autograd keeps the tangent itself
             yield f"policy {codec}", functools.partial(kept_by_policy, config)
@@ -56,9 +58,10 @@ KINDS = {"a leaf": lambda x: x, "a result": lambda x: x * 1, "a slice": lambda x
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(w, marks=saves_inputs_alone) if w == "torch" else w for w in WAYS])
 def test_forward_over_reverse_and_forward_mode_alone(way, kind):
-    """Primal and tangent of the result and of every gradient, to the last bit those without a checkpoint."""
+    """Primal and tangent of the result and of every gradient,
+    to the last bit those without a checkpoint."""
 
     def step(checkpoint):
         generator = torch.Generator().manual_seed(0)
@@ -81,7 +84,7 @@ def test_what_is_no_dual_is_compressed_inside_a_level(way):
         WAYS[way](region, x, torch.ones(8, 16)).sum().backward()
     stats = gradckpt.stats()
     assert (stats["encoded"] > 0) == (way not in ("torch", "None"))
-    assert "carries a forward-mode tangent" not in stats["kept"]
+    assert "carries a forward-mode tangent" not in stats["uncompressed"]
 
 
 def test_it_is_counted():
@@ -89,7 +92,7 @@ def test_it_is_counted():
         x = torch.randn(8, 16, requires_grad=True)
         h = fw.make_dual(x, torch.ones(8, 16)) * 1
         gradckpt.checkpoint(torch.sin, h, compress=CompressionConfig("int8", min_numel=0)).sum().backward()
-    assert gradckpt.stats()["kept"] == {"carries a forward-mode tangent": 1}
+    assert gradckpt.stats()["uncompressed"] == {"carries a forward-mode tangent": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -99,5 +102,6 @@ def _fresh_counters():
 
 @pytest.fixture(autouse=True)
 def _quiet(recwarn):
-    """Nothing is compressed where everything is a dual, and a warning says so at the second backward."""
+    """Nothing is compressed where everything is a dual,
+    and a warning says so at the second backward."""
     return

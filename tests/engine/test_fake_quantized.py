@@ -1,7 +1,9 @@
-"""``replay=True``: the forward runs on the restored values, and what runs again repeats it bit for bit, however deep.
+"""``fake_quantize=True``: the forward runs on restored values,
+and what runs again repeats it to the bit, however deep.
 
-A tree of regions is drawn; each notes the bits of its inputs and outputs and whether they are leaves, whenever it runs.
-The k-th run of a region in one run of its parent must see what the forward saw.
+A tree of regions is drawn; each notes the bits of its inputs and outputs and whether they are
+leaves, whenever it runs. The k-th run of a region in one run of its parent must see what the
+forward saw.
 """
 
 import functools
@@ -28,7 +30,7 @@ def _rounding_state_is_put_back():
 
 
 def config(codec, **options):
-    return CompressionConfig(codec, replay=True, min_numel=0, **options)
+    return CompressionConfig(codec, fake_quantize=True, min_numel=0, **options)
 
 
 def bits(x):
@@ -36,7 +38,8 @@ def bits(x):
 
 
 class Tree:
-    """Nested regions, drawn from `seed`: what each of them got and gave, by its path, run for run."""
+    """Nested regions, drawn from `seed`: what each of them got and gave, by its path,
+    run for run."""
 
     def __init__(self, seed, configs, depth=3):
         self.draw = random.Random(seed)
@@ -93,7 +96,7 @@ class Tree:
 
 WAYS = {
     "int8": [config("int8")],
-    "mixed": [config("int8"), config("int4"), config("fp8"), config("bf16"), config("int6", leaves=True)],
+    "mixed": [config("int8"), config("int4"), config("fp8"), config("bf16"), config("int6", include="floating")],
     "stochastic": [config("int4", stochastic=True), config("int8", stochastic=True, seed=3)],
     "some exact": [config("int4", stochastic=True), None, CompressionConfig("lossless", min_numel=0), config("raw")],
 }
@@ -129,7 +132,8 @@ def test_what_runs_again_repeats_the_forward_in_many_trees(way):
 
 
 def test_the_noise_of_a_region_is_its_own_whatever_other_threads_round():
-    """The counter is the process's; between forward and backward of one thread others take numbers."""
+    """The counter is the process's; between forward and backward
+    of one thread others take numbers."""
     errors = []
     meet = threading.Barrier(4)
 
@@ -155,7 +159,7 @@ def test_the_noise_of_a_region_is_its_own_whatever_other_threads_round():
 
 def test_what_a_policy_keeps_takes_no_number_of_an_inner_region():
     """It is encoded in the forward and given back in the recompute."""
-    noisy = CompressionConfig("int4", stochastic=True, min_numel=0, replay=True)
+    noisy = CompressionConfig("int4", stochastic=True, min_numel=0, fake_quantize=True)
     seen = []
 
     def inner(h):
@@ -179,7 +183,7 @@ def test_what_a_policy_keeps_takes_no_number_of_an_inner_region():
 
 def test_regions_of_a_step_have_different_noise():
     """Also where nothing but what is inside them is rounded."""
-    noisy = CompressionConfig("int4", stochastic=True, min_numel=0, replay=True)
+    noisy = CompressionConfig("int4", stochastic=True, min_numel=0, fake_quantize=True)
     seen = []
 
     def inner(h):
@@ -206,7 +210,7 @@ def test_a_leaf_is_one_in_both_runs(codec, leaf):
         seen.append((h.is_leaf, h.requires_grad, bits(h)))
         return h.sin()
 
-    gradckpt.checkpoint(fn, x if leaf else x * 1, compress=config(codec, leaves=True)).sum().backward()
+    gradckpt.checkpoint(fn, x if leaf else x * 1, compress=config(codec, include="floating")).sum().backward()
     assert seen[0] == seen[1]
     assert seen[0][0] == leaf
 
@@ -238,7 +242,8 @@ INPUTS = {
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("write", WRITES)
 def test_what_a_region_writes_to_its_input_reaches_the_caller(write, given, codec):
-    """Of values that the codec holds exactly, as without checkpointing: the input, its base, all gradients."""
+    """Of values that the codec holds exactly, as without checkpointing: the input, its base,
+    all gradients."""
 
     def step(checkpoint):
         x = torch.arange(512.0).view(SIZE).bfloat16().float().requires_grad_()

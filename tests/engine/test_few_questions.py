@@ -1,4 +1,5 @@
-"""A step that was made before runs no Python of the package, and asks a plain tensor only for what it needs."""
+"""A step that was made before runs no Python of the package,
+and asks a plain tensor only for what it needs."""
 
 import os
 import sys
@@ -6,9 +7,11 @@ import sys
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
+from torchs_own import BUILT_FOR_A_DEVICE
 
 import gradckpt
 
+pytestmark = pytest.mark.skipif(BUILT_FOR_A_DEVICE, reason="torch is built for a device, which each region looks for")
 WEIGHT = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
 LINEAR = torch.nn.Linear(16, 16)
 INT8 = gradckpt.CompressionConfig("int8", min_numel=0)
@@ -74,7 +77,7 @@ def python_of(step):
 
 
 #: Once a step, whatever the number of regions.
-NOTED = ["note_step", "note_step", "_now"]
+NOTED = ["note_step", "_now"]
 
 STEPS = {
     "by reference": (lambda x: gradckpt.checkpoint(_region, x), NOTED),
@@ -93,6 +96,6 @@ def test_python_that_a_step_runs(name):
     for _ in range(2):
         gradckpt.checkpoint(
             _region, hidden(), compress=INT8
-        ).sum().backward()  # after two such steps no more is looked at
+        ).sum().backward()  # after two such steps nothing is checked
         run(hidden()).sum().backward()
     assert python_of(lambda: run(hidden()).sum().backward()) == calls

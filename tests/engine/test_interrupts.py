@@ -1,10 +1,12 @@
-"""KeyboardInterrupt at random moments of random programs: nothing stays behind, and the next step is right.
+"""KeyboardInterrupt at random moments of random programs: nothing stays behind,
+and the next step is right.
 
-What a program may use: only what cannot stay half done by itself. Python context managers of torch (``no_grad``,
-``autocast``, ``saved_tensors_hooks``) do when the interrupt lands between their lines, and so do functions such as
-``F.dropout`` under a default device (``handle_torch_function``). So programs call builtins, and states are set by
-the builtins beneath the context managers, outside the time in which interrupts arrive. Forward and backward are
-interrupted apart: only so does the state around the backward differ from that of the forward.
+What a program may use: only what cannot stay half done by itself. Python context managers of torch
+(``no_grad``, ``autocast``, ``saved_tensors_hooks``) do when the interrupt lands between their
+lines, and so do functions such as ``F.dropout`` under a default device (``handle_torch_function``).
+So programs call builtins, and states are set by the builtins beneath the context managers, outside
+the time in which interrupts arrive. Forward and backward are interrupted apart: only so does the
+state around the backward differ from that of the forward.
 """
 
 import gc
@@ -20,12 +22,13 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from tracing import forget_handled_exception
 
 import gradckpt
-from gradckpt import buffers
+from gradckpt._engine import buffers
 
 
 @pytest.fixture(autouse=True)
 def _lock_of_its_own(monkeypatch):
-    """A trace function, unlike a signal, can raise between the end of a with statement and the release of its lock."""
+    """A trace function, unlike a signal, can raise between the end
+    of a with statement and the release of its lock."""
     monkeypatch.setattr(buffers, "_lock", threading.RLock())
 
 
@@ -60,14 +63,15 @@ OPTIONS = [
     {"preserve_rng_state": True, "determinism_check": "none"},
     {"compress": "int8"},
     {"compress": {"codec": "raw", "min_numel": 1}},
-    {"compress": {"codec": "fp8", "replay": True}},
+    {"compress": {"codec": "fp8", "fake_quantize": True}},
     {"context_fn": contexts},
     {"context_fn": contexts, "compress": "int8"},
 ]
 
 
 class Program:
-    """A chain of regions, some with regions inside; the state of the world in its forward and in its backward."""
+    """A chain of regions, some with regions inside;
+    the state of the world in its forward and in its backward."""
 
     def __init__(self, rng):
         self.seed = rng.getrandbits(30)
@@ -173,7 +177,8 @@ def reference(program, ck, x, w):
 
 
 def interrupted(program, ck, alarm, delays, x, w, tally):
-    """Forward and backward, each interrupted after its delay unless it was faster; None: not interrupted."""
+    """Forward and backward, each interrupted after its delay unless it was faster; None:
+    not interrupted."""
     torch.manual_seed(program.seed)
     device = torch.device("cpu") if program.device else None
     if device is not None:
@@ -248,7 +253,7 @@ def clean(tally):
 
 def test_random_interrupts():
     tally = storm(gradckpt.checkpoint, seed=0, interrupts=1_500)
-    assert clean(tally), vars(tally)
+    assert clean(tally), str(vars(tally))
     assert min(tally.forward, tally.backward) > 100
 
 
@@ -264,7 +269,7 @@ def test_twenty_thousand_random_interrupts(seed, capsys):
     other = storm(torchs, seed, interrupts=2_000)
     with capsys.disabled():
         print(f"\ngradckpt: {vars(tally)}\ntorch.utils.checkpoint: {vars(other)}")
-    assert clean(tally), vars(tally)
+    assert clean(tally), str(vars(tally))
 
 
 # ---- not at random: at every line, call and return of Python code, one after the other ----
@@ -297,7 +302,8 @@ class At:
 
 
 def saved(loss):
-    """Reads a saved tensor of the region outside backward, where the engine of autograd puts nothing back."""
+    """Reads a saved tensor of the region outside backward,
+    where the engine of autograd puts nothing back."""
     return loss.grad_fn.next_functions[0][0]._saved_result
 
 

@@ -1,7 +1,8 @@
-"""Devices say late whether a codec could hold the values: what is kept until then, and what comes back.
+"""Devices say late whether a codec could hold the values: what is kept until then,
+and what comes back.
 
-`_C.late_verdicts(True)` makes the CPU codecs do the same; `_C.settle_verdicts()` is the moment at which
-the device has written its words."""
+`_C.late_verdicts(True)` makes the CPU codecs do the same; `_C.settle_verdicts()` is the moment at
+which the device has written its words."""
 
 import _thread
 import contextlib
@@ -54,7 +55,7 @@ def gradient(y, x):
 
 def compressed():
     s = gradckpt.stats()
-    return s["compressed"], s["encoded"], s["kept"]
+    return s["compressed"], s["encoded"], s["uncompressed"]
 
 
 # ---- the original lives until the verdict ----
@@ -74,10 +75,10 @@ def test_fitting_original_is_let_go(look):
     look()
     assert original() is not None
     _C.settle_verdicts()
-    assert original() is not None  # nobody has looked
+    assert original() is not None  # the result was not read
     look()
     assert original() is None
-    assert gradckpt.stats()["kept"] == {}
+    assert gradckpt.stats()["uncompressed"] == {}
     assert torch.equal(gradient(y, leaf), want)
     assert gradckpt.stats()["originals_alive"] == 0
 
@@ -94,7 +95,7 @@ def test_restore_looks_too():
 
 @pytest.mark.parametrize("make", [fitting, hostile])
 def test_verdict_is_open_at_backward(make):
-    """A fresh copy of the original; nobody waits."""
+    """A fresh copy of the original is made without waiting."""
     x = make()
     seen = []
 
@@ -121,8 +122,8 @@ def test_refused_original_is_kept():
     assert before == (1, 1, {})
     assert compressed() == (0, 0, {SAID: 1})
     s = gradckpt.stats()
-    assert (s["live_bytes"], s["bytes_in"], s["bytes_out"], s["kept_bytes"]) == (0, 0, 0, 20000)
-    assert (s["asked"], s["originals_alive"]) == (1, 0)
+    assert (s["live_bytes"], s["bytes_in"], s["bytes_out"], s["uncompressed_bytes"]) == (0, 0, 0, 20000)
+    assert (s["eligible"], s["originals_alive"]) == (1, 0)
     for _ in range(2):
         assert torch.equal(gradient(y, x), gradient(x.sin(), x))
     assert gradckpt.stats()["originals_alive"] == 0
@@ -193,12 +194,13 @@ def test_open_originals_are_bounded(codec):
     ahead.wait_until(lambda: not ahead.thread.is_alive())
     assert (ahead.called, ahead.alive()) == (7, 1)
     _C.settle_verdicts()
-    assert (gradckpt.stats()["kept"], ahead.alive()) == ({}, 0)
+    assert (gradckpt.stats()["uncompressed"], ahead.alive()) == ({}, 0)
     ahead.outputs.clear()
 
 
 def test_forward_does_not_wait_for_ever():
-    """What the device does may wait for this thread. Who was waited for in vain is not waited for again."""
+    """What the device does may wait for this thread.
+    Who was waited for in vain is not waited for again."""
     _C.late_verdicts(0.02)
     ahead = Ahead(7, 2 << 20)
     ahead.wait_until(lambda: not ahead.thread.is_alive())
@@ -282,7 +284,8 @@ MODIFIED = r"modified by an inplace operation.*is at version 1; expected version
 @pytest.mark.parametrize("codec", ["lossless", "bf16", "fp16"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_change_while_the_verdict_is_open(codec, inside):
-    """A restore waits for it: right values where the payload holds them, else torch's words, never anything else."""
+    """A restore waits for it: right values where the payload holds them, else torch's words,
+    never anything else."""
     _C.late_verdicts(60)
 
     def change(h):
@@ -308,7 +311,8 @@ def test_change_while_the_verdict_is_open(codec, inside):
 
 
 def test_verdict_that_never_comes():
-    """The payload may hold NaN, and the original has changed: an error after a while, not a hang."""
+    """The payload may hold NaN, and the original has changed: an error after a while,
+    not a hang."""
     _C.late_verdicts(0.05)
     for make in (fitting, hostile):
         x = make()
@@ -369,7 +373,8 @@ def test_region_that_changes_its_input():
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_rounding_does_not_depend_on_the_moment(settled):
-    """What fits is rounded, before the verdict and after it, and what does not is the original's."""
+    """What fits is rounded, before the verdict and after it,
+    and what does not is the original's."""
     x = hostile().detach()
     want = x.to(torch.bfloat16).float()
     want[7] = x[7]
@@ -390,7 +395,7 @@ def test_rounding_does_not_depend_on_the_moment(settled):
 @pytest.mark.parametrize("codec", ["lossless", "bf16"])
 def test_replay_recomputes_the_forward(make, codec):
     seen = []
-    y = run(make(), codec, lambda h: seen.append(h.detach().clone()) or h.sin(), replay=True)
+    y = run(make(), codec, lambda h: seen.append(h.detach().clone()) or h.sin(), fake_quantize=True)
     _C.settle_verdicts()
     y.sum().backward()
     assert torch.equal(*seen)
@@ -400,14 +405,14 @@ def test_replay_recomputes_the_forward(make, codec):
 
 
 def test_open_verdict_is_not_shared():
-    """Nobody knows yet what its bytes are worth."""
+    """Its result is not known yet."""
     x = hostile()
     regions = run(x), run(x)
     assert (gradckpt.stats()["shared"], compressed()) == (0, (2, 2, {}))
     _C.settle_verdicts()
     assert compressed() == (0, 0, {SAID: 2})
     assert gradckpt.stats()["shared"] == 0
-    assert gradckpt.stats()["kept_bytes"] == 40000
+    assert gradckpt.stats()["uncompressed_bytes"] == 40000
     del regions
 
 
@@ -418,12 +423,12 @@ def test_counters_reset_before_the_verdict():
     again = run(x)
     _C.settle_verdicts()
     s = gradckpt.stats()
-    assert (s["compressed"], s["encoded"], s["shared"], s["bytes_in"], s["kept"]) == (0, 0, 0, 0, {SAID: 1})
+    assert (s["compressed"], s["encoded"], s["shared"], s["bytes_in"], s["uncompressed"]) == (0, 0, 0, 0, {SAID: 1})
     gradckpt.stats.reset()
     y2 = run(hostile())
     gradckpt.stats.reset()
     _C.settle_verdicts()
-    assert gradckpt.stats()["kept"] == {}
+    assert gradckpt.stats()["uncompressed"] == {}
     assert gradckpt.stats()["live_bytes"] == 0
     del y, again, y2
 
@@ -453,7 +458,7 @@ def test_payload_dies_first():
 
 
 def test_no_word_is_left():
-    """Then the input is kept by reference: nobody would say whether the payload holds it."""
+    """Then the input is kept by reference: the overflow of its payload would never be reported."""
     x = torch.randn(100, requires_grad=True) * 1
     payloads = [gradckpt.codecs.encode(x, "lossless") for _ in range(4096)]
     y = run(x)
@@ -472,7 +477,7 @@ def test_encode_for_users():
     assert torch.equal(payload.decode(), x)
     _C.settle_verdicts()
     assert torch.equal(payload.decode(), x)
-    with pytest.raises(RuntimeError, match="'lossless' cannot hold these values; the payload keeps the tensor itself"):
+    with pytest.raises(RuntimeError, match="'lossless' cannot hold these values, so the payload keeps the tensor"):
         payload.data  # noqa: B018
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -485,7 +490,8 @@ def test_encode_for_users():
 
 
 def test_letting_go_may_run_python():
-    """A callback of the dying original makes and kills payloads: the list of open verdicts changes meanwhile."""
+    """A callback of the dying original makes and kills payloads:
+    the list of open verdicts changes meanwhile."""
     others = [gradckpt.codecs.encode(fitting(), "lossless") for _ in range(5)]
     callbacks = []
 

@@ -1,5 +1,5 @@
-"""Restored tensors have the strides of the original, so that torch takes the same kernels: with a codec without loss
-every bit of what a region computes is that of ``compress=None``."""
+"""Restored tensors have the strides of the original, so that torch takes the same kernels: with a
+codec without loss every bit of what a region computes is that of ``compress=None``."""
 
 import functools
 
@@ -149,8 +149,8 @@ def test_gradients_are_bit_equal(name, dtype):
         want_nested = gradient(layout, functools.partial(nested, None))
         for codec in EXACT:
             config = CompressionConfig(codec, min_numel=0)
-            for replay in (False, True):
-                whole = CompressionConfig(codec, min_numel=0, replay=replay)
+            for fake_quantize in (False, True):
+                whole = CompressionConfig(codec, min_numel=0, fake_quantize=fake_quantize)
                 assert torch.equal(gradient(layout, functools.partial(gradckpt.checkpoint, compress=whole)), want), (
                     layout
                 )

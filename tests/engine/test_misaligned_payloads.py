@@ -1,4 +1,5 @@
-"""Outer saved-tensor hooks may hand a payload back as a piece of a larger buffer, at any byte of it."""
+"""Outer saved-tensor hooks may hand a payload back as a piece of a larger buffer,
+at any byte of it."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""torch 2.10 and 2.11 lack `_make_saved_tensor`; the engine then keeps inputs and their versions itself."""
+"""torch 2.10 and 2.11 lack `_make_saved_tensor`;
+the engine then keeps inputs and their versions itself."""
 
 import subprocess
 import sys
@@ -34,6 +35,25 @@ CASES = {
     "nested": "ck = lambda f, x: gradckpt.checkpoint(lambda y: gradckpt.checkpoint(f, y, compress='raw'), x)\n"
     "assert same(plain, run(ck))",
     "under save_on_cpu": "with torch.autograd.graph.save_on_cpu():\n    assert same(plain, run(gradckpt.checkpoint))",
+    "forward mode in nested regions": """
+import torch.autograd.forward_ad as fw
+ck = lambda f, x: gradckpt.checkpoint(lambda y: gradckpt.checkpoint(f, y), x)
+x, t = torch.randn(4, 64, requires_grad=True), torch.randn(4, 64)
+
+def duals(call):
+    with fw.dual_level():
+        y = call(lambda z: (z * z).sin(), fw.make_dual(x, t) * 1)
+        return [part for z in (y, *torch.autograd.grad(y.sum(), x)) for part in fw.unpack_dual(z)]
+
+assert same(duals(lambda f, x: f(x)), duals(ck))
+""",
+    "what waits under other hooks": """
+with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+    h = torch.randn(64, 64, requires_grad=True) * 1
+    y = gradckpt.compress_saved({"codec": "int8", "min_numel": 1})(lambda: h @ net[0].weight)()
+assert gradckpt.stats()["compressed"] == 1, gradckpt.stats()
+y.sum().backward()
+""",
     "in-place change": """
 x = torch.randn(8, 8, requires_grad=True) * 1
 y = gradckpt.checkpoint(torch.sin, x)

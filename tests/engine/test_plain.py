@@ -1,4 +1,5 @@
-"""Code without a framework that is no stack of layers: recurrence in chunks, a scan, messages on a graph."""
+"""Code without a framework that is no stack of layers: recurrence in chunks, a scan,
+messages on a graph."""
 
 import copy
 import functools

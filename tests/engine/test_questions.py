@@ -1,4 +1,5 @@
-"""The engine asks tensors for attributes, and the answer may run Python: what that code raises or drops."""
+"""The engine asks tensors for attributes, and the answer may run Python:
+what that code raises or drops."""
 
 import functools
 import gc
@@ -89,7 +90,8 @@ def contexts():
     "run", [several_arguments, by_reference, too_small, nested, shared, containers, saved, one_node, contexts]
 )
 def test_what_any_question_raises_arrives(run):
-    """MemoryError and KeyboardInterrupt at each call in turn; nothing of the failed run is left behind."""
+    """MemoryError and KeyboardInterrupt at each call in turn;
+    nothing of the failed run is left behind."""
     run()
     for error in (MemoryError, KeyboardInterrupt):
         n = 1
@@ -143,7 +145,8 @@ def test_a_question_may_drop_the_payload_that_would_be_shared(name):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("codec", ["int8", "lossless"])
 def test_a_question_may_change_the_tensor(codec, late):
-    """Its memory is looked at when nothing runs any more: an error, or the values that are there."""
+    """Its memory is looked at when nothing runs any more: an error,
+    or the values that are there."""
 
     class Changing(TorchFunctionMode):
         armed = True
@@ -263,7 +266,7 @@ def test_unpack_of_a_region_that_the_collector_took_apart():
 
 
 def test_the_collector_sees_what_a_frame_keeps_of_tensors(monkeypatch):
-    """The metadata of its check, and recomputed values that nobody has fetched."""
+    """The metadata of its check, and recomputed values that were not fetched."""
     made = []
     checks = torch_checkpoint._allowed_determinism_checks_to_fns
     monkeypatch.setitem(checks, "remembers", lambda x: made.append(("of", x.shape)) or made[-1])

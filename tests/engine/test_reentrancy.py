@@ -1,4 +1,5 @@
-"""Python code that runs in the middle of the engine: hooks, checks and unpack functions that come back to it."""
+"""Python code that runs in the middle of the engine: hooks,
+checks and unpack functions that come back to it."""
 
 import functools
 import gc

@@ -1,5 +1,5 @@
-"""compress_saved() knows the operator that saves: what is encoded is a printed table, and the page has it; all else is
-exact. What waits is found, or stays."""
+"""compress_saved() knows the operator that saves: what is encoded is a printed table, and the page
+has it; all else is exact. What waits is found, or stays."""
 
 import gc
 import re
@@ -27,12 +27,15 @@ UNKNOWN = "not known which operator saves it"
 
 
 def kept():
-    return {reason: n for reason, n in gradckpt.stats()["kept"].items() if reason in (EXACT, UNKNOWN)}
+    return {reason: n for reason, n in gradckpt.stats()["uncompressed"].items() if reason in (EXACT, UNKNOWN)}
 
 
 def both(function, x, config=SMALL):
     """Gradients of `function` on a non-leaf, without and with compress_saved()."""
     leaf = x.detach().clone().requires_grad_()
+    results = function(leaf * 1)
+    if any("NotImplemented" in t.grad_fn.name() for t in (results if isinstance(results, tuple) else (results,))):
+        pytest.skip("this torch has no derivative of it")
     weights = None
     grads = []
     for compress in (None, config):
@@ -222,7 +225,8 @@ def test_what_the_last_operator_of_a_block_saves_stays_until_another_block_finds
 
 
 def test_branches_that_nothing_has_passed_yet():
-    """Gate and up of a gated layer: each is found when the product saves it; the product, by the result."""
+    """Gate and up of a gated layer: each is found when the product saves it; the product,
+    by the result."""
     x, gate, up, down = activation(32, 64), *(nn.Parameter(torch.randn(64, 64)) for _ in range(3))
 
     @compress_saved(SMALL)
@@ -406,7 +410,8 @@ def test_inside_a_region_the_recompute_packs_what_the_forward_packed(checkpoint)
 @pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_inside_a_region_the_forward_runs_once(checkpoint, width):
-    """What backward needs is found out without asking the region for what it saved, which would recompute it."""
+    """What backward needs is found out without asking the region for what it saved,
+    which would recompute it."""
     calls = []
 
     def region(t):

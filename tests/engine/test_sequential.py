@@ -1,4 +1,5 @@
-"""checkpoint_sequential: torch's exact one in gradckpt.compat, and ours with "sqrt", boundaries and several tensors."""
+"""checkpoint_sequential: torch's exact one in gradckpt.compat, and ours with "sqrt",
+boundaries and several tensors."""
 
 import copy
 import inspect
@@ -13,9 +14,11 @@ from torch import nn
 
 import gradckpt
 import gradckpt.compat
-from gradckpt.sequential import Segment, checkpoint_sequential, torch_checkpoint_sequential
+from gradckpt import compat
+from gradckpt._engine import sequential
+from gradckpt._engine.sequential import Segment, checkpoint_sequential
 
-BOTH = {"torch": torch_checkpoint.checkpoint_sequential, "compat": torch_checkpoint_sequential}
+BOTH = {"torch": torch_checkpoint.checkpoint_sequential, "compat": compat.checkpoint_sequential}
 
 
 class Counted(nn.Module):
@@ -120,7 +123,7 @@ def test_compat_calls_what_stands_in_compat(monkeypatch):
         return function(*args)
 
     monkeypatch.setattr(gradckpt.compat, "checkpoint", spy)
-    torch_checkpoint_sequential(chain(6), 3, torch.randn(3, 4), True, preserve_rng_state=False)
+    compat.checkpoint_sequential(chain(6), 3, torch.randn(3, 4), True, preserve_rng_state=False)
     assert calls == [{"use_reentrant": True, "preserve_rng_state": False}] * 2
 
 
@@ -154,7 +157,7 @@ def test_segments(segments, sizes, use_reentrant, monkeypatch):
         return original(function, *args, **kwargs)
 
     original = gradckpt.checkpoint
-    monkeypatch.setattr(gradckpt, "checkpoint", spy)
+    monkeypatch.setattr(sequential, "checkpoint", spy)
     net = chain(10)
     plain = train(copy.deepcopy(net), lambda net, x: net(x))
     ours = train(net, lambda net, x: checkpoint_sequential(net, segments, x, use_reentrant))
@@ -299,7 +302,7 @@ def test_options_are_passed_on(monkeypatch):
         calls.append(kwargs)
         return function(*args)
 
-    monkeypatch.setattr(gradckpt, "checkpoint", spy)
+    monkeypatch.setattr(sequential, "checkpoint", spy)
     options = {
         "preserve_rng_state": False,
         "context_fn": torch_checkpoint.noop_context_fn,

@@ -1,4 +1,5 @@
-"""One payload for several uses of a tensor: only when the bytes are equal, and one payload more at most meanwhile."""
+"""One payload for several uses of a tensor: only when the bytes are equal,
+and one payload more at most meanwhile."""
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ WRITES = {
 }
 
 
-#: By .data the same object gets other memory, at the same version: here the same bytes, seen otherwise.
+#: By .data the same object gets other memory, at the same version: here the same bytes,
+#: seen otherwise.
 VIEWS = {
     "sizes": lambda d: d.view(64, 32),
     "ndim": lambda d: d.view(-1),

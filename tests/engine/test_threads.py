@@ -1,4 +1,4 @@
-"""Threads: one recompute per region and backward, whoever asks, and nothing hangs."""
+"""Threads: one recompute per region and backward, from any thread, and nothing hangs."""
 
 import functools
 import os
@@ -10,11 +10,13 @@ import time
 import pytest
 import torch
 from processes import WAIT, alone
+from python_callbacks import instead
 from test_processes import block, forward, grad_of, leaf
 from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import gradckpt
+from gradckpt._engine.callbacks import TABLE
 
 theirs = functools.partial(torchs_checkpoint, use_reentrant=False)
 BOTH = pytest.mark.parametrize("ck", [theirs, gradckpt.checkpoint], ids=["torch", "gradckpt"])
@@ -34,7 +36,8 @@ def hooks_left():
 
 
 def in_threads(*functions):
-    """Each in a thread of its own; what one raised is raised here. No thread may hang or keep hooks."""
+    """Each in a thread of its own; what one raised is raised here.
+    No thread may hang or keep hooks."""
     errors = []
 
     def guarded(function):
@@ -55,7 +58,8 @@ def in_threads(*functions):
         raise errors[0]
 
 
-# ---- two threads of one graph task. A device made of Python has a thread of its own, also without a GPU ----
+# ---- two threads of one graph task. A device made of Python has a thread of its own,
+# also without a GPU ----
 
 
 @functools.cache
@@ -102,7 +106,8 @@ def toy_device():
 
 
 class TwoSides:
-    """A region whose saved tensors the thread of the CPU and the thread of the device want at the same time."""
+    """A region whose saved tensors the thread of the CPU and the
+    thread of the device want at the same time."""
 
     def __init__(self, fail=False):
         self.to, self.back = toy_device()
@@ -234,11 +239,8 @@ def test_two_threads_in_one_group_recompute_once():
     assert torch.equal(grads[1], grad_of(lambda t: t.cos().exp(), x))
 
 
-def test_first_warning_about_compression_does_not_let_a_second_thread_in(monkeypatch):
-    from gradckpt import _shim
-
-    x, runs, note, group = leaf(64, 64), [], _shim.note_step, GraphExecGroup()
-    monkeypatch.setattr(_shim, "note_step", lambda: (time.sleep(0.05), note()))
+def test_first_warning_about_compression_does_not_let_a_second_thread_in():
+    x, runs, note, group = leaf(64, 64), [], TABLE["note_step"], GraphExecGroup()
     gradckpt.stats.reset()  # the first two steps are noted
     outputs = gradckpt.checkpoint(lambda t: runs.append(1) or (t.sin().exp(), t.cos().exp()), x * 1, compress="raw")
 
@@ -246,7 +248,8 @@ def test_first_warning_about_compression_does_not_let_a_second_thread_in(monkeyp
         with group:
             torch.autograd.grad(outputs[i].sum(), x, retain_graph=True)
 
-    in_threads(functools.partial(backward, 0), functools.partial(backward, 1))
+    with instead(note_step=lambda eligible: (time.sleep(0.05), note(eligible))):
+        in_threads(functools.partial(backward, 0), functools.partial(backward, 1))
     assert len(runs) == 2
 
 
@@ -325,7 +328,8 @@ def test_a_thread_that_cannot_wait_says_so():
 
 @COMPRESS
 def test_two_backwards_inside_one_region_at_once(compress):
-    """Both are held inside the recompute until the other is there, too, after each of its saved tensors again."""
+    """Both are held inside the recompute until the other is there, too,
+    after each of its saved tensors again."""
     x, runs, together, grads = leaf(2048), [], threading.Barrier(2), [[], []]
 
     def region(t, wait=True):
@@ -351,7 +355,8 @@ def test_two_backwards_inside_one_region_at_once(compress):
 
 
 def test_backwards_overtake_each_other_on_one_region():
-    """The second begins and ends while the first is between two saved tensors of the same region."""
+    """The second begins and ends while the first is between two
+    saved tensors of the same region."""
     x, runs, grads = leaf(64), [], []
     y = gradckpt.checkpoint(lambda t: runs.append(1) or t.sin().exp().tanh().exp(), x, preserve_rng_state=False).sum()
     nodes = [y.grad_fn.next_functions[0][0]]
@@ -449,5 +454,6 @@ def test_thread_that_dies_in_a_step_leaves_the_rest_working(where, error):
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
-    # Not through the end of the interpreter: torch's thread of the device may still be putting objects away.
+    # Not through the end of the interpreter: torch's thread of the
+    # device may still be putting objects away.
     os._exit(0)

@@ -1,4 +1,5 @@
-"""Four threads train one model at once: gradients of integers are those of one thread, every hook is called once."""
+"""Four threads train one model at once: gradients of integers are those of one thread,
+every hook is called once."""
 
 import collections
 import contextlib

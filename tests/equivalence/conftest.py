@@ -1,7 +1,9 @@
-"""Torch's first steps in a process are not like the later ones: they load modules, with warnings and a few leaks.
+"""Torch's first steps in a process are not like the later ones: they load modules,
+with warnings and a few leaks.
 
-``pytest tests/equivalence --codec raw`` runs the folder with a codec without loss as the default of every call. What
-may come out otherwise then, and has to, is in tests/helpers/exact_codec_differences.py.
+``pytest tests/equivalence --codec raw`` runs the folder with a codec without loss as the default of
+every call. What may come out otherwise then, and has to, is in
+tests/helpers/exact_codec_differences.py.
 """
 
 import warnings
@@ -20,6 +22,10 @@ with warnings.catch_warnings():
 for reentrant in (False, True):
     x = torch.ones(1, requires_grad=True)
     torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=reentrant).backward()
+
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    pass
+profile.events()  # before 2.13, with a warning
 
 
 def pytest_addoption(parser):

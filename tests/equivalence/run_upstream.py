@@ -2,13 +2,14 @@
 
     python tests/equivalence/run_upstream.py TEST_FILE_OR_FOLDER ... [-k EXPR]
 
-PyTorch's test files are not part of this repository: give the path of a checkout that fits the installed torch (its
-``test`` folder, or single files such as ``test/test_autograd.py``, ``test/test_utils.py`` and
-``test/distributed/fsdp/test_checkpoint_wrapper.py``). Every test that has to do with checkpointing is run twice, in
-separate processes: with torch's own function, and with ``torch.utils.checkpoint.checkpoint`` and
-``checkpoint_sequential`` replaced by those of ``gradckpt.compat`` before the test file is imported. Printed is what
-passes with both, what fails only with ours, and what fails with both (then the reason is the environment: no GPU,
-another version of torch). Exit code: 1 if anything fails only with ours, 2 if nothing was run, else 0.
+PyTorch's test files are not part of this repository: give the path of a checkout that fits the
+installed torch (its ``test`` folder, or single files such as ``test/test_autograd.py``,
+``test/test_utils.py`` and ``test/distributed/fsdp/test_checkpoint_wrapper.py``). Every test that
+has to do with checkpointing is run twice, in separate processes: with torch's own function, and
+with ``torch.utils.checkpoint.checkpoint`` and ``checkpoint_sequential`` replaced by those of
+``gradckpt.compat`` before the test file is imported. Printed is what passes with both, what fails
+only with ours, and what fails with both (then the reason is the environment: no GPU, another
+version of torch). Exit code: 1 if anything fails only with ours, 2 if nothing was run, else 0.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def stand_in(name: str) -> None:
 
 
 def put_ours_in_place(codec: str) -> Callable[[], int]:
-    """Replace torch's functions wherever torch already holds them. Returns a counter of our regions."""
+    """Replace torch's functions wherever torch already holds them.
+    Returns a counter of our regions."""
     import torch.utils.checkpoint as torch_checkpoint
 
     import gradckpt
@@ -114,7 +116,8 @@ def put_ours_in_place(codec: str) -> Callable[[], int]:
 
 
 def import_test_file(path: Path) -> tuple[types.ModuleType, list[str]]:
-    """The file as a module; what it imports and is not there is replaced by a stand-in, named in the list."""
+    """The file as a module; what it imports and is not there is replaced by a stand-in,
+    named in the list."""
     missing: list[str] = []
     folders = [path.parent, *(p for p in path.parents if p.name == "test")]
     sys.path[:0] = [str(folder) for folder in folders]
@@ -238,7 +241,8 @@ def unfinished(results: Path) -> str | None:
 
 
 def run_file(path: Path, ours: bool, expression: str, timeout: float, codec: str) -> dict[str, dict[str, Any]]:
-    """Outcome of each test of one file with one implementation. A crash costs one test, not the file."""
+    """Outcome of each test of one file with one implementation. A crash costs one test,
+    not the file."""
     environment = {**os.environ, "PYTORCH_TEST_WITH_SLOW": "1", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
@@ -328,7 +332,9 @@ def main() -> int:
     parser.add_argument("-k", dest="expression", default="", help="only tests whose Class.test matches this regex")
     parser.add_argument("-v", dest="verbose", action="store_true", help="list what passes with both, too")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one file and function (default: 900)")
-    parser.add_argument("--codec", default="", help='of ours: "raw", "lossless, replay" and so on, see exact_codecs.py')
+    parser.add_argument(
+        "--codec", default="", help='of ours: "raw", "lossless, fake_quantize" and so on, see exact_codecs.py'
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ours", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Grad mode, inference mode, default device and other modes: what the recompute runs under, and what it leaves."""
+"""Grad mode, inference mode, default device and other modes: what the recompute runs under,
+and what it leaves."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from behaviours import behaviour, leaf
 from torch.utils.checkpoint import DefaultDeviceType
+from torchs_own import replays_devices
 
 # ---- grad mode ----
 
@@ -138,6 +140,7 @@ def test_backward_under_inference_mode(run):
 # ---- device ----
 
 
+@replays_devices
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @behaviour
 def test_device_context_of_the_forward_counts(run, device):
@@ -164,6 +167,7 @@ def test_innermost_device_context_counts(run):
     return x.grad
 
 
+@replays_devices
 @behaviour
 def test_default_device(run):
     x = leaf(4)

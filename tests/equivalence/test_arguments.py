@@ -372,14 +372,15 @@ def test_early_stop_is_asked_for_its_truth(run, value):
 
 @behaviour(ours=("compat",))
 def test_unknown_keywords_go_to_the_function(run):
-    """``compress`` and ``buffers`` are gradckpt.checkpoint's own; in torch's place they are the function's."""
+    """``compress``, ``policy``, ``buffers`` are gradckpt.checkpoint's own;
+    in torch's place they are the function's."""
     x = leaf(4)
 
-    def fn(t, *, compress, buffers, other):
-        run.log(compress, buffers, other)
+    def fn(t, *, compress, policy, buffers, other):
+        run.log(compress, policy, buffers, other)
         return t.sin().exp()
 
-    run.checkpoint(fn, x, compress="int8", buffers="all", other=1).sum().backward()
+    run.checkpoint(fn, x, compress="int8", policy="greedy", buffers="all", other=1).sum().backward()
     return x.grad
 
 

@@ -83,7 +83,8 @@ def test_autocast_around_nested_regions(run):
 @pytest.mark.parametrize("cache", [True, False])
 @behaviour
 def test_autocast_cast_of_a_weight_is_cached_across_regions(run, cache):
-    """One region casts the weight, the next finds the cast in the cache; so do the recomputes, in the other order."""
+    """One region casts the weight, the next finds the cast in the cache; so do the recomputes,
+    in the other order."""
     x, w = leaf(4, 4), leaf(4, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
         y = x

@@ -1,7 +1,9 @@
-"""Inputs changed between forward and backward: noticed exactly where torch notices it, in its words."""
+"""Inputs changed between forward and backward: noticed exactly where torch notices it,
+in its words."""
 
 import pytest
 import torch
+import torchs_own
 from behaviours import behaviour, leaf
 
 CHANGES = {
@@ -23,6 +25,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @behaviour
 def test_changed_input(run, change, kind):
+    if (change, kind) == ("detach_", "non-leaf") and torchs_own.SAVES_INPUTS_BY_A_NODE:
+        pytest.skip("torch's checkpoint does not notice detach_() of an input")
     x = leaf(4, 4)
     h = {"non-leaf": x * 2, "leaf": x, "no grad": torch.randn(4, 4), "view of one": (x * 2).t()}[kind]
     w = leaf(4, 4)

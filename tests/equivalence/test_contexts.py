@@ -1,4 +1,5 @@
-"""context_fn: when it is called, how its contexts are entered and left, and what dispatch modes see."""
+"""context_fn: when it is called, how its contexts are entered and left,
+and what dispatch modes see."""
 
 import contextlib
 
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from behaviours import behaviour, leaf
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchs_own import saves_inputs_alone, tells_contexts
 
 
 class Noted:
@@ -134,6 +136,7 @@ def test_contexts_of_torch(run, mode):
 # ---- exceptions ----
 
 
+@tells_contexts
 @behaviour
 def test_forward_exception_reaches_the_context(run):
     def fn(t):
@@ -159,6 +162,7 @@ def test_recompute_exception_reaches_the_context(run):
         y.sum().backward()
 
 
+@tells_contexts
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, StopIteration, GeneratorExit])
 @behaviour
 def test_swallowing_forward_context(run, kind):
@@ -205,6 +209,7 @@ def test_context_that_fails(run, which, fail):
         y.sum().backward()
 
 
+@tells_contexts
 @behaviour
 def test_context_that_raises_another_exception_over_the_first(run):
     def fn(t):
@@ -267,6 +272,7 @@ def test_operators_that_a_mode_sees(run, early_stop):
     return x.grad
 
 
+@saves_inputs_alone
 @behaviour
 def test_mode_around_everything(run):
     """One that is on during both calls sees what the checkpoint itself runs, in torch's order."""
@@ -278,6 +284,7 @@ def test_mode_around_everything(run):
     return x.grad
 
 
+@saves_inputs_alone
 @behaviour
 def test_mode_around_the_forward_only(run):
     x = leaf(4)

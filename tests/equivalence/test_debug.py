@@ -11,12 +11,14 @@ from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
 
 @pytest.fixture(autouse=True)
 def _no_log_handlers(monkeypatch):
-    """The logging mode behind debug=True logs tensors in a way that pytest's own handler cannot format."""
+    """The logging mode behind debug=True logs tensors in a way that
+    pytest's own handler cannot format."""
     monkeypatch.setattr(LogCaptureHandler, "handleError", lambda self, record: None)
 
 
 def fails(run, first, again, enabled=None, **options):
-    """The text of the error, without the stack traces, whose lines are those of each implementation."""
+    """The text of the error, without the stack traces,
+    whose lines are those of each implementation."""
     functions = iter([first] + [again] * 3)
     with set_checkpoint_debug_enabled(enabled):
         y = run.checkpoint(run.watched(lambda t: next(functions)(t)), leaf(4, 4), **options)

@@ -1,4 +1,5 @@
-"""Random states of devices, on a machine without any: torch in a process of its own is made to believe in some."""
+"""Random states of devices, on a machine without any:
+torch in a process of its own is made to believe in some."""
 
 import json
 import subprocess
@@ -50,7 +51,8 @@ def test_gradckpt_keeps_what_torch_keeps(reports, name):
 
 
 def test_difference_device_rng(reports):
-    """Found in keywords too, and of a second device type: what was kept is drawn again, and put back."""
+    """Found in keywords too, and of a second device type: what was kept is drawn again,
+    and put back."""
     keyword, two = reports["gradckpt"]["keyword"], reports["gradckpt"]["two types"]
     assert keyword["recompute"]["cuda"][0] == keyword["forward"]["cuda"][0]
     assert reports["torch"]["keyword"]["recompute"]["cuda"][0] != reports["torch"]["keyword"]["forward"]["cuda"][0]
@@ -69,5 +71,5 @@ def test_device_without_kernels(reports):
     if said is None:
         pytest.skip("this torch makes no tensors of a device that is written in Python")
     assert said["device"] == "odd:0"
-    assert said["kept"] == {"device without kernels": 1}
-    assert "with codec 'int8': device without kernels; it takes plain strided float32" in said["encode"]
+    assert said["uncompressed"] == {"device without kernels": 1}
+    assert "with codec 'int8' (device without kernels); it takes plain strided float32" in said["encode"]

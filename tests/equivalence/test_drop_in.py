@@ -1,4 +1,5 @@
-"""Put in torch's place: signatures, whoever calls torch's function by name, and the few documented differences."""
+"""Put in torch's place: signatures, callers of torch's function by name,
+and the few documented differences."""
 
 import functools
 import inspect

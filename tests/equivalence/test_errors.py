@@ -5,6 +5,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from behaviours import behaviour, leaf
 from torch.utils.checkpoint import CheckpointError
+from torchs_own import tells_contexts
 
 # ---- bad calls ----
 
@@ -28,7 +29,8 @@ def test_debug_excludes_context_fn(run):
 
 @behaviour
 def test_first_of_several_errors(run):
-    """debug and context_fn are looked at before determinism_check, that before context_fn is called."""
+    """debug and context_fn are looked at before determinism_check,
+    that before context_fn is called."""
     with run.error(ValueError, "debug"):
         run.checkpoint(torch.sin, leaf(4), debug=True, context_fn=list, determinism_check="hash")
     with run.error(ValueError, "determinism_check"):
@@ -95,6 +97,7 @@ def test_exception_arrives_as_it_is(run, when, kind):
     thrown.__traceback__ = None  # from fn to a tensor of its graph, which holds fn: a cycle that no collector sees
 
 
+@tells_contexts
 @pytest.mark.parametrize("grad", [True, False])
 @behaviour
 def test_stop_iteration_becomes_another_error(run, grad):

@@ -1,5 +1,5 @@
-"""``raw`` and ``lossless`` as the default of every call, every floating tensor a payload: programs and operators run as
-with ``compress=None``, to the last bit."""
+"""``raw`` and ``lossless`` as the default of every call, every floating tensor a payload: programs
+and operators run as with ``compress=None``, to the last bit."""
 
 import functools
 import itertools
@@ -48,8 +48,8 @@ def run_python(*arguments):
 
 
 class Watched(Run):
-    """Notices a gradient that a recompute cannot have: of a region's input by something outside. The input that is
-    restored has no history (docs/errors.md)."""
+    """Notices a gradient that a recompute cannot have: of a region's input by something outside.
+    The input that is restored has no history (docs/errors.md)."""
 
     past = False
 
@@ -65,7 +65,8 @@ class Watched(Run):
 
 
 def shown(run):
-    """All but what payloads change and may: operators that run, tensors that outer hooks see, what stops when."""
+    """All but what payloads change and may: operators that run, tensors that outer hooks see,
+    what stops when."""
     return [e for e in run.log if e[0] not in ("operators",) and not re.search("hooks|calls", e[0])]
 
 
@@ -93,9 +94,10 @@ def outcome(program, config):
     mine = Watched(program, functools.partial(by_default, config, **buffers)).execute()
     if shown(none) == shown(mine):
         return "same"
-    if mine.past or any("went past the region's compressed input" in r[3] for r in raised(mine)):
+    if mine.past or any("went past its compressed input" in r[3] for r in raised(mine)):
         return "differentiates past its input"
-    # The region's inputs were written to: torch refuses, or takes the new values. A payload has those of the forward.
+    # The region's inputs were written to: torch refuses, or takes the new values.
+    # A payload has those of the forward.
     without = Run(program, plain).execute()
     if values(without) == values(mine):
         return "as without a checkpoint"
@@ -137,7 +139,8 @@ def test_random_programs(name):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_three_thousand_random_programs(name):
-    """In a process of its own: some of the programs leave cycles that nobody collects, with torch's checkpoint too."""
+    """In a process of its own: some of the programs leave uncollected cycles,
+    with torch's checkpoint too."""
     run_python(HERE / "test_exact_codecs.py", name, "10000", "3000")
 
 
@@ -163,7 +166,8 @@ def test_every_operator(way, dtype):
 
 # ---- the tests of this folder ----
 
-#: Programs and operators in these files are compared in every respect; here they are compared as far as is meant.
+#: Programs and operators in these files are compared in every respect;
+#: here they are compared as far as is meant.
 LEFT_OUT = ("test_exact_codecs.py", "test_opinfo.py", "test_random_programs.py", "test_saved_operators.py")
 
 

@@ -1,4 +1,5 @@
-"""Ways to ask for gradients: grad with inputs, several backwards, double backward, hooks, custom Functions."""
+"""Ways to ask for gradients: grad with inputs, several backwards, double backward, hooks,
+custom Functions."""
 
 import pytest
 import torch
@@ -296,7 +297,8 @@ def test_custom_function_twice_differentiable(run):
 @pytest.mark.parametrize("early_stop", [True, False])
 @behaviour
 def test_custom_function_with_repeated_gradients(run, early_stop):
-    """Each backward with a graph of its own recomputes once, and the Function's saved tensors are not freed early."""
+    """Each backward with a graph of its own recomputes once,
+    and the Function's saved tensors are not freed early."""
     function = saver(run, SAVES["both"])
     x = leaf(4)
     y = run.checkpoint(run.watched(lambda t: function.apply(t.sin(), 2).cos()), x, early_stop=early_stop)

@@ -148,7 +148,8 @@ def test_group_around_forward_and_backward(run):
 
 @behaviour
 def test_group_and_a_backward_inside_the_region(run):
-    """The recompute of the inner backward belongs to the group, so the outer one finds it done, in part."""
+    """The recompute of the inner backward belongs to the group, so the outer one finds it done,
+    in part."""
 
     def fn(t):
         y = t.sin()

@@ -1,4 +1,5 @@
-"""What stays alive, until when: graphs without the garbage collector, recomputed tensors, saved ones read by hand."""
+"""What stays alive, until when: graphs without the garbage collector, recomputed tensors,
+saved ones read by hand."""
 
 import contextlib
 import gc
@@ -8,12 +9,14 @@ import pytest
 import torch
 from behaviours import OURS, behaviour, leaf
 from torch.multiprocessing.reductions import StorageWeakRef
+from torchs_own import saves_inputs_alone
 
 import gradckpt
 
 
 class Watch:
-    """Weak references by name; ``look`` logs which objects are gone, and of tensors whose memory is."""
+    """Weak references by name; ``look`` logs which objects are gone,
+    and of tensors whose memory is."""
 
     def __init__(self, run):
         self.run, self.refs, self.memory = run, {}, {}
@@ -181,7 +184,7 @@ def test_intermediates_are_not_kept(run):
 @pytest.mark.parametrize("retain", [True, False])
 @behaviour
 def test_recomputed_tensors_die_as_the_backward_passes_them(run, retain):
-    """Also with retain_graph: after each step of the backward no more is alive than is still needed."""
+    """Also with retain_graph: after each step of the backward only needed tensors are alive."""
     watch = Watch(run)
 
     def fn(t):
@@ -394,6 +397,7 @@ def test_raw_saved_tensors_are_opaque_but_shareable(run):
         raw.register_hooks(lambda t: t, lambda t: t)
 
 
+@saves_inputs_alone
 @behaviour
 def test_saved_tensors_of_nested_regions_outside_a_backward(run):
     def outer(t):
@@ -451,7 +455,8 @@ def test_saved_tensor_read_in_a_node_hook(run):
 
 @behaviour
 def test_saved_object_is_the_recomputed_one(run):
-    """What a backward gets: neither leaf nor graph of its own, with or without a gradient asked for."""
+    """What a backward gets: neither leaf nor graph of its own,
+    with or without a gradient asked for."""
 
     class Look(torch.autograd.Function):
         @staticmethod

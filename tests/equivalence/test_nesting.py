@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from behaviours import behaviour, leaf
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
+from torchs_own import saves_inputs_alone
 
 
 def tower(run, depth, **options):
@@ -110,6 +111,7 @@ def test_keyword_tensors_of_a_child(run):
     return x.grad, w.grad
 
 
+@saves_inputs_alone
 @behaviour
 def test_inner_inputs_are_saved_by_the_parent_only(run):
     """What hooks outside of everything see: the inputs of the outermost region."""
@@ -129,6 +131,7 @@ def test_inner_inputs_are_saved_by_the_parent_only(run):
     return x.grad
 
 
+@saves_inputs_alone
 @behaviour
 def test_hooks_between_two_levels(run):
     """Hooks pushed inside a region pack what an inner region keeps as its inputs."""
@@ -357,6 +360,7 @@ def test_exception_in_the_childs_forward_is_caught_by_the_parent(run):
     return x.grad
 
 
+@saves_inputs_alone
 @pytest.mark.parametrize("level", [0, 1])
 @behaviour
 def test_mismatch_at_one_level(run, level):

@@ -1,13 +1,16 @@
-"""Every differentiable operator of PyTorch's own sample table (OpInfo) inside a region: gradients as without one.
+"""Every differentiable operator of PyTorch's own sample table (OpInfo) inside a region:
+gradients as without one.
 
-Bit-equal to plain autograd in float64, float32 and bfloat16, but where torch.utils.checkpoint itself differs from plain
-autograd in the same run (it raises, or the operator is not deterministic); there ours must do what torch's does.
+Bit-equal to plain autograd in float64, float32 and bfloat16, but where torch.utils.checkpoint
+itself differs from plain autograd in the same run (it raises, or the operator is not
+deterministic); there ours must do what torch's does.
 
     python tests/equivalence/test_opinfo.py [--dtype float32] [--part 1/4] [--all] [--way "raw"]
 
-does the sweep and prints the operators in which torch's own differs. Without --all it takes of each operator and
-dtype at most SAMPLES samples, spread over the first SPREAD of its table. Every test is such a process: torch's test
-package freezes backend flags, loads a hypothesis profile and may initialise CUDA when it is imported.
+does the sweep and prints the operators in which torch's own differs. Without --all it takes of each
+operator and dtype at most SAMPLES samples, spread over the first SPREAD of its table. Every test is
+such a process: torch's test package freezes backend flags, loads a hypothesis profile and may
+initialise CUDA when it is imported.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ SOAK_PARTS = 4
 
 
 class Outcome(NamedTuple):
-    """What a run of one sample showed: gradients to the last bit, or the exception. And how often the operator ran."""
+    """What a run of one sample showed: gradients to the last bit, or the exception.
+    And how often the operator ran."""
 
     raised: tuple[str, str] | None
     grads: tuple[Any, ...]
@@ -96,7 +100,8 @@ NONE = Way(functools.partial(gradckpt.checkpoint, compress=None), theirs)
 
 
 class Sweep:
-    """Counts, the operators in which the reference differs from plain autograd, and where ours is wrong."""
+    """Counts, the operators in which the reference differs from plain autograd,
+    and where ours is wrong."""
 
     def __init__(self, way: Way = NONE) -> None:
         self.way = way
@@ -116,8 +121,9 @@ class Sweep:
         right = found == reference
         if reference[:2] != expected[:2]:
             self.torch_differs.setdefault(case.name, self.difference_of_torch(case, expected, reference))
-            # The values may be anyone's: rrelu saves its noise before the kernel fills it, and the early stop comes
-            # in between, so that the gradient reads memory nobody wrote. The kind must be torch's.
+            # The values may be anyone's: rrelu saves its noise before the kernel fills it, and the
+            # early stop comes in between, so that the gradient reads undefined memory. The kind
+            # must be torch's.
             kinds = [outcome.raised and outcome.raised[0] for outcome in (found, reference)]
             right = kinds[0] == kinds[1]
         if not right:

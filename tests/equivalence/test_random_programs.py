@@ -1,14 +1,15 @@
-"""Random programs behave with gradckpt's checkpoint as with torch's: values, gradients, RNG, calls, exceptions."""
+"""Random programs behave with gradckpt's checkpoint as with torch's: values, gradients, RNG,
+calls, exceptions."""
 
 from collections import Counter
 
 import pytest
-import torch.utils.checkpoint as torch_checkpoint
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from random_operators import CUSTOM
 from random_program_endings import BETWEEN, ENDINGS
-from random_program_runs import Run, difference, implementation
+from random_program_runs import Run, difference, implementation, torchs
 from random_programs import CONTEXT, DIVERGENCE, EXCEPTION, INNER_GRAD, SCOPE, features, programs
+from torchs_own import saves_inputs_alone
 
 CHUNK = 300  # programs of one test
 CHUNKS = 10  # 3,000 programs in an ordinary run
@@ -42,12 +43,14 @@ def check(program):
     assert found is None, f'{found}\npython {Run.__module__}.py "{program}"'
 
 
+@saves_inputs_alone
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_programs_behave_as_with_torch(chunk):
     drawn(chunk, CHUNK, check)
 
 
 @pytest.mark.soak
+@saves_inputs_alone
 @pytest.mark.parametrize("chunk", range(CHUNKS, CHUNKS + SOAK_CHUNKS))
 def test_many_more_random_programs_behave_as_with_torch(chunk):
     drawn(chunk, CHUNK, check)
@@ -90,7 +93,7 @@ def test_most_random_programs_end_with_gradients():
     counts = Counter()
 
     def count(program):
-        log = Run(program, torch_checkpoint.checkpoint).execute().log
+        log = Run(program, torchs).execute().log
         seen = dict(log)
         before, after = seen["calls after forward"], seen["calls after backward"]
         gradients = any(g is not None for g in seen["grads"]) or "grad" in seen
@@ -109,6 +112,6 @@ def test_a_program_behaves_the_same_twice():
     """Else the comparison would find differences that are none."""
 
     def twice(program):
-        assert difference(program, torch_checkpoint.checkpoint) is None
+        assert difference(program, torchs) is None
 
     drawn(1, 200, twice)

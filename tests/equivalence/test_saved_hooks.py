@@ -9,6 +9,7 @@ from torch.autograd.graph import (
     save_on_cpu,
     saved_tensors_hooks,
 )
+from torchs_own import saves_inputs_alone
 
 
 class Noting(saved_tensors_hooks):
@@ -24,6 +25,7 @@ class Noting(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
+@saves_inputs_alone
 @behaviour
 def test_hooks_around_the_forward_see_the_inputs(run):
     x, w, c = leaf(4, 4), leaf(4, 4), torch.ones(4, 4)
@@ -34,6 +36,7 @@ def test_hooks_around_the_forward_see_the_inputs(run):
     return x.grad, w.grad
 
 
+@saves_inputs_alone
 @behaviour
 def test_hooks_do_not_see_keywords_and_containers(run):
     x, w = leaf(4), leaf(4)
@@ -79,6 +82,7 @@ def test_hooks_around_the_backward_see_nothing(run):
     return x.grad
 
 
+@saves_inputs_alone
 @behaviour
 def test_hooks_and_double_backward(run):
     x = leaf(4)
@@ -89,6 +93,7 @@ def test_hooks_and_double_backward(run):
     return torch.autograd.grad(g.sum(), x)
 
 
+@saves_inputs_alone
 @behaviour
 def test_two_hooks_around(run):
     x = leaf(4)

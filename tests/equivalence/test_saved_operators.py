@@ -1,13 +1,14 @@
 """compress_saved("int8") over every differentiable operator of PyTorch's own sample table (OpInfo).
 
-An operator's inputs are brought to ordinary scales and made hostile: tiny, huge, saturated, full of ties and zeros,
-with rows of very different size. What is encoded must leave gradients close; what is not must leave them as they are,
-to the last bit; nothing may become infinite or NaN that was finite.
+An operator's inputs are brought to ordinary scales and made hostile: tiny, huge, saturated, full of
+ties and zeros, with rows of very different size. What is encoded must leave gradients close; what
+is not must leave them as they are, to the last bit; nothing may become infinite or NaN that was
+finite.
 
     python tests/equivalence/test_saved_operators.py [--part 1/4] [--all] [--only mul]
 
-prints the operators that are wrong and, with --only, the error of each case. Every test is such a process, as those of
-test_opinfo.py.
+prints the operators that are wrong and, with --only, the error of each case. Every test is such a
+process, as those of test_opinfo.py.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ HOSTILE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-#: Compositions that divide by a difference, or by a row that is small beside its neighbours, after a product has saved
-#: it: there their gradients need more digits than eight bits.
+#: Compositions that divide by a difference, or by a row that is small beside its neighbours, after
+#: a product has saved it: there their gradients need more digits than eight bits.
 AMPLIFY = {
     "corrcoef": {"uneven rows"},
     "nn_functional_multi_head_attention_forward": {"uneven rows"},
@@ -101,7 +102,8 @@ def of_inputs(case: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> tupl
 
 
 def gradients(case: Any, arguments: Any, leaves: list[torch.Tensor], compress: Any) -> tuple[list[Any], Any]:
-    """Gradients of the operator on non-leaves which a product saves, too; and its weighted outputs' norm."""
+    """Gradients of the operator on non-leaves which a product saves, too;
+    and its weighted outputs' norm."""
     known = {id(leaf): leaf * 1 for leaf in leaves}
     args, kwargs = tree_map(lambda x: known.get(id(x), x) if isinstance(x, torch.Tensor) else x, arguments)
     torch.manual_seed(1)
@@ -160,9 +162,11 @@ class Sweep:
         self.compare(case, name, g, e, a, size * growth, hostile, lossy)
 
     def compare(self, case: Any, name: str, g: Any, e: Any, a: Any, size: float, hostile: bool, lossy: bool) -> None:
-        """All gradients of the operator together: each by itself may be the small rest of a cancellation.
+        """All gradients of the operator together:
+        each by itself may be the small rest of a cancellation.
 
-        The largest derivative is at least what ordinary inputs have shown; that of a product grows with its factors.
+        The largest derivative is at least what ordinary inputs have shown;
+        that of a product grows with its factors.
         """
         finite = e.isfinite()
         if not lossy:

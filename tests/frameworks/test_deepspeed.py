@@ -1,4 +1,5 @@
-"""DeepSpeed: ZeRO 1, 2 and 3 on two ranks with several ways of checkpointing; and what deepspeed_checks.py checks."""
+"""DeepSpeed: ZeRO 1, 2 and 3 on two ranks with several ways of checkpointing; and what
+deepspeed_checks.py checks."""
 
 import subprocess
 import sys

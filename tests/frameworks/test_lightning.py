@@ -1,4 +1,5 @@
-"""Lightning: the callback in a Trainer, alone and on two ranks under DDP, FSDP and FSDP2; Fabric; strategies' flags."""
+"""Lightning: the callback in a Trainer, alone and on two ranks under DDP, FSDP and FSDP2;
+Fabric; strategies' flags."""
 
 import os
 import subprocess
@@ -16,11 +17,12 @@ from lightning_modules import LAYERS, Block, LateStack, Llama, Stack, data
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
 import gradckpt
-from gradckpt.apply import region_of
+from gradckpt._models.regions import region_of
+from gradckpt._stats import compiled
 from gradckpt.integrations.lightning import GradckptCallback, StatsCallback
-from gradckpt.stats import compiled
 
-# Lightning's own: no validation data, few workers, names that torch has deprecated, barebones, resuming, eval mode.
+# Lightning's own: no validation data, few workers, names that torch has deprecated,
+# barebones, resuming, eval mode.
 OTHERS = ("You defined a `val", ".*many workers", ".*treespec", ".*barebones", ".*ckpt_path", ".*in eval mode at the")
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in OTHERS]
 
@@ -276,7 +278,7 @@ class TestTheTrainersLife:
 
     @pytest.mark.parametrize("compress", ["int8", None])
     def test_compiled(self, compress, recwarn, caplog):
-        """Regions of a compiled graph are not counted; so nobody can say that there were none."""
+        """Regions of a compiled graph are not counted, so their number is unknown."""
 
         class Bare(Stack):
             def training_step(self, batch, index):
@@ -334,7 +336,7 @@ class TestLogs:
         rows = [row for row in lines.rows if "train_loss" in row]
         assert len(rows) == BATCHES // 2
         for row in rows:
-            assert row["gradckpt/compressed"] == row["gradckpt/asked"] == LAYERS
+            assert row["gradckpt/compressed"] == row["gradckpt/eligible"] == LAYERS
             assert row["gradckpt/ratio"] == pytest.approx(0.254, abs=0.001)
             assert row["gradckpt/bytes_in_mib"] == pytest.approx(LAYERS * 32 * 64 * 4 / 2**20)
 
@@ -397,7 +399,7 @@ class TestErrors:
 
     def test_the_strategys_flag_and_ours(self):
         self.refused(
-            Stack(), callback("stack"), "Marked has put torch's CheckpointWrapper around 3 modules", strategy=Marked()
+            Stack(), callback("stack"), "Marked checkpoints 3 modules that GradckptCallback", strategy=Marked()
         )
 
     def test_wrapped_already(self):
@@ -419,7 +421,7 @@ class TestErrors:
         with pytest.warns(gradckpt.GradckptInactiveWarning, match=r"eval mode.*call model\.train\(\)"):
             fit(module, callback("stack"))
 
-    def test_modules_that_nobody_calls(self, monkeypatch):
+    def test_modules_that_are_never_called(self, monkeypatch):
         monkeypatch.setattr(compiled, "ever", False)
         module = Stack()
         module.spare = Block()

@@ -1,4 +1,5 @@
-"""sentence-transformers: an embedding model and a cross encoder, enabled and trained with the flag."""
+"""sentence-transformers: an embedding model and a cross encoder,
+enabled and trained with the flag."""
 
 import os
 

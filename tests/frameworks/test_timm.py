@@ -1,7 +1,8 @@
-"""timm: families of its models under gradckpt.patched and gradckpt.enable, beside their own checkpointing.
+"""timm: families of its models under gradckpt.patched and gradckpt.enable,
+beside their own checkpointing.
 
-timm needs torchvision, which may not be in the tests' own site-packages (frameworks.py): what is looked at here was
-measured by one program in a process of its own.
+timm needs torchvision, which may not be in the tests' own site-packages (frameworks.py): what is
+looked at here was measured by one program in a process of its own.
 """
 
 import json
@@ -12,8 +13,9 @@ import frameworks
 import pytest
 from checkout import HELPERS, SCRIPTS
 
-#: family -> (regions of a step, the largest error of the gradients with int8). A ResNet is all ReLU and batch norm, and
-#: at random weights every small change of its inputs is a large one of its gradients: fp16 makes 2 % there.
+#: family -> (regions of a step, the largest error of the gradients with int8). A ResNet is all ReLU
+#: and batch norm, and at random weights every small change of its inputs is a large one of its
+#: gradients: fp16 makes 2 % there.
 FAMILIES = {
     "vit_tiny_patch16_224": (3, 0.03),
     "convnext_atto": (5, 0.01),

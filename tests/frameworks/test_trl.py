@@ -1,4 +1,5 @@
-"""TRL: SFTTrainer with the flag, with adapters, and checkpointing off and on again around generation."""
+"""TRL: SFTTrainer with the flag, with adapters,
+and checkpointing off and on again around generation."""
 
 import os
 
@@ -92,14 +93,15 @@ def test_sft_with_the_flag(model, adapters, enabled, tmp_path):
     if enabled:
         gradckpt.enable(model)
     losses, count = finetune(model, tmp_path, {"compress": "int8"}, peft.LoraConfig(**lora) if adapters else None)
-    assert count == STEPS * LAYERS
+    assert count == STEPS * (LAYERS - adapters)  # with a frozen base, the first layer gets a leaf
     assert losses[0] == theirs[0], "exact mode leaves the forward alone"
     assert losses == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.parametrize("selective", [True, False])
 def test_sft_takes_its_own_key_out(model, selective, tmp_path):
-    """``selective`` keeps the outputs of attention, by a context_fn of TRL's, which our function gets, too."""
+    """``selective`` keeps the outputs of attention, by a context_fn of TRL's,
+    which our function gets, too."""
     _, count = finetune(model, tmp_path, {"compress": "int8", "selective": selective})
     assert count == STEPS * LAYERS
     function = next(f for m in model.modules() if (f := vars(m).get("_gradient_checkpointing_func")))
@@ -132,7 +134,7 @@ def test_generation_between_steps(model, adapters, kwargs):
                 )
         with disable_gradient_checkpointing(model, kwargs):
             assert step(model) == 0
-        assert step(model) == LAYERS
+        assert step(model) == LAYERS - adapters
     assert config_of(handle).codec == "int8"
     handle.remove()
     assert step(model) == 0

@@ -26,7 +26,8 @@ class Alarm:
             raise KeyboardInterrupt
 
     def during(self, delay, function, *args):
-        """function(*args), or None when it was interrupted; `delay` in seconds, None: without an alarm."""
+        """function(*args), or None when it was interrupted; `delay` in seconds, None:
+        without an alarm."""
         try:
             if delay is not None:
                 self.armed = True
@@ -36,3 +37,6 @@ class Alarm:
             return result
         except KeyboardInterrupt:
             return None
+        except BaseException:
+            self.armed = False  # not while pytest reports it
+            raise

@@ -1,4 +1,5 @@
-"""Models for the tests of chosen modules: small ones of transformers, from their configs, and a plain one."""
+"""Models for the tests of chosen modules: small ones of transformers, from their configs,
+and a plain one."""
 
 import os
 

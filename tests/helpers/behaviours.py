@@ -1,8 +1,8 @@
 """One program run twice, with torch's checkpoint and with ours: both must leave the same record.
 
-A *behaviour* is a test written as a program: it takes a :class:`Run`, calls ``run.checkpoint`` where a user
-would call torch's, and returns what it wants compared. Compared are also every event it logged, every
-warning, the random state it leaves, and that it leaves nothing else behind.
+A *behaviour* is a test written as a program: it takes a :class:`Run`, calls ``run.checkpoint``
+where a user would call torch's, and returns what it wants compared. Compared are also every event
+it logged, every warning, the random state it leaves, and that it leaves nothing else behind.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+import torchs_own
 from checkout import TESTS
 
 import gradckpt
@@ -79,13 +80,14 @@ def _value(t: torch.Tensor) -> Value:
         )
 
 
-HARNESS = ("behaviours.py", "exact_codecs.py")
+HARNESS = ("behaviours.py", "exact_codecs.py", "torchs_own.py")
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 _TRACE_ENTRY = re.compile(r'  File "(?P<file>[^"]*)", line .*\n(?:    .*\n)*')
 
 
 def normal(text: str) -> str:
-    """Without addresses, and of stack traces only the lines of the tests: the others are each one's own."""
+    """Without addresses, and of stack traces only the lines of the tests:
+    the others are each one's own."""
 
     def keep(entry: re.Match[str]) -> str:
         path = entry["file"]
@@ -134,24 +136,31 @@ def surroundings() -> dict[str, Any]:
 # ---- the run ----
 
 
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 class Run:
     """What a program is given: a checkpoint, and a record to write into."""
 
     def __init__(self, bare: Callable[..., Any]) -> None:
         self.bare = bare
         theirs = bare is torch_checkpoint.checkpoint
-        self.sequential = (torch_checkpoint if theirs else gradckpt.compat).checkpoint_sequential
+        sequential = (torch_checkpoint if theirs else gradckpt.compat).checkpoint_sequential
+        self._call = torchs_own.call if theirs else _call
+        self.sequential = functools.partial(self._call, sequential)
         self.events: list[Any] = []
 
     def checkpoint(self, function: Any, *args: Any, **options: Any) -> Any:
         """The implementation with ``use_reentrant=False`` unless the program says otherwise."""
-        return self.bare(function, *args, **{"use_reentrant": False, **options})
+        return self._call(self.bare, function, *args, **{"use_reentrant": False, **options})
 
     def log(self, *event: Any) -> None:
         self.events.append(freeze(event))
 
     def watched(self, function: Callable[..., Any], name: str = "function") -> Callable[..., Any]:
-        """``function``, every call of which is logged: how it starts, and whether and how it ends."""
+        """``function``, every call of which is logged: how it starts,
+        and whether and how it ends."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.log("enter", name, torch.is_grad_enabled(), random_state()[:64])

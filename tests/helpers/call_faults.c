@@ -95,6 +95,7 @@ void *call_faults_hit(long n, const void *first, const char *second)
     call_faults_value = values[n];
     if (raises[n] == GIVEN) {
         PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+        PyType_ClearCache();           /* so that what is looked up with the error set fails */
     } else if (raises[n] == MEMORY) {
         PyErr_NoMemory();
     }

@@ -1,7 +1,8 @@
-"""Programs in which every call that the extension makes may fail: ``python call_faults.py LIBRARY [PROGRAM...]``
+"""Programs in which every call that the extension makes may fail:
+``python call_faults.py LIBRARY [PROGRAM...]``
 
-LIBRARY is call_faults.c, compiled. For each program and each of its calls: the exception arrives or reaches
-sys.unraisablehook, nothing is left behind, and the program runs as before afterwards.
+LIBRARY is call_faults.c, compiled. For each program and each of its calls: the exception arrives or
+reaches sys.unraisablehook, nothing is left behind, and the program runs as before afterwards.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ from typing import Any
 import chaos
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from python_callbacks import instead
 
 import gradckpt
-from gradckpt import _C, _objects, _shim
+from gradckpt import _C
+from gradckpt._engine import torch_objects
+from gradckpt._engine.callbacks import TABLE
 
-#: By what they return when they fail. Left out: what fails on an argument of the wrong type or an index out of range
-#: alone (sizes, items of lists and tuples, capsules, weak references), what keeps its error to itself
-#: (PyDict_GetItemString).
+#: By what they return when they fail. Left out: what fails on an argument of the wrong type or an
+#: index out of range alone (sizes, items of lists and tuples, capsules, weak references), what
+#: keeps its error to itself (PyDict_GetItemString).
 NULL = (
     "PyObject_GetAttr PyObject_GetAttrString PyObject_GetItem PyObject_Call PyObject_CallFunction PyObject_CallMethod "
     "PyObject_CallFunctionObjArgs PyObject_CallMethodObjArgs PyObject_CallNoArgs PyObject_CallObject PyObject_GetIter "
     "PyIter_Next PySequence_GetItem PySequence_Tuple PySequence_Concat PyMapping_Values PyDict_GetItemWithError "
-    "PyDict_New PyDict_Items PyDict_Keys PyList_New PyList_AsTuple PyTuple_New PyTuple_Pack PyLong_FromLongLong "
-    "PyLong_FromSsize_t PyLong_FromVoidPtr PyLong_AsVoidPtr PyCapsule_New PyCMethod_New PyUnicode_FromFormat "
-    "PyUnicode_FromString PyUnicode_InternFromString PyUnicode_AsUTF8AndSize PyUnicode_EncodeFSDefault "
-    "PyWeakref_NewRef PyType_GenericAlloc PyType_FromModuleAndSpec PyImport_ImportModule Py_BuildValue _PyObject_New "
-    "PyArg_ParseTuple"  # 0, which is the same
+    "PyMapping_GetItemString PyDict_New PyDict_Items PyDict_Keys PyList_New PyList_AsTuple PyTuple_New PyTuple_Pack "
+    "PyLong_FromLongLong PyLong_FromSsize_t PyLong_FromVoidPtr PyLong_AsVoidPtr PyCapsule_New PyCMethod_New "
+    "PyUnicode_FromFormat PyUnicode_FromString PyUnicode_InternFromString PyUnicode_AsUTF8AndSize "
+    "PyUnicode_EncodeFSDefault PyWeakref_NewRef PyType_GenericAlloc PyType_FromModuleAndSpec PyImport_ImportModule "
+    "Py_BuildValue _PyObject_New PyArg_ParseTuple"  # 0, which is the same
 )
 MINUS = (
     "PyObject_IsInstance PyObject_IsTrue PyObject_RichCompareBool PyObject_SetAttr PyObject_SetAttrString "
@@ -68,7 +72,7 @@ def install(library: str) -> Any:
     assert faults.call_faults_install(str(_C.__file__).encode(), *lists) > 45
     address = ctypes.pythonapi.PyCapsule_GetPointer
     address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    dlpack = _objects.dlpack
+    dlpack = torch_objects.dlpack
     table = dlpack if isinstance(dlpack, int) else address(dlpack, b"dlpack_exchange_api")
     faults.call_faults_pointer(ctypes.c_void_p(table + 40), DLPACK.encode())  # after a version and four pointers
     return faults
@@ -140,8 +144,10 @@ def policy_of_names(x: torch.Tensor) -> torch.Tensor:
 
 @case
 def fake_quantized(x: torch.Tensor) -> torch.Tensor:
-    replay = {**SMALL, "replay": True}
-    return gradckpt.checkpoint(lambda t: gradckpt.checkpoint(torch.sin, t.cos(), compress=replay), x, compress=replay)
+    fake_quantize = {**SMALL, "fake_quantize": True}
+    return gradckpt.checkpoint(
+        lambda t: gradckpt.checkpoint(torch.sin, t.cos(), compress=fake_quantize), x, compress=fake_quantize
+    )
 
 
 @case
@@ -212,13 +218,15 @@ def policy_is_a_function_in_one_node(x: torch.Tensor) -> torch.Tensor:
 
 
 def imported_anew() -> Any:
-    """The extension as a second module. Where the generator keeps its state is not looked for: that takes long."""
+    """The extension as a second module. Where the generator keeps its state is not looked for:
+    that takes long."""
     spec = importlib.util.spec_from_file_location("gradckpt._C", _C.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with unittest.mock.patch.object(_objects, "generator_window", return_value=0):
+    with unittest.mock.patch.object(torch_objects, "generator_window", return_value=0):
         spec.loader.exec_module(module)
+    module.bind(TABLE)
     return module
 
 
@@ -228,13 +236,14 @@ def import_of_the_extension(x: torch.Tensor) -> torch.Tensor:
     return x * len([*module.codecs(), *module.codec_info("mask"), *module.build_info(), *module.stats()])
 
 
-with unittest.mock.patch.object(_shim, "has_accelerator", return_value=True):
+with unittest.mock.patch.object(torch_objects, "has_accelerator", True):
     ACCELERATED = imported_anew()
 
 
 @case
 def surroundings(x: torch.Tensor) -> torch.Tensor:
-    """Of a torch with a device. They are put back by functions in C++, which have nothing to fail at."""
+    """Of a torch with a device. They are put back by functions in C++,
+    which have nothing to fail at."""
 
     def fn(t: torch.Tensor) -> torch.Tensor:
         if ACCELERATED.is_recomputing():
@@ -246,7 +255,7 @@ def surroundings(x: torch.Tensor) -> torch.Tensor:
         return [("cuda", 0, None)]
 
     with (
-        unittest.mock.patch.multiple(_shim, device_rng_capture=generators, device_rng_swap=generators),
+        instead(ACCELERATED, device_rng_capture=generators, device_rng_swap=generators),
         torch.device("cpu"),
     ):
         with torch.autocast("cpu", torch.bfloat16):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 def case(*words: object) -> Iterator[None]:
     """Add the case to whatever its block raises.
 
-    For cases by the hundred that differ in a number: one test, not a hundred ids. What a reader looks for in a list of
-    tests, such as the codec and the dtype, stays a parameter.
+    For cases by the hundred that differ in a number: one test, not a hundred ids. What a reader
+    looks for in a list of tests, such as the codec and the dtype, stays a parameter.
     """
     try:
         yield

@@ -1,11 +1,13 @@
-"""Random programs under a torch-function mode that does whatever Python code may do inside a getter.
+"""Random programs under a torch-function mode that does whatever
+Python code may do inside a getter.
 
-The engine asks tensors for attributes, and under a torch-function mode each such question runs Python. This mode
-drops references to graphs and payloads, collects garbage, lets another thread run regions, changes the tensors and
-containers that a region was given, and raises KeyboardInterrupt or MemoryError, all drawn from a seed.
+The engine asks tensors for attributes, and under a torch-function mode each such question runs
+Python. This mode drops references to graphs and payloads, collects garbage, lets another thread run
+regions, changes the tensors and containers that a region was given, and raises KeyboardInterrupt or
+MemoryError, all drawn from a seed.
 
-``python chaos.py FIRST COUNT`` runs the programs of these seeds and prints what they came to, as JSON. What goes wrong
-raises AssertionError with the seed.
+``python chaos.py FIRST COUNT`` runs the programs of these seeds and prints what they came to, as
+JSON. What goes wrong raises AssertionError with the seed.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class World:
         self.given: list[Any] = []
 
     def options(self) -> dict[str, Any]:
-        return {"compress": None if self.codec is None else {"codec": self.codec, "min_numel": 0, "decisions": False}}
+        return {
+            "compress": None if self.codec is None else {"codec": self.codec, "min_numel": 0, "replay_discrete": False}
+        }
 
     def hold(self, *things: Any) -> None:
         """Only the mode lets go of them before the program ends."""
@@ -311,8 +315,8 @@ def program(seed: int, counts: Counter[str]) -> bool:
     chaos.raised.clear()
     for e in (arrived, *unraisable):
         clear_frames(e)
-    # torch's own checkpoint makes cycles that nobody collects when a recompute fails; so does a graph whose inputs
-    # got other shapes.
+    # torch's own checkpoint makes uncollected cycles when a recompute fails; so does a
+    # graph whose inputs got other shapes.
     return not chaos.changed and (arrived is None or "_torchs" not in repr(steps))
 
 

@@ -1,4 +1,5 @@
-"""Values for the codec tests, as bits of a dtype (see codec_oracle); the four sets on which noise is measured."""
+"""Values for the codec tests, as bits of a dtype (see codec_oracle);
+the four sets on which noise is measured."""
 
 import codec_oracle as oracle
 import numpy as np
@@ -32,7 +33,8 @@ def every_pattern():
 
 
 def with_dominators(bits, value, dtype):
-    """Groups of 127 of `bits` and one `value`, at a place that wanders; the last group is filled up with zeros."""
+    """Groups of 127 of `bits` and one `value`, at a place that wanders;
+    the last group is filled up with zeros."""
     rows = -(-bits.size // 127)
     padded = np.zeros(rows * 127, bits.dtype)
     padded[: bits.size] = bits
@@ -45,7 +47,8 @@ def with_dominators(bits, value, dtype):
 
 
 def all_values(dtype):
-    """Every pattern of a 16-bit dtype: in order, shuffled, without escapes, and below a value at each scale."""
+    """Every pattern of a 16-bit dtype: in order, shuffled, without escapes,
+    and below a value at each scale."""
     every = every_pattern()
     values = oracle.to_float(every, dtype)
     rng = np.random.default_rng(11)
@@ -65,7 +68,8 @@ def all_values(dtype):
 
 
 def all_binades():
-    """float32: random values of every binade, alone and with the 1, 12, 40 and 300 below it; then ties."""
+    """float32: random values of every binade, alone and with the 1, 12, 40 and 300 below it;
+    then ties."""
     rng = np.random.default_rng(12)
     parts = []
     for depth in (1, 12, 40, 300):
@@ -95,7 +99,8 @@ def gaussian(dtype, n, magnitude=1.0, seed=0):
 
 
 def hostile(dtype, seed=0, groups=40):
-    """Gaussian groups sprinkled with NaN, Inf, the dtype's limits, values beyond 1e30, zeros and subnormals."""
+    """Gaussian groups sprinkled with NaN, Inf, the dtype's limits, values beyond 1e30,
+    zeros and subnormals."""
     rng = np.random.default_rng([13, seed])
     values = (rng.standard_normal((groups, 128)) * 10.0 ** rng.uniform(-6, 3, (groups, 1))).astype(np.float32)
     extremes = [np.nan, np.inf, -np.inf, oracle.MAX[dtype], -oracle.MAX[dtype], 0.0, -0.0, 1e-42, 6e-8]
@@ -109,9 +114,9 @@ def hostile(dtype, seed=0, groups=40):
 
 
 def huge_groups(dtype, ks=range(129), seed=9):
-    """Groups of which k values lie beyond 1e30 (float16: beyond 65472) and are finite: of one sign or both, few
-    distinct ones or all different, alone, or with the dtype's maxima, infinities and NaN; the others ordinary, tiny or
-    zero."""
+    """Groups of which k values lie beyond 1e30 (float16: beyond 65472) and are finite: of one sign
+    or both, few distinct ones or all different, alone, or with the dtype's maxima, infinities and
+    NaN; the others ordinary, tiny or zero."""
     rng = np.random.default_rng(seed)
     low, top = (65472.0, 65504.0) if dtype == "float16" else (1e30, float(oracle.MAX[dtype]))
     groups = []
@@ -133,15 +138,17 @@ def huge_groups(dtype, ks=range(129), seed=9):
 
 # ---- sets on which signal to noise is measured ----
 
-#: Gaussian and Laplace values; R: channels and tokens of lognormal size; X: R with outlier channels.
+#: Gaussian and Laplace values; R: channels and tokens of lognormal size;
+#: X: R with outlier channels.
 SETS = ("Gaussian", "Laplace", "R", "X")
 
 
 def noise_set(name, seed=0, rows=256, columns=4096):
     """bfloat16 [tokens, channels], and the ordinary channels.
 
-    X has six channels 20 to 45 times larger and two massive values in 1 token of 128, in two channels more;
-    "bulk" is what remains of it. Which channels meet in a group of 128 matters: take the mean of several seeds.
+    X has six channels 20 to 45 times larger and two massive values in 1 token of 128, in two
+    channels more; "bulk" is what remains of it. Which channels meet in a group of 128 matters: take
+    the mean of several seeds.
     """
     rng = np.random.default_rng(seed)
     ordinary = np.arange(columns)

@@ -62,7 +62,8 @@ def aligned(nbytes):
 
 
 class EmulatedAvx512:
-    """The AVX-512 kernels against portable C (tests/helpers/emulation), for machines without it. Whole groups only."""
+    """The AVX-512 kernels against portable C (tests/helpers/emulation),
+    for machines without it. Whole groups only."""
 
     def __init__(self, folder):
         gcc = shutil.which("gcc")

@@ -1,4 +1,5 @@
-"""csrc/codec as a library of its own, called through ctypes: what Python's gradckpt._C does not export."""
+"""csrc/codec as a library of its own, called through ctypes:
+what Python's gradckpt._C does not export."""
 
 import ctypes
 import os

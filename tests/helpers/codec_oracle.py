@@ -54,7 +54,8 @@ __all__ = [
 ]
 
 GROUP = 128
-#: Form B: bits of a code, half the range of its integers, kinds that have codes, table entries, offset of the step.
+#: Form B: bits of a code, half the range of its integers, kinds that have codes,
+#: table entries, offset of the step.
 TABLES = {"int6": (5, 11, 5, 3, 24), "int4": (3, 1, 3, 2, 24)}
 PHILOX = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 

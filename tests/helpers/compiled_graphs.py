@@ -31,7 +31,8 @@ class Graphs:
 
     @property
     def saved(self):
-        """What the last forward graph hands to its backward and made itself: tensors without data."""
+        """What the last forward graph hands to its backward and made itself:
+        tensors without data."""
         backward = {node.name for node in self.backward[-1].graph.find_nodes(op="placeholder")}
         nodes = self.forward[-1].graph.output_node().all_input_nodes
         values = [node.meta["val"] for node in nodes if node.op != "placeholder" and node.name in backward]

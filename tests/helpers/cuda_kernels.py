@@ -1,4 +1,5 @@
-"""The device kernels as a library for the CPU (tests/helpers/emulation), and the scalar reference beside them."""
+"""The device kernels as a library for the CPU (tests/helpers/emulation),
+and the scalar reference beside them."""
 
 import ctypes
 import os
@@ -32,8 +33,8 @@ GXX_FLAGS = shlex.split(
     -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-function
     -DGCK_EMULATE_CUDA '-DGCK_CUDA_ARCHS="emulated"' -include '{EMULATION / "cuda_emulation.h"}'"""
 )
-#: UBSan traps: a library under ctypes has nobody to report to.  With both sanitizers and -O1, gcc 12 checks
-#: array indices that are not the program's.
+#: UBSan traps: a library under ctypes has no way to report.  With both sanitizers and -O1, gcc
+#: 12 checks array indices that are not the program's.
 CHECKS = "-O1 -fsanitize=undefined -fsanitize-undefined-trap-on-error"
 if SANITIZERS:
     CHECKS = f"-O0 -g -fsanitize={SANITIZERS}"
@@ -115,7 +116,8 @@ def compile_all(commands):
 
 
 def build_kernels(out, arch, only=None, *defines):
-    """The .cu files, or those named, as a host library; `arch`: whose branches, 750 being the oldest."""
+    """The .cu files, or those named, as a host library; `arch`: whose branches,
+    750 being the oldest."""
     gxx = shutil.which("g++")
     if gxx is None:
         pytest.skip("g++ not found: the CUDA emulation is C++")

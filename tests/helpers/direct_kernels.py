@@ -1,7 +1,9 @@
-"""The kernels of `bf16`, `fp16`, `mask` and `lossless`, built here: each instruction set, and the device's.
+"""The kernels of `bf16`, `fp16`, `mask` and `lossless`, built here: each instruction set,
+and the device's.
 
-AVX-512 and CUDA run against portable C (tests/helpers/emulation), so that their bytes are compared on
-every machine. The fixtures `host_kernels` and `device_kernels` of conftest.py build them once."""
+AVX-512 and CUDA run against portable C (tests/helpers/emulation), so that their bytes are compared
+on every machine. The fixtures `host_kernels` and `device_kernels` of conftest.py build them once.
+"""
 
 import ctypes
 import shlex
@@ -196,7 +198,8 @@ class HostKernels:
         self.library.shim_decode(self.codec(codec), at, ctypes.byref(out), ctypes.c_int64(first))
 
     def stream(self, codec, dtype, bits):
-        """Payload and decoded values of whole blocks by the kernels for large tensors, and the status."""
+        """Payload and decoded values of whole blocks by the kernels for large tensors,
+        and the status."""
         n, layout = ctypes.c_int64(bits.size), Layout(bits.size, dtype)
         letter, number = ctypes.c_char(codec[0].encode()), NUMBERS[dtype]
         source, out, payload = layout.memory(), layout.memory(), aligned(nbytes(codec, dtype, bits.size))
@@ -208,7 +211,8 @@ class HostKernels:
 
 
 class DeviceKernels:
-    """The .cu files as a host library. UBSan traps: a library under ctypes has nobody to report to."""
+    """The .cu files as a host library. UBSan traps:
+    a library under ctypes has no way to report."""
 
     device = 1
 
@@ -247,7 +251,8 @@ def assert_same(got, want, what):
 
 
 def check(kernels, codec, dtype, bits, what, offset=0, sizes=None, strides=None):
-    """Encode and decode `bits`, laid out as asked: the oracle's bytes, the oracle's values, nothing beside them."""
+    """Encode and decode `bits`, laid out as asked: the oracle's bytes, the oracle's values,
+    nothing beside them."""
     layout = Layout(bits.size, dtype, offset, sizes, strides)
     want, fits = oracle.encode(codec, bits, dtype)
     source, payload = layout.memory(), aligned(want.size + 64)

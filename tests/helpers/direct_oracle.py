@@ -58,7 +58,8 @@ def escapes_from(exponent, base):
 
 
 def base_of(exponent, special):
-    """Of one group. The first of the candidates from which the fewest escape, unless the very first will do."""
+    """Of one group. The first of the candidates from which the fewest escape,
+    unless the very first will do."""
     found = sorted({int(e) for e in exponent if e > 0}, reverse=True)
     finite = [e for e in found if e < special]
     candidates = [max(e, 14) for e in ((finite or found or [0])[0], *found)]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import gradckpt
+from gradckpt._engine.selective import contexts_of
 
 aten = torch.ops.aten
 ROWS, WIDTH = 24, 64
@@ -156,7 +157,7 @@ def compare(h, w, log):
 STEPS = {**DECIDING, **DRAWING, **OTHERS}
 CODECS = ("int8", "int4", "fp8", "int6")
 POLICIES = (
-    *(None, None, "save_matmuls", "save_attention", "every_other_matmul", "decisions"),
+    *(None, None, "save_matmuls", "save_attention", "every_other_matmul", "discrete"),
     *("save_matmuls:int4", "save_attention|save_matmuls:int8"),
     "random operators",
     "function",
@@ -168,9 +169,9 @@ def _function(ctx, op, *args, **kwargs):
     return op in SAVED or (gradckpt.policies.save("int8") if op is aten.mm.default else False)
 
 
-def contexts_of(policy):
+def contexts_for(policy):
     what = {"random operators": SAVED, "function": _function}.get(policy, policy)
-    return gradckpt.policies.contexts_of(what)
+    return contexts_of(what)
 
 
 def program(seed):
@@ -193,7 +194,8 @@ def follows_a_kept_draw(drawn):
 
 
 def run(drawn, seed, compress=True):
-    """What each run of the region drew, with the state of the generator after every step; the state at the end."""
+    """What each run of the region drew, with the state of the generator after every step;
+    the state at the end."""
     steps, codec, policy, way = drawn if compress else (drawn[0], None, None, drawn[3])
     torch.manual_seed(seed)
     w = torch.randn(WIDTH, WIDTH) * WIDTH**-0.5
@@ -209,7 +211,7 @@ def run(drawn, seed, compress=True):
         return h.sin()
 
     def call(h):
-        options = {} if policy is None else {"context_fn": contexts_of(policy)}
+        options = {} if policy is None else {"context_fn": contexts_for(policy)}
         if way == "one node":
             named = {"random operators": SAVED, "function": _function}.get(policy, policy)
             return gradckpt.SelectiveRecompute.apply(region, named, h, compress=codec)

@@ -1,7 +1,9 @@
-"""Which tests of tests/equivalence come out otherwise with a codec without loss as the default of every call, and why.
+"""Which tests of tests/equivalence come out otherwise with a codec
+without loss as the default of every call, and why.
 
-All others have to pass, and these have to fail (``pytest tests/equivalence --codec raw``, conftest.py there): with what
-they return, the gradients, as torch's nevertheless, unless ``values`` says that these differ as well.
+All others have to pass, and these have to fail (``pytest tests/equivalence --codec raw``,
+conftest.py there): with what they return, the gradients, as torch's nevertheless, unless ``values``
+says that these differ as well.
 """
 
 from __future__ import annotations

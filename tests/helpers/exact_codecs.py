@@ -1,7 +1,8 @@
-"""The codecs without loss as the default of every call: what runs with them must be what runs without.
+"""The codecs without loss as the default of every call:
+what runs with them must be what runs without.
 
-``WAYS`` are stand-ins for ``checkpoint(function, *args, **kwargs)``: each with every floating tensor as a payload, and
-the same without compression, to the last bit the same.
+``WAYS`` are stand-ins for ``checkpoint(function, *args, **kwargs)``: each with every floating
+tensor as a payload, and the same without compression, to the last bit the same.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import gradckpt
 
 CODECS = ("raw", "lossless")
 CONFIGS = {
-    f"{codec}, replay" if replay else codec: gradckpt.CompressionConfig(
-        codec, min_numel=0, include="floating", leaves=True, replay=replay
+    f"{codec}, fake_quantize" if fake_quantize else codec: gradckpt.CompressionConfig(
+        codec, min_numel=0, include="floating", fake_quantize=fake_quantize
     )
     for codec in CODECS
-    for replay in (False, True)
+    for fake_quantize in (False, True)
 }
 
 
@@ -36,7 +37,8 @@ _checkpoint, _compat = gradckpt.checkpoint, gradckpt.compat.checkpoint
 
 
 def by_default(config: Any, *args: Any, **options: Any) -> Any:
-    """``gradckpt.checkpoint`` with `config`; the reentrant form refuses compression, and runs without."""
+    """``gradckpt.checkpoint`` with `config`; the reentrant form refuses compression,
+    and runs without."""
     reentrant = options.get("use_reentrant", False)
     if reentrant is not None and not reentrant:
         options.setdefault("compress", config)
@@ -44,8 +46,8 @@ def by_default(config: Any, *args: Any, **options: Any) -> Any:
 
 
 def compat_by_default(config: Any, *args: Any, **options: Any) -> Any:
-    """The same for ``gradckpt.compat.checkpoint``, where it can be: it is reentrant unless told otherwise, and the
-    keywords of ours are the function's."""
+    """The same for ``gradckpt.compat.checkpoint``, where it can be: it is reentrant unless told
+    otherwise, and the keywords of ours are the function's."""
     otherwise = {"compress", "buffers"} & {*options} or options.get("context_fn", _compat) is None
     if not args or options.get("use_reentrant") is not False or otherwise:
         return _compat(*args, **options)
@@ -53,7 +55,7 @@ def compat_by_default(config: Any, *args: Any, **options: Any) -> Any:
 
 
 def exchange_defaults(config: Any) -> None:
-    """For the rest of this process, whoever looks the functions up from now on."""
+    """Replace the functions for all later look-ups in this process."""
     gradckpt.checkpoint = functools.wraps(_checkpoint)(functools.partial(by_default, config))
     gradckpt.compat.checkpoint = functools.wraps(_compat)(functools.partial(compat_by_default, config))
 
@@ -101,7 +103,7 @@ for _name, _config in CONFIGS.items():
     WAYS[f"nested {_name}"] = Way(functools.partial(_nested, _ours), functools.partial(_nested, _none))
 for _codec in CODECS:
     _config = CONFIGS[_codec]
-    _kept = gradckpt.CompressionConfig(_codec, min_numel=0, leaves=True)
+    _kept = gradckpt.CompressionConfig(_codec, min_numel=0)
     WAYS[f"patched {_codec}"] = Way(functools.partial(_patched, _config), _theirs)
     WAYS[f"saved {_codec}"] = Way(functools.partial(_saved, _kept), _plain)
     WAYS[f"selective {_codec}"] = Way(functools.partial(_selective, _config), functools.partial(_selective, None))

@@ -1,4 +1,5 @@
-"""The two ways to keep what a function needs compressed, called alike: in a region, and as saved tensors."""
+"""The two ways to keep what a function needs compressed, called alike: in a region,
+and as saved tensors."""
 
 import gradckpt
 

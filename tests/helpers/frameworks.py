@@ -1,4 +1,5 @@
-"""Folders of frameworks that must not lie in the tests' own site-packages; only processes of their own import them.
+"""Folders of frameworks that must not lie in the tests' own site-packages;
+only processes of their own import them.
 
 ``frameworks.txt`` says what is in which, and why there are two; ``make test_all`` installs them.
 """

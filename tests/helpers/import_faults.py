@@ -1,7 +1,9 @@
-"""The operators are registered while the extension is imported: any answer of torch may be a refusal.
+"""The operators are registered while the extension is imported:
+any answer of torch may be a refusal.
 
-``python import_faults.py LIBRARY EXTENSION``: LIBRARY is call_faults.c, compiled. Each import is the first one of a
-process of its own, and is tried twice. Prints, for each answer, what both attempts said.
+``python import_faults.py LIBRARY EXTENSION``: LIBRARY is call_faults.c, compiled. Each import is
+the first one of a process of its own, and is tried twice. Prints, for each answer, what both
+attempts said.
 """
 
 from __future__ import annotations

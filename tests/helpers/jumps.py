@@ -1,8 +1,9 @@
-"""Where operators jump: a straight line from an input to one nearby is searched for places where what the operator
-returns, or the gradient through it, changes by an amount that does not shrink with the step.
+"""Where operators jump: a straight line from an input to one nearby is searched for places where
+what the operator returns, or the gradient through it, changes by an amount that does not shrink
+with the step.
 
-There a region of the operator runs on the one side, and again on the other, and keeps what the forward decided. Where
-that does not jump, the decision is replayed.
+There a region of the operator runs on the one side, and again on the other, and keeps what the
+forward decided. Where that does not jump, the decision is replayed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ KINDS = ("discrete", "values", "gradients")
 
 
 class Point(NamedTuple):
-    """What an operator returned at one place of a line; and the gradient there, None where it has no such."""
+    """What an operator returned at one place of a line; and the gradient there,
+    None where it has no such."""
 
     discrete: tuple[Any, ...]
     values: tuple[torch.Tensor, ...]
@@ -47,7 +49,8 @@ def is_moved(x: Any) -> bool:
 
 
 def nearly_restored(x: torch.Tensor) -> torch.Tensor:
-    """Near to what a codec gives back, whose zeros are exact: one is, and no other values are equal."""
+    """Near to what a codec gives back, whose zeros are exact: one is,
+    and no other values are equal."""
     flat = x.detach().flatten()
     near = flat + 0.97 * (gradckpt.codecs.encode(flat.float(), "int4").decode().to(x.dtype) - flat)
     if x.numel() > 1:
@@ -120,8 +123,9 @@ def alone(moved: Moved) -> Line:
     return line
 
 
-def recomputed(moved: Moved, start: float, decisions: bool | str) -> Line:
-    """A region whose forward ran at the start, and which runs again at another place of the line."""
+def recomputed(moved: Moved, start: float, replay_discrete: bool | str) -> Line:
+    """A region whose forward ran at the start,
+    and which runs again at another place of the line."""
     at, seen = start, []
     leaves = moved.leaves()
 
@@ -130,7 +134,7 @@ def recomputed(moved: Moved, start: float, decisions: bool | str) -> Line:
         seen[:] = [(discrete, tuple(x.detach().clone() for x in floating))]
         return *floating, (decides * 2).sin()  # which saves what a backward has to run the region again for
 
-    config = gradckpt.CompressionConfig("int8", decisions=decisions, min_numel=1)
+    config = gradckpt.CompressionConfig("int8", replay_discrete=replay_discrete, min_numel=1)
     anchor = torch.ones(4, requires_grad=True)
     outputs = gradckpt.checkpoint(region, anchor * 1, compress=config, early_stop=False)
 
@@ -148,7 +152,8 @@ def recomputed(moved: Moved, start: float, decisions: bool | str) -> Line:
 
 
 def distance(a: Point, b: Point, kind: str) -> float:
-    """The largest change; of integers and shapes, 1. What is not finite is no value, and does not count."""
+    """The largest change; of integers and shapes, 1. What is not finite is no value,
+    and does not count."""
     first, second = getattr(a, kind), getattr(b, kind)
     if kind == "discrete":
         same = len(first) == len(second) and all(_same(x, y) for x, y in zip(first, second, strict=True))
@@ -169,7 +174,8 @@ def size_of(points: list[Point], kind: str) -> float:
 
 
 class Jump(NamedTuple):
-    """Between two places that are next to each other; its size is beside that of the largest value."""
+    """Between two places that are next to each other;
+    its size is beside that of the largest value."""
 
     kind: str
     size: float
@@ -189,7 +195,8 @@ def halve(line: Line, a: tuple[float, Point], b: tuple[float, Point], kind: str,
         if changes[-1] <= SMALL * scale or (i >= 4 and changes[-1] < changes[-6] / 20):
             return None
     lasting = kind == "discrete" or 1 / 3 < changes[-1] / changes[-15] < 3  # less: a steep slope; more: a pole
-    # A little further apart: values that change places there are not equal. At the end of a line there may be a zero.
+    # A little further apart: values that change places there are not equal.
+    # At the end of a line there may be a zero.
     behind = b[0] if b[0] == 1 else b[0] + APART
     return Jump(kind, changes[-1] / scale, a[0] - APART, behind, scale) if lasting else None
 
@@ -210,9 +217,10 @@ def jumps(line: Line) -> list[Jump]:
     return [jump for jump in found if jump is not None]
 
 
-def is_replayed(moved: Moved, jump: Jump, decisions: bool | str = True) -> bool:
-    """A forward on the one side and a recompute on the other give what a recompute on the first side gives."""
-    line = recomputed(moved, jump.before, decisions)
+def is_replayed(moved: Moved, jump: Jump, replay_discrete: bool | str = True) -> bool:
+    """A forward on the one side and a recompute on the other give
+    what a recompute on the first side gives."""
+    line = recomputed(moved, jump.before, replay_discrete)
     try:
         change = distance(line(jump.before), line(jump.behind), jump.kind)
     except torch.utils.checkpoint.CheckpointError:
@@ -224,7 +232,8 @@ def is_replayed(moved: Moved, jump: Jump, decisions: bool | str = True) -> bool:
 
 
 def gradient_error(moved: Moved, codec: str) -> float | None:
-    """Of a region of the operator, all of whose inputs come back approximate; None: it has no gradient."""
+    """Of a region of the operator, all of whose inputs come back approximate; None:
+    it has no gradient."""
 
     def gradients(compress: Any) -> torch.Tensor | None:
         leaves = moved.leaves()
@@ -264,7 +273,8 @@ def variants(op: Any, case: Case) -> Iterator[Case]:
 
 
 def further_cases() -> Iterator[Case]:
-    """What torch's samples lack: places that are reduced into more than once, and orders of norms apart."""
+    """What torch's samples lack: places that are reduced into more than once,
+    and orders of norms apart."""
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape: int) -> torch.Tensor:
@@ -295,7 +305,8 @@ LINES = ((0.3, 1), (0, 2), (1.5, 3))
 
 
 def search(case: Case) -> Iterator[tuple[Moved, Jump]]:
-    """Jumps on some lines from a sample. Where a line leaves what the operator takes, none is found."""
+    """Jumps on some lines from a sample. Where a line leaves what the operator takes,
+    none is found."""
     for far, seed in LINES:
         moved = Moved(case, far, seed)
         if not moved.starts:

@@ -1,8 +1,10 @@
-"""The families of transformers models at tiny shapes, with padded batches: for tests and benchmarks/bench_families.py.
+"""The families of transformers models at tiny shapes, with padded batches: for tests and
+benchmarks/bench_families.py.
 
-Built from a config, with nothing downloaded. Dropout is on wherever a family has it: in its residual
-stream or, as in Llama, in attention only. Shapes are the least that keep what is particular to a family:
-grouped heads, soft caps, sliding windows that are shorter than the sequence, cross attention, routing.
+Built from a config, with nothing downloaded. Dropout is on wherever a family has it: in its
+residual stream or, as in Llama, in attention only. Shapes are the least that keep what is
+particular to a family: grouped heads, soft caps, sliding windows that are shorter than the
+sequence, cross attention, routing.
 """
 
 from __future__ import annotations
@@ -180,8 +182,9 @@ class Family(NamedTuple):
     inputs: int = 0  # of those layers, that a codec takes; 0: one each
 
 
-#: OPT has the ReLU of the first T5, which turns small changes of its input into large ones of the gradient at
-#: random weights: with GELU in its place the error is 0.4 %, and bf16 autocast costs OPT 5 %.
+#: OPT has the ReLU of the first T5, which turns small changes of its input into large ones of the
+#: gradient at random weights: with GELU in its place the error is 0.4 %, and bf16 autocast costs
+#: OPT 5 %.
 FAMILIES = {
     "llama": Family(llama, text, 3, 0.01, 0.9995),
     "qwen3": Family(qwen3, text, 3, 0.02, 0.999),
@@ -192,7 +195,7 @@ FAMILIES = {
     "opt": Family(opt, text, 3, 0.1, 0.97),
     "bert": Family(bert, text, 3, 0.005, 0.9995),
     # With the encoder's states, and the biases of position that all layers but the first are given.
-    "t5": Family(t5, translation, 4, 0.04, 0.999, inputs=9),
+    "t5": Family(t5, translation, 4, 0.04, 0.999, inputs=8),  # and a leaf, zeros that transformers makes
     "vit": Family(vit, images, 3, 0.04, 0.997),
     "clip": Family(clip, captions, 4, 0.02, 0.998),
     "whisper": Family(whisper, speech, 4, 0.01, 0.9995, inputs=6),
@@ -237,7 +240,8 @@ def stock(model: Any, **more: Any) -> Any:
 
 
 def gradients(family: str, model: Any, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-    """Loss, gradients and the RNG state that a training step leaves behind; ``more`` goes to the model."""
+    """Loss, gradients and the RNG state that a training step leaves behind;
+    ``more`` goes to the model."""
     torch.manual_seed(2)
     model.zero_grad()
     loss = model(**FAMILIES[family].batch(), **more).loss

@@ -1,4 +1,5 @@
-"""What the tests of buffers="once" share: a net with every norm, the ways to checkpoint it, and one step."""
+"""What the tests of buffers="once" share: a net with every norm, the ways to checkpoint it,
+and one step."""
 
 import copy
 import functools
@@ -9,8 +10,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import gradckpt
-from gradckpt import buffers
-from gradckpt.sequential import Segment
+from gradckpt._engine import buffers
+from gradckpt._engine.sequential import Segment
 
 RAW = {"codec": "raw", "min_numel": 1}
 
@@ -97,7 +98,8 @@ def plainly(function, *args):
 
 
 def both(make, call, net=None, backwards=1, passed=False):
-    """The same step with and without checkpointing, on copies of one net; passed: as ``buffers=``."""
+    """The same step with and without checkpointing, on copies of one net; passed:
+    as ``buffers=``."""
     net = net or Norms()
     other = copy.deepcopy(net)
     if passed:

@@ -1,7 +1,7 @@
 """PyTorch's own table of operators with samples of their arguments (OpInfo).
 
-Who reads it does so in a process of its own: torch's test package freezes backend flags, loads a hypothesis profile and
-may initialise CUDA when it is imported.
+Who reads it does so in a process of its own: torch's test package freezes backend flags, loads a
+hypothesis profile and may initialise CUDA when it is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Case(NamedTuple):
 
 
 def operators() -> list[Any]:
-    """torch's table. Its module wants expecttest, for classes that nothing here uses: a stand-in will do."""
+    """torch's table. Its module wants expecttest, for classes that nothing here uses:
+    a stand-in will do."""
     try:
         import expecttest  # noqa: F401
     except ImportError:

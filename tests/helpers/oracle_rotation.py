@@ -15,7 +15,8 @@ def hadamard_matrix():
 
 
 def stage_matrix(bit):
-    """One stage: row i adds (bit clear) or subtracts (bit set) the two values whose indices differ in `bit`."""
+    """One stage: row i adds (bit clear) or subtracts (bit set) the two
+    values whose indices differ in `bit`."""
     stage = np.zeros((GROUP, GROUP), np.int64)
     for i in range(GROUP):
         stage[i, i & ~(1 << bit)] = 1
@@ -41,7 +42,8 @@ def fraction_of_pi(bits):
     return (4 * (4 * arctan_of_inverse(5) - arctan_of_inverse(239)) - 3 * one) >> 32
 
 
-#: 16 patterns of 128 signs: the fraction of pi in words of 32 bits, each of which counts from its low end.
+#: 16 patterns of 128 signs: the fraction of pi in words of 32 bits,
+#: each of which counts from its low end.
 PI = fraction_of_pi(2048)
 SIGNS = np.array([[1 - 2 * (PI >> (2047 - i // 32 * 32 - 31 + i % 32) & 1) for i in range(2048)]], F32).reshape(16, 128)
 
@@ -137,7 +139,7 @@ def integers(y, inverse):
 
 
 def spike_group(codec, v, at, y):
-    """128 codes of a spike group; y: rotated with a zero in the place of v."""
+    """128 codes of a spike group; y: rotated with a zero in place of v."""
     amax = np.abs(y).max(keepdims=True)
     stored, inverse = step_of(codec, np.where(amax < TINY, F32(0), amax), None)
     t = integers(y[None, :], inverse)[0]

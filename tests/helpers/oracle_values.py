@@ -26,7 +26,8 @@ def to_float(bits, dtype):
 
 
 def to_bits(values, dtype):
-    """float32 to the bits of `dtype`, rounded to nearest even; NaN becomes the quiet NaN without a payload."""
+    """float32 to the bits of `dtype`, rounded to nearest even;
+    NaN becomes the quiet NaN without a payload."""
     values = np.where(np.isnan(values), F32(np.nan), np.asarray(values, F32)).astype(F32)
     if dtype == "float32":
         return values.view(np.uint32)
@@ -41,7 +42,8 @@ def to_bits(values, dtype):
 
 
 def fp8_values(exponent_bits, mantissa_bits, bias):
-    """The non-negative values of an FP8 format in code order, as OCP defines them; NaN and Inf as if finite."""
+    """The non-negative values of an FP8 format in code order, as OCP defines them;
+    NaN and Inf as if finite."""
     values = []
     for code in range(128):
         exponent, mantissa = code >> mantissa_bits, Fraction(code & ((1 << mantissa_bits) - 1), 1 << mantissa_bits)
@@ -73,7 +75,8 @@ class Fp8:
         return (high + ((low > 0x8000) | ((low == 0x8000) & (high % 2 == 1)))).astype(np.uint32)
 
     def codes(self, x, inverse, escaped, noise=None):
-        """x: scaled values [G, 128]; inverse: 1 / s [G, 1]. Rounds float32(x * m), m = float32(2^shift / s)."""
+        """x: scaled values [G, 128]; inverse: 1 / s [G, 1]. Rounds float32(x * m),
+        m = float32(2^shift / s)."""
         product = x * (inverse * F32(2.0**self.shift))
         magnitude = np.abs(product).astype(np.float64) * 2.0**-self.shift
         if noise is not None:
@@ -160,7 +163,8 @@ def bit_rows(codes, bits):
 
 
 def pack(codec, codes):
-    """[G, 128] codes to [G, bytes]: bit fields, lowest first; int6: four bits each, then two bits each."""
+    """[G, 128] codes to [G, bytes]: bit fields, lowest first; int6: four bits each,
+    then two bits each."""
     bits = BITS.get(codec, 8)
     rows = bit_rows(codes.astype(np.uint8), bits)
     parts = [rows] if bits != 6 else [rows[:, :, :4], rows[:, :, 4:]]

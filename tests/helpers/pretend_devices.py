@@ -1,6 +1,8 @@
-"""Run by test_devices.py in a process of its own: a torch that believes in a CUDA and an XPU device.
+"""Run by test_devices.py in a process of its own:
+a torch that believes in a CUDA and an XPU device.
 
-Their generators are counters; tensors there are fake ones. Prints, for each implementation, what it did.
+Their generators are counters; tensors there are fake ones. Prints, for each implementation,
+what it did.
 """
 
 import contextlib
@@ -11,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+fake_tensor.init_gpu_context = lambda device: None  # else a torch built for CUDA asks the driver
 torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")  # before gradckpt looks
 
 import gradckpt  # noqa: E402
@@ -21,7 +25,7 @@ state = {"cuda": [10, 20, 30], "xpu": [40]}
 
 
 def pretend(kind: str) -> None:
-    """Put counters in the place of the generators of ``torch.<kind>``."""
+    """Put counters in place of the generators of ``torch.<kind>``."""
     module, current = getattr(torch, kind), [0]
 
     def index_of(device: Any) -> int:
@@ -50,7 +54,8 @@ def on(device: str) -> torch.Tensor:
 
 
 def seen_by(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The generators as the forward and the recompute find them, and as the backward leaves them."""
+    """The generators as the forward and the recompute find them,
+    and as the backward leaves them."""
     state.update(cuda=[10, 20, 30], xpu=[40])
     seen = []
 
@@ -109,7 +114,8 @@ def report(checkpoint: Callable[..., Any]) -> dict[str, Any]:
 
 
 def without_kernels() -> dict[str, Any]:
-    """A device of which gradckpt knows nothing: why its tensors are kept, and what encode() says."""
+    """A device of which gradckpt knows nothing: why its tensors are kept,
+    and what encode() says."""
     torch.utils.backend_registration._setup_privateuseone_for_python_backend("odd")
     x, y = torch._C._acc.create_empty_tensor((4,), torch.float32), torch.ones(4, requires_grad=True) * 1
     gradckpt.stats.reset()
@@ -119,7 +125,7 @@ def without_kernels() -> dict[str, Any]:
         gradckpt.codecs.encode(x)
         return {}
     except TypeError as e:
-        return {"device": str(x.device), "kept": gradckpt.stats()["kept"], "encode": str(e)}
+        return {"device": str(x.device), "uncompressed": gradckpt.stats()["uncompressed"], "encode": str(e)}
 
 
 pretend("cuda")

@@ -1,4 +1,5 @@
-"""Processes for tests: a function of a test file in an interpreter of its own, and one in a forked child."""
+"""Processes for tests: a function of a test file in an interpreter of its own,
+and one in a forked child."""
 
 import os
 import subprocess
@@ -11,7 +12,8 @@ WAIT = 30  # seconds, for what happens at once unless something is broken
 
 
 def alone(script, *arguments):
-    """Run a function of a test file in a process of its own: it ends with 0 and writes nothing to stderr."""
+    """Run a function of a test file in a process of its own:
+    it ends with 0 and writes nothing to stderr."""
     file = Path(script.__code__.co_filename)
     path = os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(file), script.__name__, *arguments]
@@ -21,7 +23,8 @@ def alone(script, *arguments):
 
 
 def in_child(function):
-    """For a process of its own: once torch's engine has started threads, a forked child has no backward."""
+    """For a process of its own: once torch's engine has started threads,
+    a forked child has no backward."""
     pid = os.fork()
     if pid == 0:
         code = 1

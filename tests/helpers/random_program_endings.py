@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProgramError(Exception):
-    """Raised by a program, caught by nobody below it."""
+    """An exception of a program that is not caught below it."""
 
 
 def fingerprint(value: Any) -> Any:
@@ -105,15 +105,17 @@ def _double(run: Run, outputs: list[torch.Tensor]) -> None:
 
 
 def _group(run: Run, outputs: list[torch.Tensor]) -> None:
-    """Not on after an exception: torch's counter then stays where the recompute broke off, and the next backward of the
-    group takes values of the wrong slots for gradients (2.13). Ours starts again."""
+    """Not on after an exception: torch's counter then stays where the recompute broke off, and the
+    next backward of the group takes values of the wrong slots for gradients (2.13). Ours starts
+    again."""
     with torch_checkpoint.GraphExecGroup():
         while outputs and run.backward(f"backward of {len(outputs)}", [outputs.pop()], retain_graph=True):
             pass
 
 
 def _hooked(run: Run, outputs: list[torch.Tensor]) -> None:
-    """A backward inside a backward over the same regions; not from a recompute: it could reach the node that waits."""
+    """A backward inside a backward over the same regions; not from a recompute:
+    it could reach the node that waits."""
     last = outputs[-1]
 
     def hook(grad: torch.Tensor) -> None:
@@ -122,7 +124,8 @@ def _hooked(run: Run, outputs: list[torch.Tensor]) -> None:
         inner = torch.autograd.grad(last.float().sum(), run.x, retain_graph=True, allow_unused=True)
         run.note("inner grad", fingerprint(inner[0]))
 
-    # Read first: torch 2.13 crashes in register_hook of a view of a leaf that was changed under no_grad since.
+    # Read first: torch 2.13 crashes in register_hook of a view of a
+    # leaf that was changed under no_grad since.
     _ = outputs[0].grad_fn
     handle = outputs[0].register_hook(hook)
     run.backward("outer backward", outputs, retain_graph=True)

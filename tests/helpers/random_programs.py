@@ -1,11 +1,13 @@
-"""Random programs that use checkpoint: the language, and drawing one with hypothesis, so that a failing one is shrunk.
+"""Random programs that use checkpoint: the language, and drawing one with hypothesis,
+so that a failing one is shrunk.
 
-A program is a tree of named tuples, printed as the expression that makes it again. Registers are tensors of 3x3
-floats; an index counts from the latest register backwards, modulo their number, so that every tree is a program.
-What a program does is in random_program_runs.py.
+A program is a tree of named tuples, printed as the expression that makes it again. Registers are
+tensors of 3x3 floats; an index counts from the latest register backwards, modulo their number, so
+that every tree is a program. What a program does is in random_program_runs.py.
 
-All choices of a program are read from one drawn string of bytes. Drawn one by one, hypothesis would spend five of six
-examples on variants of the one before, most of them with the same few simplest choices.
+All choices of a program are read from one drawn string of bytes. Drawn one by one, hypothesis would
+spend five of six examples on variants of the one before, most of them with the same few simplest
+choices.
 """
 
 from __future__ import annotations
@@ -91,10 +93,12 @@ class Options(NamedTuple):
 
 
 class Region(NamedTuple):
-    """checkpoint(function, ...) where function is `body` on registers of its own: captured ones, then arguments.
+    """checkpoint(function, ...) where function is `body` on registers of its own:
+    captured ones, then arguments.
 
-    Containers are ("list", items...), ("tuple", ...), ("dict", ...), ("pair", ...), ("value", anything); an int is
-    a register; in results ("mask", register) is a bool tensor and ("detached", register) what it says.
+    Containers are ("list", items...), ("tuple", ...), ("dict", ...), ("pair", ...), ("value",
+    anything); an int is a register; in results ("mask", register) is a bool tensor and ("detached",
+    register) what it says.
     """
 
     name: str
@@ -108,7 +112,8 @@ class Region(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What happens after the forward: `between`, then backward of the last `outputs` registers in the way of `kind`."""
+    """What happens after the forward: `between`,
+    then backward of the last `outputs` registers in the way of `kind`."""
 
     kind: str
     between: str
@@ -143,7 +148,8 @@ def one_in(n: int) -> list[bool]:
 INDEX = [0, 0, 0, 1, 1, 2, 3, 4, 5]
 RESULT = [0, 0, 0, 0, 0, 1, 2, 5]
 SAVING = ["sin", "tanh", "softmax", "mul", "mm", "linear"]
-# Random operators and views twice: they are what a checkpoint can get wrong. And enough that saves something.
+# Random operators and views twice: they are what a checkpoint can get wrong.
+# And enough that saves something.
 OPERATOR = [*OPERATORS, *sorted(RANDOM), *sorted(VIEWS), *SAVING, *SAVING]
 IN_PLACE_OPERATOR = list(IN_PLACE)
 CUSTOM_FUNCTION = [*CUSTOM, "saves inputs", "saves output", "two outputs"]
@@ -169,7 +175,8 @@ SCOPE = weighted(
 )
 INNER_GRAD = weighted(grad=2, retain_graph=2, create_graph=2, backward=2, of__a__new__graph=2)
 DIVERGENCE = weighted(more=1, fewer=1, shape=1, dtype=1)
-# gradckpt.checkpoint updates running statistics once a step, and means to: no Norm there, but with buffers="torch".
+# gradckpt.checkpoint updates running statistics once a step, and means to: no Norm there,
+# but with buffers="torch".
 API = ["gradckpt", "gradckpt", "compat", "gradckpt, buffers as torch"]
 EXCEPTION = weighted(program=5, runtime=1, interrupt=1, exit=1)
 DETERMINISM = weighted(none=9, default=5, wrong=1)
@@ -310,8 +317,8 @@ def program_of(data: bytes) -> Program:
     drawer = _Drawer(data)
     draw = drawer.draw
     drawer.reentrant = draw(one_in(7))
-    # Never both inside: a recompute whose input was changed in place can reach the node that is waiting for it through
-    # a backward of its own, and torch stands still on that node's mutex.
+    # Never both inside: a recompute whose input was changed in place can reach the node that is
+    # waiting for it through a backward of its own, and torch stands still on that node's mutex.
     drawer.in_place = draw(EVEN)
     api = "compat" if drawer.reentrant else draw(API)
     drawer.buffers = api != "gradckpt"

@@ -1,4 +1,5 @@
-"""Programs whose regions route tokens to experts, at every level of regions in regions; and who runs the regions."""
+"""Programs whose regions route tokens to experts, at every level of regions in regions;
+and who runs the regions."""
 
 import contextlib
 import functools
@@ -9,13 +10,14 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
 import gradckpt
-from gradckpt import apply
+from gradckpt._models import regions
 
 TOKENS, WIDTH, EXPERTS = 96, 64, 16
 
 
 class Router(torch.nn.Module):
-    """A residual layer and a layer of experts. ``runs``: what each run chose; ``fixed``: what is chosen always."""
+    """A residual layer and a layer of experts. ``runs``: what each run chose; ``fixed``:
+    what is chosen always."""
 
     def __init__(self, choice="tokens"):
         super().__init__()
@@ -49,7 +51,8 @@ class Router(torch.nn.Module):
         return h if self.inner is None else self.inner(h)
 
 
-# ---- who runs a region: (what is around the program, a region, a region that may run again on restored values) ----
+# ---- ways to run a region: (what is around the program, a region, a region that may run again on
+# restored values) ----
 
 
 def _contexts(codec):
@@ -129,7 +132,7 @@ def _sequential(codec):
 def _applied(codec, model):
     """Regions inside each other, which enable() itself does not make."""
     for router in [m for m in model.modules() if isinstance(m, Router)]:
-        apply.choose(router, "", apply.parse_options({"compress": codec}, {}), 1, False).install()
+        regions.choose(router, "", regions.parse_options({"compress": codec}, {}), 1, False).install()
     yield
     gradckpt.disable(model)
 
@@ -172,7 +175,8 @@ def build(depth, choice, seed=0):
 
 
 def _put_inside(router, inner):
-    """A module as a child, so that who walks through modules finds it; any other callable as it is."""
+    """A module as a child, so that who walks through modules finds it;
+    any other callable as it is."""
     router._modules.pop("inner", None)
     vars(router).pop("inner", None)
     router.inner = inner

@@ -19,13 +19,6 @@ RAW = {"codec": "raw", "min_numel": 16}
 EXACT = "backward needs it exactly"
 
 
-#: torch 2.10 and 2.11: what a node will need of a tensor is not to be seen, so it is rounded (docs/saved.md).
-BLIND = not hasattr(torch._C._autograd, "_make_saved_tensor")
-
-
-BLIND_REASON = "this torch does not show what hooks gave it"
-
-
 @pytest.fixture(autouse=True)
 def fresh():
     torch.manual_seed(0)

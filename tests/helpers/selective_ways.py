@@ -1,4 +1,5 @@
-"""What tests of selective recompute share: the checkpoints and contexts they compare, and operators that count."""
+"""What tests of selective recompute share: the checkpoints and contexts they compare,
+and operators that count."""
 
 import contextlib
 import functools
@@ -141,7 +142,7 @@ def _nothing_left_behind():
 
 
 def catches_nothing():
-    """A region of now keeps what is its own, and nobody else does."""
+    """A region of now keeps its own outputs, and no other region does."""
     context_fn = Way("by key").contexts([aten.mm.default])
     x = torch.ones(4, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(gradckpt.checkpoint(lambda t: t.mm(t).exp(), x, context_fn=context_fn).sum(), x)

@@ -1,6 +1,8 @@
-"""Which tests `make test` runs, and which `make test_all` beside them. conftest.py asks, for ``--target``."""
+"""Which tests `make test` runs, and which `make test_all` beside them. conftest.py asks,
+for ``--target``."""
 
-#: What `make test` leaves to `make test_all`, by reason: folders, files, and the first letters of tests.
+#: What `make test` leaves to `make test_all`, by reason: folders, files,
+#: and the first letters of tests.
 LEFT_BECAUSE = {
     "needs packages that `make test` does not install, or ranks of its own": (
         "frameworks",
@@ -18,14 +20,16 @@ LEFT_BECAUSE = {
         "package/test_benchmarks_families.py",
         "package/test_benchmarks_selective.py",
         "package/test_docs.py::test_commands_run",
+        "package/test_docs.py::test_changelog_is_in_the_site",
         "package/test_docs.py::test_every_page_is_built",
         "package/test_docs.py::test_examples_run",
         "package/test_docs.py::test_nothing_is_loaded_from_elsewhere",
-        "package/test_docs.py::test_reference_is_complete",
         "package/test_docs.py::test_tables_are_tables",
         "package/test_examples.py",
+        "package/test_make_release.py",
         "package/test_packaging.py",
         "package/test_run.py",
+        "package/test_run_options.py",
     ),
     "runs mypy once more": (
         "package/test_typing.py::test_a_typed_program_passes",

@@ -1,8 +1,10 @@
-"""Runs a program that imports torchvision beside torch's CPU wheel: ``python torchvision_operators.py PROGRAM ARGS...``
+"""Runs a program that imports torchvision beside torch's CPU wheel: ``python
+torchvision_operators.py PROGRAM ARGS...``
 
-PyPI has torchvision for CUDA alone. Beside a torch without CUDA its library does not load, the operators in it are
-missing, and ``import torchvision`` fails while it describes two of them. timm needs the import, but neither operator,
-so they are declared here without a kernel, unless torchvision's own are there.
+PyPI has torchvision for CUDA alone. Beside a torch without CUDA its library does not load, the
+operators in it are missing, and ``import torchvision`` fails while it describes two of them. timm
+needs the import, but neither operator, so they are declared here without a kernel, unless
+torchvision's own are there.
 """
 
 import importlib.util
@@ -19,7 +21,8 @@ SCHEMAS = (
 
 
 def declare() -> "torch.library.Library | None":
-    """The declarations, which hold as long as the object lives; None: torchvision's own operators load."""
+    """The declarations, which hold as long as the object lives; None:
+    torchvision's own operators load."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         raise SystemExit("torchvision is not installed; `make test_all` installs it for the tests of timm")

@@ -1,6 +1,8 @@
-"""Imports gradckpt and runs regions without a private name of torch: one forked child for each name.
+"""Imports gradckpt and runs regions without a private name of torch:
+one forked child for each name.
 
-Arguments: the names, as JSON. Prints for each, as JSON, what import and regions said: "ok", or the exception.
+Arguments: the names, as JSON. Prints for each, as JSON, what import and regions said: "ok",
+or the exception.
 """
 
 import importlib

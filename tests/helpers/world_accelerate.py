@@ -12,7 +12,7 @@ from world_torch import COMPRESS, clean, compare, full_state, gradients
 from worlds import RANK
 
 import gradckpt
-from gradckpt.apply import region_of
+from gradckpt._models.regions import region_of
 
 LAYERS = 3
 BLOCK = "LlamaDecoderLayer"  # FSDP2 puts "FSDP" before it
@@ -67,7 +67,8 @@ def forget_device():
 
 
 def pretend_device():
-    """accelerate has FSDP for devices alone; told that this is one, it does what it does on two GPUs."""
+    """accelerate has FSDP for devices alone; told that this is one,
+    it does what it does on two GPUs."""
     forget_device()
     PartialState(cpu=True)
     PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
@@ -113,7 +114,7 @@ def examine(version, hows, **options):
             "engine": type(model).__name__,
             **compare(mine["gradients"], stock["gradients"]),
             "same losses": mine["losses"] == stock["losses"],
-            **{key: stats[key] for key in ("regions", "recomputes", "asked", "compressed", "bytes_in", "bytes_out")},
+            **{key: stats[key] for key in ("regions", "recomputes", "eligible", "compressed", "bytes_in", "bytes_out")},
             "wrapped": sum(map(is_checkpointed, model.modules())),
             "keys": {clean(key) for key in full_state(model)} == set(llama().state_dict()),
         }

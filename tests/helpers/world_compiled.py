@@ -5,7 +5,8 @@ import functools
 import torch
 from world_torch import Block, compare, ddp, fsdp1, fsdp2, train
 
-#: The engine, what is compiled, and whether that holds the regions: then their payloads are the graphs'.
+#: The engine, what is compiled, and whether that holds the regions:
+#: then their payloads are the graphs'.
 CASES = {
     "ddp": (ddp, "model", True),
     "fsdp1": (fsdp1, "model", True),
@@ -34,7 +35,7 @@ def examine(make, where):
         found[how] = {
             **compare(mine["gradients"], stock["gradients"]),
             "same losses": mine["losses"] == stock["losses"],
-            **{key: mine["stats"][key] for key in ("regions", "compressed", "asked", "compiled_tensors")},
+            **{key: mine["stats"][key] for key in ("regions", "compressed", "eligible", "compiled_tensors")},
             "bits": 8 * mine["stats"]["compiled_bytes_out"] / max(1, mine["stats"]["compiled_bytes_in"] / 4),
         }
     return found

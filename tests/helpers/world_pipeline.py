@@ -75,6 +75,6 @@ def pipelines():
                 **compare(mine, gradients),
                 "same losses": its_losses == losses,
                 "calls": [its_calls, calls],
-                **{key: stats[key] for key in ("compressed", "asked", "live_bytes")},
+                **{key: stats[key] for key in ("compressed", "eligible", "live_bytes")},
             }
     return found

@@ -15,7 +15,7 @@ from world_torch import Block, Model, compare, wrap
 from worlds import RANK
 
 import gradckpt
-from gradckpt.integrations import ranks
+from gradckpt._models import ranks
 
 
 def model_of(name, layers=2):
@@ -92,7 +92,7 @@ def quarrels():
     found["switched off"] = error_of(by_apply, mine("int8", "int4"), "Off")
     del os.environ["GRADCKPT_CHECK_RANKS"]
     found["settled"] = settled()
-    found["a field"] = error_of(by_wrapper, mine("int8", {"codec": "int8", "replay": True}), "Field")
+    found["a field"] = error_of(by_wrapper, mine("int8", {"codec": "int8", "fake_quantize": True}), "Field")
     found["one layer"] = error_of(one_layer)
     found["per layer"] = error_of(per_layer)
     found["two models"] = error_of(two_models)
@@ -147,7 +147,7 @@ def later():
     dist.barrier()
     if RANK == 0:
         ranks._tables[0].patience = 0.0
-        step(model)  # nobody has spoken against it
+        step(model)  # no rank disagrees
     dist.barrier()
     try:
         if RANK == 1:
@@ -159,7 +159,8 @@ def later():
 
 
 def alone():
-    """A rank that trains what the other does not is held up once: the others' patience with it is spent then."""
+    """A rank that trains what the other does not is held up once:
+    the others' patience with it is spent then."""
     dist.barrier()
     table = ranks._tables[0]
     table.patience = ranks.PATIENCE
@@ -235,13 +236,18 @@ def torch_wrapper(block):
     return checkpoint_wrapper(block)
 
 
-MODES = {"None": None, "int8": "int8", "lossless": "lossless", "replay": {"codec": "int8", "replay": True}}
+MODES = {
+    "None": None,
+    "int8": "int8",
+    "lossless": "lossless",
+    "fake_quantize": {"codec": "int8", "fake_quantize": True},
+}
 
 
 def tensors():
     mesh = init_device_mesh("cpu", (2,))
     found, stock = {}, None
-    for how in ("torch", "None", "lossless", "int8", "replay", "apply int8"):
+    for how in ("torch", "None", "lossless", "int8", "fake_quantize", "apply int8"):
         model = sequenced(how, mesh)
         generator = torch.Generator().manual_seed(3)
         whole = torch.randn(2, 63, 64, generator=generator)  # shards of 32 and 31
@@ -259,11 +265,12 @@ def tensors():
             **compare(grads, stock[0]),
             "same loss": loss.full_tensor().item() == stock[1],
             **{key: stats[key] for key in ("regions", "compressed", "bytes_in", "bytes_out")},
-            "kept": stats["kept"],
+            "uncompressed": stats["uncompressed"],
             "placements": str(y.placements),
         }
     found["partial"] = partial(mesh)
     found["keyword"] = keyword(mesh)
+    found["leaves"] = [leaf(mesh, fake_quantize) for fake_quantize in (False, True)]
     found["late"] = [late(mesh, layout, local) for layout in (Replicate(), Shard(0)) for local in (True, False)]
     return found
 
@@ -285,6 +292,14 @@ def keyword(mesh):
     return gradckpt.stats()
 
 
+def leaf(mesh, fake_quantize):
+    gradckpt.stats.reset()
+    x = distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)]).requires_grad_()
+    compress = {"codec": "int8", "include": "floating", "fake_quantize": fake_quantize}
+    gradckpt.compat.checkpoint_wrapper(nn.Tanh(), compress)(x).sum().backward()
+    return gradckpt.stats()["compressed"]
+
+
 def late(mesh, layout, local):
     """A region right after a parallel layer, the collective of which is under way."""
 
@@ -300,4 +315,4 @@ def late(mesh, layout, local):
 
     expected = gradient()
     gradckpt.stats.reset()
-    return torch.equal(gradient("lossless"), expected), gradckpt.stats()["compressed"], gradckpt.stats()["kept"]
+    return torch.equal(gradient("lossless"), expected), gradckpt.stats()["compressed"], gradckpt.stats()["uncompressed"]

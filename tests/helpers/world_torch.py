@@ -1,4 +1,5 @@
-"""What each rank does in the tests of torch's engines: the same steps with torch's checkpoint_wrapper and ours."""
+"""What each rank does in the tests of torch's engines: the same steps with torch's
+checkpoint_wrapper and ours."""
 
 import contextlib
 import functools
@@ -15,8 +16,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradckpt
-from gradckpt.apply import region_of
-from gradckpt.integrations.wrapper import CheckpointWrapper
+from gradckpt._models.regions import region_of
+from gradckpt.integrations.torch_distributed import CheckpointWrapper
 
 UNUSED = "find_unused_parameters"
 WIDTH, HEADS, LAYERS, LENGTH, ROWS, WORDS = 64, 4, 4, 64, 2, 61
@@ -106,7 +107,8 @@ def clean(name):
 
 
 def train(make, how, *, same=False, micro=2):
-    """One step of several micro-batches, all but the last without communication: loss, gradients, counters, hashes."""
+    """One step of several micro-batches, all but the last without communication: loss,
+    gradients, counters, hashes."""
     torch.manual_seed(7)
     model = make(how)
     torch.manual_seed(1000)
@@ -152,7 +154,7 @@ def examine(make, ours=("None", "int8")):
         found[how] = {
             **compare(mine["gradients"], stock["gradients"]),
             "same losses": mine["losses"] == stock["losses"],
-            **{key: stats[key] for key in ("regions", "recomputes", "asked", "compressed", "bytes_in", "bytes_out")},
+            **{key: stats[key] for key in ("regions", "recomputes", "eligible", "compressed", "bytes_in", "bytes_out")},
             "wrapped": count(mine["model"]),
             "keys": full_state(mine["model"]).keys()
             == Model(getattr(make, "keywords", {}).get(UNUSED)).state_dict().keys(),
@@ -178,7 +180,8 @@ def ddp(how, **options):
 
 
 def fsdp1(how, inside=True, **options):
-    """``inside``: FSDP(CheckpointWrapper(block)), as torch's documentation and accelerate have it; or the reverse."""
+    """``inside``: FSDP(CheckpointWrapper(block)),
+    as torch's documentation and accelerate have it; or the reverse."""
     model, device = Model(), torch.device("cpu")
     policy = ModuleWrapPolicy({Block})
     if not inside:

@@ -88,7 +88,7 @@ def trainers():
                 **compare(parameters, expected),
                 "engine": engine,
                 "losses": [losses, stock],
-                **{key: stats[key] for key in ("regions", "asked", "compressed", "bytes_in", "bytes_out")},
+                **{key: stats[key] for key in ("regions", "eligible", "compressed", "bytes_in", "bytes_out")},
             }
         try:
             train(version, "int8", flag=True)

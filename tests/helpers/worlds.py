@@ -1,5 +1,5 @@
-"""Worlds of two processes on gloo: :func:`run` starts them; each writes down what it found, and the tests read it.
-:func:`of_one` is the world of a test's own process."""
+"""Worlds of two processes on gloo: :func:`run` starts them; each writes down what it found, and the
+tests read it. :func:`of_one` is the world of a test's own process."""
 
 import gc
 import json
@@ -20,7 +20,8 @@ FOLDER = os.environ.get("GRADCKPT_TEST_WORLD")
 
 
 def run(function, folder, *arguments, ranks=2, fails=False):
-    """Run a function of a test file in each rank. It returns what JSON can carry; here: a list with that of each rank.
+    """Run a function of a test file in each rank. It returns what JSON can carry; here:
+    a list with that of each rank.
 
     With ``fails``: the errors (the last line of stderr) of ranks that raise, or None, in that list.
     """
@@ -78,8 +79,9 @@ def join(folder, name="store"):
 def of_one(function, *arguments):
     """function(*arguments) in a process group of this process alone.
 
-    A function, since a DistributedDataParallel must go before its group: where its reducer holds the group last, torch
-    joins gloo's threads with the GIL held, and one of them may wait for the GIL to let go of its last work.
+    A function, since a DistributedDataParallel must go before its group: where its reducer holds
+    the group last, torch joins gloo's threads with the GIL held, and one of them may wait for the
+    GIL to let go of its last work.
     """
     import torch.distributed as dist
 

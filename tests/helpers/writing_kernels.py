@@ -1,7 +1,9 @@
-"""Which operators have a kernel that writes into what an operator that it calls has returned, and what that one is.
+"""Which operators have a kernel that writes into what an operator that it calls has returned,
+and what that one is.
 
-``python writing_kernels.py`` runs the samples of torch's table (OpInfo) and prints them as JSON. A kernel of Python's
-stands before every operator, on the key that gradckpt catches on: a process of its own.
+``python writing_kernels.py`` runs the samples of torch's table (OpInfo) and prints them as JSON. A
+kernel of Python's stands before every operator, on the key that gradckpt catches on: a process of
+its own.
 """
 
 import itertools

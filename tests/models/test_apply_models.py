@@ -1,4 +1,5 @@
-"""enable(model, modules=...): the kinds of modules in models of transformers and others, gradients, caches."""
+"""enable(model, modules=...): the kinds of modules in models of transformers and others,
+gradients, caches."""
 
 import collections
 
@@ -8,7 +9,7 @@ from apply_models import LENGTH, MODELS, VOCAB, assert_same, build, gradients, n
 from torch import nn
 
 import gradckpt
-from gradckpt.kinds import KINDS, Tree, repeated_blocks
+from gradckpt._models.kinds import KINDS, Tree, repeated_blocks
 
 PREFIX = "_checkpoint_wrapped_module."  # in names of parameters of a model with wrapped modules
 
@@ -101,6 +102,23 @@ def test_repeated_blocks_of_models_in_stages():
     assert blocks_of(stages) == {"Residual": ["two.blocks.0", "two.blocks.1", *(f"three.blocks.{i}" for i in range(3))]}
     rows = nn.Sequential(*(nn.Sequential(*(Residual(8) for _ in range(depth))) for depth in (2, 2, 1, 1)))
     assert blocks_of(rows) == {"Residual": ["0.0", "0.1", "1.0", "1.1"]}
+
+
+class NormAct(nn.Sequential):
+    """As torchvision's Conv2dNormActivation."""
+
+
+class Inverted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Sequential(*(NormAct(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()) for _ in range(3)))
+
+
+def test_repeated_blocks_are_not_their_own_steps():
+    """A block of three convolutions, each with norm and activation, is no stage."""
+    model = nn.Sequential(NormAct(nn.Linear(8, 8)), *(Inverted() for _ in range(3)), NormAct(nn.Linear(8, 8)))
+    assert next(iter(blocks_of(model))) == "Inverted"
+    assert blocks_of(model)["Inverted"] == ["1", "2", "3"]
 
 
 def test_repeated_blocks_share_nothing_and_hold_the_experts():
@@ -255,7 +273,8 @@ def test_compressed_inputs():
 @pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.parametrize("rules", ["layer", "attention", "wrapped"])
 def test_a_cache_is_filled_once(name, rules):
-    """The forward writes to the cache; the recompute, in which the keys would be there twice, to a copy."""
+    """The forward writes to the cache; the recompute, in which the keys would be there twice,
+    to a copy."""
     model = build(name)
 
     def cache_of():

@@ -103,9 +103,13 @@ def test_places_count_a_shared_module_once():
         ([], ValueError, "modules= is empty"),
         ({"layers.0": "skip"}, ValueError, 'every rule says "skip"'),
         ({"layers.?": "int8", "layers.0": "skip"}, ValueError, r"every module that 'layers\.0' matches is taken"),
-        ({"layers.?": "int9"}, ValueError, "unknown codec 'int9'; choose one of"),
+        ({"layers.?": "int9"}, ValueError, r"unknown codec 'int9'; did you mean 'int8'\? choose one of"),
         ({"layers.?": {"compres": "int8"}}, ValueError, r"unknown option 'compres'; did you mean 'compress'\?"),
-        ({"layers.?": {"early_stop": True, "replay": True}}, ValueError, "'replay' is a field of compress="),
+        (
+            {"layers.?": {"early_stop": True, "fake_quantize": True}},
+            ValueError,
+            "'fake_quantize' is a field of compress=",
+        ),
         ({"layers.?": {"use_reentrant": True}}, ValueError, "unknown option 'use_reentrant'"),
         ({"layers.?": {"early_stop": 1}}, TypeError, "early_stop is True or False, not 1"),
         ({"layers.?": {"buffers": "twice"}}, ValueError, "buffers is one of once, torch; not 'twice'"),
@@ -113,9 +117,13 @@ def test_places_count_a_shared_module_once():
         ({"layers.?": {"context_fn": 1}}, TypeError, "context_fn is a function"),
         ({"layers.?": 8}, TypeError, "compress= takes"),
         ({3: "int8"}, TypeError, "modules are selected by .* not by 3"),
-        (("layers.?", "layers.0"), TypeError, "write several selectors as a list"),
-        (dict, TypeError, "must be one of modules"),
-        (nn.ModuleList, ValueError, r"'layers' \(ModuleList\) has no forward.*select what it holds: 'layers\.\*'"),
+        (("layers.?", "layers.0"), TypeError, "or a list of selectors"),
+        (dict, TypeError, "pass a subclass of torch.nn.Module"),
+        (
+            nn.ModuleList,
+            ValueError,
+            r"'layers' \(ModuleList\) has no forward.*select the modules in it by class, modules=",
+        ),
         (
             ["layers.0", nn.Linear],
             ValueError,
@@ -135,7 +143,7 @@ def test_errors_leave_the_model_as_it_was(rules, error, message):
 def test_errors_of_arguments():
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not list"):
         gradckpt.enable([Net()], None, modules="layers.?")
-    with pytest.raises(ValueError, match="'codec' is a field of compress="):
+    with pytest.raises(ValueError, match="did you mean compress='int8'"):
         gradckpt.enable(Net(), None, modules="layers.?", codec="int8")
     with pytest.raises(ValueError, match="k is 1 or more"):
         gradckpt.selectors.every(0, "layer")
@@ -215,7 +223,7 @@ def test_what_is_checkpointed_otherwise_is_refused():
     with pytest.raises(ValueError, match=r"'0' \(Decorated\) is inside the model itself \(Sequential\), and '0'"):
         gradckpt.enable(nn.Sequential(Decorated()), None, modules="")
     wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(8, 8)))
-    with pytest.raises(ValueError, match="torch's CheckpointWrapper; leave it out"):
+    with pytest.raises(ValueError, match="torch's CheckpointWrapper; leave out apply_activation"):
         gradckpt.enable(wrapped, None, modules=nn.Linear)
 
 

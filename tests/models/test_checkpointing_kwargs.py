@@ -1,4 +1,5 @@
-"""The keys of the kwargs dict of an enabled model, in both of transformers' conventions; offload among them."""
+"""The keys of the kwargs dict of an enabled model, in both of transformers' conventions;
+offload among them."""
 
 import copy
 import inspect
@@ -8,9 +9,9 @@ import pytest
 import torch
 from handles import config_of
 from test_huggingface import (
+    ADAPTER,
     IDS,
     LAYERS,
-    SEAM,
     SPELLINGS,
     build,
     functions,
@@ -23,9 +24,9 @@ from test_huggingface import (
 )
 
 import gradckpt
-from gradckpt.integrations import kwargs as keys
-from gradckpt.integrations import offload
-from gradckpt.integrations.watch import is_on
+from gradckpt._models import keywords as keys
+from gradckpt._models import offload
+from gradckpt._models.inactivity import is_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -68,7 +69,7 @@ class TestKeys:
             ({"compress": "fp8"}, gradckpt.CompressionConfig("fp8")),
             ({"compress": True}, gradckpt.CompressionConfig("int6")),
             ({"compress": {"codec": "fp8", "stochastic": True}}, gradckpt.CompressionConfig("fp8", stochastic=True)),
-            ({"replay": True}, gradckpt.CompressionConfig("int6", replay=True)),
+            ({"fake_quantize": True}, gradckpt.CompressionConfig("int6", fake_quantize=True)),
             ({"min_numel": 0}, gradckpt.CompressionConfig("int6", min_numel=0)),
             ({"policy": "save_attention"}, gradckpt.CompressionConfig("int6")),
             ({"compress": False}, None),
@@ -108,18 +109,18 @@ class TestKeys:
         [
             (
                 {"compres": "int8"},
-                r"unknown key 'compres' .* did you mean 'compress'\? The keys are: compress, replay, ",
+                r"unknown key 'compres' .* did you mean 'compress'\?$",
             ),
             ({"min_numell": 3}, r"did you mean 'min_numel'\?"),
             ({"every_n_layer": 3}, r"did you mean 'every_n_layers'\?"),
             ({"use_reentrent": False}, r"did you mean 'use_reentrant'\?"),
-            ({"spam": 3}, "unknown key 'spam' among the checkpointing kwargs. The keys are: compress,"),
+            ({"spam": 3}, "unknown key 'spam' among the checkpointing kwargs; the keys are: compress,"),
             ({"compress": "int7"}, "unknown codec 'int7'"),
             ({"compress": 8}, "compress= takes None, True, a codec name"),
             ({"compress": {"codex": "int8"}}, "unknown field 'codex'"),
             ({"compress": "int8", "min_numel": -1}, "min_numel counts values and cannot be -1"),
             ({"compress": None, "min_numel": "many"}, "min_numel is an int, not 'many'"),
-            ({"compress": "int8", "replay": "yes"}, "replay is True or False, not 'yes'"),
+            ({"compress": "int8", "fake_quantize": "yes"}, "fake_quantize is True or False, not 'yes'"),
             ({"compress": "int8", "policy": "save_it"}, "unknown policy 'save_it'"),
             ({"every_n_layers": 0}, "every_n_layers is 1 or more, not 0"),
             ({"every_n_layers": True}, "every_n_layers is an int, not True"),
@@ -154,9 +155,7 @@ class TestKeys:
     def test_nothing_to_compress(self):
         model = build()
         gradckpt.enable(model, compress=None)
-        with pytest.raises(
-            ValueError, match='min_numel=5 says how to compress, and nothing is; add "compress": "int8"'
-        ):
+        with pytest.raises(ValueError, match='min_numel=5 has no effect without compress; add "compress": "int8"'):
             turn_on(model, SPELLINGS[0], {"min_numel": 5})
         turn_on(model, SPELLINGS[0], {"min_numel": 5, "compress": None})
         assert step(model) == 0
@@ -170,7 +169,8 @@ class TestKeys:
         assert given == before
 
     def test_in_torchs_place(self, monkeypatch):
-        """transformers may have imported what stands in torch's place: gradckpt.compat.checkpoint."""
+        """transformers may have imported what stands in torch's place:
+        gradckpt.compat.checkpoint."""
         model = build()
         gradckpt.enable(model)
         monkeypatch.setattr(transformers.modeling_utils, "checkpoint", gradckpt.compat.checkpoint)
@@ -189,7 +189,8 @@ class Counting(torch.autograd.graph.save_on_cpu):
         pack, self.asked = self.pack_hook, (args, kwargs)
 
         def noting(tensor):
-            packed.append(tensor)
+            if tensor.numel():  # torch before 2.12 saves a dummy with a region's inputs
+                packed.append(tensor)
             return pack(tensor)
 
         self.pack_hook = noting
@@ -238,7 +239,7 @@ class TestOffload:
         assert [t.dtype for t in counted] == [torch.uint8] * LAYERS, "the payloads and nothing else"
         assert sum(t.numel() for t in counted) < LAYERS * IDS.numel() * 32 * 4 * 0.26
         gradckpt.disable(model)
-        assert vars(model).get(SEAM) is None
+        assert vars(model).get(ADAPTER) is None
 
     @with_every_and_offload
     def test_what_transformers_saves_is_what_we_save(self, counted):
@@ -261,7 +262,7 @@ class TestOffload:
         on(stock, {"use_reentrant": False}, offload=True)
         assert equal(grads(model), grads(stock))
 
-    @pytest.mark.parametrize("own", [{}, {"policy": "save_matmuls"}, {"compress": {"replay": True}}], ids=str)
+    @pytest.mark.parametrize("own", [{}, {"policy": "save_matmuls"}, {"compress": {"fake_quantize": True}}], ids=str)
     def test_with_other_keys(self, own, counted):
         plain, model = build(), build()
         gradckpt.enable(plain, **own)
@@ -310,4 +311,4 @@ class TestOffload:
         model = build()
         with pytest.raises(TypeError, match="gradckpt: offload is True or False, not"):
             gradckpt.enable(model, offload=offload)
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)

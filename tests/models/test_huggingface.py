@@ -20,7 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 import gradckpt  # noqa: E402
-from gradckpt.integrations.watch import is_on  # noqa: E402
+from gradckpt._models.inactivity import is_on  # noqa: E402
 
 LAYERS = 4
 
@@ -31,9 +31,9 @@ needs_layers = pytest.mark.skipif(
 )
 needs_asked_reentrant = pytest.mark.skipif(
     '"use_reentrant": True' in inspect.getsource(transformers.PreTrainedModel.gradient_checkpointing_enable),
-    reason="this transformers passes use_reentrant=True by itself, so that it is taken for nobody's wish",
+    reason="this transformers passes use_reentrant=True by itself, so that it does not count as the user's choice",
 )
-SEAM = "_set_gradient_checkpointing"
+ADAPTER = "_set_gradient_checkpointing"
 
 
 def build():
@@ -81,7 +81,7 @@ SPELLINGS = ["gradient_checkpointing", "activation_checkpointing"][: 1 + NEW]
 
 
 def on(model, *given, **own):
-    """Checkpointing is turned on by somebody else."""
+    """Checkpointing is turned on by other code."""
     getattr(model, f"{NAME}_enable")(*given, **own)
 
 
@@ -138,7 +138,7 @@ class TestEnable:
         step(model)
         assert [dict(vars(thing)) for thing in watched] == before
         other = build()
-        assert SEAM not in vars(other)
+        assert ADAPTER not in vars(other)
         assert step(other) == 0
         handle.remove()
         assert [dict(vars(thing)) for thing in watched] == before
@@ -178,11 +178,11 @@ class TestEnable:
         model = build()
         wrapped = torch.nn.DataParallel(Adapter(model))
         handle = gradckpt.enable(wrapped)
-        assert SEAM in vars(model)
+        assert ADAPTER in vars(model)
         assert step(wrapped) == LAYERS
         gradckpt.disable(wrapped.module)
         assert len(handle.modules) == 0
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
 
     def test_a_keyword_of_torch_reaches_the_checkpoint(self):
         calls = []
@@ -205,7 +205,7 @@ class TestRemove:
             assert step(model) == LAYERS
         assert not is_on(model)
         assert step(model) == 0
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert is_stock(model)
         assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == [
             len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fresh.modules()
@@ -232,17 +232,17 @@ class TestRemove:
         model = build()
         gradckpt.enable(model)
         gradckpt.disable(model)
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         gradckpt.enable(model).remove()
 
     def test_leaves_a_later_wrapper_alone(self):
         model = build()
         handle = gradckpt.enable(model)
-        ours = vars(model)[SEAM]
+        ours = vars(model)[ADAPTER]
         theirs = functools.partial(ours)
-        setattr(model, SEAM, theirs)
+        setattr(model, ADAPTER, theirs)
         handle.remove()
-        assert vars(model)[SEAM] is theirs
+        assert vars(model)[ADAPTER] is theirs
         on(model, {"use_reentrant": False})
         assert step(model) == 0
 
@@ -255,7 +255,7 @@ class TestRemove:
         gc.disable()
         try:
             del model
-            assert gone() is None, "a reference cycle through the seam"
+            assert gone() is None, "a reference cycle through the adapter"
         finally:
             gc.enable()
         handle.remove()
@@ -313,21 +313,21 @@ class TestTrainerFlag:
     def test_all_keys(self, name, tmp_path):
         model = build()
         handle = gradckpt.enable(model, compress=None)
-        kwargs = {"compress": "fp8", "replay": True, "min_numel": 2, "every_n_layers": 2, "use_reentrant": False}
+        kwargs = {"compress": "fp8", "fake_quantize": True, "min_numel": 2, "every_n_layers": 2, "use_reentrant": False}
         assert train(model, tmp_path, **self.flags(name, kwargs)) == LAYERS
-        assert config_of(handle) == gradckpt.CompressionConfig("fp8", replay=True, min_numel=2)
+        assert config_of(handle) == gradckpt.CompressionConfig("fp8", fake_quantize=True, min_numel=2)
 
 
 class TestPrecedence:
     def test_a_name_changes_the_codec_only(self):
         model = build()
-        handle = gradckpt.enable(model, compress=gradckpt.CompressionConfig("int8", replay=True, min_numel=7))
+        handle = gradckpt.enable(model, compress=gradckpt.CompressionConfig("int8", fake_quantize=True, min_numel=7))
         on(model, {"compress": "fp8"})
-        assert config_of(handle) == gradckpt.CompressionConfig("fp8", replay=True, min_numel=7)
+        assert config_of(handle) == gradckpt.CompressionConfig("fp8", fake_quantize=True, min_numel=7)
 
     def test_a_dict_changes_all(self):
         model = build()
-        handle = gradckpt.enable(model, compress={"codec": "int8", "replay": True})
+        handle = gradckpt.enable(model, compress={"codec": "int8", "fake_quantize": True})
         on(model, {"compress": {"codec": "fp8"}})
         assert config_of(handle) == gradckpt.CompressionConfig("fp8")
 
@@ -363,7 +363,7 @@ class TestSurvives:
         assert step(model) == LAYERS
 
     @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-    def test_copies_own_their_seam(self, way):
+    def test_copies_own_their_adapter(self, way):
         model = build()
         gradckpt.enable(model)
         step(model)

@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 from test_huggingface import (
+    ADAPTER,
     IDS,
     LAYERS,
-    SEAM,
     build,
     foreign,
     functions,
@@ -24,7 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
-from gradckpt.integrations.watch import is_on
+from gradckpt._models.inactivity import is_on
 
 CONFIG = transformers.LlamaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
 
@@ -88,7 +88,7 @@ class TestRefuses:
         model = make()
         with pytest.raises(ValueError, match=message):
             gradckpt.enable(model)
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert not model._forward_hooks
 
     def test_a_part_of_what_is_enabled(self):
@@ -123,7 +123,7 @@ class TestRefuses:
         off(model)
         gradckpt.enable(model.model.layers[1], None, modules="mlp")
         on(model)
-        with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp is enabled by itself since .*gradckpt\.disable"):
+        with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp is checkpointed already: .*gradckpt\.disable"):
             step(model)
 
     @pytest.mark.parametrize("what", ["layer", "part of a layer", "all layers"])
@@ -136,9 +136,9 @@ class TestRefuses:
             layers[1].mlp = checkpoint_wrapper(layers[1].mlp)
         else:
             model.model = checkpoint_wrapper(model.model)
-        with pytest.raises(ValueError, match=r"model.* is already inside torch's CheckpointWrapper, .* leave that"):
+        with pytest.raises(ValueError, match=r"model.* is checkpointed already: by torch's CheckpointWrapper; "):
             gradckpt.enable(model)
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
 
     @needs_layers
     def test_turned_on_after_modules_were_chosen(self):
@@ -153,22 +153,24 @@ class TestRefuses:
 
     def test_after_someone_else(self):
         model = build()
-        setattr(model, SEAM, foreign)
-        with pytest.raises(ValueError, match=r"test_huggingface\.foreign already stands in"):
+        setattr(model, ADAPTER, foreign)
+        with pytest.raises(ValueError, match=r"test_huggingface\.foreign already replaces"):
             gradckpt.enable(model)
-        assert vars(model)[SEAM] is foreign
+        assert vars(model)[ADAPTER] is foreign
 
-    def test_disable_first(self):
-        with pytest.raises(ValueError, match=r"LlamaForCausalLM is not enabled; gradckpt\.enable\(model\) comes first"):
-            gradckpt.disable(build())
+    def test_disable_first_does_nothing(self):
+        model = build()
+        before = dict(vars(model))
+        gradckpt.disable(model)
+        assert vars(model) == before
 
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({"compress": "int7"}, ValueError, "unknown codec 'int7'; choose one of: .*int8"),
+            ({"compress": "int7"}, ValueError, r"unknown codec 'int7'; did you mean 'int8'\? choose one of: raw"),
             ({"compress": {"codecs": "int8"}}, ValueError, "unknown field 'codecs'"),
             ({"compress": 8}, TypeError, "compress= takes"),
-            ({"replay": True}, ValueError, "'replay' is a field of compress="),
+            ({"fake_quantize": True}, ValueError, "'fake_quantize' is a field of compress="),
             ({"every_n_layers": 0}, ValueError, "every_n_layers is 1 or more, not 0"),
             ({"every_n_layers": 1.5}, TypeError, "every_n_layers is an int"),
         ],
@@ -177,7 +179,7 @@ class TestRefuses:
         model = build()
         with pytest.raises(error, match=message):
             gradckpt.enable(model, **arguments)
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert not is_on(model)
 
     @pytest.mark.parametrize(
@@ -268,10 +270,11 @@ class TestActivity:
         self.warned(model, r"layers are in eval mode.*model\.train\(\)")
 
     def test_backward_in_eval_mode(self):
-        """from_pretrained returns a model in eval mode, in which transformers does not checkpoint."""
+        """from_pretrained returns a model in eval mode,
+        in which transformers does not checkpoint."""
         model = build().eval()
         gradckpt.enable(model)
-        self.warned(model, r"2 backward passes went through LlamaForCausalLM in eval mode.*call model\.train\(\)")
+        self.warned(model, r"no effect in 2 backward passes: LlamaForCausalLM is in eval mode.*call model\.train\(\)")
 
     def test_eval_mode_once_it_has_compressed(self):
         model = build()
@@ -287,7 +290,7 @@ class TestActivity:
         gradckpt.enable(model)
         model.model.layers = build().model.layers
         self.warned(
-            model, r"never called checkpoint; if they were replaced .*model\.activation_checkpointing_enable\(\)"
+            model, r"never called checkpoint; if they were replaced, .*model\.activation_checkpointing_enable\(\)"
         )
         on(model)
         assert step(model) == LAYERS
@@ -310,8 +313,22 @@ class TestActivity:
         if vars(model).get("_require_grads_hooks"):
             model.disable_input_require_grads()
         model.requires_grad_(False)
-        model.lm_head.requires_grad_(True)
+        model.model.layers[-1].requires_grad_(True)
         self.warned(model, r"call model\.enable_input_require_grads\(\)")
+
+    def test_frozen_layers_are_one_line_in_the_log(self, caplog):
+        """Backward never comes there, so nothing is kept, and nothing can be mended."""
+        model = build()
+        gradckpt.enable(model)
+        if vars(model).get("_require_grads_hooks"):
+            model.disable_input_require_grads()
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        with warnings.catch_warnings(), caplog.at_level("INFO", "gradckpt"):
+            warnings.simplefilter("error")
+            for _ in range(3):
+                step(model)
+        assert sum("its layers are frozen" in record.getMessage() for record in caplog.records) == 1
 
     def test_small_inputs_are_one_line_in_the_log(self, caplog):
         """Nothing can be mended about a tiny model."""
@@ -322,12 +339,12 @@ class TestActivity:
             for _ in range(4):
                 step(model, IDS[:, :8])
         (line,) = [record.getMessage() for record in caplog.records if "min_numel" in record.getMessage()]
-        assert "all 4 inputs were kept as they are: smaller than min_numel (4)" in line
+        assert "all 4 inputs stayed uncompressed: smaller than min_numel (min_numel=1024)" in line
 
     def test_large_inputs_below_min_numel(self):
         model = build()
         gradckpt.enable(model, {"codec": "int8", "min_numel": 10**6})
-        self.warned(model, r"all 4 inputs were kept as they are: .*min_numel=1000000", IDS.repeat(2, 4))
+        self.warned(model, r"all 4 inputs stayed uncompressed: .*min_numel=1000000", IDS.repeat(2, 4))
 
     def test_layers_that_never_call(self):
         model = Idle(CONFIG)

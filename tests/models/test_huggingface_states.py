@@ -1,6 +1,8 @@
-"""gradckpt.enable and the Trainer's flag, after everything that can happen to a model: still compressed, still right.
+"""gradckpt.enable and the Trainer's flag, after everything that can happen to a model: still
+compressed, still right.
 
-Each case makes a model in the same state twice, with gradckpt and with torch's checkpointing, and takes one step.
+Each case makes a model in the same state twice, with gradckpt and with torch's checkpointing,
+and takes one step.
 """
 
 import copy
@@ -81,7 +83,8 @@ def off_and_on_with_kwargs(ours, tmp_path):
 
 
 def around_generation(ours, tmp_path):
-    """TRL's unwrap_model_for_generation (trl/models/utils.py): off, generate, on again, without kwargs."""
+    """TRL's unwrap_model_for_generation (trl/models/utils.py): off, generate, on again,
+    without kwargs."""
     model = fresh(ours)
     step(model)
     off(model)
@@ -115,7 +118,8 @@ def pickled_after_the_flag(ours, tmp_path):
 
 
 def pickled_after_a_plain_flag(ours, tmp_path):
-    """The Trainer turns on what enable() had turned on, with hooks of its own that no pickle can carry."""
+    """The Trainer turns on what enable() had turned on,
+    with hooks of its own that no pickle can carry."""
     model = fresh(ours)
     train(model, tmp_path, learning_rate=0.0, **{NAME: True})
     return pickle.loads(pickle.dumps(model)) if ours else model
@@ -166,7 +170,8 @@ def compiled_object(ours, tmp_path):
 
 
 def resized(ours, tmp_path):
-    """New embeddings: the hook that makes the first layer's input require grad was on the old ones."""
+    """New embeddings: the hook that makes the first layer's input
+    require grad was on the old ones."""
     model = fresh(ours)
     torch.manual_seed(5)
     model.resize_token_embeddings(80)

@@ -1,6 +1,8 @@
-"""Transformers models inside an enabled one: whoever turns checkpointing on or off in one of them means the whole.
+"""Transformers models inside an enabled one:
+turning checkpointing on or off in one of them means the whole.
 
-As sentence-transformers does, which goes through all modules and calls the method of each that has it.
+As sentence-transformers does, which goes through all modules and
+calls the method of each that has it.
 """
 
 import copy
@@ -19,12 +21,12 @@ from model_families import FAMILIES
 
 import gradckpt
 
-SEAM = "_set_gradient_checkpointing"
+ADAPTER = "_set_gradient_checkpointing"
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def inner(model):
-    return [module for module in model.modules() if module is not model and hasattr(type(module), SEAM)]
+    return [module for module in model.modules() if module is not model and hasattr(type(module), ADAPTER)]
 
 
 def turn_on_each(model, kwargs=None):
@@ -90,12 +92,12 @@ class TestInner:
 
     def test_nothing_is_left_behind(self, family):
         model, handle = self.make(family)
-        assert all(SEAM in vars(module) for module in inner(model))
+        assert all(ADAPTER in vars(module) for module in inner(model))
         handle.remove()
-        assert not any(SEAM in vars(module) for module in model.modules())
+        assert not any(ADAPTER in vars(module) for module in model.modules())
         for module in inner(model)[:1]:
             with gradckpt.enable(module):
-                assert SEAM not in vars(model)
+                assert ADAPTER not in vars(model)
 
     @pytest.mark.parametrize(
         "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
@@ -110,7 +112,7 @@ class TestInner:
         assert compressed(family, model) == (0, 0)
         assert not model.is_gradient_checkpointing
         gradckpt.disable(twin)
-        assert not any(SEAM in vars(module) for module in twin.modules())
+        assert not any(ADAPTER in vars(module) for module in twin.modules())
         assert compressed(family, twin) == (0, 0)
 
 
@@ -153,5 +155,5 @@ def test_what_is_no_longer_inside_can_be_enabled(gone):
         before = gradckpt.stats()["compressed"]
         backbone(input_ids=torch.arange(64).view(2, 32)).last_hidden_state.sum().backward()
         assert gradckpt.stats()["compressed"] - before == FAMILIES["llama"].layers
-    assert SEAM not in vars(backbone)
+    assert ADAPTER not in vars(backbone)
     assert holders(backbone) == {torch.utils.checkpoint.checkpoint}

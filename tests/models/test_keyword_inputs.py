@@ -1,4 +1,5 @@
-"""Hidden states that a model gives its layers by keyword: transformers binds them to the layer's function."""
+"""Hidden states that a model gives its layers by keyword:
+transformers binds them to the layer's function."""
 
 import os
 

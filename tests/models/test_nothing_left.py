@@ -1,5 +1,6 @@
-"""Once a handle is removed, torch and transformers are what they were: every name of every module, every attribute of
-every class, and the code, defaults and attributes of every function that is alive."""
+"""Once a handle is removed, torch and transformers are what they were: every name of every module,
+every attribute of every class, and the code, defaults and attributes of every function that is
+alive."""
 
 import gc
 import sys

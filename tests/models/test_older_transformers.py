@@ -1,4 +1,5 @@
-"""What transformers 4 lacks, taken out of today's: gradckpt.enable works there, too, and says what it cannot do."""
+"""What transformers 4 lacks, taken out of today's: gradckpt.enable works there, too,
+and says what it cannot do."""
 
 import functools
 import os
@@ -15,7 +16,8 @@ LAYERS = 3
 
 
 class Older(transformers.LlamaForCausalLM):
-    """No every_n_layers; a hook on the embeddings only where PEFT is in use, and an error where there is none."""
+    """No every_n_layers; a hook on the embeddings only where PEFT is in use,
+    and an error where there is none."""
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=torch.utils.checkpoint.checkpoint):
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import json
 import pickle
 import sys
 import threading
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint as early
 from torch.utils.checkpoint import checkpoint_sequential
 
 import gradckpt
+from gradckpt._engine.selective import contexts_of
 
 
 class TestWhoIsServed:
@@ -45,7 +47,7 @@ class TestWhoIsServed:
         ],
         ids=["looked up", "imported early", "default argument", "partial", "function="],
     )
-    def test_whoever_holds_the_function(self, call):
+    def test_all_holders_of_the_function(self, call):
         layers = model()
         expected = gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch")
         with gradckpt.patched("int8"):
@@ -78,7 +80,7 @@ class TestWhoIsServed:
         assert handle.stats()["reentrant"] == (use_reentrant is not False)
         assert handle.inactive_reason is None
 
-    def test_use_reentrant_that_nobody_said_is_ours_and_says_nothing(self):
+    def test_an_unset_use_reentrant_is_ours_without_a_warning(self):
         layers = model()
         with gradckpt.patched("int8"), warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -120,12 +122,12 @@ class TestWhoIsServed:
         assert n == len(wrapped)
 
     def test_keywords_of_the_region_that_are_called_as_ours(self):
-        def region(x, compress, buffers):
-            return x * compress + buffers
+        def region(x, compress, policy, buffers):
+            return x * compress + policy * buffers
 
         x = torch.randn(32, WIDTH, requires_grad=True)
         with gradckpt.patched("int8"):
-            y, n = compressed(early, region, x * 1, compress=2.0, buffers=1.0, use_reentrant=False)
+            y, n = compressed(early, region, x * 1, compress=2.0, policy=1.0, buffers=1.0, use_reentrant=False)
         assert n == 1
         assert torch.equal(y, x * 2 + 1)
 
@@ -140,8 +142,8 @@ class TestWhoIsServed:
 
     def test_replay_and_config(self):
         layers = model()
-        config = {"codec": "int4", "min_numel": 0, "replay": True}
-        with gradckpt.patched({"codec": "int4", "min_numel": 0}, replay=True) as handle:
+        config = {"codec": "int4", "min_numel": 0, "fake_quantize": True}
+        with gradckpt.patched({"codec": "int4", "min_numel": 0}, fake_quantize=True) as handle:
             assert handle.config == gradckpt.CompressionConfig(**config)
             found = gradients(layers, early, use_reentrant=False)
         assert equal(found, gradients(layers, gradckpt.checkpoint, compress=config, buffers="torch"))
@@ -159,7 +161,7 @@ class TestWhoIsServed:
 
         with gradckpt.patched("int8", policy=policy):
             found = gradients(layers, spied)
-        contexts = gradckpt.policies.contexts_of(policy)
+        contexts = contexts_of(policy)
         expected = gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch", context_fn=contexts)
         assert equal(found, expected)
         assert not equal(found, gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch"))
@@ -240,7 +242,7 @@ class TestNothingLeftBehind:
         # transformers forgets lazily looked up names of its own when a module of it is imported
         assert {key: after.get(key, thing) for key, thing in before.items()} == before
         assert any(room == late for room, _ in after)
-        strangers = [k for k, thing in after.items() if getattr(thing, "__module__", "") == "gradckpt.patched"]
+        strangers = [k for k, thing in after.items() if getattr(thing, "__module__", "") == "gradckpt._patching"]
         assert strangers == []
 
     def test_after_an_exception(self):
@@ -353,6 +355,63 @@ def fork_while_patched():
         gradients(model(), early, use_reentrant=False)
 
 
+class TestItsStats:
+    def step(self, rows):
+        return early(nn.Tanh(), torch.randn(rows, WIDTH, requires_grad=True) * 1, use_reentrant=False)
+
+    def size(self, rows):
+        return gradckpt.codecs.encode(torch.zeros(rows, WIDTH), "int8").nbytes
+
+    def test_the_peak_is_that_of_the_block(self):
+        """While blocks begin and end in each other, and the process's own is left alone."""
+        gradckpt.stats.reset()
+        with gradckpt.patched("int8") as first:
+            self.step(512)
+        assert first.stats()["peak_live_bytes"] == self.size(512)
+        with gradckpt.patched("int8") as outer:
+            self.step(64)
+            with gradckpt.patched("int8") as inner:
+                self.step(128)
+                assert inner.stats()["peak_live_bytes"] == self.size(128)
+                kept = self.step(32)
+            self.step(256)
+            assert outer.stats()["peak_live_bytes"] == self.size(32) + self.size(256)
+        later = gradckpt.patched("int8").start()
+        assert later.stats()["peak_live_bytes"] == self.size(32), "alive before, and still"
+        del kept
+        later.remove()
+        assert [each.stats()["peak_live_bytes"] for each in (first, outer, inner, later)] == [
+            self.size(512),
+            self.size(32) + self.size(256),
+            self.size(128),
+            self.size(32),
+        ]
+        assert gradckpt.stats()["peak_live_bytes"] == self.size(512)
+
+    def test_a_reset_begins_its_peak_too(self):
+        with gradckpt.patched("int8") as handle:
+            self.step(512)
+            gradckpt.stats.reset()
+            self.step(64)
+            with gradckpt.patched(None):
+                assert handle.stats()["peak_live_bytes"] == gradckpt.stats()["peak_live_bytes"] == self.size(64)
+
+    def test_they_print_as_those_of_gradckpt(self):
+        gradckpt.stats.reset()
+        with gradckpt.patched("int8") as handle:
+            self.step(64).sum().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                early(nn.Identity(), torch.ones(2, requires_grad=True), use_reentrant=True)
+            found, expected = ([line.split() for line in str(s()).splitlines()] for s in (handle.stats, gradckpt.stats))
+        assert [line for line in found if line not in expected] == [["left", "to", "torch:", "use_reentrant=True", "1"]]
+        assert [line for line in found if line in expected] == expected
+        assert found[0][:4] == ["checkpoints", "at", "the", "peak:"]
+        assert handle.stats().scalars()["gradckpt/reentrant"] == 1
+        assert json.loads(json.dumps(handle.stats()))["calls"] == 2
+        assert repr(handle) == "<gradckpt.patched('int8'): not active>"
+
+
 class TestErrors:
     def test_twice(self):
         with gradckpt.patched("int8") as handle:
@@ -367,24 +426,24 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("keywords", "kind", "match"),
         [
-            ({"compress": "int9"}, ValueError, "unknown codec 'int9'; choose one of: raw"),
+            ({"compress": "int9"}, ValueError, r"unknown codec 'int9'; did you mean 'int8'\? choose one of: raw"),
             ({"compress": 8}, TypeError, "compress= takes None"),
             ({"policy": "save_everything"}, ValueError, "unknown policy 'save_everything'; choose one of"),
-            ({"replay": 1}, TypeError, "replay is True or False"),
+            ({"fake_quantize": 1}, TypeError, "fake_quantize is True or False"),
         ],
     )
     def test_bad_arguments_before_anything_happens(self, keywords, kind, match):
         with pytest.raises(kind, match=match):
             gradckpt.patched(**keywords)
 
-    def test_somebody_else_in_torchs_place(self, monkeypatch):
+    def test_another_function_in_torchs_place(self, monkeypatch):
         monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", gradckpt.compat.checkpoint)
         with pytest.raises(RuntimeError, match=r"is gradckpt\.compat\.checkpoint, not torch's own function"):
             gradckpt.patched("int8").start()
         monkeypatch.undo()
         assert compressed(gradients, model(), early, use_reentrant=False)[1] == 0
 
-    def test_somebody_who_comes_later_is_named(self, monkeypatch):
+    def test_a_later_replacement_is_named(self, monkeypatch):
         def foreign(function, *args, **keywords):
             return function(*args)
 

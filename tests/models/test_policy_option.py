@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import gradckpt  # noqa: E402
 from gradckpt import policies  # noqa: E402
-from gradckpt.selective import ForwardContext  # noqa: E402
+from gradckpt._engine.selective import ForwardContext  # noqa: E402
 
 aten = torch.ops.aten
 EVERY = [
@@ -20,7 +20,7 @@ EVERY = [
     "save_matmuls",
     "every_other_matmul",
     "save_attention|save_matmuls",
-    policies.save_attention | policies.decisions,
+    policies.save_attention | policies.discrete,
     [aten.mm.default],
     {aten.mm.default: True},
 ]
@@ -105,7 +105,7 @@ def test_copies_carry_it(kept):
 def test_apply(kept):
     want, model = step(llama()), llama()
     with gradckpt.enable(
-        model, None, modules={"mlp": {"policy": "save_matmuls"}, "attention": {"policy": None}}, policy="decisions"
+        model, None, modules={"mlp": {"policy": "save_matmuls"}, "attention": {"policy": None}}, policy="discrete"
     ):
         assert_equal(step(model), want)
         assert [list(storage) for storage in kept if aten.mm.default in storage] == [[aten.mm.default]] * 2

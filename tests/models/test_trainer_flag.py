@@ -1,4 +1,5 @@
-"""The Trainer's flag alone: gradient_checkpointing_kwargs={"compress": ...} and `import gradckpt`, no enable()."""
+"""The Trainer's flag alone: gradient_checkpointing_kwargs={"compress": ...} and `import gradckpt`,
+no enable()."""
 
 import os
 import pickle
@@ -10,11 +11,11 @@ import torch
 from checkout import ROOT
 from handles import config_of
 from test_huggingface import (
+    ADAPTER,
     HAS_EVERY_AND_OFFLOAD,
     IDS,
     LAYERS,
     NAME,
-    SEAM,
     SPELLINGS,
     build,
     functions,
@@ -30,8 +31,8 @@ from test_huggingface import (
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
-from gradckpt.integrations import trainer_flag
-from gradckpt.integrations.watch import is_on
+from gradckpt._models.inactivity import is_on
+from gradckpt.integrations.transformers import trainer_flag
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -77,9 +78,17 @@ class TestAlone:
         assert train(model, tmp_path, **flag({"compress": "int8", **reentrant}, name)) == 2 * LAYERS
         assert step(model) == LAYERS, "it stays, as checkpointing stays"
         gradckpt.disable(model)
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert is_stock(model)
         assert step(model) == 0
+
+    def test_says_what_enable_says(self, name, reentrant, tmp_path, caplog):
+        """Also for which models gradients have larger errors."""
+        caplog.set_level("INFO", "gradckpt")
+        train(build(), tmp_path, **flag({"compress": "int8", **reentrant}, name))
+        lines = [record.getMessage() for record in caplog.records]
+        assert [line for line in lines if f"compress='int8' on {LAYERS} layers of LlamaForCausalLM" in line]
+        assert [line for line in lines if "is no multiple of 128, so groups span tokens" in line]
 
     def test_trains_as_enable_does(self, name, reentrant, tmp_path):
         by_flag, by_hand, stock = build(), build(), build()
@@ -107,7 +116,7 @@ class TestKeys:
         model = build()
         kwargs = {
             "compress": "fp8",
-            "replay": True,
+            "fake_quantize": True,
             "min_numel": 2,
             "policy": "save_attention",
             "every_n_layers": 2,
@@ -116,12 +125,12 @@ class TestKeys:
             "determinism_check": "none",
         }
         assert train(model, tmp_path, **flag(kwargs)) == LAYERS
-        seam = vars(model)[SEAM]
-        assert seam.active == gradckpt.CompressionConfig("fp8", replay=True, min_numel=2)
-        assert seam.settings.every_n_layers == 2
-        assert seam.settings.offload
-        assert seam.function.keywords["preserve_rng_state"] is False
-        assert seam.function.keywords["determinism_check"] == "none"
+        adapter = vars(model)[ADAPTER]
+        assert adapter.active == gradckpt.CompressionConfig("fp8", fake_quantize=True, min_numel=2)
+        assert adapter.settings.every_n_layers == 2
+        assert adapter.settings.offload
+        assert adapter.function.keywords["preserve_rng_state"] is False
+        assert adapter.function.keywords["determinism_check"] == "none"
         off(model)
         on(model)
         assert step(model) == LAYERS // 2, "what the flag said holds when others turn it on again"
@@ -138,7 +147,7 @@ class TestKeys:
         model = build()
         gradckpt.stats.reset()
         train(model, tmp_path, **flag(kwargs))
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert gradckpt.stats()["regions"] == 0
 
     @pytest.mark.parametrize(
@@ -149,17 +158,20 @@ class TestKeys:
                 {"compress": "int8", "use_rentrant": False},
                 r"unknown key 'use_rentrant' .* did you mean 'use_re",
             ),
-            ({"compress": "int7"}, "unknown codec 'int7'; choose one of: .*int8"),
+            ({"compress": "int7"}, "unknown codec 'int7'; did you mean 'int8'. choose one of: raw"),
             ({"compress": "int8", "min_numel": -1}, "min_numel counts values and cannot be -1"),
             ({"compress": None, "min_numel": -1}, "min_numel counts values and cannot be -1"),
-            ({"compress": "int8", "replay": "yes"}, "replay is True or False, not 'yes'"),
+            ({"compress": "int8", "fake_quantize": "yes"}, "fake_quantize is True or False, not 'yes'"),
             ({"compress": "int8", "every_n_layers": 0}, "every_n_layers is 1 or more, not 0"),
             ({"compress": "int8", "offload": "cpu"}, "offload is True or False, not 'cpu'"),
             ({"compress": "int8", "policy": "save_it"}, "unknown policy 'save_it'"),
             ({"compress": "int8", "debug": "no"}, "debug is True or False"),
             ({"compress": "int8", "determinism_check": "all"}, 'determinism_check is "default" or "none"'),
-            ({"replay": True}, r'replay=True says how to compress, and nothing is; add "compress": "int8"'),
-            ({"min_numel": 5}, r'min_numel=5 says how to compress, and nothing is; add "compress": "int8"'),
+            (
+                {"fake_quantize": True},
+                r'fake_quantize=True has no effect without compress; add "compress": "int8"',
+            ),
+            ({"min_numel": 5}, r'min_numel=5 has no effect without compress; add "compress": "int8"'),
             ({"compress": "int8", "use_reentrant": True}, "compress='int8' needs use_reentrant=False"),
             ({"policy": "save_attention", "use_reentrant": True}, "policy= needs use_reentrant=False"),
             ({"policy": "save_attention", "context_fn": print}, "policy= and context_fn= exclude each other"),
@@ -169,16 +181,16 @@ class TestKeys:
         model = build()
         with pytest.raises((ValueError, TypeError), match=f"^gradckpt: .*{message}"):
             trainer_of(model, tmp_path, kwargs)
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
 
-    def test_a_key_that_nobody_takes_out_is_refused_before_the_first_step(self, tmp_path):
+    def test_an_unknown_key_is_refused_before_the_first_step(self, tmp_path):
         model = build()
         trainer = trainer_of(model, tmp_path, {"compress": "int8", "spam": 1})
         weights = [p.clone() for p in model.parameters()]
-        with pytest.raises(ValueError, match=r"unknown key 'spam' among the checkpointing kwargs\. The keys are: com"):
+        with pytest.raises(ValueError, match=r"unknown key 'spam' among the checkpointing kwargs; the keys are: com"):
             trainer.train()
         assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert not model._forward_hooks
 
     def test_kwargs_without_the_flag_warn(self, tmp_path):
@@ -186,13 +198,13 @@ class TestKeys:
         trainer = trainer_of(model, tmp_path, {"compress": "int8"}, **{NAME: False})
         with pytest.warns(GradckptInactiveWarning, match=rf"compress='int8', but {NAME} is not True.*set {NAME}=True"):
             trainer.train()
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
 
     def test_what_enable_said_completes_the_kwargs(self, tmp_path):
         model = build()
         handle = gradckpt.enable(model, compress="fp8")
-        assert train(model, tmp_path, **flag({"replay": True})) == 2 * LAYERS
-        assert config_of(handle) == gradckpt.CompressionConfig("fp8", replay=True)
+        assert train(model, tmp_path, **flag({"fake_quantize": True})) == 2 * LAYERS
+        assert config_of(handle) == gradckpt.CompressionConfig("fp8", fake_quantize=True)
 
 
 class TestTrainers:
@@ -210,15 +222,15 @@ class TestTrainers:
         first = {"compress": {"codec": "int8", "min_numel": 7}, "policy": "save_attention", "every_n_layers": 2}
         assert train(model, tmp_path, **flag(first)) == LAYERS
         assert train(model, tmp_path, **flag({"compress": "fp8"})) == 2 * LAYERS
-        assert vars(model)[SEAM].active == gradckpt.CompressionConfig("fp8")
-        assert vars(model)[SEAM].settings.context_fn is None
+        assert vars(model)[ADAPTER].active == gradckpt.CompressionConfig("fp8")
+        assert vars(model)[ADAPTER].settings.context_fn is None
 
     @pytest.mark.parametrize("kwargs", NOT_OURS)
     def test_the_next_trainer_says_nothing_of_ours(self, kwargs, tmp_path):
         model = build()
         assert train(model, tmp_path, **flag({"compress": "int8"})) == 2 * LAYERS
         assert train(model, tmp_path, **flag(kwargs)) == 0
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert is_stock(model)
 
     def test_enable_outlasts_a_trainer(self, tmp_path):
@@ -237,7 +249,7 @@ class TestTrainers:
         trainer = trainer_of(None, tmp_path, {"compress": "int8"}, model_init=init)
         assert [compressed_by(trainer.train) for _ in range(2)] == [2 * LAYERS] * 2
         assert len(made) == 3
-        assert SEAM not in vars(made[0]), "the one that was never trained"
+        assert ADAPTER not in vars(made[0]), "the one that was never trained"
 
     def test_trials(self, tmp_path, monkeypatch):
         """What hyperparameter_search does for each trial, whatever its backend."""
@@ -252,7 +264,7 @@ class TestTrainers:
         model = build()
         trainer = trainer_of(model, tmp_path, {"compress": "int8"}, eval_dataset=DATA)
         getattr(trainer, call)(DATA)
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert not is_on(model)
         assert not functions(model) - {None}
 
@@ -279,7 +291,8 @@ class TestTrainers:
 
     @with_every_and_offload
     def test_generation_around_steps(self, tmp_path):
-        """TRL: off with the Trainer's dict at hand, generate, on again with none or with the dict as it is."""
+        """TRL: off with the Trainer's dict at hand, generate,
+        on again with none or with the dict as it is."""
         kwargs = {"compress": "int8", "every_n_layers": 2}
 
         class Generate(transformers.TrainerCallback):
@@ -299,7 +312,7 @@ class TestTrainers:
         pickle.loads(pickle.dumps(trainer.args))
         trainer.save_model(str(tmp_path / "saved"))
         again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-        assert SEAM not in vars(again)
+        assert ADAPTER not in vars(again)
 
     def test_no_class_is_changed(self, tmp_path):
         watched = [transformers.Trainer, transformers.PreTrainedModel, transformers.LlamaForCausalLM, torch.nn.Module]
@@ -346,13 +359,15 @@ class TestModels:
         handle = gradckpt.enable(model.model, "int4")
         assert train(model, tmp_path, **flag({"compress": "int8"})) == 2 * LAYERS
         assert handle.modules == {}
-        assert SEAM not in vars(model.model) or not isinstance(vars(model.model)[SEAM], type(vars(model)[SEAM]))
+        assert ADAPTER not in vars(model.model) or not isinstance(
+            vars(model.model)[ADAPTER], type(vars(model)[ADAPTER])
+        )
 
     @needs_layers
     def test_chosen_modules_are_checkpointed_too(self, tmp_path):
         model = build()
         gradckpt.enable(model, None, modules={"layer": "int8"})
-        with pytest.raises(ValueError, match=r"already enabled by itself, .*gradckpt\.disable"):
+        with pytest.raises(ValueError, match=r"checkpointed already: by gradckpt\.enable; call gradckpt\.disable"):
             train(model, tmp_path, **flag({"compress": "int8"}))
         with pytest.raises(ValueError, match=r"was turned on since gradckpt\.enable, which checkpoints it too"):
             train(model, tmp_path, **flag())

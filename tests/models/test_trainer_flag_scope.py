@@ -1,4 +1,5 @@
-"""The Trainer's flag acts on models of transformers that were given our keys, for one Trainer, and on nothing else."""
+"""The Trainer's flag acts on models of transformers that were given our keys, for one Trainer,
+and on nothing else."""
 
 import functools
 import logging
@@ -6,13 +7,13 @@ import pickle
 
 import pytest
 import torch
-from test_huggingface import LAYERS, NAME, SEAM, build, functions, is_stock, step, train, transformers
+from test_huggingface import ADAPTER, LAYERS, NAME, build, functions, is_stock, step, train, transformers
 from test_trainer_flag import compressed_by, flag, trainer_of
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
-from gradckpt.integrations import trainer_callback
-from gradckpt.integrations.trainer_callback import GradckptFlag
+from gradckpt.integrations.transformers import trainer_callback
+from gradckpt.integrations.transformers.trainer_callback import GradckptFlag
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -44,17 +45,13 @@ class OwnAroundATransformer(OwnWithKwargs):
         self.backbone = build()
 
 
-#: Kwargs of others, some near ours.
-OF_OTHERS = [
-    {"policy": "nothing_saveable"},
-    {"policy": print},
-    {"policy": None},
-    {"policies": ["save_attention"]},
-    {"compression": "zstd"},
-    {"compres": 1},
-    {"replays": 3},
-    {"selective": True},
+#: Kwargs of others.
+UNLIKE_OURS = [
+    *({"policy": "nothing_saveable"}, {"policy": print}, {"policy": None}),
+    *({"policies": ["save_attention"]}, {"selective": True}),
 ]
+NEAR_OURS = [{"compression": "zstd"}, {"compres": 1}, {"offloading": 3}]
+OF_OTHERS = [*UNLIKE_OURS, *NEAR_OURS]
 
 
 @pytest.mark.filterwarnings("error::gradckpt.GradckptInactiveWarning")
@@ -73,7 +70,7 @@ class TestOthers:
         model = OwnAroundATransformer()
         train(model, tmp_path, **flag(kwargs))
         assert model.given == [kwargs]
-        assert SEAM not in vars(model.backbone)
+        assert ADAPTER not in vars(model.backbone)
         train(model, tmp_path, **{**flag(kwargs), NAME: False})
         assert len(model.given) == 1
 
@@ -89,15 +86,23 @@ class TestOthers:
         made = trainer_of(model, tmp_path, kwargs)
         Other(model=model, args=made.args, train_dataset=made.train_dataset).train()
         assert taken == [kwargs]
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
 
-    @pytest.mark.parametrize("kwargs", [None, {}, {"use_reentrant": False}, *OF_OTHERS], ids=str)
+    @pytest.mark.parametrize("kwargs", [None, {}, {"use_reentrant": False}, *UNLIKE_OURS], ids=str)
     def test_the_model_is_not_even_looked_at(self, kwargs, monkeypatch):
-        monkeypatch.setattr(trainer_callback, "SEAMS", set())  # no model is enabled
+        monkeypatch.setattr(trainer_callback, "ADAPTERS", set())  # no model is enabled
         args = type("Args", (), {NAME: True, f"{NAME}_kwargs": kwargs})()
         callback = GradckptFlag()
         for event in (callback.on_init_end, callback.on_train_begin):
             event(args, None, None, model=object())
+
+
+@pytest.mark.parametrize("kwargs", NEAR_OURS, ids=str)
+def test_a_misspelt_key_that_reaches_the_layers(kwargs, tmp_path):
+    """transformers hands it to torch's checkpoint, and this to the layers, which ignore it."""
+    (key,) = kwargs
+    with pytest.warns(GradckptInactiveWarning, match=rf"has '{key}', which means nothing to the layers of Llama"):
+        train(build(), tmp_path, **flag({"use_reentrant": False, **kwargs}))
 
 
 def test_hint_for_a_model_of_ones_own(tmp_path):
@@ -112,7 +117,7 @@ def test_another_library_stands_in_our_place(tmp_path):
     model = build()
     stock = model._set_gradient_checkpointing
     model._set_gradient_checkpointing = functools.partial(stock)
-    with pytest.raises(ValueError, match=r"already stands in for LlamaForCausalLM\._set_gradient_checkpointing"):
+    with pytest.raises(ValueError, match=r"already replaces LlamaForCausalLM\._set_gradient_checkpointing"):
         train(model, tmp_path, **flag({"compress": "int8"}))
 
 
@@ -120,7 +125,7 @@ def test_policy_alone_counts_when_its_value_is_ours(tmp_path):
     for policy in ("save_attention", "save_attention|save_matmuls:int8", gradckpt.policies.save_matmuls):
         model = build()
         train(model, tmp_path, **flag({"policy": policy}))
-        assert vars(model)[SEAM].settings.context_fn is not None
+        assert vars(model)[ADAPTER].settings.context_fn is not None
     with pytest.raises(ValueError, match="unknown codec 'int7'"):
         trainer_of(build(), tmp_path, {"policy": "save_attention:int7"})
 
@@ -170,7 +175,7 @@ class TestOneAfterAnother:
         assert compressed_by(first.train) == 2 * LAYERS
         second = second or [trainer_of(model, tmp_path, **flags)]
         assert compressed_by(second[0].train) == 0
-        assert SEAM not in vars(model)
+        assert ADAPTER not in vars(model)
         assert is_stock(model)
         assert compressed_by(first.train) == 2 * LAYERS
 
@@ -179,7 +184,7 @@ class TestOneAfterAnother:
         first = {"compress": "int8", "policy": "save_attention"}
         for kwargs in (first, {"compress": "fp8", "context_fn": contexts}, {"compress": "int4"}, first):
             assert train(model, tmp_path, **flag(kwargs)) == 2 * LAYERS
-            assert vars(model)[SEAM].active.codec == gradckpt.CompressionConfig(kwargs["compress"]).codec
+            assert vars(model)[ADAPTER].active.codec == gradckpt.CompressionConfig(kwargs["compress"]).codec
         assert train(model, tmp_path, **flag({"compress": None, "use_reentrant": True})) == 0
 
     @pytest.mark.parametrize("second", [{"compress": "int8"}, {"compress": "fp8"}, None], ids=str)
@@ -193,7 +198,7 @@ class TestOneAfterAnother:
         assert count == (2 * LAYERS if second else 0)
         gradckpt.stats.reset()
         if second:
-            gradckpt.disable(model if SEAM in vars(model) else model.model)
+            gradckpt.disable(model if ADAPTER in vars(model) else model.model)
         assert is_stock(model)
 
     def test_a_part_of_what_is_enabled_by_hand(self, tmp_path):
@@ -257,7 +262,7 @@ def test_instances_among_the_default_callbacks(monkeypatch):
     """transformers takes them as well as classes."""
     from transformers import trainer
 
-    from gradckpt.integrations import trainer_flag
+    from gradckpt.integrations.transformers import trainer_flag
 
     class Mine(transformers.TrainerCallback):
         pass
@@ -274,4 +279,4 @@ def test_it_is_logged_when_training_begins(codec, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gradckpt"):
         train(build(), tmp_path, **flag({"compress": codec}))
     lines = [record.getMessage() for record in caplog.records if "flag" in record.getMessage()]
-    assert lines == [f"the Trainer's flag: compress={codec!r} on {LAYERS} layers of LlamaForCausalLM"]
+    assert lines == [f"gradckpt: the Trainer's flag: compress={codec!r} on {LAYERS} layers of LlamaForCausalLM"]

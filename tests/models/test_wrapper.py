@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+import torchs_own
 import worlds
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
@@ -21,8 +22,8 @@ from torch.distributed.fsdp.wrap import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradckpt
-from gradckpt.integrations import ranks
-from gradckpt.integrations.wrapper import CheckpointWrapper
+from gradckpt._models import ranks
+from gradckpt.integrations.torch_distributed import CheckpointWrapper
 
 N = 3
 
@@ -168,7 +169,7 @@ def test_without_a_choice_it_takes_the_layers(caplog):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 4)
     with caplog.at_level(logging.INFO, "gradckpt"):
         assert gradckpt.compat.apply_activation_checkpointing(model) == 4
-    says = "wrapped 4 modules of TransformerEncoder: TransformerEncoderLayer"
+    says = "gradckpt: wrapped 4 modules of TransformerEncoder: TransformerEncoderLayer"
     assert [r.getMessage() for r in caplog.records] == [says]
 
 
@@ -318,8 +319,8 @@ def test_a_store_that_cannot_compare_is_no_error(caplog):
         dist.destroy_process_group()
 
 
-def test_ranks_that_never_speak_hold_nobody_up(monkeypatch):
-    """Seven of eight train nothing: one wait, some looks, and then nothing."""
+def test_ranks_without_a_note_delay_no_other(monkeypatch):
+    """Seven of eight train nothing: one wait, some reads, and then nothing."""
     naps = []
     monkeypatch.setattr(ranks.time, "sleep", naps.append)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
@@ -335,8 +336,8 @@ def test_ranks_that_never_speak_hold_nobody_up(monkeypatch):
         dist.destroy_process_group()
 
 
-def test_what_was_said_in_an_earlier_group_counts_no_more(monkeypatch):
-    """Though the store be the same, as that of torchrun's agent is."""
+def test_notes_of_an_earlier_group_do_not_count(monkeypatch):
+    """The store may be the same, as that of torchrun's agent is."""
     monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
     store = dist.HashStore()
     for rank, codec in enumerate(("int8", "int4")):
@@ -363,7 +364,7 @@ def test_options_that_cannot_be_had():
     block = MyBlock()
     reentrant = {"checkpoint_impl": torchs.CheckpointImpl.REENTRANT}
     refused("cannot compress with CheckpointImpl.REENTRANT", gradckpt.compat.checkpoint_wrapper, block, **reentrant)
-    refused("checkpoint_fn= would not be called", gradckpt.compat.checkpoint_wrapper, block, checkpoint_fn=print)
+    refused("does not call checkpoint_fn=", gradckpt.compat.checkpoint_wrapper, block, checkpoint_fn=print)
     refused("unknown codec 'int9'", gradckpt.compat.checkpoint_wrapper, block, "int9")
     refused("unknown option 'use_reentrant'", gradckpt.compat.checkpoint_wrapper, block, use_reentrant=False)
     refused("takes a torch.nn.Module, not int", gradckpt.compat.checkpoint_wrapper, 3, error=TypeError)
@@ -371,7 +372,7 @@ def test_options_that_cannot_be_had():
 
 
 def test_the_same_block_twice():
-    twice = "this MyBlock is wrapped for checkpointing already, and would be twice"
+    twice = "this MyBlock is checkpointed already: by torch's CheckpointWrapper"
     ours, theirs = gradckpt.compat.checkpoint_wrapper(MyBlock()), torchs.checkpoint_wrapper(MyBlock())
     for wrapper in (ours, theirs, torchs.offload_wrapper(ours)):
         refused(twice, gradckpt.compat.checkpoint_wrapper, wrapper)
@@ -386,7 +387,7 @@ def test_torchs_wrapper_around_ours():
     model = net()
     gradckpt.compat.apply_activation_checkpointing(model, check_fn=lambda m: m in [b.first for b in model.blocks])
     torchs.apply_activation_checkpointing(model, check_fn=is_block)
-    refused("torch's CheckpointWrapper is around the MyBlock that holds it", gradients, model)
+    refused("and the MyBlock around it by torch's CheckpointWrapper", torchs_own.call, gradients, model)
     block = torchs.checkpoint_wrapper(nn.Sequential(gradckpt.compat.checkpoint_wrapper(MyBlock(), None, nested=True)))
     block(torch.randn(2, 8, 64)).sum().backward()
 
@@ -402,10 +403,19 @@ def test_enable_and_the_wrapper_on_one_module():
     block = MyBlock()
     handle = gradckpt.enable(block, None, modules=MyBlock)
     refused("this MyBlock is checkpointed already: by gradckpt.enable", gradckpt.compat.checkpoint_wrapper, block)
-    refused("it would run three times: by gradckpt.enable", gradckpt.compat.checkpoint_wrapper, nn.Sequential(block))
+    refused(
+        "it would run three times without nested=True: by gradckpt.enable",
+        gradckpt.compat.checkpoint_wrapper,
+        nn.Sequential(block),
+    )
     handle.remove()
     wrapper = gradckpt.compat.checkpoint_wrapper(block)
-    refused("it is torch's CheckpointWrapper", gradckpt.enable, nn.Sequential(wrapper), modules=MyBlock)
+    refused(
+        "is checkpointed already: by torch's CheckpointWrapper",
+        gradckpt.enable,
+        nn.Sequential(wrapper),
+        modules=MyBlock,
+    )
     gradckpt.enable(block, None, modules=MyBlock)
     refused("this MyBlock is checkpointed already: by gradckpt.enable", wrapper, torch.randn(2, 64))
 
@@ -436,7 +446,7 @@ def test_nothing_to_wrap():
             check_fn=lambda m: False)  # fmt: skip
     refused("auto_wrap_policy chose none", many, net(), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
     refused("no layer was recognised", many, nn.Sequential(nn.Linear(2, 2)))
-    refused("with the class of its blocks, one of Dropout, Linear, ModuleList, MyBlock", many, net(),
+    refused("with the class of its blocks, one of: Dropout, Linear, ModuleList, MyBlock", many, net(),
             check_fn=lambda m: False)  # fmt: skip
     refused("exclude each other", many, net(), check_fn=is_block, auto_wrap_policy=ModuleWrapPolicy({MyBlock}))
     refused("takes a torch.nn.Module", many, [], error=TypeError)

@@ -1,12 +1,15 @@
-"""examples/ as their users run them. Those for Hugging Face have tests of their own (test_peft.py, make demo)."""
+"""examples/ as their users run them. Those for Hugging
+Face have tests of their own (test_peft.py)."""
 
 import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 
 import frameworks
+import pytest
 from checkout import EXAMPLES, HELPERS, ROOT
 
 #: The program that runs programs which import torchvision.
@@ -48,7 +51,8 @@ def check(stock, none, lossy, steps):
 
 
 def test_diffusers(monkeypatch, capsys):
-    """The UNet as a user runs it; the transformer in this process, since importing diffusers takes seconds."""
+    """The UNet as a user runs it; the transformer in this process,
+    since importing diffusers takes seconds."""
     options = ["--steps", "2", "--batch", "2"]
     monkeypatch.syspath_prepend(EXAMPLES)
     assert importlib.import_module("diffusers_unet").main(["--model", "sd3", *options, "--json"]) == 0
@@ -57,6 +61,17 @@ def test_diffusers(monkeypatch, capsys):
         stock, none, int8 = found.values()
         check(stock, none, int8, steps=2)
         assert none["regions"] == int8["regions"] > 0
+
+
+def test_train_llama(tmp_path):
+    """The demo; with the codecs in another order, so that nothing is tied to the default's."""
+    options = ["--layers", "3", "--seq", "64", "--steps", "3", "--every", "2", "--codecs", "int4,int8"]
+    lines = run("train_llama.py", *options, "--out", tmp_path / "demo.png").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    found = [line.split()[0] for line in lines if line.startswith(("ok ", "FAILED "))]
+    assert found == ["ok"] * 8
+    assert all(any(line.startswith(word) for line in lines) for word in ("Memory: ", "Time: ", "Gradients: "))
+    assert (tmp_path / "demo.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_timm():
@@ -72,7 +87,12 @@ def test_plain():
     plain, stock, none = (found[name] for name in ("no checkpointing", "torch checkpointing", "gradckpt None"))
     check(stock, none, found["gradckpt int8"], steps=2)
     assert plain["losses"] == stock["losses"]
-    kept = [plain["kept"], stock["kept"], found["gradckpt int8"]["kept"], found["gradckpt int4"]["kept"]]
+    kept = [
+        plain["kept"],
+        stock["kept"],
+        found["gradckpt int8"]["kept"],
+        found["gradckpt int4"]["kept"],
+    ]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == 4
     assert none["kept"] == stock["kept"]
@@ -88,3 +108,29 @@ def test_fsdp_on_one_rank():
 def test_wrong_options_are_said_in_one_sentence():
     assert "--compress is none or one of" in run("fsdp.py", "--compress", "int9", status=2).stderr.splitlines()[-1]
     assert "1 or more" in run("plain_gpt.py", "--steps", "0", status=2).stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("example", "package"),
+    [
+        ("deepspeed_zero", "deepspeed"),
+        ("diffusers_unet", "diffusers"),
+        ("lightning_ddp", "lightning"),
+        ("lora_trainer", "peft"),
+        ("timm_vit", "timm"),
+        ("torchtitan_blocks", "torchtitan"),
+        ("train_llama", "transformers"),
+    ],
+)
+def test_a_missing_package_is_said_in_one_sentence(example, package, monkeypatch):
+    for key in (
+        "DS_ACCELERATOR",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_VERBOSITY",
+        "KINETO_LOG_LEVEL",
+        "TORCH_CPP_LOG_LEVEL",
+    ):
+        monkeypatch.setenv(key, os.environ.get(key, ""))  # what the example sets ends with the test
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf"{package}.*; pip install .*{package}"):
+        runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")

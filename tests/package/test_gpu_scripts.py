@@ -382,7 +382,8 @@ def test_memory_survives_running_out(monkeypatch, capsys):
 
 @pytest.fixture
 def make(tmp_path):
-    """make(target, ...) with the Makefile in a tree of its own, whose tools write down what they are called with."""
+    """make(target, ...) with the Makefile in a tree of its own,
+    whose tools write down what they are called with."""
     (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
     (tmp_path / "csrc").mkdir()
     (tmp_path / "setup.py").touch()
@@ -390,7 +391,7 @@ def make(tmp_path):
     tools, venv = tmp_path / "tools", tmp_path / ".venv"
     smi = 'case "$1" in -L) echo "GPU 0: a card";; *) echo 9.0; echo 8.6; echo 9.0;; esac'
     scripts = {tools / "nvidia-smi": smi, tools / "nvcc": ""}
-    for name in ("python", "pytest", "ruff", "mypy"):
+    for name in ("python", "pytest", "ruff", "mypy", "codespell"):
         scripts[venv / "bin" / name] = f'echo {name} "[$GRADCKPT_CUDA_ARCHS]" "$@" >> log'
     for path, text in scripts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -434,7 +435,8 @@ def test_make_gpu_with_a_torch_without_cuda(make):
 
 
 def test_make_gpu_builds_for_the_cards(make):
-    """Once; and again when another target has built for other architectures since, and the other way round."""
+    """Once; and again when another target has built for other architectures since,
+    and the other way round."""
 
     def built(target):
         status, _, stderr, log = make(target)
@@ -494,7 +496,8 @@ def own_python(make):
 
 
 def test_make_gpu_with_the_machines_own_python(make, own_python):
-    """No venv, no pip: what it has is asked, the extension is built in the tree, everything runs with it."""
+    """No venv, no pip: what it has is asked, the extension is built in the tree,
+    everything runs with it."""
     shutil.rmtree(make.venv)
     status, stdout, stderr, log = make("gpu", f"GPU_PYTHON={own_python}")
     assert (status, stderr) == (0, "")
@@ -521,7 +524,8 @@ def test_make_gpu_stops_where_its_python_lacks_something(make, own_python):
 
 
 def lacks(tmp_path, **modules):
-    """What gpu_python.py says of this interpreter when these modules are as given; None: it is absent."""
+    """What gpu_python.py says of this interpreter when these modules are as given; None:
+    it is absent."""
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text("raise ImportError('not here')" if text is None else text)
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "GPU_PYTHON": "python3"}

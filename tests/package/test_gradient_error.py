@@ -1,4 +1,5 @@
-"""What each codec may do to the gradients of trained Llamas, with and without outlier channels (see bench_fidelity.py).
+"""What each codec may do to the gradients of trained Llamas,
+with and without outlier channels (see bench_fidelity.py).
 
 Bounds: relative L2 error over all parameters, and the worst parameter's cosine; None: not promised.
 """
@@ -47,7 +48,8 @@ class Rounded(torch.autograd.Function):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_what_is_compared_with_is_plain_autograd(name):
-    """A layer that runs again from its own input gives autograd's gradients: no state is left over from the forward."""
+    """A layer that runs again from its own input gives autograd's gradients:
+    no state is left over from the forward."""
     model = trained_models.MODELS[name].make().train()
     layers, batch = trained_models.layers_of(name, model), trained_models.held_out(name, 0)
     with trained_models.rebuilt(layers, lambda layer, x: x):
@@ -86,7 +88,8 @@ def test_outlier_channels_need_the_rotation():
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", OUTLIERS)
 def test_outliers_are_there(model):
-    """Some channels are 10 and more times as large as the median channel, in every layer's input."""
+    """Some channels are 10 and more times as large as the median channel,
+    in every layer's input."""
     for x in trained_models.boundaries(model):
         size = x.double().pow(2).mean(0).sqrt()
         assert size.max() >= 10 * size.median()

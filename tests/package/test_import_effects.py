@@ -1,4 +1,5 @@
-"""What `import gradckpt` changes: one finder, and one callback of transformers; and the finder itself."""
+"""What `import gradckpt` changes: one finder, and one callback of transformers;
+and the finder itself."""
 
 import importlib
 import importlib.machinery
@@ -12,9 +13,9 @@ import threading
 import pytest
 from checkout import ROOT
 
-from gradckpt import imports
-from gradckpt.imports import after_import
-from gradckpt.integrations import trainer_flag
+from gradckpt import _import_hooks
+from gradckpt._import_hooks import after_import
+from gradckpt.integrations.transformers import trainer_flag
 
 
 def run(*command, **variables):
@@ -32,7 +33,8 @@ def test_two_things_differ(order):
     done = run("tests/helpers/scripts/import_effects.py", "gradckpt", *ORDERS[order])
     assert done.returncode == 0, done.stderr
     changes, _, later = done.stdout.partition("----\n")
-    # Our operators in torch's registries, and torch's table of the operators that were looked up, are no effect.
+    # Our operators in torch's registries, and torch's table of the
+    # operators that were looked up, are no effect.
     ours = ("torch.library.", "torch.ops.")
     others = [
         line
@@ -44,7 +46,7 @@ def test_two_things_differ(order):
         assert others[0].startswith("transformers.trainer.DEFAULT_CALLBACKS.1 new <class 'gradckpt.")
     else:
         assert others[0].startswith("finder.")
-        assert " new <gradckpt.imports._AfterImport object" in others[0]
+        assert " new <gradckpt._import_hooks._AfterImport object" in others[0]
     assert later.splitlines() == ["[]", "['DefaultFlowCallback', 'GradckptFlag']"], "the finder is gone"
 
 
@@ -86,14 +88,15 @@ import sys, warnings
 import torch
 {first}
 import gradckpt, importlib
-from gradckpt import compile, imports
+from gradckpt._compile import dynamo
+from gradckpt import _import_hooks
 {again}
 import gradckpt
-from gradckpt import imports
+from gradckpt import _import_hooks
 import transformers.trainer, torch._dynamo
 assert not [f for f in sys.meta_path if type(f).__module__.startswith("gradckpt")], sys.meta_path
 (flag,) = [c for c in transformers.trainer.DEFAULT_CALLBACKS if c.__name__ == "GradckptFlag"]
-assert flag is sys.modules["gradckpt.integrations.trainer_callback"].GradckptFlag
+assert flag is sys.modules["gradckpt.integrations.transformers.trainer_callback"].GradckptFlag
 sys.path[:0] = ["tests/models", "tests/helpers"]
 from test_huggingface import build, train, LAYERS, NAME
 import tempfile
@@ -104,7 +107,10 @@ layer(torch.randn(64, 64, requires_grad=True)).sum().backward()
 assert gradckpt.stats()["compiled_graphs"] == 1
 """
 
-RELOADED = "for name in ('gradckpt.imports', 'gradckpt.compile', 'gradckpt'): importlib.reload(sys.modules[name])"
+RELOADED = (
+    "for name in ('gradckpt._import_hooks', 'gradckpt._compile.dynamo', 'gradckpt'): "
+    "importlib.reload(sys.modules[name])"
+)
 DELETED = "for name in [name for name in sys.modules if name.partition('.')[0] == 'gradckpt']: del sys.modules[name]"
 
 
@@ -126,7 +132,7 @@ def watched(tmp_path, monkeypatch):
     (tmp_path / "gradckpt_watched.py").write_text("X = 1\nSPEC, LOADER = __spec__.loader, __loader__\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(imports, "_finder", imports._AfterImport())
+    monkeypatch.setattr(_import_hooks, "_finder", _import_hooks._AfterImport())
     yield "gradckpt_watched"
     sys.modules.pop("gradckpt_watched", None)
 
@@ -146,7 +152,7 @@ class Finder:
 
 
 def finders():
-    return [finder for finder in sys.meta_path if isinstance(finder, imports._AfterImport)]
+    return [finder for finder in sys.meta_path if isinstance(finder, _import_hooks._AfterImport)]
 
 
 def test_called_once_after_the_module_has_run(watched):
@@ -284,13 +290,13 @@ def test_the_error_of_another_finder_is_the_others(watched):
     after_import(watched, lambda module: None)
     with pytest.raises(RuntimeError, match="the finder is broken") as raised:
         importlib.import_module(watched)
-    assert "gradckpt/imports" not in str(raised.traceback[-2].path), "raised as without ours"
+    assert "gradckpt/_import_hooks" not in str(raised.traceback[-2].path), "raised as without ours"
 
 
 def test_what_fails_afterwards_is_logged_and_the_import_is_not_disturbed(watched, caplog):
     after_import(watched, raise_it)
     assert importlib.import_module(watched).X == 1
-    assert "gradckpt: after the import of gradckpt_watched: the finder is broken" in caplog.text
+    assert "gradckpt: a hook on the import of gradckpt_watched failed: the finder is broken" in caplog.text
     assert not finders()
 
 
@@ -346,7 +352,7 @@ def test_another_thread_that_goes_through_the_finders_misses_none(watched, tmp_p
 def test_the_finder_of_a_module_that_was_loaded_before_is_replaced(watched, monkeypatch):
     calls = []
     after_import(watched, lambda module: calls.append("before"))
-    monkeypatch.setattr(imports, "_finder", imports._AfterImport())
+    monkeypatch.setattr(_import_hooks, "_finder", _import_hooks._AfterImport())
     after_import(watched, lambda module: calls.append("now"))
     assert len(finders()) == 1
     importlib.import_module(watched)

@@ -14,215 +14,36 @@ ALLOWED = {"codec": set(), "torch": set(), "engine": {"torch"}, "module": {"engi
 #: what only one room may know
 ONLY = {"Python.h": {"torch", "engine", "module"}, "dlfcn.h": {"torch"}, "cuda_runtime.h": {"codec"}}
 
-#: Python module -> modules of the package that it may import at the top level
+#: Rooms and modules of Python that few may import: what imports them, by prefix
 PYTHON = {
-    "gradckpt": {
-        "gradckpt._C",
-        "gradckpt._import_error",
-        "gradckpt._memory",
-        "gradckpt._ops",
-        "gradckpt.codecs",
-        "gradckpt.compat",
-        "gradckpt.compile",
-        "gradckpt.config",
+    "gradckpt.__main__": set(),
+    "gradckpt.run": {"gradckpt.__main__"},
+    "gradckpt._script": {"gradckpt.run"},
+    "gradckpt._doctor": {"gradckpt", "gradckpt.__main__"},
+    "gradckpt.integrations": {"gradckpt", "gradckpt._models.switch", "gradckpt.compat"},
+    "gradckpt._patching": {"gradckpt", "gradckpt.run", "gradckpt._engine.selective_callbacks"},
+    "gradckpt._models": {
+        "gradckpt",
+        "gradckpt._engine.callbacks",
+        "gradckpt._engine.saved_tensors",
+        "gradckpt._patching",
         "gradckpt.integrations",
-        "gradckpt.patched",
-        "gradckpt.policies",
-        "gradckpt.residuals",
-        "gradckpt.saved",
-        "gradckpt.selectors",
-        "gradckpt.sequential",
-        "gradckpt.stats",
-        "gradckpt.switch",
-    },
-    "gradckpt._aliases": set(),
-    "gradckpt._allocations": set(),
-    "gradckpt._decisions": {"gradckpt._forms"},
-    "gradckpt._forms": {"gradckpt._C"},
-    "gradckpt._hooks": {"gradckpt._C", "gradckpt._torch_private"},
-    "gradckpt._memory": {"gradckpt._C", "gradckpt._allocations", "gradckpt._torch_private", "gradckpt.stats"},
-    "gradckpt._objects": {"gradckpt._torch_private"},
-    "gradckpt._ops": {"gradckpt._C", "gradckpt._torch_private"},
-    "gradckpt._savers": {"gradckpt._torch_private"},
-    "gradckpt._selection": {"gradckpt._torch_private"},
-    "gradckpt._shim": {"gradckpt._objects", "gradckpt._torch_private"},
-    "gradckpt._torch_private": set(),
-    "gradckpt.arguments": set(),
-    "gradckpt.apply": {
-        "gradckpt",
-        "gradckpt._activity",
-        "gradckpt.arguments",
-        "gradckpt.caches",
         "gradckpt.config",
-        "gradckpt.decorator",
-        "gradckpt.integrations.offload",
-        "gradckpt.integrations.overlap",
-        "gradckpt.integrations.ranks",
-        "gradckpt.integrations.sharded",
-        "gradckpt.kinds",
-        "gradckpt.policies",
         "gradckpt.selectors",
     },
-    "gradckpt.buffers": {"gradckpt._torch_private"},
-    "gradckpt.caches": set(),
-    "gradckpt.codecs": {"gradckpt._C", "gradckpt.config", "gradckpt.rounding"},
-    "gradckpt.compat": {"gradckpt._C", "gradckpt.selective", "gradckpt.sequential"},
-    "gradckpt.compile": {
-        "gradckpt",
-        "gradckpt._C",
-        "gradckpt._decisions",
-        "gradckpt._ops",
-        "gradckpt._torch_private",
-        "gradckpt.compat",
-        "gradckpt.config",
-        "gradckpt.imports",
-        "gradckpt.packing",
-        "gradckpt.policies",
-        "gradckpt.selective",
-        "gradckpt.stats",
-    },
-    "gradckpt._activity": {
-        "gradckpt",
-        "gradckpt._frames",
-        "gradckpt.config",
-        "gradckpt.policies",
-        "gradckpt.selective",
-        "gradckpt.stats",
-    },
-    "gradckpt._frames": set(),
-    "gradckpt.config": {"gradckpt._frames", "gradckpt._C", "gradckpt.rounding"},
-    "gradckpt.decorator": set(),
-    "gradckpt.imports": set(),
-    "gradckpt.kinds": set(),
-    "gradckpt.packing": {"gradckpt._C", "gradckpt._torch_private", "gradckpt.config"},
-    "gradckpt.rounding": {"gradckpt._C"},
-    "gradckpt.selftest": {"gradckpt._C"},
-    "gradckpt.selectors": {"gradckpt._C", "gradckpt.config", "gradckpt.kinds"},
-    "gradckpt.residuals": {
-        "gradckpt._C",
-        "gradckpt._frames",
-        "gradckpt._torch_private",
-        "gradckpt.selective",
-        "gradckpt.stats",
-    },
-    "gradckpt.patched": {
-        "gradckpt._C",
-        "gradckpt._activity",
-        "gradckpt._shim",
-        "gradckpt.apply",
-        "gradckpt.arguments",
-        "gradckpt.compat",
-        "gradckpt.compile",
-        "gradckpt.config",
-        "gradckpt.decorator",
-        "gradckpt.integrations.kwargs",
-        "gradckpt.policies",
-        "gradckpt.stats",
-    },
-    "gradckpt.policies": {
-        "gradckpt._C",
-        "gradckpt._decisions",
-        "gradckpt._forms",
-        "gradckpt.packing",
-        "gradckpt.selective",
-    },
-    "gradckpt.run": {"gradckpt.config", "gradckpt.imports", "gradckpt.patched", "gradckpt.policies", "gradckpt.stats"},
-    "gradckpt.saved": {
-        "gradckpt._C",
-        "gradckpt._activity",
-        "gradckpt._savers",
-        "gradckpt.config",
-        "gradckpt.decorator",
-    },
-    "gradckpt.selective": {
-        "gradckpt._C",
-        "gradckpt._decisions",
-        "gradckpt._forms",
-        "gradckpt._torch_private",
-        "gradckpt.config",
-        "gradckpt.packing",
-    },
-    "gradckpt.sequential": {"gradckpt.config"},
-    "gradckpt.stats": {"gradckpt._C"},
-    "gradckpt.switch": {
-        "gradckpt._activity",
-        "gradckpt.apply",
-        "gradckpt.config",
-        "gradckpt.integrations",
-        "gradckpt.integrations.kwargs",
-        "gradckpt.integrations.seam",
-        "gradckpt.kinds",
-        "gradckpt.policies",
-        "gradckpt.selectors",
-    },
-    "gradckpt.__main__": {"gradckpt"},
-    "gradckpt._import_error": set(),
-    "gradckpt.environment": {"gradckpt._C", "gradckpt._torch_private"},
-    "gradckpt.integrations": set(),
-    "gradckpt.integrations.deepspeed": {
-        "gradckpt",
-        "gradckpt.apply",
-        "gradckpt.arguments",
-        "gradckpt.integrations.kwargs",
-        "gradckpt.integrations.offload",
-    },
-    "gradckpt.integrations.huggingface": {
-        "gradckpt",
-        "gradckpt.config",
-        "gradckpt.decorator",
-        "gradckpt.integrations.kwargs",
-        "gradckpt.integrations.offload",
-        "gradckpt.integrations.seam",
-        "gradckpt.integrations.watch",
-        "gradckpt.policies",
-    },
-    "gradckpt.integrations.kwargs": {"gradckpt.config", "gradckpt.policies"},
-    "gradckpt.integrations.lightning": {
-        "gradckpt",
-        "gradckpt.apply",
-        "gradckpt.config",
-        "gradckpt.integrations.kwargs",
-        "gradckpt.stats",
-        "gradckpt.switch",
-    },
-    "gradckpt.integrations.offload": {"gradckpt", "gradckpt.apply", "gradckpt.arguments"},
-    "gradckpt.integrations.seam": {
-        "gradckpt",
-        "gradckpt._activity",
-        "gradckpt.apply",
-        "gradckpt.integrations.kwargs",
-        "gradckpt.integrations.offload",
-        "gradckpt.integrations.overlap",
-        "gradckpt.integrations.watch",
-    },
-    "gradckpt.integrations.trainer_callback": {
-        "gradckpt.config",
-        "gradckpt.integrations.huggingface",
-        "gradckpt.integrations.kwargs",
-        "gradckpt.integrations.seam",
-    },
-    "gradckpt.integrations.trainer_flag": {"gradckpt.imports", "gradckpt.integrations.trainer_callback"},
-    "gradckpt.integrations.torchtitan": {"gradckpt.config", "gradckpt.integrations.wrapper"},
-    "gradckpt.integrations.overlap": set(),
-    "gradckpt.integrations.ranks": {"gradckpt._torch_private", "gradckpt.config"},
-    "gradckpt.integrations.sharded": {"gradckpt._torch_private"},
-    "gradckpt.integrations.wrapper": {
-        "gradckpt",
-        "gradckpt.apply",
-        "gradckpt.config",
-        "gradckpt.integrations.overlap",
-        "gradckpt.integrations.ranks",
-        "gradckpt.kinds",
-    },
-    "gradckpt.integrations.watch": {"gradckpt._activity", "gradckpt.integrations.ranks", "gradckpt.stats"},
+    "gradckpt._compile": {"gradckpt", "gradckpt._engine.selective", "gradckpt._patching"},
 }
 
-#: Python module -> frameworks that it may import at the top: only who uses the framework imports the module
+#: The modules that users import; all others begin with an underscore.
+PUBLIC = {"codecs", "compat", "config", "integrations", "policies", "run", "selectors"}
+
+#: Python module -> frameworks that it may import at the top:
+#: only who uses the framework imports the module
 FRAMEWORKS = {
     "gradckpt.integrations.deepspeed": {"deepspeed"},
     "gradckpt.integrations.lightning": {"lightning", "pytorch_lightning"},
     "gradckpt.integrations.torchtitan": {"torchtitan"},
-    "gradckpt.integrations.trainer_callback": {"transformers"},
+    "gradckpt.integrations.transformers.trainer_callback": {"transformers"},
 }
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
@@ -261,31 +82,71 @@ def test_file_names_are_unique_and_files_hold_one_noun():
     assert not long
 
 
-def imports_of(path):
-    for node in ast.parse(path.read_text()).body:
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(p): p for p in sorted((ROOT / "gradckpt").rglob("*.py"))}
+
+
+def imports_of(name):
+    """(module, whether at the top) of every import, also in functions,
+    and of every text that names a module."""
+    tree = ast.parse(MODULES[name].read_text())
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "gradckpt":
-            yield from (
-                f"gradckpt.{a.name}" if f"gradckpt.{a.name}" in {*PYTHON, "gradckpt._C"} else "gradckpt"
-                for a in node.names
-            )
+            yield from ((alias.name, id(node) in top) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            assert not node.level, f"{name}: relative imports are not read here"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES or full == "gradckpt._C" else node.module, id(node) in top
+        elif isinstance(node, ast.Constant) and node.value in MODULES and node.value not in {"gradckpt", name}:
+            yield node.value, False
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "gradckpt").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_follow_the_arrows(path):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for imported in imports_of(path):
-        if imported.split(".")[0] == "gradckpt":
-            allowed = PYTHON[name]
-            assert imported in allowed or imported.rpartition(".")[0] in allowed, f"{name} imports {imported}"
-            assert imported not in FRAMEWORKS, f"{name} imports {imported}"
-        else:
-            all_of_them = {"transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "torchtitan"}
-            frameworks = all_of_them - FRAMEWORKS.get(name, set())
-            assert imported.split(".")[0] not in frameworks, f"{name} imports {imported} at the top"
+def is_in(name, room):
+    return name == room or name.startswith(f"{room}.")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_follow_the_arrows(name):
+    for imported, top in imports_of(name):
+        assert imported != "gradckpt", f"{name} imports the package; import from the module that defines the name"
+        for room, importers in PYTHON.items():
+            if is_in(imported, room) and not is_in(name, room):
+                listed = any(name == each or (each != "gradckpt" and is_in(name, each)) for each in importers)
+                assert listed, f"{name} imports {imported}"
+        if imported in FRAMEWORKS:
+            assert not top, f"{name} imports {imported} at the top"
+        library = imported.split(".")[0]
+        if top and library in {library for each in FRAMEWORKS.values() for library in each} | {"accelerate"}:
+            assert library in FRAMEWORKS.get(name, ()), f"{name} imports {imported} at the top"
+
+
+def test_python_has_no_circles():
+    """Also through imports inside functions: those hide a circle, they do not open it."""
+    left = {
+        name: {m for m, _ in imports_of(name) if m in MODULES and m != name} for name in MODULES if name != "gradckpt"
+    }
+    while free := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"these import each other, or what does: {sorted(left)}"
+
+
+def test_modules_are_public_or_underscored():
+    seen = {name.split(".")[1] for name in MODULES if "." in name}
+    assert {name for name in seen if not name.startswith("_")} == PUBLIC
+
+
+def test_callbacks_are_what_c_calls():
+    from gradckpt._engine.callbacks import TABLE
+
+    table = re.search(r"#define GCK_PY_CALLBACKS\(CALLBACK\)(.*?)\n\n", (CSRC / "torch" / "tensor.h").read_text(), re.S)
+    called = {name for p in SOURCES for name in re.findall(r"(?:\.|->)call\.(\w+)", p.read_text())} - {"name"}
+    assert set(re.findall(r"CALLBACK\((\w+)\)", table.group(1))) == set(TABLE) == called
 
 
 def test_ids_of_codecs_are_unique():

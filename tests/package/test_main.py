@@ -1,4 +1,5 @@
-"""python -m gradckpt: what it says, that its self-test can fail, and an extension that cannot be loaded."""
+"""The command gradckpt and its doctor, whose self-test can fail;
+and an extension that cannot be loaded."""
 
 import contextlib
 import getpass
@@ -19,8 +20,10 @@ import torch
 from checkout import ROOT
 
 import gradckpt
-from gradckpt import _C, _torch_private, environment, selftest
+from gradckpt import _C
 from gradckpt import __main__ as program
+from gradckpt._doctor import environment, selftest
+from gradckpt._engine import torch_private
 
 LOSSY = [c for c in gradckpt.codecs.names() if gradckpt.codecs.info(c)["max_error"]]
 
@@ -34,12 +37,12 @@ def python(*arguments, folder=ROOT, **env):
 
 
 def run(*arguments, **where):
-    """``python -m gradckpt`` as a user has it."""
-    return python("-m", "gradckpt", *arguments, **where)
+    """``python -m gradckpt doctor`` as a user has it, by its short name."""
+    return python("-m", "gradckpt", *(["doctor", *arguments] if arguments else []), **where)
 
 
 def main(capsys, *arguments):
-    status = program.main(arguments)
+    status = program.main(["doctor", *arguments])
     return status, capsys.readouterr().out
 
 
@@ -50,11 +53,12 @@ def failed(out):
 # ---- as a program ----
 
 
-def test_text_is_a_block_for_an_issue():
+def test_text_is_plain_lines():
     out = run(GRADCKPT_ISA="scalar", GRADCKPT_IAS="avx2", GRADCKPT_CUDA=str(ROOT))
     assert (out.returncode, out.stderr) == (0, "")
-    first, *lines, last = out.stdout.splitlines()
-    assert (first, last) == ("```text", "```")
+    lines = out.stdout.splitlines()
+    assert lines[0].startswith("gradckpt ")
+    assert "`" not in out.stdout
     assert f"torch         {torch.__version__}" in out.stdout
     assert "CPU codecs    scalar" in out.stdout
     assert "variable      GRADCKPT_CUDA=(a path) (read when gradckpt is built)" in lines
@@ -70,7 +74,7 @@ def test_text_is_a_block_for_an_issue():
 def test_json_is_all_there_is_on_stdout():
     noisy = "import sys, runpy, torch; check = torch.cuda.is_available\n"
     noisy += "torch.cuda.is_available = lambda: print('noise') or check()\n"
-    noisy += "sys.argv = ['gradckpt', '--json']; runpy.run_module('gradckpt', run_name='__main__')"
+    noisy += "sys.argv = ['gradckpt', 'doctor', '--json']; runpy.run_module('gradckpt', run_name='__main__')"
     out = python("-c", noisy)
     assert out.returncode == 0
     assert "noise" in out.stderr
@@ -84,7 +88,7 @@ def test_json_is_all_there_is_on_stdout():
 
 
 def test_a_failed_self_test_is_exit_status_1():
-    code = "import sys, runpy; from gradckpt import selftest; selftest.FLOORS['int8'] = 99.0\n"
+    code = "import sys, runpy; from gradckpt._doctor import selftest; selftest.FLOORS['int8'] = 99.0\n"
     code += "sys.argv = ['gradckpt']; runpy.run_module('gradckpt', run_name='__main__')"
     out = python("-c", code)
     assert (out.returncode, out.stderr) == (1, "")
@@ -93,20 +97,54 @@ def test_a_failed_self_test_is_exit_status_1():
 
 
 def test_a_reader_that_goes_away_is_no_traceback():
-    command = [sys.executable, "-m", "gradckpt", "--no-self-test"]
+    command = [sys.executable, "-m", "gradckpt", "doctor", "--no-self-test"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["--nonsense"], 2), (["train.py"], 2)])
-def test_usage(arguments, status, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nonsense"], "unknown command '--nonsense'; choose doctor or run"),
+        (["rum"], "unknown command 'rum'; did you mean 'run'?"),
+        (["plan"], "unknown command 'plan'; choose doctor or run"),
+        (["train.py"], "'train.py' is no command; to run it: gradckpt run train.py"),
+        (["--json"], "--json is an option of doctor; write gradckpt doctor --json"),
+        (["--compress", "int4", "train.py"], "--compress is an option of run; write gradckpt run --compress"),
+        (["doctor", "--jason"], "unknown option --jason; did you mean --json?"),
+        (["doctor", "now"], "unknown option now; gradckpt doctor --help lists the options"),
+        (["run"], "which script?"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments, said, capsys, tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         program.main(arguments)
-    assert stop.value.code == status
-    said = capsys.readouterr()
-    assert "--no-self-test" in (said.err if status else said.out)
+    assert stop.value.code == 2
+    *usage, line = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert all(each.startswith(("usage: gradckpt", "       gradckpt")) for each in usage)
+
+
+def test_help(capsys):
+    assert program.main(["--help"]) == 0
+    assert re.findall(r"^  (\w+)   ", capsys.readouterr().out, re.M) == ["doctor", "run"]
+    for command, word in (("doctor", "--no-self-test"), ("run", "--policy")):
+        with pytest.raises(SystemExit) as stop:
+            program.main([command, "--help"])
+        said = capsys.readouterr().out
+        assert stop.value.code == 0
+        assert said.startswith(f"usage: gradckpt {command} ")
+        assert word in said
+        assert max(map(len, said.splitlines())) <= 110
+
+
+def test_the_console_script_is_this_program():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"gradckpt": f"{program.main.__module__}:main"}
 
 
 # ---- the self-test ----
@@ -176,7 +214,7 @@ def test_a_wrong_size_is_found(monkeypatch, capsys):
         ("_with_int8", lambda f, x: _C.checkpoint(f, x, compress="int4"), {"gradients with int8", "bytes saved"}),
         (
             "_with_int8",
-            lambda f, x: _C.checkpoint(f, x, compress={"codec": "int8", "replay": True}),
+            lambda f, x: _C.checkpoint(f, x, compress={"codec": "int8", "fake_quantize": True}),
             {"loss with int8"},
         ),
         ("_with_none", lambda f, x: _C.checkpoint(f, x, preserve_rng_state=False), {"compress=None"}),
@@ -217,7 +255,7 @@ def test_every_codec_has_a_bound():
 
 
 def test_integrations_are_found_without_importing_them(monkeypatch, capsys):
-    code = "import sys; from gradckpt.__main__ import main; main(['--no-self-test'])\n"
+    code = "import sys; from gradckpt.__main__ import main; main(['doctor', '--no-self-test'])\n"
     code += "assert not {'transformers', 'accelerate', 'rich'} & set(sys.modules)"
     assert python("-c", code).returncode == 0
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -254,7 +292,7 @@ def test_every_variable_is_known():
 
 
 def test_what_torch_lacks_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(_torch_private.MISSING, "torch._C._any_name", "some feature")
+    monkeypatch.setitem(torch_private.MISSING, "torch._C._any_name", "some feature")
     monkeypatch.setattr(_C, "selective_key", lambda: None)
     _, out = main(capsys, "--no-self-test")
     assert "torch lacks   torch._C._any_name: no some feature" in out
@@ -350,7 +388,9 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("rich", [True, False])
 def test_a_narrow_terminal_gets_whole_lines(rich, monkeypatch, capsys):
-    _, plain = main(capsys, "--no-self-test")
+    checks = [selftest.Check("round trip int8", "cpu", True, "43.5 dB", "43 dB or more")]
+    monkeypatch.setattr(selftest, "run", lambda: checks)
+    _, plain = main(capsys)
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -358,7 +398,7 @@ def test_a_narrow_terminal_gets_whole_lines(rich, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "rich.console", None)
     terminal = Terminal()
     with contextlib.redirect_stdout(terminal):
-        program.main(["--no-self-test"])
+        program.main(["doctor"])
     shown = terminal.getvalue()
     assert ("\x1b[" in shown) is rich
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == plain
@@ -409,8 +449,7 @@ def test_not_an_extension(copy):
 
 def test_an_instruction_set_that_is_not_there():
     said = only_sentence(run(GRADCKPT_ISA="mmx"))
-    assert "GRADCKPT_ISA=mmx is not known; there are scalar, avx2 and avx512" in said
-    assert said.endswith("to let the CPU decide: unset GRADCKPT_ISA\n")
+    assert "GRADCKPT_ISA=mmx is not known; use scalar, avx2 or avx512, or unset it" in said
 
 
 @pytest.mark.parametrize(
@@ -419,9 +458,9 @@ def test_an_instruction_set_that_is_not_there():
         ("raise ImportError('libtorch_cpu.so: cannot open shared object file')", r"torch itself cannot be imported"),
         (
             "raise ModuleNotFoundError('torch', name='torch')",
-            r"needs torch >= 2.10, which is not installed: pip install",
+            r"gradckpt: torch is not installed; run: pip install",
         ),
-        ("__version__ = '1.0'", r"needs torch >= 2.10, and torch 1.0 does not have libtorch_cpu.so; to update it: pip"),
+        ("__version__ = '1.0'", r"gradckpt: torch 1.0 has no libtorch_cpu.so; run: pip install --upgrade"),
     ],
 )
 def test_a_torch_that_will_not_do(torch_py, words, copy):
@@ -430,8 +469,12 @@ def test_a_torch_that_will_not_do(torch_py, words, copy):
     assert re.search(words, only_sentence(run(folder=copy)))
 
 
-@pytest.mark.parametrize("form", [["-mgradckpt"], ["-Wignore", "-m", "gradckpt"], ["-Bm", "gradckpt.config", "x"]])
+@pytest.mark.parametrize(
+    "form", [["-mgradckpt"], ["-Wignore", "-m", "gradckpt"], ["-Bm", "gradckpt.config", "x"], ["bin/gradckpt", "run"]]
+)
 def test_every_form_of_the_command_line(form, copy):
+    (copy / "bin").mkdir()
+    (copy / "bin" / "gradckpt").write_text("from gradckpt.__main__ import main\nmain()")
     assert "was not built here" in only_sentence(python(*form, folder=copy))
 
 

@@ -1,4 +1,5 @@
-"""track_memory(): the peak is the profiler's, kinds add up to the total, and the program does what it does without."""
+"""track_memory(): the peak is the profiler's, kinds add up to the total,
+and the program does what it does without."""
 
 import contextlib
 import copy
@@ -88,7 +89,8 @@ def program(call):
 
 
 def profiled(step):
-    """The highest sum of what torch's profiler says was allocated and released, and how many times it says so."""
+    """The highest sum of what torch's profiler says was allocated and released,
+    and how many times it says so."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -484,11 +486,16 @@ def test_the_table_and_the_picture(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="pip install matplotlib"):
         memory.plot(tmp_path / "none.png")
     monkeypatch.undo()
-    pytest.importorskip("matplotlib")
+    figure = pytest.importorskip("matplotlib.figure").Figure()
     memory.plot(tmp_path / "memory.svg")
     drawn = (tmp_path / "memory.svg").read_text()
     assert "<svg" in drawn
     with gradckpt.track_memory() as nothing:
         pass
     nothing.plot(str(tmp_path / "nothing.png"))
-    assert (tmp_path / "nothing.png").read_bytes()[1:4] == b"PNG"
+    gradckpt.track_memory.compare({"a step": memory, "nothing": nothing}, str(tmp_path / "compared.svg"))
+    axes = figure.add_subplot()
+    gradckpt.track_memory.compare({"a step": memory, "nothing": nothing}, axes)
+    named = [line for line in axes.lines if line.get_label() == "a step"]
+    assert max(named[0].get_ydata()) * 2**20 == memory.peak
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("nothing.png", "compared.svg"))

@@ -1,5 +1,6 @@
-"""track_memory() on events as torch's profiler gives them where a GPU is: several devices, a backward on a thread of
-its own. No GPU is needed; what the fields mean was read in torch's sources (CUDACachingAllocator.cpp)."""
+"""track_memory() on events as torch's profiler gives them where a GPU is: several devices, a
+backward on a thread of its own. No GPU is needed; what the fields mean was read in torch's sources
+(CUDACachingAllocator.cpp)."""
 
 import itertools
 from types import SimpleNamespace
@@ -113,7 +114,8 @@ def test_a_backward_on_the_threads_of_its_device():
 
 
 def test_numbers_of_a_recompute_are_those_of_its_thread():
-    """Autograd counts on each thread from 0: the recompute's operators have numbers that the forward's have, too."""
+    """Autograd counts on each thread from 0:
+    the recompute's operators have numbers that the forward's have, too."""
     tree = Tree()
     for name, number in (("first", 0), ("second.last", 1)):
         tree.mark("enter " + name)

@@ -69,7 +69,8 @@ def test_every_room_has_guards_to_draw_from():
 
 
 def test_a_switch(guards, tmp_path):
-    """Removed: what the condition changes is still changed. Negated: the others go. And it is written down."""
+    """Removed: what the condition changes is still changed. Negated: the others go.
+    And it is written down."""
     (tmp_path / "csrc").mkdir()
     (tmp_path / "guards.h").write_text(mutate_guards.SWITCH.replace("COUNT", str(len(guards))))
     program = (

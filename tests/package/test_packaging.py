@@ -1,4 +1,5 @@
-"""The sdist and the wheel as a user gets them: built with gcc alone, then installed where there is not even that."""
+"""The sdist and the wheel as a user gets them: built with gcc alone,
+then installed where there is not even that."""
 
 import fcntl
 import os
@@ -19,12 +20,14 @@ import gradckpt
 sys.path.insert(0, str(ROOT / "release"))
 
 import distribution as dist
+import fresh_venv
 import glibc_stubs
 
 
 @pytest.fixture(scope="module")
 def gcc_alone(tmp_path_factory):
-    """PATH of a machine with gcc, the assembler and the linker: no g++, no nvcc. -O1 since this one is not measured."""
+    """PATH of a machine with gcc, the assembler and the linker: no g++, no nvcc.
+    -O1 since this one is not measured."""
     programs = tmp_path_factory.mktemp("bin")
     for name in ("as", "ld", "patchelf"):
         (programs / name).symlink_to(shutil.which(name, path=dist.environment()["PATH"]))
@@ -36,7 +39,8 @@ def gcc_alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, gcc_alone):
-    """sdist, wheel, and what the build said: made once, by the first of pytest-xdist's processes that comes here."""
+    """sdist, wheel, and what the build said: made once,
+    by the first of pytest-xdist's processes that comes here."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "packaging"
     folder.mkdir(exist_ok=True)
@@ -68,7 +72,8 @@ def test_sdist_holds_what_builds_and_tests_it(sdist):
     parts = ("csrc", "gradckpt", "tests", "docs", "examples", "benchmarks", "release")
     files = [path for part in parts for path in (ROOT / part).rglob("*") if path.is_file()]
     kept = {str(path.relative_to(ROOT)) for path in files if not re.search(r"__pycache__|\.so$", str(path))}
-    kept |= {"Makefile", "LICENSE", "README.md", "CHANGELOG.md", "setup.py", "pyproject.toml"}
+    kept |= {"Makefile", "LICENSE", "README.md", "CHANGELOG.md", "RELEASING.md", "setup.py", "pyproject.toml"}
+    kept |= {"mkdocs.yml"}  # tests/package/test_docs.py builds the site
     assert kept <= names
     assert not [name for name in names if re.search(r"\.so$|\.pyc$|\.venv|^build", name)]
 
@@ -98,7 +103,9 @@ def test_one_wheel_for_every_python_and_old_systems(wheel):
 
 
 def test_wheel_passes_every_checker(sdist, wheel):
-    assert [line.split()[0] for line in dist.look(sdist, wheel)] == ["contents", "auditwheel", "abi3audit", "twine"]
+    assert [look.__name__ for look in dist.CHECKS] == ["contents", "auditwheel", "abi3audit", "twine"]
+    for look in dist.CHECKS:
+        assert look(sdist, wheel)
 
 
 def test_what_the_extension_needs(wheel, tmp_path):
@@ -109,7 +116,8 @@ def test_what_the_extension_needs(wheel, tmp_path):
 
 
 def with_changes(wheel, to, change):
-    """The wheel again, with ``change(name, bytes)`` for each file: other bytes, or None to leave it out."""
+    """The wheel again, with ``change(name, bytes)`` for each file: other bytes,
+    or None to leave it out."""
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(to / wheel.name, "w") as new:
         for name in old.namelist():
             content = change(name, old.read(name))
@@ -123,7 +131,10 @@ def with_changes(wheel, to, change):
     [
         (lambda name, content: None if name.endswith("py.typed") else content, "py.typed is not in it"),
         (lambda name, content: None if name.endswith("LICENSE") else content, "LICENSE is not in it"),
-        (lambda name, content: None if name.endswith("saved.py") else content, "saved.py of the checkout is not in it"),
+        (
+            lambda name, content: None if name.endswith("codecs.py") else content,
+            "codecs.py of the checkout is not in it",
+        ),
         (lambda name, content: content + b"\0/root/someone/csrc\0" * name.endswith(".so"), "names /root/someone/csrc"),
         (lambda name, content: content.replace(b"libdl.so.2", b"libxx.so.2"), "needs the library libxx.so.2"),
     ],
@@ -139,13 +150,17 @@ def test_a_symbol_of_a_newer_glibc_is_noticed(wheel, tmp_path):
     assert "GLIBC_2.14" not in said
 
 
-def test_installs_and_runs_without_a_compiler(wheel):
+def test_installs_and_runs_without_a_compiler(wheel, tmp_path):
     import torch
 
-    said = dist.install(wheel, Path(torch.__file__).parent.parent)
+    said = fresh_venv.install(wheel, tmp_path, Path(sys.executable), str(Path(torch.__file__).parent.parent))
     assert "built without CUDA" in said
     assert "FAILED" not in said
-    assert len(re.findall(r"^ok ", said, re.MULTILINE)) > 10
+    checks = len(re.findall(r"^ok ", said, re.MULTILINE))
+    assert checks > 10
+    version = ".".join(map(str, sys.version_info[:3]))
+    expected = f"CPython {version}, torch {torch.__version__}: doctor ({checks} checks), training step"
+    assert fresh_venv.summary(said) == expected
 
 
 # ---- one version
@@ -159,11 +174,17 @@ def test_the_version_is_kept_once():
     assert said.stdout.split()[-1] == gradckpt.__version__
 
 
+def test_the_version_is_the_newest_of_the_changelog():
+    headings = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == gradckpt.__version__
+
+
 # ---- the C library's stubs
 
 
 def linked(tmp_path, source, target, *flags):
-    """(what it needs of glibc, names without a version) of a C program's library, linked for that release."""
+    """(what it needs of glibc, names without a version) of a C program's library,
+    linked for that release."""
     glibc_stubs.make(tmp_path / "stubs", target)
     (tmp_path / "x.c").write_text(source)
     out = tmp_path / "x.so"

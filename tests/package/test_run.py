@@ -1,36 +1,23 @@
-"""python -m gradckpt.run: scripts that know nothing of gradckpt, as they are."""
+"""gradckpt run: scripts that know nothing of gradckpt, as they are."""
 
 import json
+import py_compile
 import re
+import subprocess
+import sys
 import textwrap
+import zipapp
 
 import pytest
 import torch
-from checkout import ROOT, SCRIPTS
-from launcher import LAUNCH, call
+from checkout import SCRIPTS
+from launcher import ENV, LAUNCH, REGION, call, on_path, program, script
 
 import gradckpt
-import gradckpt.run
+import gradckpt._script
 
 PLAIN = SCRIPTS / "plain_loop.py"
 TRAINER = SCRIPTS / "hf_trainer.py"
-
-
-def script(folder, text, name="script.py"):
-    path = folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(textwrap.dedent(text))
-    return path
-
-
-REGION = """
-    import sys
-    import torch
-    from torch.utils.checkpoint import checkpoint
-    layer = torch.nn.Linear(64, 64)
-    def step():
-        checkpoint(layer, layer(torch.randn(32, 64)), use_reentrant=False).sum().backward()
-"""
 
 
 def relative_error(found, exact):
@@ -116,7 +103,7 @@ def test_no_checkpointing_is_said_by_the_second_step(tmp_path):
     assert re.search(warning, done.stderr)
     assert done.stderr.index("GradckptInactiveWarning") < done.stderr.index("step 2")
     assert "NOTHING WAS COMPRESSED: nothing in this process called" in done.stderr
-    assert "gradckpt.run" not in call(*LAUNCH, "--quiet", path, cwd=tmp_path).stderr
+    assert "gradckpt run" not in call(*LAUNCH, "--quiet", path, cwd=tmp_path).stderr
 
 
 # ---- as python would run it ----
@@ -127,8 +114,12 @@ SEEN = """
     if __name__ == "__main__":
         here = __main__.__dict__ is globals(), evaluated.__annotations__ == {"x": int}
         names = ("__name__", "__file__", "__package__", "__doc__", "__cached__")
-        print(json.dumps([here, sys.argv, sys.path[0], *(globals()[n] for n in names), str(__spec__), __loader__.name]))
+        print(json.dumps([here, sys.argv, sys.path[0], *(globals()[n] for n in names), str(__spec__), str(__loader__)]))
 """
+
+
+def without_addresses(shown):
+    return re.sub("0x[0-9a-f]+", "", shown)
 
 
 def test_a_script_sees_what_it_would_see(tmp_path):
@@ -137,8 +128,11 @@ def test_a_script_sees_what_it_would_see(tmp_path):
     link.symlink_to(path)
     for name, *options in (path, "--quiet"), ("./folder/script.py", "--compress=none", "--"), (link, "--min-numel", 0):
         arguments = ["--compress", "int4", "--", "-m", "x y", "--help"]
-        expected = call(name, *arguments, cwd=tmp_path).stdout
-        assert call(*LAUNCH, *options, name, *arguments, cwd=tmp_path).stdout == expected
+        expected, found = (
+            without_addresses(call(*start, name, *arguments, cwd=tmp_path).stdout)
+            for start in ([], [*LAUNCH, *options])
+        )
+        assert found == expected
     assert json.loads(expected)[1][1:] == arguments
 
 
@@ -153,11 +147,106 @@ def test_a_module_sees_what_it_would_see(tmp_path):
         assert found[5] == expected[5] == "package"
 
 
-def test_folders_and_archives(tmp_path):
-    script(tmp_path, "import sys; print(__name__, sys.argv)", "folder/__main__.py")
-    call("-m", "zipapp", "folder", "-o", "folder.pyz", cwd=tmp_path)
-    for name in ("folder", "folder.pyz"):
-        assert call(*LAUNCH, name, "a", cwd=tmp_path).stdout == f"__main__ {[name, 'a']}\n"
+@pytest.mark.parametrize("how", ["console script", "-m gradckpt"])
+def test_the_command_gradckpt(tmp_path, how):
+    """Modules and scripts see what they see under ``python -m gradckpt.run``."""
+    command = [program(tmp_path, "gradckpt", "import sys\nfrom gradckpt.__main__ import main\nsys.exit(main())")]
+    command = [*(command if how == "console script" else ["-m", "gradckpt"]), "run", "--quiet"]
+    script(tmp_path, SEEN, "package/train.py")
+    script(tmp_path, SEEN, "folder/script.py")
+    for target in (["-m", "package.train"], ["folder/script.py"]):
+        runs = [call(*start, *target, "-a", cwd=tmp_path).stdout for start in ([*LAUNCH, "--quiet"], command)]
+        one, other = map(without_addresses, runs)
+        assert one == other
+
+
+def test_a_console_script(tmp_path):
+    """By its name, as the shell finds it; a file of that name comes first."""
+    path = program(tmp_path, "trains", textwrap.dedent(SEEN) + textwrap.dedent(REGION) + "step()")
+    done = call(*LAUNCH, "trains", "-a", cwd=tmp_path, env=on_path(tmp_path))
+    assert without_addresses(done.stdout) == without_addresses(call(path, "-a", cwd=tmp_path).stdout)
+    assert "compressed 1 of 1" in done.stderr
+    script(tmp_path, "print('a file')", "trains")
+    assert call(*LAUNCH, "trains", cwd=tmp_path, env=on_path(tmp_path)).stdout == "a file\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "interpreter"),
+    [
+        ("#!/venv/bin/python\n", "/venv/bin/python"),
+        ("#! /venv/bin/python3.13 -I\n", "/venv/bin/python3.13"),
+        ("#!/usr/bin/env python3\n", "python3"),
+        ("#!/usr/bin/env -S python -u\n", "python"),
+        ("#!/bin/sh\n'''exec' /very/long/python3 \"$0\" \"$@\"\n' '''\n", "/very/long/python3"),
+        ("#!/bin/sh\n'''exec' \"/with a space/python3\" \"$0\"", "/with a space/python3"),
+        ("#!/bin/sh\nexec python\n", None),
+        ("#!/usr/bin/env bash\n# python", None),
+        ("\x7fELF python", None),
+    ],
+)
+def test_forms_of_console_scripts(head, interpreter):
+    found = gradckpt._script._SHEBANG.match(head)
+    assert (found and (found[1] or found[2])) == interpreter
+
+
+#: What needs ``__main__`` when its body has run: a thread, an exit handler, pickles.
+LATE = (
+    SEEN
+    + """
+    import atexit, multiprocessing, pickle, threading, time
+    class Thing: pass
+    def own(when):
+        assert sys.modules["__main__"].__dict__ is globals()
+        print(when, pickle.loads(pickle.dumps(Thing())).__class__ is Thing)
+    def late():
+        time.sleep(0.5)
+        own("thread")
+    if __name__ == "__main__":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.map(len, ["abc"]))
+        atexit.register(own, "exit")
+        threading.Thread(target=late).start()
+"""
+)
+
+
+@pytest.mark.parametrize("kind", ["script.py", "script.pyc", "folder", "folder.pyz", "archive", "-m", "-mpackage"])
+def test_main_stays_until_the_process_ends(tmp_path, kind):
+    """And is what it is under python, which runs all of these."""
+    path = script(tmp_path, LATE, "script.py")
+    script(tmp_path, LATE, "folder/__main__.py")
+    script(tmp_path, LATE, "package/__main__.py")
+    py_compile.compile(path, cfile=tmp_path / "script.pyc")
+    for name in "folder.pyz", "archive":
+        zipapp.create_archive(tmp_path / "folder", tmp_path / name)
+    command = [*(["-m", "package"] if kind == "-m" else [kind]), "-a", "--", "b"]
+    expected, found = (call(*start, *command, cwd=tmp_path).stdout for start in ([], [*LAUNCH, "--quiet"]))
+    assert without_addresses(found) == without_addresses(expected)
+    assert found.endswith("[3]\nthread True\nexit True\n")
+
+
+def test_a_spawned_process_imports_the_functions_of_a_compiled_script(tmp_path):
+    work = "import multiprocessing\ndef work(i):\n    return i + 1\nif __name__ == '__main__':\n"
+    work += "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(pool.map(work, [1]))\n"
+    py_compile.compile(script(tmp_path, work), cfile=tmp_path / "work.pyc")
+    assert call(*LAUNCH, "--quiet", "work.pyc", cwd=tmp_path).stdout == "[2]\n"
+
+
+def test_a_script_on_stdin(tmp_path):
+    expected, found = (
+        subprocess.run(
+            [sys.executable, *start, "-", "a"],
+            input=textwrap.dedent(SEEN),
+            cwd=tmp_path,
+            env=ENV,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for start in ([], [*LAUNCH, "--quiet"])
+    )
+    assert found == expected
+    assert json.loads(found)[1:3] == [["-", "a"], ""]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +265,7 @@ def test_exits(tmp_path, end, status, shown):
     expected = call(path, cwd=tmp_path, status=status)
     found = call(*LAUNCH, path, cwd=tmp_path, status=status)
     assert re.fullmatch(shown, expected.stderr, re.S)
-    shown, report, _ = found.stderr.partition("gradckpt.run (int8)\n")
+    shown, report, _ = found.stderr.partition("gradckpt run (int8)\n")
     assert (found.stdout, shown) == (expected.stdout, expected.stderr)
     assert report
 
@@ -185,6 +274,13 @@ def test_a_traceback_starts_in_the_module(tmp_path):
     script(tmp_path, "def f():\n    1 / 0\nf()", "train.py")
     shown = call(*LAUNCH, "--quiet", "-m", "train", cwd=tmp_path, status=1).stderr
     assert re.findall(r'File "([^"]*)"', shown) == [str(tmp_path / "train.py")] * 2
+
+
+def test_a_traceback_shows_where_the_script_calls_runpy(tmp_path):
+    script(tmp_path, "1 / 0", "inner.py")
+    script(tmp_path, "import runpy\nrunpy.run_path('inner.py')", "train.py")
+    shown = call(*LAUNCH, "--quiet", "train.py", cwd=tmp_path, status=1).stderr
+    assert shown == call("train.py", cwd=tmp_path, status=1).stderr
 
 
 def test_a_hook_of_the_script_gets_the_exception(tmp_path):
@@ -233,68 +329,6 @@ def test_classes_of_the_script_can_be_pickled(tmp_path):
     call(*LAUNCH, path, cwd=tmp_path)
 
 
-# ---- the command line ----
-
-
-def test_help():
-    shown = call(*LAUNCH, "--help", cwd=ROOT).stdout
-    for word in (
-        *(name for name in gradckpt.codecs.names() if name != "mask"),
-        "torchrun",
-        "accelerate launch",
-        "--policy",
-        "--replay",
-        "--min-numel",
-        "--stats",
-    ):
-        assert word in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--compress", "int9", "script.py"], "unknown codec 'int9'; choose one of: raw, "),
-        (["--policy", "all", "script.py"], "unknown policy 'all'; choose one of: save_matmuls"),
-        (["--min-numel", "-1", "script.py"], "min_numel counts values and cannot be -1"),
-        (["--min-numel", "few", "script.py"], "invalid int value: 'few'"),
-        (["--compress", "none", "--replay", "script.py"], "--replay would do nothing with --compress none"),
-        (["--stats", "nowhere/s.json", "script.py"], "there is no such folder"),
-        (["missing.py"], "there is no script 'missing.py'"),
-        (["-m", "missing_module.train"], "there is no module 'missing_module.train'"),
-        ([], "which script?"),
-        (["-m"], "which module?"),
-        (["--comp", "int8", "script.py"], "unrecognized arguments: --comp"),
-        (["-m", "torch.distributed.run", "script.py"], "torchrun ... -m gradckpt.run --compress int8"),
-        (["-m", "accelerate.commands.launch", "script.py"], "accelerate launch ... -m gradckpt.run"),
-        (["/usr/bin/torchrun", "script.py"], "torchrun ... -m gradckpt.run"),
-    ],
-)
-def test_bad_arguments_before_the_script_starts(tmp_path, monkeypatch, capsys, arguments, said):
-    script(tmp_path, "print('started')")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        gradckpt.run.main(arguments)
-    assert end.value.code == 2
-    shown = capsys.readouterr()
-    assert said in shown.err
-    assert shown.out == ""
-
-
-def test_bad_arguments_end_with_2(tmp_path):
-    assert "which script?" in call(*LAUNCH, cwd=tmp_path, status=2).stderr
-
-
-def test_options_reach_the_patch(tmp_path):
-    path = script(tmp_path, textwrap.dedent(REGION) + "step()")
-    options = ["--compress", "int4", "--replay", "--min-numel", "7", "--policy", "save_matmuls:int8"]
-    done = call(*LAUNCH, *options, "--stats", "s.json", path, cwd=tmp_path)
-    stats = json.loads((tmp_path / "s.json").read_text())
-    assert stats["policy"] == "save_matmuls:int8"
-    assert stats["compress"] == gradckpt.CompressionConfig("int4", replay=True, min_numel=7).to_dict()
-    assert gradckpt.CompressionConfig.from_dict(stats["compress"]).codec == "int4"
-    assert done.stderr.startswith("gradckpt.run (int4, replay, policy save_matmuls:int8)\n")
-
-
 # ---- other processes ----
 
 RANKS = textwrap.dedent(REGION) + textwrap.dedent("""
@@ -323,7 +357,7 @@ def test_torchrun(tmp_path):
     path = script(tmp_path, RANKS)
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     done = call(*run, *LAUNCH, "--stats", "s.json", path, "torchrun", cwd=tmp_path)
-    assert done.stderr.count("gradckpt.run (int8, rank 0 of 2)") == 1
+    assert done.stderr.count("gradckpt run (int8, rank 0 of 2)") == 1
     assert "rank 1 of 2" not in done.stderr
     stats = json.loads((tmp_path / "s.json").read_text())
     assert (stats["rank"], stats["world_size"], stats["compressed"]) == (0, 2, 2)
@@ -347,7 +381,7 @@ def test_processes_of_multiprocessing(tmp_path, how, target):
     script(tmp_path, RANKS, "train.py")
     done = call(*LAUNCH, "--compress", "int4", "--stats", "s.json", *target, how, cwd=tmp_path)
     assert done.stderr.count("compressed 2 of 2 tensors") == 1
-    assert re.search(r"gradckpt.run \(int4, rank 0 of 2, process \d+ \(", done.stderr)
+    assert re.search(r"gradckpt run \(int4, rank 0 of 2, process \d+ \(", done.stderr)
     assert "those of rank 0 that called checkpoint said so above" in done.stderr
     stats = json.loads((tmp_path / "s.json").read_text())
     assert (stats["rank"], stats["compressed"]) == (0, 2)
@@ -384,7 +418,7 @@ def test_workers_of_a_data_loader_say_nothing(tmp_path):
         """),
     )
     done = call(*LAUNCH, path, cwd=tmp_path)
-    assert done.stderr.count("gradckpt.run") == 1
+    assert done.stderr.count("gradckpt run (") == 1
     assert "compressed 1 of 1" in done.stderr
 
 
@@ -400,7 +434,7 @@ def test_a_child_that_the_script_forks_itself(tmp_path):
             os.waitpid(pid, 0)
         """),
     )
-    assert call(*LAUNCH, path, cwd=tmp_path).stderr.count("gradckpt.run") == 1
+    assert call(*LAUNCH, path, cwd=tmp_path).stderr.count("gradckpt run (") == 1
 
 
 def test_nothing_left_behind(tmp_path):

@@ -1,7 +1,12 @@
-"""setup.py and the nvcc that it finds: flags that it has, architectures that it knows, toolkits that are too old."""
+"""setup.py and the nvcc that it finds: flags that it has, architectures that it knows,
+toolkits that are too old.
+
+And systems and interpreters for which setup.py builds nothing.
+"""
 
 import importlib.util
 import sys
+import sysconfig
 
 import pytest
 import setuptools
@@ -17,12 +22,8 @@ KNOWN = {
 DEFAULT = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"]
 
 
-@pytest.fixture
-def setup_py(monkeypatch):
-    """setup.py as a module; it sets nothing up."""
-    for name in ("GRADCKPT_CUDA", "GRADCKPT_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+def load_setup_py():
+    """setup.py as a module; it runs its commands unless ``setuptools.setup`` is replaced."""
     spec = importlib.util.spec_from_file_location("gradckpt_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,8 +31,18 @@ def setup_py(monkeypatch):
 
 
 @pytest.fixture
+def setup_py(monkeypatch):
+    """setup.py as a module; it sets nothing up."""
+    for name in ("GRADCKPT_CUDA", "GRADCKPT_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    return load_setup_py()
+
+
+@pytest.fixture
 def nvcc(tmp_path, monkeypatch):
-    """Puts an nvcc of some version where setup.py looks; it answers as that one does, and fails otherwise."""
+    """Puts an nvcc of some version where setup.py looks; it answers as that one does,
+    and fails otherwise."""
 
     def put(version, compresses, said=None):
         (tmp_path / "bin").mkdir(exist_ok=True)
@@ -109,3 +120,36 @@ def test_toolkit_that_cannot_build(setup_py, nvcc, monkeypatch, capsys, version,
         build.choose_cuda(["a.cu"])
     monkeypatch.setenv("GRADCKPT_CUDA", "0")
     assert build.choose_cuda(["a.cu"]) == (None, "built without CUDA: GRADCKPT_CUDA=0")
+
+
+@pytest.mark.parametrize("command", ["bdist_wheel", "dist_info", "editable_wheel"])
+@pytest.mark.parametrize(
+    ("platform", "free_threaded", "sentence"),
+    [
+        ("darwin", 0, "gradckpt: darwin is not supported; use Linux"),
+        ("win32", 0, "gradckpt: win32 is not supported; use Linux (WSL)"),
+        (
+            "linux",
+            1,
+            "gradckpt: free-threaded CPython cannot load abi3 extensions; use the build of CPython that has a GIL",
+        ),
+    ],
+)
+def test_what_cannot_be_built_for_is_refused_by_name(monkeypatch, platform, free_threaded, sentence, command):
+    monkeypatch.setattr(setuptools, "setup", lambda **_: pytest.fail("setup() was called"))
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setitem(sysconfig.get_config_vars(), "Py_GIL_DISABLED", free_threaded)
+    monkeypatch.setattr(sys, "argv", ["setup.py", command])
+    with pytest.raises(SystemExit) as refused:
+        load_setup_py()
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("command", ["sdist", "egg_info"])
+def test_an_sdist_can_be_made_anywhere(monkeypatch, command):
+    called = []
+    monkeypatch.setattr(setuptools, "setup", lambda **_: called.append(True))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "argv", ["setup.py", command])
+    load_setup_py()
+    assert called

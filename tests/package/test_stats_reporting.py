@@ -33,15 +33,15 @@ def test_scalars_are_the_numbers_of_stats():
     s, scalars = gradckpt.stats(), gradckpt.stats().scalars()
     assert all(type(value) is float for value in scalars.values())
     assert scalars["gradckpt/compressed"] == s["compressed"] == 3
-    assert scalars["gradckpt/asked"] == 6
+    assert scalars["gradckpt/eligible"] == 6
     assert scalars["gradckpt/bytes_in_mib"] == s["bytes_in"] / 2**20 == 3 * 64 * 64 * 4 / 2**20
     assert scalars["gradckpt/bytes_out_mib"] == s["bytes_out"] / 2**20
     assert scalars["gradckpt/peak_live_mib"] == s["peak_live_bytes"] / 2**20 > 0
-    assert scalars["gradckpt/kept_mib"] == s["kept_bytes"] / 2**20 == 3 * 16 / 2**20
-    assert scalars["gradckpt/kept/smaller_than_min_numel"] == 3
+    assert scalars["gradckpt/uncompressed_mib"] == s["uncompressed_bytes"] / 2**20 == 3 * 16 / 2**20
+    assert scalars["gradckpt/uncompressed/smaller_than_min_numel"] == 3
     assert scalars["gradckpt/ratio"] == s["ratio"]
     numbers = [key for key, value in s.items() if isinstance(value, int)]
-    assert len(scalars) == len(numbers) + 1 + len(s["kept"])
+    assert len(scalars) == len(numbers) + 1 + len(s["uncompressed"])
 
 
 def test_prefix_and_nothing_to_divide():
@@ -55,7 +55,7 @@ def test_since():
     before = gradckpt.stats()
     train(3, rows=128)
     after = gradckpt.stats().since(before).scalars("")
-    assert (after["compressed"], after["kept/smaller_than_min_numel"]) == (3, 3)
+    assert (after["compressed"], after["uncompressed/smaller_than_min_numel"]) == (3, 3)
     assert after["bytes_in_mib"] == 3 * 128 * 64 * 4 / 2**20
     assert after["ratio"] == (128 * 64 * 130 / 128) / (128 * 64 * 4)
     assert after["peak_live_mib"] == gradckpt.stats()["peak_live_bytes"] / 2**20
@@ -71,7 +71,7 @@ def test_since_before_a_reset():
     gradckpt.stats.reset()
     train(2)
     scalars = gradckpt.stats().since(before).scalars("")
-    assert (scalars["compressed"], scalars["kept/smaller_than_min_numel"]) == (2, 2)
+    assert (scalars["compressed"], scalars["uncompressed/smaller_than_min_numel"]) == (2, 2)
 
 
 def events(folder):
@@ -137,10 +137,36 @@ def test_text(number):
     assert head == "checkpoints at the peak: 48.0 -> 12.2 KiB, 3 of 3 layers"
     assert span == ("in one step:" if number == 1 else "a step, of 4 steps:")
     assert rows == [
-        "  layers that checkpoint  3",
-        "  layers run again        3",
-        "  tensors compressed      3  48.0 -> 12.2 KiB",
+        "  layers that checkpoint      3",
+        "  layers run again            3",
+        "  tensors compressed in int8  3  48.0 -> 12.2 KiB",
     ]
+
+
+def test_a_tensor_that_layers_share_is_one_original():
+    x = torch.randn(64, 64, requires_grad=True) * 1
+    y = gradckpt.checkpoint(lambda a: a.sin(), x, compress="int8")
+    y = gradckpt.checkpoint(lambda a, b: a.sin() * b, y, x, compress="int8")
+    gradckpt.checkpoint(lambda a, b: a.sin() * b, y, x, compress="int8").sum().backward()
+    assert gradckpt.stats()["shared"] == 2
+    assert lines()[0].startswith("checkpoints at the peak: 48.0 -> ")
+
+
+def test_codecs_are_counted():
+    """Those that were used, by any caller's choice; also since another moment."""
+    steps(2)
+    before = gradckpt.stats()
+    steps(1, "int4", policy="save_matmuls:fp8")
+    assert before["codecs"] == {"int8": 6}
+    assert gradckpt.stats()["codecs"] == {"int8": 6, "int4": 3, "fp8_e4m3": 3}
+    assert gradckpt.stats().since(before)["codecs"] == {"int4": 3, "fp8_e4m3": 3}
+    assert any("tensors compressed in fp8_e4m3, int8, int4" in line for line in lines())
+    assert sum(gradckpt.stats()["codecs"].values()) == gradckpt.stats()["encoded"]
+
+
+def test_a_refused_tensor_is_taken_back_from_its_codec():
+    gradckpt.checkpoint(torch.sin, torch.randn(64, 64, requires_grad=True) * 1e30, compress="fp16").sum().backward()
+    assert gradckpt.stats()["codecs"] == {}
 
 
 def test_text_of_what_stays_uncompressed():

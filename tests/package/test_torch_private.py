@@ -1,4 +1,5 @@
-"""A torch we do not know yet: without a private name of it the import works, and what is lost is said by name."""
+"""A torch we do not know yet: without a private name of it the import works,
+and what is lost is said by name."""
 
 import ast
 import json
@@ -9,7 +10,7 @@ import sys
 import pytest
 from checkout import ROOT
 
-from gradckpt import _torch_private as private
+from gradckpt._engine import torch_private as private
 
 SCRIPT = ROOT / "tests" / "helpers" / "without_names.py"
 #: Those that this process has looked up; names of Dynamo are looked up when it is imported.
@@ -62,7 +63,8 @@ def test_every_name_of_dynamo_is_there():
 
 # ---- none elsewhere ----
 
-#: Operators, and modules of torch.distributed that are imported when something of them is asked for.
+#: Operators, and modules of torch.distributed that are imported
+#: when something of them is asked for.
 ALLOWED = r"torch\.ops\..*|torch\.distributed\.algorithms\._checkpoint\.checkpoint_wrapper.*"
 
 
@@ -87,7 +89,7 @@ def names_in(tree):
 
 
 def test_python_has_no_other_private_names():
-    paths = [path for path in (ROOT / "gradckpt").rglob("*.py") if path.name != "_torch_private.py"]
+    paths = [path for path in (ROOT / "gradckpt").rglob("*.py") if path.name != "torch_private.py"]
     for path in paths:
         names = {name for name in names_in(ast.parse(path.read_text())) if re.match(r"torch\.(\w+\.)*_(?!_)", name)}
         assert not [name for name in names if not re.fullmatch(ALLOWED, name)], path

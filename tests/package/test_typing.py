@@ -13,7 +13,8 @@ from checkout import ROOT
 
 import gradckpt
 
-#: Torch is not followed: no line of the programs below depends on it, and reading it takes half a minute.
+#: Torch is not followed: no line of the programs below depends on it,
+#: and reading it takes half a minute.
 CONFIG = """
 [mypy]
 strict = True
@@ -64,7 +65,7 @@ kept: list[str] = gradckpt.checkpoint(layer, 3, y="a", compress="int8", use_reen
 plain: list[str] = gradckpt.checkpoint(layer, 3)
 torchs: list[str] = gradckpt.compat.checkpoint(layer, 3)
 
-@gradckpt.checkpoint(compress={"codec": "int4", "replay": True})
+@gradckpt.checkpoint(compress={"codec": "int4", "fake_quantize": True})
 def decorated(x: int) -> str:
     return str(x)
 

@@ -1,4 +1,5 @@
-"""Which operators decide, and what is kept of each: every operator of torch's that looks like one is in a table."""
+"""Which operators decide, and what is kept of each:
+every operator of torch's that looks like one is in a table."""
 
 import re
 
@@ -7,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import gradckpt
-from gradckpt._decisions import FORMS, KEPT, NOT_KEPT, ROUNDING, WRITERS, WRITING, overloads
-from gradckpt._forms import narrow, widen
+from gradckpt._engine.discrete import FORMS, KEPT, NOT_KEPT, ROUNDING, WRITERS, WRITING, overloads
+from gradckpt._engine.discrete_forms import narrow, widen
+from gradckpt._engine.selective import contexts_of
 
 aten = torch.ops.aten
 
@@ -145,7 +147,12 @@ def gradients(select, checkpoint):
 @pytest.mark.parametrize("name", SELECT)
 def test_the_gradient_goes_where_the_forward_found_the_result(name):
     select = SELECT[name]
-    exact = gradients(select, lambda f, h: f(h))
+    try:
+        exact = gradients(select, lambda f, h: f(h))
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        pytest.skip(f"torch itself: {error}")
     for codec, bound in (("int8", 0.03), ("int4", 0.25)):
         found = gradients(select, lambda f, h, codec=codec: gradckpt.checkpoint(f, h, compress=codec))
         for a, b in zip(found, exact, strict=True):
@@ -166,7 +173,8 @@ def test_what_counts_values_counts_those_of_the_forward():
 
 
 def test_ties():
-    """Of equal values one gets the gradient, with those equal to it in the restored input: the sum is right."""
+    """Of equal values one gets the gradient, with those equal to it in the restored input:
+    the sum is right."""
     x = torch.zeros(64, 64, requires_grad=True)
     gradckpt.checkpoint(lambda h: h.amax(-1), x * 1, compress="int8").sum().backward()
     assert torch.equal(x.grad.sum(-1), torch.ones(64))
@@ -175,7 +183,7 @@ def test_ties():
 def test_a_policy_that_keeps_such_a_result_beside_an_approximate_input():
     """Exactly the maximum of the forward is nowhere in the restored input: its place is kept."""
     x = torch.randn(64, 64, requires_grad=True)
-    contexts = gradckpt.policies.contexts_of([aten.amax.default])
+    contexts = contexts_of([aten.amax.default])
     gradckpt.checkpoint(lambda h: h.sin().amax(-1), x * 1, compress="int4", context_fn=contexts).sum().backward()
     assert x.grad.isfinite().all()
     assert x.grad.count_nonzero() >= 64
@@ -199,7 +207,9 @@ def test_what_rounds_is_kept_on_request(inplace):
         return h * seen[-1]
 
     x = torch.randn(64, 64, requires_grad=True)
-    for decisions, same in ((True, False), ("casts", True)):
+    for replay_discrete, same in ((True, False), ("casts", True)):
         seen.clear()
-        gradckpt.checkpoint(region, x * 1, compress={"codec": "int4", "decisions": decisions}).sum().backward()
+        gradckpt.checkpoint(
+            region, x * 1, compress={"codec": "int4", "replay_discrete": replay_discrete}
+        ).sum().backward()
         assert torch.equal(*seen) == same

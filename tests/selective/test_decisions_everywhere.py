@@ -1,4 +1,5 @@
-"""Routers choose in every recompute as in the forward, whoever runs the regions, and however deep they are nested."""
+"""Routers choose in every recompute as in the forward, with every way to run the regions,
+and however deep they are nested."""
 
 import functools
 import math
@@ -57,14 +58,14 @@ def test_routers_choose_as_in_the_forward_many(name, codec):
 @CODECS
 def test_decisions_false_counts_for_what_is_inside(codec):
     """And nothing is kept where nothing is approximate."""
-    config = gradckpt.CompressionConfig(codec, decisions=False)
+    config = gradckpt.CompressionConfig(codec, replay_discrete=False)
     for compress in (config, "raw", None):
         gradckpt.stats.reset()
         built = build(2, "tokens")
         outer = functools.partial(gradckpt.checkpoint, compress=compress)
         plain = functools.partial(functools.partial, gradckpt.checkpoint)
         gradients(built, plain, within=functools.partial(functools.partial, outer))
-        assert gradckpt.stats()["decisions"] == 0
+        assert gradckpt.stats()["discrete_outputs"] == 0
         assert (rerouted(built[0]) > 0) == (compress is config)
 
 
@@ -154,7 +155,8 @@ def test_nothing_of_torchs_function_is_left_changed():
 
 
 def test_another_thread_calls_torchs_own():
-    """While a region of ours runs elsewhere, what a thread gets from torch's function is torch's."""
+    """While a region of ours runs elsewhere,
+    what a thread gets from torch's function is torch's."""
     inside, done, ours = threading.Event(), threading.Event(), []
 
     def region(h):

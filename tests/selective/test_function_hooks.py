@@ -1,4 +1,5 @@
-"""SelectiveRecompute: hooks of parameters are called once, with the sum, whatever happens during the inner backward."""
+"""SelectiveRecompute: hooks of parameters are called once, with the sum,
+whatever happens during the inner backward."""
 
 import collections
 import copy
@@ -12,7 +13,7 @@ from selective_ways import _nothing_left_behind as _nothing_left_behind
 from selective_ways import leaf, same
 
 import gradckpt
-from gradckpt import _hooks
+from gradckpt._engine import parameter_hooks
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 apply = gradckpt.SelectiveRecompute.apply
@@ -148,7 +149,7 @@ def test_what_a_user_sees_of_the_hooks():
     second = module.weight.register_hook(torch.utils.hooks.unserializable_hook(lambda g: None))
     train(module, x)
     assert isinstance(module.weight._backward_hooks, collections.OrderedDict)
-    assert type(module.weight._backward_hooks) is _hooks.GuardedHooks
+    assert type(module.weight._backward_hooks) is parameter_hooks.GuardedHooks
     assert list(module.weight._backward_hooks) == [first.id, second.id]
     assert [hasattr(h, "__torch_unserializable__") for h in module.weight._backward_hooks.values()] == [False, True]
     assert "<lambda>" in repr(next(iter(module.weight._backward_hooks.values())))
@@ -165,7 +166,7 @@ def test_what_a_user_sees_of_the_hooks():
     handle = module.weight.register_hook(torch.sin)
     again = pickle.loads(pickle.dumps(handle))
     assert [h.hook for h in again.hooks_dict_ref().values()] == [torch.sin] if again.hooks_dict_ref() else True
-    assert copy.copy(_hooks.GuardedHook(named)).hook is named
+    assert copy.copy(parameter_hooks.GuardedHook(named)).hook is named
     pickle.loads(pickle.dumps(module.weight))
 
 
@@ -177,11 +178,11 @@ def test_an_exception_leaves_nothing_behind():
     module.weight.register_hook(lambda g: calls.append(1))
     with pytest.raises(KeyboardInterrupt):
         train(module, x)
-    assert not _hooks._inner
+    assert not parameter_hooks._inner
     module.during = lambda: None
     train(module, x, times=2)
     assert calls == [1, 1]
-    assert not _hooks._inner
+    assert not parameter_hooks._inner
 
 
 def test_a_hook_that_raises_is_heard_of_once():

@@ -1,11 +1,12 @@
-"""Every operator of PyTorch's own sample table (OpInfo) that jumps: what is decided there is replayed, or a table says
-why it is not.
+"""Every operator of PyTorch's own sample table (OpInfo) that jumps: what is decided there is
+replayed, or a table says why it is not.
 
     python tests/selective/test_jumps.py [--part 1/4] [--samples 14] [--only amax] [--errors]
 
-prints which operators jump (tests/helpers/jumps.py says what that is), and how many of these jumps are not replayed.
-With --errors: the error of the gradient of a region of each operator of NOT_REPLAYED with int8, the root of the mean
-square over the samples. Every test is such a process, as those of test_opinfo.py.
+prints which operators jump (tests/helpers/jumps.py says what that is), and how many of these jumps
+are not replayed. With --errors: the error of the gradient of a region of each operator of
+NOT_REPLAYED with int8, the root of the mean square over the samples. Every test is such a process,
+as those of test_opinfo.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Reason(NamedTuple):
     why: str
     kinds: str
     names: tuple[str, ...]
-    on_request: bool = False  # decisions="casts" replays it, but for the gradient
+    on_request: bool = False  # replay_discrete="casts" replays it, but for the gradient
 
 
 #: All of their jumps are replayed; not the whole list of such.
@@ -134,7 +135,7 @@ NOT_REPLAYED = (
 )
 REASONS = {name: reason for reason in NOT_REPLAYED for name in reason.names}
 
-#: They return memory that nobody wrote.
+#: They return undefined memory.
 UNDEFINED = ("empty", "new_empty", "resize")
 
 
@@ -167,7 +168,7 @@ class Sweep:
         if reason is None or jump.kind not in reason.kinds.split():
             return f"{jump.kind} jump, which neither is replayed nor has a reason"
         if reason.on_request and jump.kind != "gradients" and not jumps.is_replayed(moved, jump, "casts"):
-            return f'{jump.kind} jump, which decisions="casts" does not replay'
+            return f'{jump.kind} jump, which replay_discrete="casts" does not replay'
         return None
 
     def stale(self) -> Iterator[str]:
@@ -191,7 +192,8 @@ def samples(part: int, parts: int, most: int, wanted: set[str] | None) -> Iterat
 
 
 def errors() -> Iterator[tuple[str, float]]:
-    """Of the gradient of a region of the operator with int8: the root of the mean square over samples."""
+    """Of the gradient of a region of the operator with int8:
+    the root of the mean square over samples."""
     for op in operators():
         if op.formatted_name in REASONS and op.supports_autograd:
             moved = [jumps.Moved(case, 0.0, seed) for case in cases(op, torch.float32, False) for seed in range(3)]

@@ -105,7 +105,7 @@ def test_with_another_policy(case):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_under_a_mode_of_somebody_else(case):
+def test_under_a_foreign_mode(case):
     model, x, want = case
     contexts = gradckpt.compat.create_selective_checkpoint_contexts(policies.save_named("q", "k"))
     with FlopCounterMode(display=False):
@@ -134,9 +134,9 @@ def test_a_tensor_that_spares_no_operator(case, around):
         lambda x: gradckpt.policies.name(x.sin(), "s"),
         lambda x: gradckpt.policies.name(model.q(x) + 1, "s"),
     ):
-        with around(), pytest.raises(ValueError, match=r"name\(x, 's'\): x is not the output of a matrix product"):
+        with around(), pytest.raises(ValueError, match=r"name\(x, 's'\) got an x that no matrix product"):
             gradckpt.checkpoint(wrong, x, context_fn=keep)
-    with around(), pytest.raises(ValueError, match="is not the output"):
+    with around(), pytest.raises(ValueError, match="got an x that no"):
         gradckpt.checkpoint(lambda x: gradckpt.policies.name(3, "s"), x, context_fn=keep)
     assert not key_is_on()
 
@@ -152,7 +152,7 @@ def test_names_that_never_come_are_reported_once(case):
 
 
 def test_bad_names():
-    with pytest.raises(ValueError, match="takes the names to keep"):
+    with pytest.raises(ValueError, match="got no names"):
         policies.save_named()
     with pytest.raises(TypeError, match="a name is a string, not 3"):
         policies.save_named("q", 3)

@@ -1,4 +1,5 @@
-"""Policies ready to use; and decisions, which keep a mixture of experts on its routes when inputs are compressed."""
+"""Policies ready to use; and decisions, which keep a mixture of
+experts on its routes when inputs are compressed."""
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import CheckpointError
 
 import gradckpt
 from gradckpt import policies
+from gradckpt._engine.op_policy import Rule
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 contexts = gradckpt.compat.create_selective_checkpoint_contexts
@@ -96,9 +98,9 @@ def test_combined():
     assert both.rules[aten._scaled_dot_product_flash_attention_for_cpu.default].config is None
     assert (both | policies.save_matmuls).rules[aten.mm.default].config is None  # the second counts
     assert (policies.every_other_matmul | policies.save_attention).rules[aten.mm.default].every == 2
-    assert "aten.mm.default" in repr(both)
+    assert repr(both) == "<gradckpt policy: save_matmuls:int8|save_attention>"
     x, w = leaf(16, 16), leaf(16, 16)
-    own = policies.save_matmuls | policies.Policy([gradckpt.selective.Rule(SQUARE)])
+    own = policies.save_matmuls | policies.Policy([Rule(SQUARE)])
     assert same(run(own, lambda a, b: square(a @ b), x, w)[2], want(lambda a, b: square(a @ b), x, w))
     with pytest.raises(TypeError):
         policies.save_matmuls | [aten.mm.default]
@@ -109,11 +111,13 @@ def test_by_name():
     policy = policies.by_name("save_attention | save_matmuls:int8")
     assert policy.rules[aten.mm.default].config.codec == "int8"
     assert policy.rules[aten._scaled_dot_product_flash_attention_for_cpu.default].config is None
-    for name in ("save_all", "", "save_matmuls|", "save_matmuls;int8"):
+    for name in ("save_all", "", "save_matmuls|"):
         with pytest.raises(
-            ValueError, match=r"unknown policy.*save_matmuls, save_attention, every_other_matmul, decisions"
+            ValueError, match=r"unknown policy.*save_matmuls, save_attention, every_other_matmul, discrete"
         ):
             policies.by_name(name)
+    with pytest.raises(ValueError, match=r"unknown policy 'save_matmuls;int8'; did you mean 'save_matmuls'\?"):
+        policies.by_name("save_matmuls;int8")
     with pytest.raises(ValueError, match="unknown codec 'int9'"):
         policies.by_name("save_matmuls:int9")
 
@@ -122,7 +126,8 @@ def test_by_name():
 
 
 class Experts(torch.nn.Module):
-    """Mixtral's block, small: the router's rows are one row and a little noise, so that experts nearly tie."""
+    """Mixtral's block, small: the router's rows are one row and a little noise,
+    so that experts nearly tie."""
 
     def __init__(self, width=64, experts=8, noise=1e-6):
         super().__init__()
@@ -144,7 +149,7 @@ class Experts(torch.nn.Module):
         return x + out
 
 
-def routed(codec, steps, decisions):
+def routed(codec, steps, replay_discrete):
     """Steps whose recompute chose other experts, and CheckpointErrors."""
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList([Experts() for _ in range(2)])
@@ -154,7 +159,7 @@ def routed(codec, steps, decisions):
         h = torch.randn(96, 64).requires_grad_() * 1
         for block in blocks:
             block.chosen.clear()
-            h = gradckpt.checkpoint(block, h, compress={"codec": codec, "decisions": decisions})
+            h = gradckpt.checkpoint(block, h, compress={"codec": codec, "replay_discrete": replay_discrete})
         try:
             h.square().mean().backward()
         except CheckpointError:
@@ -169,16 +174,16 @@ def routed(codec, steps, decisions):
 @pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.soak)])
 def test_a_mixture_of_experts_routes_the_same_way_twice(codec, steps):
     gradckpt.stats.reset()
-    assert routed(codec, steps, decisions=True) == (0, 0)
+    assert routed(codec, steps, replay_discrete=True) == (0, 0)
     stats = gradckpt.stats()
     assert stats["compressed"] > 0
-    assert stats["decisions"] > 0
-    assert stats["decision_bytes"] > 0
+    assert stats["discrete_outputs"] > 0
+    assert stats["discrete_bytes"] > 0
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_without_decisions_it_does_not(codec):
-    changes, errors = routed(codec, 20, decisions=False)
+    changes, errors = routed(codec, 20, replay_discrete=False)
     assert changes == 20
     assert errors > 0
 
@@ -218,14 +223,15 @@ def test_a_decision_is_the_same_twice(name, autocast):
     w = leaf(64, 64)
     with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
         torch.randn(64, 64) @ w  # autocast's cast of w is cached by now; in the recompute it is not
-        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "decisions": "casts"})
+        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "replay_discrete": "casts"})
     out.float().sum().backward()
     assert len(made) == 2
     assert torch.equal(*made)
 
 
 def test_casts_are_kept_only_when_asked_for():
-    """By default they cost nothing: the kernel that catches them is not even registered for the region's sake."""
+    """By default they cost nothing: the kernel that catches them is
+    not even registered for the region's sake."""
     made = []
 
     def region(t):
@@ -235,13 +241,14 @@ def test_casts_are_kept_only_when_asked_for():
     gradckpt.stats.reset()
     gradckpt.checkpoint(region, leaf(64, 64) * 1, compress="int4").sum().backward()
     assert not torch.equal(*made)
-    assert gradckpt.stats()["decisions"] == 0
-    with pytest.raises(ValueError, match='decisions is True, False or "casts"'):
-        gradckpt.CompressionConfig(decisions="all")
+    assert gradckpt.stats()["discrete_outputs"] == 0
+    with pytest.raises(ValueError, match='replay_discrete is True, False or "casts"'):
+        gradckpt.CompressionConfig(replay_discrete="all")
 
 
 def test_casts_that_autocast_remembers_do_not_shift_those_that_decide():
-    """The cast of a weight is in autocast's cache in the forward, and is made again in the recompute."""
+    """The cast of a weight is in autocast's cache in the forward,
+    and is made again in the recompute."""
     made = []
 
     def region(t, w):
@@ -252,7 +259,7 @@ def test_casts_that_autocast_remembers_do_not_shift_those_that_decide():
     w = leaf(64, 64)
     with torch.autocast("cpu"):
         torch.randn(64, 64) @ w
-        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "decisions": "casts"})
+        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "replay_discrete": "casts"})
     out.float().sum().backward()
     assert torch.equal(*made)
 
@@ -291,13 +298,18 @@ def test_decisions_under_a_mode_and_with_a_policy():
 
 
 def test_decisions_are_not_kept_where_nothing_is_approximate():
-    for compress in (None, "raw", {"codec": "int8", "replay": True}, {"codec": "int8", "decisions": False}):
+    for compress in (
+        None,
+        "raw",
+        {"codec": "int8", "fake_quantize": True},
+        {"codec": "int8", "replay_discrete": False},
+    ):
         gradckpt.stats.reset()
         gradckpt.checkpoint(lambda t: t * (t > 0), leaf(64, 64) * 1, compress=compress).sum().backward()
-        assert gradckpt.stats()["decisions"] == 0
+        assert gradckpt.stats()["discrete_outputs"] == 0
     gradckpt.checkpoint(lambda t: t * (t > 0), leaf(64, 64) * 1, compress="int8").sum().backward()
-    assert gradckpt.stats()["decisions"] == 1
-    assert gradckpt.stats()["decision_bytes"] == 64 * 64 // 8  # one bit each
+    assert gradckpt.stats()["discrete_outputs"] == 1
+    assert gradckpt.stats()["discrete_bytes"] == 64 * 64 // 8  # one bit each
 
 
 def test_decisions_of_regions_in_regions():

@@ -1,4 +1,5 @@
-"""Every draw of a recompute equals the forward's, whatever is replayed before it; generators end where they should."""
+"""Every draw of a recompute equals the forward's, whatever is replayed before it;
+generators end where they should."""
 
 import functools
 
@@ -49,8 +50,9 @@ def test_a_draw_after_each_kind(name):
         assert torch.equal(state, run(drawn, seed, compress=False)[1])
 
 
-def test_a_generator_that_nobody_puts_back_is_left_alone():
-    """preserve_rng_state=False: the recompute draws other numbers, as in torch; what follows does not repeat."""
+def test_a_generator_that_is_not_restored_is_left_alone():
+    """preserve_rng_state=False: the recompute draws other numbers, as in torch;
+    what follows does not repeat."""
     h = torch.randn(64, 64, requires_grad=True)
 
     def region(t):
@@ -78,7 +80,8 @@ def test_a_generator_that_nobody_puts_back_is_left_alone():
 @pytest.mark.parametrize("checkpoint", [torchs_checkpoint, gradckpt.checkpoint], ids=["torch's", "ours"])
 @pytest.mark.parametrize("function", [False, True], ids=["list", "function"])
 def test_a_policy_that_keeps_a_random_operator(checkpoint, function):
-    """torch's contexts keep the operator and not its generator: what the region draws next differs. Ours keep both."""
+    """torch's contexts keep the operator and not its generator:
+    what the region draws next differs. Ours keep both."""
     masks = []
 
     def region(t):
@@ -99,6 +102,6 @@ def test_states_are_counted():
     gradckpt.stats.reset()
     out = gradckpt.checkpoint(lambda t: t * t.softmax(-1).multinomial(1), h * 1, compress="int8")
     stats = gradckpt.stats()
-    assert stats["decisions"] == 1
-    assert stats["decision_bytes"] == 64 + 2 * torch.get_rng_state().nbytes
+    assert stats["discrete_outputs"] == 1
+    assert stats["discrete_bytes"] == 64 + 2 * torch.get_rng_state().nbytes
     out.sum().backward()

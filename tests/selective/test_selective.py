@@ -1,6 +1,8 @@
-"""Selective recompute as torch means it: what is kept, for how long, how often, and what is refused.
+"""Selective recompute as torch means it: what is kept, for how long, how often,
+and what is refused.
 
-Everything runs with torch's contexts, too, under torch's checkpoint and ours: they say what is right.
+Everything runs with torch's contexts, too, under torch's checkpoint and ours:
+they say what is right.
 """
 
 import gc
@@ -37,7 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import gradckpt
 
 if not hasattr(torch.utils.checkpoint, "_CONSUMED"):
-    pytest.skip("before 2.12 torch's own contexts, the judge here, meant something else", allow_module_level=True)
+    pytest.skip("torch's own contexts, the judge here, ask the policy in the recompute, too", allow_module_level=True)
 
 pytestmark = [pytest.mark.usefixtures("_nothing_left_behind"), CHECKPOINTS]
 __all__ = ["our_way", "way"]

@@ -1,4 +1,5 @@
-"""The two contexts as objects: whatever a program writes into them; traces of the forward or of the backward."""
+"""The two contexts as objects: whatever a program writes into them;
+traces of the forward or of the backward."""
 
 import contextlib
 import functools
@@ -11,6 +12,7 @@ from selective_ways import aten, leaf, theirs, torchs_contexts
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradckpt
+from gradckpt._engine import torch_private as private
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 checkpoint, contexts = gradckpt.checkpoint, gradckpt.compat.create_selective_checkpoint_contexts
@@ -26,7 +28,8 @@ POLICIES = {
 def attributes_of(pair):
     """Of both contexts: (which, name) of what a program can see and of what earlier versions had.
 
-    Not so ``old_...``, in which torch's mode notes global flags to put back: without them torch compiles nothing more.
+    Not so ``old_...``, in which torch's mode notes global flags to put back:
+    without them torch compiles nothing more.
     """
     found = [(i, name) for i in range(2) for name in dir(pair[i]) if not name.startswith(("__", "old_"))]
     return [*found, *((i, name) for i in range(2) for name in ("_store", "_by_key", "_replay", "__dict__"))]
@@ -97,11 +100,12 @@ def test_a_context_that_was_never_made():
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_what_a_region_decides_is_kept_once(policy):
-    """Region and contexts both keep decisions; those of the region go into the store of its contexts."""
+    """Region and contexts both keep decisions;
+    those of the region go into the store of its contexts."""
     x, w = leaf(256, 64), leaf(64, 64)
-    before = gradckpt._C.stats()["decisions"]
+    before = gradckpt._C.stats()["discrete_outputs"]
     y = checkpoint(lambda t: (t @ w) * (t > 0), x * 1, context_fn=functools.partial(contexts, policy), compress="int8")
-    assert gradckpt._C.stats()["decisions"] == before + 1
+    assert gradckpt._C.stats()["discrete_outputs"] == before + 1
     y.sum().backward()
 
 
@@ -139,6 +143,8 @@ def step(region, x):
 
 @pytest.mark.parametrize("way", MAKERS)
 def test_a_traced_backward_of_a_plain_forward(way):
+    if way == "torch" and private.consumed is None:
+        pytest.skip("torch's own contexts look for every output while a backward is traced")
     for w, region in regions(way):
         x = leaf(8, 8)
         want = torch.autograd.grad(((x @ w).sin() @ w).sum(), x)[0]

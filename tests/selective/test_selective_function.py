@@ -30,7 +30,8 @@ class Block(torch.nn.Module):
 
 
 class Of(torch.nn.Module):
-    """A function as a module: then all that it uses is known, and some of the gradients may be asked for."""
+    """A function as a module: then all that it uses is known,
+    and some of the gradients may be asked for."""
 
     def __init__(self, function):
         super().__init__()
@@ -254,7 +255,7 @@ def test_a_tensor_that_a_module_hides_is_noticed():
     block = Block()
     hidden = leaf(8)
     block.forward = lambda x: Block.forward(block, x) * hidden
-    with pytest.raises(RuntimeError, match=r"Block uses a tensor of shape \(8,\)"):
+    with pytest.raises(RuntimeError, match=r"a tensor that Block uses, of shape \(8,\)"):
         apply(block, None, leaf(4, 8)).sum().backward()
 
 
@@ -277,7 +278,7 @@ def test_some_of_the_gradients():
         lambda: torch.autograd.grad(out.sum(), x, retain_graph=True),
         lambda: out.sum().backward(inputs=[x], retain_graph=True),
     ):
-        with pytest.raises(RuntimeError, match=r"context_fn=gradckpt\.compat\.create_selective_checkpoint_contexts"):
+        with pytest.raises(RuntimeError, match=r"allows no \.grad\(\) or backward\(inputs=\.\.\.\)"):
             backward()
     out.sum().backward()
 
@@ -354,8 +355,8 @@ def test_inputs_kept_compressed():
     assert torch.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.999
     (raw,) = torch.autograd.grad(apply(module, None, x * 1, compress="raw").sum(), x)
     assert torch.equal(raw, want)
-    with pytest.raises(ValueError, match=r"replay= needs gradckpt\.checkpoint"):
-        apply(module, None, h, compress={"codec": "int8", "replay": True})
+    with pytest.raises(ValueError, match=r"takes no fake_quantize=; use gradckpt\.checkpoint"):
+        apply(module, None, h, compress={"codec": "int8", "fake_quantize": True})
 
 
 def test_an_input_that_is_changed_later():
@@ -374,7 +375,7 @@ def test_refused_under_torch_func():
 def test_bad_calls():
     with pytest.raises(TypeError, match="takes a function and a policy"):
         apply(square)
-    with pytest.raises(TypeError, match="is called by SelectiveRecompute"):
+    with pytest.raises(TypeError, match="call SelectiveRecompute"):
         gradckpt.SelectiveRecompute.forward(None, 3)
     with pytest.raises(ValueError, match="unknown policy 'all'"):
         apply(square, "all", leaf(4))
@@ -385,7 +386,7 @@ def test_bad_calls():
 def test_another_number_of_outputs_in_the_recompute():
     counts = iter([2, 3])
     out = apply(lambda t: [t.sin()] * next(counts), None, leaf(4))
-    with pytest.raises(RuntimeError, match="returned 2 tensors in the forward and 3 in the recompute"):
+    with pytest.raises(RuntimeError, match="got 2 tensors from the forward and 3 from the recompute"):
         out[0].sum().backward()
 
 

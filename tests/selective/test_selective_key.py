@@ -1,4 +1,5 @@
-"""The dispatch key that named operators are caught on: nothing of torch or of other libraries changes by it."""
+"""The dispatch key that named operators are caught on:
+nothing of torch or of other libraries changes by it."""
 
 import contextlib
 import functools
@@ -18,7 +19,9 @@ from selective_ways import aten, gradients, kept, key_is_on, leaf, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradckpt
-from gradckpt.selective import WRITING_KERNELS
+from gradckpt._engine import catching
+from gradckpt._engine.catching import WRITING_KERNELS
+from gradckpt._engine.selective import contexts_of
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 checkpoint = gradckpt.checkpoint
@@ -70,7 +73,7 @@ for step in range(2):
         gradients = torch.autograd.grad(region(x, w).sum(), (x, w))
         print(*(g.double().sum().item().hex() for g in gradients))
     claim("after the first regions")
-print(gradckpt.stats()["decisions"])
+print(gradckpt.stats()["discrete_outputs"])
 if libraries:
     print("claimed", file=sys.stdout)
 """
@@ -171,9 +174,9 @@ def test_decisions_inside_torch_func_are_replayed():
 
     noise = torch.randn(64, 64)
     x = leaf(64, 64)
-    before = gradckpt.stats()["decisions"]
+    before = gradckpt.stats()["discrete_outputs"]
     out = checkpoint(region, x * 1 + noise, compress="int4")
-    decided = gradckpt.stats()["decisions"] - before
+    decided = gradckpt.stats()["discrete_outputs"] - before
     (got,) = torch.autograd.grad(out.sum(), x)
     assert decided >= 4
     fixed = torch.autograd.grad(region(x + noise).sum(), x)[0]
@@ -195,7 +198,8 @@ def test_factories_in_a_fake_mode_inside_are_not_counted():
 
 
 def test_a_mode_entered_inside_sees_every_call():
-    """Also one that is replayed, as under torch's modes: the mode may be that of a region inside."""
+    """Also one that is replayed, as under torch's modes:
+    the mode may be that of a region inside."""
     from selective_ways import Watch
 
     seen = []
@@ -234,7 +238,7 @@ import functools, sys, threading, torch, gradckpt
 w = torch.randn(64, 64, requires_grad=True)
 x = torch.randn(64, 64, requires_grad=True)
 kept = functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-way = {"decisions": {"compress": "int8"}, "contexts": {"context_fn": kept}}[sys.argv[1]]
+way = {"discrete": {"compress": "int8"}, "contexts": {"context_fn": kept}}[sys.argv[1]]
 warm = threading.Event()
 
 def work():
@@ -249,7 +253,7 @@ assert warm.wait(60)
 
 
 def test_a_daemon_thread_in_a_region_outlives_the_interpreter():
-    for way, _ in itertools.product(["decisions", "contexts"], range(2)):
+    for way, _ in itertools.product(["discrete", "contexts"], range(2)):
         assert stdout_of(AT_EXIT, way) == ""
 
 
@@ -324,7 +328,7 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("policy", [None, [aten.mm.default]], ids=["decisions", "products"])
+@pytest.mark.parametrize("policy", [None, [aten.mm.default]], ids=["discrete", "products"])
 def test_modes_inside_see_what_is_replayed(inside, policy):
     """The recompute of a node runs the forward of what is inside for the first time with grad."""
     weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
@@ -348,3 +352,25 @@ def test_modes_inside_see_what_is_replayed(inside, policy):
     assert len(chosen) > 2
     assert all(torch.equal(chosen[0], again) for again in chosen)
     assert torch.dist(*results) < (0.05 if policy is None else 1e-5) * results[0].norm()
+
+
+def test_an_interrupt_while_an_operator_is_registered(monkeypatch):
+    """The next region with that policy registers it again;
+    torch refuses a second kernel that does not say so."""
+
+    class Interrupted(set):
+        def add(self, op):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    @torch.library.custom_op("gradckpt_tests::interrupted", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_autograd(lambda ctx, grad: grad * 2)
+    contexts, x = contexts_of([torch.ops.gradckpt_tests.interrupted.default]), leaf(4)
+    monkeypatch.setattr(catching, "_caught", Interrupted(catching._caught))
+    with pytest.raises(KeyboardInterrupt):
+        gradckpt.checkpoint(lambda t: twice(t).sin(), x, context_fn=contexts)
+    gradckpt.checkpoint(lambda t: twice(t).sin(), x, context_fn=contexts).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2).sin().sum(), x)[0])

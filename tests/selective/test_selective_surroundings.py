@@ -32,6 +32,7 @@ from selective_ways import _nothing_left_behind as _nothing_left_behind
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradckpt
+from gradckpt._engine import torch_private as private
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 __all__ = ["our_way"]
@@ -112,7 +113,7 @@ def test_backward_in_another_thread(our_way):
     assert calls == {"double": 2}
 
 
-@pytest.mark.parametrize("decide", [False, True], ids=["reusable", "decisions"])
+@pytest.mark.parametrize("decide", [False, True], ids=["reusable", "discrete"])
 def test_two_threads_recompute_one_region_at_once(decide):
     """Each counts its own calls. By two outputs: autograd lets one thread at a time into a node."""
     meet, again = threading.Barrier(2, timeout=20), [False]
@@ -261,9 +262,7 @@ def test_a_compiled_block_whose_first_call_is_inside(ck):
     torch._dynamo.reset()
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.utils.checkpoint, "_CONSUMED"), reason="torch 2.11 traces other storage than ours"
-)
+@pytest.mark.skipif(private.consumed is None, reason="torch traces with other storage than ours")
 def test_a_compiled_function_around():
     torch._dynamo.reset()
 
@@ -303,7 +302,8 @@ def test_under_autocast(our_way):
 
 
 def test_an_inference_mode_inside_does_not_stop_the_counting_of_versions(our_way):
-    """In place changes are noticed by tensors' versions, which count on a key that keeping an output switches."""
+    """In place changes are noticed by tensors' versions,
+    which count on a key that keeping an output switches."""
     changed = torch.ones(4, 4)
 
     def region(t):

@@ -5,7 +5,7 @@
  * A warp is 32 fibers on one thread.  A lane runs until it meets the others: a shuffle,
  * a vote, __syncwarp().  The meeting takes place when every lane named in the mask has
  * come to it; if one cannot come, because it has returned or waits at another, the
- * program says so and aborts: hardware would hang or answer with rubbish.
+ * program says so and aborts: hardware would hang or return undefined values.
  *
  * The warps of a block run one after the other, each until its lanes have returned or wait
  * in __syncthreads(), which is a meeting of all lanes of the block; blocks run one after

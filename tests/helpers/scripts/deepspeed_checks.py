@@ -1,4 +1,5 @@
-"""gradckpt.integrations.deepspeed beside deepspeed.checkpointing; test_deepspeed.py runs it where DeepSpeed is."""
+"""gradckpt.integrations.deepspeed beside deepspeed.checkpointing;
+test_deepspeed.py runs it where DeepSpeed is."""
 
 import inspect
 import json
@@ -12,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 import gradckpt
+from gradckpt._models import offload
 from gradckpt.integrations import deepspeed as ours
-from gradckpt.integrations import offload
 
 WIDTH = 64
 

@@ -1,8 +1,10 @@
-"""Trains a tiny Llama and a stack of blocks under ZeRO 1, 2, 3, each with several ways of checkpointing. By torchrun.
+"""Trains a tiny Llama and a stack of blocks under ZeRO 1, 2, 3, each with several ways of
+checkpointing. By torchrun.
 
     torchrun --standalone --nproc-per-node 2 deepspeed_ranks.py OUT
 
-Rank 0 writes OUT: losses, how the parameters moved, whole, and what was compressed, by stage, model and way.
+Rank 0 writes OUT: losses, how the parameters moved, whole, and what was compressed, by stage,
+model and way.
 """
 
 import sys
@@ -32,7 +34,8 @@ class Block(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    """Calls the checkpoint function of ``checkpointing`` for each block, as code for DeepSpeed does."""
+    """Calls the checkpoint function of ``checkpointing`` for each block,
+    as code for DeepSpeed does."""
 
     def __init__(self, checkpointing):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Trains a small diffusion transformer as a script of diffusers' users does, with diffusers' own checkpointing."""
+"""Trains a small diffusion transformer as a script of diffusers' users does,
+with diffusers' own checkpointing."""
 
 import argparse
 

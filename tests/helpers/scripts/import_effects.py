@@ -1,5 +1,5 @@
-"""Print what the import of a module changes in other packages, in this process; then what is left of gradckpt once
-transformers' Trainer is there.
+"""Print what the import of a module changes in other packages, in this process; then what is left
+of gradckpt once transformers' Trainer is there.
 
 Arguments: the module, and modules to import before it.
 """

@@ -1,8 +1,10 @@
-"""Fits the stack of blocks under three strategies, each with torch's checkpointing, gradckpt's None, int8. By torchrun.
+"""Fits the stack of blocks under three strategies, each with torch's checkpointing, gradckpt's
+None, int8. By torchrun.
 
     torchrun --standalone --nproc-per-node 2 lightning_ranks.py OUT
 
-Each rank writes OUT.<rank>: losses, gradients of the first step and final parameters of each fit, as it holds them.
+Each rank writes OUT.<rank>: losses, gradients of the first step and
+final parameters of each fit, as it holds them.
 """
 
 import gc

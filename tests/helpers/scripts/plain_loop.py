@@ -1,4 +1,5 @@
-"""A small GPT on the bytes of a file: a loop as in many public training scripts, with torch's checkpointing."""
+"""A small GPT on the bytes of a file: a loop as in many public training scripts,
+with torch's checkpointing."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Families of timm under their own checkpointing, under gradckpt.patched and with chosen modules, as JSON."""
+"""Families of timm under their own checkpointing,
+under gradckpt.patched and with chosen modules, as JSON."""
 
 import copy
 import json

@@ -1,4 +1,5 @@
-"""gradckpt.integrations.torchtitan on torchtitan's Llama; test_torchtitan.py runs it where torchtitan is."""
+"""gradckpt.integrations.torchtitan on torchtitan's Llama;
+test_torchtitan.py runs it where torchtitan is."""
 
 import dataclasses
 import importlib.util
@@ -20,8 +21,8 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 
 import gradckpt
+from gradckpt.integrations.torch_distributed import CheckpointWrapper
 from gradckpt.integrations.torchtitan import CompressedConfig, CompressedFullAC, CompressedSelectiveAC
-from gradckpt.integrations.wrapper import CheckpointWrapper
 
 LAYERS, ROWS = 3, 64
 PREFIX = "_checkpoint_wrapped_module."
@@ -82,7 +83,7 @@ class TestBoth:
     def test_within_the_bound_of_int8(self, ours, theirs, plain):
         loss, gradients = step(ours.Config())
         stats = gradckpt.stats()
-        assert stats["compressed"] == stats["asked"] == LAYERS
+        assert stats["compressed"] == stats["eligible"] == LAYERS
         assert stats["ratio"] == pytest.approx(8.125 / 32)
         assert torch.equal(loss, plain[0])
         assert 0 < error(gradients, plain[1]) < 0.02
@@ -113,8 +114,8 @@ class TestBoth:
         step(ours.Config(compress="int4"))
         assert gradckpt.stats()["ratio"] == pytest.approx(4.25 / 32)
         step(ours.Config(min_numel=10**9, compress="raw"))
-        assert gradckpt.stats()["kept"] == {"smaller than min_numel": LAYERS}
-        loss, _ = step(ours.Config(replay=True, compress="int4"))
+        assert gradckpt.stats()["uncompressed"] == {"smaller than min_numel": LAYERS}
+        loss, _ = step(ours.Config(fake_quantize=True, compress="int4"))
         exact, _ = step(ours.Config(compress="int4"))
         assert not torch.equal(loss, exact)
 
@@ -125,14 +126,14 @@ class TestBoth:
     def test_wrong_words(self, ours, theirs):
         with pytest.raises(ValueError, match="gradckpt: unknown codec 'int9'"):
             ours.Config(compress="int9").build()
-        with pytest.raises(ValueError, match="gradckpt: replay=True needs a codec"):
-            ours.Config(compress="none", replay=True).build()
+        with pytest.raises(ValueError, match="gradckpt: fake_quantize=True needs a codec"):
+            ours.Config(compress="none", fake_quantize=True).build()
 
     def test_blocks_that_are_wrapped_already(self, ours, theirs):
         for first in (theirs, ours):
             model = build()
             first.Config().build().apply(model)
-            with pytest.raises(ValueError, match=r"gradckpt: .*wrapped"):
+            with pytest.raises(ValueError, match=r"gradckpt: .*CheckpointWrapper"):
                 ours.Config().build().apply(model)
 
 
@@ -163,7 +164,7 @@ def test_what_a_subclass_saves_is_saved():
 def test_says_what_it_did(caplog):
     with caplog.at_level("INFO", "gradckpt"):
         CompressedFullAC.Config().build().apply(build())
-    assert f"CompressedFullAC: {LAYERS} blocks, inputs int8" in caplog.text
+    assert f"gradckpt: CompressedFullAC: {LAYERS} blocks, inputs int8" in caplog.text
 
 
 class TestCommandLine:

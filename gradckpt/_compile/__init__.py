@@ -1,0 +1,1 @@
+"""Regions under torch.compile."""

@@ -1,0 +1,459 @@
+"""Trace torch's checkpoint, with marked inputs, for ``gradckpt.checkpoint`` in compiled code.
+
+Dynamo knows ``torch.utils.checkpoint.checkpoint`` and makes one operator of it, which AOTAutograd
+recomputes in the backward graph. Dynamo cannot trace a C function, so it is given
+:func:`checkpoint` below. Nothing of torch is changed: ``torch.compiler.substitute_in_graph`` is its
+own interface for this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.fx import GraphModule, Node
+
+from gradckpt import _C, compat, policies
+from gradckpt._compile import graph
+from gradckpt._config import CompressionConfig, parse_compress, warn_inactive
+from gradckpt._engine import torch_private as private
+from gradckpt._engine.custom_ops import payload_nbytes
+from gradckpt._engine.discrete import KEPT, ROUNDING
+from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts
+from gradckpt._import_hooks import after_import
+from gradckpt._stats import compiled as compiled_stats
+from gradckpt._stats import format_bytes
+
+__all__ = ["Standing", "stand_in", "watch"]
+
+logger = logging.getLogger("gradckpt")
+
+
+class Marking(NamedTuple):
+    """The settings of a mark. Dynamo reads them as a constant."""
+
+    fake_quantize: bool
+    codec: str
+    dtypes: tuple[torch.dtype, ...]
+    min_numel: int
+    floating: bool
+    version: str
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
+
+
+def checkpoint(
+    function: Any,
+    *args: Any,
+    compress: Any = None,
+    policy: Any = None,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Any = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    buffers: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``gradckpt.checkpoint`` as Dynamo sees it."""
+    # Dynamo guards on the content, keys and numbers included, and not on the object.
+    if isinstance(compress, CompressionConfig):
+        compress = {field: _constant(getattr(compress, field)) for field in _FIELDS}
+    elif isinstance(compress, dict):
+        compress = {key: _constant(compress[key]) for key in compress}
+    if context_fn is torch_checkpoint.noop_context_fn:  # torch's default
+        context_fn = None
+    known = isinstance(policy, policies.Policy)  # Dynamo before 2.12 takes no object of ours for a constant
+    marking = _marking(compress, None if known else policy, known, use_reentrant, debug, context_fn is not None)
+    if marking is not None and torch.is_grad_enabled():
+        args, kwargs = private.tree_map(functools.partial(_mark, marking), (args, kwargs))
+    if policy is not None:
+        kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    elif context_fn is not None:
+        kwargs["context_fn"] = context_fn
+    return torch.ops.higher_order.tag_activation_checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        **kwargs,
+    )
+
+
+def _constant(value: Any) -> Any:
+    """Return the value as a constant: Dynamo makes a symbol of a number that changes."""
+    if type(value) is not int:
+        return value
+    return private.dynamo.guard_scalar(value)
+
+
+def _is_or_may_be(condition: Any) -> Any:
+    """Return the condition, or True where it depends on a size that is known only at run time."""
+    return private.dynamo.guard_or_true(condition)
+
+
+def _mark(marking: Marking, x: Any) -> Any:
+    """Mark a tensor that the rule of csrc/engine compresses; return any other value unchanged."""
+    if (
+        isinstance(x, torch.Tensor)
+        and type(x) is torch.Tensor
+        and x.dtype in marking.dtypes
+        and _is_or_may_be(x.numel() >= marking.min_numel)
+        and (marking.floating or x.requires_grad)
+        and (not (x.requires_grad and x.is_leaf) or (marking.floating and not marking.fake_quantize))
+    ):
+        mark = graph.rounded if marking.fake_quantize else graph.region_input
+        return mark(x, marking.codec, marking.version)
+    return x
+
+
+def _marking(
+    compress: Any, policy: Any, known: bool, use_reentrant: bool | None, debug: bool, contexts: bool
+) -> Marking | None:
+    """Return what is marked in a call of checkpoint. ``known``: its policy needs no look.
+
+    It runs while Dynamo traces, and its result is a constant there.
+    """
+    try:
+        config = parse_compress(compress)
+        known = contexts_of(policy) is not None or known
+    except (TypeError, ValueError) as error:
+        raise _refusal(str(error)) from error
+    compiled_stats.ever = True
+    if debug:
+        raise _refusal("gradckpt: debug=True cannot be compiled; call the function without torch.compile to debug")
+    if known and contexts:
+        raise _refusal("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
+    if config is None and not known and not contexts:
+        return None
+    if use_reentrant and (config is not None or known):
+        name = "compress" if config is not None else "policy"
+        raise _refusal(f"gradckpt: {name}= needs use_reentrant=False")
+    if config is not None and config.stochastic:
+        raise _refusal("gradckpt: stochastic=True cannot be compiled; leave it out, or do not compile")
+    if not graph.available():
+        _warn_unavailable()
+        return None
+    output = private.dynamo.InstructionTranslator.current_tx().output
+    if output.export:
+        return None
+    if not isinstance(output.compiler_fn, Backend):
+        output.compiler_fn = Backend(output.compiler_fn)
+    if config is None or graph.may_refuse(config.codec):
+        return None
+    if config.lossy and not config.fake_quantize and output.compiler_fn.replay_discrete != "casts":
+        output.compiler_fn.replay_discrete = config.replay_discrete or output.compiler_fn.replay_discrete
+    return Marking(
+        config.fake_quantize,
+        config.codec,
+        graph.dtypes(config.codec),
+        config.min_numel,
+        config.include == "floating",
+        graph.version(),
+    )
+
+
+def _refusal(message: str) -> Exception:
+    """Return an error that breaks the graph, so that the call runs uncompiled and may fail there.
+
+    With ``fullgraph=True`` it is raised.
+    """
+    kind = private.dynamo.UserErrorType.INVALID_INPUT
+    refusal: Exception = private.dynamo.UserError(kind, message)
+    return refusal
+
+
+@functools.cache
+def _warn_unavailable() -> None:
+    warn_inactive(
+        f"torch.compile: torch {torch.__version__} does not tell hooks what they save, so inputs of compiled regions "
+        "stay uncompressed; install torch 2.12",
+    )
+
+
+def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """Run ``gradckpt.compat.checkpoint`` as Dynamo sees it."""
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+# ---- around the backend ----
+
+_CONTEXT = "_checkpoint_context_fn"
+#: torch functions that call discrete operators; Dynamo's graph has their names.
+_DECIDE_WITHIN = (
+    *("greater", "greater_equal", "less", "less_equal", "not_equal", "isclose", "msort", "quantile", "nanquantile"),
+    *("unique", "where", "argwhere", "masked_select"),
+)
+_DECIDING = frozenset(name.partition(".")[0] for name in (*KEPT, *ROUNDING, *_DECIDE_WITHIN))
+#: Those that may make integers or bools of floats.
+_CASTING = frozenset(("to", "type", "type_as", "bool", "byte", "char", "short", "int", "long", "_to_copy"))
+
+
+class Backend:
+    """The backend of one of Dynamo's graphs, with the requests of the marks in it."""
+
+    def __init__(self, backend: Any) -> None:
+        functools.update_wrapper(self, backend)
+        self.backend = backend
+        self.replay_discrete: bool | str = False
+
+    def __call__(self, module: GraphModule, inputs: Any, **options: Any) -> Any:
+        modules = [m for m in module.modules() if isinstance(m, GraphModule)]
+        _guard_leaves(module)
+        _leave_written(modules)
+        kept = _keep_decisions(module, self.replay_discrete)
+        cached = _cache_hits()
+        with _without_advice() if kept else contextlib.nullcontext(), graph.hooks() as packed:
+            compiled = self.backend(module, inputs, **options)
+        compiled_stats.add(regions=sum(len(_regions(m)) for m in modules))
+        if not packed and _cache_hits() > cached:  # it was packed when it was first compiled
+            packed = _marked(modules)
+        if packed:
+            _announce(packed)
+        elif type(getattr(self.backend, "__self__", None)).__name__ == "DDPOptimizer" and _marked(modules):
+            _warn_cut()
+        return compiled
+
+
+@functools.cache
+def _warn_cut() -> None:
+    warn_inactive(
+        "torch.compile: nothing is compressed where DistributedDataParallel cuts the graph at every region; set "
+        "torch._dynamo.config.optimize_ddp = False",
+    )
+
+
+def _guard_leaves(module: GraphModule) -> None:
+    """Guard on ``is_leaf`` of a graph's inputs.
+
+    Dynamo reads it without a guard, but the rule of :func:`_mark` depends on it.
+    """
+    names = private.dynamo
+    for node in module.graph.find_nodes(op="placeholder"):
+        x, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
+        if source is not None and type(x) is not torch.nn.Parameter and getattr(x, "requires_grad", False):
+            names.install_guard(names.AttrSource(source, "is_leaf").make_guard(names.GuardBuilder.CONSTANT_MATCH))
+
+
+def _leave_written(modules: list[GraphModule]) -> None:
+    """Leave inputs uncompressed where a mark, which is a copy until it is packed, would be visible.
+
+    A write to the region's input, or to a result of the region that shares its memory, would show
+    it.
+    """
+    outputs = {_storage(x) for x in modules[0].graph.output_node().all_input_nodes}  # other code may write to these
+    written: set[Any] = set()  # storages that are written to and whose marks were removed
+    while sum(_leave_written_in(module, outputs, written) for module in modules):
+        pass
+
+
+def _leave_written_in(module: GraphModule, outputs: set[Any], written: set[Any]) -> bool:
+    left = False
+    for region in _regions(module):
+        inputs = {x: x.args[0] if x.target is graph.region_input else x for x in region.all_input_nodes}
+        dirty = {_storage(inputs[x]) for x in inputs if _is_written(x) or _storage(x) in written} - {None}
+        returned = {_storage(x) for x in private.tree_leaves(region.meta["example_value"])}
+        for mark, x in inputs.items():
+            if mark is x:
+                continue
+            shared = _storage(mark) in returned and (_is_written(x) or _storage(mark) in outputs)
+            if shared or _storage(x) in dirty:
+                written |= {_storage(x)} & dirty
+                mark.replace_all_uses_with(x)
+                module.graph.erase_node(mark)
+                left = True
+    if left:
+        module.recompile()
+    return left
+
+
+def _is_written(node: Node) -> bool:
+    """Return whether the node's value was written to since it was made."""
+    x = node.meta.get("example_value")
+    return isinstance(x, torch.Tensor) and x._version > 0
+
+
+def _storage(x: Any) -> Any:
+    """Return the storage of a fake tensor or of a node's value: equal for those that share
+    memory.
+    """
+    if isinstance(x, Node):
+        x = x.meta.get("example_value")
+    return private.StorageWeakRef(x.untyped_storage()) if type(x) is private.FakeTensor else None
+
+
+def _cache_hits() -> int:
+    return int(private.dynamo.counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def _regions(module: GraphModule) -> Any:
+    return module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+
+
+def _keep_decisions(module: GraphModule, replay_discrete: bool | str, around: bool | str = False) -> bool:
+    """Keep discrete outputs in regions that may run again on restored values.
+
+    Return whether any is kept.
+
+    Such are marked regions (``replay_discrete``: their config's), those whose policy keeps outputs
+    lossily, and every region inside one of these (``around``), whichever checkpoint made it.
+    """
+    kept = False
+    for node in _regions(module):
+        region = getattr(module, node.args[0].target)
+        marked = any(x.target is graph.region_input for x in node.all_input_nodes)
+        made = _contexts_in(region)
+        policy = made.args[0] if getattr(made, "func", None) is create_selective_checkpoint_contexts else None
+        policy = policy if isinstance(policy, policies.Policy) else None
+        levels = (around, replay_discrete if marked else False, policy.replay_discrete if policy is not None else False)
+        level = "casts" if "casts" in levels else any(levels)
+        names = _DECIDING | _CASTING if level == "casts" else _DECIDING
+        if level and (made is None or policy is not None) and _has_any(region, names):
+            deciding = policies.discrete if level == "casts" else policies.discrete_but_casts
+            region.meta[_CONTEXT] = contexts_of(deciding if policy is None else deciding | policy)
+            kept = True
+        kept |= _keep_decisions(region, replay_discrete, level)
+    return kept
+
+
+def _contexts_in(region: GraphModule) -> Any:
+    """Return a region's ``context_fn``; that of ``policy=`` becomes one
+    that torch can cache graphs with."""
+    made: Any = region.meta.get(_CONTEXT)
+    by_policy = getattr(made, "func", None) is create_selective_checkpoint_contexts and not made.keywords
+    if by_policy and not callable(made.args[0]):
+        made = region.meta[_CONTEXT] = contexts_of(made.args[0])
+    return made
+
+
+def _has_any(region: GraphModule, deciding: frozenset[str]) -> bool:
+    nodes = (node for m in region.modules() if isinstance(m, GraphModule) for node in m.graph.nodes)
+    names = (str(getattr(node.target, "__name__", node.target)) for node in nodes)
+    return any(name.partition(".")[0].rstrip("_") in deciding for name in names)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Suppress torch's advice that operators in place do not go with a ``context_fn``.
+
+    The user passed no ``context_fn``, and discrete operators have no such form.
+    """
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    log.addFilter(_is_other_advice)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_other_advice)
+
+
+def _is_other_advice(record: logging.LogRecord) -> bool:
+    return "Detected that context_fn is passed" not in str(record.msg)
+
+
+def _marked(modules: list[GraphModule]) -> list[graph.Packed]:
+    """Return what the marks in Dynamo's graphs request."""
+    nodes = (
+        node
+        for module in modules
+        for mark in graph.MARKS
+        for node in module.graph.find_nodes(op="call_function", target=mark)
+    )
+    return [graph.Packed.of(node.meta["example_value"], node.args[1]) for node in nodes]
+
+
+def _announce(packed: list[graph.Packed]) -> None:
+    """Log what the graph keeps compressed, and count it."""
+    bytes_in = sum(p.numel * p.dtype.itemsize for p in packed)
+    bytes_out = sum(int(payload_nbytes(p.numel, p.dtype, p.codec)) for p in packed)
+    compiled_stats.add(graphs=1, tensors=len(packed), bytes_in=bytes_in, bytes_out=bytes_out)
+    sizes = format_bytes(bytes_in), format_bytes(bytes_out)
+    logger.info("gradckpt: torch.compile: a graph keeps %d tensors compressed, %s -> %s", len(packed), *sizes)
+
+
+# ---- in torch's place ----
+
+
+class Standing(NamedTuple):
+    """The settings of the innermost ``patched()``."""
+
+    config: CompressionConfig | None
+    context_fn: Any
+
+
+#: None leaves torch's checkpoint unchanged. Dynamo guards on it: code compiled under one
+#: ``patched()`` is compiled again under another, or under none.
+_standing: Standing | None = None
+
+
+def torchs_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """Run ``torch.utils.checkpoint.checkpoint`` under ``patched()`` as Dynamo sees it."""
+    if _standing is None or use_reentrant:
+        return torch.ops.higher_order.tag_activation_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    own = kwargs.get("context_fn")
+    if _standing.context_fn is not None and (own is None or own is torch_checkpoint.noop_context_fn):
+        kwargs["context_fn"] = _standing.context_fn
+    its_own = {key: kwargs.pop(key) for key in ("compress", "policy", "buffers") if key in kwargs}
+    if its_own:
+        function = functools.partial(function, **its_own)
+    return checkpoint(function, *args, compress=_standing.config, **kwargs)
+
+
+def stand_in(standing: Standing | None) -> None:
+    """Give Dynamo :func:`torchs_checkpoint` for torch's function, from the first call on.
+
+    With None it does what Dynamo does by itself. It is not withdrawn, because a graph made without
+    its guard would then also serve the next ``patched()``.
+    """
+    global _standing
+    _standing = standing
+    graph.patched = standing is not None
+    if standing is not None and _told:
+        _dispatch_torchs()
+
+
+def _dispatch_torchs() -> None:
+    _substitute(torch_checkpoint.checkpoint, torchs_checkpoint)
+
+
+def _substitute(original: Any, traceable: Any) -> None:
+    """Substitute the function once in a process, also when this module is loaded again."""
+    if original not in private.dynamo.PolyfilledFunctionVariable._get_polyfill_handlers():
+        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traceable)
+
+
+# ---- telling Dynamo ----
+
+#: True once Dynamo is imported and has every name that is needed.
+_told = False
+
+
+def _tell(dynamo: ModuleType) -> None:
+    global _told
+    missing = private.load_dynamo()
+    if missing:
+        lacks = torch.__version__, ", ".join(missing)
+        logger.warning("gradckpt: torch %s has no %s, so regions break compiled graphs; install torch 2.12", *lacks)
+        return
+    _told = True
+    for original, traceable in ((_C.checkpoint, checkpoint), (compat.checkpoint, compat_checkpoint)):
+        _substitute(original, traceable)
+    torch.compiler.assume_constant_result(_marking)
+
+    if _standing is not None:
+        _dispatch_torchs()
+
+
+def watch() -> None:
+    """Give Dynamo the substitutes, once something imports it."""
+    after_import("torch._dynamo", _tell)

@@ -1,0 +1,313 @@
+"""What to compress and how: :class:`CompressionConfig`, and the forms ``compress=`` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, Union
+
+from gradckpt import _C
+from gradckpt._engine.user_lines import user_frame
+
+__all__ = ["CompressionConfig", "get_rounding_state", "set_rounding_state"]
+
+T = TypeVar("T")
+
+#: The codec of ``compress=True``.
+DEFAULT_CODEC = "int8"
+
+#: Short names, each defined here only.
+ALIASES = {"fp8": "fp8_e4m3"}
+
+_INCLUDES = ("activations", "floating")
+
+
+def resolve_codec(name: str, of_activations: bool = False) -> str:
+    """Return the full name of a codec.
+
+    Raises:
+        ValueError: The codec is unknown; the message lists the names.
+        TypeError: ``name`` is not a string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"gradckpt: a codec is named by a string, not {name!r}; to compress nothing pass compress=None")
+    full = ALIASES.get(name, name)
+    if full not in _C.codecs():
+        if name.lower() in _NOTHING:
+            raise ValueError(f"gradckpt: {name!r} is no codec; to compress nothing pass compress=None")
+        near = _near(name)
+        names = ", ".join([*(for_activations() if of_activations else _C.codecs()), *ALIASES])
+        meant = f"did you mean {near!r}? " if near else ""
+        raise ValueError(f"gradckpt: unknown codec {name!r}; {meant}choose one of: {names}")
+    if of_activations and _C.codec_info(full)["dtypes"] == ["bool"]:
+        names = ", ".join(for_activations())
+        raise ValueError(f"gradckpt: codec {full!r} holds booleans, not activations; choose one of: {names}")
+    return full
+
+
+#: Texts that other libraries take for no compression; here it has one form, None.
+_NOTHING = ("", "none", "null", "no", "off", "false")
+
+#: Codecs under the names that they have elsewhere.
+_OTHER_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float8": "fp8",
+    "nf4": "int4",
+    "fp4": "int4",
+    "float4": "int4",
+}
+
+
+def _near(name: str) -> str | None:
+    """Return the codec that another spelling means (``"INT8"``, ``"8bit"``, ``"bfloat16"``), or the
+    nearest.
+    """
+
+    def plain(text: str) -> str:
+        return re.sub(r"[\s_-]", "", text.lower())
+
+    known = {plain(each): each for each in [*_C.codecs(), *ALIASES]} | _OTHER_NAMES
+    near = difflib.get_close_matches(re.sub(r"^(\d+)bits?$", r"int\1", plain(name)), known, 1)
+    return known[near[0]] if near else None
+
+
+def for_activations() -> list[str]:
+    """Return the codecs of floating tensors; the others hold booleans."""
+    return [name for name in _C.codecs() if _C.codec_info(name)["dtypes"] != ["bool"]]
+
+
+# ---- unknown keywords ----
+
+#: Keywords of other libraries: the keywords that have their meaning here, or could.
+_KEYWORDS = {
+    **dict.fromkeys(("layer", "layers", "block", "blocks", "submodules", "target_modules"), ("modules",)),
+    **dict.fromkeys(
+        ("bits", "nbits", "n_bits", "num_bits", "dtype", "quantize", "quantization"), ("compress", "codec")
+    ),
+    **dict.fromkeys(("codec", "codecs", "compression"), ("compress", "codec")),
+    **dict.fromkeys(("every", "every_n", "every_k", "interval", "stride"), ("every_n_layers",)),
+    **dict.fromkeys(("min_size", "min_elements", "threshold"), ("min_numel",)),
+}
+
+
+def instead_of(key: str, value: Any, known: Iterable[str]) -> str | None:
+    """Return how a keyword that is not among the known ones is written here, or None."""
+    known = tuple(known)
+    fields = tuple(field.name for field in dataclasses.fields(CompressionConfig))
+    inner = fields if "compress" in known else ()  # what a dict for compress= takes
+    wanted = [name for name in _KEYWORDS.get(key, ()) if name in (*known, *inner)]
+    wanted = wanted or difflib.get_close_matches(key, [*known, *inner], 1)
+    if not wanted:
+        return None
+    name = wanted[0]
+    if key in _KEYWORDS and name in ("compress", "codec"):
+        name = name if name in known else "compress"
+        text = f"int{value}" if type(value) is int else value
+        return f"{name}={text!r}" if isinstance(text, str) and text in (*_C.codecs(), *ALIASES) else repr(name)
+    return repr(name) if name in known else f'compress={{"{name}": {value!r}}}'
+
+
+def advise(key: str, value: Any, known: Iterable[str], where: str) -> str:
+    """Return what to write instead of an unknown keyword; ``where``: whose help lists all."""
+    instead = instead_of(key, value, known)
+    return f"did you mean {instead}? help({where}) lists all" if instead else f"choose one of: {', '.join(known)}"
+
+
+def explains_keywords(cls: type[T]) -> type[T]:
+    """Let a class say which keyword an unknown one means; the signature stays its own."""
+    init: Any = cls.__init__
+    _, *known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for key, value in kwargs.items():
+            if key not in known:
+                said = advise(key, value, known, f"gradckpt.{cls.__name__}")
+                raise TypeError(f"gradckpt: {cls.__name__}() has no keyword {key!r}; {said}")
+        init(self, *args, **kwargs)
+
+    setattr(cls, "__init__", __init__)  # noqa: B010  mypy takes an assignment for a mistake
+    return cls
+
+
+@explains_keywords
+@dataclasses.dataclass(frozen=True)
+class CompressionConfig:
+    """How region inputs are stored between forward and recompute.
+
+    Args:
+        codec: A name in :func:`gradckpt.codecs.names` (or ``"fp8"``, short for ``"fp8_e4m3"``).
+        fake_quantize: ``False`` (*exact* mode): the forward is untouched and only the recompute
+            sees the restored values, so the loss is bit-identical to no checkpointing. ``True``
+            (*fake-quantize* mode): the forward itself runs on the restored values with a
+            straight-through gradient, so the recompute is bit-equal to the forward; for MoE
+            routing, top-k and data-dependent shapes. Leaves stay uncompressed.
+        min_numel: Tensors with fewer values stay uncompressed.
+        include: ``"activations"``: floating tensors that require grad and are not leaves, since
+            autograd keeps a leaf until its ``.grad`` is written. ``"floating"``: every floating
+            tensor that is not a parameter, masks included; use it only in code whose inputs are
+            known to be activations.
+        replay_discrete: In exact mode with a codec that rounds, keep the outputs of the region's
+            discrete operators (top-k, sort, argmax, comparisons: ``gradckpt.policies.discrete``)
+            from the forward and return them again in the recompute, so that a mixture-of-experts
+            layer routes the same way twice. ``"casts"`` adds casts from floating to integer and
+            bool dtypes; these cannot be told from the casts inside other operators, each of which
+            then costs some microseconds. ``False`` keeps nothing.
+        stochastic: Round up or down at random, in proportion, so that restored values have no bias
+            (:func:`gradckpt.config.get_rounding_state` describes the noise). It doubles the
+            variance of the error: use it for low bits and short gradients only, and measure. For
+            codecs whose ``gradckpt.codecs.info(name)["stochastic"]`` is true.
+        seed: The seed of that noise, 0 to 2^64 - 1. torch's generators are neither read nor
+            advanced.
+
+    Raises:
+        ValueError: ``codec`` or ``include`` is unknown, ``min_numel`` is negative, ``seed`` is out
+            of range, or ``stochastic`` is given for a codec that does not round.
+        TypeError: A field has the wrong type.
+    """
+
+    codec: str = DEFAULT_CODEC
+    fake_quantize: bool = False
+    min_numel: int = 1024
+    include: str = "activations"
+    replay_discrete: bool | str = True
+    stochastic: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "codec", resolve_codec(self.codec, of_activations=True))
+        for flag in ("fake_quantize", "stochastic"):
+            if not isinstance(getattr(self, flag), bool):
+                raise TypeError(f"gradckpt: {flag} is True or False, not {getattr(self, flag)!r}")
+        if not isinstance(self.replay_discrete, bool) and self.replay_discrete != "casts":
+            raise ValueError(f'gradckpt: replay_discrete is True, False or "casts", not {self.replay_discrete!r}')
+        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int):
+            raise TypeError(f"gradckpt: min_numel is an int, not {self.min_numel!r}")
+        if self.min_numel < 0:
+            raise ValueError(f"gradckpt: min_numel counts values and cannot be {self.min_numel}")
+        check_key((self.seed, 0, 0))
+        if self.stochastic and not _C.codec_info(self.codec)["stochastic"]:
+            raise ValueError(f"gradckpt: codec {self.codec!r} does not round, so stochastic=True has no effect")
+        if self.include not in _INCLUDES:
+            raise ValueError(f"gradckpt: include is one of {', '.join(_INCLUDES)}; not {self.include!r}")
+
+    @property
+    def lossy(self) -> bool:
+        """True if restored values may differ from the original ones."""
+        return bool(_C.codec_info(self.codec)["max_error"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict that JSON can carry; :meth:`from_dict` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> CompressionConfig:
+        """Return the config that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: A field is unknown; the message names it.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key, value in fields.items():
+            if key not in known:
+                said = advise(key, value, known, "gradckpt.CompressionConfig")
+                raise ValueError(f"gradckpt: unknown field {key!r} in a compression config; {said}")
+        return cls(**fields)
+
+
+#: What every ``compress=`` accepts.
+Compress = Union[None, bool, str, CompressionConfig, Mapping[str, Any]]
+
+
+def parse_compress(compress: Compress) -> CompressionConfig | None:
+    """Return the config that a ``compress=`` means.
+
+    ``None`` and ``False`` mean no compression, ``True`` the default codec; a codec's name, a
+    :class:`CompressionConfig` or the dict of one is taken as it is.
+
+    Raises:
+        ValueError: A codec or field is unknown; the message lists the known ones.
+        TypeError: ``compress`` is anything else.
+    """
+    if compress is None or compress is False:
+        return None
+    if isinstance(compress, CompressionConfig):
+        return compress
+    if compress is True:
+        return CompressionConfig()
+    if isinstance(compress, str):
+        return CompressionConfig(codec=compress)
+    if isinstance(compress, Mapping):
+        return CompressionConfig.from_dict(compress)
+    raise TypeError(
+        "gradckpt: compress= takes None, True, a codec name, a CompressionConfig or its dict; "
+        f"not {type(compress).__name__}"
+    )
+
+
+class GradckptInactiveWarning(UserWarning):
+    """Compression was requested and nothing was compressed; the message gives the likely reason."""
+
+    __module__ = "gradckpt"
+
+
+def warn_inactive(reason: str) -> None:
+    """Warn at the user's line that led here."""
+    message, frame = f"gradckpt: {reason}", user_frame()
+    if frame is None:
+        warnings.warn(message, GradckptInactiveWarning, stacklevel=2)
+        return
+    where = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        GradckptInactiveWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=where.get("__name__"),
+        registry=where.setdefault("__warningregistry__", {}),
+    )
+
+
+# ---- the noise of stochastic rounding ----
+
+
+def check_key(key: tuple[int, int, int]) -> None:
+    """Check that a key is (seed, step, tensor), of 64, 32 and 32 bits."""
+    if not isinstance(key, tuple) or len(key) != 3 or any(isinstance(n, bool) or not isinstance(n, int) for n in key):
+        raise TypeError(f"gradckpt: dither is (seed, step, tensor), three ints, not {key!r}")
+    for name, number, bits in zip(("seed", "step", "tensor"), key, (64, 32, 32), strict=True):
+        if not 0 <= number < 2**bits:
+            raise ValueError(f"gradckpt: {name} is between 0 and 2^{bits} - 1, not {number}")
+
+
+def get_rounding_state() -> tuple[int, int]:
+    """Return ``(step, tensor)`` of the next tensor that a region with ``stochastic=True`` encodes.
+
+    The noise of a value is Philox4x32-10 (Salmon et al. 2011) of (seed, step, tensor, index of the
+    value): no generator of torch is read, and the bytes depend neither on threads nor on the
+    device. A step ends with the first backward that restores something. ``tensor`` counts the
+    regions and the tensors within a step; tensors that are encoded inside a region are counted by
+    the region, so that its recompute repeats their numbers. If this state is saved with a
+    checkpoint of the training run, a resumed run repeats the same bytes.
+    """
+    return _C.rounding_state()
+
+
+def set_rounding_state(state: tuple[int, int]) -> None:
+    """Continue from the result of :func:`get_rounding_state`; ``(0, 0)`` starts over.
+
+    Raises:
+        ValueError: A number is not between 0 and 2^32 - 1.
+        TypeError: ``state`` is not a tuple of two ints.
+    """
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise TypeError(f"gradckpt: a rounding state is (step, tensor), not {state!r}")
+    check_key((0, *state))
+    _C.set_rounding_state(*state)

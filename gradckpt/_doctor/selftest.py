@@ -1,0 +1,258 @@
+"""A self-test of this machine: codecs, regions and counters, on the CPU and on every CUDA
+device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+
+from gradckpt import _C
+
+#: The least signal-to-noise ratio of Gaussian values in dB: docs/codecs.md less half a decibel.
+#: Codecs that are missing here are exact.
+FLOORS = {
+    "int8": 43.0,
+    "int8_plain": 42.5,
+    "int6": 31.6,
+    "fp8_e4m3": 31.2,
+    "fp8_e5m2": 25.2,
+    "int4": 20.5,
+    "bf16": 55.0,
+    "fp16": 73.0,
+}
+
+#: The largest relative L2 error of the gradients of three layers whose inputs were int8.
+GRADIENT_BOUND = 0.002
+
+_NUMEL = 10_007  # odd, so that the last group is padded
+_ROWS, _WIDTH, _LAYERS = 128, 64, 3
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+class Check(NamedTuple):
+    """One line: a test, its device, its result, and the bound for it."""
+
+    name: str
+    device: str
+    ok: bool
+    figure: str
+    bound: str
+
+
+def run(devices: Iterable[str] | None = None) -> list[Check]:
+    """Test each device of :func:`devices_here`, or the given ones.
+
+    ``gradckpt.stats()`` counts the tensors that are compressed here.
+    """
+    return [check for device in devices or devices_here() for check in _checks(device)]
+
+
+def devices_here() -> list[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(f"cuda:{i}" for i in range(count))]
+
+
+def _checks(device: str) -> Iterable[Check]:
+    def check(name: str, function: Callable[..., tuple[bool, str, str]], *args: Any) -> Check:
+        try:
+            return Check(name, device, *function(*args, device))
+        except Exception as error:
+            sentence = (str(error).splitlines() or [""])[0]
+            return Check(name, device, False, f"{type(error).__name__}: {sentence}", "no error")
+
+    for codec in _C.codecs():
+        yield check(f"round trip {codec}", _round_trip, codec)
+    yield check("payload bytes", _payload_bytes)
+    if device == "cpu":
+        for isa in _isas():
+            yield check(f"bytes of {isa}", _isa_bytes, isa)
+    else:
+        yield check("bytes of CUDA", _device_bytes)
+    yield check("compress=None", _none_is_torch)
+    yield check("loss with int8", _loss)
+    yield check("gradients with int8", _gradients)
+    yield check("bytes saved", _bytes_saved)
+
+
+# ---- codecs ----
+
+
+def _pairs() -> list[tuple[str, str]]:
+    return [(codec, dtype) for codec in _C.codecs() for dtype in _C.codec_info(codec)["dtypes"]]
+
+
+def _values(dtype: str) -> torch.Tensor:
+    """Return Gaussian values on the host, the same every time."""
+    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    return x > 0 if dtype == "bool" else x.to(getattr(torch, dtype))
+
+
+def encode(x: torch.Tensor, codec: str) -> Any:
+    return _C.encode(x, codec)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same: bool = torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return same
+
+
+def _round_trip(codec: str, device: str) -> tuple[bool, str, str]:
+    info = _C.codec_info(codec)
+    worst, noise = 0.0, math.inf
+    for dtype in info["dtypes"]:
+        x = _values(dtype)
+        restored = encode(x.to(device), codec).decode()
+        if restored.device != torch.device(device) or restored.dtype != x.dtype or restored.shape != x.shape:
+            return False, f"came back as {restored.dtype} {tuple(restored.shape)}", f"{x.dtype} {tuple(x.shape)}"
+        error = x.double() - restored.cpu().double()
+        worst = max(worst, error.abs().max().item())
+        power = error.square().sum().item()
+        noise = min(noise, 10 * math.log10(x.double().square().sum().item() / power)) if power else noise
+        if math.isnan(power):
+            return False, "NaN came back", "numbers"
+    if info["max_error"] == 0:
+        return worst == 0, f"{worst:g} off", "exact"
+    floor = FLOORS[codec]
+    return noise >= floor, f"{noise:.1f} dB above its noise", f"at least {floor:.1f} dB"
+
+
+def _payload_bytes(device: str) -> tuple[bool, str, str]:
+    wrote = computed = 0
+    wrong = []
+    for codec, dtype in _pairs():
+        _, value, group, block = _C.codec_info(codec)["sizes"][dtype]
+        expected = value * _NUMEL + group * -(-_NUMEL // 128) + block * -(-_NUMEL // 4096)
+        payload = encode(_values(dtype).to(device), codec)
+        nbytes = payload.data.numel()
+        wrote, computed = wrote + nbytes, computed + expected
+        if not nbytes == payload.nbytes == expected:
+            wrong.append(f"{codec} {dtype}")
+    return not wrong, ", ".join(wrong) or f"{wrote:,} bytes", f"{computed:,} bytes by arithmetic"
+
+
+def _isas() -> list[str]:
+    """Return the instruction sets of this CPU besides scalar."""
+    used, found = _C.isa(), []
+    for isa in ("avx2", "avx512"):
+        try:
+            _C.force_isa(isa)
+        except ValueError:
+            continue
+        found.append(isa)
+    _C.force_isa(used)
+    return found
+
+
+def _forced(isa: str, function: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    used = _C.isa()
+    _C.force_isa(isa)
+    try:
+        return function()
+    finally:
+        _C.force_isa(used)
+
+
+def _both_ways(device: str) -> list[torch.Tensor]:
+    """Return payload and restored values of every codec and dtype, on the host."""
+    payloads = [encode(_values(dtype).to(device), codec) for codec, dtype in _pairs()]
+    return [tensor.cpu() for payload in payloads for tensor in (payload.data, payload.decode())]
+
+
+def _differences(made: list[torch.Tensor], wanted: list[torch.Tensor], of: str) -> tuple[bool, str, str]:
+    different = [
+        f"{codec} {dtype}"
+        for i, (codec, dtype) in enumerate(_pairs())
+        if not (_same(made[2 * i], wanted[2 * i]) and _same(made[2 * i + 1], wanted[2 * i + 1]))
+    ]
+    figure = f"{len(made) // 2 - len(different)} of {len(made) // 2} alike"
+    return not different, ", ".join([figure, *different]), f"those of {of}, and the values restored"
+
+
+def _isa_bytes(isa: str, device: str) -> tuple[bool, str, str]:
+    wanted = _forced("scalar", lambda: _both_ways(device))
+    return _differences(_forced(isa, lambda: _both_ways(device)), wanted, "scalar C")
+
+
+def _device_bytes(device: str) -> tuple[bool, str, str]:
+    return _differences(_both_ways(device), _both_ways("cpu"), "the CPU")
+
+
+# ---- regions ----
+
+
+def _train(call: Callable[..., torch.Tensor], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return loss and gradients of a small network with dropout.
+
+    ``call(layer, input)`` runs each layer.
+    """
+    where = torch.device(device)
+    forked = torch.random.fork_rng([] if where.index is None else [where.index])
+    with forked, torch.enable_grad(), torch.autocast(where.type, enabled=False):
+        torch.manual_seed(0)
+        layers = [_layer(device) for _ in range(_LAYERS)]
+        x = torch.randn(_ROWS, _WIDTH, requires_grad=True, device=device, dtype=torch.float32)
+        hidden = x * 1.0
+        for layer in layers:
+            hidden = call(layer, hidden)
+        loss = hidden.square().mean()
+        loss.backward()
+    grads = [x.grad, *(p.grad for layer in layers for p in layer.parameters())]
+    return loss.detach(), torch.cat([g.flatten() for g in grads if g is not None])
+
+
+def _layer(device: str) -> torch.nn.Module:
+    first = torch.nn.Linear(_WIDTH, 2 * _WIDTH, device=device, dtype=torch.float32)
+    last = torch.nn.Linear(2 * _WIDTH, _WIDTH, device=device, dtype=torch.float32)
+    return torch.nn.Sequential(first, torch.nn.GELU(), torch.nn.Dropout(0.1), last)
+
+
+def _plain(layer: Any, x: torch.Tensor) -> Any:
+    return layer(x)
+
+
+def _with_torch(layer: Any, x: torch.Tensor) -> Any:
+    return torch_checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+
+def _with_none(layer: Any, x: torch.Tensor) -> Any:
+    return _C.checkpoint(layer, x)
+
+
+def _with_int8(layer: Any, x: torch.Tensor) -> Any:
+    return _C.checkpoint(layer, x, compress="int8")
+
+
+def _none_is_torch(device: str) -> tuple[bool, str, str]:
+    (loss, gradients), (loss_, gradients_) = _train(_with_none, device), _train(_with_torch, device)
+    different = int((gradients != gradients_).sum()) + int(loss != loss_)
+    figure = f"{different} of {gradients.numel() + 1:,} values differ"
+    return different == 0, figure, "loss and gradients of torch.utils.checkpoint, bit for bit"
+
+
+def _loss(device: str) -> tuple[bool, str, str]:
+    loss, exact = _train(_with_int8, device)[0], _train(_plain, device)[0]
+    return torch.equal(loss, exact), f"{loss.item():.9g}", f"{exact.item():.9g}, that of no checkpointing"
+
+
+def _gradients(device: str) -> tuple[bool, str, str]:
+    gradients, exact = _train(_with_int8, device)[1], _train(_plain, device)[1]
+    error = ((gradients - exact).norm() / exact.norm()).item()
+    bound = f"those of exact autograd within {GRADIENT_BOUND:.1%}, and not the same"
+    return 0 < error <= GRADIENT_BOUND, f"{error:.3%} off", bound
+
+
+def _bytes_saved(device: str) -> tuple[bool, str, str]:
+    before = _C.stats()
+    _train(_with_int8, device)
+    now = _C.stats()
+    inputs, written, original = (now[k] - before[k] for k in ("compressed", "bytes_out", "bytes_in"))
+    values = _ROWS * _WIDTH
+    expected = (_LAYERS, _LAYERS * (values + 2 * (values // 128)), _LAYERS * values * 4)
+    figure = f"{inputs} inputs, {original:,} -> {written:,} bytes"
+    bound = "{0} inputs, {2:,} -> {1:,} bytes by arithmetic".format(*expected)
+    return (inputs, written, original) == expected, figure, bound

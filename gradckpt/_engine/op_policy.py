@@ -1,0 +1,231 @@
+"""Policies: which operators' outputs a region keeps, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Union
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from gradckpt import _C
+from gradckpt._config import Compress, CompressionConfig, parse_compress
+from gradckpt._engine import torch_private as private
+from gradckpt._engine.catching import is_catchable
+from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
+
+OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
+
+#: What happens to the outputs of an operator. csrc/engine/store.h has the same numbers.
+RECOMPUTE: int
+SAVE: int
+DECIDE: int
+DECIDE_CAST: int
+NAMED: int
+CHOOSE: int
+RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED, CHOOSE = range(6)
+_DECISIONS = (DECIDE, DECIDE_CAST, CHOOSE)
+ALL_FORMS = FORMS | ROUNDING_FORMS
+
+
+@dataclass(frozen=True)
+class Save:
+    """A policy's answer to keep these outputs.
+
+    ``config`` says how they are compressed; None means not at all.
+    """
+
+    config: CompressionConfig | None = None
+
+
+def save(compress: Compress = None) -> Save:
+    """Answer for a policy: keep an operator's outputs, compressed or exactly.
+
+    Args:
+        compress: As in :func:`gradckpt.checkpoint`. Outputs that the codec does not take
+            (integers, fewer than ``min_numel`` values, subclasses) are kept exactly.
+
+    Raises:
+        ValueError: unknown codec; or ``fake_quantize`` or ``include``, which apply to a region's
+            inputs only.
+    """
+    config = parse_compress(compress)
+    if config is not None and (config.fake_quantize or config.include != "activations"):
+        raise ValueError(
+            "gradckpt: fake_quantize and include apply to the inputs of a region, not to outputs that save() keeps; "
+            "leave them out"
+        )
+    return Save(config)
+
+
+class Rule(NamedTuple):
+    """A rule for one operator.
+
+    Of the calls of its group, those with ``call % every == phase`` are kept.
+    """
+
+    op: Any
+    keep: int = SAVE
+    config: CompressionConfig | None = None
+    every: int = 1
+    phase: int = 0
+    group: str = ""
+
+
+class Policy:
+    """A choice of operators whose outputs a region keeps; ``rules`` has them.
+
+    ``|`` combines two policies. Where both name an operator, the second counts, but
+    :func:`gradckpt.policies.save_named` removes nothing from the other.
+    """
+
+    def __init__(self, rules: Iterable[Rule], wanted: Iterable[str] = (), parts: Iterable[tuple[str, str]] = ()):
+        self.parts = tuple(parts)  # the ready policies in it, each with its codec or ""; empty: made of operators
+        self.rules: dict[Any, Rule] = {}
+        for rule in rules:
+            if rule.keep not in _DECISIONS or rule.op not in ALL_FORMS:
+                check_op(rule.op)
+            if rule.op in private.ignored_ops:  # never caught: torch detaches to make tensors
+                continue
+            if rule.keep != NAMED or rule.op not in self.rules:
+                self.rules[rule.op] = rule
+        self.wanted = frozenset(wanted)
+        groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
+        rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r)) for r in self.rules.values())
+        self.names = _C.make_names(rows, self.wanted)
+        self.deciding: Policy | None = None  # this policy with discrete operators added; made on demand
+        self.catchable = all(is_catchable(op) for op in self.rules)
+
+    def compressed(self, compress: Compress) -> Policy:
+        """Return this policy with kept outputs compressed. Discrete outputs stay exact."""
+        config = save(compress).config
+        return Policy(
+            (r if r.keep in _DECISIONS else r._replace(config=config) for r in self.rules.values()),
+            self.wanted,
+            [(name, _short(config)) for name, _ in self.parts],
+        )
+
+    @property
+    def replay_discrete(self) -> bool | str:
+        """Return which discrete outputs are kept after an approximate output, as in a config.
+
+        False means that every output is exact.
+        """
+        lossy = [r.config.replay_discrete for r in self.rules.values() if r.config is not None and r.config.lossy]
+        return "casts" if "casts" in lossy else any(lossy)
+
+    def __or__(self, other: Any) -> Policy:
+        if not isinstance(other, Policy):
+            return NotImplemented
+        parts = (*self.parts, *other.parts) if self.parts and other.parts else ()
+        return Policy([*self.rules.values(), *other.rules.values()], self.wanted | other.wanted, parts)
+
+    def __reduce__(self) -> Any:
+        rows = [(str(r.op), *r[1:]) for r in self.rules.values()]
+        return _policy_of, (rows, self.wanted, self.parts)
+
+    def describe(self) -> str:
+        """Return the whole content as text. Two policies with the same text act the same."""
+        return f"{[tuple(map(str, rule)) for rule in self.rules.values()]} {sorted(self.wanted)}"
+
+    def __repr__(self) -> str:
+        short = "|".join(f"{name}:{codec}" if codec else name for name, codec in self.parts)
+        return f"<gradckpt policy: {short or ', '.join(str(op) for op in self.rules)}>"
+
+
+def _short(config: CompressionConfig | None) -> str:
+    if config is None:
+        return ""
+    default = CompressionConfig(config.codec)
+    given = {key: value for key, value in config.to_dict().items() if value != getattr(default, key)}
+    changed = [f"{key}={value!r}" for key, value in given.items()]
+    return f"{config.codec}({', '.join(changed)})" if changed else config.codec
+
+
+def _form(rule: Rule) -> Any:
+    return ALL_FORMS.get(rule.op) if rule.keep in _DECISIONS else None
+
+
+def _policy_of(rows: list[Any], wanted: frozenset[str], parts: Iterable[tuple[str, str]] = ()) -> Policy:
+    """Return the policy that was pickled."""
+    rules = []
+    for name, *rest in rows:
+        namespace, packet, overload = name.split(".")
+        rules.append(Rule(getattr(getattr(getattr(torch.ops, namespace), packet), overload), *rest))
+    return Policy(rules, wanted, parts)
+
+
+def name(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Name a tensor in a region, for :func:`gradckpt.policies.save_named`. Returns ``x`` itself.
+
+    Args:
+        x: The output of a matrix product, a convolution or fused attention, or a view of one.
+        name: Any string. It has no effect outside of regions and in regions whose policy does
+            not use it.
+
+    Raises:
+        ValueError: the policy uses the name, and ``x`` comes from another operator, whose
+            output would save no work.
+    """
+    if not torch.compiler.is_compiling():
+        modes = private.dispatch_modes() if private.dispatch_stack_len() else []
+        _C.selective_name(x, name, modes)
+    return x
+
+
+Answer = Union[bool, CheckpointPolicy, Save, str, CompressionConfig]
+PolicyOrOps = Union[Policy, str, list[Any], tuple[Any, ...], set[Any], Mapping[Any, Any], Callable[..., Any]]
+
+
+# ---- what the caller names ----
+
+
+def is_overload(op: Any) -> bool:
+    return isinstance(op, OpOverload)
+
+
+def check_op(op: Any) -> None:
+    if isinstance(op, private.HigherOrderOperator):
+        return
+    if not is_overload(op):
+        hint = (
+            "Please update the OpOverloadPacket to a specific OpOverload."
+            "For example, if you have `torch.ops.aten.mm`, change it to `torch.ops.aten.mm.default`."
+            if isinstance(op, OpOverloadPacket)
+            else ""
+        )
+        raise ValueError(f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}. {hint}")
+    if op._schema.is_mutable:
+        raise ValueError(
+            f"gradckpt: {op} writes to its arguments, so its output cannot be kept; name the operator without the "
+            "underscore, or the one that made its argument"
+        )
+
+
+def rule_of(op: Any, answer: Any) -> Rule:
+    keep, config = read_policy(answer, op)
+    return Rule(op, SAVE if keep else RECOMPUTE, config)
+
+
+def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
+    """Return whether the policy keeps an operator's outputs, and the codec.
+
+    Raises:
+        TypeError: the answer is not one of the documented types.
+    """
+    if isinstance(answer, Save):
+        keep, config = True, answer.config
+    elif isinstance(answer, (str, CompressionConfig)):
+        keep, config = True, save(answer).config
+    elif isinstance(answer, bool):
+        keep, config = answer, None
+    elif isinstance(answer, CheckpointPolicy):
+        keep, config = answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE), None
+    else:
+        raise TypeError(
+            f"gradckpt: the policy returned {answer!r} for {op}; return a CheckpointPolicy, a bool, "
+            'gradckpt.policies.save("int8") or the name of a codec'
+        )
+    mutates = is_overload(op) and op._schema.is_mutable
+    return int(keep and not mutates), config  # an operator that writes into its arguments has to run again

@@ -1,0 +1,438 @@
+"""Rare paths of the C engine, in Python: torch's own context managers and messages.
+
+Only C calls them (csrc/torch, csrc/engine); nothing here is public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.autograd import forward_ad
+
+from gradckpt._config import parse_compress
+from gradckpt._engine import torch_private as private
+from gradckpt._engine.selective import contexts_of
+from gradckpt._engine.torch_objects import make_saved_tensor
+
+logger = logging.getLogger("gradckpt")
+
+
+# ---- compress= ----
+
+
+def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, int]:
+    """Return the fields of ``compress=`` that C needs, in the order of csrc/engine/options.c."""
+    config = parse_compress(compress)
+    if config is None:
+        return None, 0, False, False, 0, False, 0
+    floating = config.include == "floating"
+    replay_discrete = (
+        0
+        if config.fake_quantize or not config.lossy
+        else 2
+        if config.replay_discrete == "casts"
+        else int(config.replay_discrete)
+    )
+    return (
+        config.codec,
+        config.min_numel,
+        config.fake_quantize,
+        floating,
+        replay_discrete,
+        config.stochastic,
+        config.seed,
+    )
+
+
+def determinism_check(value: Any) -> Any:
+    """Resolve ``determinism_check=``:
+
+    True for the default, None for no check, else the function that reads the values to compare.
+    """
+    if isinstance(value, str) and value in ("default", "none"):
+        return True if value == "default" else None
+    checks = private.determinism_checks
+    if value not in checks:
+        raise ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
+    return checks[value]
+
+
+def tracing_mode_active() -> bool:
+    """Return whether a dispatch mode is active under which a plain tensor's memory is not its
+    values.
+    """
+    keys = private.mode_keys
+    return any(private.get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def is_dual(x: torch.Tensor) -> bool:
+    if private.is_excluded(private.DispatchKey.AutogradFunctionality):
+        return False  # below autograd tangents do not exist
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Return the payload's values in forward; treat them as the original in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, payload: Any) -> torch.Tensor:
+        restored: torch.Tensor = payload.decode()
+        return restored
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def straight_through(x: torch.Tensor, payload: Any) -> torch.Tensor:
+    result: torch.Tensor = _StraightThrough.apply(x, payload)  # type: ignore[no-untyped-call]
+    return result
+
+
+# ---- ambient state ----
+
+
+def _device_module(device_type: str) -> Any:
+    return getattr(torch, device_type, None)
+
+
+def accelerator_initialized() -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and bool(getattr(_device_module(accelerator.type), "_initialized", False))
+
+
+def _devices_of(args: Any, kwargs: Any) -> list[tuple[str, int]]:
+    """Return each (type, index) of a non-CPU tensor in the arguments, once, in order."""
+    devices: dict[tuple[str, int], None] = {}
+    for leaf in private.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta"):
+            devices[(leaf.device.type, leaf.get_device())] = None
+    return list(devices)
+
+
+def _devices_as_torch(args: Any) -> list[tuple[str, int]]:
+    """Return devices as torch does: one device type, from positional arguments only.
+
+    It warns when there are more types.
+    """
+    kind = private.infer_device_type(*args)
+    return [(kind, index) for kind_, index in _devices_of(args, None) if kind_ == kind]
+
+
+def device_rng_capture(args: Any, kwargs: Any, preserve: int, exact: int) -> list[tuple[str, int, torch.Tensor]] | None:
+    """Return the generator states of every device in use, of every type (torch looks at one type
+    only).
+    """
+    found = []
+    for kind, index in _devices_as_torch(args) if exact else _devices_of(args, kwargs) if preserve else ():
+        module = _device_module(kind)
+        if preserve and module is not None and getattr(module, "_initialized", False):
+            with module.device(index):
+                found.append((kind, index, module.get_rng_state()))
+    return found or None
+
+
+def device_rng_swap(states: list[tuple[str, int, torch.Tensor]]) -> list[tuple[str, int, torch.Tensor]]:
+    """Set the states and return the previous ones."""
+    previous = []
+    for kind, index, state in states:
+        module = _device_module(kind)
+        with module.device(index):
+            previous.append((kind, index, module.get_rng_state()))
+            module.set_rng_state(state)
+    return previous
+
+
+def _autocast_types() -> list[str]:
+    return list(private.autocast_types())
+
+
+def autocast_capture() -> list[tuple[str, bool, torch.dtype]]:
+    """Return (device type, enabled, dtype) for the CPU and every device type where autocast is
+    on.
+    """
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in _autocast_types()
+        if kind == "cpu" or torch.is_autocast_enabled(kind)
+    ]
+
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def contexts_plan(
+    autocast: int, snapshot: Any, cpu_dtype: torch.dtype, cache: int, device: Any, with_device: int
+) -> tuple[list[Call], list[Call], Any, Any]:
+    """Return how C enters and leaves autocast and ``torch.device`` as they were in the forward.
+
+    Nothing is changed here. C calls these builtins one after the other, so that an interrupt cannot
+    leave a context half entered.
+
+    Returns:
+        Calls to enter, calls to leave, and the torch function modes inside and around (None: no
+        change).
+    """
+    enter: list[Call] = []
+    leave: list[Call] = []
+    if autocast:
+        _plan_autocast(snapshot or [("cpu", False, cpu_dtype)], bool(cache), enter, leave)
+    if device is None:
+        return enter, leave, None, None
+    device_module = private.device_module()
+    around = private.function_modes()
+    leave.append((setattr, (device_module, "CURRENT_DEVICE", device_module.CURRENT_DEVICE)))
+    if not with_device:
+        return enter, leave, None, around
+    enter.append((setattr, (device_module, "CURRENT_DEVICE", device.device)))
+    return enter, leave, [device, *(m for m in around if not isinstance(m, private.device_context()))], around
+
+
+def _plan_autocast(
+    snapshot: list[tuple[str, bool, torch.dtype]], cache: bool, enter: list[Call], leave: list[Call]
+) -> None:
+    """Append the calls that ``torch.autocast`` makes for each device type: on as in the forward, or
+    off.
+    """
+    then = {kind: (enabled, dtype) for kind, enabled, dtype in snapshot}
+    around = False
+    enter += [(torch.autocast_increment_nesting, ()), (torch.set_autocast_cache_enabled, (cache,))]
+    leave.append((torch.autocast_decrement_nesting, ()))
+    for kind in _autocast_types():
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        around |= enabled
+        if kind in then or enabled:
+            now = then.get(kind, (False, dtype))
+            enter += [(torch.set_autocast_enabled, (kind, now[0])), (torch.set_autocast_dtype, (kind, now[1]))]
+            leave += [(torch.set_autocast_enabled, (kind, enabled)), (torch.set_autocast_dtype, (kind, dtype))]
+    leave.append((torch.set_autocast_cache_enabled, (torch.is_autocast_cache_enabled(),)))
+    if not around:
+        leave.append((torch.clear_autocast_cache, ()))  # the outermost autocast does the same when it ends
+
+
+def device_context() -> Any:
+    """Return the innermost ``torch.device`` context (or ``torch.set_default_device``), or None."""
+    modes = reversed(private.function_modes())
+    return next((m for m in modes if isinstance(m, private.device_context())), None)
+
+
+def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool) -> None:
+    """Copy the original's values into ``out``: all, or only those that a rounding codec could not
+    hold.
+    """
+    with torch.no_grad():
+        x = original.detach()
+        out.copy_(torch.where(out.isnan(), x, out) if only_nan else x)
+
+
+def fill_holes(out: torch.Tensor) -> None:
+    """Write NaN between the elements of ``out``, so that reads beyond them do not find plausible
+    values.
+    """
+    whole = out.data.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,), 0)
+    whole.fill_(float("nan") if out.is_floating_point() else 1)
+
+
+def payload_repr(payload: Any, bytes_in: int) -> str:
+    what = f"{payload.codec} of {payload.dtype} {payload.shape}"
+    return f"<gradckpt.codecs.Payload {what}, {bytes_in} -> {payload.nbytes} bytes>"
+
+
+def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
+    if buffer.device.type == "cuda":
+        buffer.record_stream(torch.cuda.current_stream(device))
+
+
+# ---- contexts of the two runs ----
+
+
+def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None, None]:
+    forward, recompute = context_fn()
+    if private.is_tracing_checkpoint(None, None, None):
+        mode = private.TorchDispatchMode
+        if not isinstance(forward, mode) or not isinstance(recompute, mode):
+            raise AssertionError(
+                "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` "
+                "must generate a tuple of two `TorchDispatchMode`s."
+            )
+    return forward, recompute, None, None
+
+
+def policy_contexts(policy: Any) -> tuple[Any, Any, None, None]:
+    context_fn = contexts_of(policy)
+    assert context_fn is not None
+    return contexts(context_fn)
+
+
+def debug_contexts(function: Any, exact: bool) -> tuple[Any, Any, Any, Any]:
+    """Return torch's operator logs.
+
+    Our mode also remembers the region's parameters, to notice changes.
+    """
+    context_fn, callback = private.debug_context()
+    forward, recompute = context_fn()
+    return forward, recompute, callback, None if exact else _parameter_versions(function)
+
+
+def _module_of(function: Any) -> torch.nn.Module | None:
+    """Return the module behind a bound method or partial, or None where it cannot be seen."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def _parameter_versions(function: Any) -> list[tuple[str, torch.Tensor, int]] | None:
+    module = _module_of(function)
+    return None if module is None else [(name, p, p._version) for name, p in module.named_parameters()]
+
+
+def check_parameters(parameters: list[tuple[str, torch.Tensor, int]]) -> None:
+    changed = [f"{name} (version {then}, now {p._version})" for name, p, then in parameters if p._version != then]
+    if changed:
+        raise RuntimeError(
+            "gradckpt: parameters changed between the forward and the recompute of their region, so gradients would be "
+            f"wrong; call optimizer.step() after backward: {', '.join(changed)}"
+        )
+
+
+def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any) -> Any:
+    """Call the function within a context that, as in torch, may not swallow exceptions.
+
+    ``torch.device`` is already around it.
+    """
+    with context:
+        return function(*args, **(kwargs or {}))
+    raise RuntimeError(
+        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
+        "during the checkpointed forward. This is not supported because checkpoint cannot return a value for a "
+        "failed forward."
+    )
+
+
+def recompute_within(
+    context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any
+) -> Any:
+    """Call the function within a recompute context that, as in torch, may swallow exceptions, the
+    early stop among them. ``torch.device`` is inside it.
+    """
+    with context, device or contextlib.nullcontext():
+        return function(*args, **(kwargs or {}))
+
+
+# ---- options ----
+
+
+def check_reentrant(kwargs: Any, contexts: int, ours: str | None) -> None:
+    """Raise torch's errors for what its reentrant form does not take; ``ours``: our keyword."""
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    if contexts:
+        raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+    if ours is not None:
+        raise ValueError(f"gradckpt: {ours}= needs use_reentrant=False")
+
+
+# ---- errors: torch's classes and texts ----
+
+
+def raise_modified(x: torch.Tensor, expected: int) -> None:
+    """Raise autograd's own error for an input that changed between forward and recompute.
+
+    Autograd itself raises it, for a SavedTensor made while ``x`` is back at the forward's version.
+    """
+    now = x._version
+    try:
+        private.set_versions((x,), (expected,))
+        saved = make_saved_tensor(x, False)
+    finally:
+        private.set_versions((x,), (now,))
+    saved.unpack()
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{x.type()} {list(x.shape)}] is at version {now}; expected version {expected} instead."
+    )
+
+
+_APPROXIMATE = (
+    "\ngradckpt: this region's inputs were compressed, so its recompute saw slightly different values; if it branches "
+    'on values, pass compress={"codec": ..., "fake_quantize": True}\n'
+)
+
+
+def _tip(approximate: int) -> str:
+    tip: str = private.debug_tip
+    return tip + (_APPROXIMATE if approximate else "")
+
+
+def raise_stop_iteration(error: BaseException) -> None:
+    raise RuntimeError("generator raised StopIteration") from error
+
+
+def raise_more_saved(approximate: int) -> None:
+    raise torch_checkpoint.CheckpointError(
+        "torch.utils.checkpoint: trying to save more tensors during "
+        f"recomputation than during the original forward pass.\n{_tip(approximate)}"
+    )
+
+
+def raise_fewer_saved(forward: int, recompute: int, approximate: int) -> None:
+    raise torch_checkpoint.CheckpointError(
+        "torch.utils.checkpoint: A different number of tensors was saved "
+        "during the original forward and recomputation.\n"
+        f"Number of tensors saved during forward: {forward}\n"
+        f"Number of tensors saved during recomputation: {recompute}.\n"
+        f"{_tip(approximate)}"
+    )
+
+
+_DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
+_DLPACK_DEVICES = {1: "cpu", 2: "cuda", 8: "mps", 14: "xpu"}
+
+
+def from_dlpack(sizes: tuple[int, ...], code: int, bits: int, device: int, index: int) -> tuple[Any, Any, Any]:
+    """Return shape, dtype and device as torch prints them, from DLPack's numbers."""
+    name = "bool" if code == 6 else f"{_DLPACK_DTYPES.get(code, 'dlpack')}{bits}"
+    kind = _DLPACK_DEVICES.get(device, "privateuseone")
+    where = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
+    return torch.Size(sizes), getattr(torch, name, name), where
+
+
+def metadata(x: torch.Tensor) -> tuple[Any, Any, Any]:
+    """Return what the determinism check compares for a tensor that C cannot read."""
+    return x.shape, x.dtype, x.device
+
+
+def _as_torch(meta: tuple[Any, ...]) -> tuple[Any, ...]:
+    return from_dlpack(*meta) if len(meta) == 5 else meta
+
+
+def same_metadata(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Return whether the metadata agree.
+
+    One may be DLPack's numbers: a subclass may come back detached, as a plain tensor.
+    """
+    return _as_torch(then) == _as_torch(now)
+
+
+def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], approximate: int) -> None:
+    def describe(meta: tuple[Any, ...]) -> Any:
+        if len(meta) == 1:  # a determinism check of the user's own returned it
+            return meta[0]
+        return dict(zip(("shape", "dtype", "device"), _as_torch(meta), strict=True))
+
+    mismatches = "".join(
+        f"tensor at position {index}:\nsaved metadata: {describe(saved)}\nrecomputed metadata: {describe(now)}\n"
+        for index, saved, now in rows
+    )
+    raise torch_checkpoint.CheckpointError(
+        "torch.utils.checkpoint: Recomputed values for the following tensors "
+        "have different metadata than during the forward pass.\n"
+        f"{mismatches}.\n{_tip(approximate)}"
+    )

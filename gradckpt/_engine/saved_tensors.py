@@ -1,0 +1,114 @@
+"""Saved activations are compressed and nothing is recomputed: :class:`compress_saved`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from gradckpt import _C
+from gradckpt._config import Compress, CompressionConfig, explains_keywords, parse_compress
+from gradckpt._engine import saved_roles
+from gradckpt._engine.decorator import check_runs_at_call
+from gradckpt._models import activity
+
+__all__ = ["compress_saved"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _config(compress: Compress) -> CompressionConfig | None:
+    config = parse_compress(compress)
+    if config is not None and config.fake_quantize:
+        raise ValueError(
+            "gradckpt: fake_quantize=True applies to regions, which compress_saved() does not recompute; leave it out"
+        )
+    if config is not None and config.include != "activations":
+        raise ValueError(
+            f"gradckpt: include={config.include!r} applies to the arguments of regions, not to compress_saved(); leave "
+            "it out"
+        )
+    return config
+
+
+@explains_keywords
+class compress_saved:
+    """Keep activations that autograd saves as payloads until backward, in a block or a function.
+
+    Use ``with compress_saved("int8"): loss = model(x)``, or ``@compress_saved("int8")`` above a
+    function or method. Nothing is recomputed: the forward is exact, and the backward computes with
+    restored values. Compressed are floating tensors that require grad and are not leaves, when the
+    operator that saves them is listed in :meth:`table`. Which operator saves a tensor is known a
+    moment later; until then the tensor stays uncompressed. Bool masks become ``mask`` payloads. The
+    output of a ReLU, of which only the sign is read, takes one bit per value. Views share the
+    payload of their base. Everything else is kept by reference and checked for changes in place as
+    without hooks: parameters and other leaves, tensors that reach one through views or casts
+    (``w.t()``, the autocast copy), integers, subclasses. A codec that loses nothing compresses
+    everything that requires grad.
+
+    What the last operators of a ``with`` block save stays uncompressed unless another block of the
+    same thread continues the graph. A decorated function's results are examined, so nothing is
+    pending when it has returned.
+
+    The forward decides what is compressed: backward may run outside. Inner saved-tensor hooks take
+    precedence, as in torch. Outer hooks see the payloads' bytes
+    (``torch.autograd.graph.save_on_cpu`` offloads them, a checkpoint region drops and rebuilds
+    them). Hooks belong to a thread: a ``yield`` or ``await`` inside the block leaves them on for
+    whatever code the thread runs next.
+
+    Args:
+        compress: As ``compress=`` of :func:`gradckpt.checkpoint`. ``None`` or ``False`` leaves
+            autograd unchanged.
+
+    Raises:
+        ValueError: unknown codec, or ``fake_quantize=True`` or ``include="floating"``, which do
+            not apply here.
+        TypeError: it decorates a class, generator or coroutine function.
+        RuntimeError: saved-tensor hooks are disabled here (torch's message).
+
+    ``torch.compile`` cannot trace it: entered inside compiled code, it breaks the graph (or raises,
+    with ``fullgraph=True``). Around a compiled call it sees what the compiled graph saves. Most of
+    that stays exact, because the grad flags are missing there.
+    """
+
+    def __init__(self, compress: Compress = "int8") -> None:
+        self.config = _config(compress)
+
+    def __enter__(self) -> None:
+        if self.config is not None:
+            _C.saved_push(self.config)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.config is not None:
+            _C.saved_pop(kind is not None)
+            activity.note_saved()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        instead = "`with compress_saved(...)` around what it computes between two yields or awaits"
+        check_runs_at_call(function, "compress_saved()", instead)
+        config = self.config
+
+        @functools.wraps(function, updated=())
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
+            if config is None:
+                return function(*args, **kwargs)
+            result: R = _C.saved_call(config, function, args, kwargs)
+            activity.note_saved()
+            return result
+
+        return within
+
+    @staticmethod
+    def table() -> str:
+        """Return the table of what a lossy codec encodes: autograd node, argument, and how.
+
+        Everything else is kept exactly.
+        """
+        table = saved_roles.TABLE.items()
+        rows = [(node, argument, role.text) for node, roles in table for argument, role in roles.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        return "\n".join(f"{node:{widths[0]}}  {argument:{widths[1]}}  {how}" for node, argument, how in rows)
+
+    def __repr__(self) -> str:
+        return f"compress_saved({self.config!r})"

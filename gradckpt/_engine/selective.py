@@ -1,0 +1,278 @@
+"""Selective recompute: keep the outputs of some operators of a region, run the others again.
+
+C kernels catch named operators on a dispatch key of torch's that passes all others on cheaply. A
+policy that is a function must be asked about every operator, which takes a dispatch mode, as in
+torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
+
+from gradckpt import _C, policies
+from gradckpt._compile.graph import keep_packed, version
+from gradckpt._config import CompressionConfig, warn_inactive
+from gradckpt._engine import torch_private as private
+from gradckpt._engine.catching import catch
+from gradckpt._engine.discrete_forms import OfFloats
+from gradckpt._engine.op_policy import (
+    ALL_FORMS,
+    CHOOSE,
+    DECIDE_CAST,
+    NAMED,
+    RECOMPUTE,
+    Policy,
+    PolicyOrOps,
+    Save,
+    is_overload,
+    read_policy,
+)
+from gradckpt.policies import PolicyLike, as_policy
+
+# ---- the two contexts ----
+
+
+class ForwardContext(_C.Context, private.CachingMode):  # type: ignore[misc]
+    """The forward's context, which keeps outputs.
+
+    It uses the dispatch key where that is possible, else the mode (csrc/engine/mode.c).
+    """
+
+    def __init__(self, policy_fn: Any, store: Any, by_key: bool):
+        _C.Context.__init__(self, store, by_key, False)
+        private.CachingMode.__init__(self, policy_fn, store.storage)
+
+    def enter_mode(self) -> Any:
+        return private.CachingMode.__enter__(self)
+
+    def exit_mode(self, *error: Any) -> Any:
+        return private.CachingMode.__exit__(self, *error)
+
+
+class RecomputeContext(_C.Context, private.CachedMode):  # type: ignore[misc]
+    """The recompute's context, which returns the kept outputs."""
+
+    def __init__(self, store: Any, by_key: bool, mutation: bool):
+        _C.Context.__init__(self, store, by_key, True)
+        private.CachedMode.__init__(self, None, store.storage, mutation)
+
+    def enter_mode(self) -> Any:
+        return private.CachedMode.__enter__(self)
+
+    def exit_mode(self, *error: Any) -> Any:
+        return private.CachedMode.__exit__(self, *error)
+
+
+def create_selective_checkpoint_contexts(
+    policy_or_ops: PolicyOrOps, allow_cache_entry_mutation: bool = False, *, reusable: bool = False
+) -> tuple[ForwardContext, RecomputeContext]:
+    """Return the two contexts of ``context_fn=``, for :func:`gradckpt.checkpoint` or torch's.
+
+    A drop-in for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+
+    Args:
+        policy_or_ops: A list of ``OpOverload``: their outputs are kept. A mapping of them to
+            ``gradckpt.policies.save("int8")``, a codec's name, a ``CheckpointPolicy`` or a bool. A
+            :class:`Policy` (see ``gradckpt.policies``) or its name, ``"save_matmuls:int8"``. Or a
+            function ``policy(ctx, op, *args, **kwargs)`` that answers
+            ``gradckpt.policies.save(...)``, a ``CheckpointPolicy`` or a bool for each operator as
+            it runs. The function is called in the forward only, and costs host time for every
+            operator, where named operators do not.
+        allow_cache_entry_mutation: Do not check whether kept tensors were changed in place
+            since.
+        reusable: Kept outputs serve any number of backwards and are freed with the graph.
+            False: they serve one backward, as in torch.
+
+    Returns:
+        (for the forward, for the recompute): each of torch's mode classes, with its ``storage`` and
+        ``policy_fn``.
+
+    Raises:
+        ValueError: unknown name; or an entry of the list is not an ``OpOverload``, or writes
+            into its arguments.
+        TypeError: neither a function nor operators nor a policy. In the forward: a policy's
+            answer has another type.
+
+    Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+    policy = as_policy(policy_or_ops)
+    traced = private.is_tracing_checkpoint(None, None, None)
+    if policy is None and traced:
+        policy_or_ops = _asked_for_graph(policy_or_ops)
+    if not _TRACES_OURS and traced:
+        asked = policy_or_ops if policy is None else asker(_with_decisions(policy))
+        made: Any = torch_checkpoint.create_selective_checkpoint_contexts(asked, allow_cache_entry_mutation)
+        return made  # type: ignore[no-any-return]
+    global latest
+    latest = latest if traced else policy_or_ops if policy is None else policy
+    by_key = policy is not None and policy.catchable
+    if policy is None:
+        store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
+    else:
+        store = _C.make_store(policy.names, allow_cache_entry_mutation, reusable)
+        policy_fn = asker(_with_decisions(policy))
+        if by_key:
+            catch(policy.rules)
+    if _observer is not None:
+        _observer(store, latest)
+    return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)
+
+
+#: Torch before 2.12 traces with another kind of storage than ours.
+_TRACES_OURS = private.consumed is not None
+
+#: The policy of the region that ran last. The first steps check whether policies keep anything.
+latest: Any = None
+
+#: This observer is called with each region's store and policy.
+_observer: Callable[[Any, Any], None] | None = None
+
+
+@contextlib.contextmanager
+def observed(observer: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call ``observer(store, policy)`` for each region with a policy."""
+    global _observer
+    around, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = around
+
+
+#: Names for a policy that is a function: none.
+ASKED = _C.make_names(None, frozenset())
+
+
+def _decisions(level: bool | str) -> Policy:
+    return policies.discrete if level == "casts" else policies.discrete_but_casts
+
+
+def _with_decisions(policy: Policy) -> Policy:
+    """Return the policy to trace.
+
+    Outside of tracing, csrc/engine adds discrete operators by itself.
+    """
+    if not policy.replay_discrete:
+        return policy
+    if policy.deciding is None:
+        policy.deciding = _decisions(policy.replay_discrete) | policy
+    return policy.deciding
+
+
+def _asked_for_graph(policy_fn: Any) -> Callable[..., Any]:
+    """Return the caller's function with answers that torch knows.
+
+    A graph cannot hold a :class:`Save`. After an output that is restored approximately,
+    discrete outputs are kept, as csrc/engine does outside of tracing.
+    """
+    deciding: Callable[..., Any] | None = None
+
+    def asked(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal deciding
+        answer = policy_fn(ctx, op, *args, **kwargs)
+        keep, config = read_policy(answer, op)
+        if not keep and deciding is not None and deciding(ctx, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE:
+            return CheckpointPolicy.MUST_SAVE
+        if not keep or config is None:
+            said = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            return answer if isinstance(answer, CheckpointPolicy) else said
+        if config.lossy and config.replay_discrete and deciding is None:
+            deciding = asker(_decisions(config.replay_discrete))
+        return _save_in_graph(op, config)
+
+    return asked
+
+
+def _save_in_graph(op: Any, config: CompressionConfig) -> CheckpointPolicy:
+    if private.asks_policies_after:
+        keep_packed(op, config)
+    else:  # asked before the operator runs, when its node does not exist yet
+        _warn_exact_saves()
+    return CheckpointPolicy.MUST_SAVE
+
+
+def asker(policy: Policy) -> Callable[..., Any]:
+    """Return the policy as a function, for the mode: under tracing, or where the key is missing."""
+    counts: dict[str, int] = {}
+
+    def policy_fn(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        rule = policy.rules.get(op)
+        # A graph keeps whole outputs. It cannot keep those of operators that write, nor results
+        # that backward compares with the input: the restored input does not contain them.
+        if rule is None or rule.keep in (RECOMPUTE, NAMED, CHOOSE) or (is_overload(op) and op._schema.is_mutable):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if isinstance(ALL_FORMS.get(op), OfFloats) and not OfFloats.decides(args):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        call = counts[rule.group] = counts.get(rule.group, -1) + 1
+        if call % rule.every != rule.phase:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if rule.keep == DECIDE_CAST and not _is_rounding_cast(args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if rule.config is None:
+            return CheckpointPolicy.MUST_SAVE
+        if private.is_tracing_checkpoint(None, None, None):
+            return _save_in_graph(op, rule.config)
+        return Save(rule.config)
+
+    return policy_fn
+
+
+@functools.cache
+def _warn_exact_saves() -> None:
+    warn_inactive(
+        f"torch.compile: with torch {torch.__version__}, what a policy keeps stays uncompressed; install torch 2.12"
+    )
+
+
+def _is_rounding_cast(args: Any, kwargs: Any) -> bool:
+    """Return whether a cast makes integers or bools of floats, as csrc/engine/store.c does.
+
+    The output is not asked: torch before 2.12 asks a policy before there is one.
+    """
+    to = kwargs.get("dtype")
+    return to is not None and args[0].dtype.is_floating_point and not to.is_floating_point
+
+
+# ---- policy= ----
+
+
+def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
+    """Return the ``context_fn`` of a policy, which pickles if the policy does; None for None."""
+    if policy is None:
+        return None
+    known = as_policy(policy)
+    if known is None:
+        return functools.partial(create_selective_checkpoint_contexts, policy)
+    return _contexts_of_known(known, version())
+
+
+@functools.lru_cache(maxsize=64)
+def _contexts_of_known(known: Policy, version: str) -> Callable[[], Any]:
+    """Remember the latest policies: describing one takes longer than a region without one."""
+    text = f"gradckpt {version} {known.describe()}"
+    if text not in _by_text:
+        if len(_by_text) >= 64:
+            _by_text.clear()
+        made: Any = functools.partial(create_selective_checkpoint_contexts, known)
+        made.cache_hash = text  # torch may then cache graphs with it
+        _by_text[text] = made
+    return _by_text[text]
+
+
+#: Equal policies get one object: Dynamo guards on it, and ``patched()`` may be called anew in each
+#: step.
+_by_text: dict[str, Callable[[], Any]] = {}
+
+
+def contexts_key(context_fn: Any) -> Any:
+    """Return a key that is equal for two ``context_fn`` that do the same."""
+    if isinstance(context_fn, functools.partial):
+        return getattr(context_fn, "cache_hash", None) or (context_fn.func, context_fn.args, context_fn.keywords)
+    return context_fn

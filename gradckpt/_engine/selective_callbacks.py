@@ -1,0 +1,349 @@
+"""Rare paths of selective recompute, in Python: policies, names, and torch's own contexts.
+
+Only C calls them (csrc/engine); nothing here is public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+
+from gradckpt import policies
+from gradckpt._config import warn_inactive
+from gradckpt._engine import selective
+from gradckpt._engine import torch_private as private
+from gradckpt._engine.catching import catch
+from gradckpt._engine.op_policy import read_policy
+from gradckpt._patching import CHECKPOINT
+
+# ---- policies ----
+
+_RECOMPUTE = (torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE, torch_checkpoint.CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def ask(mode: Any, op: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Return a policy function's answer for an operator:
+
+    False to recompute, else how its outputs are compressed.
+    """
+    answer = mode.policy_fn(selective_context(out), op, *args, **(kwargs or {}))
+    if answer is False or answer is _RECOMPUTE[0] or answer is _RECOMPUTE[1]:
+        return False
+    keep, config = read_policy(answer, op)
+    return config if keep else False
+
+
+def selective_policy(policy: Any) -> tuple[Any, Any]:
+    """Return the names to catch, and the function to ask or None."""
+    known = policies.as_policy(policy)
+    selective.latest = policy if known is None else known
+    if known is None:
+        return selective.ASKED, policy
+    if known.catchable:
+        catch(known.rules)
+        return known.names, None
+    return selective.ASKED, selective.asker(known)
+
+
+def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator as torch's fallback for pending negations would.
+
+    Our kernel replaces that fallback.
+    """
+    args, kwargs = private.tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, kwargs or {}))
+    return call(*args, **kwargs)
+
+
+def told_by(args: Any, kwargs: Any) -> list[Any]:
+    """Return what identifies a call among the calls of its operator.
+
+    It holds the shapes of its tensors, its numbers, and the types of the rest. A generator, for
+    example, may be another object in the recompute.
+    """
+    leaves = private.tree_leaves((args, kwargs))
+    numbers = (x if isinstance(x, (bool, int, float, str)) else type(x) for x in leaves)
+    return [(*x.shape,) if isinstance(x, torch.Tensor) else n for x, n in zip(leaves, numbers, strict=True)]
+
+
+class _KeyAgain(private.TorchDispatchMode):  # type: ignore[misc]
+    """A mode below all others that turns the key on again, on which the surrounding region catches.
+
+    The key is off within modes.
+    """
+
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.key = key
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = self.key
+        excluded = private.is_excluded(key)
+        private.set_included(key, True)
+        private.set_excluded(key, False)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            private.set_excluded(key, excluded)
+            private.set_included(key, False)
+
+
+def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator that the key caught through the modes entered inside the region.
+
+    Then the key catches it.
+    """
+    modes = [_KeyAgain(key), *private.dispatch_modes()]  # torch 2.10 frees one that it alone holds
+    private.set_included(key, False)
+    try:
+        with private.without_modes(), contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.callback(private.pop_dispatch_mode, None)
+                private.push_dispatch_mode(mode)
+            return call(*args, **(kwargs or {}))
+    finally:
+        private.set_included(key, True)
+
+
+# ---- names ----
+
+
+def candidate(out: Any, line: int, call: int) -> tuple[Any, int, int]:
+    """Return what finds an output again when a tensor of the same memory gets a name.
+
+    It does not keep a single tensor alive.
+    """
+    if isinstance(out, torch.Tensor):
+        layout = (out.size(), out.stride(), out.storage_offset(), out.dtype)
+        return ([private.StorageWeakRef(out.untyped_storage())], layout), line, call
+    refs = [
+        private.StorageWeakRef(x.untyped_storage())
+        for x in out
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
+    return (refs, out), line, call
+
+
+def find_candidate(candidates: list[Any] | None, x: Any, name: str) -> tuple[Any, int, int]:
+    """Return (output, line, call) of the last operator that wrote the memory of x."""
+    if isinstance(x, torch.Tensor):
+        cdata = x.untyped_storage()._cdata
+        for (refs, what), line, call in reversed(candidates or []):
+            if not any(ref.cdata == cdata and not ref.expired() for ref in refs):
+                continue
+            if not isinstance(what[-1], torch.dtype):
+                return what, line, call
+            size, stride, offset, dtype = what
+            if dtype == x.dtype:
+                with torch.no_grad():
+                    return x.detach().as_strided(size, stride, offset), line, call
+    raise ValueError(
+        f"gradckpt: name(x, {name!r}) got an x that no matrix product, convolution or fused attention of this region "
+        "returned; name such an output or its view"
+    )
+
+
+_warned_ids: set[int] = set()
+
+
+def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
+    if id(names) not in _warned_ids:
+        _warned_ids.add(id(names))
+
+        listed = ", ".join(repr(name) for name in sorted(wanted))
+        warn_inactive(
+            f"save_named({listed}) kept nothing; call gradckpt.policies.name(x, ...) with such a name in the region"
+        )
+
+
+# ---- the function form ----
+
+_TENSOR = object()
+
+
+def tensors_of(out: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Return the tensors in a region's result, and the rest of it for :func:`together`."""
+    leaves, spec = private.tree_flatten(out)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return tensors, ([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+
+def together(rest: Any, tensors: Any) -> Any:
+    leaves, spec = rest
+    each = iter(tensors)
+    return private.tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+
+
+def barred(grads: Any) -> list[torch.Tensor | None]:
+    """Return the gradients with a history that raises when they are differentiated.
+
+    They are aliases, because one of them may be the incoming gradient itself.
+    """
+    node = private.DelayedError
+    text = (
+        "gradckpt: SelectiveRecompute has no gradient of its gradient (create_graph=True); use gradckpt.checkpoint "
+        "with policy="
+    )
+    return [None if grad is None else node(text, 1)(grad.detach().requires_grad_()) for grad in grads]
+
+
+#: id(module) -> weak reference to it, and the methods already checked. A module need not be
+#: hashable.
+_checked: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+
+
+def _owns(owner: Any, variable: torch.Tensor) -> bool:
+    """Return whether the variable is a parameter of the module, one that required no grad in the
+    forward.
+    """
+    modules = {id(owner): owner}
+    pending = [owner]
+    while pending:
+        module = pending.pop()
+        if any(variable is parameter for parameter in module._parameters.values()):
+            return True
+        children = [child for child in module._modules.values() if child is not None and id(child) not in modules]
+        modules.update((id(child), child) for child in children)
+        pending += children
+    return False
+
+
+def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[torch.Tensor]) -> None:
+    """Check, once for each module and method, that gradients flow to the targets only."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "")
+    key = id(owner)
+    known_owner, checked = _checked.get(key, (None, set()))
+    if known_owner is None or known_owner() is not owner:
+        checked = set()
+        _checked[key] = weakref.ref(owner, lambda _: _checked.pop(key, None)), checked
+    if method in checked:
+        return
+    known = {id(x) for x in targets}
+    seen, nodes = set(), [x.grad_fn for x in roots if x.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor) and id(variable) not in known and not _owns(owner, variable):
+            raise RuntimeError(
+                f"gradckpt: SelectiveRecompute would lose the gradient of a tensor that {type(owner).__name__} uses, "
+                f"of shape {tuple(variable.shape)}; make it a parameter or an argument, or use gradckpt.checkpoint"
+            )
+        nodes.extend(n for n, _ in node.next_functions if n is not None)
+    checked.add(method)
+
+
+# ---- contexts ----
+
+
+def selective_mode(store: Any, policy_fn: Any, replay: int) -> Any:
+    if replay:
+        return selective.RecomputeContext(store, False, False)
+    return selective.ForwardContext(policy_fn, store, False)
+
+
+def torchs_checkpoint() -> tuple[Any, ...]:
+    """Return torch's checkpoint as called, its function, its code, and the code that replaces it.
+
+    The tuple is empty where other software has replaced torch's checkpoint.
+    """
+
+    try:
+        function, stock = CHECKPOINT.find()
+    except RuntimeError:
+        return ()
+    return torch_checkpoint.checkpoint, function, stock.__code__, CHECKPOINT.code
+
+
+def decision_names(casts: int) -> Any:
+    policy = policies.discrete if casts else policies.discrete_but_casts
+    catch(policy.rules)
+    return policy.names
+
+
+def without_modes() -> contextlib.ExitStack:
+    """Take all dispatch modes off until the returned stack is closed."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(private.without_modes())
+    return stack
+
+
+def generator_of(args: Any, kwargs: Any) -> torch.Generator | None:
+    """Return the generator that an operator draws from: the one it is given, or its device's.
+
+    It returns None where nothing is drawn, or where a graph is captured, which advances its
+    generators when it is replayed.
+    """
+    leaves = private.tree_leaves((args, kwargs))
+    passed = next((x for x in leaves if isinstance(x, torch.Generator)), None)
+    if passed is not None:
+        return passed
+    devices = [x.device for x in leaves if isinstance(x, torch.Tensor)]
+    devices += [torch.device(x) for x in (kwargs or {}).values() if isinstance(x, torch.device)]
+    device = next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.get_default_device())
+    if device.type == "cpu":
+        return torch.default_generator
+    module = getattr(torch, device.type, None)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    if capturing is not None and capturing():
+        return None
+    generators = getattr(module, "default_generators", ())
+    index = module.current_device() if module is not None and device.index is None else device.index
+    return generators[index] if generators else None
+
+
+def selective_key(func: Any, args: Any) -> Any:
+    """Return the key under which torch stores a higher order operator."""
+    return private.storage_key(func, args)
+
+
+if private.asks_policies_after:
+
+    def selective_context(out: Any) -> Any:
+        return torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=out)
+
+else:
+
+    def selective_context(out: Any) -> Any:
+        context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = out
+        return context
+
+
+def record_traced(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator while tracing, where a policy has to mark the operators of the graph.
+
+    torch then keeps every output and marks the nodes by the policy. NotImplemented means that
+    nothing is being traced.
+    """
+    if context.policy_fn is None or not private.is_tracing_checkpoint(None, None, None):
+        return NotImplemented
+    mode = private.CachingMode
+    return mode.__torch_dispatch__(context, func, types, args, kwargs or {})
+
+
+def raise_no_entry(op: Any, index: int, known: int, consumed: int) -> None:
+    """Raise torch's error for a call of the recompute of which nothing is kept."""
+    if consumed:
+        raise RuntimeError(
+            "Trying to backward an extra time. You are only allowed to backward once on any region computed under "
+            "selective activation checkpoint."
+        )
+    call = f"{op} invocation index {index}" if known else str(op)
+    raise RuntimeError(
+        f"{call} encountered during backward but not found in storage. This can happen if the operations in the "
+        "checkpointed region are nondeterministic or depend on global state that changed between forward and backward."
+    )
+
+
+def traced_value(entry: Any, allow_mutation: int) -> Any:
+    """Return what torch's mode has kept of a call."""
+    return private.tree_map(lambda x: x.get_val(bool(allow_mutation)), entry)

@@ -1,0 +1,182 @@
+"""Objects of torch that have to be searched for.
+
+C looks each of them up once (csrc/torch/objects.c, rng.c).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradckpt._engine import torch_private as private
+
+
+def _find_dlpack() -> Any:
+    """Return the DLPack exchange table. Early builds of torch 2.10 have it under an older name."""
+    for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
+        if hasattr(torch.Tensor, name):
+            return getattr(torch.Tensor, name)
+    raise ImportError(
+        f"gradckpt: torch {torch.__version__} has no DLPack exchange table; run: pip install --upgrade 'torch>=2.10'"
+    )
+
+
+def _find_key() -> Any:
+    """Return the dispatch key that catches operators, or None, which means that modes do the work.
+
+    The key lies between autograd and the kernels. torch's fallback there passes on what has no
+    pending negation.
+    """
+    try:
+        key = private.key_of("Negative")
+        return key if private.has_fallback(key) else None
+    except RuntimeError:
+        return None
+
+
+def _find_inplace_key() -> Any:
+    try:
+        return private.key_of("ADInplaceOrView")
+    except RuntimeError:
+        return None
+
+
+dlpack = _find_dlpack()
+key, key_inplace = _find_key(), _find_inplace_key()
+default_generator = torch.default_generator
+cpu_device = torch.device("cpu")
+#: This build of torch supports a device besides the CPU (which may not be present).
+has_accelerator = torch.accelerator.current_accelerator() is not None
+cast: Any = torch.ops.aten._to_copy.default
+draws: Any = torch.Tag.nondeterministic_seeded
+
+#: Marks in the storage of a selective region: an operator that ran again, a value that was
+#: returned.
+recompute_mark, consumed_mark = "recomputed", "consumed"
+#: A node that makes an alias which requires grad.
+as_non_leaf: Any = private.DelayedError
+if "torch._C._functions.DelayedError" not in private.MISSING:
+    as_non_leaf = private.DelayedError(
+        "gradckpt: a backward inside a region went past its compressed input; call torch.autograd.grad with inputs, or "
+        "pass compress=None to the region",
+        1,
+    )
+
+
+# ---- where the CPU's generator keeps its state (csrc/torch/rng.c) ----
+
+#: The number of a Mersenne twister's words, and the bytes that ``get_state`` writes before them.
+#: There each word takes eight bytes.
+_WORDS, _HEADER = 624, 24
+
+#: Calls that draw, each in a different way.
+_DRAWS = (("rand", 1), ("randn", 1), ("randn", 1), ("randperm", 3), ("rand", 1000), ("randn", 40), ("randn", 3))
+
+
+def _read_memory(address: int, nbytes: int) -> bytes:
+    """Read this process's memory. It fails instead of faulting."""
+    memory = os.open("/proc/self/mem", os.O_RDONLY)
+    try:
+        return os.pread(memory, nbytes, address)
+    finally:
+        os.close(memory)
+
+
+def _find_words(generator: torch.Generator) -> int:
+    """Return the offset of the words in the generator object; -1 if it is not known."""
+    state = bytes(generator.get_state().tolist())
+    words = b"".join(state[i : i + 4] for i in range(_HEADER, _HEADER + 8 * _WORDS, 8))
+    found = _read_memory(generator._cdata, 256 + len(words)).find(words)  # type: ignore[attr-defined]
+    return found if len(words) == 4 * _WORDS else -1
+
+
+def _shows_draws(generator: torch.Generator, address: int, nbytes: int) -> bool:
+    """Return whether every way to draw shows in these bytes, and nothing else does."""
+    before = _read_memory(address, nbytes)
+    for function, n in _DRAWS:
+        generator.get_state()
+        quiet = _read_memory(address, nbytes)
+        getattr(torch, function)(n, generator=generator, device="cpu")
+        drawn = _read_memory(address, nbytes)
+        if quiet != before or drawn == quiet:
+            return False
+        before = drawn
+    return True
+
+
+def generator_window(before: int, nbytes: int) -> int:
+    """Return the address of the state, which begins so many bytes before the words; 0 if torch
+    keeps it elsewhere.
+    """
+    own = torch.Generator()
+    try:
+        offset = _find_words(own)
+        good = offset >= before and _shows_draws(own, own._cdata + offset - before, nbytes)  # type: ignore[attr-defined]
+        good = good and _find_words(default_generator) == offset
+    except (AttributeError, OSError, RuntimeError):
+        return 0
+    return int(default_generator._cdata) + offset - before if good else 0  # type: ignore[attr-defined]
+
+
+# ---- torch without _make_saved_tensor ----
+
+
+class _SaveOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty((0,))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        return torch.empty((0,))
+
+
+class _NodeSaved:
+    """A tensor that is saved through an autograd node, so that outer saved-tensor hooks see it."""
+
+    __slots__ = ("output",)
+
+    def __init__(self, x: torch.Tensor, is_output: bool) -> None:
+        with torch.enable_grad():
+            anchor = torch.empty((0,), requires_grad=True)
+            self.output = _SaveOne.apply(anchor, x)  # type: ignore[no-untyped-call]  # owns the node
+
+    def unpack(self) -> torch.Tensor:
+        x: torch.Tensor = self.output.grad_fn.saved_tensors[0]
+        return x
+
+
+make_saved_tensor: Any = private.make_saved_tensor or _NodeSaved
+
+
+# ---- autograd Functions ----
+
+
+def in_python(builtin: Callable[..., Any]) -> Any:
+    """Return a static method that torch.compile can trace."""
+
+    def method(ctx: Any, *args: Any) -> Any:
+        return builtin(ctx, *args)
+
+    method.__name__ = method.__qualname__ = builtin.__name__
+    return staticmethod(method)
+
+
+def node_classes(
+    forward: Callable[..., Any], backward: Callable[..., Any], apply: Callable[..., Any], doc: str
+) -> tuple[Any, Any, Any]:
+    """Return torch's reentrant Function, gradckpt.SelectiveRecompute, and autograd's own ``apply``
+    of the latter.
+    """
+    base: Any = torch.autograd.Function
+
+    def make(name: str, **attributes: Any) -> Any:
+        return type(base)(name, (base,), {"forward": in_python(forward), "backward": in_python(backward), **attributes})
+
+    reentrant = make("CheckpointFunction", __module__="gradckpt._C")
+    selective = make("SelectiveRecompute", __module__="gradckpt", __doc__=doc, apply=apply)
+    return reentrant, selective, super(base, selective).apply

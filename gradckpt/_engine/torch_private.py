@@ -1,0 +1,299 @@
+"""Every private name of torch that gradckpt uses, and what is lost without it.
+
+torch may rename any of them. A missing name turns off what needs it, never the import. An
+equivalent takes its place where one exists, else a :class:`Missing`, which raises when it is used.
+Names of Dynamo are looked up once something imports it (:func:`load_dynamo`). ``python -m
+gradckpt`` lists the missing names.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+#: Name -> what is lost without it: for all names, and for those that this torch does not have.
+NAMES: dict[str, str] = {}
+MISSING: dict[str, str] = {}
+
+#: What is lost where nothing works without the name.
+EVERYTHING = "checkpoint()"
+
+
+class Missing:
+    """Stand for a name that this torch does not have."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"gradckpt: torch {torch.__version__} has no {self._path}, which {NAMES[self._path]} needs; "
+            "install a torch that gradckpt was tested with"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self()
+
+
+def _look_up(path: str) -> Any:
+    parts = path.split(".")
+    value: Any = torch
+    for i, name in enumerate(parts[1:], start=2):
+        if not hasattr(value, name):
+            importlib.import_module(".".join(parts[:i]))
+        value = getattr(value, name)
+    return value
+
+
+_REFUSE = object()
+
+
+def _find(path: str, lost: str, instead: Any = _REFUSE) -> Any:
+    NAMES[path] = lost
+    try:
+        return _look_up(path)
+    except (ImportError, AttributeError):
+        MISSING[path] = lost
+        return Missing(path) if instead is _REFUSE else instead
+
+
+def _find_later(path: str, lost: str) -> Callable[[], Any]:
+    """Return a function that looks the name up at its first call, for modules that are not imported
+    yet.
+    """
+    NAMES[path] = lost
+    return functools.cache(functools.partial(_find, path, lost))
+
+
+def _find_mode(path: str, lost: str) -> Any:
+    """Return a class to inherit from.
+
+    A missing one is replaced by a class that raises when it is made.
+    """
+    refusal = Missing(path)
+    stand_in = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args: refusal()})
+    return _find(path, lost, stand_in)
+
+
+# ---- autograd ----
+
+push_hooks = _find("torch._C._autograd._push_saved_tensors_default_hooks", EVERYTHING)
+pop_hooks = _find("torch._C._autograd._pop_saved_tensors_default_hooks", EVERYTHING)
+top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks", EVERYTHING)
+graph_task_id = _find("torch._C._current_graph_task_id", EVERYTHING)
+graph_exec_group = _find("torch._C._get_graph_exec_group", "GraphExecGroup", lambda: None)
+next_node_number = _find("torch._C._autograd._get_sequence_nr", "compress_saved()")
+keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph", "a region that is one node")
+is_checkpoint_valid = _find("torch.autograd._is_checkpoint_valid", "use_reentrant=True")
+set_versions = _find("torch._C._autograd._unsafe_set_version_counter", "autograd's text for an input that was changed")
+make_saved_tensor = _find("torch._C._autograd._make_saved_tensor", "the direct way to show outer hooks an input", None)
+#: Its attribute ``data`` tells what a node saved without unpacking it.
+SavedTensor = _find("torch._C._autograd.SavedTensor", "reading what a node saved without unpacking it", None)
+DelayedError = _find("torch._C._functions.DelayedError", "compress=")
+engine = _find("torch.autograd.Variable._execution_engine", "a region that is one node", None)
+run_backward = engine.run_backward if engine is not None else Missing("torch.autograd.Variable._execution_engine")
+queue_callback = engine.queue_callback if engine is not None else run_backward
+peek_functorch = _find(
+    "torch._C._functorch.peek_interpreter_stack", "noticing that torch.func transforms run", lambda: None
+)
+
+
+def _together(first: Any, *paths: str) -> Any:
+    """Return the first of several names that need each other.
+
+    It is missing if any of them is: what begins must be able to end.
+    """
+    missing = [path for path in paths if path in MISSING]
+    return Missing(missing[0]) if missing else first
+
+
+push_hooks = _together(
+    push_hooks,
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+)
+
+module_call = _find("torch.nn.Module._call_impl", "the names of modules in residuals()", None)
+
+# ---- the profiler ----
+
+record_function = _find("torch._C._profiler._RecordFunctionFast", "track_memory()")
+profiler_active = _find("torch.autograd._profiler_enabled", "track_memory()")
+_find("torch.autograd.profiler._is_profiler_enabled", "noticing a profiler that is about to begin", False)
+
+
+def profiler_entered() -> bool:
+    """Return whether a torch profiler was entered, also one that waits for its schedule."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False) or profiler_active())
+
+
+# ---- modes, keys ----
+
+TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode", "a dispatch mode inside a region", object)
+dispatch_stack_len = _find("torch._C._len_torch_dispatch_stack", EVERYTHING)
+push_dispatch_mode = _find("torch._C._push_on_torch_dispatch_stack", "a dispatch mode inside a region")
+pop_dispatch_mode = _find("torch._C._pop_torch_dispatch_stack", "a dispatch mode inside a region")
+push_dispatch_mode = _together(push_dispatch_mode, "torch._C._pop_torch_dispatch_stack")
+dispatch_modes = _find(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "a dispatch mode inside a region"
+)
+without_modes = _find("torch.utils._python_dispatch._disable_current_modes", "a dispatch mode around a region")
+get_dispatch_mode = _find("torch._C._get_dispatch_mode", "a dispatch mode around a region")
+mode_keys = _find("torch._C._TorchDispatchModeKey", "a dispatch mode around a region")
+
+
+def _no_function_modes() -> int:
+    """Return 0.
+
+    The modes that count are those of ``torch.device``, which the default device shows.
+    """
+    if torch.get_default_device().type != "cpu":
+        Missing("torch._C._len_torch_function_stack")()
+    return 0
+
+
+function_stack_len = _find("torch._C._len_torch_function_stack", "torch.device as a context", _no_function_modes)
+push_function_mode = _find("torch._C._push_on_torch_function_stack", "torch.device as a context")
+pop_function_mode = _find("torch._C._pop_torch_function_stack", "torch.device as a context")
+pop_function_mode = _together(pop_function_mode, "torch._C._push_on_torch_function_stack")
+function_modes = _find("torch.overrides._get_current_function_mode_stack", "torch.device as a context")
+device_context = _find_later("torch.utils._device.DeviceContext", "torch.device as a context")
+#: The module whose CURRENT_DEVICE is set.
+device_module = _find_later("torch.utils._device", "torch.device as a context")
+without_function_modes = _find("torch._C.DisableTorchFunction", "a function mode around a region")
+
+key_of = _find("torch._C._dispatch_key_parse", "policies and the replay of discrete operators")
+set_included = _find(
+    "torch._C._dispatch_tls_set_dispatch_key_included", "policies and the replay of discrete operators"
+)
+set_excluded = _find(
+    "torch._C._dispatch_tls_set_dispatch_key_excluded", "policies and the replay of discrete operators"
+)
+is_included = _find("torch._C._dispatch_tls_is_dispatch_key_included", "policies and the replay of discrete operators")
+is_excluded = _find("torch._C._dispatch_tls_is_dispatch_key_excluded", "policies and the replay of discrete operators")
+is_excluded = _together(is_excluded, "torch._C._dispatch_key_parse")
+#: Without these nothing is caught on the key.
+has_kernel = _find("torch._C._dispatch_has_kernel", "catching operators without a dispatch mode", lambda name: True)
+has_kernel_for_key = _find(
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "catching operators without a dispatch mode",
+    lambda name, key: True,
+)
+has_fallback = _find(
+    "torch._C._dispatch_has_backend_fallback", "catching operators without a dispatch mode", lambda key: False
+)
+DispatchKey = _find("torch._C.DispatchKey", "forward-mode differentiation")
+BelowInplace = _find("torch._C._AutoDispatchBelowADInplaceOrView", "torch.ops.gradckpt inside autograd")
+after_inplace = _find("torch._C._after_ADInplaceOrView_keyset", "torch.ops.gradckpt inside autograd")
+
+any_autocast = _find("torch._C._is_any_autocast_enabled", "the quick look for autocast", lambda: True)
+autocast_types = _find("torch._C._autocast_supported_devices", "autocast", lambda: ["cpu", "cuda"])
+
+# ---- torch.utils.checkpoint ----
+
+StopRecomputation = _find(
+    "torch.utils.checkpoint._StopRecomputationError",
+    "torch's class for the exception that ends a recompute",
+    type("StopRecomputation", (Exception,), {}),
+)
+ignored_ops = _find(
+    "torch.utils.checkpoint.SAC_IGNORED_OPS",
+    "torch's list of operators that no policy is asked about",
+    {torch.ops.aten.detach.default, torch.ops.prim.device.default},
+)
+CachingMode = _find_mode("torch.utils.checkpoint._CachingTorchDispatchMode", "a policy that is a function")
+CachedMode = _find_mode("torch.utils.checkpoint._CachedTorchDispatchMode", "a policy that is a function")
+storage_key = _find(
+    "torch.utils.checkpoint._sac_storage_key", "higher order operators in policies", lambda func, _: func
+)
+#: Torch before 2.13 traces with another kind of storage than ours.
+consumed = _find("torch.utils.checkpoint._CONSUMED", "tracing with gradckpt's own contexts", None)
+#: torch before 2.12 asks a policy before the operator runs.
+asks_policies_after = (
+    "op_output" in inspect.signature(torch.utils.checkpoint.SelectiveCheckpointContext.__init__).parameters
+)
+is_tracing_checkpoint = _find(
+    "torch.utils.checkpoint._is_compiling",
+    "noticing make_fx around a region",
+    lambda *_: torch.compiler.is_compiling(),
+)
+infer_device_type = _find("torch.utils.checkpoint._infer_device_type", "torch's warning for several device types")
+debug_context = _find("torch.utils.checkpoint._get_debug_context_and_cb", "debug=True")
+determinism_checks = _find(
+    "torch.utils.checkpoint._allowed_determinism_checks_to_fns", "determinism checks of your own", {}
+)
+debug_tip = _find("torch.utils.checkpoint._debug_tip_msg", "torch's hint how to debug", "")
+
+# ---- the rest ----
+
+_CONTAINERS: dict[type, Any] = dict.fromkeys((tuple, list, dict, collections.OrderedDict, collections.defaultdict))
+tree_flatten = _find("torch.utils._pytree.tree_flatten", "tensors in containers")
+tree_unflatten = _find("torch.utils._pytree.tree_unflatten", "tensors in containers")
+tree_leaves = _find("torch.utils._pytree.tree_leaves", "tensors in containers", lambda tree: tree_flatten(tree)[0])
+tree_map = _find("torch.utils._pytree.tree_map", "torch.compile")
+tree_map_only = _find("torch.utils._pytree.tree_map_only", "negated views inside a region with a policy")
+supported_nodes = _find("torch.utils._pytree.SUPPORTED_NODES", "tensors in containers of your own", _CONTAINERS)
+HigherOrderOperator = _find("torch._ops.HigherOrderOperator", "higher order operators in policies", type(None))
+StorageWeakRef = _find("torch.multiprocessing.reductions.StorageWeakRef", "name() and torch.compile")
+NormBase = _find(
+    "torch.nn.modules.batchnorm._NormBase",
+    "running statistics of norms that are not derived from torch's public ones",
+    (*(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+     *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)),
+)  # fmt: skip
+FakeTensor = _find(
+    "torch._subclasses.fake_tensor.FakeTensor", "fake tensors without a mode", type("FakeTensor", (), {})
+)
+default_store = _find("torch.distributed.distributed_c10d._get_default_store", "the check that ranks compress alike")
+guards = _find(
+    "torch._guards._TLS", "noticing AOTAutograd around a region", types.SimpleNamespace(tracing_context=None)
+)
+frame_callback = _find(
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback", "keeping Dynamo out of a recompute", lambda: None
+)
+set_frame_callback = _find("torch._C._dynamo.eval_frame.set_eval_frame", "keeping Dynamo out of a recompute")
+
+# ---- Dynamo, looked up when it is there ----
+
+#: Attributes by the names of :func:`load_dynamo`.
+dynamo = types.SimpleNamespace()
+
+DYNAMO = {
+    "guard_scalar": "torch.fx.experimental.symbolic_shapes.guard_scalar",
+    "guard_or_true": "torch.fx.experimental.symbolic_shapes.guard_or_true",
+    "get_proxy_mode": "torch.fx.experimental.proxy_tensor.get_proxy_mode",
+    "InstructionTranslator": "torch._dynamo.symbolic_convert.InstructionTranslator",
+    "UserError": "torch._dynamo.exc.UserError",
+    "UserErrorType": "torch._dynamo.exc.UserErrorType",
+    "GuardBuilder": "torch._dynamo.guards.GuardBuilder",
+    "install_guard": "torch._dynamo.guards.install_guard",
+    "AttrSource": "torch._dynamo.source.AttrSource",
+    "counters": "torch._dynamo.utils.counters",
+    "PolyfilledFunctionVariable": "torch._dynamo.variables.PolyfilledFunctionVariable",
+}
+
+
+def load_dynamo() -> list[str]:
+    """Look up the names of Dynamo. Return the missing ones: without them regions run uncompiled."""
+    for name, path in DYNAMO.items():
+        setattr(dynamo, name, _find(path, "torch.compile"))
+    return [path for path in DYNAMO.values() if path in MISSING]
+
+
+@functools.cache
+def load_cut() -> Any:
+    """Look up the function that tells hooks at which node AOTAutograd cuts; None without it."""
+    return _find(
+        "torch._functorch._aot_autograd.graph_compile._get_saved_tensor_hook_context",
+        "compressed tensors in compiled code",
+        None,
+    )

@@ -1,0 +1,172 @@
+"""Proof of activity: two hooks of an enabled model that warn if its training calls compress
+nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradckpt._models import activity
+from gradckpt._models.ranks import RankCheck, spell
+from gradckpt._stats import Stats, stats
+
+#: The method in which every way of turning checkpointing on ends; on an instance, its replacement.
+ADAPTER = "_set_gradient_checkpointing"
+
+#: On an enabled instance, its adapter, also if other code has wrapped the method since.
+HELD = "_gradckpt_adapter"
+
+#: The number of model calls without a compressed tensor before the warning.
+PATIENCE = 2
+
+
+@dataclasses.dataclass
+class InactivityMonitor:
+    """Counters of calls that should have compressed and did not; see :func:`after_forward`."""
+
+    calls: int = 0
+    eval_backwards: int = 0
+    settled: bool = False
+    before: Stats | None = None
+    rank_check: RankCheck | None = None  # None: no training call yet
+
+
+# The hooks are functions of the module, so that pickles and copies of the model carry them by name.
+# Their state is in the adapter of the calling model. The replicas of DataParallel call them at the
+# same time.
+
+
+def before_forward(model: Any, args: Any) -> None:
+    if model.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        _check(model)
+    watch = _monitor_of(model)
+    if watch is not None:
+        watch.before = stats() if model.training and torch.is_grad_enabled() else None
+
+
+def _check(model: Any) -> None:
+    """Check in the first training calls for mistakes that would affect all of them."""
+    adapter: Any = getattr(model, "__dict__", {}).get(HELD)
+    watch = getattr(adapter, "watch", None)
+    if not isinstance(watch, InactivityMonitor) or (watch.rank_check is not None and watch.rank_check.settled()):
+        return
+    if adapter.function is None or not is_on(model):
+        return
+    if watch.rank_check is None:
+        adapter.check_alone(model)
+        activity.check_alone(f"this {type(model).__name__}")
+        label = f"{type(model).__name__} in gradckpt.enable"
+        watch.rank_check = RankCheck(label, {label: [spell(adapter.active)]})
+    watch.rank_check.compare()
+
+
+def after_forward(model: Any, args: Any, output: Any) -> None:
+    watch = _monitor_of(model)
+    if watch is None:
+        return
+    if not model.training:
+        _follow(model, output)
+        return
+    before, watch.before = watch.before, None
+    if before is None:
+        return
+    activity.note_output(model, output)
+    new = stats().since(before)
+    if (
+        new["compressed"]
+        or new["compiled_tensors"]
+        or (not new["regions"] and is_on(model) and activity.is_compiled(model))
+    ):
+        watch.settled = True
+        return
+    watch.calls += 1
+    if watch.calls >= PATIENCE:
+        watch.settled = True
+        activity.say(*_why_inactive(model, vars(model)[HELD], new))
+
+
+def _monitor_of(model: Any) -> InactivityMonitor | None:
+    """Return the monitor, or None if nothing has to be proved any more."""
+    if torch.compiler.is_compiling():
+        return None
+    adapter: Any = getattr(model, "__dict__", {}).get(HELD)
+    watch = getattr(adapter, "watch", None)
+    if not isinstance(watch, InactivityMonitor) or watch.settled or adapter.active is None:
+        return None
+    return watch
+
+
+def _follow(model: Any, output: Any) -> None:
+    """Count a backward through the output of a model in eval mode as training.
+
+    A forward alone is an evaluation.
+    """
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+    found = next((x for x in values if isinstance(x, torch.Tensor) and x.grad_fn is not None), None)
+    if found is not None:
+        found.register_hook(functools.partial(_on_eval_backward, weakref.ref(model)))
+
+
+def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
+    model = ref()
+    watch = _monitor_of(model)
+    if model is None or watch is None:
+        return
+    watch.eval_backwards += 1
+    if watch.eval_backwards >= PATIENCE:
+        watch.settled = True
+        name, codec = type(model).__name__, vars(model)[HELD].active.codec
+        activity.say(
+            f"compress={codec!r} had no effect in {PATIENCE} backward passes: {name} is in eval mode, where "
+            "transformers does not checkpoint; call model.train()",
+        )
+
+
+def _why_inactive(model: Any, adapter: Any, new: Stats) -> tuple[str, bool]:
+    """Return the sentence, and whether the user can mend it."""
+    reason, mend = _reason(model, adapter, new)
+    name, codec = type(model).__name__, adapter.active.codec
+    return f"compress={codec!r} had no effect in {PATIENCE} training calls of {name}: {reason}", mend
+
+
+def _reason(model: Any, adapter: Any, new: Stats) -> tuple[str, bool]:
+    if not is_on(model):
+        return "checkpointing was turned off since enable(); call model.activation_checkpointing_enable()", True
+    ours = list(adapter.modules(model))
+    again = "call model.activation_checkpointing_enable() again"
+    held = {id(m) for m in ours}
+    others = (m for m in model.modules() if id(m) not in held and getattr(m, "gradient_checkpointing", False))
+    other = next((f for m in others if (f := vars(m).get("_gradient_checkpointing_func")) is not None), None)
+    if other is not None and (not ours or not new["regions"]):
+        return f"the layers call {describe(other)}, which they got after enable(); {again}", True
+    if ours and not any(m.training for m in ours if m.gradient_checkpointing):
+        return "its layers are in eval mode, where transformers does not checkpoint; call model.train()", True
+    if not new["regions"]:
+        instead = f"if they were replaced, {again}, else wrap them with gradckpt.checkpoint"
+        return f"its layers never called checkpoint; {instead}", True
+    if activity.is_one_leaf(new):
+        return "its one input is a leaf, which autograd keeps anyway", False
+    if not new["eligible"] and activity.are_frozen(adapter.layers(model)):
+        return f"its layers {activity.FROZEN}", False
+    if not new["eligible"]:
+        return "no input of a layer requires grad (frozen embeddings?); call model.enable_input_require_grads()", True
+    reasons = [f"{reason} ({n})" if n < new["eligible"] else reason for reason, n in new["uncompressed"].items()]
+    why = f"{', '.join(reasons) or 'unknown'} (min_numel={adapter.active.min_numel})"
+    return f"all {new['eligible']} inputs stayed uncompressed: {why}", not activity.are_small(new)
+
+
+def is_on(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def describe(thing: Any) -> str:
+    if isinstance(thing, functools.partial):
+        thing = thing.func
+    name = getattr(thing, "__qualname__", None)
+    return f"{getattr(thing, '__module__', '?')}.{name}" if name else repr(thing)

@@ -1,0 +1,184 @@
+"""The dict that transformers passes to its checkpointing function: our keys, torch's, and no
+others.
+
+It is ``gradient_checkpointing_kwargs`` (new name: ``activation_checkpointing_kwargs``) of the
+Trainer and of the model's methods. Errors in it are raised when checkpointing is turned on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from gradckpt._config import CompressionConfig, instead_of, parse_compress
+from gradckpt._engine.arguments import FLAGS
+from gradckpt._engine.selective import contexts_of
+from gradckpt.policies import is_known
+
+#: Our keys; transformers 5.17 and later take the last two, which are its own, out of the dict.
+OURS = ("compress", "fake_quantize", "min_numel", "policy", "every_n_layers", "offload")
+
+#: Keys that only we use. Others use ``policy`` as well.
+_MARKS = frozenset(OURS[:4])
+
+#: torch's keywords, in any version.
+TORCHS = (
+    *(k for k, p in inspect.signature(torch_checkpoint).parameters.items() if p.kind is p.KEYWORD_ONLY),
+    "preserve_rng_state",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the layers of a model are checkpointed."""
+
+    config: CompressionConfig | None = None
+    context_fn: Callable[[], Any] | None = None  # of a policy
+    every_n_layers: int = 1
+    offload: bool = False
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other keywords of gradckpt.checkpoint
+
+
+def take(keywords: dict[str, Any], base: Settings) -> Settings:
+    """Take our keys out of the dict; missing ones are as in ``base``.
+
+    Raises:
+        ValueError, TypeError: A value is unknown; the message names the key and the known values.
+    """
+    ours = {key: keywords.pop(key) for key in OURS if key in keywords}
+    every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
+    offload = check_bool("offload", ours.get("offload", base.offload))
+    context_fn = contexts_of(ours["policy"]) if "policy" in ours else base.context_fn
+    return Settings(_config(ours, base), context_fn, every_n_layers, offload, base.keywords)
+
+
+def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None:
+    fields = {key: ours[key] for key in ("fake_quantize", "min_numel") if key in ours}
+    CompressionConfig(**fields)  # checked even if nothing is to be compressed
+    compress = ours.get("compress", base.config)
+    config = parse_compress(compress)
+    if config is None:
+        if fields and "compress" not in ours:
+            key, value = next(iter(fields.items()))
+            raise ValueError(f'gradckpt: {key}={value!r} has no effect without compress; add "compress": "int8"')
+        return None
+    if isinstance(compress, str):
+        config = dataclasses.replace(base.config or CompressionConfig(), codec=config.codec)
+    elif compress is True:
+        config = base.config or CompressionConfig()
+    return dataclasses.replace(config, **fields)
+
+
+def check_every_n_layers(n: Any) -> int:
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"gradckpt: every_n_layers is an int, not {n!r}")
+    if n < 1:
+        raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {n}")
+    return n
+
+
+def check_bool(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
+    return value
+
+
+def check_alone(keywords: Mapping[str, Any], base: Settings | None = None) -> None:
+    """Check the kwargs of a Trainer. Other unknown keys pass: they may be removed before the layers
+    get them.
+
+    Raises:
+        ValueError, TypeError: As :func:`take` and :func:`check_torchs`.
+    """
+    torchs = dict(keywords)
+    settings = take(torchs, base or Settings())
+    check_torchs({key: value for key, value in torchs.items() if key in TORCHS or _near(key)})
+    check_together(settings, torchs)
+
+
+def _near(key: Any) -> str | None:
+    return next(iter(difflib.get_close_matches(str(key), (*OURS, *TORCHS), 1, 0.75)), None)
+
+
+def check_torchs(keywords: Mapping[str, Any]) -> None:
+    """Check the keys that remain after :func:`take`, which torch's checkpoint gets.
+
+    Raises:
+        ValueError: A key is unknown, which the layers would ignore, or torch rejects a value.
+        TypeError: A value has the wrong type.
+    """
+    for key, value in keywords.items():
+        if key not in TORCHS:
+            near = instead_of(str(key), value, (*OURS, *TORCHS))
+            meant = f"did you mean {near}?" if near else f"the keys are: {', '.join((*OURS, *TORCHS))}"
+            raise ValueError(f"gradckpt: unknown key {key!r} among the checkpointing kwargs; {meant}")
+        if key in FLAGS:
+            check_bool(key, value)
+        if key == "determinism_check" and value not in ("default", "none"):
+            raise ValueError(f'gradckpt: determinism_check is "default" or "none", not {value!r}')
+        if key == "context_fn" and not callable(value):
+            raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
+
+
+def check_together(settings: Settings, torchs: Mapping[str, Any]) -> None:
+    """Check our settings against torch's keywords.
+
+    Raises:
+        ValueError: Our settings need the non-reentrant form, or there are two sources of contexts.
+    """
+    if torchs.get("use_reentrant"):
+        check_reentrant(settings)
+    elif settings.context_fn is not None and "context_fn" in torchs:
+        raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
+
+
+def check_reentrant(settings: Settings) -> None:
+    """Check that the reentrant form supports the settings.
+
+    Raises:
+        ValueError: It does not.
+    """
+    asked = None
+    if settings.config is not None:
+        asked = f"compress={settings.config.codec!r}"
+    elif settings.context_fn is not None:
+        asked = "policy="
+    elif settings.offload:
+        asked = "offload=True"
+    if asked is not None:
+        instead = ", or pass compress=None" if settings.config is not None else ""
+        raise ValueError(
+            f"gradckpt: {asked} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
+            f"kwargs{instead}"
+        )
+
+
+def misspelt(keywords: Any) -> tuple[str, str] | None:
+    """Return the first key that looks like a misspelt one of ours, and that one."""
+    for key in keywords if isinstance(keywords, Mapping) else ():
+        near = _near(key)
+        if near in OURS and key not in OURS:
+            return key, near
+    return None
+
+
+def means_ours(keywords: Any) -> bool:
+    """Return whether the kwargs ask for gradckpt, by exact keys.
+
+    ``policy`` alone counts if its value is ours.
+    """
+    if not isinstance(keywords, Mapping) or _MARKS.isdisjoint(keywords):
+        return False
+    return any(key in keywords for key in _MARKS - {"policy"}) or is_known(keywords["policy"])
+
+
+def is_old_default(keywords: Mapping[str, Any]) -> bool:
+    """Return whether these are the kwargs that transformers 4 passes by default."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "5")
+    return version.startswith("4.") and keywords == {"use_reentrant": True}

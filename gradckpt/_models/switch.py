@@ -1,0 +1,348 @@
+"""One switch for whole models: :func:`enable`, :func:`disable`, and the :class:`Handle` that undoes
+it.
+
+A transformers model checkpoints its own layers, by its own functions
+(integrations/transformers/models). In any other model, or if modules are chosen, each chosen
+module's ``forward`` becomes a region (regions.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypedDict, Unpack
+
+from torch.nn import Module
+
+from gradckpt._config import Compress
+from gradckpt._models.adapter import ADAPTERS
+from gradckpt._models.keywords import check_bool, check_every_n_layers
+from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_blocks, width_of
+from gradckpt._models.regions import Settings, choose, parse_options, region_of, regions_in, summary
+from gradckpt._models.weak import WeakModule
+from gradckpt.integrations.transformers import models
+from gradckpt.policies import PolicyLike
+from gradckpt.selectors import Selector, Subset, describe
+
+__all__ = ["Handle", "disable", "enable"]
+
+logger = logging.getLogger("gradckpt")
+
+
+class _Unset(enum.Enum):
+    UNSET = "<unset>"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+UNSET: Final = _Unset.UNSET
+
+#: One selector, a list of them, or a mapping of selectors to the settings of their modules.
+Modules = None | Selector | list[Any] | Mapping[Any, Any]
+
+
+class CheckpointKeywords(TypedDict, total=False):
+    """Keywords of :func:`gradckpt.checkpoint`, which passes them to torch."""
+
+    context_fn: Callable[[], tuple[Any, Any]]
+    preserve_rng_state: bool
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+    buffers: str
+
+
+def enable(
+    model: Module,
+    compress: Compress | _Unset = UNSET,
+    *,
+    modules: Modules = None,
+    every_n_layers: int = 1,
+    policy: PolicyLike = None,
+    offload: bool = False,
+    **keywords: Unpack[CheckpointKeywords],
+) -> Handle:
+    """Turn on activation checkpointing of a model, with compressed checkpoints.
+
+    In training, with grad enabled, each call of a chosen module is one region of
+    :func:`gradckpt.checkpoint`. In eval mode and under ``no_grad`` it runs unchanged. Only this
+    instance changes; no class is patched. A second call with equal arguments does nothing; with
+    others, it changes the settings.
+
+    Args:
+        model: Any module; a transformers model also inside PEFT, DDP or ``torch.compile``.
+        compress: How the inputs of the modules are stored: ``None`` (torch's checkpointing, bit for
+            bit), ``True``, a codec's name, a :class:`gradckpt.CompressionConfig` or its dict. Unset
+            means int8; with ``policy`` or ``context_fn`` it means ``None``.
+        modules: The modules to checkpoint. ``None``: the layers that a transformers model
+            checkpoints itself; in any other model the repeated block with most parameters, whose
+            class is logged.
+
+            A selector, or a list of them: a module class or a tuple of them; a pattern for the
+            whole dotted name, ``"*.layers.*.mlp"`` (fnmatch; ``*`` also matches dots) or a compiled
+            regular expression (fullmatch); a kind, ``"layer"``, ``"attention"``, ``"mlp"``,
+            ``"moe"`` or ``"norm"``; a module; a ModuleList or a slice of one, for the modules in
+            it; a function of (name, module);
+            :func:`gradckpt.selectors.every`, :func:`gradckpt.selectors.m_of_n`.
+
+            Or a mapping from selectors to settings: a value for ``compress``, a dict of
+            ``compress``, ``policy`` and the keywords below, or ``"skip"``. The first selector that
+            matches a module wins, so narrow ones come first; the other arguments are the defaults.
+        every_n_layers: Of each selector's modules, in the model's order, checkpoint numbers 1, 1 +
+            n, ...; for the layers of transformers, from 5.17 on.
+        policy: The outputs inside a module that are kept instead of recomputed: a name
+            (``"save_attention"``, ``"save_attention|save_matmuls:int8"``), a
+            :class:`gradckpt.policies.Policy`, or the argument of
+            :func:`gradckpt.compat.create_selective_checkpoint_contexts`. It costs memory and saves
+            time.
+        offload: Keep the inputs in host memory, compressed first; pinned if there is a device.
+        **keywords: ``context_fn``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
+            ``early_stop`` and ``buffers``, as for :func:`gradckpt.checkpoint`.
+
+    Returns:
+        A :class:`Handle`, whose ``remove()`` undoes all of it. It need not be kept; :func:`disable`
+        does the same.
+
+    Raises:
+        ValueError: A codec, policy or keyword is unknown; a selector matches nothing; without
+            ``modules``, the model has no repeated block or several; a module is checkpointed
+            already, lies in another chosen one or has no forward. The model is then unchanged, and
+            the message gives the fix.
+        TypeError: ``model`` is not a module, or a selector or an option has another type.
+    """
+    _check_model(model, "enable")
+    given: dict[str, Any] = {**keywords} if policy is None else {**keywords, "policy": policy}
+    _check_compress(compress)
+    if compress is UNSET:
+        compress = None if {"policy", "context_fn"} & given.keys() else "int8"
+    options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", "offload"))
+    check_every_n_layers(every_n_layers)
+    check_bool("offload", offload)
+    whole = models.inner_model(model)
+    if modules is None and models.is_model(whole):
+        turn_on: Callable[[], None] = functools.partial(models.turn_on, whole, options, every_n_layers, offload)
+        same = models.is_enabled(whole, options, every_n_layers, offload)
+        same = same and len(models.adapters_in(model)) == 1 and not regions_in(model)
+    else:
+        chosen = choose(model, _block_of(model) if modules is None else modules, options, every_n_layers, offload)
+        turn_on = chosen.install
+        same = chosen.is_installed() and not models.adapters_in(model)
+    if not same:
+        put_back = _snapshot(model)
+        try:
+            _take_off(model)
+            turn_on()
+        except BaseException:
+            put_back()
+            raise
+        logger.info("gradckpt: %r", Handle(model))
+        log_larger_errors(model)
+    return Handle(model)
+
+
+def disable(model: Module) -> None:
+    """Undo :func:`enable` and the Trainer's flag, also on a copy or an unpickled model.
+
+    Do nothing if nothing in the model is enabled.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    _check_model(model, "disable")
+    _take_off(model)
+
+
+def _check_model(model: Any, name: str) -> None:
+    if isinstance(model, type):
+        raise TypeError(
+            f"gradckpt: {name}() takes a model, not its class {model.__name__}; make one first: "
+            f"model = {model.__name__}(...)"
+        )
+    if not isinstance(model, Module):
+        raise TypeError(f"gradckpt: {name}() takes a torch.nn.Module, not {type(model).__name__}")
+
+
+#: Codecs whose error depends on the largest of 128 consecutive values; fp8's depends on each value.
+_OF_GROUPS = ("int8", "int8_plain", "int6", "int4")
+
+
+def log_larger_errors(model: Module) -> None:
+    """Log the chosen modules to which the usual gradient errors of docs/numerics.md do not apply.
+
+    There is one line per reason. These are properties of the model and not mistakes, so the level
+    is INFO; a warning would fail every test of a tiny model.
+    """
+    modules = dict(model.named_modules())
+    widths: set[int] = set()
+    kinked: set[str] = set()
+    for name, settings in Handle(model).modules.items():
+        config = settings["compress"]
+        if config is None or not config.lossy:
+            continue
+        width = width_of(modules[name])
+        if config.codec in _OF_GROUPS and width is not None and width % 128:
+            widths.add(width)
+        if has_relu_and_batch_norm(modules[name]):
+            kinked.add(type(modules[name]).__name__)
+    compare = 'compare gradients with compress=None (docs/numerics.md), or use "lossless"'
+    if widths:
+        logger.info(
+            "gradckpt: width %s is no multiple of 128, so groups span tokens and gradient errors are larger; %s",
+            ", ".join(map(str, sorted(widths))),
+            compare,
+        )
+    if kinked:
+        logger.info(
+            "gradckpt: %s has ReLU and BatchNorm, so small errors flip signs and gradient errors are larger; %s",
+            ", ".join(sorted(kinked)),
+            compare,
+        )
+
+
+def _check_compress(compress: Any) -> None:
+    """Check that the second argument is not a value for ``modules=``."""
+    if not _selects(compress):
+        return
+    listed = compress if isinstance(compress, (tuple, list, Mapping)) else [compress]
+    if any(isinstance(each, Module) for each in listed):
+        raise TypeError(
+            "gradckpt: the second argument is compress, and this selects modules; name it: enable(model, modules=...)"
+        )
+    error = ValueError if isinstance(compress, (str, Mapping)) else TypeError
+    raise error(f"gradckpt: {describe(compress)} selects modules; pass modules={describe(compress)}")
+
+
+def _selects(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in KINDS or "*" in value or "." in value
+    if isinstance(value, (tuple, list, Mapping)):
+        return bool(value) and all(map(_selects, value))
+    return isinstance(value, (type, Module, re.Pattern, Subset))
+
+
+def is_enabled(model: Module) -> bool:
+    """Return whether anything in a model is enabled."""
+    return bool(regions_in(model) or models.adapters_in(model))
+
+
+def _take_off(model: Module) -> None:
+    for region in regions_in(model):
+        region.remove()
+    for whole, adapter in models.adapters_in(model):
+        adapter.remove(whole)
+
+
+def _snapshot(model: Module) -> Callable[[], None]:
+    """Return a function that restores the attributes of all modules, their forward hooks and our
+    objects.
+    """
+    modules = list(model.modules())
+    adapters = models.adapters_in(model)
+    ours = [*regions_in(model), *(adapter for _, adapter in adapters)]
+    places: list[dict[Any, Any]] = [vars(each) for each in (*modules, *ours)]
+    places += [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    before = [dict(place) for place in places]
+
+    def put_back() -> None:
+        for place, content in zip(places, before, strict=True):
+            place.clear()
+            place.update(content)
+        ADAPTERS.update(adapter for _, adapter in adapters)
+
+    return put_back
+
+
+def _block_of(model: Module) -> type[Module]:
+    """Return the class of a model's repeated block.
+
+    Raises:
+        ValueError: The model has none, or several; the message lists them with the line to write.
+    """
+    name = type(model).__name__
+    models.check_holds_none(model)
+    found = repeated_blocks(model)
+    if not found:
+        classes = sorted({type(module).__name__ for module in model.modules() if module is not model})
+        if not classes:
+            raise ValueError(f"gradckpt: {name} holds no modules, so no block repeats; use gradckpt.checkpoint")
+        raise ValueError(
+            f"gradckpt: {name} has no repeated block of layers; call enable(model, modules=Block) with one of its "
+            f"classes: {', '.join(classes)}"
+        )
+    if len(found) > 1 and callable(getattr(model, "enable_gradient_checkpointing", None)):
+        raise ValueError(f"gradckpt: {name} is {models.OF_DIFFUSERS}")
+    if len(found) > 1:
+        written = f"modules=[{', '.join(blocks.kind.__name__ for blocks in found)}]"
+        listed = ", ".join(f"{blocks.kind.__name__} ({len(blocks.names)})" for blocks in found)
+        raise ValueError(
+            f"gradckpt: {name} repeats several blocks; name those to checkpoint, for all of them "
+            f"enable(model, {written}): {listed}"
+        )
+    return found[0].kind
+
+
+class Handle:
+    """The result of :func:`enable`: ``remove()`` it, or use it in a ``with`` statement.
+
+    It keeps no model alive. A copy or pickle of a model that holds its handle has a handle of its
+    own.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._model = WeakModule(model)
+        self._name = type(model).__name__
+
+    @property
+    def modules(self) -> dict[str, Settings]:
+        """The modules that are checkpointed now, by name, in the model's order.
+
+        Each has the keywords that :func:`gradckpt.checkpoint` gets for it, and ``offload``. A
+        module with several names is listed under its first.
+        """
+        model = self._model()
+        if model is None:
+            return {}
+        of_layers: dict[Any, Settings] = {}
+        for whole, _ in models.adapters_in(model):
+            of_layers |= models.settings_of(whole)
+        found = {}
+        for name, module in model.named_modules():
+            region = region_of(module)
+            if region is not None:
+                found[name] = region.settings | ({"offload": True} if region.offload else {})
+            elif module in of_layers:
+                found[name] = of_layers[module]
+        return found
+
+    def remove(self) -> None:
+        """Restore the model; do nothing if it is not enabled or no longer exists."""
+        model = self._model()
+        if model is not None:
+            _take_off(model)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        chosen, model = self.modules, self._model()
+        if not chosen:
+            off = model is not None and is_enabled(model)
+            return f"<gradckpt handle: {self._name} {'checkpoints nothing now' if off else 'is not enabled'}>"
+        modules = dict(model.named_modules())
+        rows: dict[tuple[str, str, str], int] = {}
+        for name, settings in chosen.items():
+            pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(itself)"
+            row = (pattern, type(modules[name]).__name__, summary(settings))
+            rows[row] = rows.get(row, 0) + 1
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [
+            f"  {name:{widths[0]}}  {count:4} x {kind:{widths[1]}}  {how}" for (name, kind, how), count in rows.items()
+        ]
+        return "\n".join([f"<gradckpt handle: {len(chosen)} modules of {self._name}", *lines]) + ">"

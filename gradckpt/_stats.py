@@ -1,0 +1,232 @@
+"""Counters of what was compressed, what was not, and why: :data:`stats`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gradckpt import _C
+
+__all__ = ["Stats", "stats"]
+
+
+class Compiled:
+    """Counters of torch.compile's graphs: what one call of each keeps."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ever = False  # a region was traced in this process, and its graph may run without being counted
+        self.reset()
+
+    def reset(self) -> None:
+        self.counters = dict.fromkeys(("regions", "graphs", "tensors", "bytes_in", "bytes_out"), 0)
+
+    def flat(self) -> dict[str, int]:
+        return {f"compiled_{key}": n for key, n in self.counters.items()}
+
+    def add(self, **counts: int) -> None:
+        with self.lock:
+            for key, count in counts.items():
+                self.counters[key] += count
+
+
+compiled = Compiled()
+
+#: Current and highest values, which are not counts.
+_LEVELS = ("live_bytes", "peak_live_bytes")
+
+
+class Stats(dict[str, Any]):
+    """Counters of this process at one moment: a dict for programs, and with ``str`` a text for
+    people.
+    """
+
+    def __init__(self, counters: Mapping[str, Any], epoch: int) -> None:
+        super().__init__(counters)
+        self._epoch = epoch
+        self["ratio"] = self["bytes_out"] / self["bytes_in"] if self["bytes_in"] else None
+
+    def since(self, earlier: Stats) -> Stats:
+        """Return the counts since ``earlier``, or since ``stats.reset()`` if it was called in
+        between.
+
+        ``live_bytes`` and ``peak_live_bytes`` are not changed.
+        """
+        if self._epoch != earlier._epoch:
+            return self
+        counters = {key: n if key in _LEVELS else n - earlier[key] for key, n in self.items() if isinstance(n, int)}
+        for key in ("codecs", "uncompressed"):
+            then = earlier[key]
+            counters[key] = {name: n - then.get(name, 0) for name, n in self[key].items() if n > then.get(name, 0)}
+        return Stats(counters, self._epoch)
+
+    def scalars(self, prefix: str = "gradckpt/") -> dict[str, float]:
+        """Return flat numbers for a logger, each name after ``prefix``.
+
+        Bytes are in MiB (``bytes_in_mib``, ``peak_live_mib``). ``ratio`` is missing where nothing
+        was encoded. Tensors kept by reference have one number for each reason,
+        ``uncompressed/smaller_than_min_numel``.
+        """
+        numbers = {key: n for key, n in self.items() if isinstance(n, (int, float))}
+        scalars = {_in_mib(key): n / 2**20 if "bytes" in key else n for key, n in numbers.items()}
+        for reason, n in self["uncompressed"].items():
+            scalars["uncompressed/" + reason.replace(" ", "_").replace(",", "")] = n
+        return {prefix + key: float(n) for key, n in scalars.items()}
+
+    def headline(self) -> str:
+        """Return the first line of the text."""
+        steps = self["steps"] or 1
+        regions, asked = self["regions"] / steps, self["regions_eligible"] / steps
+        layers = f"{_number(self['regions_compressed'] / steps)} of {_number(regions)} layers"
+        peak = self["peak_live_bytes"]
+        if self["ratio"] and not regions:
+            tensors = f"{self['compressed']} of {self['eligible']} tensors"
+            return (
+                f"saved tensors: {_sizes(self['bytes_in'], self['bytes_out'])}, {_sizes(peak)} at the peak, {tensors}"
+            )
+        if peak and self["ratio"]:
+            before = peak / self["ratio"]
+            if self["shared"]:  # a second use is encoded before its equal bytes drop it, and the original was one
+                before = min(before, self["bytes_in"] / steps)
+            return f"checkpoints at the peak: {_sizes(before, peak)}, {layers}"
+        if self["compiled_tensors"]:
+            sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
+            return f"checkpoints of compiled graphs: {sizes} for one call, {self['compiled_tensors']} tensors"
+        if asked:
+            return f"checkpoints: nothing is compressed, {layers}"
+        if regions:
+            return f"checkpoints: not compressed, {_number(regions)} layers with compress=None"
+        if self["eligible"]:
+            return f"saved tensors: nothing is compressed, 0 of {self['eligible']} tensors"
+        if self["compiled_regions"]:
+            return f"checkpoints: not counted, {self['compiled_regions']} layers in compiled graphs"
+        return "checkpoints: none so far"
+
+    def __str__(self) -> str:
+        rows = [row for row in self._rows() if row[1] or row[2]]
+        if not rows:
+            return self.headline()
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"  {what:<{widths[0]}}  {n:>{widths[1]}}  {size}".rstrip() for what, n, size in rows]
+        steps = self["steps"]
+        span = f"a step, of {steps:,} steps:" if steps > 1 else "in one step:" if steps else "in all:"
+        return "\n".join([self.headline(), span, *lines])
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield a label, a count and bytes for each row; the count and bytes are empty if they are
+        0.
+        """
+        steps = self["steps"] or 1
+
+        def row(what: str, key: str, *sizes: str) -> tuple[str, str, str]:
+            n = self[key] / steps
+            return what, _number(n) if n else "", _sizes(*(self[key] / steps for key in sizes)) if n and sizes else ""
+
+        yield row("layers that checkpoint", "regions")
+        yield row("layers run again", "recomputes")
+        if "reentrant" in self:  # of a patch
+            yield row("left to torch: use_reentrant=True", "reentrant")
+        codecs = ", ".join(self["codecs"])
+        yield row(f"tensors compressed in {codecs}", "encoded", "bytes_in", "bytes_out")
+        yield row("payloads used again", "shared")
+        yield row("outputs that a policy keeps", "policy_outputs", "policy_bytes")
+        yield row("discrete outputs kept", "discrete_outputs", "discrete_bytes")
+        yield row("originals that stayed alive", "originals_alive", "originals_alive_bytes")
+        kept = sorted(self["uncompressed"].items(), key=lambda item: (-item[1], item[0]))
+        for reason, n in kept:
+            yield f"not compressed: {reason}", _number(n / steps), ""
+        if self["uncompressed_bytes"]:
+            yield "not compressed though they could be", "", _sizes(self["uncompressed_bytes"] / steps)
+        if self["compiled_tensors"]:
+            sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
+            yield "in compiled graphs, for one call", _number(self["compiled_tensors"]), sizes
+        if self["live_bytes"]:
+            yield "payloads alive now", "", _sizes(self["live_bytes"])
+
+
+def _in_mib(key: str) -> str:
+    return key.removesuffix("_bytes") + "_mib" if "bytes" in key else key
+
+
+def _number(n: float) -> str:
+    return f"{n:,.0f}" if n == int(n) else f"{n:,.1f}"
+
+
+def _sizes(*sizes: float) -> str:
+    """Format sizes in one unit, that of the largest: ``12.0 -> 3.05 MiB``."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = next((i for i in range(len(units) - 1) if max(sizes) < 1000 * 1024**i), len(units) - 1)
+    scaled = (n / 1024**power for n in sizes)
+    return " -> ".join(f"{n:.0f}" if not power or n >= 100 else f"{n:#.3g}" for n in scaled) + f" {units[power]}"
+
+
+class _Counting:
+    """Counters since import or the last ``stats.reset()``, for this process.
+
+    ``print(stats())`` shows the size of the checkpoints at their peak, and per step what was
+    compressed, what was not and why; a step is a backward with the forwards before it.
+    ``stats().scalars()`` is a flat dict of numbers for a logger, ``stats().since(earlier)`` the
+    counts after another ``stats()``. The keys:
+
+    ``steps``: backwards that met a region. ``regions``: checkpoint calls with grad on;
+    ``regions_eligible``: those with compression; ``regions_compressed``: those of which an input
+    was compressed. ``eligible``: tensors that could be compressed (floating, require grad and are
+    not leaves): region inputs, outputs that a policy keeps compressed, tensors saved under
+    :class:`gradckpt.compress_saved`; ``compressed``: those that were. ``encoded``: payloads
+    written; ``codecs``: how many by each codec; ``shared``: times one payload served another
+    region. ``bytes_in``, ``bytes_out``: bytes of the encoded tensors and of their payloads;
+    ``ratio``: their quotient out / in, or None. ``live_bytes``, ``peak_live_bytes``: payload bytes
+    alive now, and at most. ``recomputes``. ``policy_outputs``: outputs of operators that a policy
+    keeps; ``policy_bytes``: bytes of those that it keeps as they are. ``uncompressed``: tensors
+    kept by reference, counted by reason; ``uncompressed_bytes``: bytes of those that could have
+    been compressed. ``originals_alive``, ``originals_alive_bytes``: inputs that something else
+    still held when their payload was restored (``output_hidden_states``, for one): there
+    compression saved nothing. ``discrete_outputs``, ``discrete_bytes``: what
+    :attr:`CompressionConfig.replay_discrete` kept from the forward. ``compiled_regions``: regions
+    in graphs that ``torch.compile`` made, which the other counters do not see;
+    ``compiled_graphs``: those graphs that keep tensors compressed; ``compiled_tensors``,
+    ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each.
+    """
+
+    epoch = 0
+    earlier_peak = 0  # before the last restart_peak()
+
+    def __call__(self) -> Stats:
+        counters = _C.stats() | compiled.flat()
+        counters["peak_live_bytes"] = max(counters["peak_live_bytes"], self.earlier_peak)
+        return Stats(counters, self.epoch)
+
+    def reset(self) -> None:
+        """Set all counters to zero; payloads that are alive stay counted in ``live_bytes``."""
+        self.epoch += 1
+        self.earlier_peak = 0
+        _C.reset_stats()
+        compiled.reset()
+
+    def __repr__(self) -> str:
+        return "<gradckpt.stats: call it>"
+
+
+stats = _Counting()
+
+
+def restart_peak() -> int:
+    """Return the peak of ``live_bytes`` since the last call, and begin another one."""
+    peak = _C.restart_peak()
+    stats.earlier_peak = max(stats.earlier_peak, peak)
+    return peak
+
+
+def latest_peak() -> int:
+    """Return the peak of ``live_bytes`` since the last :func:`restart_peak`."""
+    peak: int = _C.stats()["peak_live_bytes"]
+    return peak
+
+
+def format_bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    raise AssertionError

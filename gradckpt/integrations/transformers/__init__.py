@@ -1,0 +1,1 @@
+"""Hugging Face transformers: its models' own switch, and the Trainer's flag."""

@@ -1,0 +1,141 @@
+"""A callback for every Trainer that is made after ``import gradckpt``; this module imports
+transformers.
+
+It checks the checkpointing kwargs when the Trainer is made. When training begins (after the Trainer
+has turned checkpointing on, before its first step and its first evaluation), it enables the
+transformers models whose layers were given our keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformers.trainer_callback import TrainerCallback
+
+from gradckpt._config import warn_inactive
+from gradckpt._models.adapter import ADAPTERS, Adapter, adapter_of, adapter_over, held_function
+from gradckpt._models.keywords import OURS, check_alone, means_ours, misspelt
+from gradckpt._models.switch import log_larger_errors
+from gradckpt.integrations.transformers.models import (
+    carry_input_grads,
+    enable_from_kwargs,
+    is_model,
+    models_in,
+    other_way,
+    unwrap,
+)
+
+__all__ = ["GradckptFlag"]
+
+logger = logging.getLogger("gradckpt")
+
+
+class GradckptFlag(TrainerCallback):  # type: ignore[misc]
+    """Follow the checkpointing kwargs that mean gradckpt; do nothing for others."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Check the kwargs when the Trainer is made."""
+        if model is not None:
+            _check(args, model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Enable the model of this training, which ``model_init`` may just have made."""
+        if model is not None:
+            _act(args, model)
+
+
+def _read(args: Any) -> tuple[str, Any]:
+    """Return the flag's name in this transformers, and the Trainer's kwargs."""
+    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    return name, getattr(args, f"{name}_kwargs", None)
+
+
+def _check(args: Any, model: Any) -> None:
+    """Check kwargs that mean us, when the Trainer is made.
+
+    Raises:
+        ValueError, TypeError: A key beside ours is misspelt, a value is unknown, or values exclude
+            each other.
+    """
+    name, kwargs = _read(args)
+    if not means_ours(kwargs):
+        return
+    inner = unwrap(model)
+    if is_model(inner):
+        adapter = adapter_of(inner)
+        check_alone(kwargs, None if adapter is None or adapter.by_flag else adapter.settings)
+    elif kwargs.get("compress") and not models_in(model):
+        warn_inactive(
+            f"{name}_kwargs has compress={kwargs['compress']!r}, but {type(model).__name__} is {other_way(model)}",
+        )
+
+
+def _act(args: Any, model: Any) -> None:
+    """Prepare the training of ``model``, whose activation_checkpointing_enable the Trainer has
+    called.
+
+    The flag of an earlier Trainer ends here, unless this one's replaces it.
+    """
+    name, kwargs = _read(args)
+    ours = means_ours(kwargs)
+    near = None if ours else misspelt(kwargs)
+    if not ours and not ADAPTERS and near is None:
+        return
+    on = bool(getattr(args, name, False))
+    models = models_in(model)
+    if near is not None:
+        _warn_misspelt(name, *near, models)
+    for adapter in list(ADAPTERS):
+        if adapter.model is not None:
+            _settle(adapter, adapter.model, models, replaced=ours and on)
+    if ours and not on and is_model(unwrap(model)):
+        key = next(key for key in OURS if key in kwargs)
+        warn_inactive(
+            f"{name}_kwargs has {key}={kwargs[key]!r}, but {name} is not True, so the Trainer does not pass them on; "
+            f"set {name}=True",
+        )
+    elif ours and on:
+        _enable_from_flag(model, models, kwargs)
+
+
+def _warn_misspelt(name: str, key: str, near: str, models: Iterable[Any]) -> None:
+    """Warn of a key that layers were given and ignore; a library may have taken it out before."""
+    for each in models:
+        if key in getattr(held_function(each), "keywords", {}):
+            layers = f"the layers of {type(each).__name__}"
+            warn_inactive(f"{name}_kwargs has {key!r}, which means nothing to {layers}; did you mean {near!r}?")
+            return
+
+
+def _settle(adapter: Adapter, whole: Any, models: Iterable[Any], replaced: bool) -> None:
+    """Update an enabled model, which may not be part of this training."""
+    inside = set(map(id, whole.modules()))
+    if any(id(each) in inside for each in models):  # the Trainer's call has passed through the adapter
+        if adapter.by_flag and not replaced:
+            adapter.remove(whole)
+        else:
+            carry_input_grads(whole)
+    elif adapter.by_flag and any(part is whole for each in models for part in each.modules()):
+        adapter.remove(whole)
+
+
+def _enable_from_flag(model: Any, models: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Enable the models that are not enabled."""
+    for each in models:
+        if adapter_over(each) is None:
+            function = held_function(each)
+            if not means_ours(getattr(function, "keywords", None)):
+                if unwrap(model) is not each:  # in a module that does not pass the kwargs on
+                    continue
+                function = functools.partial(torch_checkpoint, **kwargs)
+            enable_from_kwargs(each, function, kwargs.get("every_n_layers", 1))
+        adapter = adapter_over(each)
+        if adapter is not None:
+            codec = adapter.active.codec if adapter.active is not None else None
+            layers, name = len(adapter.layers(each)), type(each).__name__
+            logger.info("gradckpt: the Trainer's flag: compress=%r on %d layers of %s", codec, layers, name)
+            log_larger_errors(each)

@@ -1,0 +1,115 @@
+"""The doors: scripts as frameworks' own docs write them, with and without gradckpt,
+beside each other.
+
+``examples/doors/before`` and ``after`` hold each script twice;
+what differs is in docs/doors.md, too.
+"""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+
+import frameworks
+import pytest
+import torch
+from checkout import EXAMPLES, HELPERS, ROOT, SCRIPTS
+
+DOORS = EXAMPLES / "doors"
+FRONT_END = HELPERS / "front_end"
+PAGE = (ROOT / "docs" / "doors.md").read_text()
+
+NAMES = sorted(path.stem for path in (DOORS / "before").glob("*.py"))
+
+#: Compressed tensors of three steps; with LoRA, the first layer's input is a leaf.
+COMPRESSED = {"nano_gpt": 3 * 4, "lora": 3 * 3, "sft": 3 * 4, "vit": 3 * 4, "unet": 3 * 11, "front_end": 3 * 4}
+
+
+def lines_of(folder, name):
+    return (DOORS / folder / f"{name}.py").read_text().splitlines()
+
+
+def changed(name):
+    """Lines that are written to get from one script to the other, without blank ones;
+    and the diff."""
+    before, after = lines_of("before", name), lines_of("after", name)
+    count = 0
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if kind != "equal":
+            count += max(sum(map(bool, before[i:j])), sum(map(bool, after[k:m])))
+    return count, [line for line in difflib.ndiff(before, after) if line[:2] in ("+ ", "- ") and line[2:].strip()]
+
+
+def train(folder, programs, environment=None, before=()):
+    """What each program did, all in one process:
+    what comes after an ``import gradckpt`` is with gradckpt."""
+    env = environment or {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS)))}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, *before, SCRIPTS / "door_probe.py", "out.pt", *programs]
+    done = subprocess.run(
+        [str(each) for each in command], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torch.load(folder / "out.pt"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Of every door: what the script did without gradckpt, and with it."""
+    found = {}
+    for names, where in (
+        (("nano_gpt", "lora", "sft", "unet"), {}),
+        (("vit",), {"environment": frameworks.environment(), "before": [HELPERS / "torchvision_operators.py"]}),
+    ):
+        scripts = [DOORS / folder / f"{name}.py" for folder in ("before", "after") for name in names]
+        results, _ = train(tmp_path_factory.mktemp(names[0]), scripts, **where)
+        found |= dict(zip(names, zip(results[: len(names)], results[len(names) :], strict=True), strict=True))
+    folder = tmp_path_factory.mktemp("front_end")
+    run = f"-m front_end.train {FRONT_END / 'config.yaml'}"
+    (before,), _ = train(folder, [run])
+    (after,), said = train(folder, [f"-m gradckpt.run --compress int8 {run}"])
+    assert "compressed 12 of 12 tensors in int8" in said
+    return {**found, "front_end": (before, after)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_lines_at_most(name):
+    count, diff = changed(name)
+    assert 0 < count <= 2, "\n".join(diff)
+    assert "gradckpt" not in "\n".join(lines_of("before", name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_shows_the_same_lines(name):
+    _, diff = changed(name)
+    shown = re.findall(rf"`{name}\.py`.*?```diff\n(.*?)```", PAGE, re.DOTALL)
+    lines = [line[2:].strip() for line in shown[0].splitlines() if line.startswith(("+ ", "- "))]
+    assert lines == [line[2:].partition("  #")[0].strip() for line in diff]
+
+
+def test_the_front_end_has_no_line():
+    for path in FRONT_END.glob("*.*"):
+        assert "gradckpt" not in path.read_text()
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_trains_as_before_with_compressed_checkpoints(trained, name):
+    """The forward is untouched, so the first loss is equal to the bit;
+    gradients have int8's error."""
+    before, after = trained[name]
+    assert not before["stats"]
+    assert len(before["losses"]) == len(after["losses"]) == 3
+    assert after["losses"][0] == before["losses"][0]
+    assert after["losses"] == pytest.approx(before["losses"], rel=1e-2)
+    one, other = (torch.cat([g.flatten() for g in each["gradients"]]) for each in (before, after))
+    assert 0 < (other - one).norm() < 0.03 * one.norm()
+    stats = after["stats"]
+    assert stats["compressed"] == COMPRESSED[name]
+    assert stats["codecs"] == {"int8": COMPRESSED[name]}
+    assert stats["ratio"] < 0.26
+
+
+def test_every_script_is_trained():
+    assert {*NAMES, "front_end"} == COMPRESSED.keys()
+    assert sorted(path.stem for path in (DOORS / "after").glob("*.py")) == NAMES

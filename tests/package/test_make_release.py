@@ -1,0 +1,132 @@
+"""The table of `make release`: what passed, what failed, and what could not be had;
+its exit status."""
+
+import re
+import sys
+import threading
+import tomllib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from checkout import ROOT
+
+sys.path.insert(0, str(ROOT / "release"))
+
+import distribution
+import fresh_venv
+import make_release
+from commands import Failed, last_line
+
+
+@pytest.fixture
+def release(tmp_path, monkeypatch, capsys):
+    """Run `make release` with an sdist and a wheel that cost nothing;
+    return its exit status and its table's rows."""
+
+    def file(name):
+        (tmp_path / name).write_bytes(b"x" * 2048)
+        return tmp_path / name
+
+    def run(*options, **replaced):
+        for name, function in replaced.items():
+            monkeypatch.setattr(distribution, name, function)
+        status = make_release.main(["--out", str(tmp_path), *options])
+        *progress, table = capsys.readouterr().out.split("\n\n")
+        rows = [re.split(r"  +", line, maxsplit=2) for line in table.splitlines()]
+        assert [row[0] + " ..." for row in rows[:-1]] == "\n".join(progress).splitlines()
+        return status, {row[0]: row[1:] for row in rows[:-1]}, rows[-1][0]
+
+    monkeypatch.setattr(distribution, "build_sdist", lambda out: file("gradckpt-9.tar.gz"))
+    monkeypatch.setattr(distribution, "build_wheel", lambda sdist, out: (file("gradckpt-9.whl"), "with CUDA codecs"))
+    monkeypatch.setattr(distribution, "CHECKS", ())
+    return run
+
+
+def test_files_alone(release):
+    status, rows, counts = release()
+    assert (status, counts) == (0, "2 passed, 0 FAILED, 0 not checked")
+    assert rows["wheel"] == ["passed", "gradckpt-9.whl, 2 KiB; with CUDA codecs"]
+
+
+def test_an_interpreter_that_is_not_here_is_not_checked_by_name(release):
+    status, rows, counts = release("--pythons", "python3.99", "--torches", "2.10", "newest")
+    assert (status, counts) == (0, "2 passed, 0 FAILED, 2 not checked")
+    for torch in ("2.10", "newest"):
+        assert rows[f"python3.99, torch {torch}"] == ["not checked", "python3.99 is not on PATH"]
+
+
+def test_an_interpreter_that_does_not_start_is_not_checked(release, tmp_path):
+    """As the launchers of version managers are, for a version that is not switched on."""
+    launcher = tmp_path / "python3.13"
+    launcher.write_text("#!/bin/sh\necho 'launcher: no such version' >&2\necho 'Note: see --help' >&2\nexit 127\n")
+    launcher.chmod(0o755)
+    status, rows, _ = release("--pythons", str(launcher), "--torches", "newest")
+    assert status == 0
+    assert rows[f"{launcher}, torch newest"] == [
+        "not checked",
+        f"{launcher} does not start or cannot make a venv: launcher: no such version",
+    ]
+
+
+def test_a_torch_that_cannot_be_had_is_not_checked(release, tmp_path):
+    """The index has torch, in no such version; and there is no index."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "index.html").write_text("<!DOCTYPE html><html><body></body></html>")
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}"
+        for url, expected in (
+            (index, "torch 9999: No matching distribution found for torch==9999.*"),
+            (f"{index}/nowhere", f"{index}/nowhere (TORCH_INDEX) cannot be read: File not found"),
+        ):
+            status, rows, counts = release("--pythons", sys.executable, "--torches", "9999", "--torch-index", url)
+            assert (status, counts) == (0, "2 passed, 0 FAILED, 1 not checked")
+            assert rows[f"{sys.executable}, torch 9999"] == ["not checked", expected]
+        server.shutdown()
+
+
+def test_what_fails_is_said_and_the_rest_is_checked(release, capsys):
+    def broken(sdist, wheel):
+        raise Failed("abi3audit failed:\nfirst\nlast")
+
+    def fine(sdist, wheel):
+        return f"{sdist.name} and {wheel.name}"
+
+    status, rows, counts = release(CHECKS=(broken, fine))
+    assert (status, counts) == (1, "3 passed, 1 FAILED, 0 not checked")
+    assert rows["broken"] == ["FAILED", "last"]
+    assert rows["fine"] == ["passed", "gradckpt-9.tar.gz and gradckpt-9.whl"]
+
+
+def test_a_wheel_that_does_not_work_fails(release, monkeypatch):
+    """The torch was there; what goes wrong after it is ours."""
+    monkeypatch.setattr(fresh_venv.FreshVenv, "add_torch", lambda self, wanted, index: "9")
+    status, rows, _ = release("--pythons", sys.executable, "--torches", "newest")
+    assert status == 1
+    assert rows[f"{sys.executable}, torch newest"][0] == "FAILED"
+
+
+def test_without_a_wheel_nothing_passes(release):
+    def build_wheel(sdist, out):
+        raise Failed("gcc was not found")
+
+    status, rows, counts = release("--pythons", sys.executable, "--torches", "2.10", build_wheel=build_wheel)
+    assert (status, counts) == (1, "1 passed, 1 FAILED, 1 not checked")
+    assert rows[f"{sys.executable}, torch 2.10"] == ["not checked", "there is no wheel"]
+
+
+def test_what_is_tried_begins_with_the_least_that_is_promised():
+    makefile = (ROOT / "Makefile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python, torch = (re.search(rf"^{name} \?= (\S+)", makefile, re.MULTILINE)[1] for name in ("PYTHONS", "TORCHES"))
+    assert project["requires-python"] == f">={python.removeprefix('python')}"
+    assert project["dependencies"] == [f"torch>={torch}"]
+
+
+def test_the_reason_is_the_last_error():
+    said = "ERROR: Could not find a version\nERROR: No matching distribution found\n[notice] A new release of pip\n"
+    assert last_line(said) == "No matching distribution found"
+    assert last_line("Traceback\nImportError: no torch\nSee numpy.org for help.\n") == "ImportError: no torch"
+    assert last_line("first\nlast\n\n") == "last"
