@@ -7,6 +7,7 @@ import sys
 import frameworks
 import pytest
 import torch
+import worlds
 from checkout import EXAMPLES, SCRIPTS
 
 LAYERS, STEPS = 3, 3
@@ -33,7 +34,8 @@ def test_the_names_of_its_checkpointing():
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks") / "runs"
-    call("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPTS / "deepspeed_ranks.py", out)
+    done = worlds.torchrun(SCRIPTS / "deepspeed_ranks.py", out, env=environment(), timeout=500)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return torch.load(out)
 
 

@@ -3,8 +3,6 @@ fully_shard over checkpoint_wrapper and apply, beside torch's."""
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import world_torch
@@ -148,15 +146,9 @@ def test_a_wrapped_model_and_the_flag_are_an_error_when_the_model_is_prepared(ac
 @pytest.mark.parametrize(("engine", "compress"), [("fsdp2", "int8"), ("fsdp1", "none")])
 def test_example(engine, compress):
     """As a user runs it."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/fsdp.py"]
-    done = subprocess.run(
-        [sys.executable, *command, "--engine", engine, "--compress", compress, "--steps", "3", "--layers", "3"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=worlds.LIMIT,
-    )
+    command = ["examples/fsdp.py", "--engine", engine, "--compress", compress, "--steps", "3", "--layers", "3"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = worlds.torchrun(*command, cwd=ROOT, env=env, timeout=worlds.LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{engine} on 2 ranks, 3 steps: 3 blocks wrapped" in done.stdout
     if compress == "none":

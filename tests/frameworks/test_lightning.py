@@ -8,6 +8,7 @@ import sys
 import lightning.pytorch as pl
 import pytest
 import torch
+import worlds
 from checkout import HELPERS, ROOT, SCRIPTS
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.fsdp import _activation_checkpointing_kwargs, _setup_activation_checkpointing
@@ -442,8 +443,7 @@ def ranks(tmp_path_factory):
     """What each of two ranks wrote: fits by strategy and kind."""
     out = tmp_path_factory.mktemp("ranks") / "fits"
     script = SCRIPTS / "lightning_ranks.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*launch, script, out], env=environment(), capture_output=True, text=True, timeout=500)
+    done = worlds.torchrun(script, out, env=environment(), timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(f"{out}.{rank}") for rank in (0, 1)]
 
