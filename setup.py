@@ -47,7 +47,7 @@ NVCC_FLAGS = [
 
 
 # One binary for every architecture: 11 MB of objects become 1 MB.  nvcc 12.8 and later; drivers of
-# CUDA 12.4 and later load them, which csrc/codec/cuda.cu is told.
+# CUDA 12.4 and later load them, which csrc/codec/cuda/driver.cu is told.
 COMPRESS_FLAGS = ["--compress-mode=size", "-DGCK_CUDA_LEAST_DRIVER=12040"]
 
 
@@ -180,7 +180,7 @@ class BuildExt(build_ext):
         define = '-DGCK_CUDA_ARCHS="' + ";".join(archs) + '"'
         codes = [flag for arch in archs for flag in gencode(arch)]
         werror = ["-Werror", "all-warnings"] if env_flag("GRADCKPT_WERROR") else []
-        self.spawn([nvcc, "-c", source, "-o", out, define, *NVCC_FLAGS, *compress, *werror, *codes])
+        self.spawn([nvcc, "-c", source, "-o", out, "-Icsrc", define, *NVCC_FLAGS, *compress, *werror, *codes])
         return out
 
 
@@ -203,6 +203,7 @@ def extension() -> Extension:
         "gradckpt._C",
         files("*.c", "*.cu"),
         depends=files("*.h", "*.def", "*.cuh"),
+        include_dirs=["csrc"],
         define_macros=[("Py_LIMITED_API", "0x030B0000"), ("_GNU_SOURCE", "1")],
         extra_compile_args=flags,
         extra_link_args=links,

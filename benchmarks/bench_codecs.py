@@ -7,7 +7,7 @@ GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same val
 and after every repeat of every kernel, so that a noisy machine harms both alike. Everything is
 written into warm, preallocated buffers: torch's allocator gives large tensors back to the kernel,
 so gradckpt.codecs.encode() pays for page faults that memcpy into a warm buffer does not. The
-extension exports nothing but its module, hence the benchmark compiles csrc/codec/*.c once more with
+extension exports nothing but its module, hence the benchmark compiles csrc/codec once more with
 the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode() by ctypes: the shipped
 C, dispatch and streaming included. Several threads: as many Python threads, each with its own part
 of the buffers (ctypes releases the GIL). The scalar kernels are timed 3 times at most.
@@ -97,11 +97,11 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
         x86 = platform.machine() == "x86_64"
         extra = next((flags for suffix, flags in ISA_FLAGS.items() if x86 and source.stem.endswith(suffix)), [])
         made = folder / f"{source.stem}.o"
-        subprocess.run([gcc, *FLAGS, *extra, "-c", source, "-o", made], check=True)
+        subprocess.run([gcc, *FLAGS, *extra, f"-I{CODEC.parent}", "-c", source, "-o", made], check=True)
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sorted(CODEC.glob("*.c"))))
+        objects = list(pool.map(compile_one, sorted(CODEC.rglob("*.c"))))
     subprocess.run([gcc, "-shared", "-o", folder / "codecs.so", *objects, "-lm"], check=True)
     library = ctypes.CDLL(str(folder / "codecs.so"))
     library.gck_codec_find.restype = ctypes.c_void_p

@@ -1,7 +1,7 @@
 /* gradckpt.h: the contract between the folders.
  *
  * Plain C: pointers, integers, and structs of them.  csrc/codec implements it and knows neither
- * Python nor torch; csrc/torch and csrc/engine call it.  codec/group.h draws the byte layout of
+ * Python nor torch; csrc/torch and csrc/engine call it.  codec/format/group.h draws the byte layout of
  * every payload, and docs/codecs.md describes it. */
 #ifndef GRADCKPT_H
 #define GRADCKPT_H

@@ -2,15 +2,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/checkpoint.h"
-#include "engine/node.h"
-#include "engine/parameters.h"
-#include "engine/pending.h"
-#include "engine/rerun.h"
-#include "engine/saved.h"
-#include "engine/saver.h"
-#include "engine/selective.h"
-#include "engine/stand_in.h"
+#include "engine/region/checkpoint.h"
+#include "engine/region/region_node.h"
+#include "engine/region/parameters.h"
+#include "engine/payload/payload_overflow.h"
+#include "engine/region/recompute_env.h"
+#include "engine/saved/saved_tensor.h"
+#include "engine/saved/saved_hooks.h"
+#include "engine/selective/selective.h"
+#include "engine/selective/checkpoint_replacement.h"
 #include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE

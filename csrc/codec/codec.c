@@ -1,5 +1,5 @@
 /* codec.c: the table of codecs, and the only place that chooses between host and device. */
-#include "../gradckpt.h"
+#include "gradckpt.h"
 
 #include <stdatomic.h>
 #include <string.h>
@@ -9,19 +9,19 @@
 #endif
 
 #define GCK_CODEC(name, id) extern const gck_codec gck_codec_##name;
-#include "codecs.def"
+#include "codec/codecs.def"
 #undef GCK_CODEC
 
 static const struct { int id; const gck_codec *codec; } codecs[] = {
 #define GCK_CODEC(name, id) {id, &gck_codec_##name},
-#include "codecs.def"
+#include "codec/codecs.def"
 #undef GCK_CODEC
 };
 
 /* Never used: a repeated id would be a repeated member, which does not compile. */
 struct ids_are_unique {
 #define GCK_CODEC(name, id) char id_##id;
-#include "codecs.def"
+#include "codec/codecs.def"
 #undef GCK_CODEC
 };
 
@@ -246,7 +246,7 @@ const char *gck_status_text(int status)
     }
 }
 
-#ifndef GCK_WITH_CUDA                         /* else cuda.cu defines them */
+#ifndef GCK_WITH_CUDA                         /* else driver.cu defines them */
 const char *gck_cuda_archs(void) { return ""; }
 
 int gck_cuda_check(int *driver, int *runtime)

@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_OPTIONS_H
 #define GRADCKPT_OPTIONS_H
 
-#include "state.h"
+#include "engine/state.h"
 
 /* Borrowed from the caller; NULL when not given. */
 typedef struct {

@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_STATE_H
 #define GRADCKPT_STATE_H
 
-#include "../torch/tensor.h"
+#include "torch/tensor.h"
 
 enum { GCK_NPLANS = 4, GCK_NRECENT = 8 };
 
@@ -80,12 +80,12 @@ typedef struct {
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload removes itself      */
     gck_payload  *pending;         /* borrowed: the first of those with an open verdict  */
     PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that needs them */
-    PyObject     *torchs;          /* torch's checkpoint, see stand_in.c; NULL before the first exchange */
+    PyObject     *torchs;          /* torch's checkpoint, see checkpoint_replacement.c; NULL before the first exchange */
     int           standing;        /* how many regions need ours in its place            */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
     PyObject     *observer;        /* called with each Frame that has kept its arguments; or NULL */
     int           by_mode;         /* tests: only modes catch operators                    */
-    int64_t       late_verdicts;   /* tests: see pending.h; nanoseconds                  */
+    int64_t       late_verdicts;   /* tests: see payload_overflow.h; nanoseconds                  */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;
 

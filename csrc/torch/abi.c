@@ -1,6 +1,6 @@
 /* abi.c: fills the table. torch opens its libraries RTLD_LOCAL, so dlsym(RTLD_DEFAULT) finds
  * nothing; opening them again by name with RTLD_NOLOAD finds them. */
-#include "abi.h"
+#include "torch/abi.h"
 
 #include <dlfcn.h>
 #include <stdio.h>

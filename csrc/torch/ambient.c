@@ -1,7 +1,7 @@
 /* ambient.c: the fast cases (CPU generator, no autocast, no device context).  The rare ones are
  * planned in gradckpt/_engine/region_callbacks.py and executed here by calls of builtins: no Python
  * code runs, and so no signal handler, while the state is half changed. */
-#include "ambient.h"
+#include "torch/ambient.h"
 
 /* Store a call's result in *out, None as NULL. 0 or -1. */
 static int from_python(PyObject *result, PyObject **out)

@@ -2,7 +2,7 @@
  *
  * Running the operator again and dropping its result would not do: how many numbers it draws may
  * depend on values (poisson), and those of a recompute are approximate. */
-#include "draws.h"
+#include "torch/draws.h"
 
 int gck_op_draws(const gck_py *py, PyObject *op)
 {

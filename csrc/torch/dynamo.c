@@ -1,5 +1,5 @@
 /* dynamo.c: this thread's hook that passes frames to torch.compile. */
-#include "dynamo.h"
+#include "torch/dynamo.h"
 
 int gck_dynamo_off(const gck_py *py, PyObject **before)
 {

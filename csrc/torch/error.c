@@ -1,5 +1,5 @@
 /* error.c: the pending exception. */
-#include "error.h"
+#include "torch/error.h"
 
 gck_error gck_error_take(void)
 {

@@ -1,6 +1,6 @@
 /* input.c: facts about a tensor.  Whenever the memory behind a tensor is not simply its values, it
  * has no view, and the reason is returned. */
-#include "input.h"
+#include "torch/input.h"
 
 enum { CUDA_STRIDED_DIMS = 8 };
     /* strided dimensions that the kernels accept; a tensor with more stays uncompressed */

@@ -11,7 +11,7 @@
 #ifndef GRADCKPT_INPUT_H
 #define GRADCKPT_INPUT_H
 
-#include "tensor.h"
+#include "torch/tensor.h"
 
 enum { GCK_FACT_GRAD = 1, GCK_FACT_LEAF = 2, GCK_FACT_VERSION = 4, GCK_FACT_VIEW = 8 };
 

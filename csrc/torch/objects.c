@@ -1,5 +1,5 @@
 /* objects.c: the Python objects of torch that C calls, each looked up once. */
-#include "tensor.h"
+#include "torch/tensor.h"
 
 static PyObject *import_attribute(const char *module, const char *attribute)
 {

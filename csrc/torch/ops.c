@@ -9,7 +9,7 @@
  * A boxed kernel owns every argument on its stack and must release each.  It fails by
  * aoti_torch_check, a C++ exception that unwinds through here (-fexceptions), so nothing may be held
  * by then. */
-#include "ops.h"
+#include "torch/ops.h"
 
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -17,8 +17,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../gradckpt.h"
-#include "abi.h"
+#include "gradckpt.h"
+#include "torch/abi.h"
 
 /* The argument layout of torch 2.11; later versions keep it for us. */
 static const uint64_t build_version = UINT64_C(0x020B000000000000);

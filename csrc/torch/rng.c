@@ -7,7 +7,7 @@
  * They are compared, never interpreted and never written; where they lie is found out at
  * import, by drawing from a generator of our own, and if torch ever moves them elsewhere
  * every state goes through torch again. */
-#include "rng.h"
+#include "torch/rng.h"
 
 #include <string.h>
 

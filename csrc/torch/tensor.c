@@ -1,5 +1,5 @@
 /* tensor.c: attributes, hooks, empty tensors, and the work of the codecs on them. */
-#include "tensor.h"
+#include "torch/tensor.h"
 
 const char *const gck_reason_text[GCK_NREASONS] = {
     "compressed",

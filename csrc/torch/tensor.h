@@ -5,10 +5,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "../gradckpt.h"
-#include "abi.h"
-#include "error.h"
-#include "rng.h"
+#include "gradckpt.h"
+#include "torch/abi.h"
+#include "torch/error.h"
+#include "torch/rng.h"
 
 /* Python objects of torch that the hot paths call: looked up once, owned. */
 #define GCK_PY_OBJECTS(OBJECT)                                             \

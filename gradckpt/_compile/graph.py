@@ -169,7 +169,7 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
         later.append(node)
     else:
         return
-    # As in csrc/engine/store.c: only the first value is compressed. The others (log-sum-exp, states
+    # As in op_storage.c: only the first value is compressed. The others (log-sum-exp, states
     # of a generator) stay exact.
     first = [n for n in later if n.target is operator.getitem and n.args[0] is node and n.args[1] == 0] or [node]
     value = first[0].meta.get("val")

@@ -42,7 +42,7 @@ from gradckpt.policies import PolicyLike, as_policy
 class ForwardContext(_C.Context, private.CachingMode):  # type: ignore[misc]
     """The forward's context, which keeps outputs.
 
-    It uses the dispatch key where that is possible, else the mode (csrc/engine/mode.c).
+    It uses the dispatch key where that is possible, else the mode (selective_mode.c).
     """
 
     def __init__(self, policy_fn: Any, store: Any, by_key: bool):
@@ -232,7 +232,7 @@ def _warn_exact_saves() -> None:
 
 
 def _is_rounding_cast(args: Any, kwargs: Any) -> bool:
-    """Return whether a cast makes integers or bools of floats, as csrc/engine/store.c does.
+    """Return whether a cast makes integers or bools of floats, as op_storage.c does.
 
     The output is not asked: torch before 2.12 asks a policy before there is one.
     """

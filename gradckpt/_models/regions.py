@@ -254,7 +254,7 @@ def prepare(
     function, args, kwargs = with_caches(function, args, kwargs)
     function = own_keywords(function, kwargs)
     if config is not None and not compiled:
-        leaves_too = config.include == "floating" and not config.fake_quantize  # as csrc/engine/entry.c
+        leaves_too = config.include == "floating" and not config.fake_quantize  # as packed.c
         return localized(function, args, kwargs, leaves_too)
     return function, args, kwargs
 

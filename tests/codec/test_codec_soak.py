@@ -1,4 +1,4 @@
-"""Ten million random groups: every instruction set against scalar.c,
+"""Ten million random groups: every instruction set against group_portable.c,
 in a C program (codec_parity.c).
 
 GRADCKPT_SOAK_SECONDS bounds it (1800 by default). AVX-512 is emulated where the CPU has none.
@@ -12,14 +12,14 @@ import shutil
 import subprocess
 
 import pytest
-from checkout import CODEC, HELPERS
+from checkout import CSRC, HELPERS, source
 
 GROUPS = 10_000_000
 FLAGS = shlex.split("-std=c11 -O2 -D_GNU_SOURCE -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror")
 AVX2 = shlex.split("-mavx2 -mfma -mf16c")
 AVX512 = shlex.split("-mavx512f -mavx512bw -mavx512dq -mavx512vl")
 #: The kernels of gck_isa, by the beginnings of their files' names.
-FILES = ("fp8", "int8_plain", "rotated", "isa")
+FILES = ("fp8", "int8_plain", "rotated", "kernels")
 
 
 def build(folder):
@@ -28,13 +28,15 @@ def build(folder):
     emulated = " avx512bw " not in pathlib.Path("/proc/cpuinfo").read_text()
     define = ["-DGCK_EMULATE_AVX512"] if emulated else []
     objects = []
-    for name in [f"{f}_{isa}" for f in FILES for isa in ("avx2", "avx512")] + ["scalar"]:
-        isa = [] if name == "scalar" else AVX2 if emulated or name.endswith("avx2") else AVX2 + AVX512
+    for name in [f"{f}_{isa}" for f in FILES for isa in ("avx2", "avx512")] + ["group_portable"]:
+        isa = [] if name == "group_portable" else AVX2 if emulated or name.endswith("avx2") else AVX2 + AVX512
         objects.append(folder / f"{name}.o")
-        subprocess.run([gcc, *FLAGS, *isa, *define, "-c", CODEC / f"{name}.c", "-o", objects[-1]], check=True)
+        subprocess.run(
+            [gcc, *FLAGS, *isa, *define, f"-I{CSRC}", "-c", source(f"{name}.c"), "-o", objects[-1]], check=True
+        )
     program = folder / "codec_parity"
     main = HELPERS / "codec_parity.c"
-    subprocess.run([gcc, *FLAGS, *define, f"-I{CODEC}", main, *objects, "-o", program, "-lm"], check=True)
+    subprocess.run([gcc, *FLAGS, *define, f"-I{CSRC}", main, *objects, "-o", program, "-lm"], check=True)
     return program
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
-from checkout import CODEC
+from checkout import CSRC
 from codec_inputs import DTYPES, bits_of, tensor
 from codec_isas import ISAS, forced
 from hypothesis import given, settings
@@ -396,13 +396,13 @@ def test_what_the_extension_refuses(function, arguments, error):
 def test_cpu_without_avx(tmp_path):
     """Instruction sets are known by name that this CPU cannot run."""
     (tmp_path / "old.c").write_text(
-        f"""
+        """
         #define __builtin_cpu_supports(feature) 0
-        #include "{CODEC / "cpu.c"}"
-        const gck_isa gck_isa_scalar = {{"scalar"}}, gck_isa_avx2 = {{"avx2"}}, gck_isa_avx512 = {{"avx512"}};
+        #include "codec/host/cpu_features.c"
+        const gck_isa gck_isa_scalar = {"scalar"}, gck_isa_avx2 = {"avx2"}, gck_isa_avx512 = {"avx512"};
         """
     )
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "old.so", f"-I{CODEC}", "old.c"], cwd=tmp_path, check=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "old.so", f"-I{CSRC}", "old.c"], cwd=tmp_path, check=True)
     library = ctypes.CDLL(str(tmp_path / "old.so"))
     library.gck_isa_name.restype = ctypes.c_char_p
     assert [library.gck_isa_supported(name) for name in (b"scalar", b"avx2", b"avx512", b"mmx")] == [1, 0, 0, -1]

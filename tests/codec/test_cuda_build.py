@@ -9,9 +9,9 @@ import shutil
 import subprocess
 
 import pytest
-from checkout import CODEC
+from checkout import CODEC, CSRC, source
 
-SOURCES = sorted(p.stem for p in CODEC.glob("*.cu"))
+SOURCES = sorted(p.stem for p in CODEC.rglob("*.cu"))
 #: PTX is kept in the objects, as text.
 FLAGS = shlex.split(
     """-std=c++17 -O3 -fmad=false -cudart static -gencode arch=compute_90,code=[sm_90,compute_90] --no-compress
@@ -52,7 +52,7 @@ def built(tmp_path_factory):
     out = tmp_path_factory.mktemp("cuda")
     running = {
         name: subprocess.Popen(
-            [nvcc, *FLAGS, "-c", CODEC / f"{name}.cu", "-o", out / f"{name}.o"],
+            [nvcc, *FLAGS, f"-I{CSRC}", "-c", source(f"{name}.cu"), "-o", out / f"{name}.o"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for name in SOURCES
     }  # fmt: skip
@@ -158,7 +158,9 @@ def test_links_without_a_cxx_runtime(built, tmp_path):
     gcc, readelf = shutil.which("gcc"), shutil.which("readelf")
     if gcc is None or readelf is None:
         pytest.skip("gcc or readelf not found")
-    plan = subprocess.run([built["nvcc"], "-dryrun", "-c", CODEC / "cuda.cu"], capture_output=True, text=True).stderr
+    plan = subprocess.run(
+        [built["nvcc"], "-dryrun", f"-I{CSRC}", "-c", source("driver.cu")], capture_output=True, text=True
+    ).stderr
     top = pathlib.Path(re.search(r"TOP=(\S+)", plan).group(1)).resolve()
     places = [top / "lib64", top / "lib", *top.glob("targets/*/lib")]
     cudart = next((p / "libcudart_static.a" for p in places if (p / "libcudart_static.a").exists()), None)
@@ -168,8 +170,8 @@ def test_links_without_a_cxx_runtime(built, tmp_path):
     (tmp_path / "probe.c").write_text(SHIM)
     library = tmp_path / "probe.so"
     objects = [built[name][0] for name in SOURCES]
-    subprocess.run([gcc, "-shared", "-fPIC", "-Wl,--no-undefined", "-DGCK_WITH_CUDA=1", f"-I{CODEC.parent}",
-                    tmp_path / "probe.c", CODEC / "verdict.c",
+    subprocess.run([gcc, "-shared", "-fPIC", "-Wl,--no-undefined", "-DGCK_WITH_CUDA=1", f"-I{CSRC}",
+                    tmp_path / "probe.c", source("overflow.c"),
                     *objects, cudart, "-lpthread", "-ldl", "-lrt", "-o", library], check=True)  # fmt: skip
     dynamic = subprocess.run([readelf, "-d", library], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)

@@ -41,7 +41,7 @@ from cuda_kernels import (
 )
 
 E_DTYPE, E_DEVICE, E_DRIVER = -1, -2, -3
-MOST_JOBS = 32  # of kernel.cuh
+MOST_JOBS = 32  # of launch.cuh
 
 
 @pytest.fixture(scope="module", params=[750, 900])

@@ -8,9 +8,7 @@ import subprocess
 import sysconfig
 
 import pytest
-from checkout import CODEC, HELPERS
-
-CSRC = CODEC.parent
+from checkout import CSRC, HELPERS
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +18,7 @@ def probe(tmp_path_factory):
         pytest.skip("gcc or Python.h not found")
     library = tmp_path_factory.mktemp("launches") / "probe.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE",
-                    "-Wno-missing-field-initializers", f"-I{CSRC}", f"-I{CSRC}/torch", f"-I{headers}",
+                    "-Wno-missing-field-initializers", f"-I{CSRC}", f"-I{headers}",
                     HELPERS / "launch_probe.c",
                     CSRC / "torch" / "error.c", "-o", library], check=True)  # fmt: skip
     return ctypes.PyDLL(str(library))  # called with the GIL held

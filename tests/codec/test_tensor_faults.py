@@ -9,9 +9,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from checkout import CODEC, HELPERS
+from checkout import CSRC, HELPERS
 
-CSRC, INCLUDE = CODEC.parent, Path(sysconfig.get_path("include"))
+INCLUDE = Path(sysconfig.get_path("include"))
 E_DEVICE, E_DRIVER, E_FIT, ILLEGAL_ADDRESS = -2, -3, -4, 700
 HOST, CUDA, METAL = 1, 2, 8  # of DLPack
 NO_DRIVER = (
@@ -29,7 +29,7 @@ def library(tmp_path_factory):
     made = tmp_path_factory.mktemp("tensors") / "tensors.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
                     "-Wno-missing-field-initializers", "-D_GNU_SOURCE", "-DPy_LIMITED_API=0x030B0000", f"-I{INCLUDE}",
-                    f"-I{CSRC}", f"-I{CSRC}/torch", HELPERS / "tensor_faults.c", "-o", made], check=True)  # fmt: skip
+                    f"-I{CSRC}", HELPERS / "tensor_faults.c", "-o", made], check=True)  # fmt: skip
     return made
 
 

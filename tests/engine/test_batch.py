@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from codec_library import CODEC, FLAGS, NUMBERS, Tensor
+from checkout import CODEC, CSRC
+from codec_library import FLAGS, NUMBERS, Tensor
 from torch.utils import _pytree
 
 import gradckpt
@@ -172,7 +173,7 @@ def test_bytes_that_are_not_there_yet_are_not_shared():
 # ---- neighbours on a device ----
 
 STUBS = """
-#include "../gradckpt.h"
+#include "gradckpt.h"
 
 /* What was called: host work -1, device work the number of tensors. */
 int calls[64], ncalls, failing;
@@ -208,7 +209,7 @@ static int decode(const void *const *p, const gck_tensor *out, int n)
 #define GCK_CODEC(name, id)                                                                                    \\
     const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0, 0, 0}}, 128, id == 1, 0,        \\
                                         encode_host, decode_host, encode, decode};
-#include "codecs.def"
+#include "codec/codecs.def"
 int run(const gck_tensor *x, void *const *payloads, const gck_how *how, int n, int decodes)
 {
     const gck_codec *codec = gck_codec_find("fp8_e4m3");
@@ -229,7 +230,7 @@ class How(ctypes.Structure):
 class Stubs:
     def __init__(self, folder):
         (folder / "stubs.c").write_text(STUBS)
-        command = [shutil.which("gcc"), *FLAGS, f"-I{CODEC}", "-shared", folder / "stubs.c", CODEC / "codec.c"]
+        command = [shutil.which("gcc"), *FLAGS, f"-I{CSRC}", "-shared", folder / "stubs.c", CODEC / "codec.c"]
         subprocess.run([*command, "-o", folder / "stubs.so"], check=True)
         self.library = ctypes.CDLL(str(folder / "stubs.so"))
 

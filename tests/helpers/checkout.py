@@ -8,4 +8,11 @@ HELPERS = TESTS / "helpers"
 SCRIPTS = HELPERS / "scripts"
 EMULATION = HELPERS / "emulation"
 EXAMPLES = ROOT / "examples"
-CODEC = ROOT / "csrc" / "codec"
+CSRC = ROOT / "csrc"
+CODEC = CSRC / "codec"
+
+
+def source(name):
+    """The C or CUDA source of that name, which is unique."""
+    (path,) = CSRC.rglob(name)
+    return path

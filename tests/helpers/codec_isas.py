@@ -8,7 +8,7 @@ import subprocess
 
 import codec_oracle as oracle
 import numpy as np
-from checkout import CODEC
+from checkout import CODEC, CSRC, source
 
 from gradckpt import _C
 
@@ -69,10 +69,13 @@ class EmulatedAvx512:
         gcc = shutil.which("gcc")
         path = folder / "avx512.so"
         others = ("lossless", "mask", "cast")  # families of their own: direct_kernels.py
-        families = [s for s in sorted(CODEC.glob("*_avx512.c")) if not s.name.startswith(others)]
-        sources = [*families, CODEC / "scalar.c"]
+        families = [s for s in sorted(CODEC.rglob("*_avx512.c")) if not s.name.startswith(others)]
+        sources = [*families, source("group_portable.c")]
         objects = [folder / f"{s.stem}.o" for s in sources]
-        running = [subprocess.Popen([gcc, *FLAGS, "-c", s, "-o", o]) for s, o in zip(sources, objects, strict=True)]
+        running = [
+            subprocess.Popen([gcc, *FLAGS, f"-I{CSRC}", "-c", s, "-o", o])
+            for s, o in zip(sources, objects, strict=True)
+        ]
         assert [p.wait() for p in running] == [0] * len(sources)
         subprocess.run([gcc, "-shared", "-o", path, *objects, "-lm"], check=True)
         self.library = ctypes.CDLL(str(path))

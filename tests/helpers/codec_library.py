@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
-from checkout import CODEC
+from checkout import CODEC, CSRC
 from cuda_kernels import Tensor
 
 FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror")
@@ -20,7 +20,7 @@ ISA_FLAGS = {
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "bool": 3}  # gck_dtype
 #: gck_encode() and gck_decode() of units chosen by the caller.
 UNITS = """
-#include "../gradckpt.h"
+#include "gradckpt.h"
 int units_encode(const char *name, const gck_tensor *x, void *payload, int64_t first, int64_t last)
 {
     return gck_codec_find(name)->encode_host(x, payload, NULL, first, last);
@@ -36,19 +36,19 @@ int64_t units_sizeof_tensor(void) { return sizeof(gck_tensor); }
 
 
 def compile_codecs(folder, extra=()):
-    """Objects of csrc/codec/*.c and of `extra`."""
+    """Objects of csrc/codec and of `extra`."""
     gcc = shutil.which("gcc")
     assert gcc, "gcc is needed: the extension could not have been built without it"
 
     def one(source):
         isa = [f for suffix, f in ISA_FLAGS.items() if source.stem.endswith(suffix) and platform.machine() == "x86_64"]
         made = folder / f"{source.stem}.o"
-        command = [gcc, *FLAGS, *(isa[0] if isa else []), f"-I{CODEC}", "-c", str(source), "-o", str(made)]
+        command = [gcc, *FLAGS, *(isa[0] if isa else []), f"-I{CSRC}", "-c", str(source), "-o", str(made)]
         subprocess.run(command, check=True)
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(one, [*sorted(CODEC.glob("*.c")), *extra]))
+        return list(pool.map(one, [*sorted(CODEC.rglob("*.c")), *extra]))
 
 
 class CodecLibrary:

@@ -1,6 +1,6 @@
 """A second opinion on the payload format: an encoder and a decoder in numpy.
 
-Written from the text at the top of csrc/codec/group.h and docs/codecs.md, by other means than
+Written from the text at the top of group.h and docs/codecs.md, by other means than
 the C: FP8 by searching the table of all values, the rotation by explicit matrices, integers by
 the exact product in float64, levels by searching lists. It is slow and short. Values travel as
 the bits of their dtype; noise is uint16 [G, 128], None: to nearest.

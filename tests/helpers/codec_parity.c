@@ -1,4 +1,4 @@
-/* codec_parity.c: every instruction set against scalar.c on random groups, byte by byte.
+/* codec_parity.c: every instruction set against group_portable.c on random groups, byte by byte.
  *
  *     codec_parity GROUPS SECONDS [SEED]
  *
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "cpu.h"
+#include "codec/host/cpu_features.h"
 
 enum { MOST = 512, GUARD = 64 };
 

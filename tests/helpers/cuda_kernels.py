@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from checkout import CODEC, EMULATION
+from checkout import CODEC, CSRC, EMULATION, source
 
 #: gck_format, bytes of codes and of the words beside them, for each group
 FORMATS = {
@@ -31,7 +31,7 @@ SANITIZERS = os.environ.get("GRADCKPT_TEST_SANITIZERS", "")
 GXX_FLAGS = shlex.split(
     f"""-x c++ -std=c++17 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off
     -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-function
-    -DGCK_EMULATE_CUDA '-DGCK_CUDA_ARCHS="emulated"' -include '{EMULATION / "cuda_emulation.h"}'"""
+    -DGCK_EMULATE_CUDA '-I{CSRC}' '-DGCK_CUDA_ARCHS="emulated"' -include '{EMULATION / "cuda_emulation.h"}'"""
 )
 #: UBSan traps: a library under ctypes has no way to report.  With both sanitizers and -O1, gcc
 #: 12 checks array indices that are not the program's.
@@ -39,7 +39,7 @@ CHECKS = "-O1 -fsanitize=undefined -fsanitize-undefined-trap-on-error"
 if SANITIZERS:
     CHECKS = f"-O0 -g -fsanitize={SANITIZERS}"
 REFERENCE = """
-#include "cpu.h"
+#include "codec/host/cpu_features.h"
 
 static uint16_t *side_of(int format, uint8_t *codes, int64_t n)
 {
@@ -122,9 +122,9 @@ def build_kernels(out, arch, only=None, *defines):
     if gxx is None:
         pytest.skip("g++ not found: the CUDA emulation is C++")
     flags = [*GXX_FLAGS, *CHECKS.split(), f"-DEMULATED_ARCH={arch}", *defines]
-    others = {"lossless", "mask", "cast", "verdict"}  # direct_kernels.py has those
-    names = only or sorted({p.stem for p in CODEC.glob("*.cu")} - others)
-    compile_all([[gxx, *flags, "-c", CODEC / f"{n}.cu", "-o", out / f"{n}.o"] for n in names])
+    others = {"lossless", "mask", "cast", "overflow"}  # direct_kernels.py has those
+    names = only or sorted({p.stem for p in CODEC.rglob("*.cu")} - others)
+    compile_all([[gxx, *flags, "-c", source(f"{n}.cu"), "-o", out / f"{n}.o"] for n in names])
     compile_all([[gxx, "-shared", *CHECKS.split(), "-o", out / "kernels.so", *(out / f"{n}.o" for n in names), "-lm"]])
     return ctypes.CDLL(str(out / "kernels.so"))
 
@@ -135,7 +135,7 @@ def check_syntax(arch):
     if gxx is None:
         pytest.skip("g++ not found: the CUDA emulation is C++")
     flags = [*GXX_FLAGS, f"-DEMULATED_ARCH={arch}", "-fsyntax-only"]
-    compile_all([[gxx, *flags, path] for path in sorted(CODEC.glob("*.cu"))])
+    compile_all([[gxx, *flags, path] for path in sorted(CODEC.rglob("*.cu"))])
 
 
 def build_reference(out):
@@ -143,7 +143,7 @@ def build_reference(out):
     if gcc is None:
         pytest.skip("gcc not found")
     (out / "reference.c").write_text(REFERENCE)
-    compile_all([[gcc, "-std=c11", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{CODEC}",
+    compile_all([[gcc, "-std=c11", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{CSRC}",
                   out / "reference.c", "-o", out / "reference.so", "-lm"]])  # fmt: skip
     return ctypes.CDLL(str(out / "reference.so"))
 

@@ -13,7 +13,7 @@ import subprocess
 import direct_oracle as oracle
 import numpy as np
 import pytest
-from checkout import CODEC, EMULATION
+from checkout import CSRC, EMULATION, source
 from codec_isas import supported
 from cuda_kernels import Tensor
 
@@ -48,11 +48,11 @@ ISA_FLAGS = {"avx2": "-mavx2 -mfma -mf16c", "avx512": "-mavx2 -mfma -mf16c -DGCK
 CXX_FLAGS = shlex.split(
     f"""-x c++ -std=c++17 -O1 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off -Wall -Wextra -Wno-unknown-pragmas
     -Wno-unused-function -fsanitize=undefined -fsanitize-undefined-trap-on-error -DGCK_EMULATE_CUDA
-    '-DGCK_CUDA_ARCHS="emulated"' -include '{EMULATION / "cuda_emulation.h"}'"""
+    '-I{CSRC}' '-DGCK_CUDA_ARCHS="emulated"' -include '{EMULATION / "cuda_emulation.h"}'"""
 )
 SHIM = """
-#include "cpu.h"
-#include "direct.h"
+#include "codec/host/cpu_features.h"
+#include "codec/host/elementwise.h"
 
 static gck_isa chosen;
 const gck_isa *gck_isa_current(void) { return &chosen; }
@@ -168,12 +168,12 @@ class HostKernels:
         gcc = shutil.which("gcc")
         if gcc is None:
             pytest.skip("gcc not found")
-        names = dict.fromkeys(("cast", "mask", "lossless", "direct", "strided"), "")
+        names = dict.fromkeys(("cast", "mask", "lossless", "elementwise", "strided"), "")
         names |= {f"{name}_{isa}": isa for name in ("cast", "mask", "lossless") for isa in ("avx2", "avx512")}
         (folder / "shim.c").write_text(SHIM)
-        sources = [(CODEC / f"{name}.c", isa) for name, isa in names.items()] + [(folder / "shim.c", "")]
+        sources = [(source(f"{name}.c"), isa) for name, isa in names.items()] + [(folder / "shim.c", "")]
         compile_all(
-            [gcc, *C_FLAGS, *ISA_FLAGS[isa].split(), f"-I{CODEC}", "-c", s, "-o", folder / f"{s.stem}.o"]
+            [gcc, *C_FLAGS, *ISA_FLAGS[isa].split(), f"-I{CSRC}", "-c", s, "-o", folder / f"{s.stem}.o"]
             for s, isa in sources
         )
         objects = [folder / f"{s.stem}.o" for s, _ in sources]
@@ -220,12 +220,12 @@ class DeviceKernels:
         gxx = shutil.which("g++")
         if gxx is None:
             pytest.skip("g++ not found: the CUDA emulation is C++")
-        names = ["cast", "mask", "lossless", "verdict"]
+        names = ["cast", "mask", "lossless", "overflow"]
         flags = [*CXX_FLAGS, f"-DEMULATED_ARCH={arch}"]
-        commands = [[gxx, *flags, "-c", CODEC / f"{n}.cu", "-o", folder / f"{n}.cu.o"] for n in names]
-        c = [gxx.replace("g++", "gcc"), *C_FLAGS, "-DGCK_WITH_CUDA=1", "-c", CODEC / "verdict.c", "-o"]
-        compile_all([*commands, [*c, folder / "verdict.c.o"]])
-        objects = [*(folder / f"{n}.cu.o" for n in names), folder / "verdict.c.o"]
+        commands = [[gxx, *flags, "-c", source(f"{n}.cu"), "-o", folder / f"{n}.cu.o"] for n in names]
+        c = [gxx.replace("g++", "gcc"), *C_FLAGS, "-DGCK_WITH_CUDA=1", f"-I{CSRC}", "-c", source("overflow.c"), "-o"]
+        compile_all([*commands, [*c, folder / "overflow.c.o"]])
+        objects = [*(folder / f"{n}.cu.o" for n in names), folder / "overflow.c.o"]
         subprocess.run([gxx, "-shared", "-o", folder / "device.so", *objects, "-lm", "-lpthread"], check=True)
         self.library = ctypes.CDLL(str(folder / "device.so"))
         self.library.gck_verdict_take.restype = ctypes.c_void_p

@@ -73,7 +73,7 @@ def commands(setup_py, nvcc):
     build.spawn = spawned.append
     archs = setup_py.cuda_archs(nvcc)
     compress = setup_py.COMPRESS_FLAGS if "--compress-mode" in setup_py.ask(nvcc, "--help") else []
-    build.compile_cu("csrc/codec/cuda.cu", nvcc, archs, compress)
+    build.compile_cu("csrc/codec/cuda/driver.cu", nvcc, archs, compress)
     return spawned[0]
 
 

@@ -1,4 +1,4 @@
-/* avx512_emulation.h: the AVX-512 intrinsics of csrc/codec/avx512.h and its users, in
+/* avx512_emulation.h: the AVX-512 intrinsics of csrc/codec/x86/avx512.h and its users, in
  * portable C, so that their bytes are compared on machines without AVX-512.
  *
  * Included instead of <immintrin.h> when GCK_EMULATE_AVX512 is defined.  Semantics from

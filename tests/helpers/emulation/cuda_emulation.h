@@ -12,7 +12,7 @@
  * the other, so shared memory is static memory.  Memory is the host's, so sanitizers see
  * every access.
  * __CUDA_ARCH__ is 750, where the branches without newer instructions run, or what
- * EMULATED_ARCH says: of the instructions of csrc/codec/ptx.cuh there are models below,
+ * EMULATED_ARCH says: of the instructions of csrc/codec/cuda/ptx.cuh there are models below,
  * written from the PTX manual by other means than the codecs. */
 #ifndef CUDA_EMULATION_H
 #define CUDA_EMULATION_H

@@ -1,0 +1,309 @@
+/* group_kernels.cuh: kernels of the group codecs; group.h is the format.
+ *
+ * A .cu file includes this, defines lane_encode(), reconsider(), lane_decode() and
+ * lane_decode_unusual() for its formats, and names its codecs by GCK_GROUP_CODEC_CUDA(). */
+#ifndef GRADCKPT_GROUP_KERNELS_CUH
+#define GRADCKPT_GROUP_KERNELS_CUH
+
+#include "codec/cuda/lane_group.cuh"
+
+/* ---- what a format does ---- */
+
+/* The 16 values from i on to a lane's share.  Called by all lanes of a warp.  0 when the
+ * group is ordinary; else what reconsider() wants to know: the same in its 8 lanes. */
+template <gck_format FORMAT, bool NOISY, typename VIEW>
+GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dither, share<FORMAT> &s);
+
+/* Of a warp with such a group: was the share right, is this a better one, or must one lane
+ * alone encode the group? */
+enum answer { RIGHT, BETTER, ODD };
+template <gck_format FORMAT, typename VIEW>
+GCK_LANE_FN answer reconsider(const VIEW &x, int64_t i, uint32_t doubt, share<FORMAT> &s);
+
+/* The values of ordinary group g of its tensor. */
+template <gck_format FORMAT>
+GCK_LANE_FN void lane_decode(const share<FORMAT> &s, int64_t g, float (&v)[VALUES]);
+
+/* Of a warp with a group that is not: RIGHT for an ordinary one, BETTER with the values, ODD. */
+template <gck_format FORMAT>
+GCK_LANE_FN answer lane_decode_unusual(const share<FORMAT> &s, int64_t g, float (&v)[VALUES]);
+
+template <gck_format FORMAT>
+GCK_LANE_FN bool is_ordinary(uint32_t side)
+{
+    return FORMAT == GCK_INT4 ? (side >> 16 & 0x7F80u) != GCK_INT4_UNROTATED : (side & GCK_ESC) == 0;
+}
+
+/* ---- odd groups: one lane, the reference, memory only ----
+ *
+ * They hold escapes (masks merged into biases) or are tiny: slow, but right. */
+
+GCK_LANE_FN void copy_value(gck_dtype dtype, void *to, int i, const void *from, int j)
+{
+    if (dtype == GCK_F32) {
+        ((float *)to)[i] = ((const float *)from)[j];
+    } else {
+        ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
+    }
+}
+
+/* The values of group g side by side; `load`: they are to be read. */
+template <gck_dtype DTYPE>
+GCK_LANE_FN void *side_by_side(const typed<DTYPE> &x, int64_t g, int, bool) { return x.data + g * GCK_GROUP; }
+
+GCK_LANE_FN void *side_by_side(const untyped &x, int64_t g, int count, bool load)
+{
+    float *values = scratch<float>();
+
+    if (load) {
+        for_each_address(x, g * GCK_GROUP, count,
+                         [&](int j, const uint8_t *at) { copy_value(x.kind, values, j, at, 0); });
+    }
+    return values;
+}
+
+template <gck_dtype DTYPE>
+GCK_LANE_FN void spread(const typed<DTYPE> &, int64_t, int, const void *) {}
+
+GCK_LANE_FN void spread(const untyped &x, int64_t g, int count, const void *values)
+{
+    for_each_address(x, g * GCK_GROUP, count, [&](int j, uint8_t *at) { copy_value(x.kind, at, 0, values, j); });
+}
+
+/* ---- kernels ---- */
+
+/* Where a group lies in a payload. */
+template <gck_format FORMAT>
+GCK_LANE_FN uint8_t *codes_of(uint8_t *payload, int64_t g) { return payload + g * GCK_CODE_BYTES(FORMAT); }
+
+template <gck_format FORMAT>
+GCK_LANE_FN uint16_t *side_of(uint8_t *payload, int64_t ngroups, int64_t g)
+{
+    return (uint16_t *)codes_of<FORMAT>(payload, ngroups) + g * GCK_SIDE_WORDS(FORMAT);
+}
+
+GCK_LANE_FN int count_of(int64_t numel, int64_t g)
+{
+    return numel - g * GCK_GROUP < GCK_GROUP ? (int)(numel - g * GCK_GROUP) : GCK_GROUP;
+}
+
+/* Called by one lane: its group in an odd form. */
+template <gck_format FORMAT, bool NOISY, typename WORK>
+static __device__ __noinline__ void encode_odd(const WORK &work)
+{
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int count = count_of(job.x.numel, g);
+    uint16_t *noise = NULL;
+
+    if constexpr (NOISY) {
+        noise = scratch<uint16_t>();
+        gck_noise_of_group(&job.dither, g, noise);
+    }
+    gck_encode_unrotated(FORMAT, side_by_side(job.x, g, count, true), job.x.dtype(), count, gck_is_rotated(FORMAT),
+                         noise, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g));
+}
+
+template <gck_format FORMAT, typename WORK>
+static __device__ __noinline__ void decode_odd(const WORK &work)
+{
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int count = count_of(job.x.numel, g);
+    void *values = side_by_side(job.x, g, count, false);
+
+    gck_decode_unrotated(FORMAT, codes_of<FORMAT>(job.payload, g), *side_of<FORMAT>(job.payload, ngroups, g), values,
+                         job.x.dtype(), count);
+    spread(job.x, g, count, values);
+}
+
+/* The last thing a warp does, so that the usual ones keep their registers to themselves. */
+template <gck_format FORMAT, bool NOISY, typename WORK>
+static __device__ __noinline__ void encode_unusual(const WORK &work, uint32_t doubt)
+{
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int lane = (int)threadIdx.x % LANES;
+    share<FORMAT> s;
+
+    const answer found = reconsider<FORMAT>(job.x, g * GCK_GROUP + lane * VALUES, doubt, s);
+    if (g < ngroups && found == BETTER) {
+        store_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+    }
+    __syncwarp(ALL_LANES);                         /* one lane overwrites what eight have stored */
+    if (g < ngroups && found == ODD && lane == 0) {
+        encode_odd<FORMAT, NOISY>(work);
+    }
+}
+
+template <gck_format FORMAT, bool NOISY, typename WORK>
+static __global__ void __launch_bounds__(THREADS, blocks_of((const WORK *)NULL, NOISY))
+encode_kernel(const __grid_constant__ WORK work)
+{
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int lane = (int)threadIdx.x % LANES;
+    share<FORMAT> s;
+
+    const uint32_t doubt = lane_encode<FORMAT, NOISY>(job.x, g * GCK_GROUP + lane * VALUES, job.dither, s);
+    if (g < ngroups) {
+        store_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+    }
+    if (__ballot_sync(ALL_LANES, doubt != 0) != 0) {
+        encode_unusual<FORMAT, NOISY>(work, doubt);
+    }
+}
+
+template <gck_format FORMAT, typename WORK>
+static __device__ __noinline__ void decode_unusual(const WORK &work)
+{
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int lane = (int)threadIdx.x % LANES;
+    share<FORMAT> s = {};
+    float v[VALUES];
+
+    if (g < ngroups) {
+        load_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+    }
+    const answer found = lane_decode_unusual<FORMAT>(s, g, v);
+    if (g < ngroups && found == BETTER) {
+        store_values(job.x, g * GCK_GROUP + lane * VALUES, v);
+    }
+    if (g < ngroups && found == ODD && lane == 0) {
+        decode_odd<FORMAT>(work);
+    }
+}
+
+template <gck_format FORMAT, typename WORK>
+static __global__ void __launch_bounds__(THREADS, blocks_of((const WORK *)NULL, false))
+decode_kernel(const __grid_constant__ WORK work)
+{
+    unsigned block;
+    const auto &job = job_of_block(work, &block);
+    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int lane = (int)threadIdx.x % LANES;
+    share<FORMAT> s = {};
+    float v[VALUES];
+
+    if (g < ngroups) {
+        load_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+    }
+    const bool ordinary = is_ordinary<FORMAT>(s.side);
+    lane_decode<FORMAT>(s, g, v);
+    if (g < ngroups && ordinary) {
+        store_values(job.x, g * GCK_GROUP + lane * VALUES, v);
+    }
+    if (__ballot_sync(ALL_LANES, !ordinary) != 0) {
+        decode_unusual<FORMAT>(work);
+    }
+}
+
+/* ---- launchers ---- */
+
+template <gck_format FORMAT, bool ENCODE, bool NOISY, typename WORK>
+static void launch_groups(const WORK &work, unsigned grid, cudaStream_t stream)
+{
+    if constexpr (ENCODE) {
+        GCK_LAUNCH((encode_kernel<FORMAT, NOISY, WORK>), grid, THREADS, stream, work);
+    } else {
+        GCK_LAUNCH((decode_kernel<FORMAT, WORK>), grid, THREADS, stream, work);
+    }
+}
+
+static inline const gck_dither *dither_of(const gck_how *how, int i) { return how != NULL ? how[i].dither : NULL; }
+
+/* The contiguous tensors of one dtype that are rounded alike: one launch, or several if
+ * they are many. */
+template <gck_format FORMAT, gck_dtype DTYPE, bool ENCODE, bool NOISY>
+static void run_contiguous(const gck_tensor *t, const void *const *payloads, const gck_how *how, int n)
+{
+    typedef typename element<DTYPE>::type T;
+    const cudaStream_t stream = (cudaStream_t)t->stream;
+    const auto launch = [=](const auto &work, unsigned grid) {
+        launch_groups<FORMAT, ENCODE, NOISY>(work, grid, stream);
+    };
+    collector<typed<DTYPE>> all;
+
+    for (int i = 0; i < n; i++) {
+        const gck_dither *dither = dither_of(how, i);
+        strided<T> view;
+        if (t[i].dtype == DTYPE && (dither != NULL) == NOISY && t[i].numel != 0 && strided_view(t + i, &view) == 0) {
+            const job<typed<DTYPE>> one = {{{(T *)t[i].data, t[i].numel}}, (uint8_t *)payloads[i],
+                                           NOISY ? *dither : gck_dither()};
+            all.add(one, grid_for(groups_of(t[i].numel), GROUPS_PER_BLOCK), launch);
+        }
+    }
+    all.flush(launch);
+}
+
+/* Each of the others in a launch of its own. */
+template <gck_format FORMAT, bool ENCODE, bool NOISY>
+static int run_strided(const gck_tensor *t, const void *const *payloads, const gck_how *how, int n)
+{
+    for (int i = 0; i < n; i++) {
+        const gck_dither *dither = dither_of(how, i);
+        if (t[i].numel == 0 || (dither != NULL) != NOISY) {
+            continue;
+        }
+        job<untyped> one = {{}, (uint8_t *)payloads[i], NOISY ? *dither : gck_dither()};
+        one.x.kind = t[i].dtype;
+        switch (strided_view(t + i, static_cast<strided<uint8_t> *>(&one.x))) {
+        case 0:
+            break;
+        case 1:
+            for (int d = 0; d < one.x.ndim; d++) {
+                one.x.stride[d] *= t[i].dtype == GCK_F32 ? 4 : 2;
+            }
+            launch_groups<FORMAT, ENCODE, NOISY>(one, grid_for(groups_of(t[i].numel), GROUPS_PER_BLOCK),
+                                                 (cudaStream_t)t->stream);
+            break;
+        default:
+            return GCK_E_DEVICE;
+        }
+    }
+    return GCK_OK;
+}
+
+template <gck_format FORMAT, bool ENCODE, bool NOISY>
+static int run_alike(const gck_tensor *t, const void *const *payloads, const gck_how *how, int n)
+{
+    run_contiguous<FORMAT, GCK_F32, ENCODE, NOISY>(t, payloads, how, n);
+    run_contiguous<FORMAT, GCK_F16, ENCODE, NOISY>(t, payloads, how, n);
+    run_contiguous<FORMAT, GCK_BF16, ENCODE, NOISY>(t, payloads, how, n);
+    return run_strided<FORMAT, ENCODE, NOISY>(t, payloads, how, n);
+}
+
+template <gck_format FORMAT, bool ENCODE>
+static int run_groups(const gck_tensor *t, const void *const *payloads, const gck_how *how, int n)
+{
+    if (!are_floats(t, n)) {
+        return GCK_E_DTYPE;
+    }
+    return launch_on(t->device, [=]() {
+        const int status = run_alike<FORMAT, ENCODE, false>(t, payloads, how, n);
+        if constexpr (ENCODE) {
+            return status != GCK_OK ? status : run_alike<FORMAT, ENCODE, true>(t, payloads, how, n);
+        }
+        return status;
+    });
+}
+
+/* Both functions of a codec, as group_host.h declares them.  The payloads are only read by the second. */
+#define GCK_GROUP_CODEC_CUDA(name, format)                                                             \
+    extern "C" int gck_##name##_encode_cuda(const gck_tensor *x, void *const *payloads,                \
+                                            const gck_how *how, int n)                                 \
+    {                                                                                                  \
+        return run_groups<format, true>(x, (const void *const *)payloads, how, n);                     \
+    }                                                                                                  \
+    extern "C" int gck_##name##_decode_cuda(const void *const *payloads, const gck_tensor *out, int n) \
+    {                                                                                                  \
+        return run_groups<format, false>(out, payloads, NULL, n);                                      \
+    }
+
+#endif

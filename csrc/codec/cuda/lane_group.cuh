@@ -1,0 +1,274 @@
+/* lane_group.cuh: what a lane has of a group: 16 values in registers, its share of the payload. */
+#ifndef GRADCKPT_LANE_GROUP_CUH
+#define GRADCKPT_LANE_GROUP_CUH
+
+#include "codec/cuda/launch.cuh"
+
+/* ---- views ---- */
+
+/* Contiguous values: the compiler knows the dtype. */
+template <gck_dtype DTYPE> struct typed : dense<typename element<DTYPE>::type> {
+    __device__ constexpr gck_dtype dtype(void) const { return DTYPE; }
+};
+
+/* Values with strides, which count bytes.  One kernel for all dtypes: latency bounds it. */
+struct untyped : strided<uint8_t> {
+    gck_dtype kind;
+
+    __device__ gck_dtype dtype(void) const { return kind; }
+};
+
+/* Blocks an SM must hold to have 48 KiB in flight: what bounds the registers.  sm_75
+ * holds 1024 threads only; noisy kernels are bound by arithmetic. */
+template <gck_dtype DTYPE>
+static constexpr int blocks_per_sm(const typed<DTYPE> *, bool noisy)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    return 4;
+#else
+    return noisy || DTYPE == GCK_F32 ? 4 : 6;
+#endif
+}
+
+static constexpr int blocks_per_sm(const untyped *, bool) { return 4; }
+
+/* Several tensors in one launch: finding one's own takes registers. */
+template <typename VIEW> static constexpr int blocks_of(const job<VIEW> *, bool noisy)
+{
+    return blocks_per_sm((const VIEW *)NULL, noisy);
+}
+
+template <typename VIEW> static constexpr int blocks_of(const jobs<VIEW> *, bool noisy)
+{
+    return blocks_per_sm((const VIEW *)NULL, noisy) > 5 ? 5 : blocks_per_sm((const VIEW *)NULL, noisy);
+}
+
+/* Memory for each group of a block.  Shared, since local memory is taken for every thread
+ * that a device can hold; static, so that only kernels that use it have it. */
+template <typename T>
+GCK_LANE_FN T *scratch(void)
+{
+    __shared__ T values[GROUPS_PER_BLOCK][GCK_GROUP];
+
+    return values[threadIdx.x / LANES];
+}
+
+/* ---- values of a lane ---- */
+
+/* The halves of a word as float32 and back.  Hardware where it rounds as group.h does
+ * (to nearest even, subnormals kept); the NaN bits differ, but NaN is an escape and
+ * never comes here.  sm_75 runs group.h. */
+template <gck_dtype DTYPE>
+GCK_LANE_FN float half_value(uint32_t word, int upper)
+{
+    if (DTYPE == GCK_BF16) {
+        return gck_float(upper ? word & 0xFFFF0000u : word << 16);
+    }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return ptx_f32_f16((uint16_t)(upper ? word >> 16 : word));
+#else
+    return gck_from_f16((uint16_t)(upper ? word >> 16 : word));
+#endif
+}
+
+template <gck_dtype DTYPE>
+GCK_LANE_FN uint32_t pack_halves(float lower, float upper)
+{
+    if (DTYPE == GCK_F16) {                        /* as gck_store(): never an escape */
+        lower = fminf(fmaxf(lower, -65472.f), 65472.f);
+        upper = fminf(fmaxf(upper, -65472.f), 65472.f);
+    }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return DTYPE == GCK_F16 ? ptx_f16x2(lower, upper) : ptx_bf16x2(lower, upper);
+#else
+    return DTYPE == GCK_F16 ? gck_to_f16(lower) | (uint32_t)gck_to_f16(upper) << 16
+                            : gck_to_bf16(lower) | (uint32_t)gck_to_bf16(upper) << 16;
+#endif
+}
+
+/* Values i .. i + 15 of x; zeros past its end. */
+template <gck_dtype DTYPE>
+GCK_LANE_FN void load_values(const typed<DTYPE> &x, int64_t i, float (&v)[VALUES])
+{
+    constexpr int WORDS = DTYPE == GCK_F32 ? VALUES : VALUES / 2;
+    uint32_t w[WORDS] = {};
+
+    if (by_vectors(x, i)) {
+#pragma unroll
+        for (int k = 0; k < WORDS; k += 4) {
+            const uint4 q = __ldg((const uint4 *)(x.data + i) + k / 4);
+            w[k] = q.x, w[k + 1] = q.y, w[k + 2] = q.z, w[k + 3] = q.w;
+        }
+    } else {
+        for_each_value<VALUES>(x, i, x.numel - i, [&](int j, const typename element<DTYPE>::type *at) {
+            if constexpr (DTYPE == GCK_F32) {
+                w[j] = gck_bits(*at);
+            } else {
+                w[j / 2] |= (uint32_t)*at << (16 * (j % 2));
+            }
+        });
+    }
+#pragma unroll
+    for (int j = 0; j < VALUES; j++) {
+        v[j] = DTYPE == GCK_F32 ? gck_float(w[j * WORDS / VALUES]) : half_value<DTYPE>(w[j * WORDS / VALUES], j % 2);
+    }
+}
+
+/* f(j, address of value i + j): a loop, since one that is unrolled takes too many registers;
+ * what f keeps goes to the lane's part of the group's scratch. */
+template <typename F>
+GCK_LANE_FN void for_each_address(const untyped &x, int64_t i, int count, F f)
+{
+    int64_t offset = 0, run = 0;
+
+#pragma unroll 1
+    for (int j = 0; j < count && i + j < x.numel; j++) {
+        if (run == 0) {
+            offset = offset_of(x, i + j, &run);
+        }
+        f(j, x.data + offset);
+        offset += x.stride[x.ndim - 1];
+        run--;
+    }
+}
+
+GCK_LANE_FN void load_values(const untyped &x, int64_t i, float (&v)[VALUES])
+{
+    float *mine = scratch<float>() + (int)threadIdx.x % LANES * VALUES;
+
+#pragma unroll
+    for (int j = 0; j < VALUES; j++) {
+        mine[j] = 0.f;
+    }
+    for_each_address(x, i, VALUES, [&](int j, const uint8_t *at) { mine[j] = gck_load(at, x.kind, 0); });
+#pragma unroll
+    for (int j = 0; j < VALUES; j++) {
+        v[j] = mine[j];
+    }
+}
+
+/* The inverse, of values that are not escapes. */
+template <gck_dtype DTYPE>
+GCK_LANE_FN void store_values(const typed<DTYPE> &x, int64_t i, const float (&v)[VALUES])
+{
+    constexpr int WORDS = DTYPE == GCK_F32 ? VALUES : VALUES / 2;
+    uint32_t w[WORDS];
+
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+        w[k] = DTYPE == GCK_F32 ? gck_bits(v[k]) : pack_halves<DTYPE>(v[k * VALUES / WORDS], v[k * VALUES / WORDS + 1]);
+    }
+    if (by_vectors(x, i)) {
+#pragma unroll
+        for (int k = 0; k < WORDS; k += 4) {
+            ((uint4 *)(x.data + i))[k / 4] = make_uint4(w[k], w[k + 1], w[k + 2], w[k + 3]);
+        }
+    } else {
+        for_each_value<VALUES>(x, i, x.numel - i, [&](int j, typename element<DTYPE>::type *at) {
+            if constexpr (DTYPE == GCK_F32) {
+                *at = v[j];
+            } else {
+                *at = (uint16_t)(w[j / 2] >> (16 * (j % 2)));
+            }
+        });
+    }
+}
+
+GCK_LANE_FN void store_values(const untyped &x, int64_t i, const float (&v)[VALUES])
+{
+    float *mine = scratch<float>() + (int)threadIdx.x % LANES * VALUES;
+
+#pragma unroll
+    for (int j = 0; j < VALUES; j++) {
+        mine[j] = v[j];
+    }
+    for_each_address(x, i, VALUES, [&](int j, uint8_t *at) { gck_store(at, x.kind, 0, mine[j]); });
+}
+
+/* The largest magnitude of 16 values, as bits: NaN and infinity are larger than any. */
+GCK_LANE_FN uint32_t lane_amax(const float (&v)[VALUES])
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float amax = ptx_max_abs(v[0], v[1]);
+
+#pragma unroll
+    for (int j = 2; j < VALUES; j++) {
+        amax = ptx_max_abs(amax, v[j]);
+    }
+    return gck_bits(amax);
+#else
+    uint32_t amax = 0;
+
+#pragma unroll
+    for (int j = 0; j < VALUES; j++) {
+        const uint32_t abs = gck_bits(v[j]) & 0x7FFFFFFFu;
+        amax = abs > amax ? abs : amax;
+    }
+    return amax;
+#endif
+}
+
+/* f(j, noise of value j) for the 16 values from i on; GCK_NEAREST where nothing is noisy. */
+template <bool NOISY, typename F>
+GCK_LANE_FN void for_each_noise(const gck_dither &dither, int64_t i, F f)
+{
+#pragma unroll
+    for (int half = 0; half < VALUES / GCK_PHILOX_VALUES; half++) {
+        uint32_t word[4] = {};
+        if (NOISY) {
+            gck_philox(&dither, (uint64_t)i / GCK_PHILOX_VALUES + (uint64_t)half, word);
+        }
+#pragma unroll
+        for (int j = 0; j < GCK_PHILOX_VALUES; j++) {
+            f(half * GCK_PHILOX_VALUES + j, NOISY ? (int)(word[j / 2] >> (16 * (j % 2)) & 0xFFFFu) : GCK_NEAREST);
+        }
+    }
+}
+
+/* ---- a lane's share of a payload ---- */
+
+template <gck_format FORMAT> struct share {
+    enum { WORDS = GCK_CODE_BYTES(FORMAT) / LANES / 4 };
+    uint32_t word[WORDS];                /* int6: two of nibbles, one of the upper bits */
+    uint32_t side;                       /* of the group, the same in its 8 lanes       */
+};
+
+/* The payload is read again in the backward pass only, x perhaps at once: stores of
+ * the payload are streaming, loads of x are not. */
+template <gck_format FORMAT>
+GCK_LANE_FN void store_share(const share<FORMAT> &s, uint8_t *codes, uint16_t *side, int lane)
+{
+    if constexpr (share<FORMAT>::WORDS == 4) {
+        __stcs((uint4 *)codes + lane, make_uint4(s.word[0], s.word[1], s.word[2], s.word[3]));
+    } else {
+        __stcs((uint2 *)codes + lane, make_uint2(s.word[0], s.word[1]));
+    }
+    if constexpr (share<FORMAT>::WORDS == 3) {
+        __stcs((uint32_t *)codes + 2 * LANES + lane, s.word[2]);
+    }
+    if (lane == 0) {
+        if constexpr (GCK_SIDE_WORDS(FORMAT) == 2) {
+            *(uint32_t *)side = s.side;
+        } else {
+            *side = (uint16_t)s.side;
+        }
+    }
+}
+
+template <gck_format FORMAT>
+GCK_LANE_FN void load_share(share<FORMAT> &s, const uint8_t *codes, const uint16_t *side, int lane)
+{
+    if constexpr (share<FORMAT>::WORDS == 4) {
+        const uint4 q = __ldcs((const uint4 *)codes + lane);
+        s.word[0] = q.x, s.word[1] = q.y, s.word[2] = q.z, s.word[3] = q.w;
+    } else {
+        const uint2 q = __ldcs((const uint2 *)codes + lane);
+        s.word[0] = q.x, s.word[1] = q.y;
+    }
+    if constexpr (share<FORMAT>::WORDS == 3) {
+        s.word[2] = __ldcs((const uint32_t *)codes + 2 * LANES + lane);
+    }
+    s.side = GCK_SIDE_WORDS(FORMAT) == 2 ? __ldg((const uint32_t *)side) : (uint32_t)__ldg(side);
+}
+
+#endif

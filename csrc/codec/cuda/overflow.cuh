@@ -1,0 +1,57 @@
+/* overflow.cuh: how the last block of a grid tells the host whether all of them could hold
+ * their values.
+ *
+ * One counter of finished blocks and one of refusals for each word: no two launches in
+ * flight have the same.  The last block puts both back to 0, so there is no memset. */
+#ifndef GRADCKPT_OVERFLOW_CUH
+#define GRADCKPT_OVERFLOW_CUH
+
+#include "codec/cuda/launch.cuh"
+#include "codec/overflow.h"
+
+/* One of each per .cu file that includes this, and device. */
+static __device__ uint32_t finished[GCK_NVERDICTS], refusals[GCK_NVERDICTS];
+
+typedef struct {
+    uint32_t *word;                /* NULL: not requested */
+    int       slot;
+} listener;
+
+/* Called by one thread of each block, after the others have read their values. */
+GCK_LANE_FN void report(const listener &to, bool refused)
+{
+    if (to.word == NULL) {
+        return;
+    }
+    if (refused) {
+        atomicOr(&refusals[to.slot], 1u);
+    }
+    __threadfence();                               /* a refusal before its block is counted */
+    if (atomicInc(&finished[to.slot], gridDim.x - 1) == gridDim.x - 1) {
+        const uint32_t any = atomicExch(&refusals[to.slot], 0u);
+        __threadfence_system();
+        *(volatile uint32_t *)to.word = any != 0 ? GCK_REFUSED : GCK_FITS;
+    }
+}
+
+/* A graph may be launched again at any time: then its words are its own for ever. */
+static inline int listen(const gck_how *how, cudaStream_t stream, listener *to)
+{
+    cudaStreamCaptureStatus capture;
+
+    to->word = how != NULL ? how->verdict : NULL;
+    to->slot = to->word != NULL ? gck_verdict_slot(to->word) : 0;
+    if (to->word == NULL) {
+        return GCK_OK;
+    }
+    if (to->slot < 0) {
+        return GCK_E_DEVICE;                       /* a word of the host */
+    }
+    const int status = (int)cudaStreamIsCapturing(stream, &capture);
+    if (status == GCK_OK && capture != cudaStreamCaptureStatusNone) {
+        gck_verdict_retire(to->word);
+    }
+    return status;
+}
+
+#endif

@@ -1,0 +1,314 @@
+/* escapes.h: groups that are not ordinary: with escapes, tiny, or with one huge value.
+ *
+ * They are rare, so values are processed one by one everywhere; group.h draws the forms. */
+#ifndef GRADCKPT_ESCAPES_H
+#define GRADCKPT_ESCAPES_H
+
+#include "codec/format/quantize.h"
+
+#define GCK_ESC        0x8000u     /* the escape bit of a scale                    */
+#define GCK_ESC_TABLE  0xFF80u     /* the scale of a group in form B               */
+#define GCK_ESC_SPIKE  0xFF81u     /* the scale of a group in spike form           */
+
+/* ---- escapes ---- */
+
+GCK_FN int gck_escapes(float v, gck_dtype dtype) { return (gck_bits(v) & 0x7FFFFFFFu) > gck_limit(dtype); }
+
+/* 0 NaN, 1 +Inf, 2 -Inf, 3 +MAX, 4 -MAX, 5 other; v escapes. */
+GCK_FN int gck_escape_kind(float v, gck_dtype dtype)
+{
+    const uint32_t abs = gck_bits(v) & 0x7FFFFFFFu;
+    const int negative = gck_bits(v) >> 31 != 0;
+
+    return abs > 0x7F800000u ? 0
+         : abs == 0x7F800000u ? 1 + negative
+         : abs == gck_bits(gck_max_value(dtype)) ? 3 + negative : 5;
+}
+
+GCK_FN float gck_escape_value(int kind, gck_dtype dtype)
+{
+    const float max = gck_max_value(dtype);
+
+    return kind == 0 ? gck_float(0x7FC00000u)
+         : kind == 1 ? gck_float(0x7F800000u)
+         : kind == 2 ? gck_float(0xFF800000u)
+         : kind == 3 ? max : -max;
+}
+
+/* Form A's code for a kind 0..4. */
+GCK_FN uint8_t gck_escape_code(gck_format format, int kind)
+{
+    if (gck_is_fp8(format)) {
+        const uint8_t nan = format == GCK_E4M3 ? 0x7F : 0x7E, inf = format == GCK_E4M3 ? 0x7E : 0x7C;
+        return (uint8_t)(kind == 0 ? nan : (kind <= 2 ? inf : 0x7D) | (kind % 2 == 0 ? 0x80 : 0));
+    }
+    const int half = 1 << (gck_code_bits(format) - 1);
+    const int code = kind == 0 ? half : kind == 1 ? half - 1 : kind == 2 ? 1 - half : kind == 3 ? half - 2 : 2 - half;
+    return (uint8_t)(code & (2 * half - 1));
+}
+
+/* The inverse: a kind, or -1 for the code of a finite value. */
+GCK_FN int gck_escape_of_code(gck_format format, uint8_t code)
+{
+    for (int kind = 0; kind < 5; kind++) {
+        if (gck_escape_code(format, kind) == code) {
+            return kind;
+        }
+    }
+    return -1;
+}
+
+/* ---- form B: codes of one bit less, and a table ---- */
+
+GCK_FN int gck_table_bits(gck_format format) { return gck_code_bits(format) - 1; }
+
+/* Codes 0 .. 2 half are multiples of the step; then follow the five kinds, or, where three bits
+ * have no room, the first three; then the table. */
+GCK_FN int gck_table_half(gck_format format) { return format == GCK_INT4 ? 1 : format == GCK_INT6 ? 11 : 59; }
+GCK_FN int gck_table_kinds(gck_format format) { return format == GCK_INT4 ? 3 : 5; }
+GCK_FN int gck_table_size(gck_format format) { return format == GCK_INT4 ? 2 : 3; }
+
+/* Stored: 2^32 s; of int6 and int4 2^24 s, or 1e30 would overflow. */
+GCK_FN float gck_table_factor(gck_format format)
+{
+    return format == GCK_INT4 ? 0x1p24f : format == GCK_INT6 ? (float)(0x1p24 / 11) : (float)(0x1p32 / 59);
+}
+
+/* The square root of the factor that undoes it: two steps, so that no intermediate underflows. */
+GCK_FN float gck_table_unit(gck_format format) { return format == GCK_INT4 || format == GCK_INT6 ? 0x1p-12f : 0x1p-16f; }
+
+/* The last 16 bytes of a group's codes in form B. */
+typedef struct {
+    float    step;           /* stored   */
+    float    table[3];
+    int      used;           /* entries of the table */
+    uint32_t infinite;       /* int4: 1 +Inf, 2 -Inf is among the values */
+    uint32_t as_max;         /* int4: the code of 1 +Inf, 2 -Inf means MAX; stored as table[2] */
+} gck_escape_table;
+
+/* Where no code means MAX (int4), the code of an infinity that the group does not contain means MAX
+ * of its sign.  A group that contains it needs an entry of its sign: where the first two values
+ * have none, the first of that sign becomes the second entry. */
+GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const void *x, gck_dtype dtype, int count)
+{
+    for (int i = 0; i < count; i++) {
+        const float v = gck_load(x, dtype, i);
+        if ((gck_bits(v) & 0x7FFFFFFFu) == 0x7F800000u) {
+            t->infinite |= 1u << (gck_bits(v) >> 31);
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        const float v = gck_load(x, dtype, i);
+        const uint32_t bits = gck_bits(v), first = gck_bits(t->table[0]), second = gck_bits(t->table[1]);
+        if (!gck_escapes(v, dtype) || gck_escape_kind(v, dtype) < gck_table_kinds(format)) {
+            continue;
+        }
+        if (t->used == 0) {
+            t->table[t->used++] = v;
+        } else if (bits != first && (t->used == 1 || ((t->infinite >> (bits >> 31) & 1u) != 0
+                                                      && (first ^ second) >> 31 == 0 && (first ^ bits) >> 31 != 0))) {
+            t->table[1] = v;
+            t->used = 2;
+        }
+    }
+}
+
+/* Form B's code of v.  It adds to the table in order of appearance. */
+GCK_FN uint32_t gck_table_code(gck_format format, gck_escape_table *t, float v, gck_dtype dtype, float scale, float inv)
+{
+    const int half = gck_table_half(format), kinds = gck_table_kinds(format), size = gck_table_size(format);
+    const uint32_t special = (uint32_t)(2 * half + 1);
+
+    if (!gck_escapes(v, dtype)) {
+        return (uint32_t)(gck_round_product(v * scale, inv) + half);
+    }
+    const int kind = gck_escape_kind(v, dtype);
+    if (kind < kinds) {
+        return special + (uint32_t)kind;
+    }
+    for (int k = 0; k < t->used; k++) {
+        if (gck_bits(t->table[k]) == gck_bits(v)) {
+            return special + (uint32_t)(kinds + k);
+        }
+    }
+    if (t->used == size) {                               /* MAX of its sign, or the first entry of its sign */
+        const uint32_t negative = gck_bits(v) >> 31;
+        if (kinds == 5) {
+            return special + 3u + negative;
+        }
+        if (t->infinite >> negative & 1u) {
+            return special + 3u + (negative ^ gck_bits(t->table[0]) >> 31);
+        }
+        t->as_max |= 1u << negative;
+        return special + 1u + negative;
+    }
+    t->table[t->used] = v;
+    return special + (uint32_t)(kinds + t->used++);
+}
+
+/* x: the first value of the group; `count` of its 128 values exist. */
+GCK_SLOW_FN void gck_encode_table(gck_format format, const void *x, gck_dtype dtype, int count, float amax,
+                                  uint8_t *codes)
+{
+    const int bits = gck_table_bits(format);
+    const int k = amax < GCK_TINY ? 64 : 0;
+    const float scale = gck_pow2(k);
+    const float step = amax * scale * gck_table_factor(format);    /* of the scaled values */
+    const float unit = gck_table_unit(format);
+    const float inv = amax > 0.f ? 1.0f / (step * (unit * unit)) : 0.f;
+    gck_escape_table t = {step * (k ? 0x1p-64f : 1.f), {0.f, 0.f, 0.f}, 0, 0u, 0u};
+    uint32_t pending = 0;                                          /* bits not yet written */
+    int npending = 0, at = 0;
+
+    if (gck_table_kinds(format) < 5) {
+        gck_fill_table(format, &t, x, dtype, count);
+    }
+    for (int i = 0; i < GCK_GROUP; i++) {
+        const float v = i < count ? gck_load(x, dtype, i) : 0.f;
+        pending |= gck_table_code(format, &t, v, dtype, scale, inv) << npending;
+        for (npending += bits; npending >= 8; npending -= 8) {
+            codes[at++] = (uint8_t)pending;
+            pending >>= 8;
+        }
+    }
+    for (int w = 0; w < 4; w++) {
+        const uint32_t u = w == 3 && gck_table_kinds(format) < 5 ? t.as_max
+                         : gck_bits(w == 0 ? t.step : t.table[w - 1]);
+        for (int b = 0; b < 4; b++) {
+            codes[16 * bits + 4 * w + b] = (uint8_t)(u >> (8 * b));
+        }
+    }
+}
+
+GCK_FN float gck_read_f32(const uint8_t *p)
+{
+    return gck_float((uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24);
+}
+
+GCK_SLOW_FN void gck_decode_table(gck_format format, const uint8_t *codes, void *x, gck_dtype dtype, int count)
+{
+    const int bits = gck_table_bits(format), half = gck_table_half(format), kinds = gck_table_kinds(format);
+    const uint8_t *table = codes + 16 * bits;
+    const float step = gck_read_f32(table), unit = gck_table_unit(format);
+    const int as_max = kinds < 5 ? table[12] & 3 : 0;
+
+    for (int i = 0; i < count; i++) {
+        const int bit = bits * i, byte = bit / 8;
+        const uint32_t two = codes[byte] | (byte + 1 < 16 * bits ? (uint32_t)codes[byte + 1] << 8 : 0u);
+        const int c = (int)(two >> (bit % 8) & ((1u << bits) - 1u)) - half, special = c - half - 1;
+        if (special < 0) {
+            gck_store(x, dtype, i, ((float)c * (step * unit)) * unit);
+        } else if (special < kinds) {
+            const int max = special > 0 && (as_max & special) != 0;
+            gck_store_escape(x, dtype, i, gck_escape_value(special + (max ? 2 : 0), dtype));
+        } else {
+            const int entry = special - kinds < gck_table_size(format) ? special - kinds : 0;
+            gck_store_escape(x, dtype, i, gck_read_f32(table + 4 + 4 * entry));
+        }
+    }
+}
+
+/* ---- form A, and every unrotated group without escapes ---- */
+
+/* Of int4: the words of a group's side are {scale, this}. */
+#define GCK_INT4_UNROTATED 0x7F80u
+
+GCK_FN void gck_put_scale(gck_format format, uint16_t *side, uint32_t scale)
+{
+    side[0] = (uint16_t)scale;
+    if (format == GCK_INT4) {
+        side[1] = GCK_INT4_UNROTATED;
+    }
+}
+
+/* noise: of the group's values; NULL rounds to nearest.  A group in form B is always rounded to
+ * nearest. */
+GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dtype, int count, int escaped,
+                                 const uint16_t *noise, uint8_t *codes, uint16_t *side)
+{
+    uint8_t code[GCK_GROUP];
+    float amax = 0.f;
+    int other = 0;
+
+    for (int i = 0; i < count; i++) {
+        const float v = gck_load(x, dtype, i);
+        if (gck_escapes(v, dtype)) {
+            escaped = 1;
+            other |= gck_escape_kind(v, dtype) == 5;
+        } else if (gck_abs(v) > amax) {
+            amax = gck_abs(v);
+        }
+    }
+    if (other) {
+        gck_encode_table(format, x, dtype, count, amax, codes);
+        gck_put_scale(format, side, GCK_ESC_TABLE);
+        return;
+    }
+    const int k = gck_prescale(format, amax);
+    const float scale = gck_pow2(k);
+    const uint32_t stored = amax > 0.f ? gck_stored(format, escaped, noise != NULL, amax * scale) : 0u;
+    const float m = amax > 0.f ? gck_multiplier(format, escaped, stored) : 0.f;
+
+    for (int i = 0; i < GCK_GROUP; i++) {
+        const float v = i < count ? gck_load(x, dtype, i) : 0.f;
+        code[i] = gck_escapes(v, dtype) ? gck_escape_code(format, gck_escape_kind(v, dtype))
+                : amax > 0.f ? gck_code(format, escaped, v * scale, m, noise != NULL ? noise[i] : GCK_NEAREST) : 0;
+    }
+    gck_pack_codes(format, code, codes);
+    gck_put_scale(format, side, (amax > 0.f ? stored - (uint32_t)(k * 128) : 0u) | (escaped ? GCK_ESC : 0u));
+}
+
+GCK_FN void gck_decode_unrotated(gck_format format, const uint8_t *codes, uint32_t scale, void *x, gck_dtype dtype,
+                                 int count)
+{
+    if (scale == GCK_ESC_TABLE) {
+        gck_decode_table(format, codes, x, dtype, count);
+        return;
+    }
+    for (int i = 0; i < count; i++) {
+        const uint8_t code = gck_packed_code(format, codes, i);
+        const int kind = scale & GCK_ESC ? gck_escape_of_code(format, code) : -1;
+        if (kind >= 0) {
+            gck_store_escape(x, dtype, i, gck_escape_value(kind, dtype));
+        } else {
+            gck_store(x, dtype, i, gck_times_step(format, gck_code_value(format, code), scale & 0x7FFFu));
+        }
+    }
+}
+
+/* ---- spike form: int8 and int6 ---- */
+
+enum { GCK_STOLEN = 56 };      /* codes whose lowest bit belongs to the spike */
+
+/* Twice the value of code i of the group, in steps of y. */
+GCK_FN int gck_spike_value(gck_format format, uint8_t code, int i)
+{
+    if (format == GCK_INT8) {
+        return i < GCK_STOLEN ? 2 * ((int8_t)code & ~1) + 1 : 2 * (int8_t)code;
+    }
+    const int index = code & 31, value = i < GCK_STOLEN ? 8 * (index & ~1) + 7 : 8 * index + 3;
+    return code & 32 ? -value : value;
+}
+
+/* y: the rotated group with a zero in place of value `at`, v.  amax: the largest of y; beside v it
+ * is dropped when it is tiny. */
+GCK_SLOW_FN void gck_encode_spike(gck_format format, const float *y, float amax, int at, float v, uint8_t *codes,
+                                  uint16_t *side)
+{
+    const uint32_t stored = amax >= GCK_TINY ? gck_stored(format, 0, 0, amax) : 0u;
+    const float inv = stored > 0 ? gck_inverse(format, 0, stored) : 0.f;
+    const uint64_t spike = (uint64_t)at | (uint64_t)stored << 8 | (uint64_t)gck_bits(v) << 24;
+    uint8_t code[GCK_GROUP];
+
+    for (int i = 0; i < GCK_GROUP; i++) {
+        const int t = gck_round_product(y[i], inv);
+        code[i] = format == GCK_INT8 ? (uint8_t)(int8_t)t : gck_level_code(format, 1, t, i);
+        if (i < GCK_STOLEN) {
+            code[i] = (uint8_t)((code[i] & ~1) | (int)(spike >> i & 1u));
+        }
+    }
+    gck_pack_codes(format, code, codes);
+    side[0] = GCK_ESC_SPIKE;
+}
+
+#endif

@@ -1,0 +1,285 @@
+/* quantize.h: one value and its code: formats, steps, rounding, levels.
+ *
+ * group.h draws the payload that holds these codes. */
+#ifndef GRADCKPT_QUANTIZE_H
+#define GRADCKPT_QUANTIZE_H
+
+#include "codec/format/philox.h"
+
+typedef enum { GCK_E4M3, GCK_E5M2, GCK_INT8, GCK_INT8_PLAIN, GCK_INT6, GCK_INT4, GCK_NFORMATS } gck_format;
+
+GCK_FN int gck_is_fp8(gck_format format) { return format == GCK_E4M3 || format == GCK_E5M2; }
+GCK_FN int gck_is_rotated(gck_format format) { return format == GCK_INT8 || format == GCK_INT6 || format == GCK_INT4; }
+
+/* Formats whose ordinary codes number levels, not multiples of a step. */
+GCK_FN int gck_has_levels(gck_format format) { return format == GCK_INT6 || format == GCK_INT4; }
+GCK_FN int gck_code_bits(gck_format format) { return format == GCK_INT6 ? 6 : format == GCK_INT4 ? 4 : 8; }
+
+/* Bytes of a group's codes. */
+#define GCK_CODE_BYTES(format) ((format) == GCK_INT6 ? 96 : (format) == GCK_INT4 ? 64 : 128)
+/* 16-bit words beside them: the scale, and for int4 the outlier. */
+#define GCK_SIDE_WORDS(format) ((format) == GCK_INT4 ? 2 : 1)
+
+#define GCK_TINY       0x1p-80f    /* below: values are scaled by 2^64 first     */
+#define GCK_LARGE      0x1p13f     /* fp8, from here on: scaled by 2^-96 first   */
+
+/* ---- steps ---- */
+
+/* The largest magnitude of an integer code.  escaped: in form A, see group.h. */
+GCK_FN int gck_top_code(gck_format format, int escaped)
+{
+    return !escaped ? 127 : format == GCK_INT6 ? 29 : format == GCK_INT4 ? 5 : 125;
+}
+
+/* amax maps to `top`: this is 2^32 / top in float32 (E5M2: 2^40; int4 in form A: 2^28, or 1e30
+ * would overflow); for y, which is 128 times as coarse, 2^25.  noisy: nothing may lie beyond the
+ * last level, or its rounding could not be unbiased.  The constants are written out, so that no
+ * compiler divides doubles on a device. */
+GCK_FN float gck_step_factor(gck_format format, int escaped, int noisy)
+{
+    switch (format) {
+    case GCK_E4M3: return escaped ? (float)(0x1p32 / 384) : (float)(0x1p32 / 448);
+    case GCK_E5M2: return (float)(0x1p40 / 57344);
+    case GCK_INT8: return escaped ? (float)(0x1p32 / 125) : (float)(0x1p25 / 127);
+    case GCK_INT6: return escaped ? (float)(0x1p32 / 29) : noisy ? (float)(0x1p25 / 125.5) : (float)(0x1p25 / 127);
+    case GCK_INT4: return escaped ? (float)(0x1p28 / 5) : noisy ? (float)(0x1p25 / 115.5) : (float)(0x1p25 / 127);
+    default:       return escaped ? (float)(0x1p32 / 125) : (float)(0x1p32 / 127);
+    }
+}
+
+/* Bits of a step's mantissa that are dropped: 16, and more where the word of the scale also holds
+ * other fields. */
+GCK_FN int gck_dropped_bits(gck_format format, int escaped)
+{
+    return escaped ? 16 : format == GCK_INT6 ? 17 : format == GCK_INT4 ? 19 : 16;
+}
+
+/* amax (scaled by 2^k, so normal) -> stored: the upper half of a float32. */
+GCK_FN uint32_t gck_stored(gck_format format, int escaped, int noisy, float amax)
+{
+    const uint32_t t = gck_bits(amax * gck_step_factor(format, escaped, noisy));
+    const uint32_t below = (1u << gck_dropped_bits(format, escaped)) - 1u;
+
+    return gck_is_fp8(format) && !noisy
+        ? (t + 0x7FFFu + ((t >> 16) & 1u)) >> 16     /* nearest: the top code saturates  */
+        : ((t + below) & ~below) >> 16;              /* up: no code is beyond the top    */
+}
+
+/* 1 / s, where s = stored * 2^-32 (E5M2: 2^-40; int4 in form A: 2^-28; the step of y: 2^-25). */
+GCK_FN float gck_inverse(gck_format format, int escaped, uint32_t stored)
+{
+    return 1.0f / (gck_float(stored << 16) * (format == GCK_E5M2                   ? 0x1p-40f
+                                              : gck_is_rotated(format) && !escaped ? 0x1p-25f
+                                              : format == GCK_INT4                 ? 0x1p-28f
+                                                                                   : 0x1p-32f));
+}
+
+GCK_FN float gck_fp8_shift(gck_format format) { return format == GCK_E4M3 ? 0x1p-120f : 0x1p-112f; }
+
+/* The multiplier that gck_code() takes. */
+GCK_FN float gck_multiplier(gck_format format, int escaped, uint32_t stored)
+{
+    const float inv = gck_inverse(format, escaped, stored);
+
+    return gck_is_fp8(format) ? inv * gck_fp8_shift(format) : inv;
+}
+
+/* The exponent k of the scaling 2^k that keeps every intermediate normal: for fp8, m is
+ * 2^-120 / s and must not be subnormal for amax up to 1e30. */
+GCK_FN int gck_prescale(gck_format format, float amax)
+{
+    return amax < GCK_TINY ? 64 : amax >= GCK_LARGE && gck_is_fp8(format) ? -96 : 0;
+}
+
+GCK_FN float gck_pow2(int k) { return k > 0 ? 0x1p64f : k < 0 ? 0x1p-96f : 1.f; }
+
+/* ---- integers ---- */
+
+/* The exact product, rounded to the nearest integer, ties to even. */
+GCK_FN int gck_round_product(float x, float inv)
+{
+#ifdef __CUDA_ARCH__
+    return __float_as_int(__fmaf_rn(x, inv, 12582912.f)) - 0x4B400000;
+#else
+    return (int)lrint((double)x * (double)inv);
+#endif
+}
+
+/* Stochastic rounding: p = f32(x * inv), then the integer below f32(p + u), at most `top` in
+ * magnitude. */
+GCK_FN int gck_round_noisy(float x, float inv, int noise, int top)
+{
+    const float p = x * inv;
+    const int code = (int)floorf(p + gck_uniform(noise));
+
+    return code > top ? top : code < -top ? -top : code;
+}
+
+/* ---- FP8 ---- */
+
+/* OCP FP8 of x * m, where m = 2^-120 / s (E4M3) or 2^-112 / s (E5M2).  That moves the float32
+ * exponent onto the FP8 exponent, subnormals onto subnormals, so that rounding is one addition. |x
+ * / s| is at most slightly above the format's maximum. */
+GCK_FN uint8_t gck_fp8_code(gck_format format, int escaped, float x, float m, int noise)
+{
+    const uint32_t u = gck_bits(x * m);
+    const uint32_t abs = u & 0x7FFFFFFFu;
+    const int drop = format == GCK_E4M3 ? 20 : 21;
+    const uint32_t last = format == GCK_E5M2 ? 0x7Bu : escaped ? 0x7Cu : 0x7Eu;
+    const uint32_t up = noise < 0 ? (1u << (drop - 1)) - 1u + ((abs >> drop) & 1u)
+                                  : ((uint32_t)noise << (drop - 16)) + (1u << (drop - 17));
+    uint32_t code = (abs + up) >> drop;
+
+    code = noise >= 0 && code > last ? last : code;
+    return (uint8_t)(code | (u >> 24 & 0x80u));
+}
+
+GCK_FN float gck_fp8_value(gck_format format, uint8_t code)
+{
+    return format == GCK_E4M3
+        ? gck_float((code & 0x80u) << 24 | (code & 0x7Fu) << 20) * 0x1p120f
+        : gck_float((code & 0x80u) << 24 | (code & 0x7Fu) << 21) * 0x1p112f;
+}
+
+/* ---- levels ----
+ *
+ * int6 and int4 round y to an integer t, |t| <= 127, as int8 does, and then t to the
+ * nearest of 64 or 16 levels, which lie at +-(L + 1/2):
+ *     int6            widths of the cells 2, 4, 8: fine where a Gaussian has its values
+ *     int6, uniform   all cells 4 wide: for groups with an outlier, whose y lie at +-outlier
+ *     int4            the best 8 for Gaussian y of which the largest is the top (Lloyd-Max)
+ * docs/codecs.md says how they were chosen. */
+
+/* The index of the level of |t|. */
+GCK_FN int gck_index(gck_format format, int uniform, int m)
+{
+    if (format == GCK_INT4) {
+        return (m >= 12) + (m >= 24) + (m >= 36) + (m >= 49) + (m >= 64) + (m >= 81) + (m >= 103);
+    }
+    if (uniform) {
+        return m >> 2;
+    }
+    const int fine = m > 0 ? (m - 1) >> 1 : 0, middle = (m >> 2) + 4, coarse = (m >> 3) + 16;
+    return fine < middle ? fine : middle < coarse ? middle : coarse;
+}
+
+/* The level L of an index. */
+GCK_FN int gck_level(gck_format format, int uniform, int index)
+{
+    if (format == GCK_INT4) {
+        return (int)((index < 4 ? 0x291D1105u : 0x73594737u) >> (8 * (index & 3)) & 0xFFu);
+    }
+    if (uniform) {
+        return 4 * index + 1;
+    }
+    const int fine = 2 * index + 1, middle = 4 * index - 15, coarse = 8 * index - 125;
+    return fine > middle ? fine : middle > coarse ? middle : coarse;
+}
+
+GCK_FN int gck_sign_bit(gck_format format) { return format == GCK_INT4 ? 8 : 32; }
+
+/* The code of t, value i of its group.  A zero belongs to both smallest levels: for even i it takes
+ * the one above, for odd i the one below. */
+GCK_FN uint8_t gck_level_code(gck_format format, int uniform, int t, int i)
+{
+    return (uint8_t)(gck_index(format, uniform, t < 0 ? -t : t) | (t < (i & 1) ? gck_sign_bit(format) : 0));
+}
+
+/* Twice the level of a code: an odd integer. */
+GCK_FN int gck_level_value(gck_format format, int uniform, uint8_t code)
+{
+    const int sign = gck_sign_bit(format);
+    const int value = 2 * gck_level(format, uniform, code & (sign - 1)) + 1;
+
+    return code & sign ? -value : value;
+}
+
+/* Stochastic rounding: the level above p = f32(y * inv) when f32(p + u gap) reaches it, else the
+ * one below; gap: the distance of the two. */
+GCK_FN uint8_t gck_level_code_noisy(gck_format format, int uniform, float y, float inv, int noise)
+{
+    const int sign = gck_sign_bit(format);
+    const float p = y * inv, u = gck_uniform(noise);
+    const float first = (float)gck_level(format, uniform, 0) + 0.5f;
+    const int m = (int)floorf(gck_abs(p) - 0.5f);        /* L <= m: a level at most |p| */
+    const int near = m < 0 ? 0 : gck_index(format, uniform, m);
+    const int below = near - (gck_level(format, uniform, near) > m);
+
+    if (below < 0) {                                     /* between the two smallest */
+        return (uint8_t)(p + 2 * first * u >= first ? 0 : sign);
+    }
+    const int above = below + 1 < sign ? below + 1 : below;
+    const float a = (float)gck_level(format, uniform, below) + 0.5f;
+    const float b = (float)gck_level(format, uniform, above) + 0.5f;
+    if (p > 0.f) {
+        return (uint8_t)(p + (b - a) * u >= b ? above : below);
+    }
+    return (uint8_t)((p + (b - a) * u >= -a ? below : above) | sign);
+}
+
+/* ---- codes that are multiples of a step ---- */
+
+/* m_or_inv is the result of gck_multiplier().  For int6 and int4: the codes of form A. */
+GCK_FN uint8_t gck_code(gck_format format, int escaped, float x, float m_or_inv, int noise)
+{
+    if (gck_is_fp8(format)) {
+        return gck_fp8_code(format, escaped, x, m_or_inv, noise);
+    }
+    const int code = noise < 0 ? gck_round_product(x, m_or_inv)
+                               : gck_round_noisy(x, m_or_inv, noise, gck_top_code(format, escaped));
+    return (uint8_t)(code & ((1 << gck_code_bits(format)) - 1));
+}
+
+/* The signed integer of such a code. */
+GCK_FN int gck_signed(gck_format format, uint8_t code)
+{
+    const int shift = 8 - gck_code_bits(format);
+
+    return (int8_t)(uint8_t)(code << shift) >> shift;
+}
+
+GCK_FN float gck_code_value(gck_format format, uint8_t code)
+{
+    return gck_is_fp8(format) ? gck_fp8_value(format, code) : (float)gck_signed(format, code);
+}
+
+/* value(code) * s, in steps, so that no intermediate over- or underflows: every product is exact
+ * unless the result itself is subnormal. */
+GCK_FN float gck_times_step(gck_format format, float value, uint32_t stored)
+{
+    return (value * (gck_float(stored << 16) * 0x1p-16f))
+        * (format == GCK_E5M2 ? 0x1p-24f : format == GCK_INT4 ? 0x1p-12f : 0x1p-16f);
+}
+
+/* ---- codes in memory ---- */
+
+/* 128 codes, one per byte, packed:
+ *     8 bits   as they are
+ *     4 bits   byte b: code 2 b below, code 2 b + 1 above
+ *     6 bits   64 bytes as with 4 bits; then 32 bytes of the upper two bits, byte b:
+ *              codes 4 b, 4 b + 1, 4 b + 2, 4 b + 3 from the lowest bits on. */
+GCK_SLOW_FN void gck_pack_codes(gck_format format, const uint8_t *code, uint8_t *packed)
+{
+    if (gck_code_bits(format) == 8) {
+        memcpy(packed, code, GCK_GROUP);
+        return;
+    }
+    for (int b = 0; b < 64; b++) {
+        packed[b] = (uint8_t)((code[2 * b] & 15) | (code[2 * b + 1] & 15) << 4);
+    }
+    for (int b = 0; b < 32 && format == GCK_INT6; b++) {
+        packed[64 + b] = (uint8_t)(code[4 * b] >> 4 | code[4 * b + 1] >> 4 << 2 | code[4 * b + 2] >> 4 << 4
+                                   | code[4 * b + 3] >> 4 << 6);
+    }
+}
+
+GCK_FN uint8_t gck_packed_code(gck_format format, const uint8_t *packed, int i)
+{
+    if (gck_code_bits(format) == 8) {
+        return packed[i];
+    }
+    const int four = packed[i / 2] >> (4 * (i % 2)) & 15;
+    return (uint8_t)(format == GCK_INT4 ? four : four | (packed[64 + i / 4] >> (2 * (i % 4)) & 3) << 4);
+}
+
+#endif

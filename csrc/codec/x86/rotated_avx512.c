@@ -1,0 +1,330 @@
+/* rotated_avx512.c: int8, int6 and int4 on AVX-512. */
+#if defined(__x86_64__)
+#include "codec/x86/integer_avx512.h"
+#include "codec/x86/noise_avx512.h"
+#include "codec/x86/rotate_avx512.h"
+
+/* ---- encode ---- */
+
+/* A group that is rotated, but whose scale is not yet known. */
+typedef struct {
+    __m512   y[8];
+    uint32_t amax;                                 /* of y, float32 bits; ~0: no ordinary group */
+    uint32_t at, outlier, least;                   /* int4: see gck_encode_int4()               */
+    __m512i  noise[4];                             /* of the group, if it is dithered           */
+} rotated;
+
+/* 1 when the group is ordinary.  If every y is finite, no stage overflowed, and by Parseval max |y|
+ * >= max |x| up to 7 roundings of sums of 128 values: 1 part in 10^4.  So below 2^99 = 6.3e29 no x
+ * is beyond 1e30. float16 escapes far below that and is tested before. */
+INLINE int ordinary_rotated(uint32_t amax)
+{
+    const uint32_t low = gck_bits(GCK_TINY);
+
+    return amax - low < gck_bits(0x1p99f) - low;
+}
+
+INLINE int escapes_f16(const constants *c, const void *x)
+{
+    return _mm512_cmpgt_epu16_mask(abs_max_words(c, x), all16(0x7BFEu)) != 0;      /* 65472 */
+}
+
+/* The first value whose bits without the sign are `raw`, the largest of the group. */
+INLINE uint32_t first_equal(const constants *c, gck_dtype dtype, const void *x, uint32_t raw)
+{
+    uint64_t equal[2] = {0, 0};
+
+    if (dtype == GCK_F32) {
+        for (int j = 0; j < 8; j++) {
+            const __m512i bits = _mm512_and_si512(_mm512_loadu_si512((const char *)x + 64 * j), c->abs);
+            equal[j / 4] |= (uint64_t)_mm512_cmpeq_epi32_mask(bits, all32(raw)) << (16 * (j % 4));
+        }
+    } else {
+        for (int k = 0; k < 4; k++) {
+            const __m512i words = _mm512_and_si512(_mm512_loadu_si512((const char *)x + 64 * k), c->abs);
+            equal[k / 2] |= (uint64_t)_mm512_cmpeq_epi16_mask(words, all16(raw)) << (32 * (k % 2));
+        }
+    }
+    return (uint32_t)(equal[0] ? __builtin_ctzll(equal[0]) : 64 + __builtin_ctzll(equal[1]));
+}
+
+INLINE void rotate_without_outlier(const constants *c, gck_dtype dtype, const void *x, const uint32_t *signs,
+                                   int noisy, rotated *r)
+{
+    const uint32_t raw = abs_max_raw(c, x, dtype), largest = bits_of_raw(raw, dtype);
+
+    r->at = first_equal(c, dtype, x, raw);
+    const uint64_t place = (uint64_t)1 << (r->at & 63u);
+    const uint64_t kept[2] = {r->at < 64 ? ~place : ~(uint64_t)0, r->at < 64 ? ~(uint64_t)0 : ~place};
+    rotate(c, dtype, x, kept, signs, r->y);
+    r->amax = largest > gck_limit(dtype) || largest < gck_bits(GCK_TINY) ? ~0u : rotated_max_bits(r->y);
+    uint16_t bits = 0;
+    if (noisy) {
+        memcpy(&bits, (const char *)r->noise + 2 * r->at, sizeof bits);
+    }
+    r->outlier = dtype == GCK_BF16 ? ((const uint16_t *)x)[r->at]
+                                   : gck_int4_outlier(gck_load(x, dtype, r->at), noisy ? bits : GCK_NEAREST);
+    r->least = gck_int4_low(r->outlier) << 3;
+}
+
+/* Group `index` of its tensor. */
+INLINE void rotate_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, int64_t index,
+                         const philox *p, rotated *r)
+{
+    const uint32_t *signs = gck_sign_words[gck_pattern(index)];
+
+    if (p->dither != NULL) {
+        noise_of_group(p, index, r->noise);
+    }
+
+    if (format == GCK_INT4) {
+        rotate_without_outlier(c, dtype, x, signs, p->dither != NULL, r);
+    } else {
+        rotate(c, dtype, x, NULL, signs, r->y);
+        r->amax = dtype == GCK_F16 && escapes_f16(c, x) ? ~0u : rotated_max_bits(r->y);
+    }
+}
+
+/* How many of 64 codes have different upper two bits. */
+INLINE int count_large(__m512i t)
+{
+    const __m512i differ = _mm512_xor_si512(t, _mm512_slli_epi16(t, 1));   /* bit 7 of each byte */
+
+    return __builtin_popcountll(_mm512_movepi8_mask(differ));
+}
+
+/* The codes of an int8 or int6 group and its side word; 0 if it may be in spike form. */
+INLINE int pack_group(const constants *c, gck_format format, __m512i t0, __m512i t1, uint32_t stored, uint8_t *codes,
+                      uint16_t *side, int stream)
+{
+    const int large = count_large(t0) + count_large(t1);
+    const int uniform = format == GCK_INT6 && large > GCK_MANY_LARGE;
+
+    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
+        return 0;
+    }
+    if (format == GCK_INT8) {
+        put(codes, t0, stream);
+        put(codes + 64, t1, stream);
+    } else if (uniform) {
+        pack_int6(c, t0, t1, 1, codes, stream);
+    } else {
+        pack_int6(c, t0, t1, 0, codes, stream);
+    }
+    side[0] = (uint16_t)(stored | (uint32_t)uniform);
+    return 1;
+}
+
+/* Write the codes of a group with stochastic rounding, and the side word of int8 and int6; 0 if it
+ * may be in spike form: a p that counts as large is at least 63 in magnitude as an integer. */
+INLINE int pack_noisy_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
+                            __m512 inverse, uint8_t *codes, uint16_t *side)
+{
+    __m512 p[8];
+    __m512i a, b;
+
+    for (int j = 0; j < 8; j++) {
+        p[j] = _mm512_mul_ps(r->y[j], inverse);
+    }
+    if (format == GCK_INT8) {
+        a = quantise_noisy(c, dtype, p, r->noise);
+        b = quantise_noisy(c, dtype, p + 4, r->noise + 2);
+        const __mmask64 far_a = _mm512_cmpgt_epi8_mask(_mm512_abs_epi8(a), all32(0x3E3E3E3Eu));
+        const __mmask64 far_b = _mm512_cmpgt_epi8_mask(_mm512_abs_epi8(b), all32(0x3E3E3E3Eu));
+        put(codes, a, 0);
+        put(codes + 64, b, 0);
+        side[0] = (uint16_t)stored;
+        return __builtin_popcountll(far_a) + __builtin_popcountll(far_b) < GCK_MOST_LARGE;
+    }
+    if (format == GCK_INT4) {
+        a = level_bytes_noisy(c, format, dtype, 0, p, r->noise);
+        b = level_bytes_noisy(c, format, dtype, 0, p + 4, r->noise + 2);
+        put(codes, packed_nibbles(c, raised(c, a), raised(c, b)), 0);
+        return 1;
+    }
+    const int large = count_large_noisy(p), uniform = large > GCK_MANY_LARGE;
+    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
+        return 0;
+    }
+    if (uniform) {
+        a = level_bytes_noisy(c, format, dtype, 1, p, r->noise);
+        b = level_bytes_noisy(c, format, dtype, 1, p + 4, r->noise + 2);
+    } else {
+        a = level_bytes_noisy(c, format, dtype, 0, p, r->noise);
+        b = level_bytes_noisy(c, format, dtype, 0, p + 4, r->noise + 2);
+    }
+    put_int6(c, a, b, codes, 0);
+    side[0] = (uint16_t)(stored | (uint32_t)uniform);
+    return 1;
+}
+
+/* The same, to nearest. */
+INLINE int pack_nearest_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
+                              __m512 inverse, uint8_t *codes, uint16_t *side, int stream)
+{
+    const __m512i t0 = quantise(c, dtype, r->y, inverse), t1 = quantise(c, dtype, r->y + 4, inverse);
+
+    if (format == GCK_INT4) {
+        pack_int4(c, t0, t1, codes, stream);
+        return 1;
+    }
+    return pack_group(c, format, t0, t1, stored, codes, side, stream);
+}
+
+INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, const rotated *r,
+                         int64_t index, const gck_dither *dither, uint8_t *codes, uint16_t *side, int stream)
+{
+    const uint32_t stored = gck_stored(format, 0, dither != NULL, gck_float(r->amax));
+    const int ordinary = format == GCK_INT4 ? r->amax - 1u < ~0u - 1u && stored >= r->least : ordinary_rotated(r->amax);
+
+    if (!ordinary) {
+        encode_rare(format, x, dtype, abs_max_raw(c, x, dtype), index, dither, codes, side);
+        return;
+    }
+    const __m512 inverse = _mm512_set1_ps(gck_inverse(format, 0, stored));
+    const int packed = dither != NULL
+        ? pack_noisy_group(c, format, dtype, r, stored, inverse, codes, side)
+        : pack_nearest_group(c, format, dtype, r, stored, inverse, codes, side, stream);
+    if (format == GCK_INT4) {
+        side[0] = (uint16_t)(r->at << 9 | (((stored - r->least) >> 3) + 1u));
+        side[1] = (uint16_t)r->outlier;
+    } else if (!packed) {
+        encode_rare(format, x, dtype, r->amax, index, dither, codes, side);
+    }
+}
+
+/* Two groups at a time: the second is rotated while the scale of the first, a long chain of scalar
+ * operations, is being computed. */
+INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
+                          uint8_t *codes, uint16_t *side, int64_t index, const gck_dither *dither, int streaming)
+{
+    const int stream = may_stream(codes, streaming);
+    const constants c = make_constants(format, dtype);
+    const size_t stride = group_bytes(dtype), ncodes = GCK_CODE_BYTES(format), words = GCK_SIDE_WORDS(format);
+    const philox p = philox_of(dither);
+    const char *at = x;
+    rotated a, b;
+    int64_t g = 0;
+
+    for (; g + 2 <= ngroups; g += 2, at += 2 * stride, codes += 2 * ncodes, side += 2 * words) {
+        rotate_group(&c, format, dtype, at, index + g, &p, &a);
+        rotate_group(&c, format, dtype, at + stride, index + g + 1, &p, &b);
+        encode_group(&c, format, dtype, at, &a, index + g, dither, codes, side, stream);
+        encode_group(&c, format, dtype, at + stride, &b, index + g + 1, dither, codes + ncodes, side + words, stream);
+    }
+    if (g < ngroups) {
+        rotate_group(&c, format, dtype, at, index + g, &p, &a);
+        encode_group(&c, format, dtype, at, &a, index + g, dither, codes, side, stream);
+    }
+    if (stream) {
+        _mm_sfence();
+    }
+}
+
+/* ---- decode ---- */
+
+/* 128 halves: 64 at value 0. */
+TABLE uint32_t level_halves[16] = {64};
+
+/* H code: int8 from its bytes, the others from their levels. */
+INLINE void sums_of_group(const constants *c, gck_format format, const uint8_t *codes, int uniform, __m512i y[8])
+{
+    __m512i value[2];
+
+    if (format == GCK_INT8) {
+        int8_values(codes, value);
+    } else if (format == GCK_INT4) {
+        int4_values(c, codes, value);
+    } else if (uniform) {
+        int6_values(c, codes, 1, value);
+    } else {
+        int6_values(c, codes, 0, value);
+    }
+    unrotate(c, value, y);
+    if (format != GCK_INT8) {
+        y[0] = _mm512_add_epi32(y[0], _mm512_loadu_si512(level_halves));
+    }
+}
+
+TABLE uint32_t first_of_pair[16] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+TABLE uint32_t last_of_pair[16] = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
+/* Signs last: a zero y under a negative sign is -0.  int4: value `at` is `outlier`, bfloat16. */
+INLINE void decode_group(const constants *c, gck_format format, gck_dtype dtype, const uint8_t *codes, uint32_t stored,
+                         const uint16_t *side, int64_t index, void *x, int stream)
+{
+    const __m512 step = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_set1_epi32((int)(stored << 16))), c->step);
+    const __m512i outlier = format == GCK_INT4 ? all16(side[1]) : c->ones;
+    const __m512 wide = _mm512_castsi512_ps(_mm512_and_si512(outlier, c->upper));
+    const uint32_t at = side[0] >> 9;
+    const uint32_t *signs = gck_sign_words[gck_pattern(index)];
+    __m512i y[8];
+
+    sums_of_group(c, format, codes, side[0] & 1, y);
+    for (int k = 0; k < 4; k++) {
+        const __m512 even = _mm512_mul_ps(_mm512_cvtepi32_ps(y[2 * k]), step);
+        const __m512 odd = _mm512_mul_ps(_mm512_cvtepi32_ps(y[2 * k + 1]), step);
+        const uint32_t here = format == GCK_INT4 && at / 32 == (uint32_t)k ? 1u << at % 32 : 0;
+        if (dtype == GCK_BF16) {
+            const __m512i w = _mm512_xor_si512(to_bf16(c, even, odd), negated_words(signs[k]));
+            put((char *)x + 64 * k, format == GCK_INT4 ? _mm512_mask_blend_epi16(here, w, outlier) : w, stream);
+        } else {
+            const __m512i first = _mm512_loadu_si512(first_of_pair), last = _mm512_loadu_si512(last_of_pair);
+            __m512 lo = flip_natural(_mm512_permutex2var_ps(even, first, odd), signs, 2 * k);
+            __m512 hi = flip_natural(_mm512_permutex2var_ps(even, last, odd), signs, 2 * k + 1);
+            if (format == GCK_INT4) {
+                lo = _mm512_mask_blend_ps((__mmask16)here, lo, wide);
+                hi = _mm512_mask_blend_ps((__mmask16)(here >> 16), hi, wide);
+            }
+            put_pair(c, x, dtype, k, lo, hi, stream);
+        }
+    }
+}
+
+/* The step of an ordinary group as stored, else ~0.  For int8, any step that is a number, because
+ * it is rounded as in the reference.  The steps of levels, which the reference halves, are exact
+ * from biased exponent 34 on. */
+INLINE uint32_t ordinary_step(gck_format format, const uint16_t *side)
+{
+    const uint32_t low = format == GCK_INT8 ? 0u : 34u << 7;
+    uint32_t stored = side[0];
+
+    if (format == GCK_INT6) {
+        stored &= ~1u;
+    } else if (format == GCK_INT4) {
+        stored = (side[1] & 0x7F80u) == GCK_INT4_UNROTATED ? ~0u : gck_int4_stored(stored & 511u, side[1]);
+    }
+    return stored == 0 || stored - low < (255u << 7) - low ? stored : ~0u;
+}
+
+INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side,
+                          int64_t ngroups, void *x, int64_t index, int streaming)
+{
+    const int stream = may_stream(x, streaming);
+    const constants c = make_constants(format, dtype);
+    char *at = x;
+
+    for (int64_t g = 0; g < ngroups; g++) {
+        const uint32_t stored = ordinary_step(format, side);
+
+        if (stored != ~0u) {
+            decode_group(&c, format, dtype, codes, stored, side, index + g, at, stream);
+        } else {
+            decode_rare(format, codes, side, index + g, at, dtype);
+        }
+        codes += GCK_CODE_BYTES(format);
+        side += GCK_SIDE_WORDS(format);
+        at += group_bytes(dtype);
+    }
+    if (stream) {
+        _mm_sfence();
+    }
+}
+
+GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT8)
+GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT6)
+GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT4)
+
+#else
+typedef int gck_rotated_avx512_is_empty;       /* ISO C requires a declaration in every file */
+#endif

@@ -1,0 +1,62 @@
+/* batch.c: codec work that waits to be done together. */
+#include "engine/payload/batch.h"
+
+#include "engine/payload/payload.h"
+
+int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject *buffer)
+{
+    if ((b->n == GCK_BATCH || (b->n > 0 && b->codec != payload->codec)) && gck_batch_flush(b) < 0) {
+        return -1;
+    }
+    b->codec = payload->codec;
+    b->payload[b->n] = (gck_payload *)Py_NewRef((PyObject *)payload);
+    b->tensor[b->n] = Py_NewRef(tensor);
+    b->buffer[b->n++] = Py_NewRef(buffer);
+    if (!b->decode) {
+        payload->waits = b;
+    }
+    return 0;
+}
+
+/* done: the bytes are written.  Releasing references may run Python, which must find b empty. */
+static void let_go(gck_batch *b, int done)
+{
+    const int n = b->n;
+
+    for (int i = 0; i < n && !b->decode; i++) {
+        gck_payload_arrived(b->payload[i], done);
+    }
+    b->n = 0;
+    for (int i = 0; i < n; i++) {
+        Py_DECREF((PyObject *)b->payload[i]);
+        Py_DECREF(b->tensor[i]);
+        Py_DECREF(b->buffer[i]);
+    }
+}
+
+int gck_batch_flush(gck_batch *b)
+{
+    gck_py *py = &b->state->py;
+    gck_tensor view[GCK_BATCH];
+    void *bytes[GCK_BATCH];
+    gck_how how[GCK_BATCH];
+    int status = 0;
+
+    for (int i = 0; status == 0 && i < b->n; i++) {
+        status = gck_payload_work(b->payload[i], b->tensor[i], b->buffer[i], &view[i], &bytes[i], &how[i]);
+    }
+    if (status == 0 && b->n > 0) {
+        status = b->decode ? gck_run_decode(py, b->codec, (const void *const *)bytes, view, b->n)
+                           : gck_run_encode(py, b->codec, view, bytes, how, b->n);
+    }
+    let_go(b, status == 0);
+    return status;
+}
+
+void gck_batch_drop(gck_batch *b)
+{
+    gck_error error = gck_error_take();
+
+    let_go(b, 0);
+    gck_error_return(&error);
+}

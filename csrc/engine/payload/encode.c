@@ -1,0 +1,51 @@
+/* encode.c: gradckpt.codecs.encode(), which makes a payload that the user holds. */
+#include "engine/payload/payload.h"
+
+static const char *accepted_dtypes(uint32_t dtypes)
+{
+    return dtypes == GCK_BIT(GCK_BOOL) ? "bool" : dtypes == GCK_BIT(GCK_F32) ? "float32"
+                                                                             : "float32, float16 and bfloat16";
+}
+
+PyObject *gck_encode_py(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    PyObject *x, *key = Py_None;
+    const char *name;
+    unsigned long long seed = 0;
+    unsigned int step = 0, tensor = 0;
+
+    if (!PyArg_ParseTuple(args, "Os|O:encode", &x, &name, &key)
+        || (key != Py_None && !PyArg_ParseTuple(key, "KII:encode", &seed, &step, &tensor))) {
+        return NULL;
+    }
+    const gck_codec *codec = gck_codec_find(name);       /* gradckpt.codecs.encode() has checked the name */
+    const int is_tensor = gck_is_tensor(&state->py, x);
+    if (is_tensor <= 0) {
+        return is_tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt: encode() takes a tensor, not %R", Py_TYPE(x));
+    }
+    gck_input in = gck_input_of(x);
+    const int tracing = gck_tracing(&state->py);
+    const int verdict = tracing != 0 ? tracing * GCK_SKIP_TRACING
+        : gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
+        : gck_input_judge(&state->py, &in, codec, 0);
+    const gck_dither dither = {seed, step, tensor};
+    PyObject *payload = NULL, *dtype;
+    int fits;
+
+    if (verdict == GCK_COMPRESS) {
+        payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL, &fits);
+        if (payload == NULL && !fits) {
+            PyErr_Format(PyExc_ValueError, "gradckpt: codec '%s' cannot hold these values; choose another, as 'int8'",
+                         codec->name);
+        }
+    } else if (verdict > 0 && (dtype = PyObject_GetAttr(x, state->py.names.dtype)) != NULL) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: encode() cannot take this %s of dtype %S with codec '%s' (%s); it takes "
+                     "plain strided %s tensors on CPU and CUDA",
+                     (PyObject *)Py_TYPE(x) == state->py.Tensor ? "tensor" : "tensor subclass", dtype, codec->name,
+                     gck_reason_text[verdict], accepted_dtypes(codec->dtypes));
+        Py_DECREF(dtype);
+    }
+    gck_input_clear(&in);
+    return payload;
+}

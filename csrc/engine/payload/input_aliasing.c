@@ -1,0 +1,66 @@
+/* input_aliasing.c: arguments of a compressed region that share memory. */
+#include "engine/payload/input_aliasing.h"
+
+int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload)
+{
+    int64_t version;
+
+    if (gck_version_of(py, fed, &version) < 0 || (a->rows == NULL && (a->rows = PyList_New(0)) == NULL)) {
+        return -1;
+    }
+    return gck_append(a->rows, Py_BuildValue("(OOOL)", in->x, fed, payload != NULL ? payload : Py_None, (long long)version));
+}
+
+/* No call here runs Python, so borrowed references stay valid. */
+PyObject *gck_aliases_find(const gck_aliases *a, const gck_input *in, PyObject **fed)
+{
+    PyObject *row, *payload = Py_None;
+
+    for (Py_ssize_t i = 0; a->rows != NULL && payload == Py_None && i < PyList_Size(a->rows); i++) {
+        row = PyList_GetItem(a->rows, i);
+        if (PyTuple_GetItem(row, 0) == in->x) {
+            payload = PyTuple_GetItem(row, 2);
+            *fed = PyTuple_GetItem(row, 1);
+        }
+    }
+    if (payload == Py_None) {
+        return NULL;
+    }
+    Py_INCREF(*fed);
+    return Py_NewRef(payload);
+}
+
+/* Row i: 1 when it was written to since; 0; -1. */
+static int is_changed(const gck_py *py, PyObject *rows, Py_ssize_t i)
+{
+    PyObject *row = PySequence_GetItem(rows, i), *x, *fed, *payload;
+    int status = -1;
+    long long version;
+    int64_t now;
+
+    if (row != NULL && PyArg_ParseTuple(row, "OOOL", &x, &fed, &payload, &version)) {
+        status = gck_version_of(py, fed, &now) < 0 ? -1 : now != version;
+    }
+    Py_XDECREF(row);
+    return status;
+}
+
+int gck_aliases_check(gck_aliases *a, const gck_py *py)
+{
+    PyObject *rows = Py_XNewRef(a->rows), *checked;
+    const Py_ssize_t n = rows != NULL ? PyList_Size(rows) : 0;
+    int changed = 0;                             /* versions report more than is needed: views share one */
+
+    for (Py_ssize_t i = 0; i < n && changed == 0; i++) {
+        changed = is_changed(py, rows, i);
+    }
+    if (changed > 0) {
+        checked = PyObject_CallFunction(py->call.check_aliases, "O", rows);
+        changed = checked == NULL ? -1 : 0;
+        Py_XDECREF(checked);
+    }
+    Py_XDECREF(rows);
+    return changed;
+}
+
+void gck_aliases_clear(gck_aliases *a) { Py_CLEAR(a->rows); }

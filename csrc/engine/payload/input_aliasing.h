@@ -1,0 +1,31 @@
+/* input_aliasing.h: arguments of a compressed region that share memory.
+ *
+ * Each argument is restored separately.  So a write that reached two of them in the forward
+ * reaches one in the recompute, and the gradients would be wrong without any error.  Torch
+ * rejects every write to an argument; this code rejects one that another argument sees. */
+#ifndef GRADCKPT_INPUT_ALIASING_H
+#define GRADCKPT_INPUT_ALIASING_H
+
+#include "torch/input.h"
+
+typedef struct {
+    PyObject *rows;          /* owned list of (the tensor, what the function gets for it, its payload, version of the
+                                second); payload None: by reference; NULL: no rows */
+} gck_aliases;
+
+/* Add the argument in->x.  `fed` is what the function gets for it, and `payload` what it is kept
+ * as; NULL: by reference.  0 or -1. */
+int gck_aliases_add(gck_aliases *aliases, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload);
+
+/* New reference: the payload that x, with these values, already got as an argument, and *fed; or
+ * NULL. */
+PyObject *gck_aliases_find(const gck_aliases *aliases, const gck_input *in, PyObject **fed);
+
+/* After the function has run, copy what it wrote to an argument's replacement to the argument.  0,
+ * or -1 with an exception, also when the function wrote to memory that a compressed argument shares
+ * with another. */
+int gck_aliases_check(gck_aliases *aliases, const gck_py *py);
+
+void gck_aliases_clear(gck_aliases *aliases);
+
+#endif

@@ -1,0 +1,467 @@
+/* payload.c: heap type Payload: one buffer of bytes, its codec, and the layout of the original. */
+#include "engine/payload/payload.h"
+
+#include "engine/payload/payload_overflow.h"
+#include "engine/payload/sharing.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
+
+/* The memory of a payload's bytes.  Outer saved-tensor hooks may have returned this tensor, so it
+ * is checked: a wrong one would be read out of bounds, or as nonsense. */
+int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
+{
+    gck_dl_tensor dl;
+    const int shown = gck_read_dlpack(&self->state->py, buffer, &dl);
+    PyObject *device;
+
+    if (shown < 0) {
+        return -1;
+    }
+    if (!shown || dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != self->nbytes
+        || (dl.strides != NULL && self->nbytes > 1 && dl.strides[0] != 1)
+        || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device) {
+        device = gck_device_object(&self->state->py, self->device);
+        PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
+                     "payload of %lld uint8 bytes on %S; return what was packed",
+                     Py_TYPE(buffer), (long long)self->nbytes, device != NULL ? device : Py_None);
+        Py_XDECREF(device);
+        return -1;
+    }
+    *data = (char *)dl.data + dl.byte_offset;
+    return 0;
+}
+
+int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how)
+{
+    const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};
+
+    *how = (gck_how){self->stochastic ? &self->dither : NULL, self->verdict};
+    return gck_payload_view(self, buffer, bytes) < 0 ? -1 : gck_view_again(&self->state->py, tensor, &was, view);
+}
+
+static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
+
+/* Record the layout of the original.  No Python runs: the view is taken again.  0 or -1. */
+static int describe(gck_payload *self, gck_input *in, int exact)
+{
+    const gck_tensor was = in->view;
+    const gck_tensor *view = &in->view;
+
+    if ((self->original = PyWeakref_NewRef(in->x, NULL)) == NULL      /* first, because a collection may run Python */
+        || gck_view_again(&self->state->py, in->x, &was, &in->view) < 0) {
+        return -1;
+    }
+    self->ndim = view->ndim;
+    self->sizes = malloc(sizeof(int64_t) * (size_t)(2 * view->ndim + 1));
+    if (self->sizes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(self->sizes, view->sizes, sizeof(int64_t) * (size_t)view->ndim);
+    self->layout = gck_layout_of(view, exact, self->sizes + view->ndim);
+    self->dtype = view->dtype;
+    self->device = view->device;
+    self->stream = view->stream;
+    self->numel = view->numel;
+    self->bytes_in = view->numel * itemsize(view->dtype);
+    self->nbytes = gck_nbytes(self->codec, view->numel, view->dtype);
+    self->requires_grad = in->requires_grad;
+    self->leaf = in->leaf;
+    self->version = in->version;
+    return 0;
+}
+
+void gck_count_live(gck_state *state, int64_t nbytes)
+{
+    gck_stats *s = &state->stats;
+
+    s->live_bytes += nbytes;
+    s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+}
+
+PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused)
+{
+    gck_stats *s = &gck_state_of(module)->stats;
+    const int64_t peak = s->peak_live_bytes;
+
+    (void)unused;
+    s->peak_live_bytes = s->live_bytes;
+    return PyLong_FromLongLong(peak);
+}
+
+static void count_live(gck_payload *self)
+{
+    self->live = 1;
+    gck_count_live(self->state, self->nbytes);
+}
+
+void gck_payload_uncount(gck_payload *self)
+{
+    self->state->stats.live_bytes -= self->live ? self->nbytes : 0;
+    self->live = 0;
+}
+
+/* Count a use by a region, which counts as compressed until it is known to overflow. */
+static void count_use(gck_payload *self)
+{
+    gck_state *state = self->state;
+
+    if (self->epoch != state->epoch) {
+        self->epoch = state->epoch;
+        self->uses = self->fresh = 0;
+    }
+    self->uses++;
+}
+
+void gck_payload_again(gck_payload *self)
+{
+    self->again = 1;
+    self->state->stats.shared++;
+    count_use(self);
+}
+
+void gck_payload_arrived(gck_payload *self, int done)
+{
+    self->waits = NULL;
+    if (!done) {
+        gck_sharing_forget(self);
+    }
+}
+
+/* Write the bytes, or defer that.  0; 1 when the codec overflows; -1. */
+static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
+{
+    gck_batch own;
+    int status;
+
+    if (gck_batch_takes(batch, self->codec, &in->view)) {    /* faster: one launch for several */
+        return gck_batch_add(batch, self, in->x, self->buffer);
+    }
+    gck_batch_begin(&own, self->state, 0);
+    status = gck_batch_add(&own, self, in->x, self->buffer) < 0 ? -1 : gck_batch_flush(&own);
+    gck_pending_encoded(self, in->x, status);
+    return status > 0 && self->verdict != NULL ? 0 : status;
+}
+
+/* self has been encoded; from here on dealloc uncounts it.  New reference: itself, or `first` when
+ * that holds the same bytes; NULL with an exception. */
+static gck_payload *accept(gck_payload *self, gck_payload *first)
+{
+    gck_stats *s = &self->state->stats;
+    const int same = first != NULL ? gck_sharing_proof(self, first) : 0;
+
+    if (same < 0) {
+        return NULL;
+    }
+    if (same) {
+        s->shared++;
+        self = first;
+    } else {
+        self->counted = self->fresh = 1;
+        self->epoch = self->state->epoch;
+        s->encoded++;
+        s->codecs[gck_codec_index(self->codec)]++;
+        s->bytes_in += self->bytes_in;
+        s->bytes_out += self->nbytes;
+    }
+    count_use(self);
+    return (gck_payload *)Py_NewRef((PyObject *)self);
+}
+
+int gck_payload_hand_over(gck_payload *self)
+{
+    self->saved = PyObject_CallFunctionObjArgs(self->state->py.make_saved_tensor, self->buffer, Py_False, NULL);
+    if (self->saved != NULL) {
+        Py_CLEAR(self->buffer);
+        gck_payload_uncount(self);               /* the outer hooks took the bytes */
+    }
+    return self->saved != NULL ? 0 : -1;
+}
+
+PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
+                          const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
+{
+    gck_payload *self = (gck_payload *)PyType_GenericAlloc(state->Payload, 0), *result = NULL;
+    int status;
+
+    *fits = 1;
+    gck_pending_poll(state);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->state = state;
+    self->codec = codec;
+    self->stochastic = dither != NULL || (first != NULL && first->stochastic);
+    if (self->stochastic) {
+        self->dither = first != NULL ? first->dither : *dither;
+    }
+    /* What the user decodes may live long, so it has no holes. */
+    if (describe(self, in, codec->max_error == 0 && use != GCK_FOR_USER) < 0
+        || (self->buffer = gck_bytes_empty(&state->py, self->nbytes, self->device)) == NULL) {
+        goto exit;
+    }
+    if (gck_pending_begin(self) < 0 && use != GCK_FOR_USER) {
+        *fits = 0;                               /* the overflow would not be reported: keep the original */
+        goto exit;
+    }
+    status = fill(self, in, first == NULL ? batch : NULL);
+    if (status != 0) {
+        *fits = status < 0;
+        goto exit;
+    }
+    if (use == GCK_FOR_USER) {
+        result = (gck_payload *)Py_NewRef((PyObject *)self);
+        goto exit;
+    }
+    count_live(self);
+    if ((result = accept(self, first)) != self) {
+        goto exit;
+    }
+    if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
+        Py_CLEAR(result);
+    } else if (use == GCK_FOR_REGION && self->version >= 0) {
+        gck_sharing_remember(self);
+    }
+    if (result != NULL && self->verdict != NULL && gck_pending_bound(self) < 0) {
+        Py_CLEAR(result);
+    }
+
+exit:
+    Py_DECREF((PyObject *)self);
+    return (PyObject *)result;
+}
+
+int gck_payload_adopt(gck_payload *self, PyObject *x)
+{
+    PyObject *old = self->original, *original = PyWeakref_NewRef(x, NULL);
+
+    if (original != NULL) {
+        self->original = original;
+        Py_DECREF(old);
+    }
+    return original == NULL ? -1 : 0;
+}
+
+/* New reference: the buffer, through the outer hooks when those have it. */
+static PyObject *payload_bytes(gck_payload *self)
+{
+    if (self->saved == NULL && self->buffer == NULL) {
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
+                            "tensor itself; call decode()", self->codec->name);
+    }
+    return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
+                               : Py_NewRef(self->buffer);
+}
+
+/* The bytes are read on another stream than the one that wrote them: tell the allocator. */
+static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
+{
+    if (self->device < 0 || out->stream == self->stream) {    /* faster: the allocator knows */
+        return 0;
+    }
+    return gck_done(gck_invoke(self->state->py.call.record_stream,
+                             Py_BuildValue("(ON)", x, gck_device_object(&self->state->py, self->device))));
+}
+
+/* Decode the bytes into out, whose view this is.  0 or -1. */
+static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
+{
+    PyObject *buffer = payload_bytes(self), *piece = buffer;
+    gck_batch own;
+    void *bytes;
+    int status = buffer == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
+
+    gck_batch_begin(&own, self->state, 1);
+    if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
+        /* outer hooks returned a slice of their own memory */
+        buffer = PyObject_CallMethod(piece, "clone", NULL);
+        Py_DECREF(piece);
+        status = buffer == NULL ? -1 : 0;
+    }
+    if (status == 0 && (status = cross_stream(self, buffer, view)) == 0) {
+        const int waits = gck_batch_takes(batch, self->codec, view);
+        status = gck_batch_add(waits ? batch : &own, self, out, buffer) < 0 ? -1 : gck_batch_flush(&own);
+    }
+    Py_XDECREF(buffer);
+    return status;
+}
+
+/* Copy the values of the original, all of them or those that decoded to NaN. 0 or -1. */
+static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const gck_tensor *view)
+{
+    return cross_stream(self, original, view) < 0 ? -1
+         : gck_done(PyObject_CallFunction(self->state->py.call.fill_from, "OOi", out, original, self->codec->max_error > 0));
+}
+
+static PyObject *decode(gck_payload *self, gck_batch *batch)
+{
+    gck_state *state = self->state;
+    PyObject *out, *original;
+    gck_tensor view;
+    int verdict, ok = 0;
+
+    if (gck_pending_original(self, &original) < 0) {
+        return NULL;
+    }
+    out = gck_empty(&state->py, self->ndim, self->sizes, self->layout ? self->sizes + self->ndim : NULL,
+                    self->dtype, self->device);
+    verdict = out == NULL || (self->layout == GCK_LAYOUT_HOLES
+                              && gck_done(PyObject_CallFunction(state->py.call.fill_holes, "O", out)) < 0)
+            ? -1 : gck_view_of(&state->py, out, &view);
+    if (verdict == GCK_COMPRESS) {
+        ok = (original != NULL && self->codec->max_error == 0)
+            || decode_bytes(self, out, &view, original == NULL ? batch : NULL) == 0;
+        ok = ok && (original == NULL || fill_from(self, original, out, &view) == 0);
+    } else if (verdict > 0) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not return a plain tensor; enter no mode in "
+                                            "backward that was not active in forward");
+    }
+    Py_XDECREF(original);
+    if (!ok) {
+        Py_CLEAR(out);
+    }
+    return out;
+}
+
+PyObject *gck_payload_decode(gck_payload *self) { return decode(self, NULL); }
+
+PyObject *gck_payload_revive(gck_payload *self, gck_batch *batch)
+{
+    gck_state *state = self->state;
+    PyObject *out = decode(self, batch);
+
+    if (out == NULL) {
+        return NULL;
+    }
+    state->rounding.restored = 1;
+    if (self->kept == NULL && PyWeakref_GetObject(self->original) != Py_None) {
+        state->stats.originals_alive++;
+        state->stats.originals_alive_bytes += self->bytes_in;
+    }
+    return out;
+}
+
+PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
+{
+    gck_state *state = self->state;
+    PyObject *out = gck_payload_revive(self, batch);
+    PyObject *result;
+
+    if (out == NULL || !self->requires_grad) {
+        return out;
+    }
+    result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
+    if (result != NULL && !self->leaf) {
+        /* The original was not a leaf: a region may change such an input in place, and an inner
+         * region compresses it again.  The alias shares storage and is not a view. */
+        Py_DECREF(result);
+        result = PyObject_CallFunctionObjArgs(state->py.as_non_leaf, out, NULL);
+    }
+    Py_DECREF(out);
+    return result;
+}
+
+/* ---- the Python type ---- */
+
+static void payload_dealloc(PyObject *op)
+{
+    gck_payload *self = (gck_payload *)op;
+
+    /* First, because clearing weak references runs Python, which must not find the payload there. */
+    gck_pending_forget(self);
+    gck_sharing_forget(self);
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
+    gck_payload_uncount(self);
+    free(self->sizes);
+    Py_XDECREF(self->buffer);
+    Py_XDECREF(self->saved);
+    Py_XDECREF(self->original);
+    Py_XDECREF(self->kept);
+    gck_object_free(op);
+}
+
+static PyObject *payload_decode_method(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    return gck_payload_decode((gck_payload *)op);
+}
+
+static PyObject *payload_codec(PyObject *op, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromString(((gck_payload *)op)->codec->name);
+}
+
+static PyObject *payload_data(PyObject *op, void *closure)
+{
+    (void)closure;
+    return payload_bytes((gck_payload *)op);
+}
+
+static PyObject *payload_shape(PyObject *op, void *closure)
+{
+    gck_payload *self = (gck_payload *)op;
+
+    (void)closure;
+    return PyObject_CallFunction(self->state->py.size, "(N)", gck_sizes(self->ndim, self->sizes));
+}
+
+static PyObject *payload_dtype(PyObject *op, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(gck_dtype_object(&((gck_payload *)op)->state->py, ((gck_payload *)op)->dtype));
+}
+
+static PyObject *payload_device(PyObject *op, void *closure)
+{
+    (void)closure;
+    return gck_device_object(&((gck_payload *)op)->state->py, ((gck_payload *)op)->device);
+}
+
+static PyObject *payload_repr(PyObject *op)
+{
+    return PyObject_CallFunction(((gck_payload *)op)->state->py.call.payload_repr, "OL", op, (long long)((gck_payload *)op)->bytes_in);
+}
+
+static PyMemberDef payload_members[] = {
+    {"nbytes", T_LONGLONG, offsetof(gck_payload, nbytes), READONLY, "Size of the payload in bytes, scales included."},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(gck_payload, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef payload_getset[] = {
+    {"codec", payload_codec, NULL, "Name of the codec.", NULL},
+    {"shape", payload_shape, NULL, "Shape of the original.", NULL},
+    {"dtype", payload_dtype, NULL, "Dtype of the original.", NULL},
+    {"device", payload_device, NULL, "Device of the original.", NULL},
+    {"data", payload_data, NULL, "The bytes: a uint8 tensor (docs/codecs.md describes them). Not a copy.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef payload_methods[] = {
+    {"decode", payload_decode_method, METH_NOARGS,
+     "decode($self, /)\n--\n\n"
+     "Return a new tensor of the original's shape, dtype, strides and device. It does not require grad."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot payload_slots[] = {
+    {Py_tp_dealloc, payload_dealloc},
+    {Py_tp_repr, payload_repr},
+    {Py_tp_members, payload_members},
+    {Py_tp_getset, payload_getset},
+    {Py_tp_methods, payload_methods},
+    {Py_tp_doc, "An encoded tensor, made by gradckpt.codecs.encode()."},
+    {0, NULL},
+};
+
+PyType_Spec gck_payload_spec = {
+    .name = "gradckpt.codecs.Payload",
+    .basicsize = sizeof(gck_payload),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = payload_slots,
+};

@@ -1,0 +1,223 @@
+/* payload_overflow.c: overflow results that a device reports late. */
+#include "engine/payload/payload_overflow.h"
+
+#include <time.h>
+
+enum {
+    MOST_OPEN = 2,                 /* originals of a device that may be held until their results come ... */
+    SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer          */
+};
+static const int64_t SECOND = 1000000000;
+
+int gck_pending_begin(gck_payload *p)
+{
+    if (!p->codec->refuses || p->numel == 0 || (p->device < 0 && !p->state->late_verdicts)) {
+        return 0;
+    }
+    Py_BEGIN_ALLOW_THREADS                       /* the first one of a device allocates memory */
+    p->verdict = gck_verdict_take(p->device);
+    Py_END_ALLOW_THREADS
+    return p->verdict == NULL ? -1 : 0;
+}
+
+static void write_verdict(gck_payload *p, uint32_t value) { *(volatile uint32_t *)p->verdict = value; }
+
+void gck_pending_encoded(gck_payload *p, PyObject *x, int status)
+{
+    if (p->verdict == NULL) {
+        return;
+    }
+    if (status < 0) {
+        write_verdict(p, GCK_FITS);              /* nothing was queued, so nothing will write the word, and p dies */
+    }
+    p->late = status == 0 ? GCK_FITS : GCK_REFUSED;
+    p->kept = Py_NewRef(x);
+    p->next_pending = p->state->pending;
+    p->state->pending = p;
+}
+
+/* Take p off the list and give its word back. */
+static void leave(gck_payload *p)
+{
+    gck_payload **link = &p->state->pending;
+
+    while (*link != NULL && *link != p) {
+        link = &(*link)->next_pending;
+    }
+    if (*link == p) {
+        *link = p->next_pending;
+    }
+    gck_verdict_give(p->verdict);
+    p->verdict = NULL;
+}
+
+void gck_pending_forget(gck_payload *p)
+{
+    if (p->verdict != NULL) {
+        leave(p);
+    }
+}
+
+/* Undo that it was counted as compressed. */
+static void count_refused(gck_payload *p)
+{
+    gck_stats *s = &p->state->stats;
+
+    p->counted = 0;
+    gck_payload_uncount(p);
+    if (p->epoch == p->state->epoch) {           /* else reset_stats() has dropped it */
+        s->encoded -= p->fresh;
+        s->codecs[gck_codec_index(p->codec)] -= p->fresh;
+        s->bytes_in -= p->fresh ? p->bytes_in : 0;
+        s->bytes_out -= p->fresh ? p->nbytes : 0;
+        s->shared -= p->uses - p->fresh;
+        s->compressed -= p->uses;
+        s->uncompressed[GCK_SKIP_FIT] += p->uses;
+        s->uncompressed_bytes += p->uses * p->bytes_in;
+    }
+}
+
+/* A rounding codec keeps its bytes too: they hold the values that did not overflow. */
+static void refuse(gck_payload *p)
+{
+    p->refused = 1;
+    count_refused(p);
+    if (p->codec->max_error == 0) {
+        Py_CLEAR(p->buffer);
+        Py_CLEAR(p->saved);
+    }
+}
+
+/* 1 when p's verdict has come: p is no longer in the list, and may be freed. */
+static int settle(gck_payload *p)
+{
+    const uint32_t verdict = *(volatile uint32_t *)p->verdict;
+
+    if (verdict == GCK_PENDING) {
+        return 0;
+    }
+    Py_INCREF((PyObject *)p);                    /* releasing references may run Python */
+    leave(p);
+    if (verdict == GCK_REFUSED) {
+        refuse(p);
+    } else {
+        Py_CLEAR(p->kept);
+    }
+    Py_DECREF((PyObject *)p);
+    return 1;
+}
+
+void gck_pending_poll(gck_state *state)
+{
+    gck_payload *p = state->pending;
+
+    while (p != NULL) {
+        p = settle(p) ? state->pending : p->next_pending;   /* Python has run: begin again */
+    }
+}
+
+/* Let other threads run until p's verdict has come: 1; 0 when none came for `seconds`, or a
+ * captured graph will write it; -1 with an exception, because Ctrl-C is checked. */
+static int await(gck_payload *p, int seconds)
+{
+    const volatile uint32_t *word = p->verdict;
+    struct timespec pause = {0, 10000};
+    int64_t patience = p->state->late_verdicts ? p->state->late_verdicts : seconds * SECOND;
+
+    while (p->verdict != NULL && *word == GCK_PENDING) {         /* another thread may have settled p */
+        if (patience < 0 || gck_verdict_is_captured(p->verdict)) {
+            return 0;
+        }
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+        Py_BEGIN_ALLOW_THREADS
+        nanosleep(&pause, NULL);
+        Py_END_ALLOW_THREADS
+        patience -= pause.tv_nsec;
+        pause.tv_nsec += pause.tv_nsec < 500000 ? pause.tv_nsec : 0;
+    }
+    return 1;
+}
+
+/* Borrowed: the oldest open payload of its device, if too many are open; else NULL. */
+static gck_payload *oldest_of_too_many(const gck_payload *newest)
+{
+    gck_payload *oldest = NULL;
+    int64_t bytes = 0;
+    int open = 0;
+
+    for (gck_payload *p = newest->state->pending; p != NULL; p = p->next_pending) {
+        if (p->device == newest->device && p->counted && !p->unheard) {
+            oldest = p;
+            open++;
+            bytes += p->bytes_in;
+        }
+    }
+    return open > MOST_OPEN && bytes > SMALL ? oldest : NULL;
+}
+
+int gck_pending_bound(gck_payload *newest)
+{
+    gck_state *state = newest->state;
+    gck_payload *p;
+    int came = 0;
+
+    while (came >= 0 && (p = oldest_of_too_many(newest)) != NULL) {
+        Py_INCREF((PyObject *)p);
+        came = await(p, 1);
+        p->unheard = came == 0;
+        Py_DECREF((PyObject *)p);
+        gck_pending_poll(state);
+    }
+    return came < 0 ? -1 : 0;
+}
+
+int gck_pending_original(gck_payload *p, PyObject **original)
+{
+    PyObject *kept, *raised;
+    int64_t now = -1;
+    int came = 1;
+
+    for (*original = NULL; came > 0; Py_DECREF(kept)) {
+        gck_pending_poll(p->state);
+        if ((kept = Py_XNewRef(p->kept)) == NULL) {      /* owned: a question runs Python, which may settle p */
+            return 0;
+        }
+        if (p->version >= 0 && gck_version_of(&p->state->py, kept, &now) < 0) {
+            came = -1;
+        } else if (now == p->version) {                  /* or an inference tensor, which has no version */
+            *original = kept;
+            return 0;
+        } else if ((came = await(p, 600)) == 0 || p->refused) {
+            /* The original was changed, and the payload does not hold its values, or only a graph
+             * will tell. */
+            raised = PyObject_CallFunction(p->state->py.call.raise_modified, "OL", kept, (long long)p->version);
+            Py_XDECREF(raised);
+            came = -1;
+        }
+    }
+    return -1;
+}
+
+PyObject *gck_late_verdicts(PyObject *module, PyObject *seconds)
+{
+    const double patience = PyFloat_AsDouble(seconds);
+
+    if (patience == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    gck_state_of(module)->late_verdicts = (int64_t)(patience * (double)SECOND);
+    Py_RETURN_NONE;
+}
+
+PyObject *gck_settle_verdicts(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    for (gck_payload *p = gck_state_of(module)->pending; p != NULL; p = p->next_pending) {
+        if (p->device < 0) {
+            write_verdict(p, p->late);
+        }
+    }
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,280 @@
+/* checkpoint.c: gradckpt.checkpoint: reads the arguments, records a Frame, runs the
+ * function once under the hooks. */
+#include "engine/region/checkpoint.h"
+#include "torch/dynamo.h"
+#include "engine/region/region_node.h"
+#include "engine/region/region.h"
+
+const char gck_checkpoint_doc[] =
+    "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
+    "determinism_check='default', debug=False, early_stop=True, buffers=None, **kwargs)\n--\n\n"
+    "Run ``function(*args, **kwargs)`` now, and again in backward instead of keeping what it saved.\n\n"
+    "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists the differences. Called with\n"
+    "keywords only, it returns a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"
+    "Args:\n"
+    "    function: Pure apart from random numbers and autocast, both of which the recompute repeats.\n"
+    "    *args, **kwargs: Passed to ``function``. Tensors may be nested in containers.\n"
+    "    compress: How the inputs of the region are kept. ``None`` keeps them by reference, as torch does.\n"
+    "        ``True`` means the default codec; a codec's name, a ``CompressionConfig`` or its dict also work.\n"
+    "        Compressed are floating tensors that require grad and are not leaves, of at least ``min_numel``\n"
+    "        values, of any shape and strides.\n"
+    "    policy: The outputs inside the region that are kept instead of computed again:\n"
+    "        ``\"save_attention\"``, ``\"save_attention|save_matmuls:int8\"``, a ``gradckpt.policies.Policy``, or\n"
+    "        what gradckpt.compat.create_selective_checkpoint_contexts takes. It excludes ``context_fn`` and\n"
+    "        ``debug``. A second backward (``retain_graph=True``) then raises RuntimeError, as in torch.\n"
+    "    use_reentrant: ``True`` makes one graph node of the whole region, with torch's restrictions, and\n"
+    "        excludes ``compress`` and ``policy``. ``None`` means ``True``, with torch's warning.\n"
+    "    preserve_rng_state, context_fn, determinism_check, early_stop: As in torch.\n"
+    "    debug: As in torch. It also reports parameters of the region that change before its recompute.\n"
+    "    buffers: The modules whose running statistics (BatchNorm and others, see gradckpt._engine.buffers)\n"
+    "        are updated once per step: a module or a list of them. ``\"once\"`` means the module that\n"
+    "        ``function`` is or belongs to, ``None`` the same where one exists. With ``\"torch\"`` the recompute\n"
+    "        updates them again.\n\n"
+    "Returns:\n"
+    "    The result of ``function``.\n\n"
+    "Raises:\n"
+    "    ValueError: unknown codec, policy or determinism check, keywords that exclude each other, or\n"
+    "        ``buffers=\"once\"`` for a function that belongs to no module.\n"
+    "    torch.utils.checkpoint.CheckpointError: in backward, when the recompute saved other tensors.\n\n"
+    "Source: Chen et al. 2016, arXiv:1604.06174.";
+
+const char gck_compat_checkpoint_doc[] =
+    "checkpoint(function, *args, use_reentrant=None, context_fn=None, determinism_check='default', debug=False, "
+    "early_stop=True, **kwargs)\n--\n\n"
+    "Run ``torch.utils.checkpoint.checkpoint``, with the same defaults, warnings and error texts.";
+
+/* ---- the record ---- */
+
+/* Make debug mode and the contexts of the two runs; *forward is NULL where none is given.  As in
+ * torch the order is debug, determinism check, context_fn; policy is last. */
+static int make_contexts(gck_state *state, const gck_options *o, PyObject **forward, gck_frame *frame)
+{
+    const int debug = gck_options_overridden(state, state->py.names._checkpoint_debug_enabled, o->debug, 0);
+    const int custom = gck_options_custom_context(state, o), policy = gck_options_policy(o);
+    PyObject *made, *f, *r, *callback, *parameters;
+    int ok;
+
+    *forward = NULL;
+    if (debug > 0 && custom) {
+        PyErr_SetString(PyExc_ValueError, "debug=True is incompatible with non-default context_fn");
+        return -1;
+    }
+    if (policy && (debug > 0 || custom)) {
+        PyErr_SetString(PyExc_ValueError,
+                        custom ? "gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn"
+                               : "gradckpt: debug=True and policy= or context_fn= exclude each other; leave one of them out");
+        return -1;
+    }
+    if (debug < 0 || gck_options_determinism(state, o->determinism_check, &frame->check_metadata,
+                                             &frame->metadata_fn) < 0) {
+        return -1;
+    }
+    if (!debug && !custom && !policy) {
+        return 0;
+    }
+    if (custom && !o->exact && !PyCallable_Check(o->context_fn)) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: context_fn is a function that returns two context managers, not %R",
+                     o->context_fn);
+        return -1;
+    }
+    made = debug  ? PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function,
+                                        o->exact ? Py_True : Py_False)
+         : custom ? PyObject_CallFunction(state->py.call.contexts, "(O)", o->context_fn)
+                  : PyObject_CallFunction(state->py.call.policy_contexts, "(O)", o->policy);
+    if (made == NULL) {
+        return -1;
+    }
+    ok = PyArg_ParseTuple(made, "OOOO", &f, &r, &callback, &parameters);
+    if (ok) {
+        *forward = Py_NewRef(f);
+        frame->recompute_context = Py_NewRef(r);
+        frame->error_callback = callback != Py_None ? Py_NewRef(callback) : NULL;
+        frame->parameters = parameters != Py_None ? Py_NewRef(parameters) : NULL;
+    }
+    Py_DECREF(made);
+    return ok ? 0 : -1;
+}
+
+static PyObject *pack(PyObject *frame, PyObject *x) { return (PyObject *)gck_frame_add((gck_frame *)frame, x); }
+
+static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};
+static PyMethodDef unpack_def = {"unpack", gck_unpack, METH_O, NULL};
+
+/* Python turns a StopIteration that leaves a generator into a RuntimeError, and torch's function is
+ * a generator inside. */
+static void convert_stop_iteration(const gck_py *py)
+{
+    PyObject *error = gck_error_object();
+
+    Py_XDECREF(PyObject_CallFunction(py->call.raise_stop_iteration, "O", error));
+    Py_XDECREF(error);
+}
+
+/* Where this torch knows an accelerator: 1 when its state exists already. */
+static int accelerator_initialized(const gck_py *py)
+{
+    return py->has_accelerator ? gck_is_true(PyObject_CallFunction(py->call.accelerator_initialized, NULL)) : 0;
+}
+
+static int check_accelerator(const gck_py *py, int before)
+{
+    const int after = accelerator_initialized(py);
+
+    if (after == 1 && before == 0) {
+        PyErr_SetString(PyExc_RuntimeError, "PyTorch's device state was initialized in the forward pass "
+                                            "of a Checkpoint, which is not allowed. Please open an issue "
+                                            "if you need this feature.");
+        return -1;
+    }
+    return after < 0 ? -1 : 0;
+}
+
+/* Run the call with grad on. */
+static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
+                        PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
+{
+    gck_packing packing = {.state = state, .plan = *plan};
+    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame};
+    const int preserve = gck_truth(o->preserve_rng_state, 1);
+    PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
+    int initialized = 0;
+
+    frame->function = Py_NewRef(o->function);
+    frame->once = Py_XNewRef(o->once);
+    frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
+    if (preserve < 0 || frame->early_stop < 0
+        || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0
+        || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
+        goto exit;
+    }
+    result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
+    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
+        convert_stop_iteration(&state->py);
+    }
+    if (result != NULL && ((preserve && check_accelerator(&state->py, initialized) < 0)
+                           || gck_aliases_check(&packing.aliases, &state->py) < 0)) {
+        Py_CLEAR(result);
+    }
+    if (result != NULL) {
+        frame->phase = GCK_SAVED_PHASE;
+    }
+
+exit:
+    gck_aliases_clear(&packing.aliases);
+    Py_XDECREF(fed_args);
+    Py_XDECREF(fed_kwargs);
+    return result;
+}
+
+/* With grad off torch too only calls the function, outside the contexts. */
+static PyObject *call_plain(const gck_py *py, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwargs)
+{
+    PyObject *tuple = gck_tuple(args, nargs);
+    PyObject *result = tuple != NULL ? PyObject_Call(o->function, tuple, kwargs) : NULL;
+
+    Py_XDECREF(tuple);
+    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
+        convert_stop_iteration(py);
+    }
+    return result;
+}
+
+static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
+                                    PyObject *kwargs)
+{
+    PyObject *context = NULL, *result = NULL;
+    gck_frame *frame;
+    gck_plan plan;
+
+    if (gck_options_plan(state, o->compress, &plan) < 0) {
+        return NULL;
+    }
+    frame = gck_frame_new(state);
+    if (frame != NULL && make_contexts(state, o, &context, frame) == 0) {
+        result = gck_torch.aoti_torch_grad_mode_is_enabled()
+            ? record(state, frame, o, &plan, context, args, nargs, kwargs)
+            : call_plain(&state->py, o, args, nargs, kwargs);
+    }
+    Py_XDECREF(context);
+    Py_XDECREF((PyObject *)frame);
+    return result;
+}
+
+static const char unspecified[] =
+    "torch.utils.checkpoint: the use_reentrant parameter should be "
+    "passed explicitly. Starting in PyTorch 2.9, calling checkpoint "
+    "without use_reentrant will raise an exception. use_reentrant=False is "
+    "recommended, but if you need to preserve the current default "
+    "behavior, you can pass use_reentrant=True. Refer to docs for more "
+    "details on the differences between the two variants.";
+
+/* use_reentrant= as truth.  None warns and means True, as in torch. */
+static int is_reentrant(const gck_options *o)
+{
+    if (o->use_reentrant == Py_None || (o->use_reentrant == NULL && o->exact)) {
+        return PyErr_WarnEx(PyExc_UserWarning, unspecified, 1) < 0 ? -1 : 1;
+    }
+    return gck_truth(o->use_reentrant, 0);
+}
+
+/* Run either form, its forward uncompiled. */
+static PyObject *run_region(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwargs)
+{
+    const int reentrant = is_reentrant(o);
+    PyObject *dynamo, *result;
+
+    if (reentrant < 0 || gck_dynamo_off(&state->py, &dynamo) < 0) {
+        return NULL;
+    }
+    result = reentrant ? gck_reentrant_call(state, o, args, nargs, kwargs)
+                       : call_non_reentrant(state, o, args, nargs, kwargs);
+    gck_dynamo_restore(&state->py, dynamo);
+    return result;
+}
+
+/* The function rejected a keyword that was perhaps meant for us: its error gets a note. */
+static void note_keyword(const gck_state *state, PyObject *kwargs)
+{
+    gck_error error = gck_error_take();
+
+    PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
+    (void)gck_done(PyObject_CallFunction(state->py.call.note_keyword, "OO", error.value, kwargs));
+    (void)gck_error_return(&error);
+}
+
+static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames, int exact)
+{
+    gck_state *state = gck_state_of(module);
+    PyObject *kwargs, *result = NULL;
+    gck_options o;
+
+    if (gck_options_parse(state, all, nall, kwnames, exact, &o, &kwargs) < 0) {
+        return NULL;
+    }
+    if (o.function == NULL && !exact && kwnames != NULL) {
+        result = gck_invoke(state->py.call.decorate, Py_BuildValue("(OON)", module, kwnames, gck_tuple(all, PyTuple_Size(kwnames))));
+    } else if (o.function == NULL) {
+        PyErr_SetString(PyExc_TypeError, "checkpoint() missing 1 required positional argument: 'function'");
+    } else {
+        PyObject *const *args = nall > 0 ? all + 1 : all;
+        const Py_ssize_t nargs = nall > 0 ? nall - 1 : 0;
+        result = run_region(state, &o, args, nargs, kwargs);
+        if (result == NULL && kwargs != NULL && !exact && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            note_keyword(state, kwargs);
+        }
+    }
+    Py_XDECREF(kwargs);
+    return result;
+}
+
+PyObject *gck_checkpoint(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    return call(module, args, nargs, kwnames, 0);
+}
+
+PyObject *gck_compat_checkpoint(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    return call(module, args, nargs, kwnames, 1);
+}

@@ -1,0 +1,52 @@
+/* determinism.c: the metadata that the determinism check compares. */
+#include "engine/region/frame.h"
+
+#include <string.h>
+
+int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
+{
+    const gck_py *py = &frame->state->py;
+    gck_dl_tensor dl;
+
+    memset(meta, 0, sizeof *meta);
+    if (frame->metadata_fn != NULL) {
+        meta->objects = Py_BuildValue("(N)", PyObject_CallFunctionObjArgs(frame->metadata_fn, x, NULL));
+        return meta->objects == NULL ? -1 : 0;
+    }
+    if (!whole && ((PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter)) {
+        const int shown = gck_read_dlpack(py, x, &dl);
+        if (shown < 0) {
+            return -1;
+        }
+        if (shown && dl.ndim <= GCK_META_INLINE) {             /* else by attributes */
+            meta->dtype = dl.dtype;
+            meta->device = dl.device;
+            meta->ndim = dl.ndim;
+            for (int d = 0; d < dl.ndim; d++) {
+                meta->sizes[d] = dl.shape[d];
+            }
+            return 0;
+        }
+    }
+    meta->objects = PyObject_CallFunction(py->call.metadata, "O", x);
+    return meta->objects == NULL ? -1 : 0;
+}
+
+int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b)
+{
+    if (a->objects != NULL || b->objects != NULL) {      /* a subclass may come back detached, as a plain tensor */
+        return gck_is_true(gck_invoke(py->call.same_metadata, Py_BuildValue("(NN)", gck_meta_describe(a), gck_meta_describe(b))));
+    }
+    return a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
+        && memcmp(&a->device, &b->device, sizeof a->device) == 0
+        && memcmp(a->sizes, b->sizes, sizeof(int64_t) * (size_t)a->ndim) == 0;
+}
+
+PyObject *gck_meta_describe(const gck_meta *meta)
+{
+    return meta->objects != NULL ? Py_NewRef(meta->objects)
+        : Py_BuildValue("(Niiii)", gck_sizes(meta->ndim, meta->sizes), meta->dtype.code, meta->dtype.bits,
+                        meta->device.device_type, meta->device.device_id);
+}
+
+void gck_meta_clear(gck_meta *meta) { Py_CLEAR(meta->objects); }

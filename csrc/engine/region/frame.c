@@ -1,0 +1,204 @@
+/* frame.c: heap types Frame, Holder and Recompute: slots, tables, lifetimes. */
+#include "engine/region/frame.h"
+
+#include "engine/payload/rounding.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+gck_frame *gck_frame_new(gck_state *state)
+{
+    gck_frame *frame = (gck_frame *)PyType_GenericAlloc(state->Frame, 0);
+
+    if (frame != NULL) {
+        frame->state = state;
+        frame->rounding = gck_rounding_of_region(state);
+    }
+    return frame;
+}
+
+static int grow(gck_frame *frame)
+{
+    const Py_ssize_t capacity = frame->capacity ? 2 * frame->capacity : 8;
+    gck_slot *slots = realloc(frame->slots, (size_t)capacity * sizeof *slots);
+
+    if (slots == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    frame->slots = slots;
+    frame->capacity = capacity;
+    return 0;
+}
+
+PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
+{
+    gck_holder *holder;
+    gck_meta meta = {.objects = NULL};
+
+    /* First, because for a subclass this runs Python, which may record more slots. */
+    if (frame->check_metadata && gck_meta_of(frame, x, 0, &meta) < 0) {
+        return NULL;
+    }
+    holder = frame->nslots < frame->capacity || grow(frame) == 0 ? PyObject_New(gck_holder, frame->state->Holder) : NULL;
+    if (holder == NULL) {
+        gck_meta_clear(&meta);
+        return NULL;
+    }
+    holder->frame = frame;
+    holder->index = frame->nslots;
+    frame->slots[frame->nslots++] = (gck_slot){holder, meta};
+    return (PyObject *)holder;
+}
+
+/* ---- Frame ---- */
+
+static int frame_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    gck_frame *frame = (gck_frame *)op;
+
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(frame->function);
+    Py_VISIT(frame->once);
+    Py_VISIT(frame->kwnames);
+    Py_VISIT(frame->recompute_context);
+    Py_VISIT(frame->metadata_fn);
+    Py_VISIT(frame->error_callback);
+    Py_VISIT(frame->parameters);
+    Py_VISIT((PyObject *)frame->store);
+    Py_VISIT(frame->policy_fn);
+    Py_VISIT(frame->parameters_in);
+    Py_VISIT(frame->outputs);
+    for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
+        int result = gck_entry_traverse(&frame->args[i], visit, arg);
+        if (result != 0) {
+            return result;
+        }
+    }
+    for (Py_ssize_t i = 0; i < frame->nslots; i++) {
+        Py_VISIT(frame->slots[i].meta.objects);
+    }
+    for (Py_ssize_t t = 0; t < frame->ntables; t++) {
+        const gck_table *table = frame->tables[t];
+        Py_VISIT(table->group);
+        for (Py_ssize_t i = 0; table->values != NULL && i < table->size; i++) {
+            Py_VISIT(table->values[i]);
+        }
+    }
+    return gck_ambient_traverse(&frame->ambient, visit, arg);
+}
+
+static int frame_clear(PyObject *op)
+{
+    gck_frame *frame = (gck_frame *)op;
+    gck_entry *args = frame->args;
+
+    gck_frame_tables_clear(frame);
+    for (Py_ssize_t i = 0; i < frame->nslots; i++) {
+        gck_meta_clear(&frame->slots[i].meta);
+    }
+    frame->args = NULL;
+    for (Py_ssize_t i = 0; args != NULL && i < frame->nargs + frame->nkwargs; i++) {
+        gck_entry_clear(&args[i]);
+    }
+    free(args);
+    Py_CLEAR(frame->function);
+    Py_CLEAR(frame->once);
+    Py_CLEAR(frame->kwnames);
+    Py_CLEAR(frame->recompute_context);
+    Py_CLEAR(frame->metadata_fn);
+    Py_CLEAR(frame->error_callback);
+    Py_CLEAR(frame->parameters);
+    Py_CLEAR(frame->store);
+    Py_CLEAR(frame->policy_fn);
+    Py_CLEAR(frame->parameters_in);
+    Py_CLEAR(frame->outputs);
+    gck_ambient_clear(&frame->ambient);
+    return 0;
+}
+
+static void frame_dealloc(PyObject *op)
+{
+    gck_frame *frame = (gck_frame *)op;
+
+    PyObject_GC_UnTrack(op);
+    /* Autograd drops the hooks before the holder of the same SavedVariable. */
+    for (Py_ssize_t i = 0; i < frame->nslots; i++) {
+        if (frame->slots[i].holder != NULL) {
+            frame->slots[i].holder->frame = NULL;
+        }
+    }
+    frame_clear(op);
+    free(frame->slots);
+    free(frame->tables);
+    gck_object_free(op);
+}
+
+static PyType_Slot frame_slots[] = {
+    {Py_tp_dealloc, frame_dealloc},
+    {Py_tp_traverse, frame_traverse},
+    {Py_tp_clear, frame_clear},
+    {0, NULL},
+};
+
+PyType_Spec gck_frame_spec = {
+    .name = "gradckpt._C.Frame",
+    .basicsize = sizeof(gck_frame),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = frame_slots,
+};
+
+/* ---- Holder ---- */
+
+/* Take the value of a slot out of the table that has one; NULL when none has. */
+static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
+{
+    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
+        gck_table *t = frame->tables[i];
+        if (t->values != NULL && index < t->size && t->values[index] != NULL) {
+            PyObject *value = t->values[index];
+            t->values[index] = NULL;
+            if (--t->left == 0 && t->phase == GCK_FILLED) {
+                gck_table_drain(t);
+            }
+            return value;
+        }
+    }
+    return NULL;
+}
+
+/* This part of the graph is gone, and so are its recomputed tensors.  Freeing one may free
+ * anything, also the frame, which then has cleared holder->frame. */
+static void holder_dealloc(PyObject *op)
+{
+    gck_holder *holder = (gck_holder *)op;
+    PyObject *value;
+
+    while (holder->frame != NULL && (value = take_value(holder->frame, holder->index)) != NULL) {
+        Py_DECREF(value);
+    }
+    if (holder->frame != NULL) {
+        holder->frame->slots[holder->index].holder = NULL;
+    }
+    gck_object_free(op);
+}
+
+static PyType_Slot holder_slots[] = {{Py_tp_dealloc, holder_dealloc}, {0, NULL}};
+
+PyType_Spec gck_holder_spec = {
+    .name = "gradckpt._C.Holder",
+    .basicsize = sizeof(gck_holder),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = holder_slots,
+};
+
+/* ---- Recompute ---- */
+
+static PyType_Slot recompute_slots[] = {{Py_tp_dealloc, gck_object_free}, {0, NULL}};
+
+PyType_Spec gck_recompute_spec = {
+    .name = "gradckpt._C.Recompute",
+    .basicsize = sizeof(gck_recompute),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = recompute_slots,
+};

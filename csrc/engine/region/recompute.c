@@ -1,0 +1,332 @@
+/* recompute.c: the backward side.  The first unpack of a frame in a backward runs the function
+ * again and fills a table.  Every unpack takes its value out of the table. */
+#include "engine/region/region.h"
+#include "engine/region/recompute_env.h"
+
+/* ---- which table ---- */
+
+/* The key of this backward.  *group: new reference or NULL.  0 or -1. */
+static int current_task(gck_state *state, int64_t *task, PyObject **group)
+{
+    PyObject *value = PyObject_CallNoArgs(state->py.graph_exec_group);
+
+    if (value == NULL) {
+        return -1;
+    }
+    *group = NULL;
+    *task = 0;
+    if (value != Py_None) {
+        *group = value;
+        return 0;
+    }
+    Py_DECREF(value);
+    value = PyObject_CallNoArgs(state->py.graph_task_id);
+    if (value == NULL) {
+        return -1;
+    }
+    *task = PyLong_AsLongLong(value);
+    Py_DECREF(value);
+    if (*task == -1) {
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        *task = -2 - state->outside++;           /* each access outside any backward has its own table */
+    }
+    return 0;
+}
+
+/* Two device threads of one backward can arrive here.  The second waits, with the GIL released and
+ * no lock held, until the first has run the function. */
+static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
+{
+    for (;;) {
+        gck_table *t = gck_frame_table(frame, task, group);
+        if (t == NULL || t->phase != GCK_RESTORING) {
+            return 0;                            /* done, or failed and removed: then this thread tries */
+        }
+        if (t->thread == PyThread_get_thread_ident()) {
+            PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor of a checkpointed region was unpacked by the "
+                                                "recompute of that same region; move that backward out of the region");
+            return -1;
+        }
+        if (gck_table_wait(&frame->state->py, t) < 0) {
+            return -1;
+        }
+    }
+}
+
+/* ---- the hooks of the recompute ---- */
+
+/* Called for every tensor saved while the function runs again.  Keep it for its slot; raise torch's
+ * stop exception once all slots were filled. */
+static PyObject *recompute_pack(PyObject *op, PyObject *x)
+{
+    gck_recompute *self = (gck_recompute *)op;
+    const gck_py *py = self->frame != NULL ? &self->frame->state->py : NULL;
+    const int requires_grad = py != NULL ? gck_attr_is_true(x, py->names.requires_grad) : 0;
+    PyObject *value = requires_grad < 0 ? NULL : requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL)
+                                                               : Py_NewRef(x);
+    gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
+    gck_table *table = self->table;
+
+    if (value == NULL || frame == NULL) {
+        Py_XDECREF(value);
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_AssertionError, "Internal error: target_frame reference is None");
+        }
+        return NULL;
+    }
+    const Py_ssize_t index = table->counter++;   /* surplus tensors count too, as in torch */
+    if (index >= table->size) {
+        if (frame->early_stop) {                 /* user code caught the stop exception and continued */
+            Py_DECREF(value);
+            PyErr_SetString(PyExc_AssertionError, "Unexpected state: target_frame.early_stop is set");
+            return NULL;
+        }
+        if (frame->phase == GCK_RECORDING) {     /* a backward inside the region, with early stop off */
+            frame->ignore_mismatch = 1;
+            return value;
+        }
+        Py_DECREF(value);
+        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_more_saved, "i", frame->approximate));
+        return NULL;
+    }
+    if (frame->slots[index].holder != NULL) {           /* else that part of the graph is already freed */
+        table->values[index] = Py_NewRef(value);
+        table->left++;
+    }
+    if (frame->early_stop && table->counter == table->size) {
+        Py_DECREF(value);
+        PyErr_SetNone(frame->state->py.StopRecomputation);
+        return NULL;
+    }
+    return value;                                /* R6 */
+}
+
+static PyObject *recompute_unpack(PyObject *op, PyObject *x)
+{
+    (void)op;
+    return Py_NewRef(x);                         /* R6 */
+}
+
+static PyMethodDef recompute_pack_def = {"recompute_pack", recompute_pack, METH_O, NULL};
+static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack, METH_O, NULL};
+
+/* ---- running the function again ---- */
+
+/* Run the function under its contexts, hooks on top.  0, or -1 with its exception. */
+static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
+{
+    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self};
+    PyObject *result = gck_region_call(frame, &hooks, frame->recompute_context, args, kwargs, 1);
+
+    Py_XDECREF(result);
+    if (result == NULL) {
+        /* Raised for this region or one inside: torch swallows both. */
+        if (!PyErr_ExceptionMatches(frame->state->py.StopRecomputation)) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    return 0;
+}
+
+/* Run one recompute into `table`, with ambient state and grad mode as in the forward. */
+static int fill(gck_frame *frame, gck_table *table)
+{
+    gck_state *state = frame->state;
+    gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
+    PyObject *args = NULL, *kwargs = NULL;
+    gck_rerun rerun;
+    int result = -1;
+
+    if (self == NULL) {
+        return -1;
+    }
+    self->frame = frame;
+    self->table = table;
+    if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
+        goto exit;
+    }
+    if (gck_rerun_begin(frame, &rerun) < 0) {
+        goto exit;
+    }
+    result = run_function(frame, self, args, kwargs);
+    if (gck_rerun_end(frame, &rerun) < 0) {
+        result = -1;
+    }
+
+exit:
+    self->frame = NULL;                          /* the graph of the recompute may outlive the frame */
+    self->table = NULL;
+    Py_DECREF(self);
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    return result;
+}
+
+/* ---- the determinism check ---- */
+
+static int append_difference(PyObject *differences, Py_ssize_t index, const gck_meta *a, const gck_meta *b)
+{
+    return gck_append(differences, Py_BuildValue("nNN", index, gck_meta_describe(a), gck_meta_describe(b)));
+}
+
+/* Compare slot i and add a difference to *differences.  0 or -1. */
+static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject **differences)
+{
+    PyObject *value = table->values != NULL ? table->values[i] : NULL;
+    gck_meta then, now;
+    int status, same = -1;
+
+    if (frame->slots[i].holder == NULL || value == NULL) {
+        return 0;
+    }
+    Py_INCREF(value);                            /* reading a subclass runs Python, which may record more slots */
+    then = frame->slots[i].meta;
+    Py_XINCREF(then.objects);
+    status = gck_meta_of(frame, value, then.objects != NULL, &now);
+    Py_DECREF(value);
+    if (status == 0) {
+        same = gck_meta_same(&frame->state->py, &then, &now);
+        if (same == 0 && (*differences != NULL || (*differences = PyList_New(0)) != NULL)) {
+            status = append_difference(*differences, i, &then, &now);
+        }
+        gck_meta_clear(&now);
+    }
+    gck_meta_clear(&then);
+    return same < 0 || PyErr_Occurred() ? -1 : status;
+}
+
+static int check_metadata(gck_frame *frame, gck_table *table)
+{
+    PyObject *differences = NULL;
+    int status = 0;
+
+    for (Py_ssize_t i = 0; i < table->size && status == 0; i++) {
+        status = check_slot(frame, table, i, &differences);
+    }
+    if (status == 0 && differences != NULL) {
+        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_metadata, "Oi", differences, frame->approximate));
+        status = -1;
+    }
+    Py_XDECREF(differences);
+    return status;
+}
+
+static int check(gck_frame *frame, gck_table *table)
+{
+    if (frame->ignore_mismatch) {
+        return 0;
+    }
+    if (table->counter != table->size) {
+        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_fewer_saved, "nni", table->size,
+                                       table->counter, frame->approximate));
+        return -1;
+    }
+    return frame->check_metadata ? check_metadata(frame, table) : 0;
+}
+
+/* ---- unpack ---- */
+
+/* Borrowed: the filled table of this backward.  It recomputes when the frame has none. */
+static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
+{
+    gck_table *table;
+
+    /* First, because it may run Python: no other thread may run between the search for the table
+     * and its creation. */
+    if (gck_region_note_step(frame->state) < 0 || wait_for(frame, task, group) < 0) {
+        return NULL;
+    }
+    table = gck_frame_table(frame, task, group);
+    if (table != NULL) {
+        return table;
+    }
+    table = gck_frame_table_new(frame, task, group);
+    if (table == NULL) {
+        return NULL;
+    }
+    if (fill(frame, table) < 0) {
+        gck_frame_table_free(frame, table);      /* a later unpack tries again, as in torch */
+        return NULL;
+    }
+    const int status = check(frame, table);      /* may run Python: no other thread sees the table yet */
+    table->phase = GCK_FILLED;                   /* also after a failed check, as in torch */
+    gck_table_open(table);
+    return status < 0 ? NULL : table;
+}
+
+static PyObject *take(gck_frame *frame, gck_table *table, Py_ssize_t index)
+{
+    PyObject *value = table->values != NULL && index < table->size ? table->values[index] : NULL;
+
+    if (value != NULL) {
+        table->values[index] = NULL;             /* R4: autograd's reference is the last */
+        table->handed[index] = 1;
+        if (--table->left == 0) {
+            gck_table_drain(table);
+        }
+        return value;
+    }
+    if (index < table->size && table->handed[index]) {
+        PyErr_Format(frame->state->py.CheckpointError,
+                     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already "
+                     "unpacked once. %sIf you are calling ctx.saved_tensors in backward, make sure "
+                     "to do so only once. Otherwise please open an issue with details on your use case.",
+                     table->group == NULL ? ""
+                     : "Performing two backward calls that overlap (i.e. require the same "
+                       "saved activation in order to compute gradients) is not allowed while "
+                       "under the torch.utils.checkpoint.GraphExecGroup context. ");
+    } else {
+        PyErr_SetString(PyExc_AssertionError,
+                        "Something went unexpectedly wrong in activation checkpoint. "
+                        "Please report this bug by filing an issue to PyTorch.");
+    }
+    return NULL;
+}
+
+static PyObject *unpack(gck_frame *frame, Py_ssize_t index)
+{
+    int64_t task;
+    PyObject *group;
+    PyObject *value = NULL;
+
+    if (current_task(frame->state, &task, &group) < 0) {
+        return NULL;
+    }
+    gck_table *table = filled_table(frame, task, group);
+    if (table != NULL) {
+        value = take(frame, table, index);
+    }
+    if (task < -1 && (table = gck_frame_table(frame, task, group)) != NULL) {
+        gck_frame_table_free(frame, table);      /* outside a backward every access has its own */
+    }
+    Py_XDECREF(group);
+    return value;
+}
+
+PyObject *gck_unpack(PyObject *op, PyObject *holder)
+{
+    gck_frame *frame = (gck_frame *)op;
+    PyObject *value, *error;
+
+    if (Py_TYPE(holder) != frame->state->Holder || ((gck_holder *)holder)->frame != frame) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: unpack was called with something that this region did not pack");
+        return NULL;
+    }
+    if (frame->args == NULL || frame->function == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; keep its output");
+        return NULL;
+    }
+    Py_INCREF(op);                               /* user code in the recompute may drop the graph */
+    /* The holder may be freed with it, so its index is read now. */
+    value = unpack(frame, ((gck_holder *)holder)->index);
+    if (value == NULL && frame->error_callback != NULL && PyErr_ExceptionMatches(frame->state->py.CheckpointError)) {
+        error = gck_error_object();
+        value = PyObject_CallFunctionObjArgs(frame->error_callback, error, NULL);
+        Py_XDECREF(error);
+    }
+    Py_DECREF(op);
+    return value;
+}

@@ -1,0 +1,277 @@
+/* recomputed.c: the recomputed tensors of a frame, one table per backward.  A table ends when all its
+ * tensors were handed out, when its graph task is over, or with the frame. */
+#include "engine/region/frame.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Limits where the end of a backward is unknown, in a GraphExecGroup. */
+enum {
+    KEEP_DRAINED = 8,   /* drained tables remembered, to tell "unpacked once" from "never"        */
+    KEEP_FILLED = 4,    /* backwards that left values behind: more than can interleave on a frame */
+};
+
+/* ---- frames that have tables: a list in the state ---- */
+
+static void list(gck_frame *frame)
+{
+    gck_state *state = frame->state;
+
+    if (frame->previous == NULL) {
+        frame->next = state->with_tables;
+        frame->previous = (gck_frame **)&state->with_tables;
+        if (frame->next != NULL) {
+            frame->next->previous = &frame->next;
+        }
+        state->with_tables = frame;
+    }
+}
+
+static void unlist(gck_frame *frame)
+{
+    if (frame->previous != NULL) {
+        *frame->previous = frame->next;
+        if (frame->next != NULL) {
+            frame->next->previous = frame->previous;
+        }
+        frame->previous = NULL;
+        frame->next = NULL;
+    }
+}
+
+/* ---- tables ---- */
+
+gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group)
+{
+    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
+        gck_table *t = frame->tables[i];
+        if (group != NULL ? t->group == group : t->group == NULL && t->task == task) {
+            return t;
+        }
+    }
+    return NULL;
+}
+
+/* ---- waiting for another thread's recompute ---- */
+
+void gck_table_open(gck_table *table)
+{
+    PyObject *gate = table->gate;
+    gck_error error;
+
+    table->gate = NULL;
+    if (gate != NULL) {
+        error = gck_error_take();
+        Py_XDECREF(PyObject_CallMethod(gate, "release", NULL));
+        gck_error_return(&error);
+        Py_DECREF(gate);
+    }
+}
+
+/* The first thread that waits makes the gate and locks it.  No call here runs Python: the methods
+ * of a lock are C. */
+int gck_table_wait(const gck_py *py, gck_table *table)
+{
+    PyObject *gate = table->gate != NULL ? table->gate : (table->gate = PyObject_CallNoArgs(py->new_lock));
+    int status;
+
+    if (gate == NULL || gck_done(PyObject_CallMethod(gate, "acquire", "O", Py_False)) < 0) {
+        return -1;
+    }
+    Py_INCREF(gate);                             /* the table may be freed before this thread wakes up */
+    status = gck_done(PyObject_CallMethod(gate, "acquire", NULL));
+    if (status == 0) {
+        status = gck_done(PyObject_CallMethod(gate, "release", NULL));       /* for the next thread that waits */
+    }
+    Py_DECREF(gate);
+    return status;
+}
+
+static void table_free(gck_table *table)
+{
+    gck_table_open(table);
+    gck_table_drain(table);
+    Py_XDECREF(table->group);
+    free(table->handed);
+    free(table);
+}
+
+void gck_frame_table_free(gck_frame *frame, gck_table *table)
+{
+    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
+        if (frame->tables[i] == table) {
+            memmove(&frame->tables[i], &frame->tables[i + 1],
+                    (size_t)(frame->ntables - i - 1) * sizeof *frame->tables);
+            if (--frame->ntables == 0) {
+                unlist(frame);
+            }
+            table_free(table);
+            return;
+        }
+    }
+}
+
+void gck_frame_tables_clear(gck_frame *frame)
+{
+    while (frame->ntables > 0) {                 /* freeing one may free others */
+        gck_frame_table_free(frame, frame->tables[0]);
+    }
+}
+
+/* Free the oldest tables, whose backwards are over.  If one were not, it would recompute. */
+static void forget_old(gck_frame *frame)
+{
+    Py_ssize_t drained = 0, filled = 0;
+
+    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
+        const gck_table *t = frame->tables[i];
+        if (!t->watched && ((t->phase == GCK_DRAINED && ++drained > KEEP_DRAINED)
+            || (t->phase == GCK_FILLED && t->group == NULL && ++filled > KEEP_FILLED))) {
+            gck_frame_table_free(frame, frame->tables[i]);
+            i = i < frame->ntables ? i : frame->ntables;     /* freeing may have freed others */
+        }
+    }
+}
+
+/* ---- the end of a graph task ---- */
+
+/* Borrowed: a table of this task, with its frame; NULL when none exists.  A table that is being
+ * filled belongs to its recompute, and is freed by its number afterwards. */
+static gck_table *table_of_task(gck_state *state, int64_t task, gck_frame **frame)
+{
+    for (*frame = state->with_tables; *frame != NULL; *frame = (*frame)->next) {
+        gck_table *table = gck_frame_table(*frame, task, NULL);
+        if (table != NULL && table->phase != GCK_RESTORING) {
+            return table;
+        }
+        if (table != NULL) {
+            table->watched = 0;
+        }
+    }
+    return NULL;
+}
+
+/* The object bound to the engine's callback.  It dies with the graph task, also when that raised
+ * and the callback itself was never called. */
+enum { NO_TASK = -1 };
+typedef struct {
+    gck_state    *state;
+    PyTypeObject *keeper;          /* owned: keeps the module, and so the state, alive   */
+    int64_t       task;
+} task_end;
+
+static void end_task(PyObject *capsule)
+{
+    task_end *end = PyCapsule_GetPointer(capsule, NULL);
+    gck_error error = gck_error_take();
+    gck_frame *frame;
+    gck_table *table;
+
+    /* Freeing values may run any code, so every round starts at the head of the list. */
+    while ((table = table_of_task(end->state, end->task, &frame)) != NULL) {
+        gck_frame_table_free(frame, table);
+    }
+    if (end->state->watched_task == end->task) {
+        end->state->watched_task = -1;
+    }
+    Py_DECREF(end->keeper);
+    free(end);
+    gck_error_return(&error);
+}
+
+static PyObject *nothing(PyObject *self, PyObject *unused)
+{
+    (void)self;
+    (void)unused;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef nothing_def = {"end_of_graph_task", nothing, METH_NOARGS, NULL};
+
+/* New reference: a capsule whose death ends the task. */
+static PyObject *task_capsule(gck_state *state, int64_t task)
+{
+    task_end *end = malloc(sizeof *end);
+    PyObject *capsule;
+
+    if (end == NULL) {
+        return PyErr_NoMemory();
+    }
+    *end = (task_end){state, (PyTypeObject *)Py_NewRef((PyObject *)state->Frame), task};
+    capsule = PyCapsule_New(end, NULL, end_task);
+    if (capsule == NULL) {
+        Py_DECREF(end->keeper);
+        free(end);
+    }
+    return capsule;
+}
+
+/* 1 when the tables of this task will be freed at its end, by one callback per task.  0 when the
+ * engine accepts no callback: then old tables are freed by their number. -1 with an exception. */
+static int watch_task(gck_state *state, int64_t task)
+{
+    PyObject *capsule, *callback, *result = NULL;
+
+    if (state->watched_task == task) {
+        return 1;
+    }
+    capsule = task_capsule(state, task);
+    callback = capsule != NULL ? PyCFunction_New(&nothing_def, capsule) : NULL;
+    if (callback != NULL && (result = PyObject_CallFunctionObjArgs(state->py.queue_callback, callback, NULL)) != NULL) {
+        state->watched_task = task;
+    } else if (capsule != NULL) {
+        ((task_end *)PyCapsule_GetPointer(capsule, NULL))->task = NO_TASK;      /* its death means nothing */
+    }
+    Py_XDECREF(result);
+    Py_XDECREF(callback);
+    Py_XDECREF(capsule);
+    return result != NULL ? 1 : gck_clear_refusal();
+}
+
+gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
+{
+    const size_t n = (size_t)frame->nslots;      /* more may come, from a backward inside the region */
+    gck_table *table = calloc(1, sizeof *table);
+    gck_table **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
+
+    if (tables != NULL) {
+        frame->tables = tables;
+    }
+    if (table == NULL || tables == NULL || (table->values = calloc(n + 1, sizeof *table->values)) == NULL
+        || (table->handed = calloc(n + 1, 1)) == NULL) {
+        if (table != NULL) {
+            free(table->values);
+        }
+        free(table);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    table->size = frame->nslots;
+    table->task = task;
+    table->group = Py_XNewRef(group);
+    table->phase = GCK_RESTORING;
+    table->thread = PyThread_get_thread_ident();
+    frame->tables[frame->ntables++] = table;
+    list(frame);
+    table->watched = group == NULL && task >= 0 ? watch_task(frame->state, task) : 0;
+    if (table->watched < 0) {
+        gck_frame_table_free(frame, table);
+        return NULL;
+    }
+    forget_old(frame);
+    return table;
+}
+
+void gck_table_drain(gck_table *table)
+{
+    PyObject **values = table->values;
+    const Py_ssize_t n = table->size;
+
+    table->values = NULL;
+    table->phase = GCK_DRAINED;
+    table->left = 0;
+    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
+        Py_XDECREF(values[i]);
+    }
+    free(values);
+}

@@ -1,0 +1,238 @@
+/* region.c: keeps the arguments of a region, restores them, runs its function. */
+#include "engine/region/region.h"
+#include "engine/payload/rounding.h"
+#include "engine/saved/saved_hooks.h"
+#include "engine/selective/selective.h"
+
+#include <stdlib.h>
+
+/* ---- forward ---- */
+
+/* 1 when other saved-tensor hooks are active: payloads then go through them.  *decisions: which
+ * discrete outputs are replayed because these hooks keep tensors lossily, inputs of ours among
+ * them. */
+static int outer_hooks(const gck_py *py, int *decisions)
+{
+    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
+    const int active = top == NULL ? -1 : top != Py_None;
+
+    *decisions = active > 0 ? gck_saver_decisions(top) : 0;
+    Py_XDECREF(top);
+    return active;
+}
+
+/* Count the region.  Nothing is compressed under tracing.  0 or -1. */
+static int begin(gck_frame *frame, gck_packing *packing)
+{
+    gck_state *state = frame->state;
+    const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
+
+    packing->outer = tracing < 0 ? -1 : outer_hooks(&state->py, &frame->decisions);
+    if (packing->outer < 0) {
+        return -1;
+    }
+    frame->asked = packing->plan.codec != NULL;
+    state->stats.regions++;
+    state->stats.regions_eligible += frame->asked;
+    if (tracing) {
+        packing->plan.codec = NULL;
+        state->stats.uncompressed[GCK_SKIP_TRACING]++;
+    }
+    return 0;
+}
+
+/* Keep the region's discrete outputs, in the store of its contexts where these are ours.  0 or -1. */
+static int decide(gck_frame *frame)
+{
+    gck_store *of_contexts = gck_context_store(frame->state, frame->recompute_context);
+
+    return gck_region_decides(frame->state, frame->decisions, of_contexts != NULL ? &of_contexts : &frame->store);
+}
+
+/* Make entries for all arguments, and what the forward gets.  0 or -1. */
+static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
+                          PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
+{
+    const Py_ssize_t nkw = kwargs != NULL ? PyDict_Size(kwargs) : 0;
+    PyObject *names = kwargs != NULL ? PySequence_Tuple(kwargs) : NULL;
+    PyObject *fed = PyList_New(0);               /* a tuple later: packing runs Python, to which gc shows it */
+    PyObject *value = NULL;
+    int status = 0;
+
+    *fed_kwargs = kwargs != NULL ? PyDict_New() : NULL;
+    frame->kwnames = names;
+    frame->args = calloc((size_t)(nargs + nkw) + 1, sizeof(gck_entry));
+    if (frame->args == NULL) {
+        PyErr_NoMemory();
+    }
+    if (fed == NULL || (kwargs != NULL && (names == NULL || *fed_kwargs == NULL)) || frame->args == NULL) {
+        status = -1;
+    } else {
+        frame->nargs = nargs;
+        frame->nkwargs = nkw;                    /* entries that are not yet packed are empty */
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < nargs + nkw; i++) {
+        PyObject *name = i < nargs ? NULL : PyTuple_GetItem(names, i - nargs);
+        PyObject *x = name == NULL ? args[i] : PyDict_GetItemWithError(kwargs, name);
+        status = x == NULL ? -1 : gck_entry_pack(packing, x, name == NULL, &frame->args[i], &value);
+        if (status == 0) {
+            status = name == NULL ? PyList_Append(fed, value) : PyDict_SetItem(*fed_kwargs, name, value);
+            Py_CLEAR(value);
+        }
+    }
+    *fed_args = status == 0 ? PyList_AsTuple(fed) : NULL;
+    Py_XDECREF(fed);
+    return *fed_args == NULL ? -1 : 0;
+}
+
+/* Call the observer, which reads by gc.get_referents() what the frame keeps.  0 or -1. */
+static int show(gck_frame *frame)
+{
+    PyObject *observer = Py_XNewRef(frame->state->observer);
+    const int status = observer == NULL ? 0 : gck_done(PyObject_CallFunctionObjArgs(observer, (PyObject *)frame, NULL));
+
+    Py_XDECREF(observer);
+    return status;
+}
+
+int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs,
+                    int preserve_rng, int exact, PyObject **fed_args, PyObject **fed_kwargs)
+{
+    gck_state *state = frame->state;
+    gck_batch batch;
+    int status;
+
+    *fed_args = *fed_kwargs = NULL;
+    if (begin(frame, packing) < 0) {
+        return -1;
+    }
+    gck_batch_begin(&batch, state, 0);
+    packing->batch = &batch;
+    status = pack_arguments(frame, packing, args, nargs, kwargs, fed_args, fed_kwargs);
+    packing->batch = NULL;
+    if (status < 0) {
+        gck_batch_drop(&batch);
+        return -1;
+    }
+    if (gck_batch_flush(&batch) < 0) {
+        return -1;
+    }
+    state->stats.regions_compressed += packing->payloads > 0;
+    frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.fake_quantize;
+    if (packing->payloads > 0 && packing->plan.replay_discrete > frame->decisions) {
+        frame->decisions = packing->plan.replay_discrete;
+    }
+    if (decide(frame) < 0) {
+        return -1;
+    }
+    if (frame->store != NULL) {
+        frame->store->by_call = packing->inputs != NULL || packing->of_node;
+    }
+    if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
+        gck_aliases_clear(&packing->aliases);    /* the function may free what it takes out of a list */
+    }
+    return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0 ? -1
+         : packing->outer ? 0 : show(frame);     /* outer hooks decide whether the bytes stay */
+}
+
+/* ---- backward ---- */
+
+static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs, PyObject *args, PyObject *kwargs)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
+        PyObject *value = gck_entry_restore(frame->state, &frame->args[i], batch, inputs);
+        status = value == NULL ? -1 : i < frame->nargs ? PyList_Append(args, value)
+               : PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+        Py_XDECREF(value);
+    }
+    if (status < 0) {
+        gck_batch_drop(batch);
+    }
+    return status < 0 ? -1 : gck_batch_flush(batch);
+}
+
+/* A list first: restoring runs Python, and code that finds a half-made tuple through gc makes it
+ * immutable. */
+int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyObject **args, PyObject **kwargs)
+{
+    PyObject *list = PyList_New(0);
+    gck_batch batch;
+
+    gck_batch_begin(&batch, frame->state, 1);
+    batch.saved = saved;
+    *args = NULL;
+    *kwargs = frame->nkwargs ? PyDict_New() : NULL;
+    if (list != NULL && (*kwargs != NULL || !frame->nkwargs)
+        && restore_entries(frame, &batch, inputs, list, *kwargs) == 0) {
+        *args = PyList_AsTuple(list);
+    }
+    Py_XDECREF(list);
+    Py_XDECREF(batch.made);
+    if (*args == NULL) {
+        Py_CLEAR(*kwargs);
+        return -1;
+    }
+    frame->state->stats.recomputes++;
+    frame->state->rounding.restored = 1;
+    return 0;
+}
+
+int gck_region_note_step(gck_state *state)
+{
+    if (state->last_step == state->rounding.step) {
+        return 0;
+    }
+    state->last_step = state->rounding.step;
+    state->stats.steps++;
+    return gck_done(PyObject_CallFunction(state->py.call.note_step, "L", (long long)state->stats.regions_eligible));
+}
+
+/* ---- the function ---- */
+
+static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
+{
+    const gck_py *py = &frame->state->py;
+
+    return PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOO", context,
+                                 frame->function, args, kwargs != NULL ? kwargs : Py_None,
+                               frame->ambient.device ? frame->ambient.device : Py_None);
+}
+
+/* Push, call and pop happen in one C function, so that no signal handler runs in between. */
+static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
+                             PyObject *kwargs, int replay)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *result;
+
+    if (hooks != NULL && gck_hooks_push(py, hooks->pack, hooks->unpack, hooks->self) < 0) {
+        return NULL;
+    }
+    result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
+                             : call_within(frame, context, args, kwargs, replay);
+    if (hooks != NULL) {
+        gck_hooks_pop(py);
+    }
+    return result;
+}
+
+PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
+                          PyObject *kwargs, int replay)
+{
+    gck_rounding rounding = frame->rounding, *around;
+    gck_catch caught;
+    PyObject *result;
+
+    if (gck_catch_begin(frame->state, &caught, frame->store, frame->policy_fn, replay) < 0) {
+        return NULL;
+    }
+    around = gck_rounding_enter(&rounding);
+    result = call_hooked(frame, hooks, context, args, kwargs, replay);
+    gck_rounding_leave(around);
+    if (gck_catch_end(frame->state, &caught) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}

@@ -1,0 +1,352 @@
+/* region_node.c: the two autograd Functions whose forward and backward are C: how they are called, and
+ * their forward.
+ *
+ * CheckpointFunction is torch's, down to its texts and its names in profiles.  In SelectiveRecompute
+ * the parameters of a module are inputs of the node, so it returns their gradients. */
+#include "engine/region/region_node.h"
+
+#include "torch/dynamo.h"
+#include "engine/region/parameters.h"
+#include "engine/region/region.h"
+
+const char gck_selective_doc[] =
+    "One graph node for a region that keeps what a policy names and recomputes the rest.\n\n"
+    "``SelectiveRecompute.apply(function, policy, *args, compress=None, **kwargs)`` returns the result of\n"
+    "``function(*args, **kwargs)``.\n\n"
+    "Args:\n"
+    "    function: A Module, a bound method of one, or a ``functools.partial`` of these, whose parameters are\n"
+    "        also inputs of the node. For any other callable, gradients of tensors that are not arguments are\n"
+    "        accumulated by a backward inside the backward, as in torch's reentrant checkpoint, with its\n"
+    "        restrictions.\n"
+    "    policy: As in gradckpt.compat.create_selective_checkpoint_contexts; None keeps nothing.\n"
+    "    *args, **kwargs: Passed to ``function``. Tensors may be nested in containers.\n"
+    "    compress: How the tensors among them are kept, as in gradckpt.checkpoint.\n\n"
+    "Raises:\n"
+    "    RuntimeError: in backward: a second one, when anything was kept; a gradient of the gradient; for callables\n"
+    "        that are not modules, ``autograd.grad`` or ``backward(inputs=...)``; a module that uses a tensor which\n"
+    "        requires grad and is neither one of its parameters nor an argument.\n\n"
+    "Random state, autocast and running statistics behave as in gradckpt.checkpoint. It needs no saved-tensor hooks.";
+
+/* ---- outputs ---- */
+
+PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
+{
+    const int single = gck_is_tensor(py, out);
+    PyObject *both, *tensors;
+
+    if (single != 0) {
+        return single < 0 ? NULL : PyTuple_Pack(1, out);
+    }
+    both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
+    tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
+    if (both != NULL && noted != NULL) {
+        noted->outputs = PySequence_GetItem(both, 1);
+    }
+    Py_XDECREF(both);
+    return tensors;
+}
+
+/* New reference: the output, from tensors that autograd has made its own. */
+static PyObject *assemble(gck_frame *frame, PyObject *tensors)
+{
+    PyObject *rest = frame->outputs;
+
+    frame->outputs = NULL;
+    return rest == NULL ? PySequence_GetItem(tensors, 0)
+                        : PyObject_CallFunction(frame->state->py.call.together, "NO", rest, tensors);
+}
+
+/* ---- forward ---- */
+
+static int touch(gck_frame *frame)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
+        status = gck_entry_touch(frame->state, &frame->args[i]);
+    }
+    return status;
+}
+
+static int warn_without_grad(const gck_py *py, PyObject *inputs)
+{
+    int grad = 0;
+
+    for (Py_ssize_t i = 0; grad == 0 && i < PyList_Size(inputs); i++) {
+        grad = gck_attr_is_true(PyList_GetItem(inputs, i), py->names.requires_grad);
+    }
+    return grad != 0 ? grad
+         : PyErr_WarnEx(PyExc_UserWarning, "None of the inputs have requires_grad=True. Gradients will be None", 1);
+}
+
+/* Keep the arguments of torch's form: its tensors become the node's saved tensors, and the rest of
+ * the frame is read here, within the node.  *args: what the function gets, owned by the caller.  0
+ * or -1. */
+static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyObject *const *all, Py_ssize_t n, PyObject **args)
+{
+    const gck_py *py = &frame->state->py;
+    gck_packing packing = {.state = frame->state, .of_node = 1};
+    PyObject *inputs = PyList_New(0), *tuple = NULL, *save = NULL, *none = NULL;
+    int preserve, exact, status = inputs != NULL && PyArg_ParseTuple(flags, "pp", &preserve, &exact) ? 0 : -1;
+
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        const int tensor = gck_is_tensor(py, all[i]);
+        status = tensor > 0 ? PyList_Append(inputs, all[i]) : tensor;
+    }
+    if (status == 0 && (status = warn_without_grad(py, inputs)) >= 0
+        && (status = gck_region_keep(frame, &packing, all, n, NULL, preserve, exact, args, &none)) == 0) {
+        tuple = PyList_AsTuple(inputs);
+        save = tuple != NULL ? PyObject_GetAttr(ctx, py->names.save_for_backward) : NULL;
+        status = tuple != NULL && save != NULL ? gck_done(PyObject_Call(save, tuple, NULL)) : -1;
+    }
+    Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
+    gck_aliases_clear(&packing.aliases);
+    Py_XDECREF(inputs);
+    Py_XDECREF(tuple);
+    Py_XDECREF(save);
+    return status;
+}
+
+/* Autograd has switched grad mode off.  The call is forward(ctx, frame, args, kwargs or None,
+ * *inputs), and for torch's form forward(ctx, frame, (preserve_rng_state, exact), None, *args). */
+static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall)
+{
+    gck_state *state = gck_state_of(module);
+    gck_frame *frame = nall < 4 ? NULL : (gck_frame *)all[1];
+    PyObject *args = NULL, *out = NULL, *result = NULL;
+
+    if (frame == NULL || Py_TYPE(all[1]) != state->Frame) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.forward needs a frame; call SelectiveRecompute.apply");
+        return NULL;
+    }
+    if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0) {
+        return NULL;
+    }
+    if (frame->reentrant) {
+        if (keep_arguments(frame, all[0], all[2], all + 4, nall - 4, &args) == 0) {
+            result = gck_region_call(frame, NULL, NULL, args, NULL, 0);
+        }
+        Py_XDECREF(args);
+        return result;
+    }
+    if (gck_done(PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads, Py_False, NULL)) == 0) {
+        out = gck_region_call(frame, NULL, NULL, all[2], all[3] != Py_None ? all[3] : NULL, 0);
+    }
+    if (out != NULL && touch(frame) == 0) {
+        result = gck_node_tensors(&state->py, out, frame);
+    }
+    Py_XDECREF(out);
+    return result;
+}
+
+/* Add the parameters of the module behind the function to the inputs.  0 or -1. */
+static int add_parameters(gck_frame *frame, PyObject *inputs)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *module;
+    int status = gck_module_behind(py, frame->function, &module);
+
+    if (module != NULL) {
+        const Py_ssize_t n = PyList_Size(inputs);
+        frame->parameters_in = gck_parameters_of(py, module);
+        status = frame->parameters_in == NULL ? -1 : PyList_SetSlice(inputs, n, n, frame->parameters_in);
+        Py_DECREF(module);
+    }
+    return status;
+}
+
+/* New reference: the tensors in the region's result, as a tuple. */
+static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *inputs = PyList_New(0), *fed_args = NULL, *fed_kwargs = NULL, *head = NULL, *all = NULL, *result = NULL;
+
+    packing->inputs = inputs;
+    if (inputs == NULL || gck_region_keep(frame, packing, args, nargs, kwargs, 1, 0, &fed_args, &fed_kwargs) < 0
+        || add_parameters(frame, inputs) < 0 || warn_without_grad(py, inputs) < 0) {
+        goto exit;
+    }
+    head = Py_BuildValue("[OOO]", (PyObject *)frame, fed_args, fed_kwargs ? fed_kwargs : Py_None);
+    if (head != NULL && PyList_SetSlice(inputs, 0, 0, head) == 0 && (all = PyList_AsTuple(inputs)) != NULL) {
+        result = PyObject_Call(frame->state->selective_apply, all, NULL);
+    }
+    if (result != NULL && gck_aliases_check(&packing->aliases, py) < 0) {
+        Py_CLEAR(result);
+    }
+
+exit:
+    gck_aliases_clear(&packing->aliases);
+    Py_XDECREF(inputs);
+    Py_XDECREF(fed_args);
+    Py_XDECREF(fed_kwargs);
+    Py_XDECREF(head);
+    Py_XDECREF(all);
+    return result;
+}
+
+/* ---- checkpoint(use_reentrant=True) ---- */
+
+/* 0, or -1 with torch's ValueError. */
+static int check_options(const gck_state *state, const gck_options *o, PyObject *kwargs)
+{
+    const int contexts = gck_options_custom_context(state, o) || (o->debug != NULL && o->debug != Py_False);
+    const int compress = o->compress != NULL && o->compress != Py_None && o->compress != Py_False;
+
+    const char *ours = compress ? "compress" : gck_options_policy(o) ? "policy" : NULL;
+
+    return kwargs == NULL && !contexts && ours == NULL ? 0
+         : gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oiz", kwargs ? kwargs : Py_None, contexts,
+                                        ours));
+}
+
+PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
+                             PyObject *kwargs)
+{
+    const int preserve = gck_truth(o->preserve_rng_state, 1);
+    gck_frame *frame = preserve < 0 || check_options(state, o, kwargs) < 0 ? NULL : gck_frame_new(state);
+    PyObject *apply = frame != NULL ? PyObject_GetAttrString(state->CheckpointFunction, "apply") : NULL;
+    PyObject *head = apply != NULL ? Py_BuildValue("(O(ii)O)", (PyObject *)frame, preserve, o->exact, Py_None) : NULL;
+    PyObject *rest = head != NULL ? gck_tuple(args, nargs) : NULL;
+    PyObject *all = rest != NULL ? PySequence_Concat(head, rest) : NULL, *result = NULL;
+
+    if (all != NULL) {
+        frame->function = Py_NewRef(o->function);
+        frame->once = Py_XNewRef(o->once);
+        frame->reentrant = 1;
+        result = PyObject_Call(apply, all, NULL);
+    }
+    Py_XDECREF(apply);
+    Py_XDECREF(head);
+    Py_XDECREF(rest);
+    Py_XDECREF(all);
+    Py_XDECREF((PyObject *)frame);
+    return result;
+}
+
+/* ---- SelectiveRecompute.apply ---- */
+
+/* Take our keyword, compress, out of kwargs (a dict, or NULL). */
+static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan)
+{
+    PyObject *compress = kwargs != NULL ? PyDict_GetItemString(kwargs, "compress") : NULL;
+
+    if (gck_options_plan(state, compress, plan) < 0
+        || (compress != NULL && PyDict_DelItemString(kwargs, "compress") < 0)) {
+        return -1;
+    }
+    if (plan->fake_quantize) {
+        PyErr_SetString(PyExc_ValueError, "gradckpt: SelectiveRecompute takes no fake_quantize=; use gradckpt.checkpoint");
+        return -1;
+    }
+    return 0;
+}
+
+/* Put the store and the policy of the region into the frame.  0 or -1. */
+static int take_policy(gck_frame *frame, PyObject *policy)
+{
+    gck_state *state = frame->state;
+    PyObject *read, *names, *function;
+    int ok;
+
+    if (policy == Py_None) {
+        return 0;
+    }
+    read = PyObject_CallFunction(state->py.call.selective_policy, "(O)", policy);
+    if (read == NULL) {
+        return -1;
+    }
+    ok = PyArg_ParseTuple(read, "O!O", state->Names, &names, &function);
+    if (ok && (((gck_names *)names)->n > 0 || function != Py_None)) {
+        frame->store = gck_store_new(state, (gck_names *)names, 0, 0);
+        frame->policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
+        ok = frame->store != NULL;
+    }
+    Py_DECREF(read);
+    return ok ? 0 : -1;
+}
+
+static int refuse_functorch(const gck_py *py)
+{
+    const int active = gck_functorch_active(py);
+
+    if (active > 0) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: SelectiveRecompute does not work under torch.func transforms; call "
+                                            "them inside the region, or use gradckpt.checkpoint");
+    }
+    return active == 0 ? 0 : -1;
+}
+
+/* apply(function, policy, *args, **kwargs); kwargs is owned by this call, or NULL. */
+static PyObject *apply_selective(gck_state *state, PyObject *const *all, Py_ssize_t nall, PyObject *kwargs)
+{
+    gck_packing packing = {.state = state, .nested = 1};
+    gck_frame *frame = gck_frame_new(state);
+    PyObject *tensors = NULL, *result = NULL;
+
+    if (frame == NULL || take_options(state, kwargs, &packing.plan) < 0 || refuse_functorch(&state->py) < 0) {
+        goto exit;
+    }
+    kwargs = kwargs != NULL && PyDict_Size(kwargs) > 0 ? kwargs : NULL;
+    frame->function = Py_NewRef(all[0]);
+    frame->once = Py_NewRef(Py_None);
+    if (!gck_torch.aoti_torch_grad_mode_is_enabled()) {
+        PyObject *tuple = gck_tuple(all + 2, nall - 2);
+        result = tuple != NULL ? PyObject_Call(frame->function, tuple, kwargs) : NULL;
+        Py_XDECREF(tuple);
+    } else if (take_policy(frame, all[1]) == 0) {
+        tensors = call(frame, &packing, all + 2, nall - 2, kwargs);
+        result = tensors != NULL ? assemble(frame, tensors) : NULL;
+    }
+
+exit:
+    Py_XDECREF(tensors);
+    Py_XDECREF((PyObject *)frame);
+    return result;
+}
+
+/* Run the forward uncompiled. */
+static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames)
+{
+    gck_state *state = gck_state_of(module);
+    const Py_ssize_t nkw = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
+    PyObject *kwargs = nkw > 0 ? PyDict_New() : NULL, *dynamo, *result = NULL;
+
+    if (nall < 2) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.apply(function, policy, *args) takes a function and a policy");
+    }
+    for (Py_ssize_t i = 0; kwargs != NULL && i < nkw; i++) {
+        if (PyDict_SetItem(kwargs, PyTuple_GetItem(kwnames, i), all[nall + i]) < 0) {
+            Py_CLEAR(kwargs);
+        }
+    }
+    if (nall >= 2 && (kwargs != NULL || nkw == 0) && gck_dynamo_off(&state->py, &dynamo) == 0) {
+        result = apply_selective(state, all, nall, kwargs);
+        gck_dynamo_restore(&state->py, dynamo);
+    }
+    Py_XDECREF(kwargs);
+    return result;
+}
+
+/* ---- the classes ---- */
+
+static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, METH_FASTCALL | METH_KEYWORDS, gck_selective_doc};
+static PyMethodDef forward_def = {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL, NULL};
+static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_node_backward, METH_FASTCALL, NULL};
+
+int gck_node_classes(PyObject *module, gck_state *state)
+{
+    PyObject *made = gck_invoke(state->py.node_classes,
+                              Py_BuildValue("(NNNs)", PyCFunction_NewEx(&forward_def, module, NULL),
+                                            PyCFunction_NewEx(&backward_def, module, NULL),
+                                            PyCFunction_NewEx(&apply_def, module, NULL), gck_selective_doc));
+    PyObject *reentrant, *selective, *autograds;
+    const int good = made != NULL && PyArg_ParseTuple(made, "OOO", &reentrant, &selective, &autograds);
+
+    if (good) {
+        state->CheckpointFunction = Py_NewRef(reentrant);
+        state->SelectiveRecompute = Py_NewRef(selective);
+        state->selective_apply = Py_NewRef(autograds);
+    }
+    Py_XDECREF(made);
+    return good ? 0 : -1;
+}

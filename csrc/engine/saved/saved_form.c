@@ -1,0 +1,301 @@
+/* saved_form.c: keeps a saved tensor in a form that suffices for the node which saves it. */
+#include "engine/saved/saved_form.h"
+
+#include "engine/payload/rounding.h"
+
+/* ---- what is kept as it is ---- */
+
+/* Make the hooks around ours the innermost.  0 or -1. */
+static int push_outer(const gck_saver *self)
+{
+    return gck_done(PyObject_CallFunctionObjArgs(self->packing.state->py.push_hooks, self->outer_pack,
+                                                 self->outer_unpack, NULL));
+}
+
+/* Keep it by reference, checked against its version at unpack, without its graph.  0 or -1. */
+static int keep(const gck_saver *self, const gck_input *in, gck_form *to)
+{
+    PyObject *x = in->leaf ? Py_NewRef(in->x) : PyObject_CallMethodObjArgs(in->x, self->packing.state->py.names.detach, NULL);
+    gck_input plain = {.x = x};
+    const int status = x == NULL ? -1 : gck_entry_keep(&self->packing, &plain, &to->entry);
+
+    gck_input_clear(&plain);
+    return status;
+}
+
+/* ---- what becomes a payload ---- */
+
+/* Find x in the memory of a base; *offset in values.  1 when it lies there as a whole. */
+static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize, int64_t *offset)
+{
+    const intptr_t distance = (intptr_t)x->data - (intptr_t)base->data;
+    int64_t last = *offset = distance / itemsize;
+
+    for (int d = 0; d < x->ndim && x->strides != NULL; d++) {
+        last += (x->sizes[d] - 1) * x->strides[d];       /* torch has no negative strides */
+    }
+    last += x->strides == NULL ? x->numel - 1 : 0;
+    return x->dtype == base->dtype && distance >= 0 && distance % itemsize == 0 && last < base->numel;
+}
+
+/* Find or make a payload of the tensor.  1; 0 when the codec overflows; -1.  only_found: 0 also
+ * when none exists yet. */
+static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, int only_found, gck_form *to)
+{
+    gck_state *state = self->packing.state;
+    const gck_plan *plan = &self->packing.plan;
+    const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
+    gck_payload *first = outer ? NULL : gck_payload_find(state, codec, in, stochastic, NULL);
+    PyObject *payload = NULL;
+    gck_input own = *in;
+    gck_dither dither;
+    int fits = 1, done = -1;
+
+    if (PyErr_Occurred() || (only_found && first == NULL)) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    /* A device may report overflow late, and until then the payload holds its original.  That must
+     * not be a tensor whose node holds the payload. */
+    own.x = codec->refuses ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
+    if (own.x != NULL) {
+        payload = gck_payload_new(state, codec, &own, first, stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
+                                  outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, NULL, &fits);
+    }
+    if (payload == NULL) {
+        done = fits ? -1 : 0;
+    } else if (only_found && payload != (PyObject *)first) {
+        done = 0;                                /* it was written to since, and costs more than a part of it */
+    } else if (own.x == in->x || gck_payload_adopt((gck_payload *)payload, in->x) == 0) {
+        to->entry = (gck_entry){GCK_PAYLOAD, Py_NewRef(payload), 0, 0, NULL, 0};
+        done = 1;
+    }
+    gck_input_clear(&own);
+    Py_XDECREF(payload);
+    Py_XDECREF((PyObject *)first);
+    return done;
+}
+
+/* 1 when a restored payload of x has the strides of x. */
+static int keeps_strides(const gck_tensor *x)
+{
+    return x->strides == NULL || gck_is_dense(x);
+}
+
+/* Keep the tensor by a payload of the whole tensor of which it is a view, where that costs no more
+ * than its own, so that all views share one payload.  1, 0, -1 as above. */
+static int encode_view(const gck_saver *self, const gck_codec *codec, gck_input *in, gck_form *to)
+{
+    gck_py *py = &self->packing.state->py;
+    gck_input whole = {.x = PyObject_GetAttr(in->x, py->names._base)};
+    gck_tensor view;
+    int64_t offset;
+    int done = 0, verdict = whole.x == NULL ? -1 : GCK_SKIP_LAYOUT;
+
+    if (whole.x != NULL && whole.x != Py_None) {
+        verdict = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &whole, codec, 0);
+    }
+    if (verdict < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
+        done = -1;
+    } else if (verdict == GCK_COMPRESS && keeps_strides(&whole.view)
+               && lies_within(&view, &whole.view, view.dtype == GCK_F32 ? 4 : view.dtype == GCK_BOOL ? 1 : 2, &offset)) {
+        /* One after the other: no attribute is read with an error set. */
+        PyObject *shape = PyObject_GetAttr(in->x, py->names.shape);
+        PyObject *stride = shape != NULL ? PyObject_CallMethod(in->x, "stride", NULL) : NULL;
+        to->view = stride != NULL ? Py_BuildValue("(OOL)", shape, stride, (long long)offset) : NULL;
+        Py_XDECREF(shape);
+        Py_XDECREF(stride);
+        done = to->view == NULL ? -1 : encode(self, codec, &whole, view.numel < whole.view.numel, to);
+    }
+    if (done != 1) {
+        Py_CLEAR(to->view);
+    }
+    gck_input_clear(&whole);
+    return done != 0 ? done : encode(self, codec, in, 0, to);
+}
+
+/* Encode the tensor, or what the form has in its place.  1; 0: it has to stay uncompressed, for the
+ * reason *reason; -1. */
+static int encode_form(const gck_saver *self, PyObject *form, gck_input *in, gck_form *to, int *reason)
+{
+    gck_py *py = &self->packing.state->py;
+    const gck_codec *codec = self->packing.plan.codec;
+    const char *name;
+    PyObject *part;
+    gck_input made;
+    int done;
+
+    if (!PyArg_ParseTuple(form, "zO", &name, &part)) {
+        return -1;
+    }
+    codec = name != NULL ? gck_codec_find(name) : codec;
+    made = part != Py_None ? gck_input_of(part) : *in;
+    done = gck_input_read(py, &made, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &made, codec, 0);
+    if (done != GCK_COMPRESS) {
+        *reason = done == GCK_SKIP_DTYPE ? GCK_SKIP_EXACT : done;        /* half precision stays as it is */
+        done = done < 0 ? -1 : 0;
+    } else {
+        *reason = GCK_SKIP_FIT;
+        done = part != Py_None ? encode(self, codec, &made, 0, to) : encode_view(self, codec, &made, to);
+    }
+    if (part != Py_None) {
+        to->dtype = done == 1 ? PyObject_GetAttr(in->x, py->names.dtype) : NULL;
+        done = done == 1 && to->dtype == NULL ? -1 : done;
+        gck_input_clear(&made);
+    }
+    return done;
+}
+
+/* ---- a storage that is kept uncompressed is kept once ---- */
+
+/* *address: that of x's storage, NULL when it has none.  0 or -1. */
+static int storage_of(const gck_py *py, PyObject *x, const void **address)
+{
+    PyObject *storage = PyObject_CallMethodObjArgs(x, py->names.untyped_storage, NULL);
+    PyObject *value = storage != NULL ? PyObject_CallMethodObjArgs(storage, py->names.data_ptr, NULL) : NULL;
+
+    *address = value != NULL ? PyLong_AsVoidPtr(value) : NULL;
+    Py_XDECREF(storage);
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;
+}
+
+/* 1 when this storage is also kept uncompressed; 0. */
+static int is_held(const gck_saver *self, const void *storage)
+{
+    const gck_saved *other;
+
+    for (int i = 0; storage != NULL && (other = gck_waiting_known(self->waiting, i)) != NULL; i++) {
+        if (other->form.entry.kind == GCK_VERSIONED && other->form.storage == storage) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+int gck_settling_put(const gck_saver *self, PyObject *form, gck_input *in, gck_form *to, int reason)
+{
+    gck_state *state = self->packing.state;
+    const int outer = self->packing.outer;
+    int done = gck_input_read(&state->py, in, GCK_FACT_GRAD | GCK_FACT_LEAF);
+
+    if (done == 0 && form != NULL && reason != GCK_COMPRESS && self->waiting != NULL && !outer) {
+        done = storage_of(&state->py, in->x, &to->storage);
+    }
+    if (done < 0 || (outer && push_outer(self) < 0)) {
+        return -1;
+    }
+    if (form != NULL && form != Py_None && !is_held(self, to->storage)) {
+        done = encode_form(self, form, in, to, &reason);
+    }
+    if (done == 1) {
+        state->stats.eligible++;
+        state->stats.compressed++;
+    } else if (done == 0) {
+        done = keep(self, in, to) < 0 ? -1 : gck_count_kept(state, in->x, reason);
+    }
+    if (outer) {
+        gck_hooks_pop(&state->py);
+    }
+    return done < 0 ? -1 : 0;
+}
+
+/* Keep `saved` in this form from now on.  0 or -1. */
+static int become(const gck_saver *self, gck_saved *saved, PyObject *form, gck_input *in, int reason)
+{
+    gck_form made = {.storage = NULL}, old = made;
+    const int status = gck_settling_put(self, form, in, &made, reason);
+
+    if (status == 0) {
+        old = saved->form;
+        saved->form = made;
+        made = old;
+    }
+    gck_form_clear(&made);
+    return status;
+}
+
+/* `of` has a payload of a storage that is kept uncompressed from now on: return to the tensor.  0
+ * or -1. */
+static int take_back(const gck_saver *self, gck_saved *of)
+{
+    gck_state *state = self->packing.state;
+    const gck_payload *payload = (gck_payload *)of->form.entry.value;
+    const int64_t version = payload->version;
+    gck_input whole = gck_input_of(PyWeakref_GetObject(payload->original)), in = {.x = NULL};
+    const void *address = NULL;
+    int status = whole.x == Py_None ? 0 : gck_input_read(&state->py, &whole, GCK_FACT_VERSION) < 0 ? -1
+               : storage_of(&state->py, whole.x, &address);
+
+    if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version && of->form.entry.kind == GCK_PAYLOAD) {
+        in.x = of->form.view != NULL ? gck_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
+        status = in.x == NULL ? -1 : become(self, of, Py_None, &in, GCK_SKIP_EXACT);
+        state->stats.compressed--;
+        state->stats.eligible--;
+    }
+    gck_input_clear(&whole);
+    gck_input_clear(&in);
+    return status;
+}
+
+int gck_settling_hold(const gck_saver *self, const gck_form *form)
+{
+    const void *storage = form->entry.kind == GCK_VERSIONED ? form->storage : NULL;
+    gck_saved *other;
+    int status = 0;
+
+    for (int i = 0; storage != NULL && status == 0 && (other = gck_waiting_known(self->waiting, i)) != NULL; i++) {
+        if (other->form.entry.kind == GCK_PAYLOAD && other->form.storage == storage && other->form.dtype == NULL) {
+            Py_INCREF((PyObject *)other);
+            status = take_back(self, other);
+            Py_DECREF((PyObject *)other);
+        }
+    }
+    return status;
+}
+
+/* ---- what the saving node needs ---- */
+
+/* What waited was counted as uncompressed for a reason that no longer holds. */
+static void uncount(const gck_saved *saved)
+{
+    gck_stats *s = &saved->state->stats;
+
+    if (saved->epoch == saved->state->epoch) {
+        s->uncompressed[GCK_SKIP_UNKNOWN]--;
+        s->uncompressed_bytes -= saved->waits;
+        s->eligible--;
+    }
+}
+
+int gck_settling_settle(gck_saved *saved, PyObject *node, int go_on)
+{
+    gck_state *state = saved->state;
+    PyObject *op = saved->saver, *form = NULL;
+    const gck_saver *self = (gck_saver *)op;
+    gck_input in = gck_input_of(saved->form.entry.value);
+    int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
+
+    Py_INCREF((PyObject *)saved);
+    saved->saver = NULL;
+    if (status == 0 && in.version == saved->form.entry.version) {
+        /* else unpack raises torch's error that the values are gone */
+        uncount(saved);
+        form = node == NULL ? Py_NewRef(Py_None)
+             : PyObject_CallFunctionObjArgs(state->py.call.form_of_input, node, (PyObject *)saved, in.x, NULL);
+        status = form == NULL ? -1 : become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
+        status = status < 0 ? -1 : gck_settling_hold(self, &saved->form);
+    }
+    if (go_on) {
+        saved->saver = Py_NewRef(op);
+        saved->epoch = state->epoch;
+        saved->form.storage = NULL;
+    } else {
+        state->stats.live_bytes -= saved->waits;
+        saved->waits = 0;
+    }
+    Py_XDECREF(form);
+    Py_DECREF(op);
+    Py_DECREF((PyObject *)saved);
+    gck_input_clear(&in);
+    return status;
+}

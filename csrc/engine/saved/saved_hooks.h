@@ -1,0 +1,22 @@
+/* saved_hooks.h: saved-tensor hooks that keep what autograd saves as payloads. */
+#ifndef GRADCKPT_SAVED_HOOKS_H
+#define GRADCKPT_SAVED_HOOKS_H
+
+#include "engine/state.h"
+
+extern PyType_Spec gck_saver_spec;
+
+/* hooks: torch's innermost ones of this thread.  Returns for ours, with a rounding codec, a
+ * gck_plan's decisions. */
+int gck_saver_decisions(PyObject *hooks);
+
+/* saved_push(compress): the hooks become the innermost of this thread. */
+PyObject *gck_saver_push(PyObject *module, PyObject *compress);
+
+/* saved_pop(failed): take the innermost hooks off; failed: an exception ended their block. */
+PyObject *gck_saver_pop(PyObject *module, PyObject *failed);
+
+/* saved_call(compress, function, args, kwargs): push, call, pop. */
+PyObject *gck_saver_call(PyObject *module, PyObject *args);
+
+#endif

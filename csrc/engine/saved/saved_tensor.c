@@ -1,0 +1,86 @@
+/* saved_tensor.c: heap type Saved: one tensor that compress_saved() keeps between forward and backward. */
+#include "engine/saved/saved_tensor.h"
+
+#include "engine/saved/saved_waiting.h"
+
+#include <structmember.h>
+
+gck_saved *gck_saved_new(gck_state *state)
+{
+    gck_saved *self = (gck_saved *)PyType_GenericAlloc(state->Saved, 0);
+
+    if (self != NULL) {
+        self->state = state;
+    }
+    return self;
+}
+
+void gck_form_clear(gck_form *form)
+{
+    gck_entry_clear(&form->entry);
+    Py_CLEAR(form->dtype);
+    Py_CLEAR(form->view);
+}
+
+static void saved_dealloc(PyObject *op)
+{
+    gck_saved *self = (gck_saved *)op;
+
+    gck_waiting_forget(self);
+    self->state->stats.live_bytes -= self->waits;
+    gck_form_clear(&self->form);
+    Py_XDECREF(self->saver);
+    gck_object_free(op);
+}
+
+static PyObject *saved_repr(PyObject *op)
+{
+    return PyUnicode_FromFormat("<gradckpt saved tensor: %R>", ((gck_saved *)op)->form.entry.value);
+}
+
+static PyMemberDef saved_members[] = {
+    {"value", T_OBJECT_EX, offsetof(gck_saved, form.entry.value), READONLY, "The Payload; or the tensor, or torch's SavedTensor of it."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot saved_slots[] = {
+    {Py_tp_dealloc, saved_dealloc},
+    {Py_tp_repr, saved_repr},
+    {Py_tp_members, saved_members},
+    {Py_tp_doc, "A tensor that compress_saved() keeps."},
+    {0, NULL},
+};
+
+PyType_Spec gck_saved_spec = {
+    .name = "gradckpt._C.Saved",
+    .basicsize = sizeof(gck_saved),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = saved_slots,
+};
+
+PyObject *gck_form_view(const gck_form *form, PyObject *whole)
+{
+    PyObject *method = PyObject_GetAttrString(whole, "as_strided");
+    PyObject *view = method != NULL ? PyObject_Call(method, form->view, NULL) : NULL;
+
+    Py_XDECREF(method);
+    return view;
+}
+
+PyObject *gck_saved_restore(const gck_saved *self)
+{
+    const gck_form *form = &self->form;
+    PyObject *whole, *x;
+
+    if (form->entry.kind != GCK_PAYLOAD) {
+        return gck_entry_restore(self->state, &form->entry, NULL, NULL);
+    }
+    whole = gck_payload_revive((gck_payload *)form->entry.value, NULL);
+    if (whole == NULL || (form->dtype == NULL && form->view == NULL)) {
+        return whole;
+    }
+    x = form->view != NULL ? gck_form_view(form, whole)
+                           : PyObject_CallMethodObjArgs(whole, self->state->py.names.to, form->dtype, NULL);
+    Py_DECREF(whole);
+    return x;
+}

@@ -1,0 +1,39 @@
+/* saved_tensor.h: one tensor that compress_saved() keeps between forward and backward. */
+#ifndef GRADCKPT_SAVED_TENSOR_H
+#define GRADCKPT_SAVED_TENSOR_H
+
+#include "engine/payload/packed.h"
+
+extern PyType_Spec gck_saved_spec;
+
+/* What is kept of a tensor x. */
+typedef struct {
+    gck_entry  entry;        /* a payload, or the tensor itself                          */
+    PyObject  *dtype;        /* of x, when the payload holds something computed from it; else NULL */
+    PyObject  *view;         /* x is this as_strided() of the restored payload; else NULL */
+    const void *storage;     /* of x: compared while x is alive, never followed; NULL: never compared */
+} gck_form;
+
+typedef struct {
+    PyObject_HEAD
+    gck_state *state;
+    gck_form   form;
+    /* See saved_waiting.h. */
+    PyObject  *waiting;      /* the list that knows it; else NULL                        */
+    PyObject  *saver;        /* while it waits: the hooks that packed it                 */
+    int64_t    number;       /* of the node that saves it                                */
+    int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
+} gck_saved;
+
+/* New reference: empty. */
+gck_saved *gck_saved_new(gck_state *state);
+
+void gck_form_clear(gck_form *form);
+
+/* New reference: x as the view of `whole`, the restored payload. */
+PyObject *gck_form_view(const gck_form *form, PyObject *whole);
+
+/* New reference: the tensor without history, which autograd holds itself. */
+PyObject *gck_saved_restore(const gck_saved *self);
+
+#endif

@@ -1,0 +1,368 @@
+/* op_outputs.c: heap type Kept: what is kept of one call of an operator, and how it is returned. */
+#include "engine/selective/op_storage.h"
+
+#include "engine/payload/packed.h"
+#include "engine/payload/rounding.h"
+
+#include <structmember.h>
+
+/* ---- what is kept of one output ---- */
+
+/* Type gradckpt._C.Kept: a value, and the version it had. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
+    int64_t   version;       /* -1: not compared                                             */
+    PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
+} gck_kept;
+
+static int kept_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(((gck_kept *)self)->val);
+    Py_VISIT(((gck_kept *)self)->form);
+    return 0;
+}
+
+static int kept_clear(PyObject *self)
+{
+    Py_CLEAR(((gck_kept *)self)->val);
+    Py_CLEAR(((gck_kept *)self)->form);
+    return 0;
+}
+
+static void kept_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+
+    PyObject_GC_UnTrack(self);
+    kept_clear(self);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef kept_members[] = {
+    {"val", T_OBJECT, offsetof(gck_kept, val), READONLY, "What is kept: a detached tensor, a Payload, or no tensor."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot kept_slots[] = {
+    {Py_tp_dealloc, kept_dealloc},
+    {Py_tp_traverse, kept_traverse},
+    {Py_tp_clear, kept_clear},
+    {Py_tp_members, kept_members},
+    {Py_tp_doc, "A kept output of an operator of a region."},
+    {0, NULL},
+};
+
+PyType_Spec gck_kept_spec = {
+    .name = "gradckpt._C.Kept",
+    .basicsize = sizeof(gck_kept),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = kept_slots,
+};
+
+/* New reference: an alias without history that shares x's version counter, as autograd's kernel
+ * would make it.  Below autograd the keys for that are off, so they are switched on meanwhile.  An
+ * inference mode inside the region stays on. */
+static PyObject *detached(const gck_py *py, PyObject *x)
+{
+    const int excluded = gck_is_true(PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL));
+    PyObject *alias;
+
+    if (excluded < 0
+        || (excluded && gck_done(PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL)) < 0)) {
+        return NULL;
+    }
+    alias = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
+    if (excluded) {
+        gck_error error = gck_error_take();
+        gck_done(PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_True, NULL));
+        if (gck_error_return(&error) < 0) {
+            Py_CLEAR(alias);
+        }
+    }
+    return alias;
+}
+
+/* New reference: the payload of x, or NULL without an exception when x stays uncompressed. */
+static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
+{
+    gck_state *state = store->state;
+    gck_stats *s = &state->stats;
+    gck_input in = gck_input_of(x);
+    gck_dither dither;
+    PyObject *payload = NULL;
+    int fits = 1;
+    int verdict = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
+                : gck_input_judge(&state->py, &in, plan->codec, plan->min_numel);
+
+    s->eligible += verdict >= 0;
+    if (verdict == GCK_COMPRESS) {
+        payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
+                                  GCK_FOR_REGION, NULL, &fits);
+        verdict = fits ? verdict : GCK_SKIP_FIT;
+    }
+    gck_input_clear(&in);
+    if (payload != NULL) {
+        s->compressed++;
+    } else if (verdict > 0) {
+        s->uncompressed[verdict]++;
+    }
+    return payload;
+}
+
+/* New reference; takes over val, also on failure; NULL: making it raised. */
+static PyObject *kept_new(gck_store *store, PyObject *val, int64_t version)
+{
+    gck_kept *self = val != NULL ? (gck_kept *)PyType_GenericAlloc(store->state->Kept, 0) : NULL;
+
+    if (self == NULL) {
+        Py_XDECREF(val);
+        return NULL;
+    }
+    self->val = val;
+    self->version = version;
+    return (PyObject *)self;
+}
+
+static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
+{
+    const gck_py *py = &store->state->py;
+    const int tensor = gck_is_tensor(py, x);
+    PyObject *val = tensor > 0 && plan != NULL && plan->codec != NULL ? encoded(store, x, plan) : NULL;
+    int64_t version = -1;                        /* inference tensors have none: nothing to compare */
+
+    if (val == NULL && tensor >= 0 && !PyErr_Occurred()) {
+        val = tensor ? detached(py, x) : Py_NewRef(x);
+        if (val != NULL && tensor
+            && (gck_version_of(py, val, &version) < 0 || gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0)) {
+            Py_CLEAR(val);
+        }
+    }
+    store->state->stats.policy_outputs += tensor > 0 && val != NULL;
+    return kept_new(store, val, version);
+}
+
+/* A copy of a discrete output; bool as bits. */
+static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
+{
+    gck_state *state = store->state;
+    const gck_codec *bits = gck_codec_find("mask");
+    const int tensor = gck_is_tensor(&state->py, x);
+    PyObject *val = NULL;
+    int fits, verdict;
+
+    (void)unused;
+    if (tensor <= 0) {
+        return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), -1);
+    }
+    gck_input in = gck_input_of(x);
+    verdict = gck_input_judge(&state->py, &in, bits, 0);
+    if (verdict == GCK_COMPRESS) {
+        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
+        state->stats.discrete_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
+    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
+        Py_CLEAR(val);
+    }
+    gck_input_clear(&in);
+    state->stats.discrete_outputs++;
+    return kept_new(store, val, -1);
+}
+
+/* f(item) for each item of a tuple or list, into a tuple or list.  Outputs after the first
+ * (log-sum-exp, mean, state of a generator) have no plan and stay exact. */
+typedef PyObject *item_function(gck_store *store, PyObject *item, const gck_plan *plan);
+static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_function *f)
+{
+    const int tuple = PyTuple_Check(x);
+    const Py_ssize_t n = tuple || PyList_Check(x) ? PySequence_Size(x) : -1;
+    PyObject *list;
+
+    if (n < 0) {
+        return f(store, x, plan);
+    }
+    list = PyList_New(0);
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyObject *item = PySequence_GetItem(x, i);
+        if (item == NULL || gck_append(list, map(store, item, tuple && i > 0 ? NULL : plan, f)) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return tuple ? gck_as_tuple(list) : list;
+}
+
+/* Keep the results of f on the outputs.  0 or -1. */
+static int put(gck_store *store, const gck_call *call, PyObject *out, const gck_plan *plan, item_function *f)
+{
+    PyObject *kept = map(store, out, plan, f);
+    const int status = kept == NULL ? -1 : PyDict_SetItem(call->calls, call->index, kept);
+
+    Py_XDECREF(kept);
+    return status;
+}
+
+int gck_store_keep(gck_store *store, const gck_call *call, PyObject *out, const gck_plan *plan)
+{
+    return put(store, call, out, plan, keep_one);
+}
+
+/* Call form.keep(args, kwargs, b) or form.give(a, args, kwargs) without grad: not every operator
+ * comes from below autograd. */
+static PyObject *ask_form(PyObject *form, const gck_call *call, const char *method, PyObject *a, PyObject *b)
+{
+    const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
+    PyObject *kwargs = call->kwargs != NULL ? call->kwargs : Py_None, *result;
+
+    gck_torch.aoti_torch_grad_mode_set_enabled(false);
+    result = a != NULL ? PyObject_CallMethod(form, method, "OOO", a, call->args, kwargs)
+                       : PyObject_CallMethod(form, method, "OOO", call->args, kwargs, b);
+    gck_torch.aoti_torch_grad_mode_set_enabled(grad);
+    return result;
+}
+
+/* Keep what the form returns for the call, if anything.  It also returns the bytes. */
+static int put_form(gck_store *store, const gck_call *call, PyObject *form, PyObject *out)
+{
+    PyObject *made = ask_form(form, call, "keep", NULL, out);
+    PyObject *val, *entry;
+    long long nbytes;
+    int status = made == Py_None ? 0 : -1;
+
+    if (made != NULL && made != Py_None && PyArg_ParseTuple(made, "OL", &val, &nbytes)
+        && (entry = kept_new(store, Py_NewRef(val), -1)) != NULL) {
+        ((gck_kept *)entry)->form = Py_NewRef(form);
+        store->state->stats.discrete_outputs++;
+        store->state->stats.discrete_bytes += nbytes;
+        status = PyDict_SetItem(call->calls, call->index, entry);
+        Py_DECREF(entry);
+    }
+    Py_XDECREF(made);
+    return status;
+}
+
+int gck_store_decide(gck_store *store, const gck_call *call, PyObject *form, PyObject *out)
+{
+    return form != NULL ? put_form(store, call, form, out) : put(store, call, out, NULL, copy_one);
+}
+
+int gck_store_drew(gck_store *store, const gck_call *call, gck_draw *draw)
+{
+    PyObject *drawn = gck_draw_end(&store->state->py, draw), *key = PyTuple_Pack(2, call->key, call->index);
+    int status = drawn == Py_None ? 0 : -1;
+
+    if (drawn != NULL && drawn != Py_None && key != NULL
+        && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)
+        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 0), &store->state->stats.discrete_bytes) == 0
+        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.discrete_bytes) == 0) {
+        status = PyDict_SetItem(store->draws, key, drawn);
+    }
+    Py_XDECREF(drawn);
+    Py_XDECREF(key);
+    return status;
+}
+
+/* New reference: what distinguishes this call from others of its operator. */
+static PyObject *told_by(const gck_store *store, const gck_call *call)
+{
+    return PyObject_CallFunction(store->state->py.call.told_by, "OO", call->args, call->kwargs ? call->kwargs : Py_None);
+}
+
+int gck_store_tell(gck_store *store, const gck_call *call)
+{
+    PyObject *told = store->by_call ? told_by(store, call) : NULL;
+    PyObject *key = told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
+    int status = store->by_call ? -1 : 0;
+
+    if (key != NULL && (store->told != NULL || (store->told = PyDict_New()) != NULL)) {
+        status = PyDict_SetItem(store->told, key, told);
+    }
+    Py_XDECREF(told);
+    Py_XDECREF(key);
+    return status;
+}
+
+int gck_store_is_told(gck_store *store, const gck_call *call, int unknown)
+{
+    PyObject *key = store->told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL, *now;
+    PyObject *told = key != NULL ? Py_XNewRef(PyDict_GetItemWithError(store->told, key)) : NULL;
+    int same = PyErr_Occurred() ? -1 : unknown;
+
+    if (told != NULL) {
+        now = told_by(store, call);
+        same = now != NULL ? PyObject_RichCompareBool(now, told, Py_EQ) : -1;
+        Py_XDECREF(now);
+    }
+    Py_XDECREF(key);
+    Py_XDECREF(told);
+    return same;
+}
+
+/* ---- the other way ---- */
+
+/* Return the value of an entry that stays.  A discrete output, a copy, is copied again: the
+ * recompute may write into it too. */
+static PyObject *fresh(gck_store *store, const gck_kept *kept)
+{
+    return kept->version >= 0 ? detached(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
+}
+
+static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
+{
+    gck_kept *kept = (gck_kept *)x;
+    const gck_py *py = &store->state->py;
+    int64_t now;
+
+    (void)unused;
+    if (Py_TYPE(x) != store->state->Kept) {
+        return PyErr_Format(PyExc_TypeError, "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", x);
+    }
+    if (Py_TYPE(kept->val) == store->state->Payload) {
+        return gck_payload_decode((gck_payload *)kept->val);
+    }
+    if (kept->version >= 0 && !store->mutation && gck_version_of(py, kept->val, &now) < 0) {
+        return NULL;
+    }
+    if (kept->version >= 0 && !store->mutation && now != kept->version) {
+        PyErr_SetString(PyExc_RuntimeError, "Tensor cached during selective activation checkpoint has been mutated");
+        return NULL;
+    }
+    /* Autograd writes into the object it gets, so an entry that stays gives a new one. */
+    return (store->reusable || kept->version < 0) && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept) : Py_NewRef(kept->val);
+}
+
+/* The outputs of the call, from its entry. */
+static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *call)
+{
+    const gck_kept *kept = (gck_kept *)entry;
+
+    if (store->traced) {
+        return PyObject_CallFunction(store->state->py.call.traced_value, "Oi", entry, store->mutation);
+    }
+    if (Py_TYPE(entry) != store->state->Kept || kept->form == NULL) {
+        return map(store, entry, NULL, value_of);
+    }
+    return ask_form(kept->form, call, "give", kept->val, NULL);
+}
+
+/* Set the generator that the call drew from to its state after the call.  0 or -1. */
+static int repeat_draw(gck_store *store, const gck_call *call)
+{
+    PyObject *key = store->draws != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
+    PyObject *drawn = key != NULL ? PyDict_GetItemWithError(store->draws, key) : NULL;
+
+    Py_XDECREF(key);
+    return drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) : PyErr_Occurred() ? -1 : 0;
+}
+
+PyObject *gck_store_give(gck_store *store, const gck_call *call, PyObject *entry, int lasting)
+{
+    PyObject *result = store->reusable || lasting
+        || PyDict_SetItem(call->calls, call->index, store->state->py.consumed_mark) == 0 ? outputs_of(store, entry, call) : NULL;
+
+    if (result != NULL && repeat_draw(store, call) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}

@@ -1,0 +1,125 @@
+/* op_policy.c: heap type Names: operators, and what happens to their outputs. */
+#include "engine/options.h"
+#include "engine/selective/op_storage.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static int names_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    gck_names *self = (gck_names *)op;
+
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->rows);
+    Py_VISIT(self->wanted);
+    return 0;
+}
+
+static void names_dealloc(PyObject *op)
+{
+    gck_names *self = (gck_names *)op;
+    PyTypeObject *type = Py_TYPE(op);
+
+    PyObject_GC_UnTrack(op);
+    Py_XDECREF(self->rows);
+    Py_XDECREF(self->wanted);
+    free(self->named);
+    free(self->slots);
+    PyObject_GC_Del(op);
+    Py_DECREF(type);
+}
+
+static PyType_Slot names_slots[] = {
+    {Py_tp_dealloc, names_dealloc},
+    {Py_tp_traverse, names_traverse},
+    {Py_tp_doc, "Operators, and what happens to their outputs."},
+    {0, NULL},
+};
+
+PyType_Spec gck_names_spec = {
+    .name = "gradckpt._C.Names",
+    .basicsize = sizeof(gck_names),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = names_slots,
+};
+
+static int read_row(gck_state *state, PyObject *row, gck_named *named)
+{
+    PyObject *op, *compress, *form;
+    int keep;
+
+    if (!PyArg_ParseTuple(row, "OiOiiiO", &op, &keep, &compress, &named->every, &named->phase, &named->group, &form)
+        || gck_options_plan(state, compress, &named->plan) < 0) {
+        return -1;
+    }
+    named->op = op;
+    named->form = form != Py_None ? form : NULL;
+    named->keep = (gck_keep)keep;
+    named->draws = gck_op_draws(&state->py, op);
+    return named->draws < 0 ? -1 : 0;
+}
+
+/* The slot in which the operator is, or would be. */
+static size_t slot_of(const gck_names *names, const PyObject *op)
+{
+    size_t at = ((uintptr_t)op >> 4) * 0x9E3779B97F4A7C15u >> 32 & names->mask;
+
+    while (names->slots[at] >= 0 && names->named[names->slots[at]].op != op) {
+        at = (at + 1) & names->mask;
+    }
+    return at;
+}
+
+int gck_names_find(const gck_names *names, const PyObject *op) { return names->slots[slot_of(names, op)]; }
+
+/* The first of several rows with the same operator counts.  0 or -1. */
+static int index_names(gck_names *self)
+{
+    self->mask = 15;
+    while (self->mask < 2 * (size_t)self->n) {
+        self->mask = 2 * self->mask + 1;
+    }
+    if ((self->slots = malloc((self->mask + 1) * sizeof *self->slots)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(self->slots, -1, (self->mask + 1) * sizeof *self->slots);
+    for (int i = 0; i < self->n; i++) {
+        const size_t at = slot_of(self, self->named[i].op);
+        if (self->slots[at] < 0) {
+            self->slots[at] = i;
+        }
+    }
+    return 0;
+}
+
+PyObject *gck_make_names(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    PyObject *rows, *wanted;
+    gck_names *self;
+    int status = 0;
+
+    if (!PyArg_ParseTuple(args, "OO!:make_names", &rows, &PyFrozenSet_Type, &wanted)
+        || (rows != Py_None && !PyTuple_Check(rows))
+        || (self = (gck_names *)PyType_GenericAlloc(state->Names, 0)) == NULL) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt: make_names takes a tuple of rows or None, not %R", rows);
+    }
+    const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Size(rows);
+    self->wanted = Py_NewRef(wanted);
+    self->rows = Py_NewRef(rows);
+    if ((self->named = calloc((size_t)n + 1, sizeof *self->named)) == NULL) {
+        PyErr_NoMemory();
+        status = -1;
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        gck_named *named = &self->named[self->n++];
+        status = read_row(state, PyTuple_GetItem(rows, i), named);
+        self->ngroups = named->group >= self->ngroups ? named->group + 1 : self->ngroups;
+        self->decisions = named->plan.replay_discrete > self->decisions ? named->plan.replay_discrete : self->decisions;
+    }
+    if (status < 0 || index_names(self) < 0) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}

@@ -1,0 +1,289 @@
+/* selective_mode.c: heap type Context, the C part of the two modes of a selective region: their
+ * __torch_dispatch__.
+ *
+ * They serve policies that are functions, regions under other modes, and tracing.  Semantics and
+ * texts are those of torch's _CachingTorchDispatchMode and _CachedTorchDispatchMode; the classes in
+ * gradckpt/_engine/selective.py derive from them and from Context. */
+#include "engine/options.h"
+#include "engine/selective/selective.h"
+
+#include <stdlib.h>
+
+/* Type gradckpt._C.Context. */
+typedef struct {
+    PyObject_HEAD
+    gck_store *store;                /* owned; NULL before __init__                         */
+    int        by_key;               /* the policy needs no mode                            */
+    int        replay;               /* the context of the recompute                        */
+} gck_context;
+
+/* New reference: the store of a context; NULL with TypeError when it has none. */
+static gck_store *store_of(const gck_context *self)
+{
+    if (self->store == NULL) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: a selective context that create_selective_checkpoint_contexts did not make");
+        return NULL;
+    }
+    return (gck_store *)Py_NewRef((PyObject *)self->store);
+}
+
+static PyObject *run_call(const gck_call *call) { return PyObject_Call(call->with, call->args, call->kwargs); }
+
+/* 1: torch never keeps the operator's outputs; 0; -1.  A linear search: they are few, and their
+ * __hash__ is Python. */
+static int is_ignored(gck_py *py, PyObject *func)
+{
+    if (py->ignored == NULL || PyTuple_Size(py->ignored) != PySet_Size(py->ignored_ops)) {
+        PyObject *old = py->ignored;
+        py->ignored = PySequence_Tuple(py->ignored_ops);
+        Py_XDECREF(old);
+    }
+    for (Py_ssize_t i = 0; py->ignored != NULL && i < PyTuple_Size(py->ignored); i++) {
+        if (PyTuple_GetItem(py->ignored, i) == func) {
+            return 1;
+        }
+    }
+    return py->ignored != NULL ? 0 : -1;
+}
+
+/* Record or replay the call, or only run it, as outside of this thread's `with`. */
+static PyObject *dispatch(const gck_context *self, gck_store *store, gck_call *call)
+{
+    gck_py *py = &store->state->py;
+    const int line = gck_store_find(store, call), ignored = line == GCK_ASKED ? is_ignored(py, call->op) : 0;
+    PyObject *target = PyObject_GetAttr(call->op, py->names._op), *out = NULL;
+
+    /* Higher order operators have neither an `_op` nor one key for all of their calls. */
+    call->with = target != NULL ? target : call->op;
+    call->key = target != NULL ? Py_NewRef(call->op) : gck_clear_attribute_error() < 0 ? NULL
+        : PyObject_CallFunction(py->call.selective_key, "OO", call->op, call->args);
+    if (call->key != NULL && ignored >= 0) {
+        gck_active *active = ignored || line == GCK_NOT_NAMED ? NULL : gck_active_of(store->state, call->context);
+        out = active == NULL ? run_call(call) : self->replay ? gck_replay_call(active, line, call)
+                                                             : gck_record_call(store, line, call);
+    }
+    Py_XDECREF(target);
+    Py_XDECREF(call->key);
+    return out;
+}
+
+/* New reference: under tracing of a forward, whose graph takes every output and torch's marks, the
+ * result of torch's own mode; NotImplemented where nothing is traced. */
+static PyObject *record_traced(gck_store *store, const gck_call *call, PyObject *types)
+{
+    const gck_py *py = &store->state->py;
+    const int modes = store->policy != NULL ? gck_ask(py->dispatch_stack_len) : 0;
+    PyObject *out = modes < 0 ? NULL : modes == 0 ? Py_NewRef(Py_NotImplemented)
+        : PyObject_CallFunction(py->call.record_traced, "OOOOO", call->context, call->op, types, call->args,
+                              call->kwargs != NULL ? call->kwargs : Py_None);
+
+    store->traced |= out != NULL && out != Py_NotImplemented;
+    return out;
+}
+
+/* __torch_dispatch__(func, types, args=(), kwargs=None): one operator. */
+static PyObject *context_dispatch(PyObject *op, PyObject *const *all, Py_ssize_t n)
+{
+    const gck_context *self = (gck_context *)op;
+    gck_store *store = store_of(self);
+    gck_call call = {.run = run_call, .context = op};
+    PyObject *out = NULL;
+
+    if (store == NULL) {
+        return NULL;
+    }
+    if (n < 3 || n > 4 || !PyTuple_Check(all[2]) || (n == 4 && all[3] != Py_None && !PyDict_Check(all[3]))) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: __torch_dispatch__ takes a tuple of arguments and a dict of keywords");
+        goto exit;
+    }
+    call.op = all[0];
+    call.args = all[2];
+    call.kwargs = n == 4 && all[3] != Py_None && PyDict_Size(all[3]) > 0 ? all[3] : NULL;
+    out = self->replay ? Py_NewRef(Py_NotImplemented) : record_traced(store, &call, all[1]);
+    if (out == Py_NotImplemented) {
+        Py_DECREF(out);
+        out = dispatch(self, store, &call);
+    }
+
+exit:
+    Py_DECREF((PyObject *)store);
+    return out;
+}
+
+/* ---- with context: ---- */
+
+/* 1: by key; 0: by a mode, under tracing and where another mode watches; -1. */
+static int may_use_key(const gck_context *self)
+{
+    const gck_state *state = self->store->state;
+    const int wanted = self->by_key && gck_catches_by_key(state, self->store);
+    const int modes = wanted ? gck_ask(state->py.dispatch_stack_len) : 0;
+    const int compiling = wanted && modes == 0 ? gck_ask(state->py.is_compiling) : 0;
+
+    return modes < 0 || compiling < 0 ? -1 : wanted && !modes && !compiling;
+}
+
+/* It is in C so that no signal handler runs between the key and the with statement. */
+static PyObject *context_enter(PyObject *op, PyObject *unused)
+{
+    gck_context *self = (gck_context *)op;
+    gck_store *store = store_of(self);
+    const int by_key = store != NULL ? may_use_key(self) : -1;
+    gck_active *active = NULL;
+    PyObject *result = NULL;
+
+    (void)unused;
+    if (by_key < 0 || (!self->replay && gck_region_decides(store->state, 0, &store) < 0)) {
+        goto exit;
+    }
+    if ((active = malloc(sizeof *active)) == NULL) {
+        PyErr_NoMemory();
+    } else if (gck_selective_begin(store->state, active, store, self->replay, by_key) < 0) {
+        free(active);
+    } else {
+        active->context = op;
+        result = by_key ? Py_NewRef(op) : PyObject_CallMethod(op, "enter_mode", NULL);
+        if (result == NULL) {
+            gck_selective_end(store->state, active);
+            free(active);
+        }
+    }
+
+exit:
+    Py_XDECREF((PyObject *)store);
+    return result;
+}
+
+static PyObject *context_exit(PyObject *op, PyObject *error)
+{
+    gck_store *store = store_of((gck_context *)op);
+    gck_active *active = store != NULL ? gck_active_of(store->state, op) : NULL;
+    const int by_key = active != NULL && active->by_key;
+    PyObject *method, *result;
+
+    if (active != NULL) {
+        gck_selective_end(store->state, active);
+        free(active);
+    }
+    if (by_key) {
+        result = Py_NewRef(Py_None);
+    } else {
+        method = store != NULL ? PyObject_GetAttrString(op, "exit_mode") : NULL;
+        result = method != NULL ? PyObject_Call(method, error, NULL) : NULL;
+        Py_XDECREF(method);
+    }
+    /* Only a forward has candidates.  A failed one leaves none either. */
+    if (result != NULL && PyTuple_Size(error) > 0 && PyTuple_GetItem(error, 0) == Py_None && gck_store_finish(store) < 0) {
+        Py_CLEAR(result);
+    }
+    Py_XDECREF((PyObject *)store);
+    return result;
+}
+
+/* ---- the type ---- */
+
+static int context_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    gck_context *self = (gck_context *)op;
+    PyObject *store;
+    gck_store *old = self->store;
+    int by_key, replay;
+
+    if (!PyArg_ParseTuple(args, "Opp:Context", &store, &by_key, &replay)) {
+        return -1;
+    }
+    if (kwargs != NULL || !gck_is_store(store)) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: a selective context takes a Store, not %R", store);
+        return -1;
+    }
+    self->store = (gck_store *)Py_NewRef(store);
+    self->by_key = by_key;
+    self->replay = replay;
+    Py_XDECREF((PyObject *)old);
+    return 0;
+}
+
+static int context_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT((PyObject *)((gck_context *)op)->store);
+    return 0;
+}
+
+static int context_clear(PyObject *op)
+{
+    Py_CLEAR(((gck_context *)op)->store);
+    return 0;
+}
+
+static void context_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+
+    PyObject_GC_UnTrack(op);
+    context_clear(op);
+    PyObject_GC_Del(op);
+    Py_DECREF(type);
+}
+
+static PyObject *context_get(PyObject *op, void *unused)
+{
+    const gck_store *store = ((gck_context *)op)->store;
+
+    (void)unused;
+    return Py_NewRef(store != NULL ? store->storage : Py_None);
+}
+
+static int context_set(PyObject *op, PyObject *value, void *unused)
+{
+    const gck_store *store = ((gck_context *)op)->store;
+
+    (void)unused;
+    if (store == NULL || value != store->storage) {
+        PyErr_SetString(PyExc_TypeError, "gradckpt: a selective context has a storage of its own; make new contexts instead");
+        return -1;
+    }
+    return 0;
+}
+
+static PyMethodDef context_methods[] = {
+    {"__enter__", context_enter, METH_NOARGS, "Catch operators in this thread."},
+    {"__exit__", context_exit, METH_VARARGS, "Catch them no longer."},
+    {"__torch_dispatch__", (PyCFunction)(void (*)(void))context_dispatch, METH_FASTCALL, "Run one operator, or give back what it returned."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef context_getset[] = {
+    {"storage", context_get, context_set, "{operator: {call: what is kept of it}}.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot context_slots[] = {
+    {Py_tp_init, context_init},
+    {Py_tp_dealloc, context_dealloc},
+    {Py_tp_traverse, context_traverse},
+    {Py_tp_clear, context_clear},
+    {Py_tp_methods, context_methods},
+    {Py_tp_getset, context_getset},
+    {Py_tp_doc, "The C part of the contexts of a selective region."},
+    {0, NULL},
+};
+
+PyType_Spec gck_context_spec = {
+    .name = "gradckpt._C.Context",
+    .basicsize = sizeof(gck_context),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .slots = context_slots,
+};
+
+gck_store *gck_context_store(const gck_state *state, PyObject *context)
+{
+    return context != NULL && PyObject_TypeCheck(context, state->Context) ? ((gck_context *)context)->store : NULL;
+}
+
+int gck_context_name(PyObject *context, PyObject *x, PyObject *name)
+{
+    const gck_context *self = (gck_context *)context;
+
+    return self->store == NULL || self->replay ? 0 : gck_store_name(self->store, x, name);
+}
