@@ -85,7 +85,7 @@ class Dither(ctypes.Structure):
 class How(ctypes.Structure):
     """gck_how."""
 
-    _fields_ = (("dither", ctypes.POINTER(Dither)), ("verdict", ctypes.c_void_p))
+    _fields_ = (("dither", ctypes.POINTER(Dither)), ("overflow", ctypes.c_void_p))
 
 
 def build(folder: pathlib.Path) -> ctypes.CDLL:

@@ -70,7 +70,7 @@ def of_bytes(n: int, kinds: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, kinds, (n,), dtype=torch.uint8, generator=generator).view(torch.bool)
 
 
-def spikes(dtype: str, groups: int, seed: int = 0) -> torch.Tensor:
+def outliers(dtype: str, groups: int, seed: int = 0) -> torch.Tensor:
     """Groups with one value far above the rest."""
     sizes = (30.0, 300.0, 1e4, 6e4 if dtype == "float16" else 1e7)
     parts = [codec_inputs.gaussian(dtype, groups * 127, seed=seed + n) for n in range(len(sizes))]
@@ -105,7 +105,7 @@ def shapes(dtype: str, sizes: tuple[int, ...]) -> Iterator[Case]:
 def noisy(dtype: str, groups: int) -> Iterator[Case]:
     size, stride = LAYOUTS["permuted"]
     for dither in DITHERS:
-        for values in (mixed(dtype, 128 * groups - 27), gaussian(dtype, 128 * groups - 27), spikes(dtype, groups)):
+        for values in (mixed(dtype, 128 * groups - 27), gaussian(dtype, 128 * groups - 27), outliers(dtype, groups)):
             yield dataclasses.replace(flat(f"noise {dither}", values), dither=dither)
         yield Case(f"permuted, noise {dither}", gaussian(dtype, 2200), size, stride, 1, dither)
 
@@ -114,7 +114,7 @@ def few(dtype: str) -> Iterator[Case]:
     """Every kernel and every path through it, in seconds under a sanitizer."""
     yield from shapes(dtype, (0, 1, 17, 129, 4097))
     if dtype != "bool":
-        yield flat("spikes", spikes(dtype, 3))
+        yield flat("outliers", outliers(dtype, 3))
         yield flat("any bits", any_bits(dtype, 1280))
         yield from noisy(dtype, 3)
 
@@ -130,7 +130,7 @@ def many(dtype: str) -> Iterator[Case]:
     yield flat("every pattern", of_bits(codec_inputs.inputs(dtype), dtype))
     yield flat("any bits", any_bits(dtype, 1 << 20))
     yield flat("ordinary", gaussian(dtype, (1 << 22) + 77))
-    yield flat("spikes", spikes(dtype, 2000))
+    yield flat("outliers", outliers(dtype, 2000))
     for seed in range(20):
         yield flat("hostile", of_bits(codec_inputs.hostile(dtype, seed), dtype))
     yield from noisy(dtype, 2000)

@@ -116,7 +116,7 @@ def one_step(model: Stack, ids: torch.Tensor, kind: str) -> Result:
     start = time.perf_counter()
     y = model(ids, caller(kind))
     if cuda:
-        torch.cuda.synchronize()  # verdicts, too
+        torch.cuda.synchronize()  # flags, too
     payloads = gradckpt.stats()["live_bytes"]
     kept = torch.cuda.memory_allocated() - before if cuda else payloads
     y.backward(torch.ones_like(y))

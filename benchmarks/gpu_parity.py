@@ -90,11 +90,11 @@ def host_encode(x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None
 def as_a_device() -> Iterator[None]:
     before = _C.isa()
     _C.force_isa("scalar")
-    _C.late_verdicts(True)
+    _C.late_overflow(True)
     try:
         yield
     finally:
-        _C.late_verdicts(False)
+        _C.late_overflow(False)
         _C.force_isa(before)
 
 
@@ -122,8 +122,8 @@ class Device:
             if self.name == "cuda":
                 torch.cuda.synchronize()
             else:
-                _C.settle_verdicts()
-            gradckpt.stats()  # looks at the verdicts
+                _C.settle_overflow()
+            gradckpt.stats()  # looks at the flags
             return payload, sys.getrefcount(x) > holders
 
     def decode(self, payload: gradckpt.codecs.Payload) -> torch.Tensor:

@@ -19,7 +19,7 @@ enum {
     GCK_E_DTYPE = -1,            /* the codec does not take this dtype            */
     GCK_E_DEVICE = -2,           /* this build has no kernel for the device       */
     GCK_E_DRIVER = -3,           /* the CUDA driver is older than the built-in runtime */
-    GCK_E_FIT = -4,              /* overflow: the codec cannot hold these values  */
+    GCK_E_OVERFLOW = -4,              /* overflow: the codec cannot hold these values  */
     GCK_E_DITHER = -5,           /* stochastic rounding was requested of a codec that never rounds */
 };
 
@@ -74,12 +74,12 @@ typedef struct {
 /* How to encode one tensor. */
 typedef struct {
     const gck_dither *dither;    /* NULL: to nearest                              */
-    /* Device work of a codec that may overflow (`refuses`): a word of gck_verdict_take(), which
-     * becomes GCK_FITS or GCK_REFUSED (overflow) when the work is done.  NULL: overflow is not
+    /* Device work of a codec that may overflow (`may_overflow`): a word of gck_overflow_take(), which
+     * becomes GCK_OVERFLOW_NONE or GCK_OVERFLOW_FOUND (overflow) when the work is done.  NULL: overflow is not
      * reported.  Values that a payload cannot hold decode to NaN either way. */
-    uint32_t         *verdict;
+    uint32_t         *overflow;
 } gck_how;
-enum { GCK_PENDING = 0, GCK_FITS = 1, GCK_REFUSED = 2 };
+enum { GCK_OVERFLOW_PENDING = 0, GCK_OVERFLOW_NONE = 1, GCK_OVERFLOW_FOUND = 2 };
 
 /* Bytes of a payload: exactly value n + group ceil(n / 128) + block ceil(n / 4096). */
 typedef struct {
@@ -95,8 +95,8 @@ typedef struct {
     gck_size    size[GCK_NDTYPES];
     int64_t     unit;            /* values per independent unit of host work      */
     int         stochastic;      /* accepts a gck_dither                          */
-    int         refuses;         /* may return GCK_E_FIT                          */
-    /* Units [first, last).  GCK_OK or GCK_E_FIT. */
+    int         may_overflow;         /* may return GCK_E_OVERFLOW                          */
+    /* Units [first, last).  GCK_OK or GCK_E_OVERFLOW. */
     int       (*encode_host)(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last);
     void      (*decode_host)(const void *payload, const gck_tensor *out, int64_t first, int64_t last);
     /* The device: n tensors of one device and stream, none of them empty.  NULL: no kernel. */
@@ -122,7 +122,7 @@ double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype);
  * work is queued on x->stream (out->stream) and never waited for.
  * `payload` is aligned to GCK_PAYLOAD_ALIGNMENT and gck_nbytes(codec, numel, dtype) long.
  * x is never written.  out must be dense or strided without overlap.
- * how: NULL rounds to nearest.  After GCK_E_FIT the payload's contents are undefined. */
+ * how: NULL rounds to nearest.  After GCK_E_OVERFLOW the payload's contents are undefined. */
 int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
                gck_parallel_for *parallel);
 int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel);
@@ -135,15 +135,15 @@ int gck_encode_many(const gck_codec *codec, const gck_tensor *x, void *const *pa
 int gck_decode_many(const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n,
                     gck_parallel_for *parallel);
 
-/* A word for gck_how.verdict, set to GCK_PENDING: in plain host memory for device -1, else one that
+/* A word for gck_how.overflow, set to GCK_OVERFLOW_PENDING: in plain host memory for device -1, else one that
  * every CUDA device can write.  NULL: none is left, or this build has no CUDA. It may be given back
  * at any time: it is not used again before it was written, or never, if the work was captured in a
  * CUDA graph. */
-uint32_t *gck_verdict_take(int device);
-void      gck_verdict_give(uint32_t *verdict);
+uint32_t *gck_overflow_take(int device);
+void      gck_overflow_give(uint32_t *overflow);
 /* 1 when the work that writes it was captured in a CUDA graph: the word is written when that is
  * launched, or never. */
-int       gck_verdict_is_captured(const uint32_t *verdict);
+int       gck_overflow_is_captured(const uint32_t *overflow);
 
 /* A sentence without a final full stop; borrowed, valid for ever. */
 const char *gck_status_text(int status);

@@ -88,7 +88,7 @@ static PyObject *codec_info(PyObject *module, PyObject *arg)
     return Py_BuildValue("{ss si ss sN sd sd sO sO sO sN}", "name", codec->name, "id", gck_codec_id(codec), "summary",
                          codec->summary, "dtypes", accepted, "bits_per_value", bits_per_value(codec), "max_error",
                          codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False, "stochastic",
-                         codec->stochastic ? Py_True : Py_False, "may_overflow", codec->refuses ? Py_True : Py_False, "sizes",
+                         codec->stochastic ? Py_True : Py_False, "may_overflow", codec->may_overflow ? Py_True : Py_False, "sizes",
                          sizes);
 }
 
@@ -177,7 +177,7 @@ static PyObject *stats(PyObject *module, PyObject *unused)
     int status = dict == NULL || uncompressed == NULL || codecs == NULL ? -1 : 0;
 
     (void)unused;
-    gck_pending_poll(state);
+    gck_payload_overflow_poll(state);
 #define COUNTER(name) if (status == 0) { status = set_counter(dict, #name, s->name); }
     COUNTERS(COUNTER)
 #undef COUNTER
@@ -255,9 +255,9 @@ static PyMethodDef methods[] = {
      "forget_types()\n--\n\nForget which types of modules have no rule, for gradckpt._engine.buffers."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,
      "guard_hooks(hooks, type, kind, /)\n--\n\nGuard the hooks of a parameter, for gradckpt._engine.parameter_hooks."},
-    {"saved_push", gck_saver_push, METH_O, "saved_push(compress, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
-    {"saved_pop", gck_saver_pop, METH_O, "saved_pop(failed, /)\n--\n\nPop the hooks of gradckpt.compress_saved()."},
-    {"saved_call", gck_saver_call, METH_VARARGS,
+    {"saved_push", gck_saved_hooks_push, METH_O, "saved_push(compress, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
+    {"saved_pop", gck_saved_hooks_pop, METH_O, "saved_pop(failed, /)\n--\n\nPop the hooks of gradckpt.compress_saved()."},
+    {"saved_call", gck_saved_hooks_call, METH_VARARGS,
      "saved_call(compress, function, args, kwargs, /)\n--\n\nCall a function under gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS,
      "rounding_state()\n--\n\nReturn the state as gradckpt.config.get_rounding_state() does."},
@@ -266,14 +266,14 @@ static PyMethodDef methods[] = {
     {"observe_regions", observe_regions, METH_O,
      "observe_regions(observer, /)\n--\n\nCall observer(frame) for each region that has kept its arguments, for "
      "gradckpt._memory; None ends it."},
-    {"late_verdicts", gck_late_verdicts, METH_O,
-     "late_verdicts(seconds, /)\n--\n\nMake CPU codecs report overflow as late as a device, for tests. A forward "
+    {"late_overflow", gck_late_overflow, METH_O,
+     "late_overflow(seconds, /)\n--\n\nMake CPU codecs report overflow as late as a device, for tests. A forward "
      "that is far ahead waits this long for them; 0 ends it."},
-    {"settle_verdicts", gck_settle_verdicts, METH_NOARGS, "settle_verdicts()\n--\n\nDeliver the late verdicts, for tests."},
-    {"make_names", gck_make_names, METH_VARARGS,
-     "make_names(rows, wanted, /)\n--\n\nMake Names of rows (operator, keep, compress, every, phase, group, form)."},
-    {"make_store", gck_make_store, METH_VARARGS,
-     "make_store(names, mutation, reusable, /)\n--\n\nMake an empty Store for one region."},
+    {"settle_overflow", gck_settle_overflow, METH_NOARGS, "settle_overflow()\n--\n\nDeliver the late overflow_flags, for tests."},
+    {"make_op_policy", gck_make_op_policy, METH_VARARGS,
+     "make_op_policy(rows, wanted, /)\n--\n\nMake Names of rows (operator, keep, compress, every, phase, group, form)."},
+    {"make_op_storage", gck_make_op_storage, METH_VARARGS,
+     "make_op_storage(names, mutation, reusable, /)\n--\n\nMake an empty Store for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,
      "selective_name(x, name, modes, /)\n--\n\nName a tensor for gradckpt.policies.name()."},
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nReturn the kernel that catches the operator."},
@@ -281,10 +281,10 @@ static PyMethodDef methods[] = {
      "selective_key()\n--\n\nReturn the dispatch key at which catchers are registered, or None."},
     {"catch_by_mode", gck_catch_by_mode, METH_O,
      "catch_by_mode(on, /)\n--\n\nCatch operators by modes only, not on the dispatch key, for tests."},
-    {"stand_in", gck_stand_in_py, METH_O,
-     "stand_in(by, /)\n--\n\nCount one more (1) or one less (-1) region that needs gradckpt's checkpoint for torch's."},
-    {"decides", gck_decides_py, METH_NOARGS,
-     "decides()\n--\n\nReturn whether the calling thread runs a region that keeps discrete outputs."},
+    {"replace_checkpoint", gck_replace_checkpoint_py, METH_O,
+     "replace_checkpoint(by, /)\n--\n\nCount one more (1) or one less (-1) region that needs gradckpt's checkpoint for torch's."},
+    {"replays_discrete", gck_replays_discrete_py, METH_NOARGS,
+     "replays_discrete()\n--\n\nReturn whether the calling thread runs a region that keeps discrete outputs."},
     {"bind", bind, METH_O, "bind(callbacks, /)\n--\n\nBind the Python functions that C calls, from a dict by name."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
     {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nReset all counters to zero, except those of live payloads."},
@@ -400,12 +400,12 @@ static int module_exec(PyObject *module)
         || (state->Frame = add_type(module, &gck_frame_spec)) == NULL
         || (state->Holder = add_type(module, &gck_holder_spec)) == NULL
         || (state->Recompute = add_type(module, &gck_recompute_spec)) == NULL
-        || (state->Names = add_type(module, &gck_names_spec)) == NULL
-        || (state->Store = add_type(module, &gck_store_spec)) == NULL
-        || (state->Kept = add_type(module, &gck_kept_spec)) == NULL
+        || (state->OpPolicy = add_type(module, &gck_op_policy_spec)) == NULL
+        || (state->OpStorage = add_type(module, &gck_op_storage_spec)) == NULL
+        || (state->OpOutput = add_type(module, &gck_op_output_spec)) == NULL
         || (state->Context = add_type(module, &gck_context_spec)) == NULL
-        || (state->Saver = add_type(module, &gck_saver_spec)) == NULL
-        || (state->Saved = add_type(module, &gck_saved_spec)) == NULL
+        || (state->SavedHooks = add_type(module, &gck_saved_hooks_spec)) == NULL
+        || (state->SavedTensor = add_type(module, &gck_saved_tensor_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->closed = PyDict_New()) == NULL
         || gck_node_classes(module, state) < 0
@@ -424,20 +424,20 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->SelectiveRecompute);
     Py_VISIT(state->selective_apply);
     Py_VISIT(state->stateless);
-    Py_VISIT(state->decisions[0]);
-    Py_VISIT(state->decisions[1]);
-    Py_VISIT(state->torchs);
+    Py_VISIT(state->replay_discrete[0]);
+    Py_VISIT(state->replay_discrete[1]);
+    Py_VISIT(state->torch_checkpoint);
     Py_VISIT(state->observer);
     Py_VISIT(state->closed);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
-    Py_VISIT(state->Names);
-    Py_VISIT(state->Store);
+    Py_VISIT(state->OpPolicy);
+    Py_VISIT(state->OpStorage);
     Py_VISIT(state->Context);
-    Py_VISIT(state->Kept);
-    Py_VISIT(state->Saver);
-    Py_VISIT(state->Saved);
+    Py_VISIT(state->OpOutput);
+    Py_VISIT(state->SavedHooks);
+    Py_VISIT(state->SavedTensor);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_VISIT(state->plans[i].key);
     }
@@ -453,9 +453,9 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->SelectiveRecompute);
     Py_CLEAR(state->selective_apply);
     Py_CLEAR(state->stateless);
-    Py_CLEAR(state->decisions[0]);
-    Py_CLEAR(state->decisions[1]);
-    Py_CLEAR(state->torchs);
+    Py_CLEAR(state->replay_discrete[0]);
+    Py_CLEAR(state->replay_discrete[1]);
+    Py_CLEAR(state->torch_checkpoint);
     Py_CLEAR(state->observer);
     Py_CLEAR(state->closed);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
@@ -465,12 +465,12 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->Frame);
     Py_CLEAR(state->Holder);
     Py_CLEAR(state->Recompute);
-    Py_CLEAR(state->Names);
-    Py_CLEAR(state->Store);
+    Py_CLEAR(state->OpPolicy);
+    Py_CLEAR(state->OpStorage);
     Py_CLEAR(state->Context);
-    Py_CLEAR(state->Kept);
-    Py_CLEAR(state->Saver);
-    Py_CLEAR(state->Saved);
+    Py_CLEAR(state->OpOutput);
+    Py_CLEAR(state->SavedHooks);
+    Py_CLEAR(state->SavedTensor);
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_CLEAR(state->plans[i].key);
     }

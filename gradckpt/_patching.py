@@ -94,7 +94,7 @@ class _Checkpoint(_Body):
     """torch's checkpoint, which regions that replay discrete operators also exchange."""
 
     def change(self, on: bool) -> None:
-        _C.stand_in(1 if on else -1)
+        _C.replace_checkpoint(1 if on else -1)
 
 
 def _checkpoint_body(*args, **kwargs):  # type: ignore[no-untyped-def]
@@ -129,7 +129,7 @@ def _torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Ours then replays them, too.
     """
-    if _C.decides() and not _is_tracing():
+    if _C.replays_discrete() and not _is_tracing():
         return compat.checkpoint(*args, **kwargs)
     return CHECKPOINT.stock(*args, **kwargs)
 

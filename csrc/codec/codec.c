@@ -240,7 +240,7 @@ const char *gck_status_text(int status)
     case GCK_E_DTYPE:  return "this codec does not take this dtype";
     case GCK_E_DEVICE: return "this build of gradckpt has no kernel for this device";
     case GCK_E_DRIVER: return "the CUDA driver is older than the CUDA runtime built into gradckpt";
-    case GCK_E_FIT:    return "it cannot hold these values";
+    case GCK_E_OVERFLOW:    return "it cannot hold these values";
     case GCK_E_DITHER: return "this codec never rounds, so there is no stochastic rounding";
     default:           return status > 0 ? "CUDA error" : "unknown status";
     }

@@ -11,33 +11,33 @@ typedef enum { FREE, TAKEN, RETIRED } use;
 
 typedef struct {
     uint32_t     *words;
-    unsigned char use[GCK_NVERDICTS];
+    unsigned char use[GCK_OVERFLOW_FLAGS];
     int           next;                       /* where the search starts */
 } pool;
 
-static uint32_t host_words[GCK_NVERDICTS];
+static uint32_t host_words[GCK_OVERFLOW_FLAGS];
 static pool host = {.words = host_words}, devices;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static int index_in(const pool *p, const uint32_t *word)
 {
-    return p->words != NULL && word >= p->words && word < p->words + GCK_NVERDICTS ? (int)(word - p->words) : -1;
+    return p->words != NULL && word >= p->words && word < p->words + GCK_OVERFLOW_FLAGS ? (int)(word - p->words) : -1;
 }
 
 /* Host words start as PENDING without an owner: what counts then is that none was ever used. */
 static int is_ready(const pool *p, int i)
 {
-    return p->use[i] == FREE && (p == &host || *(volatile uint32_t *)(p->words + i) != GCK_PENDING);
+    return p->use[i] == FREE && (p == &host || *(volatile uint32_t *)(p->words + i) != GCK_OVERFLOW_PENDING);
 }
 
 static uint32_t *take_locked(pool *p)
 {
-    for (int n = 0; n < GCK_NVERDICTS; n++) {
-        const int i = (p->next + n) % GCK_NVERDICTS;
+    for (int n = 0; n < GCK_OVERFLOW_FLAGS; n++) {
+        const int i = (p->next + n) % GCK_OVERFLOW_FLAGS;
         if (is_ready(p, i)) {
             p->use[i] = TAKEN;
             p->next = i + 1;
-            *(volatile uint32_t *)(p->words + i) = GCK_PENDING;
+            *(volatile uint32_t *)(p->words + i) = GCK_OVERFLOW_PENDING;
             return p->words + i;
         }
     }
@@ -47,16 +47,16 @@ static uint32_t *take_locked(pool *p)
 static void allocate_locked(int device)
 {
 #ifdef GCK_WITH_CUDA
-    devices.words = gck_verdict_words_cuda(device);
-    for (int i = 0; devices.words != NULL && i < GCK_NVERDICTS; i++) {
-        devices.words[i] = GCK_FITS;
+    devices.words = gck_overflow_flags_cuda(device);
+    for (int i = 0; devices.words != NULL && i < GCK_OVERFLOW_FLAGS; i++) {
+        devices.words[i] = GCK_OVERFLOW_NONE;
     }
 #else
     (void)device;
 #endif
 }
 
-uint32_t *gck_verdict_take(int device)
+uint32_t *gck_overflow_take(int device)
 {
     uint32_t *word = NULL;
 
@@ -73,7 +73,7 @@ uint32_t *gck_verdict_take(int device)
     return word;
 }
 
-void gck_verdict_give(uint32_t *word)
+void gck_overflow_give(uint32_t *word)
 {
     pthread_mutex_lock(&mutex);
     pool *p = index_in(&host, word) >= 0 ? &host : &devices;
@@ -84,9 +84,9 @@ void gck_verdict_give(uint32_t *word)
     pthread_mutex_unlock(&mutex);
 }
 
-int gck_verdict_slot(const uint32_t *word) { return index_in(&devices, word); }
+int gck_overflow_slot(const uint32_t *word) { return index_in(&devices, word); }
 
-void gck_verdict_retire(const uint32_t *word)
+void gck_overflow_retire(const uint32_t *word)
 {
     pthread_mutex_lock(&mutex);
     const int i = index_in(&devices, word);
@@ -96,7 +96,7 @@ void gck_verdict_retire(const uint32_t *word)
     pthread_mutex_unlock(&mutex);
 }
 
-int gck_verdict_is_captured(const uint32_t *word)
+int gck_overflow_is_captured(const uint32_t *word)
 {
     pthread_mutex_lock(&mutex);
     const int i = index_in(&devices, word), captured = i >= 0 && devices.use[i] == RETIRED;

@@ -58,7 +58,7 @@ typedef struct gck_payload gck_payload;
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *Names, *Store, *Kept, *Context, *Saver, *Saved;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *OpPolicy, *OpStorage, *OpOutput, *Context, *SavedHooks, *SavedTensor;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* autograd Function, public                          */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */
@@ -74,18 +74,18 @@ typedef struct {
     gck_rounding  rounding;
     int64_t       last_step;       /* of `rounding`, at the last recompute               */
     int64_t       watched_task;    /* graph task at whose end our callback runs          */
-    struct gck_frame *with_tables; /* borrowed: first of the frames that have tables     */
+    struct gck_frame *with_recomputed; /* borrowed: first of the frames that have tables     */
     int64_t       outside;         /* counter for the ids of unpacks outside backward    */
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
     gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload removes itself      */
-    gck_payload  *pending;         /* borrowed: the first of those with an open verdict  */
-    PyObject     *decisions[2];    /* Names, without casts and with; NULL before the first region that needs them */
-    PyObject     *torchs;          /* torch's checkpoint, see checkpoint_replacement.c; NULL before the first exchange */
-    int           standing;        /* how many regions need ours in its place            */
+    gck_payload  *pending;         /* borrowed: the first of those with a pending flag  */
+    PyObject     *replay_discrete[2];    /* OpPolicy objects, without casts and with; NULL before the first region that needs them */
+    PyObject     *torch_checkpoint;          /* torch's checkpoint, see checkpoint_replacement.c; NULL before the first exchange */
+    int           replacements;        /* how many regions need ours in its place            */
     struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
     PyObject     *observer;        /* called with each Frame that has kept its arguments; or NULL */
     int           by_mode;         /* tests: only modes catch operators                    */
-    int64_t       late_verdicts;   /* tests: see payload_overflow.h; nanoseconds                  */
+    int64_t       late_overflow;   /* tests: see payload_overflow.h; nanoseconds                  */
     int64_t       epoch;           /* times the counters were reset                      */
 } gck_state;
 

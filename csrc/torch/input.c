@@ -80,12 +80,12 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
 
 int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *view)
 {
-    const int verdict = gck_view_of(py, x, view);
+    const int reason = gck_view_of(py, x, view);
 
-    if (verdict == GCK_COMPRESS && view->dtype == was->dtype && view->device == was->device && view->numel == was->numel) {
+    if (reason == GCK_COMPRESS && view->dtype == was->dtype && view->device == was->device && view->numel == was->numel) {
         return 0;
     }
-    if (verdict >= 0) {
+    if (reason >= 0) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor was resized or moved while gradckpt read it; do not change "
                                             "tensors in torch-function modes or other threads");
     }
@@ -126,14 +126,14 @@ static int read_view(gck_py *py, gck_input *in)
 {
     const int exact = (PyObject *)Py_TYPE(in->x) == py->Tensor || (PyObject *)Py_TYPE(in->x) == py->Parameter;
     const int plain = exact ? is_plain(py, in->x) : 1;
-    int verdict = plain < 0 ? -1 : GCK_SKIP_LAYOUT;
+    int reason = plain < 0 ? -1 : GCK_SKIP_LAYOUT;
 
     if (plain > 0) {
         const int dual = exact ? is_dual(py, in->x) : 0;
-        verdict = dual < 0 ? -1 : dual ? GCK_SKIP_DUAL : gck_view_of(py, in->x, &in->view);
+        reason = dual < 0 ? -1 : dual ? GCK_SKIP_DUAL : gck_view_of(py, in->x, &in->view);
     }
-    in->verdict = verdict < 0 ? GCK_SKIP_LAYOUT : (gck_skip_reason)verdict;
-    return verdict < 0 ? -1 : 0;
+    in->reason = reason < 0 ? GCK_SKIP_LAYOUT : (gck_skip_reason)reason;
+    return reason < 0 ? -1 : 0;
 }
 
 int gck_input_read(gck_py *py, gck_input *in, int facts)
@@ -155,7 +155,7 @@ int gck_input_judge(gck_py *py, gck_input *in, const gck_codec *codec, int64_t m
     if (gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_VIEW) < 0) {
         return -1;
     }
-    return in->verdict != GCK_COMPRESS                     ? in->verdict
+    return in->reason != GCK_COMPRESS                     ? in->reason
          : !(codec->dtypes & GCK_BIT(in->view.dtype)) ? GCK_SKIP_DTYPE
          : in->view.numel < min_numel                 ? GCK_SKIP_SMALL : GCK_COMPRESS;
 }

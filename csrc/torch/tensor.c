@@ -222,12 +222,12 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *co
     if (release) {
         PyEval_RestoreThread(others);
     }
-    if (status != GCK_OK && status != GCK_E_FIT) {
+    if (status != GCK_OK && status != GCK_E_OVERFLOW) {
         PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s (status %d)", codec->name,
                      decode ? "decode" : "encode", gck_status_text(status), status);
         return -1;
     }
-    return status == GCK_E_FIT;
+    return status == GCK_E_OVERFLOW;
 }
 
 int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,

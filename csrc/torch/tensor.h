@@ -87,7 +87,7 @@
     CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                \
     CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)               \
     CALLBACK(check_parameters) CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)        \
-    CALLBACK(debug_contexts) CALLBACK(decision_names) CALLBACK(decorate) CALLBACK(determinism_check)       \
+    CALLBACK(debug_contexts) CALLBACK(discrete_rules) CALLBACK(decorate) CALLBACK(determinism_check)       \
     CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap)                        \
     CALLBACK(enter_buffers) CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate)              \
     CALLBACK(form_of_input) CALLBACK(form_when_packed) CALLBACK(generator_of) CALLBACK(has_buffer_rule)    \
@@ -144,7 +144,7 @@ void gck_py_clear(gck_py *py);
     REASON(GCK_SKIP_NO_GRAD, "does not require grad")                   \
     REASON(GCK_SKIP_DTYPE, "dtype the codec does not take")             \
     REASON(GCK_SKIP_FLOAT64, "float64, which no codec takes")           \
-    REASON(GCK_SKIP_FIT, "values the codec cannot hold")                \
+    REASON(GCK_SKIP_OVERFLOW, "values the codec cannot hold")                \
     REASON(GCK_SKIP_SMALL, "smaller than min_numel")                    \
     REASON(GCK_SKIP_EXACT, "backward needs it exactly")                 \
     REASON(GCK_SKIP_UNKNOWN, "not known which operator saves it")       \

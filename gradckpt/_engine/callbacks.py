@@ -30,7 +30,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "contexts": region.contexts,
     "contexts_plan": region.contexts_plan,
     "debug_contexts": region.debug_contexts,
-    "decision_names": selective.decision_names,
+    "discrete_rules": selective.discrete_rules,
     "decorate": decorator.decorate,
     "determinism_check": region.determinism_check,
     "device_context": region.device_context,

@@ -93,7 +93,7 @@ class Policy:
         self.wanted = frozenset(wanted)
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r)) for r in self.rules.values())
-        self.names = _C.make_names(rows, self.wanted)
+        self.names = _C.make_op_policy(rows, self.wanted)
         self.deciding: Policy | None = None  # this policy with discrete operators added; made on demand
         self.catchable = all(is_catchable(op) for op in self.rules)
 

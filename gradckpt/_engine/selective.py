@@ -114,9 +114,9 @@ def create_selective_checkpoint_contexts(
     latest = latest if traced else policy_or_ops if policy is None else policy
     by_key = policy is not None and policy.catchable
     if policy is None:
-        store, policy_fn = _C.make_store(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
+        store, policy_fn = _C.make_op_storage(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
     else:
-        store = _C.make_store(policy.names, allow_cache_entry_mutation, reusable)
+        store = _C.make_op_storage(policy.names, allow_cache_entry_mutation, reusable)
         policy_fn = asker(_with_decisions(policy))
         if by_key:
             catch(policy.rules)
@@ -147,7 +147,7 @@ def observed(observer: Callable[[Any, Any], None]) -> Iterator[None]:
 
 
 #: Names for a policy that is a function: none.
-ASKED = _C.make_names(None, frozenset())
+ASKED = _C.make_op_policy(None, frozenset())
 
 
 def _decisions(level: bool | str) -> Policy:

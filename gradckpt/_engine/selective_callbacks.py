@@ -263,7 +263,7 @@ def torchs_checkpoint() -> tuple[Any, ...]:
     return torch_checkpoint.checkpoint, function, stock.__code__, CHECKPOINT.code
 
 
-def decision_names(casts: int) -> Any:
+def discrete_rules(casts: int) -> Any:
     policy = policies.discrete if casts else policies.discrete_but_casts
     catch(policy.rules)
     return policy.names

@@ -29,8 +29,8 @@ KERNELS = {
     "cast": 8,
     "lossless": 12,
     "mask": 4,
-    "verdict": 0,
-    "cuda": 0,
+    "overflow": 0,
+    "driver": 0,
 }
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for.*?(?=Compiling entry|\Z)", re.DOTALL)
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

@@ -97,12 +97,12 @@ def gaussian(dtype, n, magnitude, special=0.0, seed=0):
     return bits
 
 
-def spikes(dtype, groups=240, seed=0):
+def outliers(dtype, groups=240, seed=0):
     """Groups with one value 2 to 10^6 times the others, at every place; some with a second,
     some with nothing else."""
     rng = np.random.default_rng([4, seed])
     values = rng.standard_normal((groups, GROUP)).astype(np.float32)
-    values[::7] = np.float32(1e-3)  # constant but for the spike
+    values[::7] = np.float32(1e-3)  # constant but for the outlier
     values[5::11] = 0.0
     sizes = np.geomspace(2, 1e6 if dtype != "float16" else 6e4, groups) * rng.choice([-1, 1], groups)
     at = (np.arange(groups) * 37 + seed) % GROUP
@@ -171,9 +171,9 @@ def test_huge_values(kernels, reference, codec, dtype):
 
 @every_format
 @every_dtype
-def test_spikes(kernels, reference, codec, dtype):
+def test_outliers(kernels, reference, codec, dtype):
     for seed in range(3):
-        check(kernels, reference, codec, dtype, spikes(dtype, seed=seed))
+        check(kernels, reference, codec, dtype, outliers(dtype, seed=seed))
 
 
 @every_format
@@ -236,7 +236,7 @@ LAYOUTS = {
 def test_strided(kernels, reference, codec, dtype):
     for layout, (sizes, strides) in LAYOUTS.items():
         n = int(np.prod(sizes))
-        for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), spikes(dtype)[:n]):
+        for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), outliers(dtype)[:n]):
             with case(layout):
                 check(kernels, reference, codec, dtype, bits, 1, sizes, strides)
 
@@ -245,7 +245,7 @@ def test_strided(kernels, reference, codec, dtype):
 @every_dtype
 def test_stochastic_rounding(kernels, reference, codec, dtype):
     dither = Dither(0x123456789ABCDEF0, 7, 3)
-    for bits in (patterns(dtype), gaussian(dtype, 3001, 1.0, 0.002), gaussian(dtype, 2000, 1e-30), spikes(dtype)):
+    for bits in (patterns(dtype), gaussian(dtype, 3001, 1.0, 0.002), gaussian(dtype, 2000, 1e-30), outliers(dtype)):
         check(kernels, reference, codec, dtype, bits, dither=dither)
     check(kernels, reference, codec, dtype, gaussian(dtype, 2000, 1.0, 0.01), 1, *LAYOUTS["permuted"], dither=dither)
 
@@ -258,7 +258,7 @@ def test_stochastic_rounding(kernels, reference, codec, dtype):
 def test_contiguous_tensors_share_a_launch(kernels, reference, codec, dtype):
     sizes = [1, 4096, 4097, 128 * 32 * 3, 100, 8191, 2]
     cases = [Case(reference, codec, dtype, gaussian(dtype, n, 1.0, 0.001, k)) for k, n in enumerate(sizes)]
-    cases.append(Case(reference, codec, dtype, spikes(dtype), 1))
+    cases.append(Case(reference, codec, dtype, outliers(dtype), 1))
     assert check_together(kernels, codec, cases) == 2
 
 
@@ -435,7 +435,7 @@ def test_under_sanitizers():
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "halt_on_error=1",
     }
-    chosen = "(specials or spikes or tails or strided or share_a_launch or stochastic) and not raw and 750"
+    chosen = "(specials or outliers or tails or strided or share_a_launch or stochastic) and not raw and 750"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

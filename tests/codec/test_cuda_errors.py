@@ -57,7 +57,7 @@ def assert_good(device):
 
 def fail_words(device, work):
     with value_of(device, "emulated_host_allocs", -1):
-        assert device.library.gck_verdict_take(0) is None
+        assert device.library.gck_overflow_take(0) is None
 
 
 def fail_device(device, work):

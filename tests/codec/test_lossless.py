@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cases import case
 from codec_inputs import DTYPES, bits_of, tensor
 from direct_kernels import (
-    E_FIT,
+    E_OVERFLOW,
     SIZES,
     Layout,
     aligned,
@@ -233,7 +233,7 @@ def test_stores_of_large_tensors(host_kernels, dtype):
     want, fits = oracle.encode("lossless", bits, dtype)
     for isa in host_kernels.isas:
         payload, values, status = host_kernels.choose(isa).stream("lossless", dtype, bits)
-        assert status == (0 if fits else E_FIT)
+        assert status == (0 if fits else E_OVERFLOW)
         assert_same(payload, want, f"{isa} payload")
         assert_same(values, oracle.decode("lossless", want, bits.size, dtype), f"{isa} decoded")
 

@@ -12,7 +12,7 @@ import pytest
 from checkout import CSRC, HELPERS
 
 INCLUDE = Path(sysconfig.get_path("include"))
-E_DEVICE, E_DRIVER, E_FIT, ILLEGAL_ADDRESS = -2, -3, -4, 700
+E_DEVICE, E_DRIVER, E_OVERFLOW, ILLEGAL_ADDRESS = -2, -3, -4, 700
 HOST, CUDA, METAL = 1, 2, 8  # of DLPack
 NO_DRIVER = (
     "gradckpt: codec 'int8' cannot run on CUDA: the driver supports CUDA 12.2, gradckpt needs 13.0; update the "
@@ -36,7 +36,7 @@ def library(tmp_path_factory):
 @pytest.fixture
 def tensors(library):
     loaded = ctypes.PyDLL(str(library))
-    loaded.verdict_on.argtypes, loaded.verdict_on.restype = [ctypes.py_object], ctypes.c_char_p
+    loaded.skip_reason_of.argtypes, loaded.skip_reason_of.restype = [ctypes.py_object], ctypes.c_char_p
     return loaded
 
 
@@ -68,7 +68,7 @@ class TestWork:
         assert tell(tensors).call_codec(decode, device) == 0
         assert answer_of(tensors, "worked") == 2
         assert answer_of(tensors, "asked") == (device >= 0), "once"
-        assert tell(tensors, work_status=E_FIT).call_codec(decode, device) == 1
+        assert tell(tensors, work_status=E_OVERFLOW).call_codec(decode, device) == 1
         words = f"gradckpt: codec 'int8' could not {'decode' if decode else 'encode'}: CUDA error (status 700)"
         with pytest.raises(RuntimeError, match=re.escape(words)):
             tell(tensors, work_status=ILLEGAL_ADDRESS).call_codec(decode, device)
@@ -76,7 +76,7 @@ class TestWork:
 
 class TestView:
     @pytest.mark.parametrize(
-        ("answers", "verdict"),
+        ("answers", "reason"),
         [
             ({}, "compressed"),
             ({"device_type": CUDA}, "compressed"),
@@ -88,8 +88,8 @@ class TestView:
             ({"ndim": 9}, "compressed"),
         ],
     )
-    def test_why_it_is_kept(self, tensors, answers, verdict):
-        assert tell(tensors, **answers).verdict_on([]).decode() == verdict
+    def test_why_it_is_kept(self, tensors, answers, reason):
+        assert tell(tensors, **answers).skip_reason_of([]).decode() == reason
 
     @pytest.mark.parametrize(
         ("answers", "error"),
@@ -97,4 +97,4 @@ class TestView:
     )
     def test_what_arrives(self, tensors, answers, error):
         with pytest.raises(type(error), match=str(error)):
-            tell(tensors, **answers).verdict_on([])
+            tell(tensors, **answers).skip_reason_of([])

@@ -200,7 +200,7 @@ static int device(const gck_tensor *x, int n)
 }
 static int encode(const gck_tensor *x, void *const *p, const gck_how *how, int n)
 {
-    return p[0] != x[0].data || (how != NULL && how->verdict != x[0].data) ? 98 : device(x, n);
+    return p[0] != x[0].data || (how != NULL && how->overflow != x[0].data) ? 98 : device(x, n);
 }
 static int decode(const void *const *p, const gck_tensor *out, int n)
 {
@@ -222,9 +222,9 @@ int run(const gck_tensor *x, void *const *payloads, const gck_how *how, int n, i
 
 
 class How(ctypes.Structure):
-    """gck_how; the verdict names its tensor here."""
+    """gck_how; the overflow flag names its tensor here."""
 
-    _fields_ = (("dither", ctypes.c_void_p), ("verdict", ctypes.c_void_p))
+    _fields_ = (("dither", ctypes.c_void_p), ("overflow", ctypes.c_void_p))
 
 
 class Stubs:

@@ -228,16 +228,16 @@ def test_values_the_codec_cannot_hold_stay_and_are_counted():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_late_verdicts_hold_nothing_in_a_cycle(late):
+def test_late_overflow_hold_nothing_in_a_cycle(late):
     """A device says afterwards that it cannot hold the values:
     the payload then keeps the tensor, not its graph."""
-    gradckpt._C.late_verdicts(late)
+    gradckpt._C.late_overflow(late)
     gc.disable()
     try:
         x = activation(64, 64)
         with compress_saved({"codec": "fp16", "min_numel": 16}):
             y = (x + 20).exp()
-        gradckpt._C.settle_verdicts()
+        gradckpt._C.settle_overflow()
         gradckpt.stats()
         expected = y.detach().clone()
         (got,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
@@ -247,7 +247,7 @@ def test_late_verdicts_hold_nothing_in_a_cycle(late):
         assert node() is None
     finally:
         gc.enable()
-        gradckpt._C.late_verdicts(False)
+        gradckpt._C.late_overflow(False)
 
 
 # ---- what is touched not at all ----

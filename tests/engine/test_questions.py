@@ -158,13 +158,13 @@ def test_a_question_may_change_the_tensor(codec, late):
             return func(*args, **(kwargs or {}))
 
     x = hidden(200)
-    gradckpt._C.late_verdicts(late)
+    gradckpt._C.late_overflow(late)
     with (
         Changing(),
         pytest.raises(RuntimeError, match=r"^gradckpt: a tensor was resized or moved while gradckpt read it"),
     ):
         gradckpt.checkpoint(torch.sin, x, compress={"codec": codec, "min_numel": 0})
-    gradckpt._C.late_verdicts(False)
+    gradckpt._C.late_overflow(False)
     assert gradckpt.stats()["live_bytes"] == 0
 
 

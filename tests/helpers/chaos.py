@@ -265,7 +265,7 @@ def left_behind() -> dict[str, int]:
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "key": torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("Negative")),
-        **{name: found[name] for name in ("Frame", "Store", "Kept")},
+        **{name: found[name] for name in ("Frame", "OpStorage", "OpOutput")},
     }
 
 

@@ -14,8 +14,8 @@ from oracle_rotation import (
     HADAMARD,
     STAGES,
     decode_int4,
+    decode_outlier,
     decode_rotated,
-    decode_spike,
     encode_int4,
     encode_rotated,
     signs_of,
@@ -244,7 +244,7 @@ def decode_groups(codec, packed, words, dtype):
     if other.any():
         out[other], escape[other] = decode_unrotated(codec, packed[other], scales[other], dtype)
     for g in np.flatnonzero((scales == 0xFF81) & (codec != "int4")):
-        out[g], at = decode_spike(codec, codes[g], signs[g])
+        out[g], at = decode_outlier(codec, codes[g], signs[g])
         escape[g] = np.arange(GROUP) == at
     return out, escape
 

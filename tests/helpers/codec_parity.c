@@ -73,7 +73,7 @@ static void fill_group(float *v, gck_dtype dtype)
         const float outlier = size * exp2f(2 + 10 * uniform());
         v[below(GCK_GROUP)] = outlier;
         v[below(GCK_GROUP)] = below(2) ? outlier : -outlier;
-    } else if (kind == 4) {                        /* spike */
+    } else if (kind == 4) {                        /* outlier */
         v[below(GCK_GROUP)] = size * exp2f(12 + 20 * uniform());
     } else if (kind == 5) {                        /* escapes and others */
         for (int n = below(9); n >= 0; n--) {

@@ -101,7 +101,7 @@ class Dither(ctypes.Structure):
 class How(ctypes.Structure):
     """gck_how."""
 
-    _fields_ = [("dither", ctypes.POINTER(Dither)), ("verdict", ctypes.POINTER(ctypes.c_uint32))]
+    _fields_ = [("dither", ctypes.POINTER(Dither)), ("overflow", ctypes.POINTER(ctypes.c_uint32))]
 
 
 # ---- building ----

@@ -18,8 +18,8 @@ from codec_isas import supported
 from cuda_kernels import Tensor
 
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "bool": 3}  # gck_dtype
-E_DTYPE, E_DEVICE, E_FIT = -1, -2, -4
-PENDING, FITS, REFUSED = 0, 1, 2
+E_DTYPE, E_DEVICE, E_OVERFLOW = -1, -2, -4
+OVERFLOW_PENDING, OVERFLOW_NONE, OVERFLOW_FOUND = 0, 1, 2
 FILL = 0xA5
 #: gck_size: bytes per value, per 128 values, per 4096 values.
 SIZES = {
@@ -99,7 +99,7 @@ void shim_stream_decode(char codec, int dtype, const void *payload, int64_t n, v
 class How(ctypes.Structure):
     """gck_how."""
 
-    _fields_ = [("dither", ctypes.c_void_p), ("verdict", ctypes.c_void_p)]
+    _fields_ = [("dither", ctypes.c_void_p), ("overflow", ctypes.c_void_p)]
 
 
 def compile_all(commands):
@@ -228,16 +228,16 @@ class DeviceKernels:
         objects = [*(folder / f"{n}.cu.o" for n in names), folder / "overflow.c.o"]
         subprocess.run([gxx, "-shared", "-o", folder / "device.so", *objects, "-lm", "-lpthread"], check=True)
         self.library = ctypes.CDLL(str(folder / "device.so"))
-        self.library.gck_verdict_take.restype = ctypes.c_void_p
-        self.library.gck_verdict_give.argtypes = [ctypes.c_void_p]
-        self.library.gck_verdict_is_captured.argtypes = [ctypes.c_void_p]
+        self.library.gck_overflow_take.restype = ctypes.c_void_p
+        self.library.gck_overflow_give.argtypes = [ctypes.c_void_p]
+        self.library.gck_overflow_is_captured.argtypes = [ctypes.c_void_p]
 
     def integer(self, name):
         return ctypes.c_int.in_dll(self.library, name)
 
-    def encode(self, codec, x, payload, verdict=None):
+    def encode(self, codec, x, payload, overflow=None):
         payloads = (ctypes.c_void_p * 1)(payload.ctypes.data)
-        how = ctypes.byref(How(None, verdict)) if verdict else None
+        how = ctypes.byref(How(None, overflow)) if overflow else None
         return getattr(self.library, f"gck_{codec}_encode_cuda")(ctypes.byref(x), payloads, how, 1)
 
     def decode(self, codec, payload, out):
@@ -259,7 +259,7 @@ def check(kernels, codec, dtype, bits, what, offset=0, sizes=None, strides=None)
     layout.values(source)[layout.where] = bits
     before = source.copy()
     status = kernels.encode(codec, layout.tensor(source, kernels.device), payload)
-    assert status == (0 if fits or kernels.device >= 0 else E_FIT), what
+    assert status == (0 if fits or kernels.device >= 0 else E_OVERFLOW), what
     assert_same(payload[: want.size], want, f"{what}: payload")
     assert (payload[want.size :] == FILL).all(), f"{what}: wrote past the payload"
     assert_same(source, before, f"{what}: input")

@@ -1,4 +1,4 @@
-"""The rotated formats of the codec oracle: rotation, levels, int6, int4, the spike form."""
+"""The rotated formats of the codec oracle: rotation, levels, int6, int4, the outlier form."""
 
 import numpy as np
 from oracle_values import F32, FORMATS, LIMIT, TINY, power, round_up, uniform, upper_half
@@ -138,15 +138,15 @@ def integers(y, inverse):
     return np.rint(y.astype(np.float64) * inverse.astype(np.float64)[:, None]).astype(np.int64)
 
 
-def spike_group(codec, v, at, y):
-    """128 codes of a spike group; y: rotated with a zero in place of v."""
+def outlier_group(codec, v, at, y):
+    """128 codes of an outlier group; y: rotated with a zero in place of v."""
     amax = np.abs(y).max(keepdims=True)
     stored, inverse = step_of(codec, np.where(amax < TINY, F32(0), amax), None)
     t = integers(y[None, :], inverse)[0]
     codes = (t & 255 if codec == "int8" else level_codes(codec, t[None, :], np.array([True]))[0]).astype(np.uint8)
-    spike = at | int(stored[0]) << 8 | int(F32(v).view(np.uint32)) << 24
+    outlier = at | int(stored[0]) << 8 | int(F32(v).view(np.uint32)) << 24
     for b in range(56):
-        codes[b] = (int(codes[b]) & ~1) | (spike >> b & 1)
+        codes[b] = (int(codes[b]) & ~1) | (outlier >> b & 1)
     return codes
 
 
@@ -171,7 +171,7 @@ def encode_rotated(codec, x, dtype, signs, noise=None):
     rest = np.where(np.arange(GROUP) == at[:, None], F32(0), x[most])
     rotated = rotate(rest, signs[most])
     for i in np.flatnonzero(F32(4) * np.abs(rotated).max(axis=1, initial=0) < amax[most]):
-        codes[most[i]] = spike_group(codec, x[most[i], at[i]], int(at[i]), rotated[i])
+        codes[most[i]] = outlier_group(codec, x[most[i], at[i]], int(at[i]), rotated[i])
         scales[most[i]] = 0xFF81
     return codes, scales.astype(np.uint16), ~ordinary | ((amax > 0) & (amax < TINY))
 
@@ -188,18 +188,18 @@ def unrotate(value, step, signs):
     return signs * ((2 * value @ HADAMARD).astype(F32) * (step * F32(0.5)))
 
 
-def decode_spike(codec, codes, signs):
+def decode_outlier(codec, codes, signs):
     """One group: 128 values, and where the exact one is."""
-    spike = sum((int(codes[b]) & 1) << b for b in range(56))
+    outlier = sum((int(codes[b]) & 1) << b for b in range(56))
     if codec == "int8":
         value = FORMATS["int8"].value(codes)
         value[:56] = np.floor(value[:56] / 2) * 2 + 0.5
     else:
         index = (codes & 31).astype(np.int64)
         value = np.where(np.arange(128) < 56, 4 * (index & ~1) + 3.5, 4 * index + 1.5) * np.where(codes & 32, -1, 1)
-    out = unrotate(value[None, :], upper_half(spike >> 8 & 0x7FFF) * power(-32), signs[None, :])[0]
-    out[spike & 127] = np.uint32(spike >> 24).view(F32)
-    return out, spike & 127
+    out = unrotate(value[None, :], upper_half(outlier >> 8 & 0x7FFF) * power(-32), signs[None, :])[0]
+    out[outlier & 127] = np.uint32(outlier >> 24).view(F32)
+    return out, outlier & 127
 
 
 # ---- int4 ----

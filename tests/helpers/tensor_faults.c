@@ -83,11 +83,11 @@ int call_codec(int decode, int device)
 }
 
 /* The reason for which a tensor is kept, "compressed", or NULL with an exception.  x: any object. */
-const char *verdict_on(PyObject *x)
+const char *skip_reason_of(PyObject *x)
 {
     gck_py py = {.dlpack = &table, .Tensor = (PyObject *)Py_TYPE(x)};
     gck_tensor view;
-    const int verdict = gck_view_of(&py, x, &view);
+    const int reason = gck_view_of(&py, x, &view);
 
-    return verdict < 0 ? NULL : gck_reason_text[verdict];
+    return reason < 0 ? NULL : gck_reason_text[reason];
 }

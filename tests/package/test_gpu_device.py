@@ -117,7 +117,7 @@ def test_refused_inputs_are_kept():
             layer.zero_grad()
             y = gradckpt.checkpoint(layer, x * 1.0, compress=compress)
             torch.cuda.synchronize()
-            stats = gradckpt.stats()  # looks at the verdict
+            stats = gradckpt.stats()  # looks at the flag
             y.sum().backward()
             grads.append(layer.weight.grad.clone())
         assert (stats["compressed"], stats["uncompressed"]) == (0, {"values the codec cannot hold": 1}), codec

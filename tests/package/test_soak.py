@@ -19,7 +19,7 @@ pytestmark = pytest.mark.soak
     "files",
     [
         ["test_checkpoint.py", "test_checkpoint_errors.py"],
-        ["test_compress.py", "test_compress_config.py", "test_late_verdicts.py"],
+        ["test_compress.py", "test_compress_config.py", "test_late_overflow.py"],
         ["test_threads.py", "test_reentrancy.py", "test_interrupts.py"],
         ["test_codec_tensors.py", "test_codec_hostile.py", "test_stochastic.py"],
         ["test_selective.py", "test_selective_surroundings.py", "test_selective_saves.py", "test_naming.py"],

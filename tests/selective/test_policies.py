@@ -56,7 +56,7 @@ def test_save_matmuls():
 def test_every_other_matmul():
     x, w = leaf(16, 16), leaf(16, 16)
     _, storage, grads = run(policies.every_other_matmul, layer, x, w)
-    kept = {str(op): [type(each).__name__ == "Kept" for each in found] for op, found in storage.items()}
+    kept = {str(op): [type(each).__name__ == "OpOutput" for each in found] for op, found in storage.items()}
     assert kept == {
         "aten.mm.default": [False, True, False], "aten.addmm.default": [True], "aten.bmm.default": [False],
     }  # fmt: skip

@@ -94,7 +94,7 @@ def test_a_context_that_was_never_made():
         for args in ((), (1, 2), (aten.sin.default, (), [torch.ones(2)]), (aten.sin.default, (), (), 1)):
             with pytest.raises(TypeError):
                 context.__torch_dispatch__(*args)
-    with pytest.raises(TypeError, match="a selective context takes a Store, not"):
+    with pytest.raises(TypeError, match="a selective context takes an OpStorage, not"):
         gradckpt._C.Context(object(), True, True)
 
 

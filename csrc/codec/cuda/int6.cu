@@ -22,7 +22,7 @@ GCK_LANE_FN void lane_decode(const share<FORMAT> &s, int64_t g, float (&v)[VALUE
 template <gck_format FORMAT>
 GCK_LANE_FN answer lane_decode_unusual(const share<FORMAT> &s, int64_t g, float (&v)[VALUES])
 {
-    return decode_spike<FORMAT>(s, g, v);
+    return decode_outlier<FORMAT>(s, g, v);
 }
 
 GCK_GROUP_CODEC_CUDA(int6, GCK_INT6)

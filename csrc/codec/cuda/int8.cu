@@ -54,7 +54,7 @@ template <gck_format FORMAT>
 GCK_LANE_FN answer lane_decode_unusual(const share<FORMAT> &s, int64_t g, float (&v)[VALUES])
 {
     if constexpr (FORMAT == GCK_INT8) {
-        return decode_spike<FORMAT>(s, g, v);
+        return decode_outlier<FORMAT>(s, g, v);
     } else {
         (void)g;
         return is_ordinary<FORMAT>(s.side) ? RIGHT : ODD;

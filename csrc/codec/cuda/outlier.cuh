@@ -1,4 +1,4 @@
-/* outlier.cuh: what int8 and int6 share: rotated groups, with or without a spike. */
+/* outlier.cuh: what int8 and int6 share: rotated groups, with or without an outlier. */
 #ifndef GRADCKPT_OUTLIER_CUH
 #define GRADCKPT_OUTLIER_CUH
 
@@ -17,18 +17,18 @@ GCK_LANE_FN int count_large(const uint32_t (&t)[4])
     return __popc(large);
 }
 
-/* Which of this lane's codes lend their lowest bit to a spike, bit j for value j. */
+/* Which of this lane's codes lend their lowest bit to an outlier, bit j for value j. */
 GCK_LANE_FN uint32_t stolen_of_lane(int lane) { return lane < 3 ? 0xFFFFu : lane == 3 ? 0xFFu : 0u; }
 
-/* gck_encode_spike(): y, its amax `rest`, and what stood at `at`. */
+/* gck_encode_outlier(): y, its amax `rest`, and what stood at `at`. */
 template <gck_format FORMAT>
-GCK_LANE_FN void encode_spike(const float (&y)[VALUES], uint32_t rest, int at, float taken, share<FORMAT> &s)
+GCK_LANE_FN void encode_outlier(const float (&y)[VALUES], uint32_t rest, int at, float taken, share<FORMAT> &s)
 {
     const int lane = (int)threadIdx.x % LANES;
     const bool kept = gck_float(rest) >= GCK_TINY;
     const uint32_t stored = kept ? gck_stored(FORMAT, 0, 0, gck_float(rest)) : 0u;
-    const uint64_t spike = (uint64_t)at | (uint64_t)stored << 8 | (uint64_t)gck_bits(taken) << 24;
-    const uint32_t stolen = stolen_of_lane(lane), bits = lane < 4 ? (uint32_t)(spike >> (16 * lane)) : 0u;
+    const uint64_t outlier = (uint64_t)at | (uint64_t)stored << 8 | (uint64_t)gck_bits(taken) << 24;
+    const uint32_t stolen = stolen_of_lane(lane), bits = lane < 4 ? (uint32_t)(outlier >> (16 * lane)) : 0u;
     uint32_t codes[4];
 
     integers(y, kept ? gck_inverse(FORMAT, 0, stored) : 0.f, codes);
@@ -43,11 +43,11 @@ GCK_LANE_FN void encode_spike(const float (&y)[VALUES], uint32_t rest, int at, f
         }
     }
     pack_codes<FORMAT>(codes, true, s);
-    s.side = GCK_ESC_SPIKE;
+    s.side = GCK_ESC_OUTLIER;
 }
 
 /* Of a group that is not ordinary: amax(y) and, in bit 31, whether as many y are large as a
- * spike makes so.  The values, read once more, say what it is. */
+ * outlier makes so.  The values, read once more, say what it is. */
 constexpr uint32_t MOST_ARE_LARGE = 0x80000000u;
 
 template <gck_format FORMAT, typename VIEW>
@@ -68,7 +68,7 @@ GCK_LANE_FN answer reconsider_rotated(const VIEW &x, int64_t i, uint32_t doubt, 
     if (!(doubt & MOST_ARE_LARGE) || 4.f * gck_float(rest) >= amax) {
         return RIGHT;
     }
-    encode_spike<FORMAT>(v, rest, at, taken, s);
+    encode_outlier<FORMAT>(v, rest, at, taken, s);
     return BETTER;
 }
 
@@ -129,7 +129,7 @@ GCK_LANE_FN uint32_t lanes_or(uint32_t bits)
 }
 
 /* The 56 stolen bits, in every lane of the group. */
-GCK_LANE_FN uint64_t gather_spike(const uint32_t (&codes)[4], int lane)
+GCK_LANE_FN uint64_t gather_outlier(const uint32_t (&codes)[4], int lane)
 {
     uint32_t bits = 0;
 
@@ -160,29 +160,29 @@ GCK_LANE_FN void decode_rotated(const share<FORMAT> &s, int64_t g, float (&v)[VA
     unrotated_values(y, gck_float(stored << 16) * 0x1p-32f, g, v);
 }
 
-/* gck_decode_spike(): the values of the codes, doubled, |them| <= 255. */
+/* gck_decode_outlier(): the values of the codes, doubled, |them| <= 255. */
 template <gck_format FORMAT>
-GCK_LANE_FN answer decode_spike(const share<FORMAT> &s, int64_t g, float (&v)[VALUES])
+GCK_LANE_FN answer decode_outlier(const share<FORMAT> &s, int64_t g, float (&v)[VALUES])
 {
     const int lane = (int)threadIdx.x % LANES;
     uint32_t codes[4];
     int32_t pair[PAIRS], y[VALUES];
 
     unpack_codes<FORMAT>(s, codes);
-    const uint64_t spike = gather_spike(codes, lane);
+    const uint64_t outlier = gather_outlier(codes, lane);
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
         const int i = lane * VALUES + j, shift = 8 * (j % 4);
         const uint8_t lower = (uint8_t)(codes[j / 4] >> shift), upper = (uint8_t)(codes[2 + j / 4] >> shift);
-        pair[j] = paired(gck_spike_value(FORMAT, lower, i), gck_spike_value(FORMAT, upper, i + PAIRS));
+        pair[j] = paired(gck_outlier_value(FORMAT, lower, i), gck_outlier_value(FORMAT, upper, i + PAIRS));
     }
     rotate_pairs(pair, y);
-    unrotated_values(y, gck_float((uint32_t)(spike >> 8 & 0x7FFFu) << 16) * 0x1p-33f, g, v);
+    unrotated_values(y, gck_float((uint32_t)(outlier >> 8 & 0x7FFFu) << 16) * 0x1p-33f, g, v);
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
-        v[j] = lane * VALUES + j == (int)(spike & 127u) ? gck_float((uint32_t)(spike >> 24)) : v[j];
+        v[j] = lane * VALUES + j == (int)(outlier & 127u) ? gck_float((uint32_t)(outlier >> 24)) : v[j];
     }
-    return is_ordinary<FORMAT>(s.side) ? RIGHT : s.side == GCK_ESC_SPIKE ? BETTER : ODD;
+    return is_ordinary<FORMAT>(s.side) ? RIGHT : s.side == GCK_ESC_OUTLIER ? BETTER : ODD;
 }
 
 #endif

@@ -3,7 +3,7 @@
 #include "codec/overflow.h"
 
 /* Allowed while a stream is being captured: the words are no part of the graph. */
-extern "C" uint32_t *gck_verdict_words_cuda(int device)
+extern "C" uint32_t *gck_overflow_flags_cuda(int device)
 {
     void *words = NULL;
 
@@ -11,7 +11,7 @@ extern "C" uint32_t *gck_verdict_words_cuda(int device)
         cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
         int status = (int)cudaThreadExchangeStreamCaptureMode(&mode);
         if (status == 0) {
-            status = (int)cudaHostAlloc(&words, GCK_NVERDICTS * sizeof(uint32_t),
+            status = (int)cudaHostAlloc(&words, GCK_OVERFLOW_FLAGS * sizeof(uint32_t),
                                         cudaHostAllocPortable | cudaHostAllocMapped);
             cudaThreadExchangeStreamCaptureMode(&mode);
         }

@@ -10,7 +10,7 @@
 #include "codec/overflow.h"
 
 /* One of each per .cu file that includes this, and device. */
-static __device__ uint32_t finished[GCK_NVERDICTS], refusals[GCK_NVERDICTS];
+static __device__ uint32_t finished[GCK_OVERFLOW_FLAGS], refusals[GCK_OVERFLOW_FLAGS];
 
 typedef struct {
     uint32_t *word;                /* NULL: not requested */
@@ -30,7 +30,7 @@ GCK_LANE_FN void report(const listener &to, bool refused)
     if (atomicInc(&finished[to.slot], gridDim.x - 1) == gridDim.x - 1) {
         const uint32_t any = atomicExch(&refusals[to.slot], 0u);
         __threadfence_system();
-        *(volatile uint32_t *)to.word = any != 0 ? GCK_REFUSED : GCK_FITS;
+        *(volatile uint32_t *)to.word = any != 0 ? GCK_OVERFLOW_FOUND : GCK_OVERFLOW_NONE;
     }
 }
 
@@ -39,8 +39,8 @@ static inline int listen(const gck_how *how, cudaStream_t stream, listener *to)
 {
     cudaStreamCaptureStatus capture;
 
-    to->word = how != NULL ? how->verdict : NULL;
-    to->slot = to->word != NULL ? gck_verdict_slot(to->word) : 0;
+    to->word = how != NULL ? how->overflow : NULL;
+    to->slot = to->word != NULL ? gck_overflow_slot(to->word) : 0;
     if (to->word == NULL) {
         return GCK_OK;
     }
@@ -49,7 +49,7 @@ static inline int listen(const gck_how *how, cudaStream_t stream, listener *to)
     }
     const int status = (int)cudaStreamIsCapturing(stream, &capture);
     if (status == GCK_OK && capture != cudaStreamCaptureStatusNone) {
-        gck_verdict_retire(to->word);
+        gck_overflow_retire(to->word);
     }
     return status;
 }

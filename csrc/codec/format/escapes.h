@@ -8,7 +8,7 @@
 
 #define GCK_ESC        0x8000u     /* the escape bit of a scale                    */
 #define GCK_ESC_TABLE  0xFF80u     /* the scale of a group in form B               */
-#define GCK_ESC_SPIKE  0xFF81u     /* the scale of a group in spike form           */
+#define GCK_ESC_OUTLIER  0xFF81u     /* the scale of a group in outlier form           */
 
 /* ---- escapes ---- */
 
@@ -276,12 +276,12 @@ GCK_FN void gck_decode_unrotated(gck_format format, const uint8_t *codes, uint32
     }
 }
 
-/* ---- spike form: int8 and int6 ---- */
+/* ---- outlier form: int8 and int6 ---- */
 
-enum { GCK_STOLEN = 56 };      /* codes whose lowest bit belongs to the spike */
+enum { GCK_STOLEN = 56 };      /* codes whose lowest bit belongs to the outlier */
 
 /* Twice the value of code i of the group, in steps of y. */
-GCK_FN int gck_spike_value(gck_format format, uint8_t code, int i)
+GCK_FN int gck_outlier_value(gck_format format, uint8_t code, int i)
 {
     if (format == GCK_INT8) {
         return i < GCK_STOLEN ? 2 * ((int8_t)code & ~1) + 1 : 2 * (int8_t)code;
@@ -292,23 +292,23 @@ GCK_FN int gck_spike_value(gck_format format, uint8_t code, int i)
 
 /* y: the rotated group with a zero in place of value `at`, v.  amax: the largest of y; beside v it
  * is dropped when it is tiny. */
-GCK_SLOW_FN void gck_encode_spike(gck_format format, const float *y, float amax, int at, float v, uint8_t *codes,
+GCK_SLOW_FN void gck_encode_outlier(gck_format format, const float *y, float amax, int at, float v, uint8_t *codes,
                                   uint16_t *side)
 {
     const uint32_t stored = amax >= GCK_TINY ? gck_stored(format, 0, 0, amax) : 0u;
     const float inv = stored > 0 ? gck_inverse(format, 0, stored) : 0.f;
-    const uint64_t spike = (uint64_t)at | (uint64_t)stored << 8 | (uint64_t)gck_bits(v) << 24;
+    const uint64_t outlier = (uint64_t)at | (uint64_t)stored << 8 | (uint64_t)gck_bits(v) << 24;
     uint8_t code[GCK_GROUP];
 
     for (int i = 0; i < GCK_GROUP; i++) {
         const int t = gck_round_product(y[i], inv);
         code[i] = format == GCK_INT8 ? (uint8_t)(int8_t)t : gck_level_code(format, 1, t, i);
         if (i < GCK_STOLEN) {
-            code[i] = (uint8_t)((code[i] & ~1) | (int)(spike >> i & 1u));
+            code[i] = (uint8_t)((code[i] & ~1) | (int)(outlier >> i & 1u));
         }
     }
     gck_pack_codes(format, code, codes);
-    side[0] = GCK_ESC_SPIKE;
+    side[0] = GCK_ESC_OUTLIER;
 }
 
 #endif

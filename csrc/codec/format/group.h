@@ -61,11 +61,11 @@
  *     becomes the first entry of its sign; where both have the other, its first value is the second.
  * The rotated formats also use form A for a group whose amax(y) (int4: amax) is below 2^-80.
  *
- * Spike (int8 and int6, scale = 0xFF81): one value is so large that at least 124 of the
+ * Outlier (int8 and int6, scale = 0xFF81): one value is so large that at least 124 of the
  * y are beyond half the step's reach, and without it amax(y) is less than a quarter.  It is
  * stored exactly, a zero in its place:
  *     bit b = 0..55 of  [value as float32: 55..24][scale: 23..8][0][at: 6..0]
- *     is the lowest bit of code b; those codes are twice as coarse: see gck_spike_value().
+ *     is the lowest bit of code b; those codes are twice as coarse: see gck_outlier_value().
  *
  * Every float operation below is IEEE float32, to nearest even, subnormals kept,
  * nothing contracted.  Source of the FP8 formats: OCP 8-bit Floating Point
@@ -103,7 +103,7 @@ GCK_TABLE uint32_t gck_sign_words[GCK_NPATTERNS][4] = {GCK_SIGN_PATTERNS(GCK_FOU
  * (the same word's embedding) have errors that do not add up. */
 GCK_FN int gck_pattern(int64_t group) { return (int)((uint32_t)group * 0x9E3779B1u >> 28); }
 
-/* More than MANY of 128 t that are large mean uniform levels; at least MOST mean a spike.  Large: t
+/* More than MANY of 128 t that are large mean uniform levels; at least MOST mean an outlier.  Large: t
  * >= 64 or t < -64, so that the upper two bits differ. */
 enum { GCK_MANY_LARGE = 48, GCK_MOST_LARGE = 124 };
 
@@ -232,7 +232,7 @@ GCK_SLOW_FN void gck_encode_rotated(gck_format format, const void *x, gck_dtype 
     if (large >= GCK_MOST_LARGE) {
         const float rest = gck_rotate(x, dtype, count, at, pattern, y);
         if (4.f * rest < amax) {
-            gck_encode_spike(format, y, rest, at, gck_load(x, dtype, at), codes, side);
+            gck_encode_outlier(format, y, rest, at, gck_load(x, dtype, at), codes, side);
             return;
         }
         gck_rotate(x, dtype, count, -1, pattern, y);
@@ -241,21 +241,21 @@ GCK_SLOW_FN void gck_encode_rotated(gck_format format, const void *x, gck_dtype 
     side[0] = (uint16_t)(stored | (uint32_t)uniform);
 }
 
-GCK_SLOW_FN void gck_decode_spike(gck_format format, const uint8_t *codes, int pattern, void *x, gck_dtype dtype,
+GCK_SLOW_FN void gck_decode_outlier(gck_format format, const uint8_t *codes, int pattern, void *x, gck_dtype dtype,
                                   int count)
 {
     int32_t value[GCK_GROUP];
-    uint64_t spike = 0;
+    uint64_t outlier = 0;
 
     for (int i = 0; i < GCK_GROUP; i++) {
         const uint8_t code = gck_packed_code(format, codes, i);
-        value[i] = gck_spike_value(format, code, i);
-        spike |= i < GCK_STOLEN ? (uint64_t)(code & 1u) << i : 0u;
+        value[i] = gck_outlier_value(format, code, i);
+        outlier |= i < GCK_STOLEN ? (uint64_t)(code & 1u) << i : 0u;
     }
-    const int at = (int)(spike & 127u);
-    gck_unrotate(value, gck_float((uint32_t)(spike >> 8 & 0x7FFFu) << 16) * 0x1p-33f, pattern, x, dtype, count);
+    const int at = (int)(outlier & 127u);
+    gck_unrotate(value, gck_float((uint32_t)(outlier >> 8 & 0x7FFFu) << 16) * 0x1p-33f, pattern, x, dtype, count);
     if (at < count) {
-        gck_store_escape(x, dtype, at, gck_float((uint32_t)(spike >> 24)));
+        gck_store_escape(x, dtype, at, gck_float((uint32_t)(outlier >> 24)));
     }
 }
 
@@ -348,8 +348,8 @@ GCK_FN void gck_decode_group(gck_format format, const uint8_t *codes, const uint
 
     if (!unrotated) {
         gck_decode_rotated(format, codes, side, gck_pattern(group), x, dtype, count);
-    } else if (side[0] == GCK_ESC_SPIKE && (format == GCK_INT8 || format == GCK_INT6)) {
-        gck_decode_spike(format, codes, gck_pattern(group), x, dtype, count);
+    } else if (side[0] == GCK_ESC_OUTLIER && (format == GCK_INT8 || format == GCK_INT6)) {
+        gck_decode_outlier(format, codes, gck_pattern(group), x, dtype, count);
     } else {
         gck_decode_unrotated(format, codes, side[0], x, dtype, count);
     }

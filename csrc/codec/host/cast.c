@@ -17,7 +17,7 @@ static int narrow(gck_dtype dtype, const float *x, int64_t n, uint16_t *to)
         overflow |= gck_overflows(bits, dtype);
         to[i] = gck_narrowed(bits, dtype);
     }
-    return overflow ? GCK_E_FIT : GCK_OK;
+    return overflow ? GCK_E_OVERFLOW : GCK_OK;
 }
 
 static void widen(gck_dtype dtype, const uint16_t *from, int64_t n, float *x)
@@ -76,7 +76,7 @@ const gck_codec gck_codec_bf16 = {
     .max_error = 0x1p-8,
     .size = {[GCK_F32] = {2, 0, 0}},
     .unit = GCK_BLOCK,
-    .refuses = 1,
+    .may_overflow = 1,
     .encode_host = bf16_encode,
     .decode_host = bf16_decode,
     .encode = GCK_CUDA(gck_bf16_encode_cuda),
@@ -90,7 +90,7 @@ const gck_codec gck_codec_fp16 = {
     .max_error = 0x1p-11,
     .size = {[GCK_F32] = {2, 0, 0}},
     .unit = GCK_BLOCK,
-    .refuses = 1,
+    .may_overflow = 1,
     .encode_host = fp16_encode,
     .decode_host = fp16_decode,
     .encode = GCK_CUDA(gck_fp16_encode_cuda),

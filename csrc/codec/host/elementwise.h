@@ -8,10 +8,10 @@
 
 /* Values are contiguous and aligned to their own size, payloads to 16 bytes.  `streaming`: the
  * output is too large to stay in cache, so non-temporal stores are faster.  All write exactly the
- * bytes of the scalar kernels, and return GCK_OK or GCK_E_FIT. */
+ * bytes of the scalar kernels, and return GCK_OK or GCK_E_OVERFLOW. */
 
 /* n float32 to 16 bits, and back.  A finite value that would become infinite becomes NaN:
- * GCK_E_FIT. */
+ * GCK_E_OVERFLOW. */
 typedef int gck_narrow(const float *x, int64_t n, uint16_t *to, int streaming);
 typedef void gck_widen(const uint16_t *from, int64_t n, float *x, int streaming);
 
@@ -71,7 +71,7 @@ const gck_direct *gck_direct_current(void);
 /* Process the values of blocks [first, last) of a tensor in contiguous runs: whole blocks in place,
  * anything else through a buffer whose last group is padded with zeros. piece() gets the first
  * value's index, the number of values, and whether to stream.  Returns the status of the pieces:
- * GCK_OK or GCK_E_FIT. decode: piece() writes the values. */
+ * GCK_OK or GCK_E_OVERFLOW. decode: piece() writes the values. */
 typedef int gck_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx);
 int gck_encode_pieces(const gck_tensor *x, int64_t first, int64_t last, gck_piece *piece, void *ctx);
 void gck_decode_pieces(const gck_tensor *out, int64_t first, int64_t last, gck_piece *piece, void *ctx);

@@ -6,7 +6,7 @@
  * the rotated codecs, the worst case over all inputs, when every error of a group adds up at one
  * value.  Their root mean square is what matters, and it is at most |x| / 254 of the group's
  * Euclidean norm for int8 (see docs/codecs.md).  The widest half cell is half a step for int8 (a
- * whole one for the coarser codes of a spike group), 4.5 for int6 and 13 for int4, of 127. */
+ * whole one for the coarser codes of an outlier group), 4.5 for int6 and 13 for int4, of 127. */
 #include "codec/host/group_host.h"
 
 #define CODEC(codec, format, words, error)                                                          \

@@ -116,7 +116,7 @@ static int encode_blocks(gck_dtype dtype, const char *x, int64_t ngroups, gck_lo
         }
         if (used > GCK_ARENA) {
             memset(to.bases + g, 0, (size_t)n);
-            status = GCK_E_FIT;
+            status = GCK_E_OVERFLOW;
         }
     }
     return status;
@@ -201,7 +201,7 @@ const gck_codec gck_codec_lossless = {
     .size = {[GCK_F32] = {0, 448 + 1, GCK_ARENA}, [GCK_F16] = {0, 240 + 1, GCK_ARENA},
              [GCK_BF16] = {0, 192 + 1, GCK_ARENA}},
     .unit = GCK_BLOCK,
-    .refuses = 1,
+    .may_overflow = 1,
     .encode_host = lossless_encode,
     .decode_host = lossless_decode,
     .encode = GCK_CUDA(gck_lossless_encode_cuda),

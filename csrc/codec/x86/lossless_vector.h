@@ -199,7 +199,7 @@ INLINE int encode_blocks(gck_dtype dtype, const char *x, int64_t ngroups, gck_lo
         if (used > GCK_ARENA && (g % GCK_BLOCK_GROUPS == GCK_BLOCK_GROUPS - 1 || g == ngroups - 1)) {
             const int64_t first = g / GCK_BLOCK_GROUPS * GCK_BLOCK_GROUPS;
             memset(to.bases + first, 0, (size_t)(g + 1 - first));
-            status = GCK_E_FIT;
+            status = GCK_E_OVERFLOW;
         }
     }
     return status;

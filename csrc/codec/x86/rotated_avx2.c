@@ -36,7 +36,7 @@ INLINE __m256i f16_escapes(const char *group, load_constants c)
     return _mm256_srli_epi32(_mm256_cmpgt_epi32(group_maxima(group, GCK_F16, c), _mm256_set1_epi32(0x7BFE0000)), 1);
 }
 
-/* Write the codes of t; returns the side word, or -1 for a group that may be in spike form. */
+/* Write the codes of t; returns the side word, or -1 for a group that may be in outlier form. */
 INLINE int put_group(gck_format format, const __m256i t[4], uint16_t stored, uint8_t *out, int stream)
 {
     const int large = count_large(t);
@@ -69,7 +69,7 @@ INLINE void noisy_levels(gck_format format, int uniform, const __m256 p[16], con
     }
 }
 
-/* The same for int8; 0 for a group that may be in spike form: a p that counts as large has |t| >=
+/* The same for int8; 0 for a group that may be in outlier form: a p that counts as large has |t| >=
  * 63. */
 INLINE int put_noisy_int8(const __m256 p[16], const __m256i noise[8], uint8_t *out)
 {

@@ -93,7 +93,7 @@ INLINE int count_large(__m512i t)
     return __builtin_popcountll(_mm512_movepi8_mask(differ));
 }
 
-/* The codes of an int8 or int6 group and its side word; 0 if it may be in spike form. */
+/* The codes of an int8 or int6 group and its side word; 0 if it may be in outlier form. */
 INLINE int pack_group(const constants *c, gck_format format, __m512i t0, __m512i t1, uint32_t stored, uint8_t *codes,
                       uint16_t *side, int stream)
 {
@@ -116,7 +116,7 @@ INLINE int pack_group(const constants *c, gck_format format, __m512i t0, __m512i
 }
 
 /* Write the codes of a group with stochastic rounding, and the side word of int8 and int6; 0 if it
- * may be in spike form: a p that counts as large is at least 63 in magnitude as an integer. */
+ * may be in outlier form: a p that counts as large is at least 63 in magnitude as an integer. */
 INLINE int pack_noisy_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
                             __m512 inverse, uint8_t *codes, uint16_t *side)
 {

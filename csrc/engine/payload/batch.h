@@ -37,7 +37,7 @@ static inline void gck_batch_begin(gck_batch *b, gck_state *state, int decode)
 /* 1 when this work may wait.  b NULL: 0. */
 static inline int gck_batch_takes(const gck_batch *b, const gck_codec *codec, const gck_tensor *view)
 {
-    return b != NULL && view->strides == NULL && (b->decode || !codec->refuses);
+    return b != NULL && view->strides == NULL && (b->decode || !codec->may_overflow);
 }
 
 /* 0, or -1 with an exception: the batch was full or of another codec, and failed. */

@@ -26,24 +26,24 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
     }
     gck_input in = gck_input_of(x);
     const int tracing = gck_tracing(&state->py);
-    const int verdict = tracing != 0 ? tracing * GCK_SKIP_TRACING
+    const int reason = tracing != 0 ? tracing * GCK_SKIP_TRACING
         : gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
         : gck_input_judge(&state->py, &in, codec, 0);
     const gck_dither dither = {seed, step, tensor};
     PyObject *payload = NULL, *dtype;
     int fits;
 
-    if (verdict == GCK_COMPRESS) {
+    if (reason == GCK_COMPRESS) {
         payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL, &fits);
         if (payload == NULL && !fits) {
             PyErr_Format(PyExc_ValueError, "gradckpt: codec '%s' cannot hold these values; choose another, as 'int8'",
                          codec->name);
         }
-    } else if (verdict > 0 && (dtype = PyObject_GetAttr(x, state->py.names.dtype)) != NULL) {
+    } else if (reason > 0 && (dtype = PyObject_GetAttr(x, state->py.names.dtype)) != NULL) {
         PyErr_Format(PyExc_TypeError, "gradckpt: encode() cannot take this %s of dtype %S with codec '%s' (%s); it takes "
                      "plain strided %s tensors on CPU and CUDA",
                      (PyObject *)Py_TYPE(x) == state->py.Tensor ? "tensor" : "tensor subclass", dtype, codec->name,
-                     gck_reason_text[verdict], accepted_dtypes(codec->dtypes));
+                     gck_reason_text[reason], accepted_dtypes(codec->dtypes));
         Py_DECREF(dtype);
     }
     gck_input_clear(&in);

@@ -1,7 +1,7 @@
 /* input_aliasing.c: arguments of a compressed region that share memory. */
 #include "engine/payload/input_aliasing.h"
 
-int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload)
+int gck_input_aliasing_add(gck_input_aliasing *a, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload)
 {
     int64_t version;
 
@@ -12,7 +12,7 @@ int gck_aliases_add(gck_aliases *a, gck_py *py, gck_input *in, PyObject *fed, Py
 }
 
 /* No call here runs Python, so borrowed references stay valid. */
-PyObject *gck_aliases_find(const gck_aliases *a, const gck_input *in, PyObject **fed)
+PyObject *gck_input_aliasing_find(const gck_input_aliasing *a, const gck_input *in, PyObject **fed)
 {
     PyObject *row, *payload = Py_None;
 
@@ -45,7 +45,7 @@ static int is_changed(const gck_py *py, PyObject *rows, Py_ssize_t i)
     return status;
 }
 
-int gck_aliases_check(gck_aliases *a, const gck_py *py)
+int gck_input_aliasing_check(gck_input_aliasing *a, const gck_py *py)
 {
     PyObject *rows = Py_XNewRef(a->rows), *checked;
     const Py_ssize_t n = rows != NULL ? PyList_Size(rows) : 0;
@@ -63,4 +63,4 @@ int gck_aliases_check(gck_aliases *a, const gck_py *py)
     return changed;
 }
 
-void gck_aliases_clear(gck_aliases *a) { Py_CLEAR(a->rows); }
+void gck_input_aliasing_clear(gck_input_aliasing *a) { Py_CLEAR(a->rows); }

@@ -38,12 +38,12 @@ int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter)
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
-int gck_count_kept(gck_state *state, PyObject *x, int verdict)
+int gck_count_uncompressed(gck_state *state, PyObject *x, int reason)
 {
     gck_stats *s = &state->stats;
 
-    s->uncompressed[verdict]++;
-    if (verdict == GCK_SKIP_NO_GRAD || verdict == GCK_SKIP_LEAF) {
+    s->uncompressed[reason]++;
+    if (reason == GCK_SKIP_NO_GRAD || reason == GCK_SKIP_LEAF) {
         return 0;
     }
     s->eligible++;
@@ -90,30 +90,30 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
  * A tensor that is an argument for the second time is restored once, because a function may test
  * `a is b`; not where each argument is an input of a node.  Outer hooks see it twice nevertheless: a
  * recompute in which the two are different objects has to save as many tensors. */
-static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
+static int encode(gck_packing *p, gck_input *in, gck_packed *entry, PyObject **forward)
 {
-    const int verdict = judge(p, in);
+    const int reason = judge(p, in);
     PyObject *again, *payload = NULL, *fed = NULL;
     int fits = 1;
 
-    if (verdict != GCK_COMPRESS) {
-        return verdict < 0 ? -1 : gck_count_kept(p->state, in->x, verdict);
+    if (reason != GCK_COMPRESS) {
+        return reason < 0 ? -1 : gck_count_uncompressed(p->state, in->x, reason);
     }
-    again = p->inputs == NULL ? gck_aliases_find(&p->aliases, in, forward) : NULL;
+    again = p->inputs == NULL ? gck_input_aliasing_find(&p->aliases, in, forward) : NULL;
     if (again == NULL || p->outer) {
         payload = make_payload(p, in, again == NULL ? forward : &fed, &fits);
         Py_XDECREF(fed);
         if (payload == NULL) {
             Py_XDECREF(again);
             Py_CLEAR(*forward);
-            return fits ? -1 : gck_count_kept(p->state, in->x, GCK_SKIP_FIT);
+            return fits ? -1 : gck_count_uncompressed(p->state, in->x, GCK_SKIP_OVERFLOW);
         }
     }
     if (again != NULL) {
         Py_XDECREF(payload);
         gck_payload_again((gck_payload *)again);
     }
-    *entry = (gck_entry){GCK_PAYLOAD, again != NULL ? again : payload, 0, 0, NULL, 0};
+    *entry = (gck_packed){GCK_PACKED_PAYLOAD, again != NULL ? again : payload, 0, 0, NULL, 0};
     p->state->stats.eligible++;
     p->state->stats.compressed++;
     p->payloads++;
@@ -121,13 +121,13 @@ static int encode(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **fo
 }
 
 /* The same, and the check of aliases gets the tensor. */
-static int pack_payload(gck_packing *p, gck_input *in, gck_entry *entry, PyObject **forward)
+static int pack_payload(gck_packing *p, gck_input *in, gck_packed *entry, PyObject **forward)
 {
     const int packed = encode(p, in, entry, forward);
 
     if ((packed == 0 || packed == 1)
-        && gck_aliases_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x, packed ? entry->value : NULL) < 0) {
-        gck_entry_clear(entry);
+        && gck_input_aliasing_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x, packed ? entry->value : NULL) < 0) {
+        gck_packed_clear(entry);
         Py_CLEAR(*forward);
         return -1;
     }
@@ -142,13 +142,13 @@ static int is_inference(PyObject *x)
     return truth < 0 ? gck_clear_refusal() : truth;
 }
 
-_Thread_local int gck_entry_of_region;
+_Thread_local int gck_packing_for_region;
 
 /* A positional tensor that stays is what autograd calls a saved tensor.  With saved-tensor
  * hooks around us it becomes torch's SavedTensor, which goes through them (R2).  Without,
  * that would only hold the tensor and its version, which we do ourselves for a tenth of
  * the cost.  SavedTensor also rejects inference tensors, with torch's error. */
-int gck_entry_keep(const gck_packing *p, gck_input *in, gck_entry *entry)
+int gck_pack_exactly(const gck_packing *p, gck_input *in, gck_packed *entry)
 {
     gck_py *py = &p->state->py;
     PyObject *saved;
@@ -163,16 +163,16 @@ int gck_entry_keep(const gck_packing *p, gck_input *in, gck_entry *entry)
         inference = in->version < 0 ? 1 : in->leaf ? is_inference(in->x) : 0;
     }
     if (inference == 0) {
-        *entry = (gck_entry){GCK_VERSIONED, Py_NewRef(in->x), in->version, in->leaf, NULL, 0};
+        *entry = (gck_packed){GCK_PACKED_TENSOR, Py_NewRef(in->x), in->version, in->leaf, NULL, 0};
         return 0;
     }
-    gck_entry_of_region++;
+    gck_packing_for_region++;
     saved = inference > 0 ? PyObject_CallFunctionObjArgs(py->make_saved_tensor, in->x, Py_False, NULL) : NULL;
-    gck_entry_of_region--;
+    gck_packing_for_region--;
     if (saved == NULL) {
         return -1;
     }
-    *entry = (gck_entry){GCK_SAVED, saved, 0, 0, NULL, 0};
+    *entry = (gck_packed){GCK_PACKED_SAVED, saved, 0, 0, NULL, 0};
     return 0;
 }
 
@@ -189,34 +189,34 @@ static int is_container(gck_py *py, PyObject *x)
 
 /* Keep x, which is not a container.  1: as a payload, or as an input of a node; 0: by reference;
  * -1. */
-static int pack_leaf(gck_packing *p, gck_input *in, int tensor, int positional, gck_entry *entry, PyObject **forward)
+static int pack_leaf(gck_packing *p, gck_input *in, int tensor, int positional, gck_packed *entry, PyObject **forward)
 {
     int packed = tensor && p->plan.codec != NULL ? pack_payload(p, in, entry, forward) : 0;
 
     if (tensor && p->of_node) {
-        *entry = (gck_entry){GCK_OF_NODE, Py_NewRef(Py_None), 0, 0, NULL, 0};
+        *entry = (gck_packed){GCK_PACKED_BY_NODE, Py_NewRef(Py_None), 0, 0, NULL, 0};
         return 1;
     }
     if (tensor && packed >= 0 && p->inputs != NULL && PyList_Append(p->inputs, in->x) < 0) {
-        gck_entry_clear(entry);
+        gck_packed_clear(entry);
         return -1;
     }
     if (packed != 0) {
         return packed;
     }
     if (tensor && (positional || p->inputs != NULL)) {
-        return gck_entry_keep(p, in, entry) < 0 ? -1 : p->inputs != NULL;
+        return gck_pack_exactly(p, in, entry) < 0 ? -1 : p->inputs != NULL;
     }
-    *entry = (gck_entry){GCK_KEPT, Py_NewRef(in->x), 0, 0, NULL, 0};
+    *entry = (gck_packed){GCK_PACKED_OBJECT, Py_NewRef(in->x), 0, 0, NULL, 0};
     return 0;
 }
 
 /* Pack the leaves of a container.  The container is kept by reference as a whole, unless a leaf
  * became a payload or an input of a node: 1 packed, 0 not, -1. */
-static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_entry *entry, PyObject **forward)
+static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_packed *entry, PyObject **forward)
 {
     const Py_ssize_t n = PyList_Size(leaves);
-    gck_entry tree = {GCK_TREE, NULL, 0, 0, calloc((size_t)n + 1, sizeof(gck_entry)), n};
+    gck_packed tree = {GCK_PACKED_TREE, NULL, 0, 0, calloc((size_t)n + 1, sizeof(gck_packed)), n};
     PyObject *fed = PyList_New(0);
     int result = 0;
 
@@ -242,12 +242,12 @@ static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_ent
         tree.value = Py_NewRef(spec);
         *entry = tree;
     } else {
-        gck_entry_clear(&tree);
+        gck_packed_clear(&tree);
     }
     return result;
 }
 
-static int pack_container(gck_packing *p, PyObject *x, gck_entry *entry, PyObject **forward)
+static int pack_container(gck_packing *p, PyObject *x, gck_packed *entry, PyObject **forward)
 {
     PyObject *flat = PyObject_CallFunctionObjArgs(p->state->py.tree_flatten, x, NULL);
     PyObject *leaves, *spec;
@@ -260,7 +260,7 @@ static int pack_container(gck_packing *p, PyObject *x, gck_entry *entry, PyObjec
     return packed;
 }
 
-int gck_entry_pack(gck_packing *p, PyObject *x, int positional, gck_entry *entry, PyObject **forward)
+int gck_pack(gck_packing *p, PyObject *x, int positional, gck_packed *entry, PyObject **forward)
 {
     gck_py *py = &p->state->py;
     gck_input in = gck_input_of(x);
@@ -306,13 +306,13 @@ static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t versio
 }
 
 /* The user's code assembles containers and may read the values. */
-static PyObject *restore_tree(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
+static PyObject *restore_tree(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs)
 {
     PyObject *leaves = PyList_New(0), *tree = NULL;
     int status = leaves == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
-        status = gck_append(leaves, gck_entry_restore(state, &entry->leaves[i], batch, inputs));
+        status = gck_append(leaves, gck_packed_restore(state, &entry->leaves[i], batch, inputs));
     }
     if (status == 0 && gck_batch_flush(batch) == 0) {
         tree = PyObject_CallFunctionObjArgs(state->py.tree_unflatten, leaves, entry->value, NULL);
@@ -356,43 +356,43 @@ static PyObject *restore_payload(gck_payload *payload, gck_batch *batch, const P
     return x;
 }
 
-PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs)
+PyObject *gck_packed_restore(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs)
 {
     PyObject *value = Py_NewRef(entry->value), *x;           /* the code below may empty the entry */
 
     switch (entry->kind) {
-    case GCK_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
-    case GCK_VERSIONED: x = restore_versioned(state, value, entry->version, entry->leaf); break;
-    case GCK_PAYLOAD:   x = restore_payload((gck_payload *)value, batch, inputs); break;
-    case GCK_OF_NODE:   x = PyIter_Next(batch->saved); break;
-    case GCK_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
+    case GCK_PACKED_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
+    case GCK_PACKED_TENSOR: x = restore_versioned(state, value, entry->version, entry->leaf); break;
+    case GCK_PACKED_PAYLOAD:   x = restore_payload((gck_payload *)value, batch, inputs); break;
+    case GCK_PACKED_BY_NODE:   x = PyIter_Next(batch->saved); break;
+    case GCK_PACKED_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
     default:            return value;
     }
     Py_DECREF(value);
     return inputs == NULL ? x : as_input(&state->py, x, inputs);
 }
 
-int gck_entry_touch(gck_state *state, gck_entry *entry)
+int gck_packed_touch(gck_state *state, gck_packed *entry)
 {
     int status = 0;
 
-    if (entry->kind == GCK_VERSIONED) {
+    if (entry->kind == GCK_PACKED_TENSOR) {
         gck_input in = gck_input_of(entry->value);
         status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
         entry->version = in.version;
         gck_input_clear(&in);
     }
     for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
-        status = gck_entry_touch(state, &entry->leaves[i]);
+        status = gck_packed_touch(state, &entry->leaves[i]);
     }
     return status;
 }
 
-int gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg)
+int gck_packed_traverse(gck_packed *entry, visitproc visit, void *arg)
 {
     Py_VISIT(entry->value);
     for (Py_ssize_t i = 0; i < entry->nleaves; i++) {
-        int result = gck_entry_traverse(&entry->leaves[i], visit, arg);
+        int result = gck_packed_traverse(&entry->leaves[i], visit, arg);
         if (result != 0) {
             return result;
         }
@@ -400,15 +400,15 @@ int gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg)
     return 0;
 }
 
-void gck_entry_clear(gck_entry *entry)
+void gck_packed_clear(gck_packed *entry)
 {
-    gck_entry old = *entry;                      /* publish the empty entry first: clearing runs Python */
+    gck_packed old = *entry;                      /* publish the empty entry first: clearing runs Python */
 
-    *entry = (gck_entry){GCK_KEPT, NULL, 0, 0, NULL, 0};
+    *entry = (gck_packed){GCK_PACKED_OBJECT, NULL, 0, 0, NULL, 0};
     Py_XDECREF(old.value);
     for (Py_ssize_t i = 0; i < old.nleaves; i++) {
         if (old.leaves != NULL) {
-            gck_entry_clear(&old.leaves[i]);
+            gck_packed_clear(&old.leaves[i]);
         }
     }
     free(old.leaves);

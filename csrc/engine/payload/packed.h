@@ -6,22 +6,22 @@
 #include "engine/payload/payload.h"
 
 typedef enum {
-    GCK_KEPT,                /* value: the object itself, as the caller passed it          */
-    GCK_VERSIONED,           /* value: the tensor, checked against its version             */
-    GCK_SAVED,               /* value: torch's SavedTensor: outer saved-tensor hooks see it */
-    GCK_PAYLOAD,             /* value: a Payload                                           */
-    GCK_OF_NODE,             /* value: None; the tensor is the next of ctx.saved_tensors   */
-    GCK_TREE,                /* value: pytree spec; leaves: entries, some of them payloads */
-} gck_entry_kind;
+    GCK_PACKED_OBJECT,                /* value: the object itself, as the caller passed it          */
+    GCK_PACKED_TENSOR,           /* value: the tensor, checked against its version             */
+    GCK_PACKED_SAVED,               /* value: torch's SavedTensor: outer saved-tensor hooks see it */
+    GCK_PACKED_PAYLOAD,             /* value: a Payload                                           */
+    GCK_PACKED_BY_NODE,             /* value: None; the tensor is the next of ctx.saved_tensors   */
+    GCK_PACKED_TREE,                /* value: pytree spec; leaves: entries, some of them payloads */
+} gck_packed_kind;
 
-typedef struct gck_entry {
-    gck_entry_kind    kind;
+typedef struct gck_packed {
+    gck_packed_kind    kind;
     PyObject         *value;     /* owned; see above                                       */
-    int64_t           version;   /* GCK_VERSIONED only                                     */
+    int64_t           version;   /* GCK_PACKED_TENSOR only                                     */
     int               leaf;      /* likewise                                               */
-    struct gck_entry *leaves;    /* owned; GCK_TREE only                                   */
+    struct gck_packed *leaves;    /* owned; GCK_PACKED_TREE only                                   */
     Py_ssize_t        nleaves;
-} gck_entry;
+} gck_packed;
 
 /* How one call keeps its arguments. */
 typedef struct {
@@ -30,7 +30,7 @@ typedef struct {
     int        outer;        /* outer saved-tensor hooks are active, and payloads go through them */
     int        payloads;     /* out: the number of entries that became payloads               */
     gck_batch *batch;        /* where encoding may be deferred                                */
-    gck_aliases aliases;     /* out, with a codec: the tensors; the caller clears it          */
+    gck_input_aliasing aliases;     /* out, with a codec: the tensors; the caller clears it          */
     PyObject  *inputs;       /* list, out: tensors, which become inputs of a node and are checked
                                 against their versions; NULL: the region is no node           */
     int        nested;       /* the same for tensors in containers                            */
@@ -40,30 +40,30 @@ typedef struct {
 /* Keep x in *entry.  positional: torch checks the versions of such tensors.  *forward takes a new
  * reference to what the forward call gets: x itself, or with fake_quantize what a payload restores.
  * 0, or -1 with an exception and *entry empty. */
-int gck_entry_pack(gck_packing *packing, PyObject *x, int positional, gck_entry *entry, PyObject **forward);
+int gck_pack(gck_packing *packing, PyObject *x, int positional, gck_packed *entry, PyObject **forward);
 
 /* Take the present version: like autograd's, a node keeps its inputs as its function has left them.
  * 0 or -1. */
-int gck_entry_touch(gck_state *state, gck_entry *entry);
+int gck_packed_touch(gck_state *state, gck_packed *entry);
 
 /* Keep in->x itself, as autograd keeps a saved tensor: through the outer hooks, or with its
  * version.  0 or -1. */
-int gck_entry_keep(const gck_packing *packing, gck_input *in, gck_entry *entry);
+int gck_pack_exactly(const gck_packing *packing, gck_input *in, gck_packed *entry);
 
 /* Not 0 while a region passes what it keeps to outer hooks; no autograd node saves that. */
-extern _Thread_local int gck_entry_of_region;
+extern _Thread_local int gck_packing_for_region;
 
 /* Add the bytes of x, or none for a subclass that does not answer.  0 or -1. */
 int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter);
 
 /* Count in stats() that x stays uncompressed for this reason.  0 or -1. */
-int gck_count_kept(gck_state *state, PyObject *x, int verdict);
+int gck_count_uncompressed(gck_state *state, PyObject *x, int reason);
 
 /* New reference: the argument for the recompute.  Its values may be deferred in `batch`.  inputs:
  * NULL, or a list to which its tensors are added, which then have no history. */
-PyObject *gck_entry_restore(gck_state *state, const gck_entry *entry, gck_batch *batch, PyObject *inputs);
+PyObject *gck_packed_restore(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs);
 
-int  gck_entry_traverse(gck_entry *entry, visitproc visit, void *arg);
-void gck_entry_clear(gck_entry *entry);
+int  gck_packed_traverse(gck_packed *entry, visitproc visit, void *arg);
+void gck_packed_clear(gck_packed *entry);
 
 #endif

@@ -37,7 +37,7 @@ int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_
 {
     const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};
 
-    *how = (gck_how){self->stochastic ? &self->dither : NULL, self->verdict};
+    *how = (gck_how){self->stochastic ? &self->dither : NULL, self->overflow};
     return gck_payload_view(self, buffer, bytes) < 0 ? -1 : gck_view_again(&self->state->py, tensor, &was, view);
 }
 
@@ -141,8 +141,8 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     }
     gck_batch_begin(&own, self->state, 0);
     status = gck_batch_add(&own, self, in->x, self->buffer) < 0 ? -1 : gck_batch_flush(&own);
-    gck_pending_encoded(self, in->x, status);
-    return status > 0 && self->verdict != NULL ? 0 : status;
+    gck_payload_overflow_encoded(self, in->x, status);
+    return status > 0 && self->overflow != NULL ? 0 : status;
 }
 
 /* self has been encoded; from here on dealloc uncounts it.  New reference: itself, or `first` when
@@ -187,7 +187,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     int status;
 
     *fits = 1;
-    gck_pending_poll(state);
+    gck_payload_overflow_poll(state);
     if (self == NULL) {
         return NULL;
     }
@@ -202,7 +202,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         || (self->buffer = gck_bytes_empty(&state->py, self->nbytes, self->device)) == NULL) {
         goto exit;
     }
-    if (gck_pending_begin(self) < 0 && use != GCK_FOR_USER) {
+    if (gck_payload_overflow_begin(self) < 0 && use != GCK_FOR_USER) {
         *fits = 0;                               /* the overflow would not be reported: keep the original */
         goto exit;
     }
@@ -224,7 +224,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     } else if (use == GCK_FOR_REGION && self->version >= 0) {
         gck_sharing_remember(self);
     }
-    if (result != NULL && self->verdict != NULL && gck_pending_bound(self) < 0) {
+    if (result != NULL && self->overflow != NULL && gck_payload_overflow_bound(self) < 0) {
         Py_CLEAR(result);
     }
 
@@ -300,21 +300,21 @@ static PyObject *decode(gck_payload *self, gck_batch *batch)
     gck_state *state = self->state;
     PyObject *out, *original;
     gck_tensor view;
-    int verdict, ok = 0;
+    int reason, ok = 0;
 
-    if (gck_pending_original(self, &original) < 0) {
+    if (gck_payload_overflow_original(self, &original) < 0) {
         return NULL;
     }
     out = gck_empty(&state->py, self->ndim, self->sizes, self->layout ? self->sizes + self->ndim : NULL,
                     self->dtype, self->device);
-    verdict = out == NULL || (self->layout == GCK_LAYOUT_HOLES
+    reason = out == NULL || (self->layout == GCK_LAYOUT_HOLES
                               && gck_done(PyObject_CallFunction(state->py.call.fill_holes, "O", out)) < 0)
             ? -1 : gck_view_of(&state->py, out, &view);
-    if (verdict == GCK_COMPRESS) {
+    if (reason == GCK_COMPRESS) {
         ok = (original != NULL && self->codec->max_error == 0)
             || decode_bytes(self, out, &view, original == NULL ? batch : NULL) == 0;
         ok = ok && (original == NULL || fill_from(self, original, out, &view) == 0);
-    } else if (verdict > 0) {
+    } else if (reason > 0) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not return a plain tensor; enter no mode in "
                                             "backward that was not active in forward");
     }
@@ -370,7 +370,7 @@ static void payload_dealloc(PyObject *op)
     gck_payload *self = (gck_payload *)op;
 
     /* First, because clearing weak references runs Python, which must not find the payload there. */
-    gck_pending_forget(self);
+    gck_payload_overflow_forget(self);
     gck_sharing_forget(self);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);

@@ -9,28 +9,28 @@ enum {
 };
 static const int64_t SECOND = 1000000000;
 
-int gck_pending_begin(gck_payload *p)
+int gck_payload_overflow_begin(gck_payload *p)
 {
-    if (!p->codec->refuses || p->numel == 0 || (p->device < 0 && !p->state->late_verdicts)) {
+    if (!p->codec->may_overflow || p->numel == 0 || (p->device < 0 && !p->state->late_overflow)) {
         return 0;
     }
     Py_BEGIN_ALLOW_THREADS                       /* the first one of a device allocates memory */
-    p->verdict = gck_verdict_take(p->device);
+    p->overflow = gck_overflow_take(p->device);
     Py_END_ALLOW_THREADS
-    return p->verdict == NULL ? -1 : 0;
+    return p->overflow == NULL ? -1 : 0;
 }
 
-static void write_verdict(gck_payload *p, uint32_t value) { *(volatile uint32_t *)p->verdict = value; }
+static void write_flag(gck_payload *p, uint32_t value) { *(volatile uint32_t *)p->overflow = value; }
 
-void gck_pending_encoded(gck_payload *p, PyObject *x, int status)
+void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status)
 {
-    if (p->verdict == NULL) {
+    if (p->overflow == NULL) {
         return;
     }
     if (status < 0) {
-        write_verdict(p, GCK_FITS);              /* nothing was queued, so nothing will write the word, and p dies */
+        write_flag(p, GCK_OVERFLOW_NONE);              /* nothing was queued, so nothing will write the word, and p dies */
     }
-    p->late = status == 0 ? GCK_FITS : GCK_REFUSED;
+    p->late = status == 0 ? GCK_OVERFLOW_NONE : GCK_OVERFLOW_FOUND;
     p->kept = Py_NewRef(x);
     p->next_pending = p->state->pending;
     p->state->pending = p;
@@ -47,13 +47,13 @@ static void leave(gck_payload *p)
     if (*link == p) {
         *link = p->next_pending;
     }
-    gck_verdict_give(p->verdict);
-    p->verdict = NULL;
+    gck_overflow_give(p->overflow);
+    p->overflow = NULL;
 }
 
-void gck_pending_forget(gck_payload *p)
+void gck_payload_overflow_forget(gck_payload *p)
 {
-    if (p->verdict != NULL) {
+    if (p->overflow != NULL) {
         leave(p);
     }
 }
@@ -72,7 +72,7 @@ static void count_refused(gck_payload *p)
         s->bytes_out -= p->fresh ? p->nbytes : 0;
         s->shared -= p->uses - p->fresh;
         s->compressed -= p->uses;
-        s->uncompressed[GCK_SKIP_FIT] += p->uses;
+        s->uncompressed[GCK_SKIP_OVERFLOW] += p->uses;
         s->uncompressed_bytes += p->uses * p->bytes_in;
     }
 }
@@ -80,7 +80,7 @@ static void count_refused(gck_payload *p)
 /* A rounding codec keeps its bytes too: they hold the values that did not overflow. */
 static void refuse(gck_payload *p)
 {
-    p->refused = 1;
+    p->overflowed = 1;
     count_refused(p);
     if (p->codec->max_error == 0) {
         Py_CLEAR(p->buffer);
@@ -88,17 +88,17 @@ static void refuse(gck_payload *p)
     }
 }
 
-/* 1 when p's verdict has come: p is no longer in the list, and may be freed. */
+/* 1 when p's flag was written: p is no longer in the list, and may be freed. */
 static int settle(gck_payload *p)
 {
-    const uint32_t verdict = *(volatile uint32_t *)p->verdict;
+    const uint32_t flag = *(volatile uint32_t *)p->overflow;
 
-    if (verdict == GCK_PENDING) {
+    if (flag == GCK_OVERFLOW_PENDING) {
         return 0;
     }
     Py_INCREF((PyObject *)p);                    /* releasing references may run Python */
     leave(p);
-    if (verdict == GCK_REFUSED) {
+    if (flag == GCK_OVERFLOW_FOUND) {
         refuse(p);
     } else {
         Py_CLEAR(p->kept);
@@ -107,7 +107,7 @@ static int settle(gck_payload *p)
     return 1;
 }
 
-void gck_pending_poll(gck_state *state)
+void gck_payload_overflow_poll(gck_state *state)
 {
     gck_payload *p = state->pending;
 
@@ -116,16 +116,16 @@ void gck_pending_poll(gck_state *state)
     }
 }
 
-/* Let other threads run until p's verdict has come: 1; 0 when none came for `seconds`, or a
+/* Let other threads run until p's flag was written: 1; 0 when none came for `seconds`, or a
  * captured graph will write it; -1 with an exception, because Ctrl-C is checked. */
 static int await(gck_payload *p, int seconds)
 {
-    const volatile uint32_t *word = p->verdict;
+    const volatile uint32_t *word = p->overflow;
     struct timespec pause = {0, 10000};
-    int64_t patience = p->state->late_verdicts ? p->state->late_verdicts : seconds * SECOND;
+    int64_t patience = p->state->late_overflow ? p->state->late_overflow : seconds * SECOND;
 
-    while (p->verdict != NULL && *word == GCK_PENDING) {         /* another thread may have settled p */
-        if (patience < 0 || gck_verdict_is_captured(p->verdict)) {
+    while (p->overflow != NULL && *word == GCK_OVERFLOW_PENDING) {         /* another thread may have settled p */
+        if (patience < 0 || gck_overflow_is_captured(p->overflow)) {
             return 0;
         }
         if (PyErr_CheckSignals() < 0) {
@@ -148,7 +148,7 @@ static gck_payload *oldest_of_too_many(const gck_payload *newest)
     int open = 0;
 
     for (gck_payload *p = newest->state->pending; p != NULL; p = p->next_pending) {
-        if (p->device == newest->device && p->counted && !p->unheard) {
+        if (p->device == newest->device && p->counted && !p->timed_out) {
             oldest = p;
             open++;
             bytes += p->bytes_in;
@@ -157,7 +157,7 @@ static gck_payload *oldest_of_too_many(const gck_payload *newest)
     return open > MOST_OPEN && bytes > SMALL ? oldest : NULL;
 }
 
-int gck_pending_bound(gck_payload *newest)
+int gck_payload_overflow_bound(gck_payload *newest)
 {
     gck_state *state = newest->state;
     gck_payload *p;
@@ -166,21 +166,21 @@ int gck_pending_bound(gck_payload *newest)
     while (came >= 0 && (p = oldest_of_too_many(newest)) != NULL) {
         Py_INCREF((PyObject *)p);
         came = await(p, 1);
-        p->unheard = came == 0;
+        p->timed_out = came == 0;
         Py_DECREF((PyObject *)p);
-        gck_pending_poll(state);
+        gck_payload_overflow_poll(state);
     }
     return came < 0 ? -1 : 0;
 }
 
-int gck_pending_original(gck_payload *p, PyObject **original)
+int gck_payload_overflow_original(gck_payload *p, PyObject **original)
 {
     PyObject *kept, *raised;
     int64_t now = -1;
     int came = 1;
 
     for (*original = NULL; came > 0; Py_DECREF(kept)) {
-        gck_pending_poll(p->state);
+        gck_payload_overflow_poll(p->state);
         if ((kept = Py_XNewRef(p->kept)) == NULL) {      /* owned: a question runs Python, which may settle p */
             return 0;
         }
@@ -189,7 +189,7 @@ int gck_pending_original(gck_payload *p, PyObject **original)
         } else if (now == p->version) {                  /* or an inference tensor, which has no version */
             *original = kept;
             return 0;
-        } else if ((came = await(p, 600)) == 0 || p->refused) {
+        } else if ((came = await(p, 600)) == 0 || p->overflowed) {
             /* The original was changed, and the payload does not hold its values, or only a graph
              * will tell. */
             raised = PyObject_CallFunction(p->state->py.call.raise_modified, "OL", kept, (long long)p->version);
@@ -200,23 +200,23 @@ int gck_pending_original(gck_payload *p, PyObject **original)
     return -1;
 }
 
-PyObject *gck_late_verdicts(PyObject *module, PyObject *seconds)
+PyObject *gck_late_overflow(PyObject *module, PyObject *seconds)
 {
     const double patience = PyFloat_AsDouble(seconds);
 
     if (patience == -1 && PyErr_Occurred()) {
         return NULL;
     }
-    gck_state_of(module)->late_verdicts = (int64_t)(patience * (double)SECOND);
+    gck_state_of(module)->late_overflow = (int64_t)(patience * (double)SECOND);
     Py_RETURN_NONE;
 }
 
-PyObject *gck_settle_verdicts(PyObject *module, PyObject *unused)
+PyObject *gck_settle_overflow(PyObject *module, PyObject *unused)
 {
     (void)unused;
     for (gck_payload *p = gck_state_of(module)->pending; p != NULL; p = p->next_pending) {
         if (p->device < 0) {
-            write_verdict(p, p->late);
+            write_flag(p, p->late);
         }
     }
     Py_RETURN_NONE;

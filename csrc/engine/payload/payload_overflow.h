@@ -1,12 +1,12 @@
 /* payload_overflow.h: payloads whose overflow a device has yet to report.
  *
  * A kernel learns that some value overflows when it runs, and no thread waits for it.  So the payload
- * also holds the original until the device has written its verdict, a word that is read whenever
+ * also holds the original until the device has written its overflow flag, which is read whenever
  * another payload is made, at a restore, and by stats().  FITS releases the original; REFUSED (an
  * overflow) keeps it, and restores use it.
  *
  * The CPU may be far ahead of the device.  To hold only a few originals, it then waits for the oldest
- * verdict, without the GIL and with a timeout: the device's work may itself wait for something
+ * flag, without the GIL and with a timeout: the device's work may itself wait for something
  * that this thread has yet to do (a receive, for example). */
 #ifndef GRADCKPT_PAYLOAD_OVERFLOW_H
 #define GRADCKPT_PAYLOAD_OVERFLOW_H
@@ -15,29 +15,29 @@
 
 /* Before an encode: p gets a word if a device does the work and the codec may overflow.  0, or -1
  * when no word is left (no exception). */
-int gck_pending_begin(gck_payload *p);
+int gck_payload_overflow_begin(gck_payload *p);
 
-/* After it: status as gck_run_encode() returned it. p holds x while its verdict is open. */
-void gck_pending_encoded(gck_payload *p, PyObject *x, int status);
+/* After it: status as gck_run_encode() returned it. p holds x while its flag is pending. */
+void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status);
 
 /* p, just encoded, is the newest.  Wait while too many originals of its device are held.  0, or -1
  * with an exception.  Other threads run meanwhile. */
-int gck_pending_bound(gck_payload *newest);
+int gck_payload_overflow_bound(gck_payload *newest);
 
-/* Act on every verdict that has come. */
-void gck_pending_poll(gck_state *state);
+/* Act on every flag that was written. */
+void gck_payload_overflow_poll(gck_state *state);
 
 /* p dies: call this before anything runs Python. */
-void gck_pending_forget(gck_payload *p);
+void gck_payload_overflow_forget(gck_payload *p);
 
 /* *original: new reference to the tensor that a restore must use, or NULL when the payload
- * suffices.  An open verdict is waited for if the original has changed since.  0, or -1 with
+ * suffices.  A pending flag is waited for if the original has changed since.  0, or -1 with
  * torch's exception when the payload cannot hold what the original was then. */
-int gck_pending_original(gck_payload *p, PyObject **original);
+int gck_payload_overflow_original(gck_payload *p, PyObject **original);
 
-/* For tests: late_verdicts(seconds) makes CPU codecs report overflow as a device does, in words
- * that settle_verdicts() writes, and sets how long gck_pending_bound() waits; 0 ends it. */
-PyObject *gck_late_verdicts(PyObject *module, PyObject *seconds);
-PyObject *gck_settle_verdicts(PyObject *module, PyObject *unused);
+/* For tests: late_overflow(seconds) makes CPU codecs report overflow as a device does, in words
+ * that settle_overflow() writes, and sets how long gck_payload_overflow_bound() waits; 0 ends it. */
+PyObject *gck_late_overflow(PyObject *module, PyObject *seconds);
+PyObject *gck_settle_overflow(PyObject *module, PyObject *unused);
 
 #endif

@@ -47,7 +47,7 @@ gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_inpu
     for (int i = 0; seen && i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
         if (p != NULL && p->codec == codec && p->stochastic == stochastic && (p->waits == NULL || p->waits == batch)
-            && p->buffer != NULL && p->verdict == NULL && PyWeakref_GetObject(p->original) == in->x
+            && p->buffer != NULL && p->overflow == NULL && PyWeakref_GetObject(p->original) == in->x
             && p->version == in->version && p->requires_grad == in->requires_grad && p->leaf == in->leaf
             && same_view(p, &in->view)) {
             found = (gck_payload *)Py_NewRef((PyObject *)p);
@@ -65,7 +65,7 @@ int gck_sharing_proof(gck_payload *a, gck_payload *b)
 {
     PyObject *x = Py_XNewRef(a->buffer), *y = Py_XNewRef(b->buffer);
     void *left, *right;
-    int same = x == NULL || y == NULL || a->verdict != NULL ? 0 : -1;
+    int same = x == NULL || y == NULL || a->overflow != NULL ? 0 : -1;
 
     if (same < 0 && gck_payload_view(a, x, &left) == 0 && gck_payload_view(b, y, &right) == 0) {
         Py_BEGIN_ALLOW_THREADS

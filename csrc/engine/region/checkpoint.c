@@ -152,7 +152,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         convert_stop_iteration(&state->py);
     }
     if (result != NULL && ((preserve && check_accelerator(&state->py, initialized) < 0)
-                           || gck_aliases_check(&packing.aliases, &state->py) < 0)) {
+                           || gck_input_aliasing_check(&packing.aliases, &state->py) < 0)) {
         Py_CLEAR(result);
     }
     if (result != NULL) {
@@ -160,7 +160,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     }
 
 exit:
-    gck_aliases_clear(&packing.aliases);
+    gck_input_aliasing_clear(&packing.aliases);
     Py_XDECREF(fed_args);
     Py_XDECREF(fed_kwargs);
     return result;

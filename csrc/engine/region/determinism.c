@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
+int gck_metadata_of(const gck_frame *frame, PyObject *x, int whole, gck_metadata *meta)
 {
     const gck_py *py = &frame->state->py;
     gck_dl_tensor dl;
@@ -18,7 +18,7 @@ int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
         if (shown < 0) {
             return -1;
         }
-        if (shown && dl.ndim <= GCK_META_INLINE) {             /* else by attributes */
+        if (shown && dl.ndim <= GCK_METADATA_INLINE) {             /* else by attributes */
             meta->dtype = dl.dtype;
             meta->device = dl.device;
             meta->ndim = dl.ndim;
@@ -32,21 +32,21 @@ int gck_meta_of(const gck_frame *frame, PyObject *x, int whole, gck_meta *meta)
     return meta->objects == NULL ? -1 : 0;
 }
 
-int gck_meta_same(const gck_py *py, const gck_meta *a, const gck_meta *b)
+int gck_metadata_same(const gck_py *py, const gck_metadata *a, const gck_metadata *b)
 {
     if (a->objects != NULL || b->objects != NULL) {      /* a subclass may come back detached, as a plain tensor */
-        return gck_is_true(gck_invoke(py->call.same_metadata, Py_BuildValue("(NN)", gck_meta_describe(a), gck_meta_describe(b))));
+        return gck_is_true(gck_invoke(py->call.same_metadata, Py_BuildValue("(NN)", gck_metadata_describe(a), gck_metadata_describe(b))));
     }
     return a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
         && memcmp(&a->device, &b->device, sizeof a->device) == 0
         && memcmp(a->sizes, b->sizes, sizeof(int64_t) * (size_t)a->ndim) == 0;
 }
 
-PyObject *gck_meta_describe(const gck_meta *meta)
+PyObject *gck_metadata_describe(const gck_metadata *meta)
 {
     return meta->objects != NULL ? Py_NewRef(meta->objects)
         : Py_BuildValue("(Niiii)", gck_sizes(meta->ndim, meta->sizes), meta->dtype.code, meta->dtype.bits,
                         meta->device.device_type, meta->device.device_id);
 }
 
-void gck_meta_clear(gck_meta *meta) { Py_CLEAR(meta->objects); }
+void gck_metadata_clear(gck_metadata *meta) { Py_CLEAR(meta->objects); }

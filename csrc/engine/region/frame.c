@@ -34,15 +34,15 @@ static int grow(gck_frame *frame)
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
 {
     gck_holder *holder;
-    gck_meta meta = {.objects = NULL};
+    gck_metadata meta = {.objects = NULL};
 
     /* First, because for a subclass this runs Python, which may record more slots. */
-    if (frame->check_metadata && gck_meta_of(frame, x, 0, &meta) < 0) {
+    if (frame->check_metadata && gck_metadata_of(frame, x, 0, &meta) < 0) {
         return NULL;
     }
     holder = frame->nslots < frame->capacity || grow(frame) == 0 ? PyObject_New(gck_holder, frame->state->Holder) : NULL;
     if (holder == NULL) {
-        gck_meta_clear(&meta);
+        gck_metadata_clear(&meta);
         return NULL;
     }
     holder->frame = frame;
@@ -70,7 +70,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->parameters_in);
     Py_VISIT(frame->outputs);
     for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
-        int result = gck_entry_traverse(&frame->args[i], visit, arg);
+        int result = gck_packed_traverse(&frame->args[i], visit, arg);
         if (result != 0) {
             return result;
         }
@@ -79,7 +79,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(frame->slots[i].meta.objects);
     }
     for (Py_ssize_t t = 0; t < frame->ntables; t++) {
-        const gck_table *table = frame->tables[t];
+        const gck_recomputed *table = frame->tables[t];
         Py_VISIT(table->group);
         for (Py_ssize_t i = 0; table->values != NULL && i < table->size; i++) {
             Py_VISIT(table->values[i]);
@@ -91,15 +91,15 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
 static int frame_clear(PyObject *op)
 {
     gck_frame *frame = (gck_frame *)op;
-    gck_entry *args = frame->args;
+    gck_packed *args = frame->args;
 
-    gck_frame_tables_clear(frame);
+    gck_recomputed_clear(frame);
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
-        gck_meta_clear(&frame->slots[i].meta);
+        gck_metadata_clear(&frame->slots[i].meta);
     }
     frame->args = NULL;
     for (Py_ssize_t i = 0; args != NULL && i < frame->nargs + frame->nkwargs; i++) {
-        gck_entry_clear(&args[i]);
+        gck_packed_clear(&args[i]);
     }
     free(args);
     Py_CLEAR(frame->function);
@@ -154,12 +154,12 @@ PyType_Spec gck_frame_spec = {
 static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
 {
     for (Py_ssize_t i = 0; i < frame->ntables; i++) {
-        gck_table *t = frame->tables[i];
+        gck_recomputed *t = frame->tables[i];
         if (t->values != NULL && index < t->size && t->values[index] != NULL) {
             PyObject *value = t->values[index];
             t->values[index] = NULL;
             if (--t->left == 0 && t->phase == GCK_FILLED) {
-                gck_table_drain(t);
+                gck_recomputed_drain(t);
             }
             return value;
         }

@@ -40,7 +40,7 @@ static int current_task(gck_state *state, int64_t *task, PyObject **group)
 static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
 {
     for (;;) {
-        gck_table *t = gck_frame_table(frame, task, group);
+        gck_recomputed *t = gck_recomputed_find(frame, task, group);
         if (t == NULL || t->phase != GCK_RESTORING) {
             return 0;                            /* done, or failed and removed: then this thread tries */
         }
@@ -49,7 +49,7 @@ static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
                                                 "recompute of that same region; move that backward out of the region");
             return -1;
         }
-        if (gck_table_wait(&frame->state->py, t) < 0) {
+        if (gck_recomputed_wait(&frame->state->py, t) < 0) {
             return -1;
         }
     }
@@ -67,7 +67,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     PyObject *value = requires_grad < 0 ? NULL : requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL)
                                                                : Py_NewRef(x);
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
-    gck_table *table = self->table;
+    gck_recomputed *table = self->table;
 
     if (value == NULL || frame == NULL) {
         Py_XDECREF(value);
@@ -132,12 +132,12 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
 }
 
 /* Run one recompute into `table`, with ambient state and grad mode as in the forward. */
-static int fill(gck_frame *frame, gck_table *table)
+static int fill(gck_frame *frame, gck_recomputed *table)
 {
     gck_state *state = frame->state;
     gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
     PyObject *args = NULL, *kwargs = NULL;
-    gck_rerun rerun;
+    gck_recompute_env rerun;
     int result = -1;
 
     if (self == NULL) {
@@ -148,11 +148,11 @@ static int fill(gck_frame *frame, gck_table *table)
     if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
         goto exit;
     }
-    if (gck_rerun_begin(frame, &rerun) < 0) {
+    if (gck_recompute_env_begin(frame, &rerun) < 0) {
         goto exit;
     }
     result = run_function(frame, self, args, kwargs);
-    if (gck_rerun_end(frame, &rerun) < 0) {
+    if (gck_recompute_env_end(frame, &rerun) < 0) {
         result = -1;
     }
 
@@ -167,16 +167,16 @@ exit:
 
 /* ---- the determinism check ---- */
 
-static int append_difference(PyObject *differences, Py_ssize_t index, const gck_meta *a, const gck_meta *b)
+static int append_difference(PyObject *differences, Py_ssize_t index, const gck_metadata *a, const gck_metadata *b)
 {
-    return gck_append(differences, Py_BuildValue("nNN", index, gck_meta_describe(a), gck_meta_describe(b)));
+    return gck_append(differences, Py_BuildValue("nNN", index, gck_metadata_describe(a), gck_metadata_describe(b)));
 }
 
 /* Compare slot i and add a difference to *differences.  0 or -1. */
-static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject **differences)
+static int check_slot(gck_frame *frame, gck_recomputed *table, Py_ssize_t i, PyObject **differences)
 {
     PyObject *value = table->values != NULL ? table->values[i] : NULL;
-    gck_meta then, now;
+    gck_metadata then, now;
     int status, same = -1;
 
     if (frame->slots[i].holder == NULL || value == NULL) {
@@ -185,20 +185,20 @@ static int check_slot(gck_frame *frame, gck_table *table, Py_ssize_t i, PyObject
     Py_INCREF(value);                            /* reading a subclass runs Python, which may record more slots */
     then = frame->slots[i].meta;
     Py_XINCREF(then.objects);
-    status = gck_meta_of(frame, value, then.objects != NULL, &now);
+    status = gck_metadata_of(frame, value, then.objects != NULL, &now);
     Py_DECREF(value);
     if (status == 0) {
-        same = gck_meta_same(&frame->state->py, &then, &now);
+        same = gck_metadata_same(&frame->state->py, &then, &now);
         if (same == 0 && (*differences != NULL || (*differences = PyList_New(0)) != NULL)) {
             status = append_difference(*differences, i, &then, &now);
         }
-        gck_meta_clear(&now);
+        gck_metadata_clear(&now);
     }
-    gck_meta_clear(&then);
+    gck_metadata_clear(&then);
     return same < 0 || PyErr_Occurred() ? -1 : status;
 }
 
-static int check_metadata(gck_frame *frame, gck_table *table)
+static int check_metadata(gck_frame *frame, gck_recomputed *table)
 {
     PyObject *differences = NULL;
     int status = 0;
@@ -214,7 +214,7 @@ static int check_metadata(gck_frame *frame, gck_table *table)
     return status;
 }
 
-static int check(gck_frame *frame, gck_table *table)
+static int check(gck_frame *frame, gck_recomputed *table)
 {
     if (frame->ignore_mismatch) {
         return 0;
@@ -230,34 +230,34 @@ static int check(gck_frame *frame, gck_table *table)
 /* ---- unpack ---- */
 
 /* Borrowed: the filled table of this backward.  It recomputes when the frame has none. */
-static gck_table *filled_table(gck_frame *frame, int64_t task, PyObject *group)
+static gck_recomputed *filled_table(gck_frame *frame, int64_t task, PyObject *group)
 {
-    gck_table *table;
+    gck_recomputed *table;
 
     /* First, because it may run Python: no other thread may run between the search for the table
      * and its creation. */
     if (gck_region_note_step(frame->state) < 0 || wait_for(frame, task, group) < 0) {
         return NULL;
     }
-    table = gck_frame_table(frame, task, group);
+    table = gck_recomputed_find(frame, task, group);
     if (table != NULL) {
         return table;
     }
-    table = gck_frame_table_new(frame, task, group);
+    table = gck_recomputed_new(frame, task, group);
     if (table == NULL) {
         return NULL;
     }
     if (fill(frame, table) < 0) {
-        gck_frame_table_free(frame, table);      /* a later unpack tries again, as in torch */
+        gck_recomputed_free(frame, table);      /* a later unpack tries again, as in torch */
         return NULL;
     }
     const int status = check(frame, table);      /* may run Python: no other thread sees the table yet */
     table->phase = GCK_FILLED;                   /* also after a failed check, as in torch */
-    gck_table_open(table);
+    gck_recomputed_open(table);
     return status < 0 ? NULL : table;
 }
 
-static PyObject *take(gck_frame *frame, gck_table *table, Py_ssize_t index)
+static PyObject *take(gck_frame *frame, gck_recomputed *table, Py_ssize_t index)
 {
     PyObject *value = table->values != NULL && index < table->size ? table->values[index] : NULL;
 
@@ -265,7 +265,7 @@ static PyObject *take(gck_frame *frame, gck_table *table, Py_ssize_t index)
         table->values[index] = NULL;             /* R4: autograd's reference is the last */
         table->handed[index] = 1;
         if (--table->left == 0) {
-            gck_table_drain(table);
+            gck_recomputed_drain(table);
         }
         return value;
     }
@@ -295,12 +295,12 @@ static PyObject *unpack(gck_frame *frame, Py_ssize_t index)
     if (current_task(frame->state, &task, &group) < 0) {
         return NULL;
     }
-    gck_table *table = filled_table(frame, task, group);
+    gck_recomputed *table = filled_table(frame, task, group);
     if (table != NULL) {
         value = take(frame, table, index);
     }
-    if (task < -1 && (table = gck_frame_table(frame, task, group)) != NULL) {
-        gck_frame_table_free(frame, table);      /* outside a backward every access has its own */
+    if (task < -1 && (table = gck_recomputed_find(frame, task, group)) != NULL) {
+        gck_recomputed_free(frame, table);      /* outside a backward every access has its own */
     }
     Py_XDECREF(group);
     return value;

@@ -61,7 +61,7 @@ static int keep_stateful(const gck_state *state, PyObject *modules)
     return 0;
 }
 
-static int enter_buffers(gck_frame *frame, gck_rerun *r)
+static int enter_buffers(gck_frame *frame, gck_recompute_env *r)
 {
     const gck_state *state = frame->state;
     PyObject *roots = roots_of(frame), *modules = roots != NULL ? gck_modules_of(&state->py, roots) : NULL;
@@ -76,7 +76,7 @@ static int enter_buffers(gck_frame *frame, gck_rerun *r)
 
 /* ---- begin, end ---- */
 
-static int begin(gck_frame *frame, gck_rerun *r)
+static int begin(gck_frame *frame, gck_recompute_env *r)
 {
     gck_py *py = &frame->state->py;
 
@@ -98,7 +98,7 @@ static int begin(gck_frame *frame, gck_rerun *r)
     return 0;
 }
 
-int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
+int gck_recompute_env_begin(gck_frame *frame, gck_recompute_env *r)
 {
     const gck_py *py = &frame->state->py;
 
@@ -112,7 +112,7 @@ int gck_rerun_begin(gck_frame *frame, gck_rerun *r)
     return 0;
 }
 
-int gck_rerun_end(gck_frame *frame, gck_rerun *r)
+int gck_recompute_env_end(gck_frame *frame, gck_recompute_env *r)
 {
     gck_error error = gck_error_take();
 

@@ -10,13 +10,13 @@ typedef struct {
     PyObject        *buffers;      /* guard of gradckpt._engine.buffers; NULL: nothing to restore */
     PyObject        *dynamo;       /* owned or NULL, for gck_dynamo_restore */
     bool             grad;
-} gck_rerun;
+} gck_recompute_env;
 
 /* 0, or -1 with an exception; then nothing is changed. */
-int gck_rerun_begin(gck_frame *frame, gck_rerun *r);
+int gck_recompute_env_begin(gck_frame *frame, gck_recompute_env *r);
 
 /* Restore everything, also with an exception pending, which survives.  0 or -1. */
-int gck_rerun_end(gck_frame *frame, gck_rerun *r);
+int gck_recompute_env_end(gck_frame *frame, gck_recompute_env *r);
 
 /* gradckpt.policies.is_recomputing(). */
 PyObject *gck_is_recomputing(PyObject *module, PyObject *unused);

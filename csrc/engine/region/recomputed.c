@@ -18,12 +18,12 @@ static void list(gck_frame *frame)
     gck_state *state = frame->state;
 
     if (frame->previous == NULL) {
-        frame->next = state->with_tables;
-        frame->previous = (gck_frame **)&state->with_tables;
+        frame->next = state->with_recomputed;
+        frame->previous = (gck_frame **)&state->with_recomputed;
         if (frame->next != NULL) {
             frame->next->previous = &frame->next;
         }
-        state->with_tables = frame;
+        state->with_recomputed = frame;
     }
 }
 
@@ -41,10 +41,10 @@ static void unlist(gck_frame *frame)
 
 /* ---- tables ---- */
 
-gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group)
+gck_recomputed *gck_recomputed_find(gck_frame *frame, int64_t task, PyObject *group)
 {
     for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
-        gck_table *t = frame->tables[i];
+        gck_recomputed *t = frame->tables[i];
         if (group != NULL ? t->group == group : t->group == NULL && t->task == task) {
             return t;
         }
@@ -54,7 +54,7 @@ gck_table *gck_frame_table(gck_frame *frame, int64_t task, PyObject *group)
 
 /* ---- waiting for another thread's recompute ---- */
 
-void gck_table_open(gck_table *table)
+void gck_recomputed_open(gck_recomputed *table)
 {
     PyObject *gate = table->gate;
     gck_error error;
@@ -70,7 +70,7 @@ void gck_table_open(gck_table *table)
 
 /* The first thread that waits makes the gate and locks it.  No call here runs Python: the methods
  * of a lock are C. */
-int gck_table_wait(const gck_py *py, gck_table *table)
+int gck_recomputed_wait(const gck_py *py, gck_recomputed *table)
 {
     PyObject *gate = table->gate != NULL ? table->gate : (table->gate = PyObject_CallNoArgs(py->new_lock));
     int status;
@@ -87,16 +87,16 @@ int gck_table_wait(const gck_py *py, gck_table *table)
     return status;
 }
 
-static void table_free(gck_table *table)
+static void table_free(gck_recomputed *table)
 {
-    gck_table_open(table);
-    gck_table_drain(table);
+    gck_recomputed_open(table);
+    gck_recomputed_drain(table);
     Py_XDECREF(table->group);
     free(table->handed);
     free(table);
 }
 
-void gck_frame_table_free(gck_frame *frame, gck_table *table)
+void gck_recomputed_free(gck_frame *frame, gck_recomputed *table)
 {
     for (Py_ssize_t i = 0; i < frame->ntables; i++) {
         if (frame->tables[i] == table) {
@@ -111,10 +111,10 @@ void gck_frame_table_free(gck_frame *frame, gck_table *table)
     }
 }
 
-void gck_frame_tables_clear(gck_frame *frame)
+void gck_recomputed_clear(gck_frame *frame)
 {
     while (frame->ntables > 0) {                 /* freeing one may free others */
-        gck_frame_table_free(frame, frame->tables[0]);
+        gck_recomputed_free(frame, frame->tables[0]);
     }
 }
 
@@ -124,10 +124,10 @@ static void forget_old(gck_frame *frame)
     Py_ssize_t drained = 0, filled = 0;
 
     for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
-        const gck_table *t = frame->tables[i];
+        const gck_recomputed *t = frame->tables[i];
         if (!t->watched && ((t->phase == GCK_DRAINED && ++drained > KEEP_DRAINED)
             || (t->phase == GCK_FILLED && t->group == NULL && ++filled > KEEP_FILLED))) {
-            gck_frame_table_free(frame, frame->tables[i]);
+            gck_recomputed_free(frame, frame->tables[i]);
             i = i < frame->ntables ? i : frame->ntables;     /* freeing may have freed others */
         }
     }
@@ -137,10 +137,10 @@ static void forget_old(gck_frame *frame)
 
 /* Borrowed: a table of this task, with its frame; NULL when none exists.  A table that is being
  * filled belongs to its recompute, and is freed by its number afterwards. */
-static gck_table *table_of_task(gck_state *state, int64_t task, gck_frame **frame)
+static gck_recomputed *table_of_task(gck_state *state, int64_t task, gck_frame **frame)
 {
-    for (*frame = state->with_tables; *frame != NULL; *frame = (*frame)->next) {
-        gck_table *table = gck_frame_table(*frame, task, NULL);
+    for (*frame = state->with_recomputed; *frame != NULL; *frame = (*frame)->next) {
+        gck_recomputed *table = gck_recomputed_find(*frame, task, NULL);
         if (table != NULL && table->phase != GCK_RESTORING) {
             return table;
         }
@@ -165,11 +165,11 @@ static void end_task(PyObject *capsule)
     task_end *end = PyCapsule_GetPointer(capsule, NULL);
     gck_error error = gck_error_take();
     gck_frame *frame;
-    gck_table *table;
+    gck_recomputed *table;
 
     /* Freeing values may run any code, so every round starts at the head of the list. */
     while ((table = table_of_task(end->state, end->task, &frame)) != NULL) {
-        gck_frame_table_free(frame, table);
+        gck_recomputed_free(frame, table);
     }
     if (end->state->watched_task == end->task) {
         end->state->watched_task = -1;
@@ -228,11 +228,11 @@ static int watch_task(gck_state *state, int64_t task)
     return result != NULL ? 1 : gck_clear_refusal();
 }
 
-gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
+gck_recomputed *gck_recomputed_new(gck_frame *frame, int64_t task, PyObject *group)
 {
     const size_t n = (size_t)frame->nslots;      /* more may come, from a backward inside the region */
-    gck_table *table = calloc(1, sizeof *table);
-    gck_table **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
+    gck_recomputed *table = calloc(1, sizeof *table);
+    gck_recomputed **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
 
     if (tables != NULL) {
         frame->tables = tables;
@@ -255,14 +255,14 @@ gck_table *gck_frame_table_new(gck_frame *frame, int64_t task, PyObject *group)
     list(frame);
     table->watched = group == NULL && task >= 0 ? watch_task(frame->state, task) : 0;
     if (table->watched < 0) {
-        gck_frame_table_free(frame, table);
+        gck_recomputed_free(frame, table);
         return NULL;
     }
     forget_old(frame);
     return table;
 }
 
-void gck_table_drain(gck_table *table)
+void gck_recomputed_drain(gck_recomputed *table)
 {
     PyObject **values = table->values;
     const Py_ssize_t n = table->size;

@@ -8,15 +8,15 @@
 
 /* ---- forward ---- */
 
-/* 1 when other saved-tensor hooks are active: payloads then go through them.  *decisions: which
+/* 1 when other saved-tensor hooks are active: payloads then go through them.  *replay_discrete: which
  * discrete outputs are replayed because these hooks keep tensors lossily, inputs of ours among
  * them. */
-static int outer_hooks(const gck_py *py, int *decisions)
+static int outer_hooks(const gck_py *py, int *replay_discrete)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
     const int active = top == NULL ? -1 : top != Py_None;
 
-    *decisions = active > 0 ? gck_saver_decisions(top) : 0;
+    *replay_discrete = active > 0 ? gck_saved_hooks_replay_discrete(top) : 0;
     Py_XDECREF(top);
     return active;
 }
@@ -27,13 +27,13 @@ static int begin(gck_frame *frame, gck_packing *packing)
     gck_state *state = frame->state;
     const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
 
-    packing->outer = tracing < 0 ? -1 : outer_hooks(&state->py, &frame->decisions);
+    packing->outer = tracing < 0 ? -1 : outer_hooks(&state->py, &frame->replay_discrete);
     if (packing->outer < 0) {
         return -1;
     }
-    frame->asked = packing->plan.codec != NULL;
+    frame->compress_requested = packing->plan.codec != NULL;
     state->stats.regions++;
-    state->stats.regions_eligible += frame->asked;
+    state->stats.regions_eligible += frame->compress_requested;
     if (tracing) {
         packing->plan.codec = NULL;
         state->stats.uncompressed[GCK_SKIP_TRACING]++;
@@ -44,9 +44,9 @@ static int begin(gck_frame *frame, gck_packing *packing)
 /* Keep the region's discrete outputs, in the store of its contexts where these are ours.  0 or -1. */
 static int decide(gck_frame *frame)
 {
-    gck_store *of_contexts = gck_context_store(frame->state, frame->recompute_context);
+    gck_op_storage *of_contexts = gck_context_store(frame->state, frame->recompute_context);
 
-    return gck_region_decides(frame->state, frame->decisions, of_contexts != NULL ? &of_contexts : &frame->store);
+    return gck_region_replays_discrete(frame->state, frame->replay_discrete, of_contexts != NULL ? &of_contexts : &frame->store);
 }
 
 /* Make entries for all arguments, and what the forward gets.  0 or -1. */
@@ -61,7 +61,7 @@ static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
 
     *fed_kwargs = kwargs != NULL ? PyDict_New() : NULL;
     frame->kwnames = names;
-    frame->args = calloc((size_t)(nargs + nkw) + 1, sizeof(gck_entry));
+    frame->args = calloc((size_t)(nargs + nkw) + 1, sizeof(gck_packed));
     if (frame->args == NULL) {
         PyErr_NoMemory();
     }
@@ -74,7 +74,7 @@ static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
     for (Py_ssize_t i = 0; status == 0 && i < nargs + nkw; i++) {
         PyObject *name = i < nargs ? NULL : PyTuple_GetItem(names, i - nargs);
         PyObject *x = name == NULL ? args[i] : PyDict_GetItemWithError(kwargs, name);
-        status = x == NULL ? -1 : gck_entry_pack(packing, x, name == NULL, &frame->args[i], &value);
+        status = x == NULL ? -1 : gck_pack(packing, x, name == NULL, &frame->args[i], &value);
         if (status == 0) {
             status = name == NULL ? PyList_Append(fed, value) : PyDict_SetItem(*fed_kwargs, name, value);
             Py_CLEAR(value);
@@ -119,8 +119,8 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     }
     state->stats.regions_compressed += packing->payloads > 0;
     frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.fake_quantize;
-    if (packing->payloads > 0 && packing->plan.replay_discrete > frame->decisions) {
-        frame->decisions = packing->plan.replay_discrete;
+    if (packing->payloads > 0 && packing->plan.replay_discrete > frame->replay_discrete) {
+        frame->replay_discrete = packing->plan.replay_discrete;
     }
     if (decide(frame) < 0) {
         return -1;
@@ -129,7 +129,7 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
         frame->store->by_call = packing->inputs != NULL || packing->of_node;
     }
     if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
-        gck_aliases_clear(&packing->aliases);    /* the function may free what it takes out of a list */
+        gck_input_aliasing_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
     return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0 ? -1
          : packing->outer ? 0 : show(frame);     /* outer hooks decide whether the bytes stay */
@@ -142,7 +142,7 @@ static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs,
     int status = 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
-        PyObject *value = gck_entry_restore(frame->state, &frame->args[i], batch, inputs);
+        PyObject *value = gck_packed_restore(frame->state, &frame->args[i], batch, inputs);
         status = value == NULL ? -1 : i < frame->nargs ? PyList_Append(args, value)
                : PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
         Py_XDECREF(value);
@@ -222,16 +222,16 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
                           PyObject *kwargs, int replay)
 {
     gck_rounding rounding = frame->rounding, *around;
-    gck_catch caught;
+    gck_op_catching caught;
     PyObject *result;
 
-    if (gck_catch_begin(frame->state, &caught, frame->store, frame->policy_fn, replay) < 0) {
+    if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->policy_fn, replay) < 0) {
         return NULL;
     }
     around = gck_rounding_enter(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
     gck_rounding_leave(around);
-    if (gck_catch_end(frame->state, &caught) < 0) {
+    if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }
     return result;

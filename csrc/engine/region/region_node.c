@@ -63,7 +63,7 @@ static int touch(gck_frame *frame)
     int status = 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
-        status = gck_entry_touch(frame->state, &frame->args[i]);
+        status = gck_packed_touch(frame->state, &frame->args[i]);
     }
     return status;
 }
@@ -100,7 +100,7 @@ static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyOb
         status = tuple != NULL && save != NULL ? gck_done(PyObject_Call(save, tuple, NULL)) : -1;
     }
     Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
-    gck_aliases_clear(&packing.aliases);
+    gck_input_aliasing_clear(&packing.aliases);
     Py_XDECREF(inputs);
     Py_XDECREF(tuple);
     Py_XDECREF(save);
@@ -170,12 +170,12 @@ static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *a
     if (head != NULL && PyList_SetSlice(inputs, 0, 0, head) == 0 && (all = PyList_AsTuple(inputs)) != NULL) {
         result = PyObject_Call(frame->state->selective_apply, all, NULL);
     }
-    if (result != NULL && gck_aliases_check(&packing->aliases, py) < 0) {
+    if (result != NULL && gck_input_aliasing_check(&packing->aliases, py) < 0) {
         Py_CLEAR(result);
     }
 
 exit:
-    gck_aliases_clear(&packing->aliases);
+    gck_input_aliasing_clear(&packing->aliases);
     Py_XDECREF(inputs);
     Py_XDECREF(fed_args);
     Py_XDECREF(fed_kwargs);
@@ -255,9 +255,9 @@ static int take_policy(gck_frame *frame, PyObject *policy)
     if (read == NULL) {
         return -1;
     }
-    ok = PyArg_ParseTuple(read, "O!O", state->Names, &names, &function);
-    if (ok && (((gck_names *)names)->n > 0 || function != Py_None)) {
-        frame->store = gck_store_new(state, (gck_names *)names, 0, 0);
+    ok = PyArg_ParseTuple(read, "O!O", state->OpPolicy, &names, &function);
+    if (ok && (((gck_op_policy *)names)->n > 0 || function != Py_None)) {
+        frame->store = gck_op_storage_new(state, (gck_op_policy *)names, 0, 0);
         frame->policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
         ok = frame->store != NULL;
     }

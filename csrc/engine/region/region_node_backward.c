@@ -10,11 +10,11 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
 {
     gck_state *state = frame->state;
     PyObject *args = NULL, *kwargs = NULL, *out = NULL, *tensors, *next = PyObject_GetIter(saved);
-    gck_rerun rerun;
+    gck_recompute_env rerun;
 
-    if (next != NULL && gck_region_restore(frame, next, inputs, &args, &kwargs) == 0 && gck_rerun_begin(frame, &rerun) == 0) {
+    if (next != NULL && gck_region_restore(frame, next, inputs, &args, &kwargs) == 0 && gck_recompute_env_begin(frame, &rerun) == 0) {
         out = gck_region_call(frame, NULL, NULL, args, kwargs, 1);
-        if (gck_rerun_end(frame, &rerun) < 0) {
+        if (gck_recompute_env_end(frame, &rerun) < 0) {
             Py_CLEAR(out);
         }
     }
@@ -149,7 +149,7 @@ static PyObject *spread(const gck_frame *frame, PyObject *inputs)
     Py_ssize_t next = 0;
 
     for (Py_ssize_t i = 0; list != NULL && i < frame->nargs; i++) {
-        const int tensor = frame->args[i].kind == GCK_OF_NODE && next < PyList_Size(inputs);
+        const int tensor = frame->args[i].kind == GCK_PACKED_BY_NODE && next < PyList_Size(inputs);
         if (PyList_Append(list, tensor ? PyList_GetItem(inputs, next++) : Py_None) < 0) {
             Py_CLEAR(list);
         }

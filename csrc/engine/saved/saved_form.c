@@ -6,18 +6,18 @@
 /* ---- what is kept as it is ---- */
 
 /* Make the hooks around ours the innermost.  0 or -1. */
-static int push_outer(const gck_saver *self)
+static int push_outer(const gck_saved_hooks *self)
 {
     return gck_done(PyObject_CallFunctionObjArgs(self->packing.state->py.push_hooks, self->outer_pack,
                                                  self->outer_unpack, NULL));
 }
 
 /* Keep it by reference, checked against its version at unpack, without its graph.  0 or -1. */
-static int keep(const gck_saver *self, const gck_input *in, gck_form *to)
+static int keep(const gck_saved_hooks *self, const gck_input *in, gck_saved_form *to)
 {
     PyObject *x = in->leaf ? Py_NewRef(in->x) : PyObject_CallMethodObjArgs(in->x, self->packing.state->py.names.detach, NULL);
     gck_input plain = {.x = x};
-    const int status = x == NULL ? -1 : gck_entry_keep(&self->packing, &plain, &to->entry);
+    const int status = x == NULL ? -1 : gck_pack_exactly(&self->packing, &plain, &to->entry);
 
     gck_input_clear(&plain);
     return status;
@@ -40,7 +40,7 @@ static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize
 
 /* Find or make a payload of the tensor.  1; 0 when the codec overflows; -1.  only_found: 0 also
  * when none exists yet. */
-static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, int only_found, gck_form *to)
+static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, int only_found, gck_saved_form *to)
 {
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
@@ -56,7 +56,7 @@ static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, 
     }
     /* A device may report overflow late, and until then the payload holds its original.  That must
      * not be a tensor whose node holds the payload. */
-    own.x = codec->refuses ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
+    own.x = codec->may_overflow ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
     if (own.x != NULL) {
         payload = gck_payload_new(state, codec, &own, first, stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
                                   outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, NULL, &fits);
@@ -66,7 +66,7 @@ static int encode(const gck_saver *self, const gck_codec *codec, gck_input *in, 
     } else if (only_found && payload != (PyObject *)first) {
         done = 0;                                /* it was written to since, and costs more than a part of it */
     } else if (own.x == in->x || gck_payload_adopt((gck_payload *)payload, in->x) == 0) {
-        to->entry = (gck_entry){GCK_PAYLOAD, Py_NewRef(payload), 0, 0, NULL, 0};
+        to->entry = (gck_packed){GCK_PACKED_PAYLOAD, Py_NewRef(payload), 0, 0, NULL, 0};
         done = 1;
     }
     gck_input_clear(&own);
@@ -83,20 +83,20 @@ static int keeps_strides(const gck_tensor *x)
 
 /* Keep the tensor by a payload of the whole tensor of which it is a view, where that costs no more
  * than its own, so that all views share one payload.  1, 0, -1 as above. */
-static int encode_view(const gck_saver *self, const gck_codec *codec, gck_input *in, gck_form *to)
+static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, gck_saved_form *to)
 {
     gck_py *py = &self->packing.state->py;
     gck_input whole = {.x = PyObject_GetAttr(in->x, py->names._base)};
     gck_tensor view;
     int64_t offset;
-    int done = 0, verdict = whole.x == NULL ? -1 : GCK_SKIP_LAYOUT;
+    int done = 0, reason = whole.x == NULL ? -1 : GCK_SKIP_LAYOUT;
 
     if (whole.x != NULL && whole.x != Py_None) {
-        verdict = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &whole, codec, 0);
+        reason = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &whole, codec, 0);
     }
-    if (verdict < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
+    if (reason < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
         done = -1;
-    } else if (verdict == GCK_COMPRESS && keeps_strides(&whole.view)
+    } else if (reason == GCK_COMPRESS && keeps_strides(&whole.view)
                && lies_within(&view, &whole.view, view.dtype == GCK_F32 ? 4 : view.dtype == GCK_BOOL ? 1 : 2, &offset)) {
         /* One after the other: no attribute is read with an error set. */
         PyObject *shape = PyObject_GetAttr(in->x, py->names.shape);
@@ -115,7 +115,7 @@ static int encode_view(const gck_saver *self, const gck_codec *codec, gck_input 
 
 /* Encode the tensor, or what the form has in its place.  1; 0: it has to stay uncompressed, for the
  * reason *reason; -1. */
-static int encode_form(const gck_saver *self, PyObject *form, gck_input *in, gck_form *to, int *reason)
+static int encode_form(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_form *to, int *reason)
 {
     gck_py *py = &self->packing.state->py;
     const gck_codec *codec = self->packing.plan.codec;
@@ -134,7 +134,7 @@ static int encode_form(const gck_saver *self, PyObject *form, gck_input *in, gck
         *reason = done == GCK_SKIP_DTYPE ? GCK_SKIP_EXACT : done;        /* half precision stays as it is */
         done = done < 0 ? -1 : 0;
     } else {
-        *reason = GCK_SKIP_FIT;
+        *reason = GCK_SKIP_OVERFLOW;
         done = part != Py_None ? encode(self, codec, &made, 0, to) : encode_view(self, codec, &made, to);
     }
     if (part != Py_None) {
@@ -160,19 +160,19 @@ static int storage_of(const gck_py *py, PyObject *x, const void **address)
 }
 
 /* 1 when this storage is also kept uncompressed; 0. */
-static int is_held(const gck_saver *self, const void *storage)
+static int is_held(const gck_saved_hooks *self, const void *storage)
 {
-    const gck_saved *other;
+    const gck_saved_tensor *other;
 
-    for (int i = 0; storage != NULL && (other = gck_waiting_known(self->waiting, i)) != NULL; i++) {
-        if (other->form.entry.kind == GCK_VERSIONED && other->form.storage == storage) {
+    for (int i = 0; storage != NULL && (other = gck_saved_waiting_known(self->waiting, i)) != NULL; i++) {
+        if (other->form.entry.kind == GCK_PACKED_TENSOR && other->form.storage == storage) {
             return 1;
         }
     }
     return 0;
 }
 
-int gck_settling_put(const gck_saver *self, PyObject *form, gck_input *in, gck_form *to, int reason)
+int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_form *to, int reason)
 {
     gck_state *state = self->packing.state;
     const int outer = self->packing.outer;
@@ -191,7 +191,7 @@ int gck_settling_put(const gck_saver *self, PyObject *form, gck_input *in, gck_f
         state->stats.eligible++;
         state->stats.compressed++;
     } else if (done == 0) {
-        done = keep(self, in, to) < 0 ? -1 : gck_count_kept(state, in->x, reason);
+        done = keep(self, in, to) < 0 ? -1 : gck_count_uncompressed(state, in->x, reason);
     }
     if (outer) {
         gck_hooks_pop(&state->py);
@@ -200,23 +200,23 @@ int gck_settling_put(const gck_saver *self, PyObject *form, gck_input *in, gck_f
 }
 
 /* Keep `saved` in this form from now on.  0 or -1. */
-static int become(const gck_saver *self, gck_saved *saved, PyObject *form, gck_input *in, int reason)
+static int become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in, int reason)
 {
-    gck_form made = {.storage = NULL}, old = made;
-    const int status = gck_settling_put(self, form, in, &made, reason);
+    gck_saved_form made = {.storage = NULL}, old = made;
+    const int status = gck_saved_form_put(self, form, in, &made, reason);
 
     if (status == 0) {
         old = saved->form;
         saved->form = made;
         made = old;
     }
-    gck_form_clear(&made);
+    gck_saved_form_clear(&made);
     return status;
 }
 
 /* `of` has a payload of a storage that is kept uncompressed from now on: return to the tensor.  0
  * or -1. */
-static int take_back(const gck_saver *self, gck_saved *of)
+static int take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
 {
     gck_state *state = self->packing.state;
     const gck_payload *payload = (gck_payload *)of->form.entry.value;
@@ -226,8 +226,8 @@ static int take_back(const gck_saver *self, gck_saved *of)
     int status = whole.x == Py_None ? 0 : gck_input_read(&state->py, &whole, GCK_FACT_VERSION) < 0 ? -1
                : storage_of(&state->py, whole.x, &address);
 
-    if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version && of->form.entry.kind == GCK_PAYLOAD) {
-        in.x = of->form.view != NULL ? gck_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
+    if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version && of->form.entry.kind == GCK_PACKED_PAYLOAD) {
+        in.x = of->form.view != NULL ? gck_saved_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
         status = in.x == NULL ? -1 : become(self, of, Py_None, &in, GCK_SKIP_EXACT);
         state->stats.compressed--;
         state->stats.eligible--;
@@ -237,14 +237,14 @@ static int take_back(const gck_saver *self, gck_saved *of)
     return status;
 }
 
-int gck_settling_hold(const gck_saver *self, const gck_form *form)
+int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form)
 {
-    const void *storage = form->entry.kind == GCK_VERSIONED ? form->storage : NULL;
-    gck_saved *other;
+    const void *storage = form->entry.kind == GCK_PACKED_TENSOR ? form->storage : NULL;
+    gck_saved_tensor *other;
     int status = 0;
 
-    for (int i = 0; storage != NULL && status == 0 && (other = gck_waiting_known(self->waiting, i)) != NULL; i++) {
-        if (other->form.entry.kind == GCK_PAYLOAD && other->form.storage == storage && other->form.dtype == NULL) {
+    for (int i = 0; storage != NULL && status == 0 && (other = gck_saved_waiting_known(self->waiting, i)) != NULL; i++) {
+        if (other->form.entry.kind == GCK_PACKED_PAYLOAD && other->form.storage == storage && other->form.dtype == NULL) {
             Py_INCREF((PyObject *)other);
             status = take_back(self, other);
             Py_DECREF((PyObject *)other);
@@ -256,7 +256,7 @@ int gck_settling_hold(const gck_saver *self, const gck_form *form)
 /* ---- what the saving node needs ---- */
 
 /* What waited was counted as uncompressed for a reason that no longer holds. */
-static void uncount(const gck_saved *saved)
+static void uncount(const gck_saved_tensor *saved)
 {
     gck_stats *s = &saved->state->stats;
 
@@ -267,11 +267,11 @@ static void uncount(const gck_saved *saved)
     }
 }
 
-int gck_settling_settle(gck_saved *saved, PyObject *node, int go_on)
+int gck_saved_form_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
 {
     gck_state *state = saved->state;
     PyObject *op = saved->saver, *form = NULL;
-    const gck_saver *self = (gck_saver *)op;
+    const gck_saved_hooks *self = (gck_saved_hooks *)op;
     gck_input in = gck_input_of(saved->form.entry.value);
     int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
 
@@ -283,7 +283,7 @@ int gck_settling_settle(gck_saved *saved, PyObject *node, int go_on)
         form = node == NULL ? Py_NewRef(Py_None)
              : PyObject_CallFunctionObjArgs(state->py.call.form_of_input, node, (PyObject *)saved, in.x, NULL);
         status = form == NULL ? -1 : become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
-        status = status < 0 ? -1 : gck_settling_hold(self, &saved->form);
+        status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
     }
     if (go_on) {
         saved->saver = Py_NewRef(op);

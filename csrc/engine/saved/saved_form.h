@@ -4,7 +4,7 @@
 
 #include "engine/saved/saved_waiting.h"
 
-/* A pair of hooks: heap type Saver, see saved_hooks.c. */
+/* A pair of hooks: heap type SavedHooks, see saved_hooks.c. */
 typedef struct {
     PyObject_HEAD
     gck_packing packing;
@@ -12,19 +12,19 @@ typedef struct {
     PyObject   *outer_pack, *outer_unpack;       /* hooks around ours, or NULL           */
     int64_t     number, last;                    /* the node being made, and the last of those that packing made
                                                   * meanwhile (outer hooks, torch without _make_saved_tensor) */
-} gck_saver;
+} gck_saved_hooks;
 
 /* Keep the tensor in the form that gradckpt._engine.saved_roles returned, and count it.  It is kept
  * by reference, for this reason, where that returned None, where the codec overflows, and where
  * form is NULL. GCK_COMPRESS: no other node needs it exactly.  0 or -1. */
-int gck_settling_put(const gck_saver *self, PyObject *form, gck_input *in, gck_form *to, int reason);
+int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_form *to, int reason);
 
 /* If this tensor stays uncompressed, keep everything that shares its storage uncompressed too.  0
  * or -1. */
-int gck_settling_hold(const gck_saver *self, const gck_form *form);
+int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form);
 
 /* Settle a waiting tensor in the form its node needs. node NULL: the node is not known, and the
  * tensor stays, without its graph, of which it may be a result; go_on: and waits again.  0 or -1. */
-int gck_settling_settle(gck_saved *saved, PyObject *node, int go_on);
+int gck_saved_form_settle(gck_saved_tensor *saved, PyObject *node, int go_on);
 
 #endif

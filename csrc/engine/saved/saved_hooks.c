@@ -1,4 +1,4 @@
-/* saved_hooks.c: heap type Saver: the pair of hooks that decides how a saved tensor is kept.
+/* saved_hooks.c: heap type SavedHooks: the pair of hooks that decides how a saved tensor is kept.
  *
  * Nothing is recomputed: pack encodes, unpack decodes.  What has to stay exact is kept as autograd
  * keeps it, detached, so that the graph does not hold itself. */
@@ -12,12 +12,12 @@
 /* The reason why x stays uncompressed, GCK_COMPRESS, or -1.  *form: new reference to the answer of
  * gradckpt._engine.saved_roles, NULL where that was not called.  number: of the node that is being
  * made. */
-static int judge(const gck_saver *self, gck_input *in, PyObject *node, int64_t number, PyObject **form)
+static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, PyObject **form)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
     PyObject *of;
-    int verdict, tracing;
+    int reason, tracing;
 
     if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
         return -1;
@@ -25,37 +25,37 @@ static int judge(const gck_saver *self, gck_input *in, PyObject *node, int64_t n
     if ((in->requires_grad && in->leaf) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
         return GCK_SKIP_LEAF;
     }
-    verdict = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
-    if (verdict == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
+    reason = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
+    if (reason == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
         return tracing < 0 ? -1 : GCK_SKIP_TRACING;
     }
     if (!in->requires_grad) {
-        *form = verdict == GCK_COMPRESS ? Py_BuildValue("(sO)", "mask", Py_None) : NULL;
-        return PyErr_Occurred() ? -1 : verdict == GCK_SKIP_DTYPE || verdict == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD
-             : verdict;
+        *form = reason == GCK_COMPRESS ? Py_BuildValue("(sO)", "mask", Py_None) : NULL;
+        return PyErr_Occurred() ? -1 : reason == GCK_SKIP_DTYPE || reason == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD
+             : reason;
     }
-    if (verdict != GCK_COMPRESS && verdict != GCK_SKIP_SMALL) {
-        return verdict;
+    if (reason != GCK_COMPRESS && reason != GCK_SKIP_SMALL) {
+        return reason;
     }
-    of = PyLong_FromLongLong(self->waiting == NULL || gck_entry_of_region ? -1 : number);
+    of = PyLong_FromLongLong(self->waiting == NULL || gck_packing_for_region ? -1 : number);
     *form = of != NULL ? PyObject_CallFunctionObjArgs(py->call.form_when_packed, in->x, node, of, NULL) : NULL;
     Py_XDECREF(of);
-    verdict = *form == NULL ? -1 : *form == Py_True ? GCK_SKIP_LEAF : verdict == GCK_COMPRESS ? GCK_SKIP_EXACT : verdict;
-    if (verdict != GCK_SKIP_EXACT) {
+    reason = *form == NULL ? -1 : *form == Py_True ? GCK_SKIP_LEAF : reason == GCK_COMPRESS ? GCK_SKIP_EXACT : reason;
+    if (reason != GCK_SKIP_EXACT) {
         Py_CLEAR(*form);
     }
-    return verdict;
+    return reason;
 }
 
 /* Let the tensor wait in `to`.  0 or -1. */
-static int wait(gck_saver *self, gck_input *in, int64_t number, gck_saved *to)
+static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_tensor *to)
 {
     gck_state *state = self->packing.state;
     gck_packing packing = self->packing;
     const int64_t kept = state->stats.uncompressed_bytes;
 
     packing.outer = 0;                           /* outer hooks see its final form */
-    if (gck_entry_keep(&packing, in, &to->form.entry) < 0 || gck_count_kept(state, in->x, GCK_SKIP_UNKNOWN) < 0) {
+    if (gck_pack_exactly(&packing, in, &to->form.entry) < 0 || gck_count_uncompressed(state, in->x, GCK_SKIP_UNKNOWN) < 0) {
         return -1;
     }
     to->number = number;
@@ -63,33 +63,33 @@ static int wait(gck_saver *self, gck_input *in, int64_t number, gck_saved *to)
     to->epoch = state->epoch;
     to->saver = Py_NewRef((PyObject *)self);
     gck_count_live(state, to->waits);
-    return gck_waiting_add(self->waiting, to);
+    return gck_saved_waiting_add(self->waiting, to);
 }
 
 /* Keep the tensor in the form that is now known.  0 or -1. */
-static int put(const gck_saver *self, PyObject *form, gck_input *in, gck_saved *to, int reason)
+static int put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_tensor *to, int reason)
 {
-    if (gck_settling_put(self, form, in, &to->form, reason) < 0) {
+    if (gck_saved_form_put(self, form, in, &to->form, reason) < 0) {
         return -1;
     }
-    return to->form.storage == NULL ? 0 : gck_waiting_add(self->waiting, to) < 0 ? -1 : gck_settling_hold(self, &to->form);
+    return to->form.storage == NULL ? 0 : gck_saved_waiting_add(self->waiting, to) < 0 ? -1 : gck_saved_form_hold(self, &to->form);
 }
 
 /* Called by autograd for every tensor it saves, without grad.  New reference: a Saved. */
 static PyObject *pack(PyObject *op, PyObject *x)
 {
-    gck_saver *self = (gck_saver *)op;
+    gck_saved_hooks *self = (gck_saved_hooks *)op;
     gck_state *state = self->packing.state;
     /* First, because asking for the node of a view that was changed in place makes nodes. */
     const int64_t last = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
     const int64_t number = last >= 0 && self->packing.outer && last == self->last ? self->number : last;
     PyObject *node = number < 0 ? NULL : PyObject_GetAttr(x, state->py.names.grad_fn), *form = NULL;
-    gck_saved *to = node != NULL ? gck_saved_new(state) : NULL;
+    gck_saved_tensor *to = node != NULL ? gck_saved_tensor_new(state) : NULL;
     gck_input in = gck_input_of(x);
     int status = to == NULL ? -1 : 0, reason;
 
     if (status == 0 && self->waiting != NULL && node != Py_None) {
-        status = gck_waiting_reach(self->waiting, state, node, number);
+        status = gck_saved_waiting_reach(self->waiting, state, node, number);
     }
     reason = status < 0 ? -1 : judge(self, &in, node, number, &form);
     if (reason < 0 || (form == Py_False ? wait(self, &in, number, to) : put(self, form, &in, to, reason)) < 0) {
@@ -111,12 +111,12 @@ static PyObject *pack(PyObject *op, PyObject *x)
 /* Return the tensor to autograd without history, which autograd holds itself. */
 static PyObject *unpack(PyObject *op, PyObject *packed)
 {
-    gck_state *state = ((gck_saver *)op)->packing.state;
+    gck_state *state = ((gck_saved_hooks *)op)->packing.state;
 
-    if (Py_TYPE(packed) != state->Saved) {
+    if (Py_TYPE(packed) != state->SavedTensor) {
         return PyErr_Format(PyExc_TypeError, "gradckpt: not a saved tensor of compress_saved(): %R", Py_TYPE(packed));
     }
-    return gck_saved_restore((gck_saved *)packed);
+    return gck_saved_tensor_restore((gck_saved_tensor *)packed);
 }
 
 static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};
@@ -127,17 +127,17 @@ static PyMethodDef unpack_def = {"unpack", unpack, METH_O, NULL};
 static int saver_traverse(PyObject *op, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(op));
-    Py_VISIT(((gck_saver *)op)->outer_pack);
-    Py_VISIT(((gck_saver *)op)->outer_unpack);
-    Py_VISIT(((gck_saver *)op)->waiting);
+    Py_VISIT(((gck_saved_hooks *)op)->outer_pack);
+    Py_VISIT(((gck_saved_hooks *)op)->outer_unpack);
+    Py_VISIT(((gck_saved_hooks *)op)->waiting);
     return 0;
 }
 
 static int saver_clear(PyObject *op)
 {
-    Py_CLEAR(((gck_saver *)op)->outer_pack);
-    Py_CLEAR(((gck_saver *)op)->outer_unpack);
-    Py_CLEAR(((gck_saver *)op)->waiting);
+    Py_CLEAR(((gck_saved_hooks *)op)->outer_pack);
+    Py_CLEAR(((gck_saved_hooks *)op)->outer_unpack);
+    Py_CLEAR(((gck_saved_hooks *)op)->waiting);
     return 0;
 }
 
@@ -155,9 +155,9 @@ static PyType_Slot saver_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec gck_saver_spec = {
-    .name = "gradckpt._C.Saver",
-    .basicsize = sizeof(gck_saver),
+PyType_Spec gck_saved_hooks_spec = {
+    .name = "gradckpt._C.SavedHooks",
+    .basicsize = sizeof(gck_saved_hooks),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = saver_slots,
 };
@@ -166,7 +166,7 @@ static int is_ours(PyObject *hook) { return PyCFunction_CheckExact(hook) && PyCF
 
 /* Find the hooks around ours, which see the bytes of our payloads.  Around other hooks of this file
  * they are the hooks of those: the innermost codec counts.  0 or -1. */
-static int find_outer(gck_saver *self, const gck_py *py)
+static int find_outer(gck_saved_hooks *self, const gck_py *py)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
     PyObject *outer_pack = NULL, *outer_unpack = NULL;
@@ -176,7 +176,7 @@ static int find_outer(gck_saver *self, const gck_py *py)
         return -1;
     }
     if (outer_pack != NULL && is_ours(outer_pack)) {
-        const gck_saver *around = (gck_saver *)PyCFunction_GetSelf(outer_pack);
+        const gck_saved_hooks *around = (gck_saved_hooks *)PyCFunction_GetSelf(outer_pack);
         outer_pack = around->outer_pack;
         outer_unpack = around->outer_unpack;
     }
@@ -189,38 +189,38 @@ static int find_outer(gck_saver *self, const gck_py *py)
 
 /* New reference; NULL: nothing was pushed.  Tensors that wait under other hooks wait in a list of
  * their own: a region's recompute must keep what its forward kept, whatever else the thread does. */
-static gck_saver *push(gck_state *state, PyObject *compress)
+static gck_saved_hooks *push(gck_state *state, PyObject *compress)
 {
     gck_plan plan;
-    gck_saver *self;
+    gck_saved_hooks *self;
 
     if (gck_options_plan(state, compress, &plan) < 0) {
         return NULL;
     }
-    self = (gck_saver *)PyType_GenericAlloc(state->Saver, 0);
+    self = (gck_saved_hooks *)PyType_GenericAlloc(state->SavedHooks, 0);
     if (self == NULL) {
         return NULL;
     }
     self->packing = (gck_packing){.state = state, .plan = plan};
     if (find_outer(self, &state->py) < 0
         || (plan.codec->max_error > 0
-            && (self->waiting = self->packing.outer ? gck_waiting_new() : gck_waiting_of_thread()) == NULL)
+            && (self->waiting = self->packing.outer ? gck_saved_waiting_new() : gck_saved_waiting_of_thread()) == NULL)
         || gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self) < 0) {
         Py_CLEAR(self);
     }
     return self;
 }
 
-int gck_saver_decisions(PyObject *hooks)
+int gck_saved_hooks_replay_discrete(PyObject *hooks)
 {
     PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
 
-    return hook != NULL && is_ours(hook) ? ((gck_saver *)PyCFunction_GetSelf(hook))->packing.plan.replay_discrete : 0;
+    return hook != NULL && is_ours(hook) ? ((gck_saved_hooks *)PyCFunction_GetSelf(hook))->packing.plan.replay_discrete : 0;
 }
 
-PyObject *gck_saver_push(PyObject *module, PyObject *compress)
+PyObject *gck_saved_hooks_push(PyObject *module, PyObject *compress)
 {
-    gck_saver *self = push(gck_state_of(module), compress);
+    gck_saved_hooks *self = push(gck_state_of(module), compress);
 
     Py_XDECREF((PyObject *)self);
     return self == NULL ? NULL : Py_NewRef(Py_None);
@@ -234,8 +234,8 @@ static int pop(gck_state *state, int failed)
     PyObject *top = PyObject_CallFunctionObjArgs(state->py.top_hooks, Py_True, NULL);
     PyObject *hook = top != NULL && top != Py_None ? PyTuple_GetItem(top, 0) : NULL;
     PyObject *op = hook != NULL && is_ours(hook) ? Py_NewRef(PyCFunction_GetSelf(hook)) : NULL;
-    gck_saver *self = (gck_saver *)op;
-    gck_saved *saved;
+    gck_saved_hooks *self = (gck_saved_hooks *)op;
+    gck_saved_tensor *saved;
     int status = top == NULL ? -1 : 0;
 
     Py_XDECREF(top);
@@ -244,38 +244,38 @@ static int pop(gck_state *state, int failed)
         self->packing.outer = self->packing.outer && !failed;
         for (int i = 2 * GCK_WAITING_TENSORS; status == 0 && i-- > 0;) {
             /* downwards: settling may shorten the list */
-            saved = gck_waiting_known(self->waiting, i);
-            status = saved != NULL && saved->saver == op ? gck_settling_settle(saved, NULL, !self->packing.outer) : 0;
+            saved = gck_saved_waiting_known(self->waiting, i);
+            status = saved != NULL && saved->saver == op ? gck_saved_form_settle(saved, NULL, !self->packing.outer) : 0;
         }
     }
     Py_XDECREF(op);
     return status;
 }
 
-PyObject *gck_saver_pop(PyObject *module, PyObject *failed)
+PyObject *gck_saved_hooks_pop(PyObject *module, PyObject *failed)
 {
     return pop(gck_state_of(module), failed == Py_True) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* Search the nodes behind the function's result.  0 or -1. */
-static int look_behind(const gck_saver *self, PyObject *result)
+static int look_behind(const gck_saved_hooks *self, PyObject *result)
 {
     gck_state *state = self->packing.state;
     PyObject *nodes = PyObject_CallFunction(state->py.call.nodes_behind, "(O)", result);
     int status = nodes == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
-        status = gck_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), INT64_MAX);
+        status = gck_saved_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), INT64_MAX);
     }
     Py_XDECREF(nodes);
     return status;
 }
 
-PyObject *gck_saver_call(PyObject *module, PyObject *args)
+PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     PyObject *compress, *function, *tuple, *kwargs, *result;
-    gck_saver *self;
+    gck_saved_hooks *self;
     gck_error error;
 
     if (!PyArg_ParseTuple(args, "OOO!O!:saved_call", &compress, &function, &PyTuple_Type, &tuple, &PyDict_Type, &kwargs)

@@ -4,19 +4,19 @@
 
 #include "engine/state.h"
 
-extern PyType_Spec gck_saver_spec;
+extern PyType_Spec gck_saved_hooks_spec;
 
 /* hooks: torch's innermost ones of this thread.  Returns for ours, with a rounding codec, a
- * gck_plan's decisions. */
-int gck_saver_decisions(PyObject *hooks);
+ * gck_plan's replay_discrete. */
+int gck_saved_hooks_replay_discrete(PyObject *hooks);
 
 /* saved_push(compress): the hooks become the innermost of this thread. */
-PyObject *gck_saver_push(PyObject *module, PyObject *compress);
+PyObject *gck_saved_hooks_push(PyObject *module, PyObject *compress);
 
 /* saved_pop(failed): take the innermost hooks off; failed: an exception ended their block. */
-PyObject *gck_saver_pop(PyObject *module, PyObject *failed);
+PyObject *gck_saved_hooks_pop(PyObject *module, PyObject *failed);
 
 /* saved_call(compress, function, args, kwargs): push, call, pop. */
-PyObject *gck_saver_call(PyObject *module, PyObject *args);
+PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args);
 
 #endif

@@ -5,9 +5,9 @@
 
 #include <structmember.h>
 
-gck_saved *gck_saved_new(gck_state *state)
+gck_saved_tensor *gck_saved_tensor_new(gck_state *state)
 {
-    gck_saved *self = (gck_saved *)PyType_GenericAlloc(state->Saved, 0);
+    gck_saved_tensor *self = (gck_saved_tensor *)PyType_GenericAlloc(state->SavedTensor, 0);
 
     if (self != NULL) {
         self->state = state;
@@ -15,31 +15,31 @@ gck_saved *gck_saved_new(gck_state *state)
     return self;
 }
 
-void gck_form_clear(gck_form *form)
+void gck_saved_form_clear(gck_saved_form *form)
 {
-    gck_entry_clear(&form->entry);
+    gck_packed_clear(&form->entry);
     Py_CLEAR(form->dtype);
     Py_CLEAR(form->view);
 }
 
 static void saved_dealloc(PyObject *op)
 {
-    gck_saved *self = (gck_saved *)op;
+    gck_saved_tensor *self = (gck_saved_tensor *)op;
 
-    gck_waiting_forget(self);
+    gck_saved_waiting_forget(self);
     self->state->stats.live_bytes -= self->waits;
-    gck_form_clear(&self->form);
+    gck_saved_form_clear(&self->form);
     Py_XDECREF(self->saver);
     gck_object_free(op);
 }
 
 static PyObject *saved_repr(PyObject *op)
 {
-    return PyUnicode_FromFormat("<gradckpt saved tensor: %R>", ((gck_saved *)op)->form.entry.value);
+    return PyUnicode_FromFormat("<gradckpt saved tensor: %R>", ((gck_saved_tensor *)op)->form.entry.value);
 }
 
 static PyMemberDef saved_members[] = {
-    {"value", T_OBJECT_EX, offsetof(gck_saved, form.entry.value), READONLY, "The Payload; or the tensor, or torch's SavedTensor of it."},
+    {"value", T_OBJECT_EX, offsetof(gck_saved_tensor, form.entry.value), READONLY, "The Payload; or the tensor, or torch's SavedTensor of it."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -51,14 +51,14 @@ static PyType_Slot saved_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec gck_saved_spec = {
-    .name = "gradckpt._C.Saved",
-    .basicsize = sizeof(gck_saved),
+PyType_Spec gck_saved_tensor_spec = {
+    .name = "gradckpt._C.SavedTensor",
+    .basicsize = sizeof(gck_saved_tensor),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = saved_slots,
 };
 
-PyObject *gck_form_view(const gck_form *form, PyObject *whole)
+PyObject *gck_saved_form_view(const gck_saved_form *form, PyObject *whole)
 {
     PyObject *method = PyObject_GetAttrString(whole, "as_strided");
     PyObject *view = method != NULL ? PyObject_Call(method, form->view, NULL) : NULL;
@@ -67,19 +67,19 @@ PyObject *gck_form_view(const gck_form *form, PyObject *whole)
     return view;
 }
 
-PyObject *gck_saved_restore(const gck_saved *self)
+PyObject *gck_saved_tensor_restore(const gck_saved_tensor *self)
 {
-    const gck_form *form = &self->form;
+    const gck_saved_form *form = &self->form;
     PyObject *whole, *x;
 
-    if (form->entry.kind != GCK_PAYLOAD) {
-        return gck_entry_restore(self->state, &form->entry, NULL, NULL);
+    if (form->entry.kind != GCK_PACKED_PAYLOAD) {
+        return gck_packed_restore(self->state, &form->entry, NULL, NULL);
     }
     whole = gck_payload_revive((gck_payload *)form->entry.value, NULL);
     if (whole == NULL || (form->dtype == NULL && form->view == NULL)) {
         return whole;
     }
-    x = form->view != NULL ? gck_form_view(form, whole)
+    x = form->view != NULL ? gck_saved_form_view(form, whole)
                            : PyObject_CallMethodObjArgs(whole, self->state->py.names.to, form->dtype, NULL);
     Py_DECREF(whole);
     return x;

@@ -4,36 +4,36 @@
 
 #include "engine/payload/packed.h"
 
-extern PyType_Spec gck_saved_spec;
+extern PyType_Spec gck_saved_tensor_spec;
 
 /* What is kept of a tensor x. */
 typedef struct {
-    gck_entry  entry;        /* a payload, or the tensor itself                          */
+    gck_packed  entry;        /* a payload, or the tensor itself                          */
     PyObject  *dtype;        /* of x, when the payload holds something computed from it; else NULL */
     PyObject  *view;         /* x is this as_strided() of the restored payload; else NULL */
     const void *storage;     /* of x: compared while x is alive, never followed; NULL: never compared */
-} gck_form;
+} gck_saved_form;
 
 typedef struct {
     PyObject_HEAD
     gck_state *state;
-    gck_form   form;
+    gck_saved_form   form;
     /* See saved_waiting.h. */
     PyObject  *waiting;      /* the list that knows it; else NULL                        */
     PyObject  *saver;        /* while it waits: the hooks that packed it                 */
     int64_t    number;       /* of the node that saves it                                */
     int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
-} gck_saved;
+} gck_saved_tensor;
 
 /* New reference: empty. */
-gck_saved *gck_saved_new(gck_state *state);
+gck_saved_tensor *gck_saved_tensor_new(gck_state *state);
 
-void gck_form_clear(gck_form *form);
+void gck_saved_form_clear(gck_saved_form *form);
 
 /* New reference: x as the view of `whole`, the restored payload. */
-PyObject *gck_form_view(const gck_form *form, PyObject *whole);
+PyObject *gck_saved_form_view(const gck_saved_form *form, PyObject *whole);
 
 /* New reference: the tensor without history, which autograd holds itself. */
-PyObject *gck_saved_restore(const gck_saved *self);
+PyObject *gck_saved_tensor_restore(const gck_saved_tensor *self);
 
 #endif

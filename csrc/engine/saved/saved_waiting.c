@@ -12,7 +12,7 @@
 #include <string.h>
 
 typedef struct {
-    gck_saved *known[2 * GCK_WAITING_TENSORS]; /* borrowed, oldest first: a dying entry removes itself */
+    gck_saved_tensor *known[2 * GCK_WAITING_TENSORS]; /* borrowed, oldest first: a dying entry removes itself */
     int        n;
     int64_t    seen[GCK_WAITING_NODES];          /* numbers of nodes plus 1, at their remainder */
 } list;
@@ -23,7 +23,7 @@ static list *list_of(PyObject *waiting) { return PyCapsule_GetPointer(waiting, c
 
 static void capsule_free(PyObject *capsule) { free(list_of(capsule)); }
 
-PyObject *gck_waiting_new(void)
+PyObject *gck_saved_waiting_new(void)
 {
     list *l = calloc(1, sizeof *l);
     PyObject *capsule = l != NULL ? PyCapsule_New(l, capsule_name, capsule_free) : PyErr_NoMemory();
@@ -34,23 +34,23 @@ PyObject *gck_waiting_new(void)
     return capsule;
 }
 
-PyObject *gck_waiting_of_thread(void)
+PyObject *gck_saved_waiting_of_thread(void)
 {
     PyObject *thread = PyThreadState_GetDict();
     PyObject *capsule = thread != NULL ? PyDict_GetItemString(thread, capsule_name) : NULL;
 
     return capsule != NULL || thread == NULL ? Py_XNewRef(capsule)
-                                             : gck_method(thread, "setdefault", Py_BuildValue("(sN)", capsule_name, gck_waiting_new()));
+                                             : gck_method(thread, "setdefault", Py_BuildValue("(sN)", capsule_name, gck_saved_waiting_new()));
 }
 
-gck_saved *gck_waiting_known(PyObject *waiting, int index)
+gck_saved_tensor *gck_saved_waiting_known(PyObject *waiting, int index)
 {
     list *l = list_of(waiting);
 
     return index < l->n ? l->known[index] : NULL;
 }
 
-void gck_waiting_forget(gck_saved *saved)
+void gck_saved_waiting_forget(gck_saved_tensor *saved)
 {
     list *l = saved->waiting != NULL ? list_of(saved->waiting) : NULL;
 
@@ -69,19 +69,19 @@ static int trim(list *l, int64_t number)
     int n[] = {0, 0};
 
     for (int i = l->n - 1; i >= 0; i--) {
-        gck_saved *saved = l->known[i];
+        gck_saved_tensor *saved = l->known[i];
         const int waits = saved->saver != NULL, many = ++n[waits] >= GCK_WAITING_TENSORS;
         if (waits && (many || saved->number < number - GCK_WAITING_NODES)) {
-            return gck_settling_settle(saved, NULL, 0) < 0 ? -1 : trim(l, number);      /* Python has run */
+            return gck_saved_form_settle(saved, NULL, 0) < 0 ? -1 : trim(l, number);      /* Python has run */
         }
         if (!waits && many) {
-            gck_waiting_forget(saved);
+            gck_saved_waiting_forget(saved);
         }
     }
     return 0;
 }
 
-int gck_waiting_add(PyObject *waiting, gck_saved *saved)
+int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved)
 {
     list *l = list_of(waiting);
 
@@ -133,14 +133,14 @@ static int settle(list *l, PyObject *node, int64_t number)
 
     for (int i = 0; status == 0 && i < l->n; i++) {
         if (l->known[i]->saver != NULL && l->known[i]->number == number) {
-            status = gck_settling_settle(l->known[i], node, 0);
+            status = gck_saved_form_settle(l->known[i], node, 0);
             i = -1;                              /* Python has run: the list may have changed */
         }
     }
     return status;
 }
 
-/* As gck_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that are
+/* As gck_saved_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that are
  * being made now. */
 static int search(list *l, const gck_py *py, PyObject *node, int64_t end, int depth)
 {
@@ -165,7 +165,7 @@ static int search(list *l, const gck_py *py, PyObject *node, int64_t end, int de
     return edges == NULL ? -1 : status;
 }
 
-int gck_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t end)
+int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t end)
 {
     list *l = list_of(waiting);
     const int tracing = oldest(l) < INT64_MAX ? gck_tracing(&state->py) : 1;

@@ -12,54 +12,54 @@
 static int find(gck_state *state)
 {
     PyObject *now = PyObject_GetAttrString(state->py.checkpoint_module, "checkpoint");
-    const int known = now != NULL && state->torchs != NULL && PyTuple_GetItem(state->torchs, 0) == now;
+    const int known = now != NULL && state->torch_checkpoint != NULL && PyTuple_GetItem(state->torch_checkpoint, 0) == now;
 
     Py_XDECREF(now);
     if (now == NULL || known) {
         return now == NULL ? -1 : 0;
     }
-    PyObject *old = state->torchs;
-    state->torchs = PyObject_CallFunction(state->py.call.torchs_checkpoint, NULL);
+    PyObject *old = state->torch_checkpoint;
+    state->torch_checkpoint = PyObject_CallFunction(state->py.call.torchs_checkpoint, NULL);
     Py_XDECREF(old);
-    return state->torchs == NULL ? -1 : 0;
+    return state->torch_checkpoint == NULL ? -1 : 0;
 }
 
 static int exchange(gck_state *state)
 {
-    int on, status = state->standing > 0 ? find(state) : 0;
+    int on, status = state->replacements > 0 ? find(state) : 0;
 
     do {                                         /* an audit hook may let another thread in, which may search anew */
-        PyObject *torchs = Py_XNewRef(state->torchs);
-        on = state->standing > 0;
+        PyObject *torchs = Py_XNewRef(state->torch_checkpoint);
+        on = state->replacements > 0;
         if (status == 0 && torchs != NULL && PyTuple_Size(torchs) == 4) {
             status = PyObject_SetAttrString(PyTuple_GetItem(torchs, 1), "__code__", PyTuple_GetItem(torchs, on ? 3 : 2));
         }
         Py_XDECREF(torchs);
-    } while (on != (state->standing > 0));
+    } while (on != (state->replacements > 0));
     return status;
 }
 
-int gck_stand_in(gck_state *state, int by)
+int gck_replace_checkpoint(gck_state *state, int by)
 {
     gck_error error;
     int status;
 
-    state->standing += by;
-    if (state->standing != (by > 0)) {             /* faster: already replaced, or still needed */
+    state->replacements += by;
+    if (state->replacements != (by > 0)) {             /* faster: already replaced, or still needed */
         return 0;
     }
     error = gck_error_take();
     status = exchange(state);
     gck_error_return(&error);
     if (status < 0 && by > 0) {
-        state->standing -= by;
+        state->replacements -= by;
     }
     return status;
 }
 
-PyObject *gck_stand_in_py(PyObject *module, PyObject *by)
+PyObject *gck_replace_checkpoint_py(PyObject *module, PyObject *by)
 {
     const long n = PyLong_AsLong(by);
 
-    return PyErr_Occurred() || gck_stand_in(gck_state_of(module), (int)n) < 0 ? NULL : Py_NewRef(Py_None);
+    return PyErr_Occurred() || gck_replace_checkpoint(gck_state_of(module), (int)n) < 0 ? NULL : Py_NewRef(Py_None);
 }

@@ -5,9 +5,9 @@
 #include "engine/state.h"
 
 /* One more region (by 1) or one less (by -1) needs it; a pending exception survives.  0 or -1. */
-int gck_stand_in(gck_state *state, int by);
+int gck_replace_checkpoint(gck_state *state, int by);
 
 /* For Python: stand_in(by). */
-PyObject *gck_stand_in_py(PyObject *module, PyObject *by);
+PyObject *gck_replace_checkpoint_py(PyObject *module, PyObject *by);
 
 #endif

@@ -1,7 +1,7 @@
 /* op_catching.c: catches operators around a region, by the key or by a mode of ours. */
 #include "engine/selective/selective.h"
 
-int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *policy_fn, int replay)
+int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *store, PyObject *policy_fn, int replay)
 {
     int modes;
 
@@ -24,15 +24,15 @@ int gck_catch_begin(gck_state *state, gck_catch *c, gck_store *store, PyObject *
 }
 
 /* A pending exception survives. */
-int gck_catch_end(gck_state *state, gck_catch *c)
+int gck_op_catching_end(gck_state *state, gck_op_catching *c)
 {
     gck_error error;
 
     if (c->by_key) {
-        gck_store *store = c->active.replay || PyErr_Occurred() ? NULL
-                         : (gck_store *)Py_NewRef((PyObject *)c->active.store);
+        gck_op_storage *store = c->active.replay || PyErr_Occurred() ? NULL
+                         : (gck_op_storage *)Py_NewRef((PyObject *)c->active.store);
         gck_selective_end(state, &c->active);
-        const int status = store != NULL ? gck_store_finish(store) : 0;
+        const int status = store != NULL ? gck_op_labels_finish(store) : 0;
         Py_XDECREF((PyObject *)store);
         return status;
     }
@@ -46,7 +46,7 @@ int gck_catch_end(gck_state *state, gck_catch *c)
     return gck_error_return(&error);
 }
 
-int gck_catches_by_key(const gck_state *state, const gck_store *store)
+int gck_catches_by_key(const gck_state *state, const gck_op_storage *store)
 {
     return state->py.key != Py_None && !state->by_mode && !store->traced;
 }

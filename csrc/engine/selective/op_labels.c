@@ -1,7 +1,7 @@
 /* op_labels.c: outputs that get a name after their operator has run: gradckpt.policies.name(). */
 #include "engine/selective/op_storage.h"
 
-int gck_store_candidate(gck_store *store, int line, const gck_call *call, PyObject *out)
+int gck_op_label_candidate(gck_op_storage *store, int line, const gck_call *call, PyObject *out)
 {
     if (store->candidates == NULL && (store->candidates = PyList_New(0)) == NULL) {
         return -1;
@@ -11,7 +11,7 @@ int gck_store_candidate(gck_store *store, int line, const gck_call *call, PyObje
 }
 
 /* x has the name: keep the output that it comes from. */
-static int keep_candidate(gck_store *store, PyObject *x, PyObject *name)
+static int keep_candidate(gck_op_storage *store, PyObject *x, PyObject *name)
 {
     PyObject *found = PyObject_CallFunction(store->state->py.call.find_candidate, "OOO",
                                           store->candidates != NULL ? store->candidates : Py_None, x, name);
@@ -21,21 +21,21 @@ static int keep_candidate(gck_store *store, PyObject *x, PyObject *name)
 
     if (found != NULL && PyArg_ParseTuple(found, "OiO", &out, &line, &call.index)) {
         call.calls = store->lines[line];
-        status = gck_store_keep(store, &call, out, &store->policy->named[line].plan);
+        status = gck_op_output_keep(store, &call, out, &store->policy->named[line].plan);
         store->met++;
     }
     Py_XDECREF(found);
     return status;
 }
 
-int gck_store_name(gck_store *store, PyObject *x, PyObject *name)
+int gck_op_label(gck_op_storage *store, PyObject *x, PyObject *name)
 {
     const int wanted = store->policy != NULL ? PySet_Contains(store->policy->wanted, name) : 0;
 
     return wanted > 0 ? keep_candidate(store, x, name) : wanted;
 }
 
-int gck_store_finish(gck_store *store)
+int gck_op_labels_finish(gck_op_storage *store)
 {
     if (store->policy == NULL || PySet_Size(store->policy->wanted) == 0) {
         return 0;

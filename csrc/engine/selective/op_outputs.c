@@ -1,4 +1,4 @@
-/* op_outputs.c: heap type Kept: what is kept of one call of an operator, and how it is returned. */
+/* op_outputs.c: heap type OpOutput: what is kept of one call of an operator, and how it is returned. */
 #include "engine/selective/op_storage.h"
 
 #include "engine/payload/packed.h"
@@ -8,26 +8,26 @@
 
 /* ---- what is kept of one output ---- */
 
-/* Type gradckpt._C.Kept: a value, and the version it had. */
+/* Type gradckpt._C.OpOutput: a value, and the version it had. */
 typedef struct {
     PyObject_HEAD
     PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
     int64_t   version;       /* -1: not compared                                             */
     PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
-} gck_kept;
+} gck_op_output;
 
 static int kept_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(((gck_kept *)self)->val);
-    Py_VISIT(((gck_kept *)self)->form);
+    Py_VISIT(((gck_op_output *)self)->val);
+    Py_VISIT(((gck_op_output *)self)->form);
     return 0;
 }
 
 static int kept_clear(PyObject *self)
 {
-    Py_CLEAR(((gck_kept *)self)->val);
-    Py_CLEAR(((gck_kept *)self)->form);
+    Py_CLEAR(((gck_op_output *)self)->val);
+    Py_CLEAR(((gck_op_output *)self)->form);
     return 0;
 }
 
@@ -42,7 +42,7 @@ static void kept_dealloc(PyObject *self)
 }
 
 static PyMemberDef kept_members[] = {
-    {"val", T_OBJECT, offsetof(gck_kept, val), READONLY, "What is kept: a detached tensor, a Payload, or no tensor."},
+    {"val", T_OBJECT, offsetof(gck_op_output, val), READONLY, "What is kept: a detached tensor, a Payload, or no tensor."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -55,9 +55,9 @@ static PyType_Slot kept_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec gck_kept_spec = {
-    .name = "gradckpt._C.Kept",
-    .basicsize = sizeof(gck_kept),
+PyType_Spec gck_op_output_spec = {
+    .name = "gradckpt._C.OpOutput",
+    .basicsize = sizeof(gck_op_output),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = kept_slots,
 };
@@ -86,7 +86,7 @@ static PyObject *detached(const gck_py *py, PyObject *x)
 }
 
 /* New reference: the payload of x, or NULL without an exception when x stays uncompressed. */
-static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
+static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *plan)
 {
     gck_state *state = store->state;
     gck_stats *s = &state->stats;
@@ -94,28 +94,28 @@ static PyObject *encoded(gck_store *store, PyObject *x, const gck_plan *plan)
     gck_dither dither;
     PyObject *payload = NULL;
     int fits = 1;
-    int verdict = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
+    int reason = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
                 : gck_input_judge(&state->py, &in, plan->codec, plan->min_numel);
 
-    s->eligible += verdict >= 0;
-    if (verdict == GCK_COMPRESS) {
+    s->eligible += reason >= 0;
+    if (reason == GCK_COMPRESS) {
         payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
                                   GCK_FOR_REGION, NULL, &fits);
-        verdict = fits ? verdict : GCK_SKIP_FIT;
+        reason = fits ? reason : GCK_SKIP_OVERFLOW;
     }
     gck_input_clear(&in);
     if (payload != NULL) {
         s->compressed++;
-    } else if (verdict > 0) {
-        s->uncompressed[verdict]++;
+    } else if (reason > 0) {
+        s->uncompressed[reason]++;
     }
     return payload;
 }
 
 /* New reference; takes over val, also on failure; NULL: making it raised. */
-static PyObject *kept_new(gck_store *store, PyObject *val, int64_t version)
+static PyObject *kept_new(gck_op_storage *store, PyObject *val, int64_t version)
 {
-    gck_kept *self = val != NULL ? (gck_kept *)PyType_GenericAlloc(store->state->Kept, 0) : NULL;
+    gck_op_output *self = val != NULL ? (gck_op_output *)PyType_GenericAlloc(store->state->OpOutput, 0) : NULL;
 
     if (self == NULL) {
         Py_XDECREF(val);
@@ -126,7 +126,7 @@ static PyObject *kept_new(gck_store *store, PyObject *val, int64_t version)
     return (PyObject *)self;
 }
 
-static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
+static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *plan)
 {
     const gck_py *py = &store->state->py;
     const int tensor = gck_is_tensor(py, x);
@@ -145,24 +145,24 @@ static PyObject *keep_one(gck_store *store, PyObject *x, const gck_plan *plan)
 }
 
 /* A copy of a discrete output; bool as bits. */
-static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
+static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *unused)
 {
     gck_state *state = store->state;
     const gck_codec *bits = gck_codec_find("mask");
     const int tensor = gck_is_tensor(&state->py, x);
     PyObject *val = NULL;
-    int fits, verdict;
+    int fits, reason;
 
     (void)unused;
     if (tensor <= 0) {
         return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), -1);
     }
     gck_input in = gck_input_of(x);
-    verdict = gck_input_judge(&state->py, &in, bits, 0);
-    if (verdict == GCK_COMPRESS) {
+    reason = gck_input_judge(&state->py, &in, bits, 0);
+    if (reason == GCK_COMPRESS) {
         val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
         state->stats.discrete_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
-    } else if (verdict > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
+    } else if (reason > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
         Py_CLEAR(val);
     }
     gck_input_clear(&in);
@@ -172,8 +172,8 @@ static PyObject *copy_one(gck_store *store, PyObject *x, const gck_plan *unused)
 
 /* f(item) for each item of a tuple or list, into a tuple or list.  Outputs after the first
  * (log-sum-exp, mean, state of a generator) have no plan and stay exact. */
-typedef PyObject *item_function(gck_store *store, PyObject *item, const gck_plan *plan);
-static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_function *f)
+typedef PyObject *item_function(gck_op_storage *store, PyObject *item, const gck_plan *plan);
+static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, item_function *f)
 {
     const int tuple = PyTuple_Check(x);
     const Py_ssize_t n = tuple || PyList_Check(x) ? PySequence_Size(x) : -1;
@@ -194,7 +194,7 @@ static PyObject *map(gck_store *store, PyObject *x, const gck_plan *plan, item_f
 }
 
 /* Keep the results of f on the outputs.  0 or -1. */
-static int put(gck_store *store, const gck_call *call, PyObject *out, const gck_plan *plan, item_function *f)
+static int put(gck_op_storage *store, const gck_call *call, PyObject *out, const gck_plan *plan, item_function *f)
 {
     PyObject *kept = map(store, out, plan, f);
     const int status = kept == NULL ? -1 : PyDict_SetItem(call->calls, call->index, kept);
@@ -203,7 +203,7 @@ static int put(gck_store *store, const gck_call *call, PyObject *out, const gck_
     return status;
 }
 
-int gck_store_keep(gck_store *store, const gck_call *call, PyObject *out, const gck_plan *plan)
+int gck_op_output_keep(gck_op_storage *store, const gck_call *call, PyObject *out, const gck_plan *plan)
 {
     return put(store, call, out, plan, keep_one);
 }
@@ -223,7 +223,7 @@ static PyObject *ask_form(PyObject *form, const gck_call *call, const char *meth
 }
 
 /* Keep what the form returns for the call, if anything.  It also returns the bytes. */
-static int put_form(gck_store *store, const gck_call *call, PyObject *form, PyObject *out)
+static int put_form(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
 {
     PyObject *made = ask_form(form, call, "keep", NULL, out);
     PyObject *val, *entry;
@@ -232,7 +232,7 @@ static int put_form(gck_store *store, const gck_call *call, PyObject *form, PyOb
 
     if (made != NULL && made != Py_None && PyArg_ParseTuple(made, "OL", &val, &nbytes)
         && (entry = kept_new(store, Py_NewRef(val), -1)) != NULL) {
-        ((gck_kept *)entry)->form = Py_NewRef(form);
+        ((gck_op_output *)entry)->form = Py_NewRef(form);
         store->state->stats.discrete_outputs++;
         store->state->stats.discrete_bytes += nbytes;
         status = PyDict_SetItem(call->calls, call->index, entry);
@@ -242,12 +242,12 @@ static int put_form(gck_store *store, const gck_call *call, PyObject *form, PyOb
     return status;
 }
 
-int gck_store_decide(gck_store *store, const gck_call *call, PyObject *form, PyObject *out)
+int gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
 {
     return form != NULL ? put_form(store, call, form, out) : put(store, call, out, NULL, copy_one);
 }
 
-int gck_store_drew(gck_store *store, const gck_call *call, gck_draw *draw)
+int gck_op_output_note_draw(gck_op_storage *store, const gck_call *call, gck_draw *draw)
 {
     PyObject *drawn = gck_draw_end(&store->state->py, draw), *key = PyTuple_Pack(2, call->key, call->index);
     int status = drawn == Py_None ? 0 : -1;
@@ -264,12 +264,12 @@ int gck_store_drew(gck_store *store, const gck_call *call, gck_draw *draw)
 }
 
 /* New reference: what distinguishes this call from others of its operator. */
-static PyObject *told_by(const gck_store *store, const gck_call *call)
+static PyObject *told_by(const gck_op_storage *store, const gck_call *call)
 {
     return PyObject_CallFunction(store->state->py.call.told_by, "OO", call->args, call->kwargs ? call->kwargs : Py_None);
 }
 
-int gck_store_tell(gck_store *store, const gck_call *call)
+int gck_op_output_note_call(gck_op_storage *store, const gck_call *call)
 {
     PyObject *told = store->by_call ? told_by(store, call) : NULL;
     PyObject *key = told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
@@ -283,7 +283,7 @@ int gck_store_tell(gck_store *store, const gck_call *call)
     return status;
 }
 
-int gck_store_is_told(gck_store *store, const gck_call *call, int unknown)
+int gck_op_output_is_of_call(gck_op_storage *store, const gck_call *call, int unknown)
 {
     PyObject *key = store->told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL, *now;
     PyObject *told = key != NULL ? Py_XNewRef(PyDict_GetItemWithError(store->told, key)) : NULL;
@@ -303,19 +303,19 @@ int gck_store_is_told(gck_store *store, const gck_call *call, int unknown)
 
 /* Return the value of an entry that stays.  A discrete output, a copy, is copied again: the
  * recompute may write into it too. */
-static PyObject *fresh(gck_store *store, const gck_kept *kept)
+static PyObject *fresh(gck_op_storage *store, const gck_op_output *kept)
 {
     return kept->version >= 0 ? detached(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
 }
 
-static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
+static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *unused)
 {
-    gck_kept *kept = (gck_kept *)x;
+    gck_op_output *kept = (gck_op_output *)x;
     const gck_py *py = &store->state->py;
     int64_t now;
 
     (void)unused;
-    if (Py_TYPE(x) != store->state->Kept) {
+    if (Py_TYPE(x) != store->state->OpOutput) {
         return PyErr_Format(PyExc_TypeError, "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", x);
     }
     if (Py_TYPE(kept->val) == store->state->Payload) {
@@ -333,21 +333,21 @@ static PyObject *value_of(gck_store *store, PyObject *x, const gck_plan *unused)
 }
 
 /* The outputs of the call, from its entry. */
-static PyObject *outputs_of(gck_store *store, PyObject *entry, const gck_call *call)
+static PyObject *outputs_of(gck_op_storage *store, PyObject *entry, const gck_call *call)
 {
-    const gck_kept *kept = (gck_kept *)entry;
+    const gck_op_output *kept = (gck_op_output *)entry;
 
     if (store->traced) {
         return PyObject_CallFunction(store->state->py.call.traced_value, "Oi", entry, store->mutation);
     }
-    if (Py_TYPE(entry) != store->state->Kept || kept->form == NULL) {
+    if (Py_TYPE(entry) != store->state->OpOutput || kept->form == NULL) {
         return map(store, entry, NULL, value_of);
     }
     return ask_form(kept->form, call, "give", kept->val, NULL);
 }
 
 /* Set the generator that the call drew from to its state after the call.  0 or -1. */
-static int repeat_draw(gck_store *store, const gck_call *call)
+static int repeat_draw(gck_op_storage *store, const gck_call *call)
 {
     PyObject *key = store->draws != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
     PyObject *drawn = key != NULL ? PyDict_GetItemWithError(store->draws, key) : NULL;
@@ -356,7 +356,7 @@ static int repeat_draw(gck_store *store, const gck_call *call)
     return drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) : PyErr_Occurred() ? -1 : 0;
 }
 
-PyObject *gck_store_give(gck_store *store, const gck_call *call, PyObject *entry, int lasting)
+PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, int lasting)
 {
     PyObject *result = store->reusable || lasting
         || PyDict_SetItem(call->calls, call->index, store->state->py.consumed_mark) == 0 ? outputs_of(store, entry, call) : NULL;

@@ -1,4 +1,4 @@
-/* op_policy.c: heap type Names: operators, and what happens to their outputs. */
+/* op_policy.c: heap type OpPolicy: operators, and what happens to their outputs. */
 #include "engine/options.h"
 #include "engine/selective/op_storage.h"
 
@@ -7,7 +7,7 @@
 
 static int names_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    gck_names *self = (gck_names *)op;
+    gck_op_policy *self = (gck_op_policy *)op;
 
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->rows);
@@ -17,7 +17,7 @@ static int names_traverse(PyObject *op, visitproc visit, void *arg)
 
 static void names_dealloc(PyObject *op)
 {
-    gck_names *self = (gck_names *)op;
+    gck_op_policy *self = (gck_op_policy *)op;
     PyTypeObject *type = Py_TYPE(op);
 
     PyObject_GC_UnTrack(op);
@@ -36,14 +36,14 @@ static PyType_Slot names_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec gck_names_spec = {
-    .name = "gradckpt._C.Names",
-    .basicsize = sizeof(gck_names),
+PyType_Spec gck_op_policy_spec = {
+    .name = "gradckpt._C.OpPolicy",
+    .basicsize = sizeof(gck_op_policy),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = names_slots,
 };
 
-static int read_row(gck_state *state, PyObject *row, gck_named *named)
+static int read_row(gck_state *state, PyObject *row, gck_op_rule *named)
 {
     PyObject *op, *compress, *form;
     int keep;
@@ -54,13 +54,13 @@ static int read_row(gck_state *state, PyObject *row, gck_named *named)
     }
     named->op = op;
     named->form = form != Py_None ? form : NULL;
-    named->keep = (gck_keep)keep;
+    named->keep = (gck_op_action)keep;
     named->draws = gck_op_draws(&state->py, op);
     return named->draws < 0 ? -1 : 0;
 }
 
 /* The slot in which the operator is, or would be. */
-static size_t slot_of(const gck_names *names, const PyObject *op)
+static size_t slot_of(const gck_op_policy *names, const PyObject *op)
 {
     size_t at = ((uintptr_t)op >> 4) * 0x9E3779B97F4A7C15u >> 32 & names->mask;
 
@@ -70,10 +70,10 @@ static size_t slot_of(const gck_names *names, const PyObject *op)
     return at;
 }
 
-int gck_names_find(const gck_names *names, const PyObject *op) { return names->slots[slot_of(names, op)]; }
+int gck_op_policy_find(const gck_op_policy *names, const PyObject *op) { return names->slots[slot_of(names, op)]; }
 
 /* The first of several rows with the same operator counts.  0 or -1. */
-static int index_names(gck_names *self)
+static int index_names(gck_op_policy *self)
 {
     self->mask = 15;
     while (self->mask < 2 * (size_t)self->n) {
@@ -93,17 +93,17 @@ static int index_names(gck_names *self)
     return 0;
 }
 
-PyObject *gck_make_names(PyObject *module, PyObject *args)
+PyObject *gck_make_op_policy(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     PyObject *rows, *wanted;
-    gck_names *self;
+    gck_op_policy *self;
     int status = 0;
 
-    if (!PyArg_ParseTuple(args, "OO!:make_names", &rows, &PyFrozenSet_Type, &wanted)
+    if (!PyArg_ParseTuple(args, "OO!:make_op_policy", &rows, &PyFrozenSet_Type, &wanted)
         || (rows != Py_None && !PyTuple_Check(rows))
-        || (self = (gck_names *)PyType_GenericAlloc(state->Names, 0)) == NULL) {
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt: make_names takes a tuple of rows or None, not %R", rows);
+        || (self = (gck_op_policy *)PyType_GenericAlloc(state->OpPolicy, 0)) == NULL) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt: make_op_policy takes a tuple of rows or None, not %R", rows);
     }
     const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Size(rows);
     self->wanted = Py_NewRef(wanted);
@@ -113,10 +113,10 @@ PyObject *gck_make_names(PyObject *module, PyObject *args)
         status = -1;
     }
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        gck_named *named = &self->named[self->n++];
+        gck_op_rule *named = &self->named[self->n++];
         status = read_row(state, PyTuple_GetItem(rows, i), named);
         self->ngroups = named->group >= self->ngroups ? named->group + 1 : self->ngroups;
-        self->decisions = named->plan.replay_discrete > self->decisions ? named->plan.replay_discrete : self->decisions;
+        self->replay_discrete = named->plan.replay_discrete > self->replay_discrete ? named->plan.replay_discrete : self->replay_discrete;
     }
     if (status < 0 || index_names(self) < 0) {
         Py_CLEAR(self);

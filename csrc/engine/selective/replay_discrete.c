@@ -2,52 +2,52 @@
 #include "engine/selective/selective.h"
 #include "engine/selective/checkpoint_replacement.h"
 
-int gck_announce(gck_state *state, gck_active *active)
+int gck_replay_discrete_announce(gck_state *state, gck_active *active)
 {
-    if (active->store->decisions > 0 && !active->decides) {
-        active->decides = gck_stand_in(state, 1) == 0;
+    if (active->store->replay_discrete > 0 && !active->decides) {
+        active->decides = gck_replace_checkpoint(state, 1) == 0;
         return active->decides ? 0 : -1;
     }
     return 0;
 }
 
 /* Which discrete outputs the active stores of this thread keep. */
-static int decisions_around(const gck_state *state)
+static int replay_discrete_around(const gck_state *state)
 {
     const unsigned long thread = PyThread_get_thread_ident();
-    int decisions = 0;
+    int replay_discrete = 0;
 
     for (const gck_active *a = state->active; a != NULL; a = a->outer) {
-        decisions = a->thread == thread && a->store->decisions > decisions ? a->store->decisions : decisions;
+        replay_discrete = a->thread == thread && a->store->replay_discrete > replay_discrete ? a->store->replay_discrete : replay_discrete;
     }
-    return decisions;
+    return replay_discrete;
 }
 
-PyObject *gck_decides_py(PyObject *module, PyObject *unused)
+PyObject *gck_replays_discrete_py(PyObject *module, PyObject *unused)
 {
     (void)unused;
-    return PyBool_FromLong(decisions_around(gck_state_of(module)) > 0);
+    return PyBool_FromLong(replay_discrete_around(gck_state_of(module)) > 0);
 }
 
-int gck_region_decides_from(gck_state *state, gck_store *store, int decisions)
+int gck_replay_discrete_from(gck_state *state, gck_op_storage *store, int replay_discrete)
 {
-    int status = gck_store_decide_from(store, decisions);
+    int status = gck_op_storage_replay_discrete(store, replay_discrete);
 
     for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
-        status = a->store == store ? gck_announce(state, a) : 0;
+        status = a->store == store ? gck_replay_discrete_announce(state, a) : 0;
     }
     return status;
 }
 
-int gck_region_decides(gck_state *state, int own, gck_store **store)
+int gck_region_replays_discrete(gck_state *state, int own, gck_op_storage **store)
 {
-    const int policy = *store != NULL && (*store)->policy != NULL ? (*store)->policy->decisions : 0;
-    const int around = decisions_around(state);
-    int decisions = own > policy ? own : policy;
+    const int policy = *store != NULL && (*store)->policy != NULL ? (*store)->policy->replay_discrete : 0;
+    const int around = replay_discrete_around(state);
+    int replay_discrete = own > policy ? own : policy;
 
-    decisions = around > decisions ? around : decisions;
-    if (decisions > 0 && *store == NULL) {
-        *store = gck_store_new(state, NULL, 0, 1);
+    replay_discrete = around > replay_discrete ? around : replay_discrete;
+    if (replay_discrete > 0 && *store == NULL) {
+        *store = gck_op_storage_new(state, NULL, 0, 1);
     }
-    return decisions == 0 ? 0 : *store == NULL ? -1 : gck_store_decide_from(*store, decisions);
+    return replay_discrete == 0 ? 0 : *store == NULL ? -1 : gck_op_storage_replay_discrete(*store, replay_discrete);
 }

@@ -30,17 +30,17 @@ static int set_key(const gck_py *py, int on)
     return gck_error_return(&error);
 }
 
-int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, int replay, int by_key)
+int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *store, int replay, int by_key)
 {
     /* Counted here, not in the store: two threads may recompute one region at once. */
-    int64_t *next = replay ? calloc((size_t)gck_store_nlines(store) + 1, sizeof *next) : NULL;
+    int64_t *next = replay ? calloc((size_t)gck_op_storage_nlines(store) + 1, sizeof *next) : NULL;
 
     if (replay && next == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     *active = (gck_active){
-        .store = (gck_store *)Py_NewRef((PyObject *)store),
+        .store = (gck_op_storage *)Py_NewRef((PyObject *)store),
         .replay = replay,
         .thread = PyThread_get_thread_ident(),
         .by_key = by_key,
@@ -52,7 +52,7 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_store *store, 
     if (replay && !by_key) {
         active->counts = PyObject_CallFunctionObjArgs(state->py.defaultdict, state->py.count, NULL);
     }
-    if ((replay && !by_key && active->counts == NULL) || gck_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
+    if ((replay && !by_key && active->counts == NULL) || gck_replay_discrete_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
     }
@@ -74,7 +74,7 @@ void gck_selective_end(gck_state *state, gck_active *active)
         set_key(&state->py, 0);
     }
     if (active->decides) {
-        gck_stand_in(state, -1);
+        gck_replace_checkpoint(state, -1);
     }
     free(active->next);
     active->next = NULL;
@@ -191,49 +191,49 @@ int gck_hide_end(gck_state *state, PyObject *modes)
 }
 
 /* Are the outputs of this call to be kept? */
-static int wanted(gck_store *store, int line)
+static int wanted(gck_op_storage *store, int line)
 {
-    const gck_named *named = gck_store_named(store, line);
+    const gck_op_rule *named = gck_op_storage_rule(store, line);
 
     if (store->policy == NULL || line >= store->policy->n) {
         return 1;                                /* every discrete output is kept */
     }
     const int64_t call = store->counters[named->group]++;
-    return named->keep != GCK_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
+    return named->keep != GCK_OP_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
 }
 
-static int decides(const gck_named *named) { return named->keep >= GCK_DECIDE && named->keep != GCK_NAMED; }
+static int decides(const gck_op_rule *named) { return named->keep >= GCK_OP_REPLAY && named->keep != GCK_OP_LABEL; }
 
 /* The same for a policy that is a function, 1, 0 or -1.  *rule: what happens to the outputs: `own`,
  * filled in, or that of a discrete operator. */
-static int ask(gck_store *store, const gck_call *call, PyObject *out, gck_named *own, const gck_named **rule)
+static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_op_rule *own, const gck_op_rule **rule)
 {
     gck_state *state = store->state;
     PyObject *compress = PyObject_CallFunction(state->py.call.ask, "OOOOO", call->context, call->op, call->args,
                                              call->kwargs != NULL ? call->kwargs : Py_None, out);
     int keep = compress == NULL ? -1 : compress != Py_False;
 
-    own->keep = GCK_SAVE;
+    own->keep = GCK_OP_SAVE;
     if (keep > 0
         && (gck_options_plan(state, compress, &own->plan) < 0
-            || (own->plan.codec != NULL && own->plan.replay_discrete > store->decisions
-                && gck_region_decides_from(state, store, own->plan.replay_discrete) < 0))) {
+            || (own->plan.codec != NULL && own->plan.replay_discrete > store->replay_discrete
+                && gck_replay_discrete_from(state, store, own->plan.replay_discrete) < 0))) {
         keep = -1;
     }
     Py_XDECREF(compress);
-    const gck_named *deciding = keep >= 0 ? gck_store_deciding(store, call) : NULL;
-    const int decide = deciding != NULL && (keep == 0 || deciding->keep == GCK_CHOOSE);
-    *rule = decide ? deciding : own;
+    const gck_op_rule *discrete_rules = keep >= 0 ? gck_op_storage_discrete_rule(store, call) : NULL;
+    const int decide = discrete_rules != NULL && (keep == 0 || discrete_rules->keep == GCK_OP_REPLAY_CHOICE);
+    *rule = decide ? discrete_rules : own;
     return decide ? 1 : keep;
 }
 
 /* Keep those of a call's outputs that the policy names.  The call counts as one that runs again
  * until they are stored, because the policy and the code that stores them may call operators too.
  * 0 or -1. */
-static int keep_outputs(gck_store *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
+static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
 {
-    gck_named own = {.op = NULL};
-    const gck_named *rule = line >= 0 ? gck_store_named(store, line) : NULL;
+    gck_op_rule own = {.op = NULL};
+    const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
     PyObject *modes;
     int keep = PyDict_SetItem(call->calls, call->index, store->state->py.recompute_mark), status;
 
@@ -243,26 +243,26 @@ static int keep_outputs(gck_store *store, int line, const gck_call *call, gck_dr
     if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
         return keep == 0 ? 0 : -1;
     }
-    status = rule->keep == GCK_SAVE ? gck_store_keep(store, call, out, &rule->plan)
-           : rule->keep == GCK_NAMED ? gck_store_candidate(store, line, call, out)
-                                     : gck_store_decide(store, call, rule->form, out);
+    status = rule->keep == GCK_OP_SAVE ? gck_op_output_keep(store, call, out, &rule->plan)
+           : rule->keep == GCK_OP_LABEL ? gck_op_label_candidate(store, line, call, out)
+                                     : gck_op_output_keep_discrete(store, call, rule->form, out);
     if (status == 0 && decides(rule)) {
-        status = gck_store_tell(store, call);
+        status = gck_op_output_note_call(store, call);
     }
     if (status == 0 && draw->before != NULL) {
-        status = gck_store_drew(store, call, draw);
+        status = gck_op_output_note_draw(store, call, draw);
     }
     return gck_hide_end(store->state, modes) < 0 ? -1 : status;
 }
 
-PyObject *gck_record_call(gck_store *store, int line, gck_call *call)
+PyObject *gck_record_call(gck_op_storage *store, int line, gck_call *call)
 {
     gck_py *py = &store->state->py;
     gck_draw draw = {NULL, NULL};
-    const int draws = line >= 0 ? gck_store_named(store, line)->draws : gck_op_draws(py, call->op);
+    const int draws = line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
     PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL : call->run(call);
 
-    call->calls = out != NULL ? gck_store_calls(store, line, call, 1) : NULL;
+    call->calls = out != NULL ? gck_op_storage_calls(store, line, call, 1) : NULL;
     call->index = call->calls != NULL ? PyLong_FromSsize_t(PyDict_Size(call->calls)) : NULL;
     if (call->index == NULL || keep_outputs(store, line, call, &draw, out) < 0) {
         Py_CLEAR(out);
@@ -291,7 +291,7 @@ static PyObject *next_index(gck_active *active, int line, PyObject *key)
 
 /* New reference: what the forward has kept of a call; NULL with *again and no exception: it runs
  * again. */
-static PyObject *find_entry(gck_store *store, int lasting, const gck_call *call, int *again)
+static PyObject *find_entry(gck_op_storage *store, int lasting, const gck_call *call, int *again)
 {
     const gck_py *py = &store->state->py;
     PyObject *entry = call->calls != NULL ? PyDict_GetItemWithError(call->calls, call->index) : NULL;
@@ -308,16 +308,16 @@ static PyObject *find_entry(gck_store *store, int lasting, const gck_call *call,
 
 PyObject *gck_replay_call(gck_active *active, int line, gck_call *call)
 {
-    gck_store *store = active->store;
+    gck_op_storage *store = active->store;
     const int lasting = line >= 0 && (store->policy == NULL || line >= store->policy->n);
-    const int told = line == GCK_ASKED || (store->by_call && decides(gck_store_named(store, line)));
+    const int told = line == GCK_LINE_BY_KEY || (store->by_call && decides(gck_op_storage_rule(store, line)));
     PyObject *out = NULL, *entry = NULL, *modes;
     int again = 0, same = -1;
 
     call->index = next_index(active, line, call->key);
-    call->calls = call->index != NULL ? gck_store_calls(store, line, call, 0) : NULL;
+    call->calls = call->index != NULL ? gck_op_storage_calls(store, line, call, 0) : NULL;
     if (call->index != NULL && !PyErr_Occurred()) {
-        same = told ? gck_store_is_told(store, call, line == GCK_ASKED) : 1;
+        same = told ? gck_op_output_is_of_call(store, call, line == GCK_LINE_BY_KEY) : 1;
     }
     if (same > 0) {
         entry = find_entry(store, lasting, call, &again);
@@ -328,7 +328,7 @@ PyObject *gck_replay_call(gck_active *active, int line, gck_call *call)
         }
     }
     if (entry != NULL && gck_hide_begin(store->state, &modes) == 0) {
-        out = gck_store_give(store, call, entry, lasting);
+        out = gck_op_output_give(store, call, entry, lasting);
         if (gck_hide_end(store->state, modes) < 0) {
             Py_CLEAR(out);
         }
@@ -391,7 +391,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     gck_active *hit = next_here(state->active, thread);
     below with = {.state = state, .call = call};
     gck_call here = {.op = op, .key = op, .args = args, .kwargs = kwargs, .run = run_below, .with = &with};
-    int line = GCK_NOT_NAMED;
+    int line = GCK_LINE_NONE;
     const int functorch = hit == NULL ? 0 : gck_functorch_active(&state->py);
 
     if (functorch < 0) {
@@ -400,7 +400,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (hit == NULL || functorch) {
         return pass_on(state, call, args, kwargs);
     }
-    while (hit != NULL && (line = gck_store_find(hit->store, &here)) < 0) {
+    while (hit != NULL && (line = gck_op_storage_find(hit->store, &here)) < 0) {
         hit = next_here(hit->outer, thread);
     }
     const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1 : gck_tracing(&state->py);
@@ -418,7 +418,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
         return modes < 0 ? NULL : PyObject_CallFunction(state->py.call.through_modes, "OOOO", state->py.key, call, args,
                                                        kwargs ? kwargs : Py_None);
     }
-    gck_store *store = (gck_store *)Py_NewRef((PyObject *)hit->store);
+    gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)hit->store);
     with.hit = hit;
     out = hit->replay ? gck_replay_call(hit, line, &here) : gck_record_call(store, line, &here);
     Py_DECREF((PyObject *)store);
@@ -454,7 +454,7 @@ PyObject *gck_selective_name(PyObject *module, PyObject *args)
         }
     }
     for (gck_active *a = next_here(state->active, thread); a != NULL; a = next_here(a->outer, thread)) {
-        if (!a->replay && gck_store_name(a->store, x, name) < 0) {
+        if (!a->replay && gck_op_label(a->store, x, name) < 0) {
             return NULL;
         }
     }

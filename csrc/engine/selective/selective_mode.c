@@ -12,19 +12,19 @@
 /* Type gradckpt._C.Context. */
 typedef struct {
     PyObject_HEAD
-    gck_store *store;                /* owned; NULL before __init__                         */
+    gck_op_storage *store;                /* owned; NULL before __init__                         */
     int        by_key;               /* the policy needs no mode                            */
     int        replay;               /* the context of the recompute                        */
 } gck_context;
 
 /* New reference: the store of a context; NULL with TypeError when it has none. */
-static gck_store *store_of(const gck_context *self)
+static gck_op_storage *store_of(const gck_context *self)
 {
     if (self->store == NULL) {
         PyErr_SetString(PyExc_TypeError, "gradckpt: a selective context that create_selective_checkpoint_contexts did not make");
         return NULL;
     }
-    return (gck_store *)Py_NewRef((PyObject *)self->store);
+    return (gck_op_storage *)Py_NewRef((PyObject *)self->store);
 }
 
 static PyObject *run_call(const gck_call *call) { return PyObject_Call(call->with, call->args, call->kwargs); }
@@ -47,10 +47,10 @@ static int is_ignored(gck_py *py, PyObject *func)
 }
 
 /* Record or replay the call, or only run it, as outside of this thread's `with`. */
-static PyObject *dispatch(const gck_context *self, gck_store *store, gck_call *call)
+static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_call *call)
 {
     gck_py *py = &store->state->py;
-    const int line = gck_store_find(store, call), ignored = line == GCK_ASKED ? is_ignored(py, call->op) : 0;
+    const int line = gck_op_storage_find(store, call), ignored = line == GCK_LINE_BY_KEY ? is_ignored(py, call->op) : 0;
     PyObject *target = PyObject_GetAttr(call->op, py->names._op), *out = NULL;
 
     /* Higher order operators have neither an `_op` nor one key for all of their calls. */
@@ -58,7 +58,7 @@ static PyObject *dispatch(const gck_context *self, gck_store *store, gck_call *c
     call->key = target != NULL ? Py_NewRef(call->op) : gck_clear_attribute_error() < 0 ? NULL
         : PyObject_CallFunction(py->call.selective_key, "OO", call->op, call->args);
     if (call->key != NULL && ignored >= 0) {
-        gck_active *active = ignored || line == GCK_NOT_NAMED ? NULL : gck_active_of(store->state, call->context);
+        gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
         out = active == NULL ? run_call(call) : self->replay ? gck_replay_call(active, line, call)
                                                              : gck_record_call(store, line, call);
     }
@@ -69,7 +69,7 @@ static PyObject *dispatch(const gck_context *self, gck_store *store, gck_call *c
 
 /* New reference: under tracing of a forward, whose graph takes every output and torch's marks, the
  * result of torch's own mode; NotImplemented where nothing is traced. */
-static PyObject *record_traced(gck_store *store, const gck_call *call, PyObject *types)
+static PyObject *record_traced(gck_op_storage *store, const gck_call *call, PyObject *types)
 {
     const gck_py *py = &store->state->py;
     const int modes = store->policy != NULL ? gck_ask(py->dispatch_stack_len) : 0;
@@ -85,7 +85,7 @@ static PyObject *record_traced(gck_store *store, const gck_call *call, PyObject 
 static PyObject *context_dispatch(PyObject *op, PyObject *const *all, Py_ssize_t n)
 {
     const gck_context *self = (gck_context *)op;
-    gck_store *store = store_of(self);
+    gck_op_storage *store = store_of(self);
     gck_call call = {.run = run_call, .context = op};
     PyObject *out = NULL;
 
@@ -127,13 +127,13 @@ static int may_use_key(const gck_context *self)
 static PyObject *context_enter(PyObject *op, PyObject *unused)
 {
     gck_context *self = (gck_context *)op;
-    gck_store *store = store_of(self);
+    gck_op_storage *store = store_of(self);
     const int by_key = store != NULL ? may_use_key(self) : -1;
     gck_active *active = NULL;
     PyObject *result = NULL;
 
     (void)unused;
-    if (by_key < 0 || (!self->replay && gck_region_decides(store->state, 0, &store) < 0)) {
+    if (by_key < 0 || (!self->replay && gck_region_replays_discrete(store->state, 0, &store) < 0)) {
         goto exit;
     }
     if ((active = malloc(sizeof *active)) == NULL) {
@@ -156,7 +156,7 @@ exit:
 
 static PyObject *context_exit(PyObject *op, PyObject *error)
 {
-    gck_store *store = store_of((gck_context *)op);
+    gck_op_storage *store = store_of((gck_context *)op);
     gck_active *active = store != NULL ? gck_active_of(store->state, op) : NULL;
     const int by_key = active != NULL && active->by_key;
     PyObject *method, *result;
@@ -173,7 +173,7 @@ static PyObject *context_exit(PyObject *op, PyObject *error)
         Py_XDECREF(method);
     }
     /* Only a forward has candidates.  A failed one leaves none either. */
-    if (result != NULL && PyTuple_Size(error) > 0 && PyTuple_GetItem(error, 0) == Py_None && gck_store_finish(store) < 0) {
+    if (result != NULL && PyTuple_Size(error) > 0 && PyTuple_GetItem(error, 0) == Py_None && gck_op_labels_finish(store) < 0) {
         Py_CLEAR(result);
     }
     Py_XDECREF((PyObject *)store);
@@ -186,17 +186,17 @@ static int context_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     gck_context *self = (gck_context *)op;
     PyObject *store;
-    gck_store *old = self->store;
+    gck_op_storage *old = self->store;
     int by_key, replay;
 
     if (!PyArg_ParseTuple(args, "Opp:Context", &store, &by_key, &replay)) {
         return -1;
     }
-    if (kwargs != NULL || !gck_is_store(store)) {
-        PyErr_Format(PyExc_TypeError, "gradckpt: a selective context takes a Store, not %R", store);
+    if (kwargs != NULL || !gck_is_op_storage(store)) {
+        PyErr_Format(PyExc_TypeError, "gradckpt: a selective context takes an OpStorage, not %R", store);
         return -1;
     }
-    self->store = (gck_store *)Py_NewRef(store);
+    self->store = (gck_op_storage *)Py_NewRef(store);
     self->by_key = by_key;
     self->replay = replay;
     Py_XDECREF((PyObject *)old);
@@ -228,7 +228,7 @@ static void context_dealloc(PyObject *op)
 
 static PyObject *context_get(PyObject *op, void *unused)
 {
-    const gck_store *store = ((gck_context *)op)->store;
+    const gck_op_storage *store = ((gck_context *)op)->store;
 
     (void)unused;
     return Py_NewRef(store != NULL ? store->storage : Py_None);
@@ -236,7 +236,7 @@ static PyObject *context_get(PyObject *op, void *unused)
 
 static int context_set(PyObject *op, PyObject *value, void *unused)
 {
-    const gck_store *store = ((gck_context *)op)->store;
+    const gck_op_storage *store = ((gck_context *)op)->store;
 
     (void)unused;
     if (store == NULL || value != store->storage) {
@@ -276,7 +276,7 @@ PyType_Spec gck_context_spec = {
     .slots = context_slots,
 };
 
-gck_store *gck_context_store(const gck_state *state, PyObject *context)
+gck_op_storage *gck_context_store(const gck_state *state, PyObject *context)
 {
     return context != NULL && PyObject_TypeCheck(context, state->Context) ? ((gck_context *)context)->store : NULL;
 }
@@ -285,5 +285,5 @@ int gck_context_name(PyObject *context, PyObject *x, PyObject *name)
 {
     const gck_context *self = (gck_context *)context;
 
-    return self->store == NULL || self->replay ? 0 : gck_store_name(self->store, x, name);
+    return self->store == NULL || self->replay ? 0 : gck_op_label(self->store, x, name);
 }

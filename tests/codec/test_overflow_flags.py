@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from direct_kernels import E_DEVICE, FITS, PENDING, REFUSED, Layout, aligned, nbytes
+from direct_kernels import E_DEVICE, OVERFLOW_FOUND, OVERFLOW_NONE, OVERFLOW_PENDING, Layout, aligned, nbytes
 from test_lossless import with_escapes
 
 NO_MEMORY = 2  # of the emulated cudaHostAlloc
@@ -38,34 +38,34 @@ def encode(device, codec, fits, word):
 
 
 @pytest.mark.parametrize("codec", ["lossless", "bf16", "fp16"])
-def test_verdicts(device, codec):
+def test_overflow_flags(device, codec):
     """One launch; the counters are back at 0 after it, for every result."""
     launches = device.integer("emulated_launches")
-    word = device.library.gck_verdict_take(1)
+    word = device.library.gck_overflow_take(1)
     for fits in (True, False, False, True, True, False):
-        value_of(word).value = PENDING
+        value_of(word).value = OVERFLOW_PENDING
         before = launches.value
         assert encode(device, codec, fits, word) == 0
-        assert value_of(word).value == (FITS if fits else REFUSED)
+        assert value_of(word).value == (OVERFLOW_NONE if fits else OVERFLOW_FOUND)
         assert launches.value == before + 1
-    device.library.gck_verdict_give(word)
+    device.library.gck_overflow_give(word)
 
 
 def test_words(device):
     """Each is pending, and its own; one that was given back
     early is not used before it is written."""
-    take, give = device.library.gck_verdict_take, device.library.gck_verdict_give
+    take, give = device.library.gck_overflow_take, device.library.gck_overflow_give
     words = [take(0) for _ in range(4096)]
     assert len(set(words)) == 4096
-    assert all(value_of(w).value == PENDING for w in words)
+    assert all(value_of(w).value == OVERFLOW_PENDING for w in words)
     assert take(0) is None
     give(words[7])
     assert take(1) is None
     assert encode(device, "lossless", True, words[7]) == 0  # the launch that was queued before
     assert take(1) == words[7]
-    assert value_of(words[7]).value == PENDING
+    assert value_of(words[7]).value == OVERFLOW_PENDING
     for w in words:
-        value_of(w).value = FITS
+        value_of(w).value = OVERFLOW_NONE
         give(w)
     assert take(0) in words
     give(words[0] + 4 * 5000)  # no word at all
@@ -75,29 +75,29 @@ def test_words(device):
 
 def test_captured_work_keeps_its_word(device):
     """A graph may run again whenever it likes."""
-    take, give = device.library.gck_verdict_take, device.library.gck_verdict_give
-    word, captured = take(0), device.library.gck_verdict_is_captured
+    take, give = device.library.gck_overflow_take, device.library.gck_overflow_give
+    word, captured = take(0), device.library.gck_overflow_is_captured
     assert captured(word) == 0  # who wants it may wait
     device.integer("emulated_capture").value = 1
     assert encode(device, "bf16", True, word) == 0
     device.integer("emulated_capture").value = 0
     assert captured(word) == 1
-    assert captured(device.library.gck_verdict_take(-1)) == 0
+    assert captured(device.library.gck_overflow_take(-1)) == 0
     give(word)
     rest = [take(0) for _ in range(4096)]
     assert None in rest
     assert word not in rest
     for w in filter(None, rest):
-        value_of(w).value = FITS
+        value_of(w).value = OVERFLOW_NONE
         give(w)
 
 
 def test_word_of_the_host_is_no_word_of_a_device(device):
-    word = device.library.gck_verdict_take(-1)
-    assert value_of(word).value == PENDING
+    word = device.library.gck_overflow_take(-1)
+    assert value_of(word).value == OVERFLOW_PENDING
     assert encode(device, "lossless", True, word) == E_DEVICE
     assert encode(device, "fp16", True, word) == E_DEVICE
-    device.library.gck_verdict_give(word)
+    device.library.gck_overflow_give(word)
 
 
 def test_first_word_while_capturing(tmp_path):
@@ -108,9 +108,9 @@ def test_first_word_while_capturing(tmp_path):
     device = DeviceKernels(tmp_path)
     allocs = device.integer("emulated_host_allocs")
     allocs.value = -1
-    assert device.library.gck_verdict_take(0) is None
+    assert device.library.gck_overflow_take(0) is None
     allocs.value = 0
     device.integer("emulated_capture").value = 1
-    assert device.library.gck_verdict_take(1) is not None
+    assert device.library.gck_overflow_take(1) is not None
     assert device.integer("emulated_capture_mode").value == 0
     assert device.integer("emulated_device").value == 0

@@ -1,7 +1,7 @@
 """Devices say late whether a codec could hold the values: what is kept until then,
 and what comes back.
 
-`_C.late_verdicts(True)` makes the CPU codecs do the same; `_C.settle_verdicts()` is the moment at
+`_C.late_overflow(True)` makes the CPU codecs do the same; `_C.settle_overflow()` is the moment at
 which the device has written its words."""
 
 import _thread
@@ -25,10 +25,10 @@ SAID = "values the codec cannot hold"
 @pytest.fixture(autouse=True)
 def _late():
     gradckpt.stats.reset()
-    _C.late_verdicts(True)
+    _C.late_overflow(True)
     yield
-    _C.late_verdicts(False)
-    _C.settle_verdicts()
+    _C.late_overflow(False)
+    _C.settle_overflow()
     gc.collect()
     assert gradckpt.stats()["live_bytes"] == 0
 
@@ -58,7 +58,7 @@ def compressed():
     return s["compressed"], s["encoded"], s["uncompressed"]
 
 
-# ---- the original lives until the verdict ----
+# ---- the original lives until the flag ----
 
 
 def another_payload():
@@ -74,7 +74,7 @@ def test_fitting_original_is_let_go(look):
     del x
     look()
     assert original() is not None
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert original() is not None  # the result was not read
     look()
     assert original() is None
@@ -88,13 +88,13 @@ def test_restore_looks_too():
     original, leaf = weakref.ref(x), x.grad_fn.next_functions[0][0].variable
     y = run(x)
     del x
-    _C.settle_verdicts()
+    _C.settle_overflow()
     gradient(y, leaf)
     assert original() is None
 
 
 @pytest.mark.parametrize("make", [fitting, hostile])
-def test_verdict_is_open_at_backward(make):
+def test_flag_is_pending_at_backward(make):
     """A fresh copy of the original is made without waiting."""
     x = make()
     seen = []
@@ -110,7 +110,7 @@ def test_verdict_is_open_at_backward(make):
     assert seen[1].data_ptr() != x.data_ptr()
     assert seen[1].requires_grad
     assert not seen[1].is_leaf
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert compressed()[0] == (make is fitting)
 
 
@@ -118,7 +118,7 @@ def test_refused_original_is_kept():
     x = hostile()
     y = run(x)
     before = compressed()
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert before == (1, 1, {})
     assert compressed() == (0, 0, {SAID: 1})
     s = gradckpt.stats()
@@ -138,7 +138,7 @@ def test_layouts(layout, settled, make):
     seen = []
     y = run(x, function=lambda h: seen.append((h.detach().clone(), h.stride())) or h.exp())
     if settled:
-        _C.settle_verdicts()
+        _C.settle_overflow()
     gradient(y, x)
     assert torch.equal(seen[1][0], x)
     assert seen[1][1] == seen[0][1] == x.stride()
@@ -183,17 +183,17 @@ class Ahead:
 @pytest.mark.parametrize("codec", ["lossless", "bf16"])
 def test_open_originals_are_bounded(codec):
     """Of large ones about two; the forward then waits, and other threads run."""
-    _C.late_verdicts(600)
+    _C.late_overflow(600)
     ahead = Ahead(7, 2 << 20, codec)
     for begun in (3, 6):
         ahead.wait_until(lambda begun=begun: ahead.begun == begun)
         ahead.thread.join(0.3)
         assert (ahead.begun, ahead.called) == (begun, begun - 1)  # it waits after the encode
         assert ahead.alive() == 3
-        _C.settle_verdicts()
+        _C.settle_overflow()
     ahead.wait_until(lambda: not ahead.thread.is_alive())
     assert (ahead.called, ahead.alive()) == (7, 1)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert (gradckpt.stats()["uncompressed"], ahead.alive()) == ({}, 0)
     ahead.outputs.clear()
 
@@ -201,11 +201,11 @@ def test_open_originals_are_bounded(codec):
 def test_forward_does_not_wait_for_ever():
     """What the device does may wait for this thread.
     Who was waited for in vain is not waited for again."""
-    _C.late_verdicts(0.02)
+    _C.late_overflow(0.02)
     ahead = Ahead(7, 2 << 20)
     ahead.wait_until(lambda: not ahead.thread.is_alive())
     assert (ahead.called, ahead.alive()) == (7, 7)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     gradckpt.stats()
     assert ahead.alive() == 0
     ahead.outputs.clear()
@@ -213,11 +213,11 @@ def test_forward_does_not_wait_for_ever():
 
 def test_patience_is_a_number():
     with pytest.raises(TypeError, match="must be real number"):
-        _C.late_verdicts("long")
+        _C.late_overflow("long")
 
 
 def test_small_originals_are_not_worth_waiting_for():
-    _C.late_verdicts(600)
+    _C.late_overflow(600)
     ahead = Ahead(20, 1000)
     ahead.wait_until(lambda: not ahead.thread.is_alive())
     assert ahead.alive() == 20
@@ -225,16 +225,16 @@ def test_small_originals_are_not_worth_waiting_for():
 
 
 def test_ctrl_c_in_a_forward_that_waits():
-    _C.late_verdicts(600)
+    _C.late_overflow(600)
     x = [torch.randn(2 << 20, requires_grad=True) * 1 for _ in range(3)]
     kept = [run(x[0]), run(x[1])]
     with settling_soon(_thread.interrupt_main), pytest.raises(KeyboardInterrupt):
         run(x[2])
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert torch.equal(gradient(kept[0], x[0]), x[0].cos())
 
 
-def test_every_restore_looks_at_all_verdicts():
+def test_every_restore_looks_at_all_flags():
     """Originals that are kept when a region is recomputed: none, not one less each time."""
     leaf = torch.randn(5000, requires_grad=True)
     for _ in range(3):  # the end of the first two backwards looks, too
@@ -251,7 +251,7 @@ def test_every_restore_looks_at_all_verdicts():
             originals.append(weakref.ref(x))
             x = y * 1 if n < 5 else y
             del y
-        _C.settle_verdicts()
+        _C.settle_overflow()
         torch.autograd.grad(x.sum(), leaf)
         assert alive == [0] * 6
 
@@ -259,18 +259,18 @@ def test_every_restore_looks_at_all_verdicts():
 # ---- changes in place ----
 
 
-def test_change_before_a_fitting_verdict():
+def test_change_before_a_flag_of_no_overflow():
     """The payload has the values of the forward, whatever happened since."""
     x = fitting()
     y, want = run(x), gradient(x.sin(), x)
     with torch.no_grad():
         x.mul_(2)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert torch.equal(gradient(y, x), want)
 
 
 @contextlib.contextmanager
-def settling_soon(what=_C.settle_verdicts):
+def settling_soon(what=_C.settle_overflow):
     """Another thread does it while this one waits."""
     timer = threading.Timer(0.1, what)
     timer.start()
@@ -283,10 +283,10 @@ MODIFIED = r"modified by an inplace operation.*is at version 1; expected version
 
 @pytest.mark.parametrize("codec", ["lossless", "bf16", "fp16"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_change_while_the_verdict_is_open(codec, inside):
+def test_change_while_the_flag_is_pending(codec, inside):
     """A restore waits for it: right values where the payload holds them, else torch's words,
     never anything else."""
-    _C.late_verdicts(60)
+    _C.late_overflow(60)
 
     def change(h):
         return h.mul_(2).sin() if inside else h.sin()
@@ -310,10 +310,10 @@ def test_change_while_the_verdict_is_open(codec, inside):
                 assert torch.equal(gradient(y, leaf), want)
 
 
-def test_verdict_that_never_comes():
+def test_flag_that_never_comes():
     """The payload may hold NaN, and the original has changed: an error after a while,
     not a hang."""
-    _C.late_verdicts(0.05)
+    _C.late_overflow(0.05)
     for make in (fitting, hostile):
         x = make()
         y = run(x)
@@ -324,14 +324,14 @@ def test_verdict_that_never_comes():
 
 
 def test_waiting_hears_ctrl_c():
-    _C.late_verdicts(60)
+    _C.late_overflow(60)
     x = fitting()
     y, want = run(x), gradient(x.sin(), x)
     with torch.no_grad():
         x.mul_(2)
     with settling_soon(_thread.interrupt_main), pytest.raises(KeyboardInterrupt):
         gradient(y, x)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert torch.equal(gradient(y, x), want)
 
 
@@ -341,7 +341,7 @@ def test_change_before_a_refusal():
     y = run(x)
     with torch.no_grad():
         x.mul_(2)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
         gradient(y, x)
     with torch.no_grad():
@@ -358,12 +358,12 @@ def test_region_that_changes_its_input():
     want = gradient((x * 2).sin(), x)
     leaf = x.grad_fn.next_functions[0][0].variable
     y = run(x, function=change)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert torch.equal(gradient(y, leaf), want)
     x = hostile()
     leaf = x.grad_fn.next_functions[0][0].variable
     y = run(x, function=change)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradient(y, leaf)
 
@@ -373,22 +373,22 @@ def test_region_that_changes_its_input():
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_rounding_does_not_depend_on_the_moment(settled):
-    """What fits is rounded, before the verdict and after it,
+    """What fits is rounded, before the flag and after it,
     and what does not is the original's."""
     x = hostile().detach()
     want = x.to(torch.bfloat16).float()
     want[7] = x[7]
     payload = gradckpt.codecs.encode(x, "bf16")
     if settled:
-        _C.settle_verdicts()
+        _C.settle_overflow()
     for _ in range(2):
         assert torch.equal(payload.decode(), want)
-        _C.settle_verdicts()
+        _C.settle_overflow()
     x = fitting().detach()
     payload = gradckpt.codecs.encode(x, "bf16")
     for _ in range(2):
         assert torch.equal(payload.decode(), x.to(torch.bfloat16).float())
-        _C.settle_verdicts()
+        _C.settle_overflow()
 
 
 @pytest.mark.parametrize("make", [fitting, hostile])
@@ -396,7 +396,7 @@ def test_rounding_does_not_depend_on_the_moment(settled):
 def test_replay_recomputes_the_forward(make, codec):
     seen = []
     y = run(make(), codec, lambda h: seen.append(h.detach().clone()) or h.sin(), fake_quantize=True)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     y.sum().backward()
     assert torch.equal(*seen)
 
@@ -404,30 +404,30 @@ def test_replay_recomputes_the_forward(make, codec):
 # ---- counting ----
 
 
-def test_open_verdict_is_not_shared():
+def test_pending_flag_is_not_shared():
     """Its result is not known yet."""
     x = hostile()
     regions = run(x), run(x)
     assert (gradckpt.stats()["shared"], compressed()) == (0, (2, 2, {}))
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert compressed() == (0, 0, {SAID: 2})
     assert gradckpt.stats()["shared"] == 0
     assert gradckpt.stats()["uncompressed_bytes"] == 40000
     del regions
 
 
-def test_counters_reset_before_the_verdict():
+def test_counters_reset_before_the_flag():
     x = hostile()
     y = run(x)
     gradckpt.stats.reset()
     again = run(x)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     s = gradckpt.stats()
     assert (s["compressed"], s["encoded"], s["shared"], s["bytes_in"], s["uncompressed"]) == (0, 0, 0, 0, {SAID: 1})
     gradckpt.stats.reset()
     y2 = run(hostile())
     gradckpt.stats.reset()
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert gradckpt.stats()["uncompressed"] == {}
     assert gradckpt.stats()["live_bytes"] == 0
     del y, again, y2
@@ -443,7 +443,7 @@ def test_outer_hooks(make):
         y = run(x)
     for _ in range(2):
         assert torch.equal(gradient(y, x), gradient(x.sin(), x))
-        _C.settle_verdicts()
+        _C.settle_overflow()
 
 
 def test_payload_dies_first():
@@ -453,7 +453,7 @@ def test_payload_dies_first():
     original = weakref.ref(x)
     del x, del_me
     assert original() is None
-    _C.settle_verdicts()
+    _C.settle_overflow()
     gradckpt.stats()
 
 
@@ -465,7 +465,7 @@ def test_no_word_is_left():
     assert compressed() == (0, 0, {SAID: 1})
     assert torch.equal(gradient(y, x), gradient(x.sin(), x))
     assert torch.equal(gradckpt.codecs.encode(x, "lossless").decode(), x)  # asked for by the user: without a word
-    _C.settle_verdicts()
+    _C.settle_overflow()
     del payloads
     run(x)
     assert compressed()[0] == 1
@@ -475,7 +475,7 @@ def test_encode_for_users():
     x = hostile().detach()
     payload = gradckpt.codecs.encode(x, "lossless")
     assert torch.equal(payload.decode(), x)
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert torch.equal(payload.decode(), x)
     with pytest.raises(RuntimeError, match="'lossless' cannot hold these values, so the payload keeps the tensor"):
         payload.data  # noqa: B018
@@ -485,13 +485,13 @@ def test_encode_for_users():
     with torch.inference_mode():
         inference = hostile().detach().clone()
     payload = gradckpt.codecs.encode(inference, "lossless")
-    _C.settle_verdicts()
+    _C.settle_overflow()
     assert torch.equal(payload.decode(), inference)
 
 
 def test_letting_go_may_run_python():
     """A callback of the dying original makes and kills payloads:
-    the list of open verdicts changes meanwhile."""
+    the list of pending flags changes meanwhile."""
     others = [gradckpt.codecs.encode(fitting(), "lossless") for _ in range(5)]
     callbacks = []
 
@@ -506,7 +506,7 @@ def test_letting_go_may_run_python():
     payload = gradckpt.codecs.encode(x, "lossless")
     more = [gradckpt.codecs.encode(fitting(), "lossless") for _ in range(5)]
     del x
-    _C.settle_verdicts()
+    _C.settle_overflow()
     gradckpt.stats()
     assert callbacks == [reference]
     assert all(torch.equal(p.decode(), fitting()) for p in (payload, *more, *others))
@@ -519,7 +519,7 @@ def test_nothing_leaks():
             y = run(x)
             with contextlib.suppress(RuntimeError):
                 gradient(y, x)
-            _C.settle_verdicts()
+            _C.settle_overflow()
             gradient(y, x)
 
     step()
