@@ -1,4 +1,4 @@
-/* codebook.cuh: codes and levels, four to a word: quantize.h's functions, four values at a time.
+/* codebook.cuh: codes and levels, four to a word: quantize.h's and codebook.h's functions, four values.
  *
  * A byte holds a code, an integer t (|t| <= 127) or its size m = |t|; byte b of word w is
  * value 4 w + b of the lane.  Comparing bytes below 128: bit 7 of m + 128 - T is m >= T. */

@@ -25,7 +25,7 @@
  *               entries +-1) and d the signs of the group's pattern, below; the codes are those of y with
  *               step S = 128 s = amax(y) / 127, rounded up;
  *               x' = d o (H code) * s: integers until the last multiplication.
- *   int6        the same y and S; the codes name levels (quantize.h).  S has 6 bits of
+ *   int6        the same y and S; the codes name levels (codebook.h).  S has 6 bits of
  *               mantissa, and bit 0 of the scale says which levels: 1 for a group of which
  *               more than 48 of the 128 y are beyond half the step's reach: one with an outlier.
  *   int4        the value x[at] largest in size (the first of them) is stored as bfloat16
@@ -73,74 +73,15 @@
 #ifndef GRADCKPT_GROUP_H
 #define GRADCKPT_GROUP_H
 
+#include "codec/format/codebook.h"
 #include "codec/format/escapes.h"
+#include "codec/format/rotate.h"
 
-/* Hadamard signs, 16 patterns: bit i % 32 of word i / 32 set means value i is negated.  They are the
- * first 2048 bits of the fraction of pi, as nothing-up-my-sleeve numbers. */
-#define GCK_SIGN_PATTERNS(PATTERN) \
-    PATTERN(0x243F6A88u, 0x85A308D3u, 0x13198A2Eu, 0x03707344u) \
-    PATTERN(0xA4093822u, 0x299F31D0u, 0x082EFA98u, 0xEC4E6C89u) \
-    PATTERN(0x452821E6u, 0x38D01377u, 0xBE5466CFu, 0x34E90C6Cu) \
-    PATTERN(0xC0AC29B7u, 0xC97C50DDu, 0x3F84D5B5u, 0xB5470917u) \
-    PATTERN(0x9216D5D9u, 0x8979FB1Bu, 0xD1310BA6u, 0x98DFB5ACu) \
-    PATTERN(0x2FFD72DBu, 0xD01ADFB7u, 0xB8E1AFEDu, 0x6A267E96u) \
-    PATTERN(0xBA7C9045u, 0xF12C7F99u, 0x24A19947u, 0xB3916CF7u) \
-    PATTERN(0x0801F2E2u, 0x858EFC16u, 0x636920D8u, 0x71574E69u) \
-    PATTERN(0xA458FEA3u, 0xF4933D7Eu, 0x0D95748Fu, 0x728EB658u) \
-    PATTERN(0x718BCD58u, 0x82154AEEu, 0x7B54A41Du, 0xC25A59B5u) \
-    PATTERN(0x9C30D539u, 0x2AF26013u, 0xC5D1B023u, 0x286085F0u) \
-    PATTERN(0xCA417918u, 0xB8DB38EFu, 0x8E79DCB0u, 0x603A180Eu) \
-    PATTERN(0x6C9E0E8Bu, 0xB01E8A3Eu, 0xD71577C1u, 0xBD314B27u) \
-    PATTERN(0x78AF2FDAu, 0x55605C60u, 0xE65525F3u, 0xAA55AB94u) \
-    PATTERN(0x57489862u, 0x63E81440u, 0x55CA396Au, 0x2AAB10B6u) \
-    PATTERN(0xB4CC5C34u, 0x1141E8CEu, 0xA15486AFu, 0x7C72E993u)
-enum { GCK_NPATTERNS = 16 };
-
-#define GCK_FOUR_WORDS(a, b, c, d) {a, b, c, d},
-GCK_TABLE uint32_t gck_sign_words[GCK_NPATTERNS][4] = {GCK_SIGN_PATTERNS(GCK_FOUR_WORDS)};
-
-/* The pattern of a group.  Patterns differ from token to token at any width, so that equal vectors
- * (the same word's embedding) have errors that do not add up. */
-GCK_FN int gck_pattern(int64_t group) { return (int)((uint32_t)group * 0x9E3779B1u >> 28); }
+/* ---- int8, int6 ---- */
 
 /* More than MANY of 128 t that are large mean uniform levels; at least MOST mean an outlier.  Large: t
  * >= 64 or t < -64, so that the upper two bits differ. */
 enum { GCK_MANY_LARGE = 48, GCK_MOST_LARGE = 124 };
-
-GCK_FN int gck_negated(int pattern, int i) { return (int)(gck_sign_words[pattern][i / 32] >> (i % 32)) & 1; }
-
-/* ---- rotation ---- */
-
-/* Transform in place.  The stages run in the order of the index bits 0, 1, ... 6, which is part of
- * the format, because float addition is not associative. */
-GCK_FN void gck_hadamard(float *y)
-{
-    for (int h = 1; h < GCK_GROUP; h *= 2) {
-        for (int i = 0; i < GCK_GROUP; i += 2 * h) {
-            for (int j = i; j < i + h; j++) {
-                const float a = y[j], b = y[j + h];
-                y[j] = a + b;
-                y[j + h] = a - b;
-            }
-        }
-    }
-}
-
-/* y = H (d o x), x[at] taken as zero (at < 0: none); returns amax(y). */
-GCK_SLOW_FN float gck_rotate(const void *x, gck_dtype dtype, int count, int at, int pattern, float *y)
-{
-    float amax = 0.f;
-
-    for (int i = 0; i < GCK_GROUP; i++) {
-        const float v = i < count && i != at ? gck_load(x, dtype, i) : 0.f;
-        y[i] = gck_negated(pattern, i) ? -v : v;
-    }
-    gck_hadamard(y);
-    for (int i = 0; i < GCK_GROUP; i++) {
-        amax = gck_abs(y[i]) > amax ? gck_abs(y[i]) : amax;
-    }
-    return amax;
-}
 
 /* Index of the largest |x|, the first of them; its bits without the sign in *amax. */
 GCK_FN int gck_largest(const void *x, gck_dtype dtype, int count, uint32_t *amax)
@@ -174,26 +115,6 @@ GCK_FN int gck_count_large(const float *y, float inv, int noisy)
     }
     return n;
 }
-
-/* x' = d o (H value) * unit, value integers: |sums| <= 128 * 255, exact in any order. */
-GCK_FN void gck_unrotate(int32_t *value, float unit, int pattern, void *x, gck_dtype dtype, int count)
-{
-    for (int h = 1; h < GCK_GROUP; h *= 2) {
-        for (int i = 0; i < GCK_GROUP; i++) {
-            if (!(i & h)) {
-                const int32_t a = value[i], b = value[i + h];
-                value[i] = a + b;
-                value[i + h] = a - b;
-            }
-        }
-    }
-    for (int i = 0; i < count; i++) {
-        const float v = (float)value[i] * unit;
-        gck_store(x, dtype, i, gck_negated(pattern, i) ? -v : v);
-    }
-}
-
-/* ---- int8, int6 ---- */
 
 /* Encode y, whose amax gives the step of the rotated codes; bit 0 of int6's is `uniform`. */
 GCK_SLOW_FN void gck_encode_codes(gck_format format, const float *y, uint32_t stored, int uniform, float inv,
