@@ -28,6 +28,9 @@ typedef enum { GCK_F32 = 0, GCK_F16 = 1, GCK_BF16 = 2, GCK_BOOL = 3, GCK_NDTYPES
 enum { GCK_NFLOATS = 3 };
 #define GCK_BIT(dtype) (1u << (dtype))
 
+/* The dtypes that every codec of activations takes. */
+enum { GCK_FLOATS = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16) };
+
 enum { GCK_MAX_DIM = 64 };       /* of a tensor that is encoded */
 enum { GCK_PAYLOAD_ALIGNMENT = 16 };   /* bytes: kernels read and write payloads in pieces of this size */
 

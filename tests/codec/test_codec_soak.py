@@ -12,14 +12,12 @@ import shutil
 import subprocess
 
 import pytest
-from checkout import CSRC, HELPERS, source
+from checkout import CODEC, CSRC, HELPERS
 
 GROUPS = 10_000_000
 FLAGS = shlex.split("-std=c11 -O2 -D_GNU_SOURCE -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror")
 AVX2 = shlex.split("-mavx2 -mfma -mf16c")
 AVX512 = shlex.split("-mavx512f -mavx512bw -mavx512dq -mavx512vl")
-#: The kernels of gck_isa, by the beginnings of their files' names.
-FILES = ("fp8", "int8_plain", "rotated", "kernels")
 
 
 def build(folder):
@@ -28,12 +26,11 @@ def build(folder):
     emulated = " avx512bw " not in pathlib.Path("/proc/cpuinfo").read_text()
     define = ["-DGCK_EMULATE_AVX512"] if emulated else []
     objects = []
-    for name in [f"{f}_{isa}" for f in FILES for isa in ("avx2", "avx512")] + ["group_portable"]:
-        isa = [] if name == "group_portable" else AVX2 if emulated or name.endswith("avx2") else AVX2 + AVX512
-        objects.append(folder / f"{name}.o")
-        subprocess.run(
-            [gcc, *FLAGS, *isa, *define, f"-I{CSRC}", "-c", source(f"{name}.c"), "-o", objects[-1]], check=True
-        )
+    for path in [*(CODEC / "portable").glob("*.c"), *(CODEC / "x86").glob("*.c")]:
+        avx512 = AVX2 if emulated else AVX2 + AVX512
+        isa = {"avx2": AVX2, "avx512": avx512}.get(path.stem.rpartition("_")[2], [])
+        objects.append(folder / f"{path.stem}.o")
+        subprocess.run([gcc, *FLAGS, *isa, *define, f"-I{CSRC}", "-c", path, "-o", objects[-1]], check=True)
     program = folder / "codec_parity"
     main = HELPERS / "codec_parity.c"
     subprocess.run([gcc, *FLAGS, *define, f"-I{CSRC}", main, *objects, "-o", program, "-lm"], check=True)

@@ -399,7 +399,8 @@ def test_cpu_without_avx(tmp_path):
         """
         #define __builtin_cpu_supports(feature) 0
         #include "codec/host/cpu_features.c"
-        const gck_isa gck_isa_scalar = {"scalar"}, gck_isa_avx2 = {"avx2"}, gck_isa_avx512 = {"avx512"};
+        const gck_kernels gck_kernels_portable = {"scalar"}, gck_kernels_avx2 = {"avx2"};
+        const gck_kernels gck_kernels_avx512 = {"avx512"};
         """
     )
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "old.so", f"-I{CSRC}", "old.c"], cwd=tmp_path, check=True)

@@ -396,7 +396,7 @@ DRIVERS = {  # what setup.py says of the binaries: {(runtime, driver): status}
 
 @pytest.mark.parametrize("binaries", DRIVERS)
 def test_driver_check(tmp_path, binaries):
-    kernels = build_kernels(tmp_path, 750, ["cuda"], *binaries)
+    kernels = build_kernels(tmp_path, 750, ["driver"], *binaries)
     for (built_with, driver), status in DRIVERS[binaries].items():
         ctypes.c_int.in_dll(kernels, "emulated_driver").value = driver
         ctypes.c_int.in_dll(kernels, "emulated_runtime").value = built_with
@@ -406,7 +406,7 @@ def test_driver_check(tmp_path, binaries):
 
 
 def test_failing_driver_check_is_not_left_for_the_next_launch(tmp_path):
-    kernels = build_kernels(tmp_path, 750, ["cuda"])
+    kernels = build_kernels(tmp_path, 750, ["driver"])
     ctypes.c_int.in_dll(kernels, "emulated_sticky_error").value = 3  # cudaErrorInitializationError
     assert kernels.gck_cuda_check(ctypes.byref(ctypes.c_int()), ctypes.byref(ctypes.c_int())) == 3
     ctypes.c_int.in_dll(kernels, "emulated_sticky_error").value = 0

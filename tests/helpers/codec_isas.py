@@ -8,13 +8,15 @@ import subprocess
 
 import codec_oracle as oracle
 import numpy as np
-from checkout import CODEC, CSRC, source
+from checkout import CODEC, CSRC
 
 from gradckpt import _C
 
-FORMATS = {"fp8_e4m3": 0, "fp8_e5m2": 1, "int8": 2, "int8_plain": 3, "int6": 4, "int4": 5}  # gck_format
-#: Bytes of codes per group, and of the words beside them.
-LAYOUT = dict.fromkeys(FORMATS, (128, 2)) | {"int6": (96, 2), "int4": (64, 4)}
+GROUP_CODECS = [codec for codec in _C.codecs() if _C.codec_info(codec)["stochastic"]]
+FORMATS = {codec: number for number, codec in enumerate(GROUP_CODECS)}  # gck_format
+#: Bytes of codes per group, and of the words beside them, which are fewer than eight.
+GROUP_NBYTES = {codec: _C.codec_info(codec)["sizes"]["float32"][2] for codec in GROUP_CODECS}
+LAYOUT = {codec: (nbytes & ~15, nbytes & 15) for codec, nbytes in GROUP_NBYTES.items()}
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}  # gck_dtype
 KERNELS = (ctypes.c_void_p * 3) * len(FORMATS)
 
@@ -44,7 +46,7 @@ FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -mavx2 -mfma -mf16c -D
 
 
 class Table(ctypes.Structure):
-    """gck_isa."""
+    """The first fields of gck_kernels."""
 
     _fields_ = [("name", ctypes.c_char_p), ("encode", KERNELS), ("encode_noisy", KERNELS), ("decode", KERNELS)]
 
@@ -68,9 +70,7 @@ class EmulatedAvx512:
     def __init__(self, folder):
         gcc = shutil.which("gcc")
         path = folder / "avx512.so"
-        others = ("lossless", "mask", "cast")  # families of their own: direct_kernels.py
-        families = [s for s in sorted(CODEC.rglob("*_avx512.c")) if not s.name.startswith(others)]
-        sources = [*families, source("group_portable.c")]
+        sources = [*sorted((CODEC / "portable").glob("*.c")), *sorted((CODEC / "x86").glob("*_avx512.c"))]
         objects = [folder / f"{s.stem}.o" for s in sources]
         running = [
             subprocess.Popen([gcc, *FLAGS, f"-I{CSRC}", "-c", s, "-o", o])
@@ -79,7 +79,7 @@ class EmulatedAvx512:
         assert [p.wait() for p in running] == [0] * len(sources)
         subprocess.run([gcc, "-shared", "-o", path, *objects, "-lm"], check=True)
         self.library = ctypes.CDLL(str(path))
-        self.table = Table.in_dll(self.library, "gck_isa_avx512")
+        self.table = Table.in_dll(self.library, "gck_kernels_avx512")
 
     def encode_noisy(self, codec, bits, dtype, key):
         groups = bits.size // 128

@@ -12,11 +12,17 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "codec/host/cpu_features.h"
+#include "codec/format/group.h"
+#include "codec/portable/kernels_portable.h"
+#include "codec/x86/kernels_avx2.h"
+#include "codec/x86/kernels_avx512.h"
 
 enum { MOST = 512, GUARD = 64 };
 
-static const char *const formats[] = {"fp8_e4m3", "fp8_e5m2", "int8", "int8_plain", "int6", "int4"};
+static const char *const formats[] = {
+#define GCK_GROUP_CODEC(name, ...) #name,
+#include "codec/codecs.def"
+};
 static const char *const dtypes[] = {"float32", "float16", "bfloat16"};
 static uint64_t state;
 
@@ -124,7 +130,7 @@ static void fill(char *x, gck_dtype dtype, int ngroups)
 /* ---- comparison ---- */
 
 typedef struct {
-    const gck_isa *isa;
+    const gck_kernels *isa;
     gck_format     format;
     gck_dtype      dtype;
     int            ngroups, shift, streaming, noisy;
@@ -145,8 +151,9 @@ static void differ(const call *c, const char *what, const char *a, const char *b
     exit(1);
 }
 
-static void encode(const call *c, const gck_isa *isa, const char *x, uint8_t *codes, uint16_t *side)
+static void encode(const call *c, const gck_kernels *isa, const char *x, uint8_t *codes, uint16_t *side)
 {
+    isa = isa->encode[c->format][c->dtype] != NULL ? isa : &gck_kernels_portable;
     if (c->noisy) {
         isa->encode_noisy[c->format][c->dtype](x, c->ngroups, codes, side, &c->dither, c->first);
     } else {
@@ -160,15 +167,15 @@ static _Alignas(64) uint8_t payload[2][MOST * (GCK_GROUP + 2) + GUARD];
 /* Values at values + shift; the scalar payload stays in payload[0]. */
 static void compare(const call *c, int invented)
 {
-    const size_t ncodes = (size_t)c->ngroups * GCK_CODE_BYTES(c->format);
-    const size_t nbytes = ncodes + (size_t)c->ngroups * 2 * GCK_SIDE_WORDS(c->format);
+    const size_t ncodes = (size_t)c->ngroups * gck_code_bytes(c->format);
+    const size_t nbytes = ncodes + (size_t)c->ngroups * 2 * gck_side_words(c->format);
     const size_t nvalues = (size_t)c->ngroups * GCK_GROUP * GCK_FLOAT_BYTES(c->dtype);
 
     memset(payload, 0xAB, sizeof payload);
     memset(decoded, 0xCD, sizeof decoded);
     if (!invented) {
         for (int i = 0; i < 2; i++) {
-            encode(c, i ? c->isa : &gck_isa_scalar, values + c->shift, payload[i], (uint16_t *)(payload[i] + ncodes));
+            encode(c, i ? c->isa : &gck_kernels_portable, values + c->shift, payload[i], (uint16_t *)(payload[i] + ncodes));
         }
         if (memcmp(payload[0], payload[1], nbytes + GUARD) != 0) {
             differ(c, "payload", (char *)payload[0], (char *)payload[1], nbytes + GUARD);
@@ -179,7 +186,7 @@ static void compare(const call *c, int invented)
         }
     }
     for (int i = 0; i < 2; i++) {
-        const gck_isa *isa = i ? c->isa : &gck_isa_scalar;
+        const gck_kernels *isa = i && c->isa->decode[c->format][c->dtype] != NULL ? c->isa : &gck_kernels_portable;
         isa->decode[c->format][c->dtype](payload[0], (uint16_t *)(payload[0] + ncodes), c->ngroups,
                                          decoded[i] + c->shift, c->first, c->streaming);
     }
@@ -190,7 +197,7 @@ static void compare(const call *c, int invented)
 
 /* All patterns of a 16-bit dtype, in order and in strides that bring others together, alone
  * and with a value in each group that decides the scale. */
-static void exhaust(const gck_isa *isa, gck_format format, gck_dtype dtype)
+static void exhaust(const gck_kernels *isa, gck_format format, gck_dtype dtype)
 {
     static const uint32_t strides[] = {1, 257, 4097, 12345};
 
@@ -212,13 +219,14 @@ static void exhaust(const gck_isa *isa, gck_format format, gck_dtype dtype)
     }
 }
 
-/* A table may leave kernels to the scalar one; these do not. */
-static int is_complete(const gck_isa *isa)
+/* A table leaves all kernels of a format to the portable one, or none. */
+static int is_complete(const gck_kernels *isa)
 {
     for (int format = 0; format < GCK_NFORMATS; format++) {
         for (int dtype = 0; dtype < GCK_NFLOATS; dtype++) {
-            if (isa->encode[format][dtype] == NULL || isa->encode_noisy[format][dtype] == NULL
-                || isa->decode[format][dtype] == NULL) {
+            const int missing = (isa->encode[format][dtype] == NULL) + (isa->encode_noisy[format][dtype] == NULL)
+                + (isa->decode[format][dtype] == NULL);
+            if (missing % 3 != 0) {
                 printf("%s lacks a kernel: %s, %s\n", isa->name, formats[format], dtypes[dtype]);
                 return 0;
             }
@@ -236,7 +244,7 @@ static double now(void)
 
 int main(int argc, char **argv)
 {
-    const gck_isa *isas[2];
+    const gck_kernels *isas[2];
     int nisas = 0;
     int64_t groups = 0;
 
@@ -249,13 +257,13 @@ int main(int argc, char **argv)
     state = 0x9E3779B97F4A7C15u * (argc > 3 ? strtoull(argv[3], NULL, 0) : 1u) | 1u;
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-        isas[nisas++] = &gck_isa_avx2;
+        isas[nisas++] = &gck_kernels_avx2;
     }
 #ifndef GCK_EMULATE_AVX512
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
 #endif
     {
-        isas[nisas++] = &gck_isa_avx512;
+        isas[nisas++] = &gck_kernels_avx512;
     }
     for (int i = 0; i < nisas; i++) {
         if (!is_complete(isas[i])) {

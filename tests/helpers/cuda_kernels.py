@@ -8,19 +8,13 @@ import shutil
 import subprocess
 import weakref
 
+import codec_isas
 import numpy as np
 import pytest
 from checkout import CODEC, CSRC, EMULATION, source
 
 #: gck_format, bytes of codes and of the words beside them, for each group
-FORMATS = {
-    "fp8_e4m3": (0, 128, 2),
-    "fp8_e5m2": (1, 128, 2),
-    "int8": (2, 128, 2),
-    "int8_plain": (3, 128, 2),
-    "int6": (4, 96, 2),
-    "int4": (5, 64, 4),
-}
+FORMATS = {codec: (codec_isas.FORMATS[codec], *codec_isas.LAYOUT[codec]) for codec in codec_isas.GROUP_CODECS}
 CODECS = (*FORMATS, "raw")
 DTYPES = {"float32": (0, np.uint32), "float16": (1, np.uint16), "bfloat16": (2, np.uint16)}
 GROUP = 128
@@ -39,11 +33,12 @@ CHECKS = "-O1 -fsanitize=undefined -fsanitize-undefined-trap-on-error"
 if SANITIZERS:
     CHECKS = f"-O0 -g -fsanitize={SANITIZERS}"
 REFERENCE = """
-#include "codec/host/cpu_features.h"
+#include "codec/format/group.h"
+#include "codec/kernels.h"
 
 static uint16_t *side_of(int format, uint8_t *codes, int64_t n)
 {
-    return (uint16_t *)(codes + (n + GCK_GROUP - 1) / GCK_GROUP * GCK_CODE_BYTES(format));
+    return (uint16_t *)(codes + (n + GCK_GROUP - 1) / GCK_GROUP * gck_code_bytes(format));
 }
 
 /* `count` of the last group's values exist. */
@@ -59,7 +54,7 @@ void reference_encode(int format, int dtype, const char *x, int64_t n, uint8_t *
         }
         gck_encode_group(format, x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype,
                          left < GCK_GROUP ? (int)left : GCK_GROUP, first + g, dither ? noise : NULL,
-                         codes + g * GCK_CODE_BYTES(format), side + g * GCK_SIDE_WORDS(format));
+                         codes + g * gck_code_bytes(format), side + g * gck_side_words(format));
     }
 }
 
@@ -69,7 +64,7 @@ void reference_decode(int format, int dtype, uint8_t *codes, int64_t n, char *x,
 
     for (int64_t g = 0; g * GCK_GROUP < n; g++) {
         const int64_t left = n - g * GCK_GROUP;
-        gck_decode_group(format, codes + g * GCK_CODE_BYTES(format), side + g * GCK_SIDE_WORDS(format), first + g,
+        gck_decode_group(format, codes + g * gck_code_bytes(format), side + g * gck_side_words(format), first + g,
                          x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype, left < GCK_GROUP ? (int)left : GCK_GROUP);
     }
 }

@@ -13,7 +13,7 @@ import subprocess
 import direct_oracle as oracle
 import numpy as np
 import pytest
-from checkout import CSRC, EMULATION, source
+from checkout import CODEC, CSRC, EMULATION, source
 from codec_isas import supported
 from cuda_kernels import Tensor
 
@@ -51,12 +51,21 @@ CXX_FLAGS = shlex.split(
     '-I{CSRC}' '-DGCK_CUDA_ARCHS="emulated"' -include '{EMULATION / "cuda_emulation.h"}'"""
 )
 SHIM = """
+#include <string.h>
 #include "codec/host/cpu_features.h"
-#include "codec/host/elementwise.h"
+#include "codec/x86/kernels_avx2.h"
+#include "codec/x86/kernels_avx512.h"
 
-static gck_isa chosen;
-const gck_isa *gck_isa_current(void) { return &chosen; }
-void shim_isa(const char *name) { chosen.name = name; }
+static const gck_kernels *chosen;
+const gck_kernels *gck_kernels_current(void) { return chosen; }
+void shim_isa(const char *name)
+{
+    const gck_kernels *tables[] = {&gck_kernels_portable, &gck_kernels_avx2, &gck_kernels_avx512};
+
+    for (int i = 0; i < 3; i++) {
+        chosen = strcmp(tables[i]->name, name) == 0 ? tables[i] : chosen;
+    }
+}
 
 /* From unit `first` on. */
 int shim_encode(const gck_codec *codec, const gck_tensor *x, void *payload, int64_t first)
@@ -72,7 +81,7 @@ void shim_decode(const gck_codec *codec, const void *payload, const gck_tensor *
 /* Whole blocks, with the stores of large tensors. */
 int shim_stream_encode(char codec, int dtype, const void *x, int64_t n, void *payload)
 {
-    const gck_direct *kernels = gck_direct_current();
+    const gck_kernels *kernels = chosen;
 
     switch (codec) {
     case 'b': return kernels->to_bf16(x, n, payload, 1);
@@ -84,7 +93,7 @@ int shim_stream_encode(char codec, int dtype, const void *x, int64_t n, void *pa
 
 void shim_stream_decode(char codec, int dtype, const void *payload, int64_t n, void *x)
 {
-    const gck_direct *kernels = gck_direct_current();
+    const gck_kernels *kernels = chosen;
 
     switch (codec) {
     case 'b': kernels->from_bf16(payload, n, x, 1); break;
@@ -168,10 +177,10 @@ class HostKernels:
         gcc = shutil.which("gcc")
         if gcc is None:
             pytest.skip("gcc not found")
-        names = dict.fromkeys(("cast", "mask", "lossless", "elementwise", "strided"), "")
-        names |= {f"{name}_{isa}": isa for name in ("cast", "mask", "lossless") for isa in ("avx2", "avx512")}
         (folder / "shim.c").write_text(SHIM)
-        sources = [(source(f"{name}.c"), isa) for name, isa in names.items()] + [(folder / "shim.c", "")]
+        host = [source(f"{name}.c") for name in ("cast", "mask", "lossless", "pieces", "strided")]
+        plain = [(path, "") for path in [*host, *(CODEC / "portable").glob("*.c"), folder / "shim.c"]]
+        sources = [*plain, *((path, path.stem.rpartition("_")[2]) for path in (CODEC / "x86").glob("*.c"))]
         compile_all(
             [gcc, *C_FLAGS, *ISA_FLAGS[isa].split(), f"-I{CSRC}", "-c", s, "-o", folder / f"{s.stem}.o"]
             for s, isa in sources

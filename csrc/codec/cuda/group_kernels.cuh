@@ -74,12 +74,12 @@ GCK_LANE_FN void spread(const untyped &x, int64_t g, int count, const void *valu
 
 /* Where a group lies in a payload. */
 template <gck_format FORMAT>
-GCK_LANE_FN uint8_t *codes_of(uint8_t *payload, int64_t g) { return payload + g * GCK_CODE_BYTES(FORMAT); }
+GCK_LANE_FN uint8_t *codes_of(uint8_t *payload, int64_t g) { return payload + g * gck_code_bytes(FORMAT); }
 
 template <gck_format FORMAT>
 GCK_LANE_FN uint16_t *side_of(uint8_t *payload, int64_t ngroups, int64_t g)
 {
-    return (uint16_t *)codes_of<FORMAT>(payload, ngroups) + g * GCK_SIDE_WORDS(FORMAT);
+    return (uint16_t *)codes_of<FORMAT>(payload, ngroups) + g * gck_side_words(FORMAT);
 }
 
 GCK_LANE_FN int count_of(int64_t numel, int64_t g)
@@ -294,7 +294,7 @@ static int run_groups(const gck_tensor *t, const void *const *payloads, const gc
     });
 }
 
-/* Both functions of a codec, as group_host.h declares them.  The payloads are only read by the second. */
+/* Both functions of a codec, as cuda_entry.h declares them.  The payloads are only read by the second. */
 #define GCK_GROUP_CODEC_CUDA(name, format)                                                             \
     extern "C" int gck_##name##_encode_cuda(const gck_tensor *x, void *const *payloads,                \
                                             const gck_how *how, int n)                                 \

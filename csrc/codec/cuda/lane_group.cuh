@@ -228,7 +228,7 @@ GCK_LANE_FN void for_each_noise(const gck_dither &dither, int64_t i, F f)
 /* ---- a lane's share of a payload ---- */
 
 template <gck_format FORMAT> struct share {
-    enum { WORDS = GCK_CODE_BYTES(FORMAT) / LANES / 4 };
+    enum { WORDS = gck_code_bytes(FORMAT) / LANES / 4 };
     uint32_t word[WORDS];                /* int6: two of nibbles, one of the upper bits */
     uint32_t side;                       /* of the group, the same in its 8 lanes       */
 };
@@ -247,7 +247,7 @@ GCK_LANE_FN void store_share(const share<FORMAT> &s, uint8_t *codes, uint16_t *s
         __stcs((uint32_t *)codes + 2 * LANES + lane, s.word[2]);
     }
     if (lane == 0) {
-        if constexpr (GCK_SIDE_WORDS(FORMAT) == 2) {
+        if constexpr (gck_side_words(FORMAT) == 2) {
             *(uint32_t *)side = s.side;
         } else {
             *side = (uint16_t)s.side;
@@ -268,7 +268,7 @@ GCK_LANE_FN void load_share(share<FORMAT> &s, const uint8_t *codes, const uint16
     if constexpr (share<FORMAT>::WORDS == 3) {
         s.word[2] = __ldcs((const uint32_t *)codes + 2 * LANES + lane);
     }
-    s.side = GCK_SIDE_WORDS(FORMAT) == 2 ? __ldg((const uint32_t *)side) : (uint32_t)__ldg(side);
+    s.side = gck_side_words(FORMAT) == 2 ? __ldg((const uint32_t *)side) : (uint32_t)__ldg(side);
 }
 
 #endif

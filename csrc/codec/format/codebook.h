@@ -37,7 +37,7 @@ GCK_FN int gck_level(gck_format format, int uniform, int index)
     return fine > middle ? fine : middle > coarse ? middle : coarse;
 }
 
-GCK_FN int gck_sign_bit(gck_format format) { return format == GCK_INT4 ? 8 : 32; }
+GCK_FN int gck_sign_bit(gck_format format) { return 1 << (gck_code_bits(format) - 1); }
 
 /* The code of t, value i of its group.  A zero belongs to both smallest levels: for even i it takes
  * the one above, for odd i the one below. */

@@ -13,10 +13,17 @@
 #define GCK_FN static __device__ __forceinline__
 #define GCK_SLOW_FN static __device__ __noinline__
 #define GCK_TABLE static __constant__ const
+#define GCK_LAYOUT_FN static __host__ __device__ __forceinline__   /* the launchers need these too */
 #else
 #define GCK_FN static inline
 #define GCK_SLOW_FN static inline
 #define GCK_TABLE static const __attribute__((unused))
+#define GCK_LAYOUT_FN static inline __attribute__((always_inline))
+#endif
+#ifdef __cplusplus
+#define GCK_CONSTEXPR constexpr
+#else
+#define GCK_CONSTEXPR
 #endif
 
 enum { GCK_GROUP = 128 };

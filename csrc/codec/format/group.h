@@ -225,7 +225,7 @@ GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, int 
 
 /* ---- every group ---- */
 
-/* The reference encoder: GCK_CODE_BYTES codes and GCK_SIDE_WORDS words beside them, from `count`
+/* The reference encoder: gck_code_bytes() codes and gck_side_words() words beside them, from `count`
  * values.  group: its index in the tensor.  noise: 16 bits for each of 128 values; NULL rounds to
  * nearest. */
 GCK_FN void gck_encode_group(gck_format format, const void *x, gck_dtype dtype, int count, int64_t group,

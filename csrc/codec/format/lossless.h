@@ -43,13 +43,6 @@
 
 #include "codec/format/float_bits.h"
 
-/* The launchers need these too. */
-#ifdef __CUDACC__
-#define GCK_LAYOUT_FN static __host__ __device__ __forceinline__
-#else
-#define GCK_LAYOUT_FN static inline
-#endif
-
 enum {
     GCK_BLOCK = 4096,              /* values that share an arena */
     GCK_BLOCK_GROUPS = GCK_BLOCK / GCK_GROUP,

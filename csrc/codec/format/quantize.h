@@ -1,24 +1,11 @@
-/* quantize.h: one value and its code: formats, steps, rounding, packing.
+/* quantize.h: one value and its code: steps, rounding, packing.
  *
  * group.h draws the payload that holds these codes. */
 #ifndef GRADCKPT_QUANTIZE_H
 #define GRADCKPT_QUANTIZE_H
 
+#include "codec/format/formats.h"
 #include "codec/format/philox.h"
-
-typedef enum { GCK_E4M3, GCK_E5M2, GCK_INT8, GCK_INT8_PLAIN, GCK_INT6, GCK_INT4, GCK_NFORMATS } gck_format;
-
-GCK_FN int gck_is_fp8(gck_format format) { return format == GCK_E4M3 || format == GCK_E5M2; }
-GCK_FN int gck_is_rotated(gck_format format) { return format == GCK_INT8 || format == GCK_INT6 || format == GCK_INT4; }
-
-/* Formats whose ordinary codes number levels, not multiples of a step. */
-GCK_FN int gck_has_levels(gck_format format) { return format == GCK_INT6 || format == GCK_INT4; }
-GCK_FN int gck_code_bits(gck_format format) { return format == GCK_INT6 ? 6 : format == GCK_INT4 ? 4 : 8; }
-
-/* Bytes of a group's codes. */
-#define GCK_CODE_BYTES(format) ((format) == GCK_INT6 ? 96 : (format) == GCK_INT4 ? 64 : 128)
-/* 16-bit words beside them: the scale, and for int4 the outlier. */
-#define GCK_SIDE_WORDS(format) ((format) == GCK_INT4 ? 2 : 1)
 
 #define GCK_TINY       0x1p-80f    /* below: values are scaled by 2^64 first     */
 #define GCK_LARGE      0x1p13f     /* fp8, from here on: scaled by 2^-96 first   */
@@ -28,31 +15,17 @@ GCK_FN int gck_code_bits(gck_format format) { return format == GCK_INT6 ? 6 : fo
 /* The largest magnitude of an integer code.  escaped: in form A, see group.h. */
 GCK_FN int gck_top_code(gck_format format, int escaped)
 {
-    return !escaped ? 127 : format == GCK_INT6 ? 29 : format == GCK_INT4 ? 5 : 125;
+    return escaped ? (1 << (gck_code_bits(format) - 1)) - 3 : 127;
 }
 
-/* amax maps to `top`: this is 2^32 / top in float32 (E5M2: 2^40; int4 in form A: 2^28, or 1e30
- * would overflow); for y, which is 128 times as coarse, 2^25.  noisy: nothing may lie beyond the
- * last level, or its rounding could not be unbiased.  The constants are written out, so that no
- * compiler divides doubles on a device. */
 GCK_FN float gck_step_factor(gck_format format, int escaped, int noisy)
 {
-    switch (format) {
-    case GCK_E4M3: return escaped ? (float)(0x1p32 / 384) : (float)(0x1p32 / 448);
-    case GCK_E5M2: return (float)(0x1p40 / 57344);
-    case GCK_INT8: return escaped ? (float)(0x1p32 / 125) : (float)(0x1p25 / 127);
-    case GCK_INT6: return escaped ? (float)(0x1p32 / 29) : noisy ? (float)(0x1p25 / 125.5) : (float)(0x1p25 / 127);
-    case GCK_INT4: return escaped ? (float)(0x1p28 / 5) : noisy ? (float)(0x1p25 / 115.5) : (float)(0x1p25 / 127);
-    default:       return escaped ? (float)(0x1p32 / 125) : (float)(0x1p32 / 127);
-    }
+    const gck_format_traits traits = gck_traits(format);
+
+    return escaped ? traits.factor_escaped : noisy ? traits.factor_noisy : traits.factor;
 }
 
-/* Bits of a step's mantissa that are dropped: 16, and more where the word of the scale also holds
- * other fields. */
-GCK_FN int gck_dropped_bits(gck_format format, int escaped)
-{
-    return escaped ? 16 : format == GCK_INT6 ? 17 : format == GCK_INT4 ? 19 : 16;
-}
+GCK_FN int gck_dropped_bits(gck_format format, int escaped) { return escaped ? 16 : gck_traits(format).dropped_bits; }
 
 /* amax (scaled by 2^k, so normal) -> stored: the upper half of a float32. */
 GCK_FN uint32_t gck_stored(gck_format format, int escaped, int noisy, float amax)
@@ -65,13 +38,12 @@ GCK_FN uint32_t gck_stored(gck_format format, int escaped, int noisy, float amax
         : ((t + below) & ~below) >> 16;              /* up: no code is beyond the top    */
 }
 
-/* 1 / s, where s = stored * 2^-32 (E5M2: 2^-40; int4 in form A: 2^-28; the step of y: 2^-25). */
+/* 1 / s, where s = stored * the unit. */
 GCK_FN float gck_inverse(gck_format format, int escaped, uint32_t stored)
 {
-    return 1.0f / (gck_float(stored << 16) * (format == GCK_E5M2                   ? 0x1p-40f
-                                              : gck_is_rotated(format) && !escaped ? 0x1p-25f
-                                              : format == GCK_INT4                 ? 0x1p-28f
-                                                                                   : 0x1p-32f));
+    const gck_format_traits traits = gck_traits(format);
+
+    return 1.0f / (gck_float(stored << 16) * (escaped ? traits.unit_escaped : traits.unit));
 }
 
 GCK_FN float gck_fp8_shift(gck_format format) { return format == GCK_E4M3 ? 0x1p-120f : 0x1p-112f; }
@@ -172,7 +144,7 @@ GCK_FN float gck_code_value(gck_format format, uint8_t code)
 GCK_FN float gck_times_step(gck_format format, float value, uint32_t stored)
 {
     return (value * (gck_float(stored << 16) * 0x1p-16f))
-        * (format == GCK_E5M2 ? 0x1p-24f : format == GCK_INT4 ? 0x1p-12f : 0x1p-16f);
+        * (gck_traits(format).unit_escaped * 0x1p16f);
 }
 
 /* ---- codes in memory ---- */
@@ -191,7 +163,7 @@ GCK_SLOW_FN void gck_pack_codes(gck_format format, const uint8_t *code, uint8_t 
     for (int b = 0; b < 64; b++) {
         packed[b] = (uint8_t)((code[2 * b] & 15) | (code[2 * b + 1] & 15) << 4);
     }
-    for (int b = 0; b < 32 && format == GCK_INT6; b++) {
+    for (int b = 0; b < 32 && gck_code_bits(format) == 6; b++) {
         packed[64 + b] = (uint8_t)(code[4 * b] >> 4 | code[4 * b + 1] >> 4 << 2 | code[4 * b + 2] >> 4 << 4
                                    | code[4 * b + 3] >> 4 << 6);
     }
@@ -203,7 +175,7 @@ GCK_FN uint8_t gck_packed_code(gck_format format, const uint8_t *packed, int i)
         return packed[i];
     }
     const int four = packed[i / 2] >> (4 * (i % 2)) & 15;
-    return (uint8_t)(format == GCK_INT4 ? four : four | (packed[64 + i / 4] >> (2 * (i % 4)) & 3) << 4);
+    return (uint8_t)(gck_code_bits(format) == 4 ? four : four | (packed[64 + i / 4] >> (2 * (i % 4)) & 3) << 4);
 }
 
 #endif

@@ -1,68 +1,31 @@
-/* cast.c: float32 rounded to bfloat16 or float16. cast.h is the format. */
-#include "codec/format/cast.h"
-
-#include "codec/host/elementwise.h"
+/* cast.c: the codecs bf16 and fp16: float32 rounded to a 16-bit dtype. format/cast.h is the format. */
+#include "codec/cuda/cuda_entry.h"
+#include "codec/host/cpu_features.h"
+#include "codec/host/pieces.h"
 
 GCK_DECLARE_CUDA(bf16)
 GCK_DECLARE_CUDA(fp16)
-
-/* ---- the portable kernels ---- */
-
-static int narrow(gck_dtype dtype, const float *x, int64_t n, uint16_t *to)
-{
-    int overflow = 0;
-
-    for (int64_t i = 0; i < n; i++) {
-        const uint32_t bits = gck_bits(x[i]);
-        overflow |= gck_overflows(bits, dtype);
-        to[i] = gck_narrowed(bits, dtype);
-    }
-    return overflow ? GCK_E_OVERFLOW : GCK_OK;
-}
-
-static void widen(gck_dtype dtype, const uint16_t *from, int64_t n, float *x)
-{
-    for (int64_t i = 0; i < n; i++) {
-        x[i] = gck_float(gck_widened(from[i], dtype));
-    }
-}
-
-#define SCALAR(name, dtype)                                                                   \
-    int gck_scalar_to_##name(const float *x, int64_t n, uint16_t *to, int streaming)          \
-    {                                                                                         \
-        (void)streaming;                                                                      \
-        return narrow(dtype, x, n, to);                                                       \
-    }                                                                                         \
-    void gck_scalar_from_##name(const uint16_t *from, int64_t n, float *x, int streaming)     \
-    {                                                                                         \
-        (void)streaming;                                                                      \
-        widen(dtype, from, n, x);                                                             \
-    }
-SCALAR(bf16, GCK_BF16)
-SCALAR(f16, GCK_F16)
-
-/* ---- the codecs ---- */
 
 /* One set of functions for each: kernels are chosen at run time. */
 #define CODEC(codec, kernel)                                                                                  \
     static int codec##_piece(void *values, int64_t first, int64_t count, int streaming, void *payload)        \
     {                                                                                                         \
-        return gck_direct_current()->to_##kernel(values, count, (uint16_t *)payload + first, streaming);      \
+        return GCK_KERNEL(to_##kernel)(values, count, (uint16_t *)payload + first, streaming);                \
     }                                                                                                         \
     static int codec##_back(void *values, int64_t first, int64_t count, int streaming, void *payload)         \
     {                                                                                                         \
-        gck_direct_current()->from_##kernel((const uint16_t *)payload + first, count, values, streaming);     \
+        GCK_KERNEL(from_##kernel)((const uint16_t *)payload + first, count, values, streaming);               \
         return GCK_OK;                                                                                        \
     }                                                                                                         \
     static int codec##_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first,          \
                               int64_t last)                                                                   \
     {                                                                                                         \
         (void)how;                                                                                            \
-        return gck_encode_pieces(x, first, last, codec##_piece, payload);                                     \
+        return gck_encode_pieces(x, GCK_BLOCK, first, last, codec##_piece, payload);                          \
     }                                                                                                         \
     static void codec##_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)       \
     {                                                                                                         \
-        gck_decode_pieces(out, first, last, codec##_back, (void *)payload);                                   \
+        gck_decode_pieces(out, GCK_BLOCK, first, last, codec##_back, (void *)payload);                        \
     }
 CODEC(bf16, bf16)
 CODEC(fp16, f16)

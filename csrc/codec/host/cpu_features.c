@@ -3,6 +3,10 @@
  * is the only static that changes. */
 #include "codec/host/cpu_features.h"
 
+#include "codec/portable/kernels_portable.h"
+#include "codec/x86/kernels_avx2.h"
+#include "codec/x86/kernels_avx512.h"
+
 #include <stdatomic.h>
 
 static int supports_scalar(void) { return 1; }
@@ -21,15 +25,15 @@ static int supports_avx512(void)
 #endif
 
 /* Best first. */
-static const struct { const gck_isa *isa; int (*supported)(void); } isas[] = {
+static const struct { const gck_kernels *isa; int (*supported)(void); } isas[] = {
 #if defined(__x86_64__)
-    {&gck_isa_avx512, supports_avx512},
-    {&gck_isa_avx2, supports_avx2},
+    {&gck_kernels_avx512, supports_avx512},
+    {&gck_kernels_avx2, supports_avx2},
 #endif
-    {&gck_isa_scalar, supports_scalar},
+    {&gck_kernels_portable, supports_scalar},
 };
 
-static const gck_isa *_Atomic current;
+static const gck_kernels *_Atomic current;
 
 int gck_isa_supported(const char *name)
 {
@@ -52,9 +56,9 @@ int gck_isa_force(const char *name)
     return -1;
 }
 
-const gck_isa *gck_isa_current(void)
+const gck_kernels *gck_kernels_current(void)
 {
-    const gck_isa *isa = atomic_load_explicit(&current, memory_order_relaxed);
+    const gck_kernels *isa = atomic_load_explicit(&current, memory_order_relaxed);
 
     if (isa == NULL) {
         gck_isa_force(NULL);                 /* scalar is always supported */
@@ -63,4 +67,4 @@ const gck_isa *gck_isa_current(void)
     return isa;
 }
 
-const char *gck_isa_name(void) { return gck_isa_current()->name; }
+const char *gck_isa_name(void) { return gck_kernels_current()->name; }

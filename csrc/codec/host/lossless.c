@@ -1,171 +1,22 @@
-/* lossless.c: bit-exact, with 4 bits for each exponent. lossless.h is the format. */
-#include "codec/host/elementwise.h"
+/* lossless.c: the codec lossless: bit-exact, with 4 bits for each exponent. format/lossless.h is the format. */
+#include "codec/cuda/cuda_entry.h"
+#include "codec/host/cpu_features.h"
+#include "codec/host/pieces.h"
 
 GCK_DECLARE_CUDA(lossless)
-
-/* ---- the portable kernels: every other instruction set is compared with these ---- */
-
-static uint32_t word_at(const void *p, gck_dtype dtype, int i)
-{
-    return dtype == GCK_F32 ? ((const uint32_t *)p)[i] : ((const uint16_t *)p)[i];
-}
-
-static void put_word(void *p, gck_dtype dtype, int i, uint32_t word)
-{
-    if (dtype == GCK_F32) {
-        ((uint32_t *)p)[i] = word;
-    } else {
-        ((uint16_t *)p)[i] = (uint16_t)word;
-    }
-}
-
-/* How many of `n` exponents above 0 escape from a base. */
-static int count_escapes(const uint8_t *with_exponent, int n, uint32_t base)
-{
-    for (uint32_t e = base - GCK_WINDOW + 1; e <= base; e++) {
-        n -= with_exponent[e];
-    }
-    return n;
-}
-
-static uint32_t choose_base(const uint8_t *exponent, gck_dtype dtype)
-{
-    const uint32_t special = gck_special(dtype);
-    uint8_t with_exponent[256] = {0};
-    uint32_t top = 0;
-
-    for (int i = 0; i < GCK_GROUP; i++) {
-        with_exponent[exponent[i]]++;
-        top = exponent[i] != special && exponent[i] > top ? exponent[i] : top;
-    }
-    const int n = GCK_GROUP - with_exponent[0];
-    uint32_t base = gck_base_of(top == 0 && n > 0 ? special : top);
-    int least = count_escapes(with_exponent, n, base);
-
-    if (least <= 2) {
-        return base;
-    }
-    for (uint32_t e = special; e > 0; e--) {
-        const int escapes = with_exponent[e] != 0 ? count_escapes(with_exponent, n, gck_base_of(e)) : n;
-        if (escapes < least) {
-            least = escapes;
-            base = gck_base_of(e);
-        }
-    }
-    return base;
-}
-
-int gck_lossless_encode_group(const void *x, gck_dtype dtype, uint8_t *words, uint8_t *base, uint8_t *arena, int used)
-{
-    const int columns = gck_columns(dtype), spare = gck_spare_bits(dtype), width = gck_word_bits(dtype) - spare;
-    uint8_t exponent[GCK_GROUP];
-    uint32_t coded[GCK_GROUP];
-
-    for (int i = 0; i < GCK_GROUP; i++) {
-        coded[i] = gck_rotated(word_at(x, dtype, i), dtype);
-        exponent[i] = (uint8_t)(coded[i] >> gck_low_bits(dtype));
-    }
-    *base = (uint8_t)choose_base(exponent, dtype);
-    for (int i = 0; i < GCK_GROUP; i++) {
-        coded[i] = gck_coded(coded[i], *base, dtype);
-        if (gck_is_escaped(exponent[i], *base)) {
-            if (used < GCK_ARENA) {
-                arena[used] = exponent[i];
-            }
-            used++;
-        }
-    }
-    for (int i = 0; i < gck_group_words(dtype); i++) {
-        const uint32_t last = coded[gck_group_words(dtype) + i % columns];
-        put_word(words, dtype, i, coded[i] | (last >> (i / columns * spare)) << width);
-    }
-    return used;
-}
-
-int gck_lossless_decode_group(const uint8_t *words, uint8_t base, const uint8_t *arena, int used, void *x,
-                              gck_dtype dtype)
-{
-    const int columns = gck_columns(dtype), spare = gck_spare_bits(dtype), width = gck_word_bits(dtype) - spare;
-    uint32_t coded[GCK_GROUP] = {0};
-
-    for (int i = 0; i < gck_group_words(dtype); i++) {
-        const uint32_t word = word_at(words, dtype, i);
-        coded[i] = word & ((1u << width) - 1u);
-        coded[gck_group_words(dtype) + i % columns] |= word >> width << (i / columns * spare);
-    }
-    for (int i = 0; i < GCK_GROUP; i++) {
-        /* A corrupt payload may have more escapes than its arena; nothing beyond it is read. */
-        const uint32_t escape = arena[used < GCK_ARENA ? used : GCK_ARENA - 1];
-        used += coded[i] >> gck_low_bits(dtype) == GCK_ESCAPE_CODE;
-        put_word(x, dtype, i, gck_uncoded(coded[i], base, escape, dtype));
-    }
-    return used;
-}
-
-static int encode_blocks(gck_dtype dtype, const char *x, int64_t ngroups, gck_lossless_parts to)
-{
-    const size_t stride = GCK_GROUP * (size_t)gck_word_bits(dtype) / 8;
-    int status = GCK_OK;
-
-    for (int64_t g = 0; g < ngroups; g += GCK_BLOCK_GROUPS, to.arenas += GCK_ARENA) {
-        const int n = ngroups - g < GCK_BLOCK_GROUPS ? (int)(ngroups - g) : GCK_BLOCK_GROUPS;
-        int used = 0;
-        memset(to.arenas, 0, GCK_ARENA);
-        for (int j = 0; j < n; j++, x += stride, to.words += gck_group_bytes(dtype)) {
-            used = gck_lossless_encode_group(x, dtype, to.words, to.bases + g + j, to.arenas, used);
-        }
-        if (used > GCK_ARENA) {
-            memset(to.bases + g, 0, (size_t)n);
-            status = GCK_E_OVERFLOW;
-        }
-    }
-    return status;
-}
-
-static void decode_blocks(gck_dtype dtype, gck_lossless_parts from, int64_t ngroups, char *x)
-{
-    const size_t stride = GCK_GROUP * (size_t)gck_word_bits(dtype) / 8;
-    int used = 0;
-
-    for (int64_t g = 0; g < ngroups; g++, x += stride, from.words += gck_group_bytes(dtype)) {
-        used = g % GCK_BLOCK_GROUPS == 0 ? 0 : used;
-        used = gck_lossless_decode_group(from.words, from.bases[g], from.arenas + g / GCK_BLOCK_GROUPS * GCK_ARENA,
-                                         used, x, dtype);
-    }
-}
-
-/* One pair per dtype, so that the dtype is a constant to the compiler. */
-#define SCALAR(suffix, dtype)                                                                                  \
-    int gck_scalar_lossless_encode_##suffix(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming) \
-    {                                                                                                          \
-        (void)streaming;                                                                                       \
-        return encode_blocks(dtype, x, ngroups, to);                                                           \
-    }                                                                                                          \
-    void gck_scalar_lossless_decode_##suffix(gck_lossless_parts from, int64_t ngroups, void *x, int streaming) \
-    {                                                                                                          \
-        (void)streaming;                                                                                       \
-        decode_blocks(dtype, from, ngroups, x);                                                                \
-    }
-SCALAR(f32, GCK_F32)
-SCALAR(f16, GCK_F16)
-SCALAR(bf16, GCK_BF16)
-
-/* ---- the codec ---- */
 
 typedef struct {
     const gck_tensor *tensor;
     const void       *payload;
 } work;
 
-static int64_t groups_of(int64_t count) { return count / GCK_GROUP + (count % GCK_GROUP != 0); }
-
 static int encode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
 {
     const work *w = ctx;
     const gck_dtype dtype = w->tensor->dtype;
 
-    return gck_direct_current()->lossless_encode[dtype](
-        values, groups_of(count), gck_parts_of(w->payload, w->tensor->numel, dtype, first / GCK_BLOCK), streaming);
+    return GCK_KERNEL(lossless_encode[dtype])(
+        values, gck_groups_of(count), gck_parts_of(w->payload, w->tensor->numel, dtype, first / GCK_BLOCK), streaming);
 }
 
 static int decode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
@@ -173,8 +24,8 @@ static int decode_piece(void *values, int64_t first, int64_t count, int streamin
     const work *w = ctx;
     const gck_dtype dtype = w->tensor->dtype;
 
-    gck_direct_current()->lossless_decode[dtype](
-        gck_parts_of(w->payload, w->tensor->numel, dtype, first / GCK_BLOCK), groups_of(count), values, streaming);
+    GCK_KERNEL(lossless_decode[dtype])(
+        gck_parts_of(w->payload, w->tensor->numel, dtype, first / GCK_BLOCK), gck_groups_of(count), values, streaming);
     return GCK_OK;
 }
 
@@ -183,14 +34,14 @@ static int lossless_encode(const gck_tensor *x, void *payload, const gck_how *ho
     work w = {x, payload};
 
     (void)how;
-    return gck_encode_pieces(x, first, last, encode_piece, &w);
+    return gck_encode_pieces(x, GCK_BLOCK, first, last, encode_piece, &w);
 }
 
 static void lossless_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
 {
     work w = {out, payload};
 
-    gck_decode_pieces(out, first, last, decode_piece, &w);
+    gck_decode_pieces(out, GCK_BLOCK, first, last, decode_piece, &w);
 }
 
 const gck_codec gck_codec_lossless = {

@@ -1,54 +1,34 @@
 /* mask.c: bools, one bit each: bit i % 8 of byte i / 8 is value i.  The last group of 128 is padded
  * with zeros.  Any byte but 0 is true; decoding writes 0 and 1. */
-#include "codec/host/elementwise.h"
+#include "codec/cuda/cuda_entry.h"
+#include "codec/host/cpu_features.h"
+#include "codec/host/pieces.h"
 
 GCK_DECLARE_CUDA(mask)
 
 enum { GROUP_BYTES = GCK_GROUP / 8 };
 
-void gck_scalar_mask_pack(const uint8_t *x, int64_t ngroups, uint8_t *to, int streaming)
-{
-    (void)streaming;
-    for (int64_t i = 0; i < ngroups * GROUP_BYTES; i++) {
-        unsigned byte = 0;
-        for (int b = 0; b < 8; b++) {
-            byte |= (x[8 * i + b] != 0u) << b;
-        }
-        to[i] = (uint8_t)byte;
-    }
-}
-
-void gck_scalar_mask_unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, int streaming)
-{
-    (void)streaming;
-    for (int64_t i = 0; i < ngroups * GCK_GROUP; i++) {
-        x[i] = from[i / 8] >> (i % 8) & 1;
-    }
-}
-
-static int64_t groups_of(int64_t count) { return count / GCK_GROUP + (count % GCK_GROUP != 0); }
-
 static int pack_piece(void *values, int64_t first, int64_t count, int streaming, void *payload)
 {
-    gck_direct_current()->mask_pack(values, groups_of(count), (uint8_t *)payload + first / 8, streaming);
+    GCK_KERNEL(mask_pack)(values, gck_groups_of(count), (uint8_t *)payload + first / 8, streaming);
     return GCK_OK;
 }
 
 static int unpack_piece(void *values, int64_t first, int64_t count, int streaming, void *payload)
 {
-    gck_direct_current()->mask_unpack((const uint8_t *)payload + first / 8, groups_of(count), values, streaming);
+    GCK_KERNEL(mask_unpack)((const uint8_t *)payload + first / 8, gck_groups_of(count), values, streaming);
     return GCK_OK;
 }
 
 static int mask_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
 {
     (void)how;
-    return gck_encode_pieces(x, first, last, pack_piece, payload);
+    return gck_encode_pieces(x, GCK_BLOCK, first, last, pack_piece, payload);
 }
 
 static void mask_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
 {
-    gck_decode_pieces(out, first, last, unpack_piece, (void *)payload);
+    gck_decode_pieces(out, GCK_BLOCK, first, last, unpack_piece, (void *)payload);
 }
 
 const gck_codec gck_codec_mask = {

@@ -1,5 +1,6 @@
 /* raw.c: the values unchanged, in contiguous order.  It is the control in every benchmark. */
-#include "codec/host/group_host.h"
+#include "codec/cuda/cuda_entry.h"
+#include "codec/format/float_bits.h"
 #include "codec/host/strided.h"
 
 GCK_DECLARE_CUDA(raw)

@@ -1,13 +1,15 @@
 /* avx2.h: what the AVX2 kernels share: loads, maxima, steps, stores.
  *
  * An ordinary group stays in registers.  Any other group (an escape, zero, tiny, too large, a scale
- * out of range) goes to the scalar kernels, so that the odd cases are written only in group.h. */
+ * out of range) goes to the portable kernels, so that the odd cases are written only in group.h. */
 #ifndef GRADCKPT_AVX2_H
 #define GRADCKPT_AVX2_H
 
 #include <immintrin.h>
 
-#include "codec/host/cpu_features.h"
+#include "codec/format/group.h"
+#include "codec/portable/kernels_portable.h"
+#include "codec/x86/kernels_avx2.h"
 
 /* Every argument of type gck_format or gck_dtype below is a compile-time constant.  Without
  * inlining, the choice would be made for every vector. */
@@ -24,20 +26,6 @@ enum { BATCH = 8 };
 
 /* The lower half of the sum with this holds an integer, rounded to nearest even. */
 #define ROUNDER 0x1.8p23f
-
-/* The kernels, one per format and dtype; the table is in kernels_avx2.c. */
-#define GCK_AVX2_KERNEL(format, dtype)                                           \
-    gck_encode_groups gck_avx2_encode_##format##_##dtype;                        \
-    gck_encode_noisy_groups gck_avx2_encode_noisy_##format##_##dtype;            \
-    gck_decode_groups gck_avx2_decode_##format##_##dtype;
-#define GCK_AVX2_KERNELS(format)                                                 \
-    GCK_AVX2_KERNEL(format, GCK_F32) GCK_AVX2_KERNEL(format, GCK_F16) GCK_AVX2_KERNEL(format, GCK_BF16)
-GCK_AVX2_KERNELS(GCK_E4M3)
-GCK_AVX2_KERNELS(GCK_E5M2)
-GCK_AVX2_KERNELS(GCK_INT8)
-GCK_AVX2_KERNELS(GCK_INT8_PLAIN)
-GCK_AVX2_KERNELS(GCK_INT6)
-GCK_AVX2_KERNELS(GCK_INT4)
 
 /* Two copies of a loop, so that it does not test at every store. */
 #define STREAMED(loop, to, ...)                                                                     \
@@ -343,25 +331,25 @@ encode_odd(gck_format format, gck_dtype dtype, const char *group, int64_t index,
            uint8_t *codes, uint16_t *side)
 {
     if (all_zero(group, group_nbytes(dtype), _mm256_set1_epi32(dtype == GCK_F32 ? 0x7FFFFFFF : 0x7FFF7FFF))) {
-        memset(codes, 0, GCK_CODE_BYTES(format));
-        memset(side, 0, 2 * GCK_SIDE_WORDS(format));
+        memset(codes, 0, gck_code_bytes(format));
+        memset(side, 0, 2 * gck_side_words(format));
     } else if (dither != NULL) {
-        gck_isa_scalar.encode_noisy[format][dtype](group, 1, codes, side, dither, index);
+        gck_kernels_portable.encode_noisy[format][dtype](group, 1, codes, side, dither, index);
     } else {
-        gck_isa_scalar.encode[format][dtype](group, 1, codes, side, index, 0);
+        gck_kernels_portable.encode[format][dtype](group, 1, codes, side, index, 0);
     }
 }
 
 static __attribute__((noinline, cold, unused)) void
 decode_odd(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t index, char *group)
 {
-    gck_isa_scalar.decode[format][dtype](codes, side, 1, group, index, 0);
+    gck_kernels_portable.decode[format][dtype](codes, side, 1, group, index, 0);
 }
 
 /* 1 for a group of zeros as encode_odd() writes it, which is as fast as an ordinary one. */
 INLINE int is_zero_group(gck_format format, const uint8_t *codes, uint32_t stored)
 {
-    return stored == 0 && all_zero(codes, GCK_CODE_BYTES(format), _mm256_set1_epi32(-1));
+    return stored == 0 && all_zero(codes, gck_code_bytes(format), _mm256_set1_epi32(-1));
 }
 
 #endif

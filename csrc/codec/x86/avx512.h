@@ -10,7 +10,8 @@
 #ifndef GRADCKPT_AVX512_H
 #define GRADCKPT_AVX512_H
 
-#include "codec/host/cpu_features.h"
+#include "codec/format/group.h"
+#include "codec/x86/kernels_avx512.h"
 
 #ifdef GCK_EMULATE_AVX512
 #include "../../../tests/helpers/emulation/avx512_emulation.h"
@@ -22,22 +23,9 @@
 #define COLD static __attribute__((noinline, cold, unused))
 #define TABLE static const __attribute__((aligned(64), unused))
 
-/* The kernels, for the table in kernels_avx512.c.  FORMATS: fp8_avx512.c,
- * int8_plain_avx512.c, rotated_avx512.c. */
-#define GCK_AVX512_OF(format, dtype)                         \
-    gck_encode_groups gck_avx512_encode_##format##_##dtype;  \
-    gck_encode_noisy_groups gck_avx512_encode_noisy_##format##_##dtype; \
-    gck_decode_groups gck_avx512_decode_##format##_##dtype;
 #define GCK_AVX512_DTYPES(of, format) of(format, GCK_F32) of(format, GCK_F16) of(format, GCK_BF16)
 
-GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_E4M3)
-GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_E5M2)
-GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT8)
-GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT8_PLAIN)
-GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT6)
-GCK_AVX512_DTYPES(GCK_AVX512_OF, GCK_INT4)
-
-/* Their bodies: one per format and dtype, both constants to the compiler. */
+/* The bodies of kernels: one per format and dtype, both constants to the compiler. */
 #define GCK_AVX512_BODY(format, dtype)                                                              \
     void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,       \
                                               uint16_t *side, int64_t index, int streaming)         \
@@ -68,8 +56,8 @@ COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_
     uint16_t noise[GCK_GROUP];
 
     if (amax == 0) {                               /* faster: padding and dead channels are common */
-        memset(codes, 0, GCK_CODE_BYTES(format));
-        memset(side, 0, 2 * GCK_SIDE_WORDS(format));
+        memset(codes, 0, gck_code_bytes(format));
+        memset(side, 0, 2 * gck_side_words(format));
         return;
     }
     if (dither != NULL) {

@@ -3,7 +3,8 @@
 
 #include "codec/x86/avx2.h"
 #include "codec/format/cast.h"
-#include "codec/host/elementwise.h"
+#include "codec/portable/kernels_portable.h"
+#include "codec/x86/prefetch.h"
 
 INLINE void store128(void *p, __m128i v, int stream)
 {
@@ -87,16 +88,16 @@ INLINE void widen(gck_dtype dtype, gck_widen *reference, const uint16_t *from, i
     {                                                                                         \
         int status;                                                                           \
         if (can_stream(to, streaming)) {                                                      \
-            status = narrow(dtype, gck_scalar_to_##name, x, n, to, 1);                        \
+            status = narrow(dtype, gck_portable_to_##name, x, n, to, 1);                        \
             _mm_sfence();                                                                     \
         } else {                                                                              \
-            status = narrow(dtype, gck_scalar_to_##name, x, n, to, 0);                        \
+            status = narrow(dtype, gck_portable_to_##name, x, n, to, 0);                        \
         }                                                                                     \
         return status;                                                                        \
     }                                                                                         \
     void gck_avx2_from_##name(const uint16_t *from, int64_t n, float *x, int streaming)       \
     {                                                                                         \
-        STREAMED(widen, x, dtype, gck_scalar_from_##name, from, n, x)                         \
+        STREAMED(widen, x, dtype, gck_portable_from_##name, from, n, x)                         \
     }
 KERNELS(bf16, GCK_BF16)
 KERNELS(f16, GCK_F16)

@@ -2,7 +2,8 @@
 #if defined(__x86_64__)
 #include "codec/x86/avx512.h"
 #include "codec/format/cast.h"
-#include "codec/host/elementwise.h"
+#include "codec/portable/kernels_portable.h"
+#include "codec/x86/prefetch.h"
 
 /* 16 values, none NaN, none that overflows, in the lower halves of words. */
 INLINE __m512i rounded(__m512i v, __m512i one, __m512i half)
@@ -65,20 +66,20 @@ INLINE void widen(gck_dtype dtype, gck_widen *reference, const uint16_t *from, i
     {                                                                                         \
         int status;                                                                           \
         if (may_stream(to, streaming)) {                                                      \
-            status = narrow(dtype, gck_scalar_to_##name, x, n, to, 1);                        \
+            status = narrow(dtype, gck_portable_to_##name, x, n, to, 1);                        \
             _mm_sfence();                                                                     \
         } else {                                                                              \
-            status = narrow(dtype, gck_scalar_to_##name, x, n, to, 0);                        \
+            status = narrow(dtype, gck_portable_to_##name, x, n, to, 0);                        \
         }                                                                                     \
         return status;                                                                        \
     }                                                                                         \
     void gck_avx512_from_##name(const uint16_t *from, int64_t n, float *x, int streaming)     \
     {                                                                                         \
         if (may_stream(x, streaming)) {                                                       \
-            widen(dtype, gck_scalar_from_##name, from, n, x, 1);                              \
+            widen(dtype, gck_portable_from_##name, from, n, x, 1);                              \
             _mm_sfence();                                                                     \
         } else {                                                                              \
-            widen(dtype, gck_scalar_from_##name, from, n, x, 0);                              \
+            widen(dtype, gck_portable_from_##name, from, n, x, 0);                              \
         }                                                                                     \
     }
 KERNELS(bf16, GCK_BF16)

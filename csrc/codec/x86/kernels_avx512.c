@@ -1,26 +1,18 @@
 /* kernels_avx512.c: the table of the AVX-512 kernels. */
 #if defined(__x86_64__)
-#include "codec/x86/avx512.h"
 
-#define ROW(what, format)                                                                           \
-    [format] = {gck_avx512_##what##_##format##_GCK_F32, gck_avx512_##what##_##format##_GCK_F16,     \
-                gck_avx512_##what##_##format##_GCK_BF16}
+#include "codec/x86/kernels_avx512.h"
 
-#define ROWS(what)                                                                                  \
-    {                                                                                               \
-        ROW(what, GCK_E4M3), ROW(what, GCK_E5M2), ROW(what, GCK_INT8), ROW(what, GCK_INT8_PLAIN),   \
-        ROW(what, GCK_INT6), ROW(what, GCK_INT4)                                                    \
-    }
-
-const gck_isa gck_isa_avx512 = {
+const gck_kernels gck_kernels_avx512 = {
     .name = "avx512",
-    .encode = ROWS(encode),
-    .encode_noisy = ROWS(encode_noisy),
-    .decode = ROWS(decode),
+#define GCK_GROUP_CODEC(name, id, format, simd, ...)               \
+    .encode[format] = GCK_##simd(avx512, encode, format),           \
+    .encode_noisy[format] = GCK_##simd(avx512, encode_noisy, format), \
+    .decode[format] = GCK_##simd(avx512, decode, format),
+#include "codec/codecs.def"
+    GCK_OTHER_KERNELS(avx512)
 };
-#undef ROWS
-#undef ROW
 
 #else
-typedef int gck_isa_avx512_is_empty;       /* ISO C requires a declaration in every file */
+typedef int gck_kernels_avx512_is_empty;  /* ISO C requires a declaration in every file */
 #endif

@@ -2,7 +2,8 @@
 #if defined(__x86_64__)
 
 #include "codec/x86/avx2.h"
-#include "codec/host/elementwise.h"
+#include "codec/portable/lossless_portable.h"
+#include "codec/x86/prefetch.h"
 
 typedef __m256i vec;
 

@@ -1,7 +1,8 @@
 /* lossless_avx512.c: lossless for AVX-512: the vectors of lossless_vector.h. */
 #if defined(__x86_64__)
 #include "codec/x86/avx512.h"
-#include "codec/host/elementwise.h"
+#include "codec/portable/lossless_portable.h"
+#include "codec/x86/prefetch.h"
 
 typedef __m512i vec;
 

@@ -2,7 +2,6 @@
 #if defined(__x86_64__)
 
 #include "codec/x86/avx2.h"
-#include "codec/host/elementwise.h"
 
 INLINE uint64_t bits_of_32(const uint8_t *x)
 {

@@ -1,7 +1,6 @@
 /* mask_avx512.c: mask for AVX-512. */
 #if defined(__x86_64__)
 #include "codec/x86/avx512.h"
-#include "codec/host/elementwise.h"
 
 INLINE void pack(const uint8_t *x, int64_t ngroups, uint8_t *to, int stream)
 {

@@ -153,7 +153,7 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
         const batch_steps s = steps_of_batch(format, dither != NULL, amax);
         const int odd = odd_groups(amax, top);
         for (int j = 0; j < n; j++, group += stride) {
-            uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(format);
+            uint8_t *out = codes + (first + j) * gck_code_bytes(format);
             __m256i t[4];
             int side;
             prefetch(group, stride, AHEAD);
@@ -275,7 +275,7 @@ INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64
         const batch_steps s = steps_of_batch(format, dither != NULL, amax);
         odd |= beyond_fields(s, o.least);
         for (int j = 0; j < n; j++, group += stride) {
-            uint8_t *out = codes + (first + j) * GCK_CODE_BYTES(format);
+            uint8_t *out = codes + (first + j) * gck_code_bytes(format);
             uint16_t *words = side + 2 * (first + j);
             __m256i t[4];
             prefetch(group, stride, AHEAD);
@@ -381,7 +381,7 @@ INLINE void copy_group(char *to, const char *from, gck_dtype dtype, int stream)
 INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t ngroups,
                    void *x, int64_t index, int stream)
 {
-    const size_t stride = group_nbytes(dtype), ncodes = GCK_CODE_BYTES(format), words = GCK_SIDE_WORDS(format);
+    const size_t stride = group_nbytes(dtype), ncodes = gck_code_bytes(format), words = gck_side_words(format);
     const int late = format == GCK_INT4 && stream;
     const store_constants c = store_constants_of();
     _Alignas(32) char held[2][GCK_GROUP * 4];

@@ -200,7 +200,7 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
 {
     const int stream = may_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
-    const size_t stride = group_bytes(dtype), ncodes = GCK_CODE_BYTES(format), words = GCK_SIDE_WORDS(format);
+    const size_t stride = group_bytes(dtype), ncodes = gck_code_bytes(format), words = gck_side_words(format);
     const philox p = philox_of(dither);
     const char *at = x;
     rotated a, b;
@@ -312,8 +312,8 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
         } else {
             decode_rare(format, codes, side, index + g, at, dtype);
         }
-        codes += GCK_CODE_BYTES(format);
-        side += GCK_SIDE_WORDS(format);
+        codes += gck_code_bytes(format);
+        side += gck_side_words(format);
         at += group_bytes(dtype);
     }
     if (stream) {

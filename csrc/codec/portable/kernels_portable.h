@@ -1,0 +1,14 @@
+/* kernels_portable.h: the kernels in portable C, one for every field of the table.  Every other
+ * instruction set is compared with them, byte by byte, and may call them. */
+#ifndef GRADCKPT_KERNELS_PORTABLE_H
+#define GRADCKPT_KERNELS_PORTABLE_H
+
+#include "codec/kernels.h"
+
+extern const gck_kernels gck_kernels_portable;
+
+#define GCK_GROUP_CODEC(name, id, format, ...) GCK_DECLARE_SIMD(portable, format)
+#include "codec/codecs.def"
+GCK_DECLARE_OTHER_KERNELS(portable)
+
+#endif

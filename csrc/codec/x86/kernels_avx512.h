@@ -1,0 +1,13 @@
+/* kernels_avx512.h: the AVX-512 kernels. */
+#ifndef GRADCKPT_KERNELS_AVX512_H
+#define GRADCKPT_KERNELS_AVX512_H
+
+#include "codec/kernels.h"
+
+extern const gck_kernels gck_kernels_avx512;
+
+#define GCK_GROUP_CODEC(name, id, format, simd, ...) GCK_DECLARE_##simd(avx512, format)
+#include "codec/codecs.def"
+GCK_DECLARE_OTHER_KERNELS(avx512)
+
+#endif
