@@ -89,7 +89,7 @@ typedef struct {
     int value, group, block;
 } gck_size;
 
-/* The description of a codec.  One per line of codec/codecs.def. */
+/* The description of a codec.  One per line of codec/codecs.h. */
 typedef struct {
     const char *name;            /* its name in Python; never renamed             */
     const char *summary;         /* one line for the user                         */
@@ -111,7 +111,7 @@ enum { GCK_MAX_CODECS = 16 };
 
 /* Borrowed, valid for ever.  NULL for an unknown name or index. */
 const gck_codec *gck_codec_find(const char *name);
-const gck_codec *gck_codec_at(int index);                  /* in the order of codecs.def */
+const gck_codec *gck_codec_at(int index);                  /* in the order of codecs.h */
 int              gck_codec_index(const gck_codec *codec);  /* the inverse                  */
 int              gck_codec_id(const gck_codec *codec);
 

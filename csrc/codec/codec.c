@@ -1,4 +1,5 @@
 /* codec.c: the table of codecs, and the only place that chooses between host and device. */
+#include "codec/codecs.h"
 #include "gradckpt.h"
 
 #include <stdatomic.h>
@@ -8,21 +9,16 @@
 #include <xmmintrin.h>
 #endif
 
-#define GCK_CODEC(name, id) extern const gck_codec gck_codec_##name;
-#include "codec/codecs.def"
-#undef GCK_CODEC
+#define DECLARE(_, name, ...) extern const gck_codec gck_codec_##name;
+GCK_CODECS(DECLARE, DECLARE, _)
 
-static const struct { int id; const gck_codec *codec; } codecs[] = {
-#define GCK_CODEC(name, id) {id, &gck_codec_##name},
-#include "codec/codecs.def"
-#undef GCK_CODEC
-};
+#define ENTRY(_, name, id, ...) {id, &gck_codec_##name},
+static const struct { int id; const gck_codec *codec; } codecs[] = {GCK_CODECS(ENTRY, ENTRY, _)};
 
 /* Never used: a repeated id would be a repeated member, which does not compile. */
+#define MEMBER(_, name, id, ...) char id_##id;
 struct ids_are_unique {
-#define GCK_CODEC(name, id) char id_##id;
-#include "codec/codecs.def"
-#undef GCK_CODEC
+    GCK_CODECS(MEMBER, MEMBER, _)
 };
 
 enum { NCODECS = sizeof codecs / sizeof codecs[0], GRAIN = 32768 /* values per host task */ };

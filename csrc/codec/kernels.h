@@ -52,7 +52,7 @@ typedef struct {
     gck_lossless_decode     *lossless_decode[GCK_NFLOATS];
 } gck_kernels;
 
-/* The kernels of an instruction set for one format, by the column `simd` of codecs.def. */
+/* The kernels of an instruction set for one format, by the column `simd` of codecs.h. */
 #define GCK_SIMD(isa, what, format) \
     {gck_##isa##_##what##_##format##_GCK_F32, gck_##isa##_##what##_##format##_GCK_F16, gck_##isa##_##what##_##format##_GCK_BF16}
 #define GCK_PORTABLE(isa, what, format) {NULL}
@@ -66,6 +66,7 @@ typedef struct {
     GCK_DECLARE_KERNELS_OF(isa, format, GCK_F16)  \
     GCK_DECLARE_KERNELS_OF(isa, format, GCK_BF16)
 #define GCK_DECLARE_PORTABLE(isa, format)
+#define GCK_DECLARE_ROW(isa, name, id, format, simd, ...) GCK_DECLARE_##simd(isa, format)
 
 /* Those that are of no format: declarations, and fields of the table. */
 #define GCK_DECLARE_OTHER_KERNELS(isa)                                                                      \

@@ -27,7 +27,7 @@ typedef struct {
     int64_t eligible;              /* tensors that require grad, seen with compression on */
     int64_t compressed;            /* of those, compressed into payloads (shared ones included) */
     int64_t encoded;               /* payloads written                                   */
-    int64_t codecs[GCK_MAX_CODECS]; /* of those, by codec, in the order of codecs.def     */
+    int64_t codecs[GCK_MAX_CODECS]; /* of those, by codec, in the order of codecs.h     */
     int64_t shared;                /* how often a payload served another region          */
     int64_t bytes_in, bytes_out;   /* bytes of encoded tensors, and of their payloads    */
     int64_t live_bytes, peak_live_bytes;            /* payloads alive                    */

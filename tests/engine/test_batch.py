@@ -173,6 +173,7 @@ def test_bytes_that_are_not_there_yet_are_not_shared():
 # ---- neighbours on a device ----
 
 STUBS = """
+#include "codec/codecs.h"
 #include "gradckpt.h"
 
 /* What was called: host work -1, device work the number of tensors. */
@@ -206,10 +207,10 @@ static int decode(const void *const *p, const gck_tensor *out, int n)
 {
     return p[0] != out[0].data ? 98 : device(out, n);
 }
-#define GCK_CODEC(name, id)                                                                                    \\
+#define DEFINE(_, name, id, ...)                                                                               \\
     const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0, 0, 0}}, 128, id == 1, 0,        \\
                                         encode_host, decode_host, encode, decode};
-#include "codec/codecs.def"
+GCK_CODECS(DEFINE, DEFINE, _)
 int run(const gck_tensor *x, void *const *payloads, const gck_how *how, int n, int decodes)
 {
     const gck_codec *codec = gck_codec_find("fp8_e4m3");

@@ -19,10 +19,8 @@
 
 enum { MOST = 512, GUARD = 64 };
 
-static const char *const formats[] = {
-#define GCK_GROUP_CODEC(name, ...) #name,
-#include "codec/codecs.def"
-};
+#define NAME(_, name, ...) #name,
+static const char *const formats[] = {GCK_GROUP_CODECS(NAME, _)};
 static const char *const dtypes[] = {"float32", "float16", "bfloat16"};
 static uint64_t state;
 

@@ -85,7 +85,7 @@ GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const vo
     for (int i = 0; i < count; i++) {
         const float v = gck_load(x, dtype, i);
         const uint32_t bits = gck_bits(v), first = gck_bits(t->table[0]), second = gck_bits(t->table[1]);
-        if (!gck_escapes(v, dtype) || gck_escape_kind(v, dtype) < gck_traits(format).kinds) {
+        if (!gck_escapes(v, dtype) || gck_escape_kind(v, dtype) < gck_table_kinds(format)) {
             continue;
         }
         if (t->used == 0) {
@@ -101,7 +101,7 @@ GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const vo
 /* Form B's code of v.  It adds to the table in order of appearance. */
 GCK_FN uint32_t gck_table_code(gck_format format, gck_escape_table *t, float v, gck_dtype dtype, float scale, float inv)
 {
-    const int half = gck_traits(format).half, kinds = gck_traits(format).kinds, size = gck_traits(format).table;
+    const int half = gck_table_half(format), kinds = gck_table_kinds(format), size = gck_table_size(format);
     const uint32_t special = (uint32_t)(2 * half + 1);
 
     if (!gck_escapes(v, dtype)) {
@@ -138,14 +138,14 @@ GCK_SLOW_FN void gck_encode_table(gck_format format, const void *x, gck_dtype dt
     const int bits = gck_table_bits(format);
     const int k = amax < GCK_TINY ? 64 : 0;
     const float scale = gck_pow2(k);
-    const float step = amax * scale * gck_traits(format).table_factor;    /* of the scaled values */
-    const float unit = gck_traits(format).table_unit;
+    const float step = amax * scale * gck_table_factor(format);    /* of the scaled values */
+    const float unit = gck_table_unit(format);
     const float inv = amax > 0.f ? 1.0f / (step * (unit * unit)) : 0.f;
     gck_escape_table t = {step * (k ? 0x1p-64f : 1.f), {0.f, 0.f, 0.f}, 0, 0u, 0u};
     uint32_t pending = 0;                                          /* bits not yet written */
     int npending = 0, at = 0;
 
-    if (gck_traits(format).kinds < 5) {
+    if (gck_table_kinds(format) < 5) {
         gck_fill_table(format, &t, x, dtype, count);
     }
     for (int i = 0; i < GCK_GROUP; i++) {
@@ -157,7 +157,7 @@ GCK_SLOW_FN void gck_encode_table(gck_format format, const void *x, gck_dtype dt
         }
     }
     for (int w = 0; w < 4; w++) {
-        const uint32_t u = w == 3 && gck_traits(format).kinds < 5 ? t.as_max
+        const uint32_t u = w == 3 && gck_table_kinds(format) < 5 ? t.as_max
                          : gck_bits(w == 0 ? t.step : t.table[w - 1]);
         for (int b = 0; b < 4; b++) {
             codes[16 * bits + 4 * w + b] = (uint8_t)(u >> (8 * b));
@@ -172,9 +172,9 @@ GCK_FN float gck_read_f32(const uint8_t *p)
 
 GCK_SLOW_FN void gck_decode_table(gck_format format, const uint8_t *codes, void *x, gck_dtype dtype, int count)
 {
-    const int bits = gck_table_bits(format), half = gck_traits(format).half, kinds = gck_traits(format).kinds;
+    const int bits = gck_table_bits(format), half = gck_table_half(format), kinds = gck_table_kinds(format);
     const uint8_t *table = codes + 16 * bits;
-    const float step = gck_read_f32(table), unit = gck_traits(format).table_unit;
+    const float step = gck_read_f32(table), unit = gck_table_unit(format);
     const int as_max = kinds < 5 ? table[12] & 3 : 0;
 
     for (int i = 0; i < count; i++) {
@@ -187,7 +187,7 @@ GCK_SLOW_FN void gck_decode_table(gck_format format, const uint8_t *codes, void 
             const int max = special > 0 && (as_max & special) != 0;
             gck_store_escape(x, dtype, i, gck_escape_value(special + (max ? 2 : 0), dtype));
         } else {
-            const int entry = special - kinds < gck_traits(format).table ? special - kinds : 0;
+            const int entry = special - kinds < gck_table_size(format) ? special - kinds : 0;
             gck_store_escape(x, dtype, i, gck_read_f32(table + 4 + 4 * entry));
         }
     }

@@ -15,17 +15,17 @@
 /* The largest magnitude of an integer code.  escaped: in form A, see group.h. */
 GCK_FN int gck_top_code(gck_format format, int escaped)
 {
-    return escaped ? (1 << (gck_code_bits(format) - 1)) - 3 : 127;
+    const int top = (1 << (gck_code_bits(format) - 1)) - 1;
+
+    return gck_has_levels(format) && !escaped ? 127 : escaped ? top - 2 : top;
 }
 
 GCK_FN float gck_step_factor(gck_format format, int escaped, int noisy)
 {
-    const gck_format_traits traits = gck_traits(format);
-
-    return escaped ? traits.factor_escaped : noisy ? traits.factor_noisy : traits.factor;
+    return escaped ? gck_factor_escaped(format) : noisy ? gck_factor_noisy(format) : gck_factor(format);
 }
 
-GCK_FN int gck_dropped_bits(gck_format format, int escaped) { return escaped ? 16 : gck_traits(format).dropped_bits; }
+GCK_FN int gck_dropped_bits(gck_format format, int escaped) { return escaped ? 16 : gck_ordinary_dropped_bits(format); }
 
 /* amax (scaled by 2^k, so normal) -> stored: the upper half of a float32. */
 GCK_FN uint32_t gck_stored(gck_format format, int escaped, int noisy, float amax)
@@ -41,9 +41,7 @@ GCK_FN uint32_t gck_stored(gck_format format, int escaped, int noisy, float amax
 /* 1 / s, where s = stored * the unit. */
 GCK_FN float gck_inverse(gck_format format, int escaped, uint32_t stored)
 {
-    const gck_format_traits traits = gck_traits(format);
-
-    return 1.0f / (gck_float(stored << 16) * (escaped ? traits.unit_escaped : traits.unit));
+    return 1.0f / (gck_float(stored << 16) * (escaped ? gck_unit_escaped(format) : gck_unit(format)));
 }
 
 GCK_FN float gck_fp8_shift(gck_format format) { return format == GCK_E4M3 ? 0x1p-120f : 0x1p-112f; }
@@ -144,7 +142,7 @@ GCK_FN float gck_code_value(gck_format format, uint8_t code)
 GCK_FN float gck_times_step(gck_format format, float value, uint32_t stored)
 {
     return (value * (gck_float(stored << 16) * 0x1p-16f))
-        * (gck_traits(format).unit_escaped * 0x1p16f);
+        * (gck_unit_escaped(format) * 0x1p16f);
 }
 
 /* ---- codes in memory ---- */

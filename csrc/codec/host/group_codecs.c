@@ -1,4 +1,4 @@
-/* group_codecs.c: the codecs that are groups of 128 values: one per row of codecs.def. */
+/* group_codecs.c: the codecs that are groups of 128 values: one per row of codecs.h. */
 #include "codec/cuda/cuda_entry.h"
 #include "codec/host/cpu_features.h"
 #include "codec/host/pieces.h"
@@ -45,7 +45,7 @@ static int decode_piece(void *values, int64_t first, int64_t count, int streamin
 /* Bytes per group: codes, and the words beside them. */
 #define GROUP_SIZE(bits, words) {0, GCK_GROUP / 8 * (bits) + 2 * (words), 0}
 
-#define GCK_GROUP_CODEC(codec, id, format, simd, cuda, words_for_users, error, bits, words, ...)              \
+#define DEFINE(_, codec, id, format, simd, cuda, words_for_users, error, bits, words, ...)                       \
     GCK_DECLARE_CUDA(codec)                                                                                   \
     static int codec##_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first,          \
                               int64_t last)                                                                   \
@@ -72,4 +72,4 @@ static int decode_piece(void *values, int64_t first, int64_t count, int streamin
         .encode = GCK_##cuda(gck_##codec##_encode_cuda),                                                      \
         .decode = GCK_##cuda(gck_##codec##_decode_cuda),                                                      \
     };
-#include "codec/codecs.def"
+GCK_GROUP_CODECS(DEFINE, _)

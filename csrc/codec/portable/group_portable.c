@@ -38,5 +38,5 @@
                              (char *)x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype, GCK_GROUP);           \
         }                                                                                                     \
     }
-#define GCK_GROUP_CODEC(name, id, format, ...) KERNELS(format, GCK_F32) KERNELS(format, GCK_F16) KERNELS(format, GCK_BF16)
-#include "codec/codecs.def"
+#define EACH_DTYPE(_, name, id, format, ...) KERNELS(format, GCK_F32) KERNELS(format, GCK_F16) KERNELS(format, GCK_BF16)
+GCK_GROUP_CODECS(EACH_DTYPE, _)

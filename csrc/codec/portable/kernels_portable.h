@@ -7,8 +7,8 @@
 
 extern const gck_kernels gck_kernels_portable;
 
-#define GCK_GROUP_CODEC(name, id, format, ...) GCK_DECLARE_SIMD(portable, format)
-#include "codec/codecs.def"
+#define GCK_DECLARE_PORTABLE_ROW(isa, name, id, format, ...) GCK_DECLARE_SIMD(isa, format)
+GCK_GROUP_CODECS(GCK_DECLARE_PORTABLE_ROW, portable)
 GCK_DECLARE_OTHER_KERNELS(portable)
 
 #endif

@@ -3,13 +3,14 @@
 
 #include "codec/x86/kernels_avx512.h"
 
-const gck_kernels gck_kernels_avx512 = {
-    .name = "avx512",
-#define GCK_GROUP_CODEC(name, id, format, simd, ...)               \
-    .encode[format] = GCK_##simd(avx512, encode, format),           \
+#define ROW(_, name, id, format, simd, ...)                          \
+    .encode[format] = GCK_##simd(avx512, encode, format),             \
     .encode_noisy[format] = GCK_##simd(avx512, encode_noisy, format), \
     .decode[format] = GCK_##simd(avx512, decode, format),
-#include "codec/codecs.def"
+
+const gck_kernels gck_kernels_avx512 = {
+    .name = "avx512",
+    GCK_GROUP_CODECS(ROW, _)
     GCK_OTHER_KERNELS(avx512)
 };
 

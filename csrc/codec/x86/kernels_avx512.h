@@ -6,8 +6,7 @@
 
 extern const gck_kernels gck_kernels_avx512;
 
-#define GCK_GROUP_CODEC(name, id, format, simd, ...) GCK_DECLARE_##simd(avx512, format)
-#include "codec/codecs.def"
+GCK_GROUP_CODECS(GCK_DECLARE_ROW, avx512)
 GCK_DECLARE_OTHER_KERNELS(avx512)
 
 #endif

@@ -1,0 +1,65 @@
+/* codecs.h: every codec, one row each: GCK_CODECS(CODEC, GROUP, ARG) calls one of two macros for each, and hands ARG on.
+ *
+ * The id is stored in payloads: never reuse one; a removed codec stays as a comment.
+ *
+ * CODEC(ARG, name, id): gck_codec_<name> describes it, in host/<name>.c.
+ *
+ * GROUP(ARG, name, id, ...): groups of 128 values, as format/group.h draws them.  This row is its whole
+ * description: the enum of formats, their numbers, the codec and the tables of kernels come from it.
+ *     format         its name in C
+ *     simd, cuda     SIMD: x86/ has kernels for every instruction set, or PORTABLE: it has none;
+ *                    CUDA: cuda/<name>.cu has kernels, or NO_CUDA
+ *     max_error      the stated bound |x - x'| / absmax of x's group, see below
+ *     then the numbers, which format/formats.h explains:
+ *     code bits, side words, fp8, rotated, levels;
+ *     2^k / top code: of an ordinary group, rounded stochastically, in form A;
+ *     dropped bits of the step; the unit of an ordinary step, and of one in form A;
+ *     form B: half, kinds, table, 2^k / half, the square root of 2^-k
+ *
+ * Stated errors.  fp8: half a step of the top binade, over amax; a group with escapes maps amax to a
+ * lower code, which is the worse case for E4M3.  int8_plain: half a step of a group with escapes,
+ * amax / 250, plus the rounding of the scale; amax / 118 in the rare form B, which trades a bit for
+ * exact sentinels.  Rotated: the worst case over all inputs, when every error of a group adds up at
+ * one value.  Their root mean square is what matters, and it is at most |x| / 254 of the group's
+ * Euclidean norm for int8 (see docs/codecs.md).  The widest half cell is half a step for int8 (a
+ * whole one for the coarser codes of an outlier group), 4.5 for int6 and 13 for int4, of 127. */
+#ifndef GRADCKPT_CODECS_H
+#define GRADCKPT_CODECS_H
+
+#define GCK_CODECS(CODEC, GROUP, ARG)                                                                             \
+    CODEC(ARG, raw, 0)                                                                                            \
+    GROUP(ARG, fp8_e4m3, 1, GCK_E4M3, SIMD, CUDA, "OCP FP8 E4M3, 16-bit scale per 128 values",                    \
+              16.0 / 384 * (1 + 0x1p-7),                                                                          \
+              8, 1, 1, 0, 0, 0x1p32 / 448, 0x1p32 / 448, 0x1p32 / 384, 16, 0x1p-32, 0x1p-32,                      \
+              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                     \
+    GROUP(ARG, fp8_e5m2, 2, GCK_E5M2, SIMD, CUDA, "OCP FP8 E5M2, 16-bit scale per 128 values",                    \
+              4096.0 / 57344 * (1 + 0x1p-7),                                                                      \
+              8, 1, 1, 0, 0, 0x1p40 / 57344, 0x1p40 / 57344, 0x1p40 / 57344, 16, 0x1p-40, 0x1p-40,                \
+              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                     \
+    GROUP(ARG, int8, 3, GCK_INT8, SIMD, CUDA, "sign-randomised Hadamard-128, int8, 16-bit scale per 128 values",  \
+              128.0 / 254 * (1 + 0x1p-6),                                                                         \
+              8, 1, 0, 1, 0, 0x1p25 / 127, 0x1p25 / 127, 0x1p32 / 125, 16, 0x1p-25, 0x1p-32,                      \
+              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                     \
+    GROUP(ARG, int8_plain, 4, GCK_INT8_PLAIN, SIMD, CUDA, "int8, 16-bit scale per 128 values, no rotation",       \
+              1.0 / 250 * (1 + 0x1p-6),                                                                           \
+              8, 1, 0, 0, 0, 0x1p32 / 127, 0x1p32 / 127, 0x1p32 / 125, 16, 0x1p-32, 0x1p-32,                      \
+              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                     \
+    GROUP(ARG, int6, 5, GCK_INT6, SIMD, CUDA,                                                                     \
+              "sign-randomised Hadamard-128, 64 levels, 16-bit scale per 128 values",                             \
+              4.5 / 127 * 128 * (1 + 0x1p-5),                                                                     \
+              6, 1, 0, 1, 1, 0x1p25 / 127, 0x1p25 / 125.5, 0x1p32 / 29, 17, 0x1p-25, 0x1p-32,                     \
+              11, 5, 3, 0x1p24 / 11, 0x1p-12)                                                                     \
+    GROUP(ARG, int4, 6, GCK_INT4, SIMD, CUDA,                                                                     \
+              "sign-randomised Hadamard-128 of all but the largest value, 16 levels, 32 bits per 128 values",     \
+              13.0 / 127 * 128 * (1 + 0x1p-3),                                                                    \
+              4, 2, 0, 1, 1, 0x1p25 / 127, 0x1p25 / 115.5, 0x1p28 / 5, 19, 0x1p-25, 0x1p-28,                      \
+              1, 3, 2, 0x1p24, 0x1p-12)                                                                           \
+    CODEC(ARG, bf16, 7)                                                                                           \
+    CODEC(ARG, fp16, 8)                                                                                           \
+    CODEC(ARG, lossless, 9)                                                                                       \
+    CODEC(ARG, mask, 10)
+
+#define GCK_SKIP_ROW(...)                /* for users of one kind of row */
+#define GCK_GROUP_CODECS(GROUP, ARG) GCK_CODECS(GCK_SKIP_ROW, GROUP, ARG)
+
+#endif
