@@ -13,7 +13,7 @@
  *     then the numbers, which format/formats.h explains:
  *     code bits, side words, fp8, rotated, levels;
  *     2^k / top code: of an ordinary group, rounded stochastically, in form A;
- *     dropped bits of the step; the unit of an ordinary step, and of one in form A;
+ *     dropped bits of the step; the unit of an ordinary step, and of one in form A (unrotated: the same);
  *     form B: half, kinds, table, 2^k / half, the square root of 2^-k
  *
  * Stated errors.  fp8: half a step of the top binade, over amax; a group with escapes maps amax to a

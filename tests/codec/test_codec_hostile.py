@@ -141,7 +141,7 @@ def test_last_values_of_a_tensor_beyond_2_31(library, codec):
         np.testing.assert_array_equal(restored, bits)
     else:
         error = oracle.to_float(restored, dtype) - oracle.to_float(bits, dtype)
-        assert np.linalg.norm(error) <= 0.11 * np.linalg.norm(values)
+        assert np.linalg.norm(error) <= 0.13 * np.linalg.norm(values)
     for far in (0, 2**31 - 8192, 2**31 - 65536):  # where an index of 32 bits would have gone
         assert not x.bytes[far * item : (far + 4096) * item].any()
         assert not payload.bytes[: 2**20].any()

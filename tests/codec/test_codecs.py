@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 import torch
 from codec_inputs import DTYPES, bits_of, noise_set, sqnr, tensor
-from codec_isas import ISAS, forced
+from codec_isas import ISAS, LAYOUT, forced
 
 import gradckpt
 from gradckpt import _C
 
+
+def takes_every_value(info):
+    return not info["may_overflow"] and set(DTYPES) <= set(info["dtypes"])
+
+
 GROUPED = list(oracle.FORMATS)
-CODECS = ["raw", *GROUPED]  # the others: test_lossless.py, test_casts.py, test_mask.py
-#: Codes and words beside them, bytes per group of 128.
-LAYOUT = {c: (96, 2) if c == "int6" else (64, 4) if c == "int4" else (128, 2) for c in GROUPED}
+#: Those that overflow, and mask: test_lossless.py, test_casts.py, test_mask.py
+CODECS = [c for c in gradckpt.codecs.names() if takes_every_value(gradckpt.codecs.info(c))]
+BITS = {"int8": 8.125, "int8_plain": 8.125, "fp8_e4m3": 8.125, "fp8_e5m2": 8.125, "int6": 6.125, "int4": 4.25}
 #: Unit roundoff, and half of the smallest subnormal.
 ROUNDING = {"float32": (2.0**-24, 2.0**-150), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
 
@@ -171,11 +176,12 @@ def test_large_tensors_stream(codec, dtype):
 @every_codec
 def test_nbytes(codec):
     info = gradckpt.codecs.info(codec)
-    assert info["bits_per_value"] == {"raw": 0, "int6": 6.125, "int4": 4.25}.get(codec, 8.125)
+    assert info["bits_per_value"] == (sum(LAYOUT[codec]) / 16 if codec in GROUPED else 0)
+    assert codec not in BITS or info["bits_per_value"] == BITS[codec]
     for dtype in DTYPES:
         for n in (0, 1, 127, 128, 129, 1000, 128 * 1000):
             payload = gradckpt.codecs.encode(torch.zeros(n, dtype=DTYPES[dtype]), codec)
-            want = -(-n // 128) * sum(LAYOUT[codec]) if codec in LAYOUT else n * payload.dtype.itemsize
+            want = -(-n // 128) * sum(LAYOUT[codec]) if codec in GROUPED else n * payload.dtype.itemsize
             assert payload.nbytes == payload.data.numel() == want
             assert (payload.codec, payload.shape, payload.dtype) == (codec, (n,), DTYPES[dtype])
 
@@ -205,8 +211,8 @@ def test_raw_is_exact(dtype):
 def test_bound_beside_values_beyond_1e30(codec, dtype):
     """Form B: up to three such values (int4: two) come back exactly;
     the rest within half a step."""
-    most = {"int6": 1 / 22, "int4": 1 / 2}.get(codec, 1 / 118) * (1 + 2**-20)
-    table = 2 if codec == "int4" else 3
+    _, half, _, table, _ = oracle.form_b(codec)
+    most = 0.5 / half * (1 + 2**-20)
     x = np.random.default_rng(4).standard_normal((200, 128)).astype(np.float32)
     x *= 10.0 ** np.random.default_rng(5).uniform(-30, 25, (200, 1)).astype(np.float32)
     x[:, 7], x[::2, 50], x[::5, [1, 100]] = 1e31, -2e38, np.nan

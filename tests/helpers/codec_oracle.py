@@ -6,6 +6,7 @@ the exact product in float64, levels by searching lists. It is slow and short. V
 the bits of their dtype; noise is uint16 [G, 128], None: to nearest.
 """
 
+import importlib.util
 from fractions import Fraction
 
 import direct_oracle
@@ -21,6 +22,7 @@ from oracle_rotation import (
     signs_of,
 )
 from oracle_values import (
+    BITS,
     F32,
     FORMATS,
     LARGE,
@@ -38,6 +40,8 @@ from oracle_values import (
     unpack,
     upper_half,
 )
+
+import gradckpt
 
 __all__ = [
     "FORMATS",
@@ -57,10 +61,27 @@ GROUP = 128
 #: Form B: bits of a code, half the range of its integers, kinds that have codes,
 #: table entries, offset of the step.
 TABLES = {"int6": (5, 11, 5, 3, 24), "int4": (3, 1, 3, 2, 24)}
+
+
+def form_b(codec):
+    return TABLES.get(codec, (7, 59, 5, 3, 32))
+
+
 PHILOX = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
 # ---- noise ----
+
+
+def oracle_of(codec):
+    """The module that knows a codec: oracle_<codec>.py, or direct_oracle.py."""
+    own = importlib.util.find_spec(f"oracle_{codec}")
+    return direct_oracle if own is None else importlib.import_module(own.name)
+
+
+for _codec in gradckpt.codecs.names():
+    if hasattr(oracle_of(_codec), "FORMAT"):  # a group codec: its numbers are all that differs
+        FORMATS[_codec], BITS[_codec], TABLES[_codec] = oracle_of(_codec).FORMAT
 
 
 def philox(counter, key):
@@ -99,7 +120,7 @@ def kind(v, dtype):
 
 def encode_table(codec, x, dtype, amax):
     """Form B: 128 codes of fewer bits, the step, a table of values."""
-    bits, half, kinds, size, offset = TABLES.get(codec, (7, 59, 5, 3, 32))
+    bits, half, kinds, size, offset = form_b(codec)
     special = 2 * half + 1
     scale = power(64) if amax < TINY else power(0)
     step = F32(F32(amax * scale) * F32(2.0**offset / half))
@@ -185,7 +206,7 @@ def encode(codec, bits, dtype, noise=None):
     if codec == "raw":
         return bits.view(np.uint8).copy()
     if codec not in FORMATS:
-        return direct_oracle.encode(codec, bits, dtype)[0]
+        return oracle_of(codec).encode(codec, bits, dtype)[0]
     if bits.size == 0:
         return np.zeros(0, np.uint8)
     groups = -(-bits.size // GROUP)
@@ -197,7 +218,7 @@ def encode(codec, bits, dtype, noise=None):
 
 
 def decode_table(codec, packed, dtype):
-    bits, half, kinds, size, offset = TABLES.get(codec, (7, 59, 5, 3, 32))
+    bits, half, kinds, size, offset = form_b(codec)
     unit = power(-offset // 2)
     number = int.from_bytes(packed[: 16 * bits].tobytes(), "little")
     step, *table = packed[16 * bits :].copy().view("<f4")
@@ -254,7 +275,7 @@ def decode(codec, payload, numel, dtype):
     if codec == "raw":
         return payload.view(WORDS[dtype]).copy()
     if codec not in FORMATS:
-        return direct_oracle.decode(codec, payload, numel, dtype)
+        return oracle_of(codec).decode(codec, payload, numel, dtype)
     groups, beside = -(-numel // GROUP), WORDS_BESIDE.get(codec, 1)
     packed = (
         payload[: payload.size - 2 * beside * groups].reshape(groups, -1) if groups else np.zeros((0, 128), np.uint8)

@@ -96,13 +96,14 @@ class Fp8:
 
 
 class Int:
-    """Integers of `bits` bits; with escapes the largest three of each sign are taken."""
+    """Integers of `bits` bits, the ordinary ones up to `top`; with escapes the largest three of
+    each sign are taken."""
 
-    def __init__(self, bits):
+    def __init__(self, bits, top=127):
         self.bits, self.mask = bits, 2**bits - 1
         self.offset = 28 if bits == 4 else 32
         half = 2 ** (bits - 1)
-        self.top, self.top_escaped = 127, half - 3
+        self.top, self.top_escaped = top, half - 3
         self.escapes = tuple(c & self.mask for c in (-half, half - 1, 1 - half, half - 2, 2 - half))
 
     def factor(self, escaped):

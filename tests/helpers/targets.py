@@ -12,6 +12,7 @@ LEFT_BECAUSE = {
         "codec/test_cuda_build.py",
         "codec/test_cuda_emulation.py",
     ),
+    "builds the extension once more": ("codec/test_toy_codec.py",),
     "builds packages or the site, or runs what users run: a process each": (
         "models/test_nothing_left.py",
         "models/test_trainer_flag.py::test_order_of_imports",

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 
+import codec_table
 import frameworks
 import pytest
 from checkout import HELPERS, ROOT
@@ -305,3 +306,8 @@ def test_every_reason_and_class_is_explained():
     classes = re.findall(r"^class (\w+)\((?:\w+)?(?:Warning|Error|Exception)\)", source, re.M)
     assert "GradckptInactiveWarning" in classes
     assert [name for name in reasons + classes if name not in PAGES["errors.md"]] == []
+
+
+def test_table_of_codecs():
+    page = PAGES["codecs.md"]
+    assert codec_table.page_with_table(page) == page, "run python tests/helpers/codec_table.py docs/codecs.md"
