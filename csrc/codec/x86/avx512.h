@@ -81,7 +81,7 @@ COLD void decode_rare(gck_format format, const uint8_t *codes, const uint16_t *s
 /* ---- memory ---- */
 
 /* Non-temporal stores need the alignment; sfence() orders them before what follows. */
-INLINE int may_stream(const void *out, int streaming) { return streaming && ((uintptr_t)out & 63u) == 0; }
+INLINE int can_stream(const void *out, int streaming) { return streaming && ((uintptr_t)out & 63u) == 0; }
 
 INLINE void put(void *at, __m512i v, int stream)
 {

@@ -3,7 +3,6 @@
 
 #include "codec/x86/avx2.h"
 #include "codec/format/cast.h"
-#include "codec/portable/kernels_portable.h"
 #include "codec/x86/prefetch.h"
 
 INLINE void store128(void *p, __m128i v, int stream)
@@ -83,24 +82,8 @@ INLINE void widen(gck_dtype dtype, gck_widen *reference, const uint16_t *from, i
     reference(from + i, n - i, x + i, 0);
 }
 
-#define KERNELS(name, dtype)                                                                  \
-    int gck_avx2_to_##name(const float *x, int64_t n, uint16_t *to, int streaming)            \
-    {                                                                                         \
-        int status;                                                                           \
-        if (can_stream(to, streaming)) {                                                      \
-            status = narrow(dtype, gck_portable_to_##name, x, n, to, 1);                        \
-            _mm_sfence();                                                                     \
-        } else {                                                                              \
-            status = narrow(dtype, gck_portable_to_##name, x, n, to, 0);                        \
-        }                                                                                     \
-        return status;                                                                        \
-    }                                                                                         \
-    void gck_avx2_from_##name(const uint16_t *from, int64_t n, float *x, int streaming)       \
-    {                                                                                         \
-        STREAMED(widen, x, dtype, gck_portable_from_##name, from, n, x)                         \
-    }
-KERNELS(bf16, GCK_BF16)
-KERNELS(f16, GCK_F16)
+#define ISA avx2
+#include "codec/x86/cast_kernels.h"
 
 #else
 typedef int gck_cast_avx2_is_empty;      /* ISO C requires a declaration in every file */

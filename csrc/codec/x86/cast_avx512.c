@@ -2,7 +2,6 @@
 #if defined(__x86_64__)
 #include "codec/x86/avx512.h"
 #include "codec/format/cast.h"
-#include "codec/portable/kernels_portable.h"
 #include "codec/x86/prefetch.h"
 
 /* 16 values, none NaN, none that overflows, in the lower halves of words. */
@@ -61,29 +60,8 @@ INLINE void widen(gck_dtype dtype, gck_widen *reference, const uint16_t *from, i
     reference(from + i, n - i, x + i, 0);
 }
 
-#define KERNELS(name, dtype)                                                                  \
-    int gck_avx512_to_##name(const float *x, int64_t n, uint16_t *to, int streaming)          \
-    {                                                                                         \
-        int status;                                                                           \
-        if (may_stream(to, streaming)) {                                                      \
-            status = narrow(dtype, gck_portable_to_##name, x, n, to, 1);                        \
-            _mm_sfence();                                                                     \
-        } else {                                                                              \
-            status = narrow(dtype, gck_portable_to_##name, x, n, to, 0);                        \
-        }                                                                                     \
-        return status;                                                                        \
-    }                                                                                         \
-    void gck_avx512_from_##name(const uint16_t *from, int64_t n, float *x, int streaming)     \
-    {                                                                                         \
-        if (may_stream(x, streaming)) {                                                       \
-            widen(dtype, gck_portable_from_##name, from, n, x, 1);                              \
-            _mm_sfence();                                                                     \
-        } else {                                                                              \
-            widen(dtype, gck_portable_from_##name, from, n, x, 0);                              \
-        }                                                                                     \
-    }
-KERNELS(bf16, GCK_BF16)
-KERNELS(f16, GCK_F16)
+#define ISA avx512
+#include "codec/x86/cast_kernels.h"
 
 #else
 typedef int gck_cast_avx512_is_empty;      /* ISO C requires a declaration in every file */

@@ -115,7 +115,7 @@ INLINE int encode_e4m3_bf16(const constants *c, const void *x, uint32_t stored, 
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
                           uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither, int streaming)
 {
-    const int stream = may_stream(codes, streaming);
+    const int stream = can_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
     const philox p = philox_of(dither);
     tile t = {.ordinary = 0};
@@ -231,7 +231,7 @@ INLINE void decode_group(const constants *c, gck_format format, gck_dtype dtype,
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales,
                           int64_t ngroups, void *x, int64_t index, int streaming)
 {
-    const int stream = may_stream(x, streaming);
+    const int stream = can_stream(x, streaming);
     const constants c = make_constants(format, dtype);
 
     for (int64_t g = 0; g < ngroups; g++) {

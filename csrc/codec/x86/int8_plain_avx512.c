@@ -30,7 +30,7 @@ INLINE void encode_group(const constants *c, gck_dtype dtype, const void *x, flo
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
                           uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither, int streaming)
 {
-    const int stream = may_stream(codes, streaming);
+    const int stream = can_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
     const philox p = philox_of(dither);
     tile t = {.ordinary = 0};
@@ -114,7 +114,7 @@ INLINE int ordinary_scale(uint32_t scale)
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales,
                           int64_t ngroups, void *x, int64_t index, int streaming)
 {
-    const int stream = may_stream(x, streaming);
+    const int stream = can_stream(x, streaming);
     const constants c = make_constants(format, dtype);
 
     for (int64_t g = 0; g < ngroups; g++) {

@@ -84,27 +84,8 @@ INLINE vec v_with_last_row(vec v, vec pieces)
     return _mm256_inserti128_si256(v, _mm_or_si128(_mm256_castsi256_si128(pieces), _mm_add_epi16(high, high)), 1);
 }
 
+#define ISA avx2
 #include "codec/x86/lossless_vector.h"
-
-#define KERNELS(suffix, dtype)                                                                                 \
-    int gck_avx2_lossless_encode_##suffix(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming) \
-    {                                                                                                          \
-        int status;                                                                                            \
-        if (can_stream(to.words, streaming)) {                                                                 \
-            status = encode_blocks(dtype, x, ngroups, to, 1);                                                  \
-            _mm_sfence();                                                                                      \
-        } else {                                                                                               \
-            status = encode_blocks(dtype, x, ngroups, to, 0);                                                  \
-        }                                                                                                      \
-        return status;                                                                                         \
-    }                                                                                                          \
-    void gck_avx2_lossless_decode_##suffix(gck_lossless_parts from, int64_t ngroups, void *x, int streaming)   \
-    {                                                                                                          \
-        STREAMED(decode_blocks, x, dtype, from, ngroups, x)                                                    \
-    }
-KERNELS(f32, GCK_F32)
-KERNELS(f16, GCK_F16)
-KERNELS(bf16, GCK_BF16)
 
 #else
 typedef int gck_lossless_avx2_is_empty;  /* ISO C requires a declaration in every file */

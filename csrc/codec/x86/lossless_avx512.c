@@ -99,34 +99,8 @@ INLINE vec v_with_last_row(vec v, vec pieces)
     return _mm512_inserti32x4(v, _mm_or_si128(low, high), 3);
 }
 
+#define ISA avx512
 #include "codec/x86/lossless_vector.h"
-
-#define KERNELS(suffix, dtype)                                                                              \
-    int gck_avx512_lossless_encode_##suffix(const void *x, int64_t ngroups, gck_lossless_parts to,          \
-                                            int streaming)                                                  \
-    {                                                                                                       \
-        int status;                                                                                         \
-        if (may_stream(to.words, streaming)) {                                                              \
-            status = encode_blocks(dtype, x, ngroups, to, 1);                                               \
-            _mm_sfence();                                                                                   \
-        } else {                                                                                            \
-            status = encode_blocks(dtype, x, ngroups, to, 0);                                               \
-        }                                                                                                   \
-        return status;                                                                                      \
-    }                                                                                                       \
-    void gck_avx512_lossless_decode_##suffix(gck_lossless_parts from, int64_t ngroups, void *x,             \
-                                             int streaming)                                                 \
-    {                                                                                                       \
-        if (may_stream(x, streaming)) {                                                                     \
-            decode_blocks(dtype, from, ngroups, x, 1);                                                      \
-            _mm_sfence();                                                                                   \
-        } else {                                                                                            \
-            decode_blocks(dtype, from, ngroups, x, 0);                                                      \
-        }                                                                                                   \
-    }
-KERNELS(f32, GCK_F32)
-KERNELS(f16, GCK_F16)
-KERNELS(bf16, GCK_BF16)
 
 #else
 typedef int gck_lossless_avx512_is_empty;  /* ISO C requires a declaration in every file */

@@ -1,7 +1,7 @@
 /* lossless_vector.h: lossless, for vectors of any width.
  *
- * A template: lossless_avx2.c and lossless_avx512.c define `vec` and the v_ functions on it, include
- * this file, and get encode_blocks() and decode_blocks().  `dtype` is a constant everywhere.  Groups
+ * A template: lossless_avx2.c and lossless_avx512.c define `vec`, the v_ functions on it, can_stream()
+ * and ISA, and include this file, which defines their kernels.  `dtype` is a constant everywhere.  Groups
  * whose base is not their largest exponent, or that have no finite one, go to the reference.
  *
  * The exponents of bfloat16 and float32, once rotated, are bytes: arithmetic on bytes moves them and
@@ -301,3 +301,32 @@ INLINE void decode_blocks(gck_dtype dtype, gck_lossless_parts from, int64_t ngro
         }
     }
 }
+
+#define KERNEL_OF(isa, function) gck_##isa##_lossless_##function
+#define KERNEL(isa, function) KERNEL_OF(isa, function)
+
+/* Two copies of a loop, so that it does not test at every store. */
+#define KERNELS(suffix, dtype)                                                                                        \
+    int KERNEL(ISA, encode_##suffix)(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming)            \
+    {                                                                                                                 \
+        int status;                                                                                                   \
+        if (can_stream(to.words, streaming)) {                                                                        \
+            status = encode_blocks(dtype, x, ngroups, to, 1);                                                         \
+            _mm_sfence();                                                                                             \
+        } else {                                                                                                      \
+            status = encode_blocks(dtype, x, ngroups, to, 0);                                                         \
+        }                                                                                                             \
+        return status;                                                                                                \
+    }                                                                                                                 \
+    void KERNEL(ISA, decode_##suffix)(gck_lossless_parts from, int64_t ngroups, void *x, int streaming)               \
+    {                                                                                                                 \
+        if (can_stream(x, streaming)) {                                                                               \
+            decode_blocks(dtype, from, ngroups, x, 1);                                                                \
+            _mm_sfence();                                                                                             \
+        } else {                                                                                                      \
+            decode_blocks(dtype, from, ngroups, x, 0);                                                                \
+        }                                                                                                             \
+    }
+KERNELS(f32, GCK_F32)
+KERNELS(f16, GCK_F16)
+KERNELS(bf16, GCK_BF16)

@@ -17,7 +17,7 @@ INLINE void pack(const uint8_t *x, int64_t ngroups, uint8_t *to, int stream)
 
 void gck_avx512_mask_pack(const uint8_t *x, int64_t ngroups, uint8_t *to, int streaming)
 {
-    if (may_stream(to, streaming)) {
+    if (can_stream(to, streaming)) {
         pack(x, ngroups, to, 1);
         _mm_sfence();
     } else {
@@ -38,7 +38,7 @@ INLINE void unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, int stream)
 
 void gck_avx512_mask_unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, int streaming)
 {
-    if (may_stream(x, streaming)) {
+    if (can_stream(x, streaming)) {
         unpack(from, ngroups, x, 1);
         _mm_sfence();
     } else {

@@ -198,7 +198,7 @@ INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype,
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
                           uint8_t *codes, uint16_t *side, int64_t index, const gck_dither *dither, int streaming)
 {
-    const int stream = may_stream(codes, streaming);
+    const int stream = can_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
     const size_t stride = group_bytes(dtype), ncodes = gck_code_bytes(format), words = gck_side_words(format);
     const philox p = philox_of(dither);
@@ -300,7 +300,7 @@ INLINE uint32_t ordinary_step(gck_format format, const uint16_t *side)
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side,
                           int64_t ngroups, void *x, int64_t index, int streaming)
 {
-    const int stream = may_stream(x, streaming);
+    const int stream = can_stream(x, streaming);
     const constants c = make_constants(format, dtype);
     char *at = x;
 
