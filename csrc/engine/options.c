@@ -2,6 +2,9 @@
  * region may be called with a dozen keywords of its own, many times a step. */
 #include "engine/options.h"
 
+#include "gradckpt.h"
+#include "torch/calls.h"
+
 #include <string.h>
 
 enum { NTORCH = 6 };                   /* the first options of the list are torch's */

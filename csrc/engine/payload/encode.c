@@ -1,4 +1,10 @@
 /* encode.c: gradckpt.codecs.encode(), which makes a payload that the user holds. */
+#include "engine/payload/encode.h"
+
+#include "gradckpt.h"
+#include "torch/input.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
 #include "engine/payload/payload.h"
 
 static const char *accepted_dtypes(uint32_t dtypes)

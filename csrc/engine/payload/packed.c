@@ -1,7 +1,14 @@
 /* packed.c: decides which tensor becomes a payload and which is kept by reference, as in torch. */
 #include "engine/payload/packed.h"
 
+#include "gradckpt.h"
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/tensor.h"
+#include "engine/payload/payload.h"
+#include "engine/payload/payload_bytes.h"
 #include "engine/payload/rounding.h"
+#include "engine/payload/sharing.h"
 
 #include <stdlib.h>
 

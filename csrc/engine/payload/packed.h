@@ -2,8 +2,11 @@
 #ifndef GRADCKPT_PACKED_H
 #define GRADCKPT_PACKED_H
 
+#include "torch/input.h"
+#include "torch/objects.h"
+#include "engine/state.h"
+#include "engine/payload/batch.h"
 #include "engine/payload/input_aliasing.h"
-#include "engine/payload/payload.h"
 
 typedef enum {
     GCK_PACKED_OBJECT,                /* value: the object itself, as the caller passed it          */

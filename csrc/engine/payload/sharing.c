@@ -1,24 +1,9 @@
 /* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "engine/payload/sharing.h"
 
+#include "engine/payload/layout.h"
+
 #include <string.h>
-
-void gck_sharing_remember(gck_payload *self)
-{
-    gck_payload **recent = self->state->recent;
-
-    memmove(&recent[1], &recent[0], (GCK_NRECENT - 1) * sizeof *recent);
-    recent[0] = self;
-}
-
-void gck_sharing_forget(gck_payload *self)
-{
-    for (int i = 0; i < GCK_NRECENT; i++) {
-        if (self->state->recent[i] == self) {
-            self->state->recent[i] = NULL;
-        }
-    }
-}
 
 /* 1 when it was read through the same view. */
 static int same_view(const gck_payload *p, const gck_tensor *view)

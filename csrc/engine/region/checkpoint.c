@@ -1,9 +1,20 @@
 /* checkpoint.c: gradckpt.checkpoint: reads the arguments, records a Frame, runs the
  * function once under the hooks. */
 #include "engine/region/checkpoint.h"
+
+#include "torch/abi.h"
+#include "torch/calls.h"
 #include "torch/dynamo.h"
-#include "engine/region/region_node.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "engine/state.h"
+#include "engine/options.h"
+#include "engine/payload/input_aliasing.h"
+#include "engine/payload/packed.h"
+#include "engine/region/frame.h"
+#include "engine/region/recompute.h"
 #include "engine/region/region.h"
+#include "engine/region/region_node.h"
 
 const char gck_checkpoint_doc[] =
     "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "

@@ -1,8 +1,18 @@
 /* region.c: keeps the arguments of a region, restores them, runs its function. */
 #include "engine/region/region.h"
+
+#include "torch/ambient.h"
+#include "torch/calls.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/payload/batch.h"
+#include "engine/payload/input_aliasing.h"
 #include "engine/payload/rounding.h"
+#include "engine/selective/op_catching.h"
+#include "engine/selective/op_storage.h"
+#include "engine/selective/replay_discrete.h"
+#include "engine/selective/selective_mode.h"
 #include "engine/saved/saved_hooks.h"
-#include "engine/selective/selective.h"
 
 #include <stdlib.h>
 

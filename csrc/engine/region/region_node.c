@@ -5,11 +5,21 @@
  * the parameters of a module are inputs of the node, so it returns their gradients. */
 #include "engine/region/region_node.h"
 
+#include "torch/abi.h"
+#include "torch/calls.h"
 #include "torch/dynamo.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/payload/input_aliasing.h"
+#include "engine/payload/packed.h"
+#include "engine/selective/op_policy.h"
+#include "engine/selective/op_storage.h"
+#include "engine/region/frame.h"
 #include "engine/region/parameters.h"
 #include "engine/region/region.h"
+#include "engine/region/region_node_backward.h"
 
-const char gck_selective_doc[] =
+static const char selective_doc[] =
     "One graph node for a region that keeps what a policy names and recomputes the rest.\n\n"
     "``SelectiveRecompute.apply(function, policy, *args, compress=None, **kwargs)`` returns the result of\n"
     "``function(*args, **kwargs)``.\n\n"
@@ -28,23 +38,6 @@ const char gck_selective_doc[] =
     "Random state, autocast and running statistics behave as in gradckpt.checkpoint. It needs no saved-tensor hooks.";
 
 /* ---- outputs ---- */
-
-PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
-{
-    const int single = gck_is_tensor(py, out);
-    PyObject *both, *tensors;
-
-    if (single != 0) {
-        return single < 0 ? NULL : PyTuple_Pack(1, out);
-    }
-    both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
-    tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
-    if (both != NULL && noted != NULL) {
-        noted->outputs = PySequence_GetItem(both, 1);
-    }
-    Py_XDECREF(both);
-    return tensors;
-}
 
 /* New reference: the output, from tensors that autograd has made its own. */
 static PyObject *assemble(gck_frame *frame, PyObject *tensors)
@@ -329,7 +322,7 @@ static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, 
 
 /* ---- the classes ---- */
 
-static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, METH_FASTCALL | METH_KEYWORDS, gck_selective_doc};
+static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, METH_FASTCALL | METH_KEYWORDS, selective_doc};
 static PyMethodDef forward_def = {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL, NULL};
 static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_node_backward, METH_FASTCALL, NULL};
 
@@ -338,7 +331,7 @@ int gck_node_classes(PyObject *module, gck_state *state)
     PyObject *made = gck_invoke(state->py.node_classes,
                               Py_BuildValue("(NNNs)", PyCFunction_NewEx(&forward_def, module, NULL),
                                             PyCFunction_NewEx(&backward_def, module, NULL),
-                                            PyCFunction_NewEx(&apply_def, module, NULL), gck_selective_doc));
+                                            PyCFunction_NewEx(&apply_def, module, NULL), selective_doc));
     PyObject *reentrant, *selective, *autograds;
     const int good = made != NULL && PyArg_ParseTuple(made, "OOO", &reentrant, &selective, &autograds);
 

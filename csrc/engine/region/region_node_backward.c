@@ -1,8 +1,31 @@
 /* region_node_backward.c: the backward of a region that is one node. */
-#include "engine/region/region_node.h"
+#include "engine/region/region_node_backward.h"
+
+#include "torch/abi.h"
+#include "torch/calls.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
+#include "engine/payload/packed.h"
 #include "engine/region/parameters.h"
-#include "engine/region/region.h"
 #include "engine/region/recompute_env.h"
+#include "engine/region/region.h"
+
+PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
+{
+    const int single = gck_is_tensor(py, out);
+    PyObject *both, *tensors;
+
+    if (single != 0) {
+        return single < 0 ? NULL : PyTuple_Pack(1, out);
+    }
+    both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
+    tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
+    if (both != NULL && noted != NULL) {
+        noted->outputs = PySequence_GetItem(both, 1);
+    }
+    Py_XDECREF(both);
+    return tensors;
+}
 
 /* Run the region again, with grad.  New reference: the sequence of results to differentiate.
  * Tensors among its arguments are added to `inputs`. */

@@ -1,7 +1,17 @@
 /* saved_form.c: keeps a saved tensor in a form that suffices for the node which saves it. */
 #include "engine/saved/saved_form.h"
 
+#include "gradckpt.h"
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
+#include "engine/payload/layout.h"
+#include "engine/payload/payload.h"
+#include "engine/payload/payload_bytes.h"
 #include "engine/payload/rounding.h"
+#include "engine/payload/sharing.h"
 
 /* ---- what is kept as it is ---- */
 
@@ -199,8 +209,7 @@ int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *i
     return done < 0 ? -1 : 0;
 }
 
-/* Keep `saved` in this form from now on.  0 or -1. */
-static int become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in, int reason)
+int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in, int reason)
 {
     gck_saved_form made = {.storage = NULL}, old = made;
     const int status = gck_saved_form_put(self, form, in, &made, reason);
@@ -228,7 +237,7 @@ static int take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
 
     if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version && of->form.entry.kind == GCK_PACKED_PAYLOAD) {
         in.x = of->form.view != NULL ? gck_saved_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
-        status = in.x == NULL ? -1 : become(self, of, Py_None, &in, GCK_SKIP_EXACT);
+        status = in.x == NULL ? -1 : gck_saved_form_become(self, of, Py_None, &in, GCK_SKIP_EXACT);
         state->stats.compressed--;
         state->stats.eligible--;
     }
@@ -250,52 +259,5 @@ int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form)
             Py_DECREF((PyObject *)other);
         }
     }
-    return status;
-}
-
-/* ---- what the saving node needs ---- */
-
-/* What waited was counted as uncompressed for a reason that no longer holds. */
-static void uncount(const gck_saved_tensor *saved)
-{
-    gck_stats *s = &saved->state->stats;
-
-    if (saved->epoch == saved->state->epoch) {
-        s->uncompressed[GCK_SKIP_UNKNOWN]--;
-        s->uncompressed_bytes -= saved->waits;
-        s->eligible--;
-    }
-}
-
-int gck_saved_form_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
-{
-    gck_state *state = saved->state;
-    PyObject *op = saved->saver, *form = NULL;
-    const gck_saved_hooks *self = (gck_saved_hooks *)op;
-    gck_input in = gck_input_of(saved->form.entry.value);
-    int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
-
-    Py_INCREF((PyObject *)saved);
-    saved->saver = NULL;
-    if (status == 0 && in.version == saved->form.entry.version) {
-        /* else unpack raises torch's error that the values are gone */
-        uncount(saved);
-        form = node == NULL ? Py_NewRef(Py_None)
-             : PyObject_CallFunctionObjArgs(state->py.call.form_of_input, node, (PyObject *)saved, in.x, NULL);
-        status = form == NULL ? -1 : become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
-        status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
-    }
-    if (go_on) {
-        saved->saver = Py_NewRef(op);
-        saved->epoch = state->epoch;
-        saved->form.storage = NULL;
-    } else {
-        state->stats.live_bytes -= saved->waits;
-        saved->waits = 0;
-    }
-    Py_XDECREF(form);
-    Py_DECREF(op);
-    Py_DECREF((PyObject *)saved);
-    gck_input_clear(&in);
     return status;
 }

@@ -4,8 +4,17 @@
  * keeps it, detached, so that the graph does not hold itself. */
 #include "engine/saved/saved_hooks.h"
 
+#include "gradckpt.h"
+#include "torch/error.h"
+#include "torch/input.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
 #include "engine/options.h"
+#include "engine/payload/packed.h"
 #include "engine/saved/saved_form.h"
+#include "engine/saved/saved_tensor.h"
+#include "engine/saved/saved_waiting.h"
 
 /* ---- pack ---- */
 

@@ -4,7 +4,14 @@
  * They serve policies that are functions, regions under other modes, and tracing.  Semantics and
  * texts are those of torch's _CachingTorchDispatchMode and _CachedTorchDispatchMode; the classes in
  * gradckpt/_engine/selective.py derive from them and from Context. */
-#include "engine/options.h"
+#include "engine/selective/selective_mode.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "engine/selective/active_storage.h"
+#include "engine/selective/op_labels.h"
+#include "engine/selective/replay_discrete.h"
 #include "engine/selective/selective.h"
 
 #include <stdlib.h>
@@ -281,9 +288,35 @@ gck_op_storage *gck_context_store(const gck_state *state, PyObject *context)
     return context != NULL && PyObject_TypeCheck(context, state->Context) ? ((gck_context *)context)->store : NULL;
 }
 
-int gck_context_name(PyObject *context, PyObject *x, PyObject *name)
+/* Name x under a context.  0 or -1. */
+static int name_in_context(PyObject *context, PyObject *x, PyObject *name)
 {
     const gck_context *self = (gck_context *)context;
 
     return self->store == NULL || self->replay ? 0 : gck_op_label(self->store, x, name);
+}
+
+/* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in our modes among
+ * these. */
+PyObject *gck_selective_name(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    const unsigned long thread = PyThread_get_thread_ident();
+    PyObject *x, *name, *modes;
+
+    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &modes)) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(modes); i++) {
+        PyObject *mode = PyList_GetItem(modes, i);
+        if (PyObject_TypeCheck(mode, state->Context) && name_in_context(mode, x, name) < 0) {
+            return NULL;
+        }
+    }
+    for (gck_active *a = gck_active_here(state->active, thread); a != NULL; a = gck_active_here(a->outer, thread)) {
+        if (!a->replay && gck_op_label(a->store, x, name) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
 }
