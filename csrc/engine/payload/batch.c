@@ -25,7 +25,7 @@ static void arrived(gck_payload *self, int done)
 {
     self->waits = NULL;
     if (!done) {
-        gck_sharing_forget(self);
+        gck_payload_forget(self);
     }
 }
 

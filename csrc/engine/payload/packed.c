@@ -73,7 +73,7 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
     /* Outer hooks and the fake-quantized forward read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.fake_quantize ? NULL : p->batch;
     const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.fake_quantize ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
-    gck_payload *first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
+    gck_payload *first = p->outer ? NULL : gck_sharing_find(state, p->plan.codec, in, p->plan.stochastic, batch);
     PyObject *payload = NULL;
     gck_dither dither;
 

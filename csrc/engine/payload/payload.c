@@ -160,7 +160,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
         Py_CLEAR(result);
     } else if (use == GCK_FOR_REGION && self->version >= 0) {
-        gck_sharing_remember(self);
+        gck_payload_remember(self);
     }
     if (result != NULL && self->overflow != NULL && gck_payload_overflow_bound(self) < 0) {
         Py_CLEAR(result);
@@ -309,7 +309,7 @@ static void payload_dealloc(PyObject *op)
 
     /* First, because clearing weak references runs Python, which must not find the payload there. */
     gck_payload_overflow_forget(self);
-    gck_sharing_forget(self);
+    gck_payload_forget(self);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }

@@ -18,7 +18,7 @@ typedef enum {
 } gck_payload_use;
 
 /* New reference: a payload of the input, which has been judged.  first: the result of
- * gck_payload_find(), or NULL. When the bytes turn out to be equal, they are dropped and the result
+ * gck_sharing_find(), or NULL. When the bytes turn out to be equal, they are dropped and the result
  * is `first`, counted as shared.  dither: NULL rounds to nearest; with `first` its own noise
  * counts.  batch: where the work may be deferred, or NULL. NULL with *fits = 0 and no exception:
  * the codec overflows. */

@@ -46,7 +46,7 @@ void gck_payload_uncount(gck_payload *self)
     self->live = 0;
 }
 
-void gck_sharing_remember(gck_payload *self)
+void gck_payload_remember(gck_payload *self)
 {
     gck_payload **recent = self->state->recent;
 
@@ -54,7 +54,7 @@ void gck_sharing_remember(gck_payload *self)
     recent[0] = self;
 }
 
-void gck_sharing_forget(gck_payload *self)
+void gck_payload_forget(gck_payload *self)
 {
     for (int i = 0; i < GCK_NRECENT; i++) {
         if (self->state->recent[i] == self) {

@@ -51,7 +51,7 @@ int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, g
 void gck_payload_uncount(gck_payload *payload);
 
 /* The latest payloads, borrowed: a dying payload removes itself. */
-void gck_sharing_remember(gck_payload *payload);
-void gck_sharing_forget(gck_payload *payload);
+void gck_payload_remember(gck_payload *payload);
+void gck_payload_forget(gck_payload *payload);
 
 #endif

@@ -23,7 +23,8 @@ static int same_view(const gck_payload *p, const gck_tensor *view)
 }
 
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
-gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, gck_batch *batch)
+gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic,
+                              gck_batch *batch)
 {
     const gck_tensor was = in->view;
     const int seen = gck_view_again(&state->py, in->x, &was, &in->view) == 0 && in->view.device < 0;

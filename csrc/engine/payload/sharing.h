@@ -17,7 +17,8 @@
  * present values; NULL when none exists, or with an exception.  The version does not prove it
  * (writes through .data, numpy or DLPack leave no trace); gck_payload_new() does.  A payload that
  * is pending in `batch` is finished first.  The input has been judged. */
-gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, gck_batch *batch);
+gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic,
+                              gck_batch *batch);
 
 /* 1 when the bytes of both are written and equal, 0, -1 with an exception. */
 int gck_sharing_proof(gck_payload *a, gck_payload *b);

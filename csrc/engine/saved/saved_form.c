@@ -55,7 +55,7 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
     const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
-    gck_payload *first = outer ? NULL : gck_payload_find(state, codec, in, stochastic, NULL);
+    gck_payload *first = outer ? NULL : gck_sharing_find(state, codec, in, stochastic, NULL);
     PyObject *payload = NULL;
     gck_input own = *in;
     gck_dither dither;
@@ -174,7 +174,7 @@ static int is_held(const gck_saved_hooks *self, const void *storage)
 {
     const gck_saved_tensor *other;
 
-    for (int i = 0; storage != NULL && (other = gck_saved_waiting_known(self->waiting, i)) != NULL; i++) {
+    for (int i = 0; storage != NULL && (other = gck_saved_list_known(self->waiting, i)) != NULL; i++) {
         if (other->form.entry.kind == GCK_PACKED_TENSOR && other->form.storage == storage) {
             return 1;
         }
@@ -209,7 +209,8 @@ int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *i
     return done < 0 ? -1 : 0;
 }
 
-int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in, int reason)
+int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in,
+                          int reason)
 {
     gck_saved_form made = {.storage = NULL}, old = made;
     const int status = gck_saved_form_put(self, form, in, &made, reason);
@@ -252,7 +253,7 @@ int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form)
     gck_saved_tensor *other;
     int status = 0;
 
-    for (int i = 0; storage != NULL && status == 0 && (other = gck_saved_waiting_known(self->waiting, i)) != NULL; i++) {
+    for (int i = 0; storage != NULL && status == 0 && (other = gck_saved_list_known(self->waiting, i)) != NULL; i++) {
         if (other->form.entry.kind == GCK_PACKED_PAYLOAD && other->form.storage == storage && other->form.dtype == NULL) {
             Py_INCREF((PyObject *)other);
             status = take_back(self, other);

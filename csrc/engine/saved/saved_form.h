@@ -22,7 +22,8 @@ typedef struct {
 int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_form *to, int reason);
 
 /* Keep `saved` in this form from now on.  0 or -1. */
-int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in, int reason);
+int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in,
+                          int reason);
 
 /* If this tensor stays uncompressed, keep everything that shares its storage uncompressed too.  0
  * or -1. */

@@ -213,7 +213,7 @@ static gck_saved_hooks *push(gck_state *state, PyObject *compress)
     self->packing = (gck_packing){.state = state, .plan = plan};
     if (find_outer(self, &state->py) < 0
         || (plan.codec->max_error > 0
-            && (self->waiting = self->packing.outer ? gck_saved_waiting_new() : gck_saved_waiting_of_thread()) == NULL)
+            && (self->waiting = self->packing.outer ? gck_saved_list_new() : gck_saved_list_of_thread()) == NULL)
         || gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self) < 0) {
         Py_CLEAR(self);
     }
@@ -253,8 +253,10 @@ static int pop(gck_state *state, int failed)
         self->packing.outer = self->packing.outer && !failed;
         for (int i = 2 * GCK_WAITING_TENSORS; status == 0 && i-- > 0;) {
             /* downwards: settling may shorten the list */
-            saved = gck_saved_waiting_known(self->waiting, i);
-            status = saved != NULL && saved->saver == op ? gck_saved_form_settle(saved, NULL, !self->packing.outer) : 0;
+            saved = gck_saved_list_known(self->waiting, i);
+            if (saved != NULL && saved->saver == op) {
+                status = gck_saved_waiting_settle(saved, NULL, !self->packing.outer);
+            }
         }
     }
     Py_XDECREF(op);

@@ -17,7 +17,7 @@ gck_saved_list *gck_saved_list_of(PyObject *waiting) { return PyCapsule_GetPoint
 
 static void capsule_free(PyObject *capsule) { free(gck_saved_list_of(capsule)); }
 
-PyObject *gck_saved_waiting_new(void)
+PyObject *gck_saved_list_new(void)
 {
     gck_saved_list *l = calloc(1, sizeof *l);
     PyObject *capsule = l != NULL ? PyCapsule_New(l, capsule_name, capsule_free) : PyErr_NoMemory();
@@ -28,23 +28,25 @@ PyObject *gck_saved_waiting_new(void)
     return capsule;
 }
 
-PyObject *gck_saved_waiting_of_thread(void)
+PyObject *gck_saved_list_of_thread(void)
 {
     PyObject *thread = PyThreadState_GetDict();
     PyObject *capsule = thread != NULL ? PyDict_GetItemString(thread, capsule_name) : NULL;
 
-    return capsule != NULL || thread == NULL ? Py_XNewRef(capsule)
-                                             : gck_method(thread, "setdefault", Py_BuildValue("(sN)", capsule_name, gck_saved_waiting_new()));
+    if (capsule != NULL || thread == NULL) {
+        return Py_XNewRef(capsule);
+    }
+    return gck_method(thread, "setdefault", Py_BuildValue("(sN)", capsule_name, gck_saved_list_new()));
 }
 
-gck_saved_tensor *gck_saved_waiting_known(PyObject *waiting, int index)
+gck_saved_tensor *gck_saved_list_known(PyObject *waiting, int index)
 {
     gck_saved_list *l = gck_saved_list_of(waiting);
 
     return index < l->n ? l->known[index] : NULL;
 }
 
-void gck_saved_waiting_forget(gck_saved_tensor *saved)
+void gck_saved_list_forget(gck_saved_tensor *saved)
 {
     gck_saved_list *l = saved->waiting != NULL ? gck_saved_list_of(saved->waiting) : NULL;
 
@@ -79,7 +81,7 @@ static void saved_dealloc(PyObject *op)
 {
     gck_saved_tensor *self = (gck_saved_tensor *)op;
 
-    gck_saved_waiting_forget(self);
+    gck_saved_list_forget(self);
     self->state->stats.live_bytes -= self->waits;
     gck_saved_form_clear(&self->form);
     Py_XDECREF(self->saver);

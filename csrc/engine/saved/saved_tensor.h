@@ -39,18 +39,18 @@ typedef struct {
 } gck_saved_list;
 
 /* New reference: a list's capsule, of its own or shared by the blocks of this thread. */
-PyObject *gck_saved_waiting_new(void);
-PyObject *gck_saved_waiting_of_thread(void);
+PyObject *gck_saved_list_new(void);
+PyObject *gck_saved_list_of_thread(void);
 
 /* Borrowed: the list in a capsule. */
 gck_saved_list *gck_saved_list_of(PyObject *waiting);
 
 /* Borrowed: the one with this index, oldest first; NULL behind the last, before 2 *
  * GCK_WAITING_TENSORS. */
-gck_saved_tensor *gck_saved_waiting_known(PyObject *waiting, int index);
+gck_saved_tensor *gck_saved_list_known(PyObject *waiting, int index);
 
 /* Remove a dying one. */
-void gck_saved_waiting_forget(gck_saved_tensor *saved);
+void gck_saved_list_forget(gck_saved_tensor *saved);
 
 /* New reference: empty. */
 gck_saved_tensor *gck_saved_tensor_new(gck_state *state);

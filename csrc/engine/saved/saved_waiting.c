@@ -24,7 +24,7 @@ static void uncount(const gck_saved_tensor *saved)
     }
 }
 
-int gck_saved_form_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
+int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
 {
     gck_state *state = saved->state;
     PyObject *op = saved->saver, *form = NULL;
@@ -69,10 +69,10 @@ static int trim(gck_saved_list *l, int64_t number)
         gck_saved_tensor *saved = l->known[i];
         const int waits = saved->saver != NULL, many = ++n[waits] >= GCK_WAITING_TENSORS;
         if (waits && (many || saved->number < number - GCK_WAITING_NODES)) {
-            return gck_saved_form_settle(saved, NULL, 0) < 0 ? -1 : trim(l, number);      /* Python has run */
+            return gck_saved_waiting_settle(saved, NULL, 0) < 0 ? -1 : trim(l, number);      /* Python has run */
         }
         if (!waits && many) {
-            gck_saved_waiting_forget(saved);
+            gck_saved_list_forget(saved);
         }
     }
     return 0;
@@ -130,7 +130,7 @@ static int settle(gck_saved_list *l, PyObject *node, int64_t number)
 
     for (int i = 0; status == 0 && i < l->n; i++) {
         if (l->known[i]->saver != NULL && l->known[i]->number == number) {
-            status = gck_saved_form_settle(l->known[i], node, 0);
+            status = gck_saved_waiting_settle(l->known[i], node, 0);
             i = -1;                              /* Python has run: the list may have changed */
         }
     }

@@ -14,7 +14,7 @@ int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved);
 
 /* Settle a waiting tensor in the form its node needs. node NULL: the node is not known, and the
  * tensor stays, without its graph, of which it may be a result; go_on: and waits again.  0 or -1. */
-int gck_saved_form_settle(gck_saved_tensor *saved, PyObject *node, int go_on);
+int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on);
 
 /* Settle what this node and those behind it save, if their numbers are below `end`, because the
  * node that is being made may be among them.  0 or -1. */
