@@ -66,9 +66,9 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->error_callback);
     Py_VISIT(frame->parameters);
     Py_VISIT((PyObject *)frame->store);
-    Py_VISIT(frame->policy_fn);
-    Py_VISIT(frame->parameters_in);
-    Py_VISIT(frame->outputs);
+    Py_VISIT(frame->node.policy_fn);
+    Py_VISIT(frame->node.parameters_in);
+    Py_VISIT(frame->node.outputs);
     for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
         int result = gck_packed_traverse(&frame->args[i], visit, arg);
         if (result != 0) {
@@ -110,9 +110,9 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->error_callback);
     Py_CLEAR(frame->parameters);
     Py_CLEAR(frame->store);
-    Py_CLEAR(frame->policy_fn);
-    Py_CLEAR(frame->parameters_in);
-    Py_CLEAR(frame->outputs);
+    Py_CLEAR(frame->node.policy_fn);
+    Py_CLEAR(frame->node.parameters_in);
+    Py_CLEAR(frame->node.outputs);
     gck_ambient_clear(&frame->ambient);
     return 0;
 }

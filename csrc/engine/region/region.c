@@ -41,9 +41,8 @@ static int begin(gck_frame *frame, gck_packing *packing)
     if (packing->outer < 0) {
         return -1;
     }
-    frame->compress_requested = packing->plan.codec != NULL;
     state->stats.regions++;
-    state->stats.regions_eligible += frame->compress_requested;
+    state->stats.regions_eligible += packing->plan.codec != NULL;
     if (tracing) {
         packing->plan.codec = NULL;
         state->stats.uncompressed[GCK_SKIP_TRACING]++;
@@ -235,7 +234,7 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     gck_op_catching caught;
     PyObject *result;
 
-    if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->policy_fn, replay) < 0) {
+    if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->node.policy_fn, replay) < 0) {
         return NULL;
     }
     around = gck_rounding_enter(&rounding);

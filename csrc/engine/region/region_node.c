@@ -42,9 +42,9 @@ static const char selective_doc[] =
 /* New reference: the output, from tensors that autograd has made its own. */
 static PyObject *assemble(gck_frame *frame, PyObject *tensors)
 {
-    PyObject *rest = frame->outputs;
+    PyObject *rest = frame->node.outputs;
 
-    frame->outputs = NULL;
+    frame->node.outputs = NULL;
     return rest == NULL ? PySequence_GetItem(tensors, 0)
                         : PyObject_CallFunction(frame->state->py.call.together, "NO", rest, tensors);
 }
@@ -115,7 +115,7 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0) {
         return NULL;
     }
-    if (frame->reentrant) {
+    if (frame->node.reentrant) {
         if (keep_arguments(frame, all[0], all[2], all + 4, nall - 4, &args) == 0) {
             result = gck_region_call(frame, NULL, NULL, args, NULL, 0);
         }
@@ -141,8 +141,8 @@ static int add_parameters(gck_frame *frame, PyObject *inputs)
 
     if (module != NULL) {
         const Py_ssize_t n = PyList_Size(inputs);
-        frame->parameters_in = gck_parameters_of(py, module);
-        status = frame->parameters_in == NULL ? -1 : PyList_SetSlice(inputs, n, n, frame->parameters_in);
+        frame->node.parameters_in = gck_parameters_of(py, module);
+        status = frame->node.parameters_in == NULL ? -1 : PyList_SetSlice(inputs, n, n, frame->node.parameters_in);
         Py_DECREF(module);
     }
     return status;
@@ -205,7 +205,7 @@ PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *c
     if (all != NULL) {
         frame->function = Py_NewRef(o->function);
         frame->once = Py_XNewRef(o->once);
-        frame->reentrant = 1;
+        frame->node.reentrant = 1;
         result = PyObject_Call(apply, all, NULL);
     }
     Py_XDECREF(apply);
@@ -251,7 +251,7 @@ static int take_policy(gck_frame *frame, PyObject *policy)
     ok = PyArg_ParseTuple(read, "O!O", state->OpPolicy, &names, &function);
     if (ok && (((gck_op_policy *)names)->n > 0 || function != Py_None)) {
         frame->store = gck_op_storage_new(state, (gck_op_policy *)names, 0, 0);
-        frame->policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
+        frame->node.policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
         ok = frame->store != NULL;
     }
     Py_DECREF(read);

@@ -21,7 +21,7 @@ PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
     both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
     tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
     if (both != NULL && noted != NULL) {
-        noted->outputs = PySequence_GetItem(both, 1);
+        noted->node.outputs = PySequence_GetItem(both, 1);
     }
     Py_XDECREF(both);
     return tensors;
@@ -45,7 +45,7 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
     /* torch's form pairs every result by position. */
-    if (out == NULL || (frame->reentrant && gck_is_tensor(&state->py, out) == 0)) {
+    if (out == NULL || (frame->node.reentrant && gck_is_tensor(&state->py, out) == 0)) {
         return out;
     }
     tensors = gck_node_tensors(&state->py, out, NULL);
@@ -61,7 +61,7 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
     const Py_ssize_t n = PySequence_Size(outputs);
     int status = n < 0 ? -1 : 0, asked = 0;
 
-    if (n >= 0 && n != ngrads && !frame->reentrant) {
+    if (n >= 0 && n != ngrads && !frame->node.reentrant) {
         PyErr_Format(PyExc_RuntimeError, "gradckpt: SelectiveRecompute got %zd tensors from the forward and %zd from the "
                      "recompute; the region must return as many", ngrads, n);
         return -1;
@@ -135,11 +135,11 @@ static int any_hooks(const gck_py *py, PyObject *parameters)
 static PyObject *capture(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
 {
     const gck_py *py = &frame->state->py;
-    const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->parameters_in);
+    const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->node.parameters_in);
     PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets);
     PyObject *result = inputs == NULL ? NULL
         : hooks ? PyObject_CallFunction(py->call.capture, "OOOOO", py->run_backward, roots, grads, inputs,
-                                      frame->parameters_in)
+                                      frame->node.parameters_in)
         : PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False, NULL);
 
     Py_XDECREF(inputs);
@@ -199,10 +199,10 @@ static PyObject *collect(PyObject *inputs, PyObject *targets, PyObject *grads)
 static int check_valid(const gck_frame *frame)
 {
     const gck_py *py = &frame->state->py;
-    const int truth = frame->parameters_in != NULL ? 1 : gck_ask(py->is_checkpoint_valid);
+    const int truth = frame->node.parameters_in != NULL ? 1 : gck_ask(py->is_checkpoint_valid);
 
     if (truth == 0) {
-        PyErr_SetString(PyExc_RuntimeError, frame->reentrant
+        PyErr_SetString(PyExc_RuntimeError, frame->node.reentrant
                         ? "When use_reentrant=True, torch.utils.checkpoint is incompatible"
                           " with .grad() or passing an `inputs` parameter to .backward()."
                           " To resolve this error, you can either set use_reentrant=False,"
@@ -224,7 +224,7 @@ static PyObject *gradients(gck_frame *frame, PyObject *outputs, PyObject *const 
     roots = gck_as_tuple(roots);
     root_grads = gck_as_tuple(root_grads);
     if (status == 0 && roots != NULL && root_grads != NULL && PyTuple_Size(roots) > 0) {
-        found = (frame->parameters_in != NULL ? capture : accumulate)(frame, roots, root_grads, targets);
+        found = (frame->node.parameters_in != NULL ? capture : accumulate)(frame, roots, root_grads, targets);
     }
     Py_XDECREF(roots);
     Py_XDECREF(root_grads);
@@ -237,22 +237,23 @@ static PyObject *differentiate(gck_frame *frame, PyObject *saved, PyObject *cons
     PyObject *inputs = PyList_New(0), *outputs = inputs != NULL ? run_again(frame, saved, inputs) : NULL;
     PyObject *targets = NULL, *found = NULL, *all = NULL, *result = NULL;
 
-    if (outputs == NULL || (frame->parameters_in != NULL
-                            && PyList_SetSlice(inputs, PyList_Size(inputs), PyList_Size(inputs), frame->parameters_in) < 0)
+    if (outputs == NULL
+        || (frame->node.parameters_in != NULL
+            && PyList_SetSlice(inputs, PyList_Size(inputs), PyList_Size(inputs), frame->node.parameters_in) < 0)
         || (targets = targets_of(frame, inputs)) == NULL) {
         Py_XDECREF(outputs);
-    } else if (frame->parameters_in != NULL && PyList_Size(targets) == 0) {
+    } else if (frame->node.parameters_in != NULL && PyList_Size(targets) == 0) {
         Py_DECREF(outputs);                      /* all were frozen since the forward: no gradient, and no error */
     } else {
         found = gradients(frame, outputs, grads, ngrads, targets);
     }
-    if (found != NULL && !frame->reentrant && gck_torch.aoti_torch_grad_mode_is_enabled()) {
+    if (found != NULL && !frame->node.reentrant && gck_torch.aoti_torch_grad_mode_is_enabled()) {
         PyObject *exact = found;
         found = PyObject_CallFunction(frame->state->py.call.barred, "(O)", exact);
         Py_DECREF(exact);
     }
     if (!PyErr_Occurred()) {
-        all = frame->reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
+        all = frame->node.reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
         result = all != NULL ? collect(all, targets, found) : NULL;
     }
     Py_XDECREF(all);
