@@ -7,7 +7,13 @@
 
 #include <string.h>
 
-enum { NTORCH = 6 };                   /* the first options of the list are torch's */
+/* How many options there are, torch's first. */
+enum {
+#define OPTION(name) +1
+    NTORCH = GCK_TORCH_OPTIONS(OPTION),
+    NOPTIONS = GCK_OPTIONS(OPTION),
+#undef OPTION
+};
 
 static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
 {
@@ -21,9 +27,9 @@ static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
         GCK_OPTIONS(OPTION)
 #undef OPTION
     };
-    const size_t n = o->exact ? NTORCH : sizeof names / sizeof names[0];
+    const int n = o->exact ? NTORCH : NOPTIONS;
 
-    for (size_t i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         if (names[i] == name) {
             return slots[i];
         }

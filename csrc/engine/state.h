@@ -6,7 +6,10 @@
 #include "torch/objects.h"
 #include "torch/tensor.h"
 
-enum { GCK_NPLANS = 4, GCK_NRECENT = 8 };
+enum {
+    GCK_NPLANS = 4,                /* values of compress= that are remembered, parsed        */
+    GCK_NRECENT = 8,               /* latest payloads, among which sharing.c searches        */
+};
 
 /* compress= after parsing. */
 typedef struct {
@@ -50,11 +53,11 @@ typedef struct {
     uint32_t region, once;
 } gck_rounding;
 
-/* The keywords of checkpoint(); torch's come first (options.c counts them). */
-#define GCK_OPTIONS(OPTION)                                                              \
+/* The keywords of checkpoint(): torch's, then ours. */
+#define GCK_TORCH_OPTIONS(OPTION)                                                        \
     OPTION(use_reentrant) OPTION(preserve_rng_state) OPTION(context_fn)                  \
-    OPTION(determinism_check) OPTION(debug) OPTION(early_stop) OPTION(compress) OPTION(policy) \
-    OPTION(buffers)
+    OPTION(determinism_check) OPTION(debug) OPTION(early_stop)
+#define GCK_OPTIONS(OPTION) GCK_TORCH_OPTIONS(OPTION) OPTION(compress) OPTION(policy) OPTION(buffers)
 
 typedef struct {
     gck_py        py;
