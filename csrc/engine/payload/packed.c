@@ -411,7 +411,7 @@ void gck_packed_clear(gck_packed *entry)
 {
     gck_packed old = *entry;                      /* publish the empty entry first: clearing runs Python */
 
-    *entry = (gck_packed){GCK_PACKED_OBJECT, NULL, 0, 0, NULL, 0};
+    *entry = (gck_packed){.value = NULL};
     Py_XDECREF(old.value);
     for (Py_ssize_t i = 0; i < old.nleaves; i++) {
         if (old.leaves != NULL) {

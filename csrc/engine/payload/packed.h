@@ -17,6 +17,7 @@ typedef enum {
     GCK_PACKED_TREE,                /* value: pytree spec; leaves: entries, some of them payloads */
 } gck_packed_kind;
 
+/* One that is all zero is empty. */
 typedef struct gck_packed {
     gck_packed_kind    kind;
     PyObject         *value;     /* owned; see above                                       */

@@ -11,8 +11,6 @@
 #include <string.h>
 #include <structmember.h>
 
-static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
-
 /* Record the layout of the original.  No Python runs: the view is taken again.  0 or -1. */
 static int describe(gck_payload *self, gck_input *in, int exact)
 {
@@ -35,7 +33,7 @@ static int describe(gck_payload *self, gck_input *in, int exact)
     self->device = view->device;
     self->stream = view->stream;
     self->numel = view->numel;
-    self->bytes_in = view->numel * itemsize(view->dtype);
+    self->bytes_in = view->numel * gck_itemsize(view->dtype);
     self->nbytes = gck_nbytes(self->codec, view->numel, view->dtype);
     self->requires_grad = in->requires_grad;
     self->leaf = in->leaf;

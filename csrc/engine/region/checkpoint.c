@@ -88,10 +88,13 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
                      o->context_fn);
         return -1;
     }
-    made = debug  ? PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function,
-                                        o->exact ? Py_True : Py_False)
-         : custom ? PyObject_CallFunction(state->py.call.contexts, "(O)", o->context_fn)
-                  : PyObject_CallFunction(state->py.call.policy_contexts, "(O)", o->policy);
+    if (debug) {
+        made = PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function, o->exact ? Py_True : Py_False);
+    } else if (custom) {
+        made = PyObject_CallFunction(state->py.call.contexts, "(O)", o->context_fn);
+    } else {
+        made = PyObject_CallFunction(state->py.call.policy_contexts, "(O)", o->policy);
+    }
     if (made == NULL) {
         return -1;
     }

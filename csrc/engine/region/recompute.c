@@ -89,8 +89,11 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     gck_recompute *self = (gck_recompute *)op;
     const gck_py *py = self->frame != NULL ? &self->frame->state->py : NULL;
     const int requires_grad = py != NULL ? gck_attr_is_true(x, py->names.requires_grad) : 0;
-    PyObject *value = requires_grad < 0 ? NULL : requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL)
-                                                               : Py_NewRef(x);
+    PyObject *value = NULL;
+
+    if (requires_grad >= 0) {
+        value = requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : Py_NewRef(x);
+    }
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
     gck_recomputed *table = self->table;
 

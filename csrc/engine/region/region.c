@@ -140,8 +140,10 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
         gck_input_aliasing_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
-    return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0 ? -1
-         : packing->outer ? 0 : show(frame);     /* outer hooks decide whether the bytes stay */
+    if (gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0) {
+        return -1;
+    }
+    return packing->outer ? 0 : show(frame);     /* outer hooks decide whether the bytes stay */
 }
 
 /* ---- backward ---- */
@@ -152,8 +154,13 @@ static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs,
 
     for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
         PyObject *value = gck_packed_restore(frame->state, &frame->args[i], batch, inputs);
-        status = value == NULL ? -1 : i < frame->nargs ? PyList_Append(args, value)
-               : PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+        if (value == NULL) {
+            status = -1;
+        } else if (i < frame->nargs) {
+            status = PyList_Append(args, value);
+        } else {
+            status = PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+        }
         Py_XDECREF(value);
     }
     if (status < 0) {

@@ -184,12 +184,13 @@ static int check_options(const gck_state *state, const gck_options *o, PyObject 
 {
     const int contexts = gck_options_custom_context(state, o) || (o->debug != NULL && o->debug != Py_False);
     const int compress = o->compress != NULL && o->compress != Py_None && o->compress != Py_False;
-
     const char *ours = compress ? "compress" : gck_options_policy(o) ? "policy" : NULL;
 
-    return kwargs == NULL && !contexts && ours == NULL ? 0
-         : gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oiz", kwargs ? kwargs : Py_None, contexts,
-                                        ours));
+    if (kwargs == NULL && !contexts && ours == NULL) {
+        return 0;
+    }
+    return gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oiz", kwargs ? kwargs : Py_None, contexts,
+                                          ours));
 }
 
 PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,

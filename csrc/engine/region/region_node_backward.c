@@ -76,8 +76,11 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
         if (grad > 0 && i >= ngrads) {
             PyErr_SetString(PyExc_IndexError, "tuple index out of range");
         }
-        status = grad <= 0 ? grad
-               : i >= ngrads || PyList_Append(roots, x) < 0 || PyList_Append(root_grads, grads[i]) < 0 ? -1 : 0;
+        if (grad <= 0) {
+            status = grad;
+        } else if (i >= ngrads || PyList_Append(roots, x) < 0 || PyList_Append(root_grads, grads[i]) < 0) {
+            status = -1;
+        }
         Py_XDECREF(x);
     }
     if (status == 0 && PyList_Size(roots) == 0 && asked) {
@@ -112,8 +115,10 @@ static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
     if (module < 0 || (module && gck_known(state->closed, frame->function))) {
         return module < 0 ? -1 : 0;
     }
-    return gck_done(PyObject_CallFunction(state->py.call.check_leaves, "OOO", frame->function, roots, targets)) < 0
-        ? -1 : module ? gck_remember(state->closed, frame->function) : 0;
+    if (gck_done(PyObject_CallFunction(state->py.call.check_leaves, "OOO", frame->function, roots, targets)) < 0) {
+        return -1;
+    }
+    return module ? gck_remember(state->closed, frame->function) : 0;
 }
 
 /* 1 when one of them has, or had, a hook; 0; -1. */
@@ -136,12 +141,15 @@ static PyObject *capture(gck_frame *frame, PyObject *roots, PyObject *grads, PyO
 {
     const gck_py *py = &frame->state->py;
     const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->node.parameters_in);
-    PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets);
-    PyObject *result = inputs == NULL ? NULL
-        : hooks ? PyObject_CallFunction(py->call.capture, "OOOOO", py->run_backward, roots, grads, inputs,
-                                      frame->node.parameters_in)
-        : PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False, NULL);
+    PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets), *result = NULL;
 
+    if (inputs != NULL && hooks) {
+        result = PyObject_CallFunction(py->call.capture, "OOOOO", py->run_backward, roots, grads, inputs,
+                                       frame->node.parameters_in);
+    } else if (inputs != NULL) {
+        result = PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True,
+                                              Py_False, NULL);
+    }
     Py_XDECREF(inputs);
     return result;
 }

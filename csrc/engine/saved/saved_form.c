@@ -36,8 +36,9 @@ static int keep(const gck_saved_hooks *self, const gck_input *in, gck_saved_form
 /* ---- what becomes a payload ---- */
 
 /* Find x in the memory of a base; *offset in values.  1 when it lies there as a whole. */
-static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize, int64_t *offset)
+static int lies_within(const gck_tensor *x, const gck_tensor *base, int64_t *offset)
 {
+    const int itemsize = gck_itemsize(x->dtype);
     const intptr_t distance = (intptr_t)x->data - (intptr_t)base->data;
     int64_t last = *offset = distance / itemsize;
 
@@ -106,8 +107,7 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
     }
     if (reason < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
         done = -1;
-    } else if (reason == GCK_COMPRESS && keeps_strides(&whole.view)
-               && lies_within(&view, &whole.view, view.dtype == GCK_F32 ? 4 : view.dtype == GCK_BOOL ? 1 : 2, &offset)) {
+    } else if (reason == GCK_COMPRESS && keeps_strides(&whole.view) && lies_within(&view, &whole.view, &offset)) {
         /* One after the other: no attribute is read with an error set. */
         PyObject *shape = PyObject_GetAttr(in->x, py->names.shape);
         PyObject *stride = shape != NULL ? PyObject_CallMethod(in->x, "stride", NULL) : NULL;
@@ -233,9 +233,12 @@ static int take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
     const int64_t version = payload->version;
     gck_input whole = gck_input_of(PyWeakref_GetObject(payload->original)), in = {.x = NULL};
     const void *address = NULL;
-    int status = whole.x == Py_None ? 0 : gck_input_read(&state->py, &whole, GCK_FACT_VERSION) < 0 ? -1
-               : storage_of(&state->py, whole.x, &address);
+    int status = 0;
 
+    if (whole.x != Py_None) {
+        status = gck_input_read(&state->py, &whole, GCK_FACT_VERSION);
+        status = status < 0 ? -1 : storage_of(&state->py, whole.x, &address);
+    }
     if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version && of->form.entry.kind == GCK_PACKED_PAYLOAD) {
         in.x = of->form.view != NULL ? gck_saved_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
         status = in.x == NULL ? -1 : gck_saved_form_become(self, of, Py_None, &in, GCK_SKIP_EXACT);

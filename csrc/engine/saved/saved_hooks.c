@@ -40,8 +40,10 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     }
     if (!in->requires_grad) {
         *form = reason == GCK_COMPRESS ? Py_BuildValue("(sO)", "mask", Py_None) : NULL;
-        return PyErr_Occurred() ? -1 : reason == GCK_SKIP_DTYPE || reason == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD
-             : reason;
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        return reason == GCK_SKIP_DTYPE || reason == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD : reason;
     }
     if (reason != GCK_COMPRESS && reason != GCK_SKIP_SMALL) {
         return reason;
@@ -49,7 +51,13 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     of = PyLong_FromLongLong(self->waiting == NULL || gck_packing_for_region ? -1 : number);
     *form = of != NULL ? PyObject_CallFunctionObjArgs(py->call.form_when_packed, in->x, node, of, NULL) : NULL;
     Py_XDECREF(of);
-    reason = *form == NULL ? -1 : *form == Py_True ? GCK_SKIP_LEAF : reason == GCK_COMPRESS ? GCK_SKIP_EXACT : reason;
+    if (*form == NULL) {
+        reason = -1;
+    } else if (*form == Py_True) {
+        reason = GCK_SKIP_LEAF;
+    } else if (reason == GCK_COMPRESS) {
+        reason = GCK_SKIP_EXACT;
+    }
     if (reason != GCK_SKIP_EXACT) {
         Py_CLEAR(*form);
     }

@@ -127,11 +127,13 @@ static void count_busy(gck_state *state, const gck_active *last, int by)
 /* Call the operator itself, below `hit`: only stores around `hit` see it (NULL: none). */
 static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
 {
-    PyObject *out;
+    PyObject *out = NULL;
 
     count_busy(state, hit, 1);
     const int alone = gck_active_here(state->active, PyThread_get_thread_ident()) == NULL;
-    out = alone && set_key(&state->py, 0) < 0 ? NULL : alone && hit == NULL ? plain_cast(&state->py, op, args, kwargs) : NULL;
+    if (alone && set_key(&state->py, 0) == 0 && hit == NULL) {
+        out = plain_cast(&state->py, op, args, kwargs);
+    }
     if (out == NULL && !PyErr_Occurred()) {
         out = PyObject_Call(call, args, kwargs);
     }
@@ -236,9 +238,13 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, g
     if (keep <= 0 || hide_begin(store->state, &modes) < 0) {
         return keep == 0 ? 0 : -1;
     }
-    status = rule->keep == GCK_OP_SAVE ? gck_op_output_keep(store, call, out, &rule->plan)
-           : rule->keep == GCK_OP_LABEL ? gck_op_label_candidate(store, line, call, out)
-                                     : gck_op_output_keep_discrete(store, call, rule->form, out);
+    if (rule->keep == GCK_OP_SAVE) {
+        status = gck_op_output_keep(store, call, out, &rule->plan);
+    } else if (rule->keep == GCK_OP_LABEL) {
+        status = gck_op_label_candidate(store, line, call, out);
+    } else {
+        status = gck_op_output_keep_discrete(store, call, rule->form, out);
+    }
     if (status == 0 && decides(rule)) {
         status = gck_op_output_note_call(store, call);
     }
@@ -407,9 +413,12 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     /* A mode that was entered inside comes first, as under torch's modes: it would not see a
      * replayed call. */
     const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
-    if (modes != 0) {
-        return modes < 0 ? NULL : PyObject_CallFunction(state->py.call.through_modes, "OOOO", state->py.key, call, args,
-                                                       kwargs ? kwargs : Py_None);
+    if (modes < 0) {
+        return NULL;
+    }
+    if (modes > 0) {
+        return PyObject_CallFunction(state->py.call.through_modes, "OOOO", state->py.key, call, args,
+                                     kwargs ? kwargs : Py_None);
     }
     gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)hit->store);
     with.hit = hit;
