@@ -17,7 +17,7 @@ typedef struct {
     int64_t          min_numel;
     int              fake_quantize; /* the forward runs on the restored values             */
     int              floating;     /* include="floating": all but parameters             */
-    int              replay_discrete; /* replay discrete outputs, see selective.h; 2: casts too */
+    int              replay_discrete; /* replay discrete outputs, see replay_discrete.h; 2: casts too */
     int              stochastic;   /* round by noise keyed by `seed` and a gck_rounding  */
     uint64_t         seed;
 } gck_plan;
@@ -85,7 +85,7 @@ typedef struct {
     PyObject     *replay_discrete[2];    /* OpPolicy objects, without casts and with; NULL before the first region that needs them */
     PyObject     *torch_checkpoint;          /* torch's checkpoint, see checkpoint_replacement.c; NULL before the first exchange */
     int           replacements;        /* how many regions need ours in its place            */
-    struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
+    struct gck_active *active;     /* borrowed: stores that catch operators, see active_storage.h */
     PyObject     *observer;        /* called with each Frame that has kept its arguments; or NULL */
     int           by_mode;         /* tests: only modes catch operators                    */
     int64_t       late_overflow;   /* tests: see payload_overflow.h; nanoseconds                  */
