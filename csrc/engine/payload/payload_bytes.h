@@ -43,8 +43,7 @@ typedef struct gck_payload {
 /* The memory of its bytes, which are in `buffer`.  0 or -1. */
 int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);
 
-/* The operands of the codec.  Nothing may run Python between this and the work.  0 or
- * -1. */
+/* The operands of the codec.  Nothing may run Python between this and the work.  0 or -1. */
 int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how);
 
 /* Stop counting its bytes: other code owns them now. */
