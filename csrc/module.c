@@ -1,23 +1,36 @@
 /* module.c: PyInit__C, which makes the module, its state and its functions. */
+#include "gradckpt.h"
+#include "torch/abi.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "torch/ops.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
+#include "engine/payload/encode.h"
+#include "engine/payload/payload.h"
+#include "engine/payload/payload_overflow.h"
+#include "engine/selective/checkpoint_replacement.h"
+#include "engine/selective/op_outputs.h"
+#include "engine/selective/op_policy.h"
+#include "engine/selective/op_storage.h"
+#include "engine/selective/replay_discrete.h"
+#include "engine/selective/selective.h"
+#include "engine/selective/selective_mode.h"
+#include "engine/saved/saved_hooks.h"
+#include "engine/saved/saved_tensor.h"
+#include "engine/region/checkpoint.h"
+#include "engine/region/frame.h"
+#include "engine/region/parameters.h"
+#include "engine/region/recompute.h"
+#include "engine/region/recompute_env.h"
+#include "engine/region/region_node.h"
+
 #include <stdlib.h>
 #include <string.h>
-
-#include "engine/region/checkpoint.h"
-#include "engine/region/region_node.h"
-#include "engine/region/parameters.h"
-#include "engine/payload/payload_overflow.h"
-#include "engine/region/recompute_env.h"
-#include "engine/saved/saved_tensor.h"
-#include "engine/saved/saved_hooks.h"
-#include "engine/selective/selective.h"
-#include "engine/selective/checkpoint_replacement.h"
-#include "torch/ops.h"
 
 #ifndef GCK_BUILD_NOTE
 #define GCK_BUILD_NOTE "unknown build"
 #endif
-
-gck_state *gck_state_of(PyObject *module) { return PyModule_GetState(module); }
 
 /* ---- codecs ---- */
 
@@ -417,64 +430,12 @@ static int module_exec(PyObject *module)
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    gck_state *state = gck_state_of(module);
-
-    Py_VISIT(state->Payload);
-    Py_VISIT(state->CheckpointFunction);
-    Py_VISIT(state->SelectiveRecompute);
-    Py_VISIT(state->selective_apply);
-    Py_VISIT(state->stateless);
-    Py_VISIT(state->replay_discrete[0]);
-    Py_VISIT(state->replay_discrete[1]);
-    Py_VISIT(state->torch_checkpoint);
-    Py_VISIT(state->observer);
-    Py_VISIT(state->closed);
-    Py_VISIT(state->Frame);
-    Py_VISIT(state->Holder);
-    Py_VISIT(state->Recompute);
-    Py_VISIT(state->OpPolicy);
-    Py_VISIT(state->OpStorage);
-    Py_VISIT(state->Context);
-    Py_VISIT(state->OpOutput);
-    Py_VISIT(state->SavedHooks);
-    Py_VISIT(state->SavedTensor);
-    for (int i = 0; i < GCK_NPLANS; i++) {
-        Py_VISIT(state->plans[i].key);
-    }
-    return gck_py_traverse(&state->py, visit, arg);
+    return gck_state_traverse(gck_state_of(module), visit, arg);
 }
 
 static int module_clear(PyObject *module)
 {
-    gck_state *state = gck_state_of(module);
-
-    Py_CLEAR(state->Payload);
-    Py_CLEAR(state->CheckpointFunction);
-    Py_CLEAR(state->SelectiveRecompute);
-    Py_CLEAR(state->selective_apply);
-    Py_CLEAR(state->stateless);
-    Py_CLEAR(state->replay_discrete[0]);
-    Py_CLEAR(state->replay_discrete[1]);
-    Py_CLEAR(state->torch_checkpoint);
-    Py_CLEAR(state->observer);
-    Py_CLEAR(state->closed);
-#define OPTION(name) Py_CLEAR(state->option_names.name);
-    OPTION(function)
-    GCK_OPTIONS(OPTION)
-#undef OPTION
-    Py_CLEAR(state->Frame);
-    Py_CLEAR(state->Holder);
-    Py_CLEAR(state->Recompute);
-    Py_CLEAR(state->OpPolicy);
-    Py_CLEAR(state->OpStorage);
-    Py_CLEAR(state->Context);
-    Py_CLEAR(state->OpOutput);
-    Py_CLEAR(state->SavedHooks);
-    Py_CLEAR(state->SavedTensor);
-    for (int i = 0; i < GCK_NPLANS; i++) {
-        Py_CLEAR(state->plans[i].key);
-    }
-    gck_py_clear(&state->py);
+    gck_state_clear(gck_state_of(module));
     return 0;
 }
 

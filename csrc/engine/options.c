@@ -2,9 +2,18 @@
  * region may be called with a dozen keywords of its own, many times a step. */
 #include "engine/options.h"
 
+#include "gradckpt.h"
+#include "torch/calls.h"
+
 #include <string.h>
 
-enum { NTORCH = 6 };                   /* the first options of the list are torch's */
+/* How many options there are, torch's first. */
+enum {
+#define OPTION(name) +1
+    NTORCH = GCK_TORCH_OPTIONS(OPTION),
+    NOPTIONS = GCK_OPTIONS(OPTION),
+#undef OPTION
+};
 
 static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
 {
@@ -18,9 +27,9 @@ static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
         GCK_OPTIONS(OPTION)
 #undef OPTION
     };
-    const size_t n = o->exact ? NTORCH : sizeof names / sizeof names[0];
+    const int n = o->exact ? NTORCH : NOPTIONS;
 
-    for (size_t i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         if (names[i] == name) {
             return slots[i];
         }

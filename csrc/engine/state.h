@@ -2,9 +2,14 @@
 #ifndef GRADCKPT_STATE_H
 #define GRADCKPT_STATE_H
 
+#include "gradckpt.h"
+#include "torch/objects.h"
 #include "torch/tensor.h"
 
-enum { GCK_NPLANS = 4, GCK_NRECENT = 8 };
+enum {
+    GCK_NPLANS = 4,                /* values of compress= that are remembered, parsed        */
+    GCK_NRECENT = 8,               /* latest payloads, among which sharing.c searches        */
+};
 
 /* compress= after parsing. */
 typedef struct {
@@ -12,7 +17,7 @@ typedef struct {
     int64_t          min_numel;
     int              fake_quantize; /* the forward runs on the restored values             */
     int              floating;     /* include="floating": all but parameters             */
-    int              replay_discrete; /* replay discrete outputs, see selective.h; 2: casts too */
+    int              replay_discrete; /* replay discrete outputs, see replay_discrete.h; 2: casts too */
     int              stochastic;   /* round by noise keyed by `seed` and a gck_rounding  */
     uint64_t         seed;
 } gck_plan;
@@ -48,13 +53,11 @@ typedef struct {
     uint32_t region, once;
 } gck_rounding;
 
-typedef struct gck_payload gck_payload;
-
-/* The keywords of checkpoint(); torch's come first (options.c counts them). */
-#define GCK_OPTIONS(OPTION)                                                              \
+/* The keywords of checkpoint(): torch's, then ours. */
+#define GCK_TORCH_OPTIONS(OPTION)                                                        \
     OPTION(use_reentrant) OPTION(preserve_rng_state) OPTION(context_fn)                  \
-    OPTION(determinism_check) OPTION(debug) OPTION(early_stop) OPTION(compress) OPTION(policy) \
-    OPTION(buffers)
+    OPTION(determinism_check) OPTION(debug) OPTION(early_stop)
+#define GCK_OPTIONS(OPTION) GCK_TORCH_OPTIONS(OPTION) OPTION(compress) OPTION(policy) OPTION(buffers)
 
 typedef struct {
     gck_py        py;
@@ -74,15 +77,15 @@ typedef struct {
     gck_rounding  rounding;
     int64_t       last_step;       /* of `rounding`, at the last recompute               */
     int64_t       watched_task;    /* graph task at whose end our callback runs          */
-    struct gck_frame *with_recomputed; /* borrowed: first of the frames that have tables     */
+    struct gck_recomputed_tables *with_recomputed; /* borrowed: first of the frames' tables, where there are any */
     int64_t       outside;         /* counter for the ids of unpacks outside backward    */
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
-    gck_payload  *recent[GCK_NRECENT];  /* borrowed: a dying payload removes itself      */
-    gck_payload  *pending;         /* borrowed: the first of those with a pending flag  */
+    struct gck_payload *recent[GCK_NRECENT];  /* borrowed: a dying payload removes itself      */
+    struct gck_payload *pending;   /* borrowed: the first of those with a pending flag  */
     PyObject     *replay_discrete[2];    /* OpPolicy objects, without casts and with; NULL before the first region that needs them */
     PyObject     *torch_checkpoint;          /* torch's checkpoint, see checkpoint_replacement.c; NULL before the first exchange */
     int           replacements;        /* how many regions need ours in its place            */
-    struct gck_active *active;     /* borrowed: stores that catch operators, see selective.h */
+    struct gck_active *active;     /* borrowed: stores that catch operators, see active_storage.h */
     PyObject     *observer;        /* called with each Frame that has kept its arguments; or NULL */
     int           by_mode;         /* tests: only modes catch operators                    */
     int64_t       late_overflow;   /* tests: see payload_overflow.h; nanoseconds                  */
@@ -90,6 +93,15 @@ typedef struct {
 } gck_state;
 
 gck_state *gck_state_of(PyObject *module);
+
+int gck_state_traverse(gck_state *state, visitproc visit, void *arg);
+void gck_state_clear(gck_state *state);
+
+/* Add to the live bytes in stats(). */
+void gck_count_live(gck_state *state, int64_t nbytes);
+
+/* Return peak_live_bytes, which begins anew with what is alive now. */
+PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused);
 
 /* End a dealloc: free the memory, and release the object's reference to its heap type. */
 static inline void gck_object_free(PyObject *op)

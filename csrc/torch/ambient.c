@@ -3,6 +3,10 @@
  * code runs, and so no signal handler, while the state is half changed. */
 #include "torch/ambient.h"
 
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/rng.h"
+
 /* Store a call's result in *out, None as NULL. 0 or -1. */
 static int from_python(PyObject *result, PyObject **out)
 {

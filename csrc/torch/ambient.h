@@ -3,7 +3,7 @@
 #ifndef GRADCKPT_AMBIENT_H
 #define GRADCKPT_AMBIENT_H
 
-#include "torch/tensor.h"
+#include "torch/objects.h"
 
 /* Captured at forward time.  Everything owned; NULL means "nothing to do". */
 typedef struct {

@@ -4,6 +4,11 @@
  * depend on values (poisson), and those of a recompute are approximate. */
 #include "torch/draws.h"
 
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/rng.h"
+#include "torch/tensor.h"
+
 int gck_op_draws(const gck_py *py, PyObject *op)
 {
     PyObject *tags = PyObject_GetAttrString(op, "tags");

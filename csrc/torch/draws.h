@@ -3,7 +3,7 @@
 #ifndef GRADCKPT_DRAWS_H
 #define GRADCKPT_DRAWS_H
 
-#include "torch/tensor.h"
+#include "torch/objects.h"
 
 /* 1 when the operator's tag says that it draws; 0; -1. */
 int gck_op_draws(const gck_py *py, PyObject *op);

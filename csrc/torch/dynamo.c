@@ -1,6 +1,9 @@
 /* dynamo.c: this thread's hook that passes frames to torch.compile. */
 #include "torch/dynamo.h"
 
+#include "torch/calls.h"
+#include "torch/error.h"
+
 int gck_dynamo_off(const gck_py *py, PyObject **before)
 {
     PyObject *callback = PyObject_CallNoArgs(py->frame_callback);

@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_DYNAMO_H
 #define GRADCKPT_DYNAMO_H
 
-#include "torch/tensor.h"
+#include "torch/objects.h"
 
 /* Where a graph breaks at a region, its function is called from code that is being compiled, and
  * run again by a backward that may not be.  Dynamo's version would save other tensors than the

@@ -2,6 +2,9 @@
  * has no view, and the reason is returned. */
 #include "torch/input.h"
 
+#include "torch/calls.h"
+#include "torch/error.h"
+
 enum { CUDA_STRIDED_DIMS = 8 };
     /* strided dimensions that the kernels accept; a tensor with more stays uncompressed */
 

@@ -11,6 +11,9 @@
 #ifndef GRADCKPT_INPUT_H
 #define GRADCKPT_INPUT_H
 
+#include "gradckpt.h"
+#include "torch/abi.h"
+#include "torch/objects.h"
 #include "torch/tensor.h"
 
 enum { GCK_FACT_GRAD = 1, GCK_FACT_LEAF = 2, GCK_FACT_VERSION = 4, GCK_FACT_VIEW = 8 };

@@ -1,5 +1,7 @@
 /* objects.c: the Python objects of torch that C calls, each looked up once. */
-#include "torch/tensor.h"
+#include "torch/objects.h"
+
+#include "torch/calls.h"
 
 static PyObject *import_attribute(const char *module, const char *attribute)
 {

@@ -1,4 +1,4 @@
-"""Python functions that C calls, by the names in csrc/torch/tensor.h: one table, bound at
+"""Python functions that C calls, by the names in csrc/torch/objects.h: one table, bound at
 import.
 """
 

@@ -17,7 +17,7 @@ from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
 
 OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 
-#: What happens to the outputs of an operator. op_storage.h has the same numbers.
+#: What happens to the outputs of an operator. op_policy.h has the same numbers.
 RECOMPUTE: int
 SAVE: int
 DECIDE: int

@@ -1,6 +1,7 @@
 /* tensor_faults.c: csrc/torch/input.c and tensor.c over a torch and codecs that answer as they are told.
  *
  * Called with the GIL; exceptions arrive.  What a device, its driver and its codecs may say is said here without one. */
+#include "torch/calls.c"
 #include "torch/error.c"
 #include "torch/input.c"
 #include "torch/tensor.c"

@@ -1,4 +1,5 @@
-"""The arrows of the house go one way: every #include and import is read, and a new arrow fails."""
+"""The arrows of the house go one way: every #include, every name of C and every import is read, and
+a new arrow, or a circle, fails."""
 
 import ast
 import re
@@ -6,10 +7,24 @@ import re
 import pytest
 from checkout import CSRC, ROOT
 
-#: room -> rooms whose headers it may include, besides its own and gradckpt.h
-ALLOWED = {"codec": set(), "torch": set(), "engine": {"torch"}, "module": {"engine", "torch"}}
+#: room of csrc -> the rooms that it may know, besides itself and gradckpt.h
+ALLOWED = {
+    "codec/format": set(),
+    "codec/host": {"codec/format"},
+    "codec/portable": {"codec/format", "codec/host"},
+    "codec/x86": {"codec/format", "codec/host"},
+    "codec/cuda": {"codec/format", "codec"},
+    "codec": {"codec/format", "codec/host"},
+    "torch": set(),
+    "engine": {"torch"},
+    "engine/payload": {"engine", "torch"},
+    "engine/selective": {"engine/payload", "engine", "torch"},
+    "engine/saved": {"engine/payload", "engine", "torch"},
+    "engine/region": {"engine/selective", "engine/saved", "engine/payload", "engine", "torch"},
+    "module": {"engine/region", "engine/selective", "engine/saved", "engine/payload", "engine", "torch"},
+}
 
-#: what only one room may know
+#: what only one room may know, with those inside it
 ONLY = {"Python.h": {"torch", "engine", "module"}, "dlfcn.h": {"torch"}, "cuda_runtime.h": {"codec"}}
 
 #: Rooms and modules of Python that few may import: what imports them, by prefix
@@ -46,24 +61,137 @@ FRAMEWORKS = {
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
 
+#: The contract between codec and the others, which know nothing else of codec.
+CONTRACT = CSRC / "gradckpt.h"
 
-def room_of(path):
-    return path.stem if path.parent == CSRC else path.relative_to(CSRC).parts[0]
+
+def unit_of(path):
+    """Return the name of X.c, or X.cu, and of X.h, which are one unit."""
+    return str(path.relative_to(CSRC).with_suffix(""))
+
+
+def room_of(unit):
+    return unit.rpartition("/")[0] or unit
+
+
+def includes_of(path):
+    """(bracket, name) of every #include, without the tests' stand-ins for missing hardware."""
+    found = re.findall(r'#include ([<"])([^>"]+)[>"]', path.read_text())
+    return [(kind, name) for kind, name in found if not name.endswith("_emulation.h")]
+
+
+def code_of(path):
+    """The text without comments, strings and included names."""
+    comment, string, char = r"/\*.*?\*/|//[^\n]*", r'"(?:\\.|[^"\\\n])*"', r"'(?:\\.|[^'\\\n])+'"
+    return re.sub(f"{comment}|{string}|{char}", lambda m: " " if m[0][0] == "/" else '""', path.read_text(), flags=re.S)
+
+
+def statements_of(code):
+    """The statements outside of all braces; @ in place of braces and what is in them."""
+    code = re.sub(r"^[ \t]*#(?:\\\n|[^\n])*", "", code, flags=re.MULTILINE)
+    code = re.sub(r'\bextern ""\s*\{', "", code)
+    before = None
+    while before != code:
+        before, code = code, re.sub(r"\{[^{}]*\}", "@", code)
+    return [" ".join(part.split()) for part in re.sub(r"\)\s*@", ")@;", code).split(";")]
+
+
+def names_of(path):
+    """(names that the file defines for others, names that it only declares), those that a macro
+    makes left out"""
+    code, header = code_of(path), path.suffix in {".h", ".cuh"}
+    defined, declared = set(re.findall(r"^#define (gck_\w+)", code, re.M)) if header else set(), set()
+    for statement in statements_of(code):
+        left = statement.partition("=")[0]
+        function = re.match(r"[^(]*?\b(gck_\w+) ?\(", left)
+        names = [function[1]] if function else re.findall(r"(gck_\w+) ?(?:\[[^]]*\] ?)*(?=,|@|$)", left)
+        if re.search(r"\b(static|typedef)\b", statement) or re.match(r"struct|enum|union", statement):
+            if header:  # a type, or a function of every file that includes it
+                defined.update(names)
+        elif statement.startswith("extern ") or (function and not statement.endswith("@")):
+            declared.update(names)
+        else:
+            defined.update(names)
+    return defined, declared
+
+
+NAMES = {path: names_of(path) for path in SOURCES}
+
+
+def owners():
+    """name -> the units that define it"""
+    found = {}
+    for path, (defined, _) in NAMES.items():
+        for name in defined:
+            found.setdefault(name, set()).add(unit_of(path))
+    return found
+
+
+OWNERS = owners()
+
+
+def known_by(path):
+    """The units whose headers the file includes, or whose names it uses. A struct of which only
+    the tag is mentioned, behind a pointer, is not known."""
+    unit = unit_of(path)
+    known = {unit_of(CSRC / name) for kind, name in includes_of(path) if kind == '"' and not name.endswith(".def")}
+    for name in set(re.findall(r"(?<!struct )\bgck_\w+", code_of(path))) - NAMES[path][0]:
+        contract = name in NAMES[CONTRACT][1] and not unit.startswith("codec/")
+        of = {unit_of(CONTRACT)} if contract else OWNERS.get(name, set())
+        known |= of if unit not in of else set()
+    return known - {unit}
+
+
+KNOWN = {path: known_by(path) for path in SOURCES}
+
+
+def circles(graph):
+    """Those of the graph {name: what it needs} that need each other, and what lies between."""
+    left = {name: needs & graph.keys() - {name} for name, needs in graph.items()}
+    while True:
+        needed = set().union(*left.values())
+        free = {name for name, needs in left.items() if not needs & left.keys() or name not in needed}
+        if not free:
+            return left
+        left = {name: needs - free for name, needs in left.items() if name not in free}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(CSRC)))
-def test_includes_follow_the_arrows(path):
-    room = room_of(path)
-    for kind, name in re.findall(r'#include ([<"])([^>"]+)[>"]', path.read_text()):
-        if name in ONLY:
-            assert room in ONLY[name], f"{path.name} includes {name}"
-        if kind == "<" or name.endswith("_emulation.h"):  # the tests' stand-ins for missing hardware
-            continue
-        target = CSRC / name
-        assert target.exists(), f"{path.name} includes {name}, which csrc/ does not have"
-        if target.name != "gradckpt.h":
-            seen = room_of(target)
-            assert seen == room or seen in ALLOWED[room], f"{path.name} ({room}) includes {name} ({seen})"
+def test_c_follows_the_arrows(path):
+    room = room_of(unit_of(path))
+    for kind, name in includes_of(path):
+        assert name not in ONLY or room.split("/")[0] in ONLY[name], f"{path.name} includes {name}"
+        assert kind == "<" or (CSRC / name).exists(), f"{path.name} includes {name}, which csrc/ does not have"
+    for unit in KNOWN[path] - {unit_of(CONTRACT)}:
+        assert room_of(unit) in {room} | ALLOWED[room], f"{path.name} ({room}) knows {unit}"
+
+
+def test_c_has_no_circles():
+    """A unit is X.c with its X.h."""
+    graph = {}
+    for path, known in KNOWN.items():
+        graph.setdefault(unit_of(path), set()).update(known)
+    left = circles(graph)
+    assert not left, f"these know each other: {left}"
+
+
+def test_what_a_file_defines_its_header_declares():
+    """And no other file. The contract declares what codec defines, codecs.def the codecs."""
+    declared = {}
+    for path, (_, names) in NAMES.items():
+        for name in names:
+            declared.setdefault(name, set()).add(path)
+    codecs = re.findall(r"^GCK_CODEC\((\w+)", (CSRC / "codec" / "codecs.def").read_text(), re.M)
+    wrong = []
+    for path, (defined, _) in NAMES.items():
+        if path.suffix in {".c", ".cu"}:
+            own = {path.with_suffix(".h"), path.with_suffix(".cuh")}
+            own |= {CONTRACT} if unit_of(path).startswith("codec/") else set()
+            for name in sorted(defined - {f"gck_codec_{codec}" for codec in codecs}):
+                by = declared.get(name, set())
+                if len(by) != 1 or not by <= own:
+                    wrong.append((path.name, name, sorted(p.name for p in by)))
+    assert not wrong, f"(file, what it defines, what declares that): {wrong}"
 
 
 def test_no_cpp_no_torch_header():
@@ -125,13 +253,11 @@ def test_imports_follow_the_arrows(name):
 
 def test_python_has_no_circles():
     """Also through imports inside functions: those hide a circle, they do not open it."""
-    left = {
+    graph = {
         name: {m for m, _ in imports_of(name) if m in MODULES and m != name} for name in MODULES if name != "gradckpt"
     }
-    while free := [name for name, imported in left.items() if not imported & left.keys()]:
-        for name in free:
-            del left[name]
-    assert not left, f"these import each other, or what does: {sorted(left)}"
+    left = circles(graph)
+    assert not left, f"these import each other: {left}"
 
 
 def test_modules_are_public_or_underscored():
@@ -142,7 +268,9 @@ def test_modules_are_public_or_underscored():
 def test_callbacks_are_what_c_calls():
     from gradckpt._engine.callbacks import TABLE
 
-    table = re.search(r"#define GCK_PY_CALLBACKS\(CALLBACK\)(.*?)\n\n", (CSRC / "torch" / "tensor.h").read_text(), re.S)
+    table = re.search(
+        r"#define GCK_PY_CALLBACKS\(CALLBACK\)(.*?)\n\n", (CSRC / "torch" / "objects.h").read_text(), re.S
+    )
     called = {name for p in SOURCES for name in re.findall(r"(?:\.|->)call\.(\w+)", p.read_text())} - {"name"}
     assert set(re.findall(r"CALLBACK\((\w+)\)", table.group(1))) == set(TABLE) == called
 

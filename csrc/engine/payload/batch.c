@@ -1,7 +1,9 @@
 /* batch.c: codec work that waits to be done together. */
 #include "engine/payload/batch.h"
 
-#include "engine/payload/payload.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
 
 int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject *buffer)
 {
@@ -18,13 +20,22 @@ int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject
     return 0;
 }
 
+/* The bytes of a payload are written, or (`done` 0) never will be. */
+static void arrived(gck_payload *self, int done)
+{
+    self->waits = NULL;
+    if (!done) {
+        gck_payload_forget(self);
+    }
+}
+
 /* done: the bytes are written.  Releasing references may run Python, which must find b empty. */
 static void let_go(gck_batch *b, int done)
 {
     const int n = b->n;
 
     for (int i = 0; i < n && !b->decode; i++) {
-        gck_payload_arrived(b->payload[i], done);
+        arrived(b->payload[i], done);
     }
     b->n = 0;
     for (int i = 0; i < n; i++) {

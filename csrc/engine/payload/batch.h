@@ -8,7 +8,9 @@
 #ifndef GRADCKPT_BATCH_H
 #define GRADCKPT_BATCH_H
 
+#include "gradckpt.h"
 #include "engine/state.h"
+#include "engine/payload/payload_bytes.h"
 
 enum { GCK_BATCH = 16 };                 /* tensors; more are done in several parts */
 

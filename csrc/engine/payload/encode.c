@@ -1,10 +1,30 @@
 /* encode.c: gradckpt.codecs.encode(), which makes a payload that the user holds. */
+#include "engine/payload/encode.h"
+
+#include "gradckpt.h"
+#include "torch/input.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
 #include "engine/payload/payload.h"
 
 static const char *accepted_dtypes(uint32_t dtypes)
 {
-    return dtypes == GCK_BIT(GCK_BOOL) ? "bool" : dtypes == GCK_BIT(GCK_F32) ? "float32"
-                                                                             : "float32, float16 and bfloat16";
+    if (dtypes == GCK_BIT(GCK_BOOL)) {
+        return "bool";
+    }
+    return dtypes == GCK_BIT(GCK_F32) ? "float32" : "float32, float16 and bfloat16";
+}
+
+/* GCK_COMPRESS, the reason why the tensor cannot be encoded, or -1. */
+static int judge(gck_py *py, gck_input *in, const gck_codec *codec)
+{
+    const int tracing = gck_tracing(py);
+
+    if (tracing != 0) {
+        return tracing < 0 ? -1 : GCK_SKIP_TRACING;
+    }
+    return gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, in, codec, 0);
 }
 
 PyObject *gck_encode_py(PyObject *module, PyObject *args)
@@ -25,10 +45,7 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
         return is_tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt: encode() takes a tensor, not %R", Py_TYPE(x));
     }
     gck_input in = gck_input_of(x);
-    const int tracing = gck_tracing(&state->py);
-    const int reason = tracing != 0 ? tracing * GCK_SKIP_TRACING
-        : gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
-        : gck_input_judge(&state->py, &in, codec, 0);
+    const int reason = judge(&state->py, &in, codec);
     const gck_dither dither = {seed, step, tensor};
     PyObject *payload = NULL, *dtype;
     int fits;

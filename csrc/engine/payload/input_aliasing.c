@@ -1,6 +1,8 @@
 /* input_aliasing.c: arguments of a compressed region that share memory. */
 #include "engine/payload/input_aliasing.h"
 
+#include "torch/calls.h"
+
 int gck_input_aliasing_add(gck_input_aliasing *a, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload)
 {
     int64_t version;

@@ -7,6 +7,7 @@
 #define GRADCKPT_INPUT_ALIASING_H
 
 #include "torch/input.h"
+#include "torch/objects.h"
 
 typedef struct {
     PyObject *rows;          /* owned list of (the tensor, what the function gets for it, its payload, version of the

@@ -1,7 +1,14 @@
 /* packed.c: decides which tensor becomes a payload and which is kept by reference, as in torch. */
 #include "engine/payload/packed.h"
 
+#include "gradckpt.h"
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/tensor.h"
+#include "engine/payload/payload.h"
+#include "engine/payload/payload_bytes.h"
 #include "engine/payload/rounding.h"
+#include "engine/payload/sharing.h"
 
 #include <stdlib.h>
 
@@ -66,7 +73,7 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
     /* Outer hooks and the fake-quantized forward read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.fake_quantize ? NULL : p->batch;
     const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.fake_quantize ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
-    gck_payload *first = p->outer ? NULL : gck_payload_find(state, p->plan.codec, in, p->plan.stochastic, batch);
+    gck_payload *first = p->outer ? NULL : gck_sharing_find(state, p->plan.codec, in, p->plan.stochastic, batch);
     PyObject *payload = NULL;
     gck_dither dither;
 
@@ -404,7 +411,7 @@ void gck_packed_clear(gck_packed *entry)
 {
     gck_packed old = *entry;                      /* publish the empty entry first: clearing runs Python */
 
-    *entry = (gck_packed){GCK_PACKED_OBJECT, NULL, 0, 0, NULL, 0};
+    *entry = (gck_packed){.value = NULL};
     Py_XDECREF(old.value);
     for (Py_ssize_t i = 0; i < old.nleaves; i++) {
         if (old.leaves != NULL) {

@@ -2,8 +2,11 @@
 #ifndef GRADCKPT_PACKED_H
 #define GRADCKPT_PACKED_H
 
+#include "torch/input.h"
+#include "torch/objects.h"
+#include "engine/state.h"
+#include "engine/payload/batch.h"
 #include "engine/payload/input_aliasing.h"
-#include "engine/payload/payload.h"
 
 typedef enum {
     GCK_PACKED_OBJECT,                /* value: the object itself, as the caller passed it          */
@@ -14,6 +17,7 @@ typedef enum {
     GCK_PACKED_TREE,                /* value: pytree spec; leaves: entries, some of them payloads */
 } gck_packed_kind;
 
+/* One that is all zero is empty. */
 typedef struct gck_packed {
     gck_packed_kind    kind;
     PyObject         *value;     /* owned; see above                                       */

@@ -1,47 +1,15 @@
 /* payload.c: heap type Payload: one buffer of bytes, its codec, and the layout of the original. */
 #include "engine/payload/payload.h"
 
+#include "torch/calls.h"
+#include "torch/tensor.h"
+#include "engine/payload/layout.h"
 #include "engine/payload/payload_overflow.h"
 #include "engine/payload/sharing.h"
 
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
-
-/* The memory of a payload's bytes.  Outer saved-tensor hooks may have returned this tensor, so it
- * is checked: a wrong one would be read out of bounds, or as nonsense. */
-int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
-{
-    gck_dl_tensor dl;
-    const int shown = gck_read_dlpack(&self->state->py, buffer, &dl);
-    PyObject *device;
-
-    if (shown < 0) {
-        return -1;
-    }
-    if (!shown || dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != self->nbytes
-        || (dl.strides != NULL && self->nbytes > 1 && dl.strides[0] != 1)
-        || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device) {
-        device = gck_device_object(&self->state->py, self->device);
-        PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
-                     "payload of %lld uint8 bytes on %S; return what was packed",
-                     Py_TYPE(buffer), (long long)self->nbytes, device != NULL ? device : Py_None);
-        Py_XDECREF(device);
-        return -1;
-    }
-    *data = (char *)dl.data + dl.byte_offset;
-    return 0;
-}
-
-int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how)
-{
-    const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};
-
-    *how = (gck_how){self->stochastic ? &self->dither : NULL, self->overflow};
-    return gck_payload_view(self, buffer, bytes) < 0 ? -1 : gck_view_again(&self->state->py, tensor, &was, view);
-}
-
-static int64_t itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
 
 /* Record the layout of the original.  No Python runs: the view is taken again.  0 or -1. */
 static int describe(gck_payload *self, gck_input *in, int exact)
@@ -65,7 +33,7 @@ static int describe(gck_payload *self, gck_input *in, int exact)
     self->device = view->device;
     self->stream = view->stream;
     self->numel = view->numel;
-    self->bytes_in = view->numel * itemsize(view->dtype);
+    self->bytes_in = view->numel * gck_itemsize(view->dtype);
     self->nbytes = gck_nbytes(self->codec, view->numel, view->dtype);
     self->requires_grad = in->requires_grad;
     self->leaf = in->leaf;
@@ -73,34 +41,10 @@ static int describe(gck_payload *self, gck_input *in, int exact)
     return 0;
 }
 
-void gck_count_live(gck_state *state, int64_t nbytes)
-{
-    gck_stats *s = &state->stats;
-
-    s->live_bytes += nbytes;
-    s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
-}
-
-PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused)
-{
-    gck_stats *s = &gck_state_of(module)->stats;
-    const int64_t peak = s->peak_live_bytes;
-
-    (void)unused;
-    s->peak_live_bytes = s->live_bytes;
-    return PyLong_FromLongLong(peak);
-}
-
 static void count_live(gck_payload *self)
 {
     self->live = 1;
     gck_count_live(self->state, self->nbytes);
-}
-
-void gck_payload_uncount(gck_payload *self)
-{
-    self->state->stats.live_bytes -= self->live ? self->nbytes : 0;
-    self->live = 0;
 }
 
 /* Count a use by a region, which counts as compressed until it is known to overflow. */
@@ -120,14 +64,6 @@ void gck_payload_again(gck_payload *self)
     self->again = 1;
     self->state->stats.shared++;
     count_use(self);
-}
-
-void gck_payload_arrived(gck_payload *self, int done)
-{
-    self->waits = NULL;
-    if (!done) {
-        gck_sharing_forget(self);
-    }
 }
 
 /* Write the bytes, or defer that.  0; 1 when the codec overflows; -1. */
@@ -222,7 +158,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
         Py_CLEAR(result);
     } else if (use == GCK_FOR_REGION && self->version >= 0) {
-        gck_sharing_remember(self);
+        gck_payload_remember(self);
     }
     if (result != NULL && self->overflow != NULL && gck_payload_overflow_bound(self) < 0) {
         Py_CLEAR(result);
@@ -371,7 +307,7 @@ static void payload_dealloc(PyObject *op)
 
     /* First, because clearing weak references runs Python, which must not find the payload there. */
     gck_payload_overflow_forget(self);
-    gck_sharing_forget(self);
+    gck_payload_forget(self);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }

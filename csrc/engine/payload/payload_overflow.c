@@ -1,6 +1,10 @@
 /* payload_overflow.c: overflow results that a device reports late. */
 #include "engine/payload/payload_overflow.h"
 
+#include "gradckpt.h"
+#include "torch/input.h"
+#include "torch/tensor.h"
+
 #include <time.h>
 
 enum {

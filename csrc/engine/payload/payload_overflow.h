@@ -11,7 +11,8 @@
 #ifndef GRADCKPT_PAYLOAD_OVERFLOW_H
 #define GRADCKPT_PAYLOAD_OVERFLOW_H
 
-#include "engine/payload/payload.h"
+#include "engine/state.h"
+#include "engine/payload/payload_bytes.h"
 
 /* Before an encode: p gets a word if a device does the work and the codec may overflow.  0, or -1
  * when no word is left (no exception). */

@@ -6,6 +6,7 @@
 #ifndef GRADCKPT_ROUNDING_H
 #define GRADCKPT_ROUNDING_H
 
+#include "gradckpt.h"
 #include "engine/state.h"
 
 /* Store the noise of the next tensor in *dither; NULL: to nearest.  once: a run of the region after

@@ -1,24 +1,9 @@
 /* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "engine/payload/sharing.h"
 
+#include "engine/payload/layout.h"
+
 #include <string.h>
-
-void gck_sharing_remember(gck_payload *self)
-{
-    gck_payload **recent = self->state->recent;
-
-    memmove(&recent[1], &recent[0], (GCK_NRECENT - 1) * sizeof *recent);
-    recent[0] = self;
-}
-
-void gck_sharing_forget(gck_payload *self)
-{
-    for (int i = 0; i < GCK_NRECENT; i++) {
-        if (self->state->recent[i] == self) {
-            self->state->recent[i] = NULL;
-        }
-    }
-}
 
 /* 1 when it was read through the same view. */
 static int same_view(const gck_payload *p, const gck_tensor *view)
@@ -38,7 +23,8 @@ static int same_view(const gck_payload *p, const gck_tensor *view)
 }
 
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
-gck_payload *gck_payload_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, gck_batch *batch)
+gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic,
+                              gck_batch *batch)
 {
     const gck_tensor was = in->view;
     const int seen = gck_view_again(&state->py, in->x, &was, &in->view) == 0 && in->view.device < 0;

@@ -7,11 +7,18 @@
 #ifndef GRADCKPT_SHARING_H
 #define GRADCKPT_SHARING_H
 
-#include "engine/payload/payload.h"
+#include "gradckpt.h"
+#include "torch/input.h"
+#include "engine/state.h"
+#include "engine/payload/batch.h"
+#include "engine/payload/payload_bytes.h"
 
-/* The latest payloads, borrowed: a dying payload removes itself. */
-void gck_sharing_remember(gck_payload *payload);
-void gck_sharing_forget(gck_payload *payload);
+/* New reference: a payload of this same tensor, rounded as requested, that seems to hold its
+ * present values; NULL when none exists, or with an exception.  The version does not prove it
+ * (writes through .data, numpy or DLPack leave no trace); gck_payload_new() does.  A payload that
+ * is pending in `batch` is finished first.  The input has been judged. */
+gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic,
+                              gck_batch *batch);
 
 /* 1 when the bytes of both are written and equal, 0, -1 with an exception. */
 int gck_sharing_proof(gck_payload *a, gck_payload *b);

@@ -1,9 +1,20 @@
 /* checkpoint.c: gradckpt.checkpoint: reads the arguments, records a Frame, runs the
  * function once under the hooks. */
 #include "engine/region/checkpoint.h"
+
+#include "torch/abi.h"
+#include "torch/calls.h"
 #include "torch/dynamo.h"
-#include "engine/region/region_node.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "engine/state.h"
+#include "engine/options.h"
+#include "engine/payload/input_aliasing.h"
+#include "engine/payload/packed.h"
+#include "engine/region/frame.h"
+#include "engine/region/recompute.h"
 #include "engine/region/region.h"
+#include "engine/region/region_node.h"
 
 const char gck_checkpoint_doc[] =
     "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
@@ -77,10 +88,13 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
                      o->context_fn);
         return -1;
     }
-    made = debug  ? PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function,
-                                        o->exact ? Py_True : Py_False)
-         : custom ? PyObject_CallFunction(state->py.call.contexts, "(O)", o->context_fn)
-                  : PyObject_CallFunction(state->py.call.policy_contexts, "(O)", o->policy);
+    if (debug) {
+        made = PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function, o->exact ? Py_True : Py_False);
+    } else if (custom) {
+        made = PyObject_CallFunction(state->py.call.contexts, "(O)", o->context_fn);
+    } else {
+        made = PyObject_CallFunction(state->py.call.policy_contexts, "(O)", o->policy);
+    }
     if (made == NULL) {
         return -1;
     }

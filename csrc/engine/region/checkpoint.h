@@ -2,7 +2,8 @@
 #ifndef GRADCKPT_CHECKPOINT_H
 #define GRADCKPT_CHECKPOINT_H
 
-#include "engine/region/frame.h"
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 
 /* gradckpt.checkpoint(function, *args, ...), and torch's exact one, gradckpt.compat.checkpoint:
  * METH_FASTCALL | METH_KEYWORDS. */

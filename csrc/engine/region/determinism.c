@@ -1,16 +1,19 @@
 /* determinism.c: the metadata that the determinism check compares. */
-#include "engine/region/frame.h"
+#include "engine/region/determinism.h"
+
+#include "torch/calls.h"
+#include "torch/input.h"
+#include "torch/tensor.h"
 
 #include <string.h>
 
-int gck_metadata_of(const gck_frame *frame, PyObject *x, int whole, gck_metadata *meta)
+int gck_metadata_of(const gck_py *py, PyObject *reader, PyObject *x, int whole, gck_metadata *meta)
 {
-    const gck_py *py = &frame->state->py;
     gck_dl_tensor dl;
 
     memset(meta, 0, sizeof *meta);
-    if (frame->metadata_fn != NULL) {
-        meta->objects = Py_BuildValue("(N)", PyObject_CallFunctionObjArgs(frame->metadata_fn, x, NULL));
+    if (reader != NULL) {
+        meta->objects = Py_BuildValue("(N)", PyObject_CallFunctionObjArgs(reader, x, NULL));
         return meta->objects == NULL ? -1 : 0;
     }
     if (!whole && ((PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter)) {

@@ -1,4 +1,4 @@
-/* frame.c: heap types Frame, Holder and Recompute: slots, tables, lifetimes. */
+/* frame.c: heap types Frame and Holder: slots, tables, lifetimes. */
 #include "engine/region/frame.h"
 
 #include "engine/payload/rounding.h"
@@ -11,7 +11,7 @@ gck_frame *gck_frame_new(gck_state *state)
     gck_frame *frame = (gck_frame *)PyType_GenericAlloc(state->Frame, 0);
 
     if (frame != NULL) {
-        frame->state = state;
+        frame->state = frame->recomputed.state = state;
         frame->rounding = gck_rounding_of_region(state);
     }
     return frame;
@@ -37,7 +37,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     gck_metadata meta = {.objects = NULL};
 
     /* First, because for a subclass this runs Python, which may record more slots. */
-    if (frame->check_metadata && gck_metadata_of(frame, x, 0, &meta) < 0) {
+    if (frame->check_metadata && gck_metadata_of(&frame->state->py, frame->metadata_fn, x, 0, &meta) < 0) {
         return NULL;
     }
     holder = frame->nslots < frame->capacity || grow(frame) == 0 ? PyObject_New(gck_holder, frame->state->Holder) : NULL;
@@ -66,9 +66,9 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->error_callback);
     Py_VISIT(frame->parameters);
     Py_VISIT((PyObject *)frame->store);
-    Py_VISIT(frame->policy_fn);
-    Py_VISIT(frame->parameters_in);
-    Py_VISIT(frame->outputs);
+    Py_VISIT(frame->node.policy_fn);
+    Py_VISIT(frame->node.parameters_in);
+    Py_VISIT(frame->node.outputs);
     for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
         int result = gck_packed_traverse(&frame->args[i], visit, arg);
         if (result != 0) {
@@ -78,8 +78,8 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
         Py_VISIT(frame->slots[i].meta.objects);
     }
-    for (Py_ssize_t t = 0; t < frame->ntables; t++) {
-        const gck_recomputed *table = frame->tables[t];
+    for (Py_ssize_t t = 0; t < frame->recomputed.n; t++) {
+        const gck_recomputed *table = frame->recomputed.table[t];
         Py_VISIT(table->group);
         for (Py_ssize_t i = 0; table->values != NULL && i < table->size; i++) {
             Py_VISIT(table->values[i]);
@@ -93,7 +93,7 @@ static int frame_clear(PyObject *op)
     gck_frame *frame = (gck_frame *)op;
     gck_packed *args = frame->args;
 
-    gck_recomputed_clear(frame);
+    gck_recomputed_clear(&frame->recomputed);
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
         gck_metadata_clear(&frame->slots[i].meta);
     }
@@ -110,9 +110,9 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->error_callback);
     Py_CLEAR(frame->parameters);
     Py_CLEAR(frame->store);
-    Py_CLEAR(frame->policy_fn);
-    Py_CLEAR(frame->parameters_in);
-    Py_CLEAR(frame->outputs);
+    Py_CLEAR(frame->node.policy_fn);
+    Py_CLEAR(frame->node.parameters_in);
+    Py_CLEAR(frame->node.outputs);
     gck_ambient_clear(&frame->ambient);
     return 0;
 }
@@ -130,7 +130,7 @@ static void frame_dealloc(PyObject *op)
     }
     frame_clear(op);
     free(frame->slots);
-    free(frame->tables);
+    free(frame->recomputed.table);
     gck_object_free(op);
 }
 
@@ -153,8 +153,8 @@ PyType_Spec gck_frame_spec = {
 /* Take the value of a slot out of the table that has one; NULL when none has. */
 static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
 {
-    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
-        gck_recomputed *t = frame->tables[i];
+    for (Py_ssize_t i = 0; i < frame->recomputed.n; i++) {
+        gck_recomputed *t = frame->recomputed.table[i];
         if (t->values != NULL && index < t->size && t->values[index] != NULL) {
             PyObject *value = t->values[index];
             t->values[index] = NULL;
@@ -190,15 +190,4 @@ PyType_Spec gck_holder_spec = {
     .basicsize = sizeof(gck_holder),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = holder_slots,
-};
-
-/* ---- Recompute ---- */
-
-static PyType_Slot recompute_slots[] = {{Py_tp_dealloc, gck_object_free}, {0, NULL}};
-
-PyType_Spec gck_recompute_spec = {
-    .name = "gradckpt._C.Recompute",
-    .basicsize = sizeof(gck_recompute),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = recompute_slots,
 };

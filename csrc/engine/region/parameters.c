@@ -1,6 +1,9 @@
 /* parameters.c: the module behind a function, and its parameters. */
 #include "engine/region/parameters.h"
 
+#include "torch/calls.h"
+#include "torch/error.h"
+
 enum { MAX_KNOWN = 4096 };         /* dead modules leave entries behind: the table is cleared then */
 
 /* *x becomes its attribute, NULL where it has none.  1, 0 or -1. */

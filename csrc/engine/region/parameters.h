@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_PARAMETERS_H
 #define GRADCKPT_PARAMETERS_H
 
-#include "engine/state.h"
+#include "torch/objects.h"
 
 /* *module: new reference to the module whose code the function is: the function itself, or the
  * module of a bound method or of a partial; NULL: another callable.  0 or -1. */

@@ -1,7 +1,16 @@
 /* recompute.c: the backward side.  The first unpack of a frame in a backward runs the function
  * again and fills a table.  Every unpack takes its value out of the table. */
-#include "engine/region/region.h"
+#include "engine/region/recompute.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "engine/state.h"
+#include "engine/region/determinism.h"
+#include "engine/region/frame.h"
 #include "engine/region/recompute_env.h"
+#include "engine/region/recomputed.h"
+#include "engine/region/region.h"
 
 /* ---- which table ---- */
 
@@ -40,7 +49,7 @@ static int current_task(gck_state *state, int64_t *task, PyObject **group)
 static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
 {
     for (;;) {
-        gck_recomputed *t = gck_recomputed_find(frame, task, group);
+        gck_recomputed *t = gck_recomputed_find(&frame->recomputed, task, group);
         if (t == NULL || t->phase != GCK_RESTORING) {
             return 0;                            /* done, or failed and removed: then this thread tries */
         }
@@ -57,6 +66,22 @@ static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
 
 /* ---- the hooks of the recompute ---- */
 
+/* Stands for the frame in the hooks of a recompute, which may outlive it. */
+typedef struct {
+    PyObject_HEAD
+    gck_frame *frame;              /* borrowed; NULL after the recompute                 */
+    gck_recomputed *table;
+} gck_recompute;
+
+static PyType_Slot recompute_slots[] = {{Py_tp_dealloc, gck_object_free}, {0, NULL}};
+
+PyType_Spec gck_recompute_spec = {
+    .name = "gradckpt._C.Recompute",
+    .basicsize = sizeof(gck_recompute),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = recompute_slots,
+};
+
 /* Called for every tensor saved while the function runs again.  Keep it for its slot; raise torch's
  * stop exception once all slots were filled. */
 static PyObject *recompute_pack(PyObject *op, PyObject *x)
@@ -64,8 +89,11 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     gck_recompute *self = (gck_recompute *)op;
     const gck_py *py = self->frame != NULL ? &self->frame->state->py : NULL;
     const int requires_grad = py != NULL ? gck_attr_is_true(x, py->names.requires_grad) : 0;
-    PyObject *value = requires_grad < 0 ? NULL : requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL)
-                                                               : Py_NewRef(x);
+    PyObject *value = NULL;
+
+    if (requires_grad >= 0) {
+        value = requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : Py_NewRef(x);
+    }
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
     gck_recomputed *table = self->table;
 
@@ -185,7 +213,7 @@ static int check_slot(gck_frame *frame, gck_recomputed *table, Py_ssize_t i, PyO
     Py_INCREF(value);                            /* reading a subclass runs Python, which may record more slots */
     then = frame->slots[i].meta;
     Py_XINCREF(then.objects);
-    status = gck_metadata_of(frame, value, then.objects != NULL, &now);
+    status = gck_metadata_of(&frame->state->py, frame->metadata_fn, value, then.objects != NULL, &now);
     Py_DECREF(value);
     if (status == 0) {
         same = gck_metadata_same(&frame->state->py, &then, &now);
@@ -239,16 +267,16 @@ static gck_recomputed *filled_table(gck_frame *frame, int64_t task, PyObject *gr
     if (gck_region_note_step(frame->state) < 0 || wait_for(frame, task, group) < 0) {
         return NULL;
     }
-    table = gck_recomputed_find(frame, task, group);
+    table = gck_recomputed_find(&frame->recomputed, task, group);
     if (table != NULL) {
         return table;
     }
-    table = gck_recomputed_new(frame, task, group);
+    table = gck_recomputed_new(&frame->recomputed, frame->nslots, task, group);
     if (table == NULL) {
         return NULL;
     }
     if (fill(frame, table) < 0) {
-        gck_recomputed_free(frame, table);      /* a later unpack tries again, as in torch */
+        gck_recomputed_free(&frame->recomputed, table);      /* a later unpack tries again, as in torch */
         return NULL;
     }
     const int status = check(frame, table);      /* may run Python: no other thread sees the table yet */
@@ -299,8 +327,8 @@ static PyObject *unpack(gck_frame *frame, Py_ssize_t index)
     if (table != NULL) {
         value = take(frame, table, index);
     }
-    if (task < -1 && (table = gck_recomputed_find(frame, task, group)) != NULL) {
-        gck_recomputed_free(frame, table);      /* outside a backward every access has its own */
+    if (task < -1 && (table = gck_recomputed_find(&frame->recomputed, task, group)) != NULL) {
+        gck_recomputed_free(&frame->recomputed, table);      /* outside a backward every access has its own */
     }
     Py_XDECREF(group);
     return value;

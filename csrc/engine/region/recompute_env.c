@@ -1,7 +1,12 @@
 /* recompute_env.c: enters and leaves the state in which a region runs again. */
 #include "engine/region/recompute_env.h"
 
+#include "torch/abi.h"
+#include "torch/calls.h"
 #include "torch/dynamo.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "engine/state.h"
 #include "engine/region/parameters.h"
 
 /* Recomputes in progress on this thread: a fact about a thread, which no object holds. */

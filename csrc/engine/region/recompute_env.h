@@ -3,6 +3,7 @@
 #ifndef GRADCKPT_RECOMPUTE_ENV_H
 #define GRADCKPT_RECOMPUTE_ENV_H
 
+#include "torch/ambient.h"
 #include "engine/region/frame.h"
 
 typedef struct {

@@ -1,6 +1,9 @@
 /* recomputed.c: the recomputed tensors of a frame, one table per backward.  A table ends when all its
  * tensors were handed out, when its graph task is over, or with the frame. */
-#include "engine/region/frame.h"
+#include "engine/region/recomputed.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -13,38 +16,38 @@ enum {
 
 /* ---- frames that have tables: a list in the state ---- */
 
-static void list(gck_frame *frame)
+static void list(gck_recomputed_tables *tables)
 {
-    gck_state *state = frame->state;
+    gck_state *state = tables->state;
 
-    if (frame->previous == NULL) {
-        frame->next = state->with_recomputed;
-        frame->previous = (gck_frame **)&state->with_recomputed;
-        if (frame->next != NULL) {
-            frame->next->previous = &frame->next;
+    if (tables->previous == NULL) {
+        tables->next = state->with_recomputed;
+        tables->previous = &state->with_recomputed;
+        if (tables->next != NULL) {
+            tables->next->previous = &tables->next;
         }
-        state->with_recomputed = frame;
+        state->with_recomputed = tables;
     }
 }
 
-static void unlist(gck_frame *frame)
+static void unlist(gck_recomputed_tables *tables)
 {
-    if (frame->previous != NULL) {
-        *frame->previous = frame->next;
-        if (frame->next != NULL) {
-            frame->next->previous = frame->previous;
+    if (tables->previous != NULL) {
+        *tables->previous = tables->next;
+        if (tables->next != NULL) {
+            tables->next->previous = tables->previous;
         }
-        frame->previous = NULL;
-        frame->next = NULL;
+        tables->previous = NULL;
+        tables->next = NULL;
     }
 }
 
 /* ---- tables ---- */
 
-gck_recomputed *gck_recomputed_find(gck_frame *frame, int64_t task, PyObject *group)
+gck_recomputed *gck_recomputed_find(gck_recomputed_tables *tables, int64_t task, PyObject *group)
 {
-    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
-        gck_recomputed *t = frame->tables[i];
+    for (Py_ssize_t i = tables->n - 1; i >= 0; i--) {
+        gck_recomputed *t = tables->table[i];
         if (group != NULL ? t->group == group : t->group == NULL && t->task == task) {
             return t;
         }
@@ -96,14 +99,14 @@ static void table_free(gck_recomputed *table)
     free(table);
 }
 
-void gck_recomputed_free(gck_frame *frame, gck_recomputed *table)
+void gck_recomputed_free(gck_recomputed_tables *tables, gck_recomputed *table)
 {
-    for (Py_ssize_t i = 0; i < frame->ntables; i++) {
-        if (frame->tables[i] == table) {
-            memmove(&frame->tables[i], &frame->tables[i + 1],
-                    (size_t)(frame->ntables - i - 1) * sizeof *frame->tables);
-            if (--frame->ntables == 0) {
-                unlist(frame);
+    for (Py_ssize_t i = 0; i < tables->n; i++) {
+        if (tables->table[i] == table) {
+            memmove(&tables->table[i], &tables->table[i + 1],
+                    (size_t)(tables->n - i - 1) * sizeof *tables->table);
+            if (--tables->n == 0) {
+                unlist(tables);
             }
             table_free(table);
             return;
@@ -111,36 +114,36 @@ void gck_recomputed_free(gck_frame *frame, gck_recomputed *table)
     }
 }
 
-void gck_recomputed_clear(gck_frame *frame)
+void gck_recomputed_clear(gck_recomputed_tables *tables)
 {
-    while (frame->ntables > 0) {                 /* freeing one may free others */
-        gck_recomputed_free(frame, frame->tables[0]);
+    while (tables->n > 0) {                 /* freeing one may free others */
+        gck_recomputed_free(tables, tables->table[0]);
     }
 }
 
 /* Free the oldest tables, whose backwards are over.  If one were not, it would recompute. */
-static void forget_old(gck_frame *frame)
+static void forget_old(gck_recomputed_tables *tables)
 {
     Py_ssize_t drained = 0, filled = 0;
 
-    for (Py_ssize_t i = frame->ntables - 1; i >= 0; i--) {
-        const gck_recomputed *t = frame->tables[i];
+    for (Py_ssize_t i = tables->n - 1; i >= 0; i--) {
+        const gck_recomputed *t = tables->table[i];
         if (!t->watched && ((t->phase == GCK_DRAINED && ++drained > KEEP_DRAINED)
             || (t->phase == GCK_FILLED && t->group == NULL && ++filled > KEEP_FILLED))) {
-            gck_recomputed_free(frame, frame->tables[i]);
-            i = i < frame->ntables ? i : frame->ntables;     /* freeing may have freed others */
+            gck_recomputed_free(tables, tables->table[i]);
+            i = i < tables->n ? i : tables->n;     /* freeing may have freed others */
         }
     }
 }
 
 /* ---- the end of a graph task ---- */
 
-/* Borrowed: a table of this task, with its frame; NULL when none exists.  A table that is being
+/* Borrowed: a table of this task, with those beside it; NULL when none exists.  A table that is being
  * filled belongs to its recompute, and is freed by its number afterwards. */
-static gck_recomputed *table_of_task(gck_state *state, int64_t task, gck_frame **frame)
+static gck_recomputed *table_of_task(gck_state *state, int64_t task, gck_recomputed_tables **tables)
 {
-    for (*frame = state->with_recomputed; *frame != NULL; *frame = (*frame)->next) {
-        gck_recomputed *table = gck_recomputed_find(*frame, task, NULL);
+    for (*tables = state->with_recomputed; *tables != NULL; *tables = (*tables)->next) {
+        gck_recomputed *table = gck_recomputed_find(*tables, task, NULL);
         if (table != NULL && table->phase != GCK_RESTORING) {
             return table;
         }
@@ -164,12 +167,12 @@ static void end_task(PyObject *capsule)
 {
     task_end *end = PyCapsule_GetPointer(capsule, NULL);
     gck_error error = gck_error_take();
-    gck_frame *frame;
+    gck_recomputed_tables *tables;
     gck_recomputed *table;
 
     /* Freeing values may run any code, so every round starts at the head of the list. */
-    while ((table = table_of_task(end->state, end->task, &frame)) != NULL) {
-        gck_recomputed_free(frame, table);
+    while ((table = table_of_task(end->state, end->task, &tables)) != NULL) {
+        gck_recomputed_free(tables, table);
     }
     if (end->state->watched_task == end->task) {
         end->state->watched_task = -1;
@@ -228,16 +231,16 @@ static int watch_task(gck_state *state, int64_t task)
     return result != NULL ? 1 : gck_clear_refusal();
 }
 
-gck_recomputed *gck_recomputed_new(gck_frame *frame, int64_t task, PyObject *group)
+gck_recomputed *gck_recomputed_new(gck_recomputed_tables *tables, Py_ssize_t size, int64_t task, PyObject *group)
 {
-    const size_t n = (size_t)frame->nslots;      /* more may come, from a backward inside the region */
+    const size_t n = (size_t)size;               /* more may come, from a backward inside the region */
     gck_recomputed *table = calloc(1, sizeof *table);
-    gck_recomputed **tables = realloc(frame->tables, (size_t)(frame->ntables + 1) * sizeof *tables);
+    gck_recomputed **grown = realloc(tables->table, (size_t)(tables->n + 1) * sizeof *grown);
 
-    if (tables != NULL) {
-        frame->tables = tables;
+    if (grown != NULL) {
+        tables->table = grown;
     }
-    if (table == NULL || tables == NULL || (table->values = calloc(n + 1, sizeof *table->values)) == NULL
+    if (table == NULL || grown == NULL || (table->values = calloc(n + 1, sizeof *table->values)) == NULL
         || (table->handed = calloc(n + 1, 1)) == NULL) {
         if (table != NULL) {
             free(table->values);
@@ -246,19 +249,19 @@ gck_recomputed *gck_recomputed_new(gck_frame *frame, int64_t task, PyObject *gro
         PyErr_NoMemory();
         return NULL;
     }
-    table->size = frame->nslots;
+    table->size = size;
     table->task = task;
     table->group = Py_XNewRef(group);
     table->phase = GCK_RESTORING;
     table->thread = PyThread_get_thread_ident();
-    frame->tables[frame->ntables++] = table;
-    list(frame);
-    table->watched = group == NULL && task >= 0 ? watch_task(frame->state, task) : 0;
+    tables->table[tables->n++] = table;
+    list(tables);
+    table->watched = group == NULL && task >= 0 ? watch_task(tables->state, task) : 0;
     if (table->watched < 0) {
-        gck_recomputed_free(frame, table);
+        gck_recomputed_free(tables, table);
         return NULL;
     }
-    forget_old(frame);
+    forget_old(tables);
     return table;
 }
 

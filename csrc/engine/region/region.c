@@ -1,8 +1,18 @@
 /* region.c: keeps the arguments of a region, restores them, runs its function. */
 #include "engine/region/region.h"
+
+#include "torch/ambient.h"
+#include "torch/calls.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/payload/batch.h"
+#include "engine/payload/input_aliasing.h"
 #include "engine/payload/rounding.h"
+#include "engine/selective/op_catching.h"
+#include "engine/selective/op_storage.h"
+#include "engine/selective/replay_discrete.h"
+#include "engine/selective/selective_mode.h"
 #include "engine/saved/saved_hooks.h"
-#include "engine/selective/selective.h"
 
 #include <stdlib.h>
 
@@ -31,9 +41,8 @@ static int begin(gck_frame *frame, gck_packing *packing)
     if (packing->outer < 0) {
         return -1;
     }
-    frame->compress_requested = packing->plan.codec != NULL;
     state->stats.regions++;
-    state->stats.regions_eligible += frame->compress_requested;
+    state->stats.regions_eligible += packing->plan.codec != NULL;
     if (tracing) {
         packing->plan.codec = NULL;
         state->stats.uncompressed[GCK_SKIP_TRACING]++;
@@ -131,8 +140,10 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
         gck_input_aliasing_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
-    return gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0 ? -1
-         : packing->outer ? 0 : show(frame);     /* outer hooks decide whether the bytes stay */
+    if (gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0) {
+        return -1;
+    }
+    return packing->outer ? 0 : show(frame);     /* outer hooks decide whether the bytes stay */
 }
 
 /* ---- backward ---- */
@@ -143,8 +154,13 @@ static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs,
 
     for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
         PyObject *value = gck_packed_restore(frame->state, &frame->args[i], batch, inputs);
-        status = value == NULL ? -1 : i < frame->nargs ? PyList_Append(args, value)
-               : PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+        if (value == NULL) {
+            status = -1;
+        } else if (i < frame->nargs) {
+            status = PyList_Append(args, value);
+        } else {
+            status = PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+        }
         Py_XDECREF(value);
     }
     if (status < 0) {
@@ -225,7 +241,7 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     gck_op_catching caught;
     PyObject *result;
 
-    if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->policy_fn, replay) < 0) {
+    if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->node.policy_fn, replay) < 0) {
         return NULL;
     }
     around = gck_rounding_enter(&rounding);

@@ -3,6 +3,8 @@
 #ifndef GRADCKPT_REGION_H
 #define GRADCKPT_REGION_H
 
+#include "engine/state.h"
+#include "engine/payload/packed.h"
 #include "engine/region/frame.h"
 
 /* Fill the frame from a call: entries of all arguments, ambient state, the store of discrete

@@ -5,11 +5,21 @@
  * the parameters of a module are inputs of the node, so it returns their gradients. */
 #include "engine/region/region_node.h"
 
+#include "torch/abi.h"
+#include "torch/calls.h"
 #include "torch/dynamo.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/payload/input_aliasing.h"
+#include "engine/payload/packed.h"
+#include "engine/selective/op_policy.h"
+#include "engine/selective/op_storage.h"
+#include "engine/region/frame.h"
 #include "engine/region/parameters.h"
 #include "engine/region/region.h"
+#include "engine/region/region_node_backward.h"
 
-const char gck_selective_doc[] =
+static const char selective_doc[] =
     "One graph node for a region that keeps what a policy names and recomputes the rest.\n\n"
     "``SelectiveRecompute.apply(function, policy, *args, compress=None, **kwargs)`` returns the result of\n"
     "``function(*args, **kwargs)``.\n\n"
@@ -29,29 +39,12 @@ const char gck_selective_doc[] =
 
 /* ---- outputs ---- */
 
-PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
-{
-    const int single = gck_is_tensor(py, out);
-    PyObject *both, *tensors;
-
-    if (single != 0) {
-        return single < 0 ? NULL : PyTuple_Pack(1, out);
-    }
-    both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
-    tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
-    if (both != NULL && noted != NULL) {
-        noted->outputs = PySequence_GetItem(both, 1);
-    }
-    Py_XDECREF(both);
-    return tensors;
-}
-
 /* New reference: the output, from tensors that autograd has made its own. */
 static PyObject *assemble(gck_frame *frame, PyObject *tensors)
 {
-    PyObject *rest = frame->outputs;
+    PyObject *rest = frame->node.outputs;
 
-    frame->outputs = NULL;
+    frame->node.outputs = NULL;
     return rest == NULL ? PySequence_GetItem(tensors, 0)
                         : PyObject_CallFunction(frame->state->py.call.together, "NO", rest, tensors);
 }
@@ -122,7 +115,7 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0) {
         return NULL;
     }
-    if (frame->reentrant) {
+    if (frame->node.reentrant) {
         if (keep_arguments(frame, all[0], all[2], all + 4, nall - 4, &args) == 0) {
             result = gck_region_call(frame, NULL, NULL, args, NULL, 0);
         }
@@ -148,8 +141,8 @@ static int add_parameters(gck_frame *frame, PyObject *inputs)
 
     if (module != NULL) {
         const Py_ssize_t n = PyList_Size(inputs);
-        frame->parameters_in = gck_parameters_of(py, module);
-        status = frame->parameters_in == NULL ? -1 : PyList_SetSlice(inputs, n, n, frame->parameters_in);
+        frame->node.parameters_in = gck_parameters_of(py, module);
+        status = frame->node.parameters_in == NULL ? -1 : PyList_SetSlice(inputs, n, n, frame->node.parameters_in);
         Py_DECREF(module);
     }
     return status;
@@ -191,12 +184,13 @@ static int check_options(const gck_state *state, const gck_options *o, PyObject 
 {
     const int contexts = gck_options_custom_context(state, o) || (o->debug != NULL && o->debug != Py_False);
     const int compress = o->compress != NULL && o->compress != Py_None && o->compress != Py_False;
-
     const char *ours = compress ? "compress" : gck_options_policy(o) ? "policy" : NULL;
 
-    return kwargs == NULL && !contexts && ours == NULL ? 0
-         : gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oiz", kwargs ? kwargs : Py_None, contexts,
-                                        ours));
+    if (kwargs == NULL && !contexts && ours == NULL) {
+        return 0;
+    }
+    return gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oiz", kwargs ? kwargs : Py_None, contexts,
+                                          ours));
 }
 
 PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
@@ -212,7 +206,7 @@ PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *c
     if (all != NULL) {
         frame->function = Py_NewRef(o->function);
         frame->once = Py_XNewRef(o->once);
-        frame->reentrant = 1;
+        frame->node.reentrant = 1;
         result = PyObject_Call(apply, all, NULL);
     }
     Py_XDECREF(apply);
@@ -258,7 +252,7 @@ static int take_policy(gck_frame *frame, PyObject *policy)
     ok = PyArg_ParseTuple(read, "O!O", state->OpPolicy, &names, &function);
     if (ok && (((gck_op_policy *)names)->n > 0 || function != Py_None)) {
         frame->store = gck_op_storage_new(state, (gck_op_policy *)names, 0, 0);
-        frame->policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
+        frame->node.policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
         ok = frame->store != NULL;
     }
     Py_DECREF(read);
@@ -329,7 +323,7 @@ static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, 
 
 /* ---- the classes ---- */
 
-static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, METH_FASTCALL | METH_KEYWORDS, gck_selective_doc};
+static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, METH_FASTCALL | METH_KEYWORDS, selective_doc};
 static PyMethodDef forward_def = {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL, NULL};
 static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_node_backward, METH_FASTCALL, NULL};
 
@@ -338,7 +332,7 @@ int gck_node_classes(PyObject *module, gck_state *state)
     PyObject *made = gck_invoke(state->py.node_classes,
                               Py_BuildValue("(NNNs)", PyCFunction_NewEx(&forward_def, module, NULL),
                                             PyCFunction_NewEx(&backward_def, module, NULL),
-                                            PyCFunction_NewEx(&apply_def, module, NULL), gck_selective_doc));
+                                            PyCFunction_NewEx(&apply_def, module, NULL), selective_doc));
     PyObject *reentrant, *selective, *autograds;
     const int good = made != NULL && PyArg_ParseTuple(made, "OOO", &reentrant, &selective, &autograds);
 

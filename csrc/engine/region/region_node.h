@@ -6,7 +6,7 @@
 #ifndef GRADCKPT_REGION_NODE_H
 #define GRADCKPT_REGION_NODE_H
 
-#include "engine/region/frame.h"
+#include "engine/state.h"
 #include "engine/options.h"
 
 /* checkpoint(..., use_reentrant=True).  kwargs: keywords that are not ours, or NULL. */
@@ -15,12 +15,5 @@ PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *c
 
 /* The two autograd Functions, in the state.  0 or -1. */
 int gck_node_classes(PyObject *module, gck_state *state);
-
-/* Their backward(ctx, *grads). */
-PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t nall);
-
-/* New reference: the tensors in a region's result, as a tuple.  `noted`, if not NULL, remembers the
- * rest; nothing for a single tensor. */
-PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted);
 
 #endif

@@ -1,8 +1,31 @@
 /* region_node_backward.c: the backward of a region that is one node. */
-#include "engine/region/region_node.h"
+#include "engine/region/region_node_backward.h"
+
+#include "torch/abi.h"
+#include "torch/calls.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
+#include "engine/payload/packed.h"
 #include "engine/region/parameters.h"
-#include "engine/region/region.h"
 #include "engine/region/recompute_env.h"
+#include "engine/region/region.h"
+
+PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
+{
+    const int single = gck_is_tensor(py, out);
+    PyObject *both, *tensors;
+
+    if (single != 0) {
+        return single < 0 ? NULL : PyTuple_Pack(1, out);
+    }
+    both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
+    tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
+    if (both != NULL && noted != NULL) {
+        noted->node.outputs = PySequence_GetItem(both, 1);
+    }
+    Py_XDECREF(both);
+    return tensors;
+}
 
 /* Run the region again, with grad.  New reference: the sequence of results to differentiate.
  * Tensors among its arguments are added to `inputs`. */
@@ -22,7 +45,7 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
     /* torch's form pairs every result by position. */
-    if (out == NULL || (frame->reentrant && gck_is_tensor(&state->py, out) == 0)) {
+    if (out == NULL || (frame->node.reentrant && gck_is_tensor(&state->py, out) == 0)) {
         return out;
     }
     tensors = gck_node_tensors(&state->py, out, NULL);
@@ -38,7 +61,7 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
     const Py_ssize_t n = PySequence_Size(outputs);
     int status = n < 0 ? -1 : 0, asked = 0;
 
-    if (n >= 0 && n != ngrads && !frame->reentrant) {
+    if (n >= 0 && n != ngrads && !frame->node.reentrant) {
         PyErr_Format(PyExc_RuntimeError, "gradckpt: SelectiveRecompute got %zd tensors from the forward and %zd from the "
                      "recompute; the region must return as many", ngrads, n);
         return -1;
@@ -53,8 +76,11 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
         if (grad > 0 && i >= ngrads) {
             PyErr_SetString(PyExc_IndexError, "tuple index out of range");
         }
-        status = grad <= 0 ? grad
-               : i >= ngrads || PyList_Append(roots, x) < 0 || PyList_Append(root_grads, grads[i]) < 0 ? -1 : 0;
+        if (grad <= 0) {
+            status = grad;
+        } else if (i >= ngrads || PyList_Append(roots, x) < 0 || PyList_Append(root_grads, grads[i]) < 0) {
+            status = -1;
+        }
         Py_XDECREF(x);
     }
     if (status == 0 && PyList_Size(roots) == 0 && asked) {
@@ -89,8 +115,10 @@ static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
     if (module < 0 || (module && gck_known(state->closed, frame->function))) {
         return module < 0 ? -1 : 0;
     }
-    return gck_done(PyObject_CallFunction(state->py.call.check_leaves, "OOO", frame->function, roots, targets)) < 0
-        ? -1 : module ? gck_remember(state->closed, frame->function) : 0;
+    if (gck_done(PyObject_CallFunction(state->py.call.check_leaves, "OOO", frame->function, roots, targets)) < 0) {
+        return -1;
+    }
+    return module ? gck_remember(state->closed, frame->function) : 0;
 }
 
 /* 1 when one of them has, or had, a hook; 0; -1. */
@@ -112,13 +140,16 @@ static int any_hooks(const gck_py *py, PyObject *parameters)
 static PyObject *capture(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
 {
     const gck_py *py = &frame->state->py;
-    const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->parameters_in);
-    PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets);
-    PyObject *result = inputs == NULL ? NULL
-        : hooks ? PyObject_CallFunction(py->call.capture, "OOOOO", py->run_backward, roots, grads, inputs,
-                                      frame->parameters_in)
-        : PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False, NULL);
+    const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->node.parameters_in);
+    PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets), *result = NULL;
 
+    if (inputs != NULL && hooks) {
+        result = PyObject_CallFunction(py->call.capture, "OOOOO", py->run_backward, roots, grads, inputs,
+                                       frame->node.parameters_in);
+    } else if (inputs != NULL) {
+        result = PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True,
+                                              Py_False, NULL);
+    }
     Py_XDECREF(inputs);
     return result;
 }
@@ -176,10 +207,10 @@ static PyObject *collect(PyObject *inputs, PyObject *targets, PyObject *grads)
 static int check_valid(const gck_frame *frame)
 {
     const gck_py *py = &frame->state->py;
-    const int truth = frame->parameters_in != NULL ? 1 : gck_ask(py->is_checkpoint_valid);
+    const int truth = frame->node.parameters_in != NULL ? 1 : gck_ask(py->is_checkpoint_valid);
 
     if (truth == 0) {
-        PyErr_SetString(PyExc_RuntimeError, frame->reentrant
+        PyErr_SetString(PyExc_RuntimeError, frame->node.reentrant
                         ? "When use_reentrant=True, torch.utils.checkpoint is incompatible"
                           " with .grad() or passing an `inputs` parameter to .backward()."
                           " To resolve this error, you can either set use_reentrant=False,"
@@ -201,7 +232,7 @@ static PyObject *gradients(gck_frame *frame, PyObject *outputs, PyObject *const 
     roots = gck_as_tuple(roots);
     root_grads = gck_as_tuple(root_grads);
     if (status == 0 && roots != NULL && root_grads != NULL && PyTuple_Size(roots) > 0) {
-        found = (frame->parameters_in != NULL ? capture : accumulate)(frame, roots, root_grads, targets);
+        found = (frame->node.parameters_in != NULL ? capture : accumulate)(frame, roots, root_grads, targets);
     }
     Py_XDECREF(roots);
     Py_XDECREF(root_grads);
@@ -214,22 +245,23 @@ static PyObject *differentiate(gck_frame *frame, PyObject *saved, PyObject *cons
     PyObject *inputs = PyList_New(0), *outputs = inputs != NULL ? run_again(frame, saved, inputs) : NULL;
     PyObject *targets = NULL, *found = NULL, *all = NULL, *result = NULL;
 
-    if (outputs == NULL || (frame->parameters_in != NULL
-                            && PyList_SetSlice(inputs, PyList_Size(inputs), PyList_Size(inputs), frame->parameters_in) < 0)
+    if (outputs == NULL
+        || (frame->node.parameters_in != NULL
+            && PyList_SetSlice(inputs, PyList_Size(inputs), PyList_Size(inputs), frame->node.parameters_in) < 0)
         || (targets = targets_of(frame, inputs)) == NULL) {
         Py_XDECREF(outputs);
-    } else if (frame->parameters_in != NULL && PyList_Size(targets) == 0) {
+    } else if (frame->node.parameters_in != NULL && PyList_Size(targets) == 0) {
         Py_DECREF(outputs);                      /* all were frozen since the forward: no gradient, and no error */
     } else {
         found = gradients(frame, outputs, grads, ngrads, targets);
     }
-    if (found != NULL && !frame->reentrant && gck_torch.aoti_torch_grad_mode_is_enabled()) {
+    if (found != NULL && !frame->node.reentrant && gck_torch.aoti_torch_grad_mode_is_enabled()) {
         PyObject *exact = found;
         found = PyObject_CallFunction(frame->state->py.call.barred, "(O)", exact);
         Py_DECREF(exact);
     }
     if (!PyErr_Occurred()) {
-        all = frame->reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
+        all = frame->node.reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
         result = all != NULL ? collect(all, targets, found) : NULL;
     }
     Py_XDECREF(all);

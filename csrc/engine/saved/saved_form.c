@@ -1,7 +1,17 @@
 /* saved_form.c: keeps a saved tensor in a form that suffices for the node which saves it. */
 #include "engine/saved/saved_form.h"
 
+#include "gradckpt.h"
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
+#include "engine/payload/layout.h"
+#include "engine/payload/payload.h"
+#include "engine/payload/payload_bytes.h"
 #include "engine/payload/rounding.h"
+#include "engine/payload/sharing.h"
 
 /* ---- what is kept as it is ---- */
 
@@ -26,8 +36,9 @@ static int keep(const gck_saved_hooks *self, const gck_input *in, gck_saved_form
 /* ---- what becomes a payload ---- */
 
 /* Find x in the memory of a base; *offset in values.  1 when it lies there as a whole. */
-static int lies_within(const gck_tensor *x, const gck_tensor *base, int itemsize, int64_t *offset)
+static int lies_within(const gck_tensor *x, const gck_tensor *base, int64_t *offset)
 {
+    const int itemsize = gck_itemsize(x->dtype);
     const intptr_t distance = (intptr_t)x->data - (intptr_t)base->data;
     int64_t last = *offset = distance / itemsize;
 
@@ -45,7 +56,7 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
     const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
-    gck_payload *first = outer ? NULL : gck_payload_find(state, codec, in, stochastic, NULL);
+    gck_payload *first = outer ? NULL : gck_sharing_find(state, codec, in, stochastic, NULL);
     PyObject *payload = NULL;
     gck_input own = *in;
     gck_dither dither;
@@ -96,8 +107,7 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
     }
     if (reason < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
         done = -1;
-    } else if (reason == GCK_COMPRESS && keeps_strides(&whole.view)
-               && lies_within(&view, &whole.view, view.dtype == GCK_F32 ? 4 : view.dtype == GCK_BOOL ? 1 : 2, &offset)) {
+    } else if (reason == GCK_COMPRESS && keeps_strides(&whole.view) && lies_within(&view, &whole.view, &offset)) {
         /* One after the other: no attribute is read with an error set. */
         PyObject *shape = PyObject_GetAttr(in->x, py->names.shape);
         PyObject *stride = shape != NULL ? PyObject_CallMethod(in->x, "stride", NULL) : NULL;
@@ -164,7 +174,7 @@ static int is_held(const gck_saved_hooks *self, const void *storage)
 {
     const gck_saved_tensor *other;
 
-    for (int i = 0; storage != NULL && (other = gck_saved_waiting_known(self->waiting, i)) != NULL; i++) {
+    for (int i = 0; storage != NULL && (other = gck_saved_list_known(self->waiting, i)) != NULL; i++) {
         if (other->form.entry.kind == GCK_PACKED_TENSOR && other->form.storage == storage) {
             return 1;
         }
@@ -199,8 +209,8 @@ int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *i
     return done < 0 ? -1 : 0;
 }
 
-/* Keep `saved` in this form from now on.  0 or -1. */
-static int become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in, int reason)
+int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in,
+                          int reason)
 {
     gck_saved_form made = {.storage = NULL}, old = made;
     const int status = gck_saved_form_put(self, form, in, &made, reason);
@@ -223,12 +233,15 @@ static int take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
     const int64_t version = payload->version;
     gck_input whole = gck_input_of(PyWeakref_GetObject(payload->original)), in = {.x = NULL};
     const void *address = NULL;
-    int status = whole.x == Py_None ? 0 : gck_input_read(&state->py, &whole, GCK_FACT_VERSION) < 0 ? -1
-               : storage_of(&state->py, whole.x, &address);
+    int status = 0;
 
+    if (whole.x != Py_None) {
+        status = gck_input_read(&state->py, &whole, GCK_FACT_VERSION);
+        status = status < 0 ? -1 : storage_of(&state->py, whole.x, &address);
+    }
     if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version && of->form.entry.kind == GCK_PACKED_PAYLOAD) {
         in.x = of->form.view != NULL ? gck_saved_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
-        status = in.x == NULL ? -1 : become(self, of, Py_None, &in, GCK_SKIP_EXACT);
+        status = in.x == NULL ? -1 : gck_saved_form_become(self, of, Py_None, &in, GCK_SKIP_EXACT);
         state->stats.compressed--;
         state->stats.eligible--;
     }
@@ -243,59 +256,12 @@ int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form)
     gck_saved_tensor *other;
     int status = 0;
 
-    for (int i = 0; storage != NULL && status == 0 && (other = gck_saved_waiting_known(self->waiting, i)) != NULL; i++) {
+    for (int i = 0; storage != NULL && status == 0 && (other = gck_saved_list_known(self->waiting, i)) != NULL; i++) {
         if (other->form.entry.kind == GCK_PACKED_PAYLOAD && other->form.storage == storage && other->form.dtype == NULL) {
             Py_INCREF((PyObject *)other);
             status = take_back(self, other);
             Py_DECREF((PyObject *)other);
         }
     }
-    return status;
-}
-
-/* ---- what the saving node needs ---- */
-
-/* What waited was counted as uncompressed for a reason that no longer holds. */
-static void uncount(const gck_saved_tensor *saved)
-{
-    gck_stats *s = &saved->state->stats;
-
-    if (saved->epoch == saved->state->epoch) {
-        s->uncompressed[GCK_SKIP_UNKNOWN]--;
-        s->uncompressed_bytes -= saved->waits;
-        s->eligible--;
-    }
-}
-
-int gck_saved_form_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
-{
-    gck_state *state = saved->state;
-    PyObject *op = saved->saver, *form = NULL;
-    const gck_saved_hooks *self = (gck_saved_hooks *)op;
-    gck_input in = gck_input_of(saved->form.entry.value);
-    int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
-
-    Py_INCREF((PyObject *)saved);
-    saved->saver = NULL;
-    if (status == 0 && in.version == saved->form.entry.version) {
-        /* else unpack raises torch's error that the values are gone */
-        uncount(saved);
-        form = node == NULL ? Py_NewRef(Py_None)
-             : PyObject_CallFunctionObjArgs(state->py.call.form_of_input, node, (PyObject *)saved, in.x, NULL);
-        status = form == NULL ? -1 : become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
-        status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
-    }
-    if (go_on) {
-        saved->saver = Py_NewRef(op);
-        saved->epoch = state->epoch;
-        saved->form.storage = NULL;
-    } else {
-        state->stats.live_bytes -= saved->waits;
-        saved->waits = 0;
-    }
-    Py_XDECREF(form);
-    Py_DECREF(op);
-    Py_DECREF((PyObject *)saved);
-    gck_input_clear(&in);
     return status;
 }

@@ -2,7 +2,9 @@
 #ifndef GRADCKPT_SAVED_FORM_H
 #define GRADCKPT_SAVED_FORM_H
 
-#include "engine/saved/saved_waiting.h"
+#include "torch/input.h"
+#include "engine/payload/packed.h"
+#include "engine/saved/saved_tensor.h"
 
 /* A pair of hooks: heap type SavedHooks, see saved_hooks.c. */
 typedef struct {
@@ -19,12 +21,12 @@ typedef struct {
  * form is NULL. GCK_COMPRESS: no other node needs it exactly.  0 or -1. */
 int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_form *to, int reason);
 
+/* Keep `saved` in this form from now on.  0 or -1. */
+int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in,
+                          int reason);
+
 /* If this tensor stays uncompressed, keep everything that shares its storage uncompressed too.  0
  * or -1. */
 int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form);
-
-/* Settle a waiting tensor in the form its node needs. node NULL: the node is not known, and the
- * tensor stays, without its graph, of which it may be a result; go_on: and waits again.  0 or -1. */
-int gck_saved_form_settle(gck_saved_tensor *saved, PyObject *node, int go_on);
 
 #endif

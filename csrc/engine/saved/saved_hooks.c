@@ -4,8 +4,17 @@
  * keeps it, detached, so that the graph does not hold itself. */
 #include "engine/saved/saved_hooks.h"
 
+#include "gradckpt.h"
+#include "torch/error.h"
+#include "torch/input.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/state.h"
 #include "engine/options.h"
+#include "engine/payload/packed.h"
 #include "engine/saved/saved_form.h"
+#include "engine/saved/saved_tensor.h"
+#include "engine/saved/saved_waiting.h"
 
 /* ---- pack ---- */
 
@@ -31,8 +40,10 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     }
     if (!in->requires_grad) {
         *form = reason == GCK_COMPRESS ? Py_BuildValue("(sO)", "mask", Py_None) : NULL;
-        return PyErr_Occurred() ? -1 : reason == GCK_SKIP_DTYPE || reason == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD
-             : reason;
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        return reason == GCK_SKIP_DTYPE || reason == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD : reason;
     }
     if (reason != GCK_COMPRESS && reason != GCK_SKIP_SMALL) {
         return reason;
@@ -40,7 +51,13 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     of = PyLong_FromLongLong(self->waiting == NULL || gck_packing_for_region ? -1 : number);
     *form = of != NULL ? PyObject_CallFunctionObjArgs(py->call.form_when_packed, in->x, node, of, NULL) : NULL;
     Py_XDECREF(of);
-    reason = *form == NULL ? -1 : *form == Py_True ? GCK_SKIP_LEAF : reason == GCK_COMPRESS ? GCK_SKIP_EXACT : reason;
+    if (*form == NULL) {
+        reason = -1;
+    } else if (*form == Py_True) {
+        reason = GCK_SKIP_LEAF;
+    } else if (reason == GCK_COMPRESS) {
+        reason = GCK_SKIP_EXACT;
+    }
     if (reason != GCK_SKIP_EXACT) {
         Py_CLEAR(*form);
     }
@@ -204,7 +221,7 @@ static gck_saved_hooks *push(gck_state *state, PyObject *compress)
     self->packing = (gck_packing){.state = state, .plan = plan};
     if (find_outer(self, &state->py) < 0
         || (plan.codec->max_error > 0
-            && (self->waiting = self->packing.outer ? gck_saved_waiting_new() : gck_saved_waiting_of_thread()) == NULL)
+            && (self->waiting = self->packing.outer ? gck_saved_list_new() : gck_saved_list_of_thread()) == NULL)
         || gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self) < 0) {
         Py_CLEAR(self);
     }
@@ -244,8 +261,10 @@ static int pop(gck_state *state, int failed)
         self->packing.outer = self->packing.outer && !failed;
         for (int i = 2 * GCK_WAITING_TENSORS; status == 0 && i-- > 0;) {
             /* downwards: settling may shorten the list */
-            saved = gck_saved_waiting_known(self->waiting, i);
-            status = saved != NULL && saved->saver == op ? gck_saved_form_settle(saved, NULL, !self->packing.outer) : 0;
+            saved = gck_saved_list_known(self->waiting, i);
+            if (saved != NULL && saved->saver == op) {
+                status = gck_saved_waiting_settle(saved, NULL, !self->packing.outer);
+            }
         }
     }
     Py_XDECREF(op);

@@ -2,7 +2,8 @@
 #ifndef GRADCKPT_SAVED_HOOKS_H
 #define GRADCKPT_SAVED_HOOKS_H
 
-#include "engine/state.h"
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 
 extern PyType_Spec gck_saved_hooks_spec;
 

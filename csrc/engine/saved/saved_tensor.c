@@ -1,9 +1,64 @@
 /* saved_tensor.c: heap type Saved: one tensor that compress_saved() keeps between forward and backward. */
 #include "engine/saved/saved_tensor.h"
 
-#include "engine/saved/saved_waiting.h"
+#include "torch/calls.h"
+#include "engine/payload/payload.h"
+#include "engine/payload/payload_bytes.h"
 
+#include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
+
+/* ---- the list ---- */
+
+static const char capsule_name[] = "gradckpt.waiting";
+
+gck_saved_list *gck_saved_list_of(PyObject *waiting) { return PyCapsule_GetPointer(waiting, capsule_name); }
+
+static void capsule_free(PyObject *capsule) { free(gck_saved_list_of(capsule)); }
+
+PyObject *gck_saved_list_new(void)
+{
+    gck_saved_list *l = calloc(1, sizeof *l);
+    PyObject *capsule = l != NULL ? PyCapsule_New(l, capsule_name, capsule_free) : PyErr_NoMemory();
+
+    if (capsule == NULL) {
+        free(l);
+    }
+    return capsule;
+}
+
+PyObject *gck_saved_list_of_thread(void)
+{
+    PyObject *thread = PyThreadState_GetDict();
+    PyObject *capsule = thread != NULL ? PyDict_GetItemString(thread, capsule_name) : NULL;
+
+    if (capsule != NULL || thread == NULL) {
+        return Py_XNewRef(capsule);
+    }
+    return gck_method(thread, "setdefault", Py_BuildValue("(sN)", capsule_name, gck_saved_list_new()));
+}
+
+gck_saved_tensor *gck_saved_list_known(PyObject *waiting, int index)
+{
+    gck_saved_list *l = gck_saved_list_of(waiting);
+
+    return index < l->n ? l->known[index] : NULL;
+}
+
+void gck_saved_list_forget(gck_saved_tensor *saved)
+{
+    gck_saved_list *l = saved->waiting != NULL ? gck_saved_list_of(saved->waiting) : NULL;
+
+    for (int i = 0; l != NULL && i < l->n; i++) {
+        if (l->known[i] == saved) {
+            memmove(&l->known[i], &l->known[i + 1], sizeof l->known[0] * (size_t)(--l->n - i));
+        }
+    }
+    Py_CLEAR(saved->waiting);
+}
+
+/* ---- one of them ---- */
 
 gck_saved_tensor *gck_saved_tensor_new(gck_state *state)
 {
@@ -26,7 +81,7 @@ static void saved_dealloc(PyObject *op)
 {
     gck_saved_tensor *self = (gck_saved_tensor *)op;
 
-    gck_saved_waiting_forget(self);
+    gck_saved_list_forget(self);
     self->state->stats.live_bytes -= self->waits;
     gck_saved_form_clear(&self->form);
     Py_XDECREF(self->saver);

@@ -2,6 +2,7 @@
 #ifndef GRADCKPT_SAVED_TENSOR_H
 #define GRADCKPT_SAVED_TENSOR_H
 
+#include "engine/state.h"
 #include "engine/payload/packed.h"
 
 extern PyType_Spec gck_saved_tensor_spec;
@@ -24,6 +25,32 @@ typedef struct {
     int64_t    number;       /* of the node that saves it                                */
     int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
 } gck_saved_tensor;
+
+/* The limits of the search: at most so many tensors wait, and so many nodes are searched.  One more
+ * tensor, and the oldest stays uncompressed. */
+enum { GCK_WAITING_TENSORS = 64, GCK_WAITING_NODES = 1024 };
+
+/* The saved tensors that a block knows: those that wait, and the latest of those that no longer
+ * wait. */
+typedef struct {
+    gck_saved_tensor *known[2 * GCK_WAITING_TENSORS]; /* borrowed, oldest first: a dying entry removes itself */
+    int        n;
+    int64_t    seen[GCK_WAITING_NODES];          /* numbers of nodes plus 1, at their remainder */
+} gck_saved_list;
+
+/* New reference: a list's capsule, of its own or shared by the blocks of this thread. */
+PyObject *gck_saved_list_new(void);
+PyObject *gck_saved_list_of_thread(void);
+
+/* Borrowed: the list in a capsule. */
+gck_saved_list *gck_saved_list_of(PyObject *waiting);
+
+/* Borrowed: the one with this index, oldest first; NULL behind the last, before 2 *
+ * GCK_WAITING_TENSORS. */
+gck_saved_tensor *gck_saved_list_known(PyObject *waiting, int index);
+
+/* Remove a dying one. */
+void gck_saved_list_forget(gck_saved_tensor *saved);
 
 /* New reference: empty. */
 gck_saved_tensor *gck_saved_tensor_new(gck_state *state);

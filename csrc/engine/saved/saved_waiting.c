@@ -6,65 +6,62 @@
  * saves): gradckpt._engine.saved_roles compares what the node holds with what the hook returned. */
 #include "engine/saved/saved_waiting.h"
 
+#include "torch/input.h"
+#include "torch/tensor.h"
 #include "engine/saved/saved_form.h"
 
-#include <stdlib.h>
-#include <string.h>
+/* ---- what the saving node needs ---- */
 
-typedef struct {
-    gck_saved_tensor *known[2 * GCK_WAITING_TENSORS]; /* borrowed, oldest first: a dying entry removes itself */
-    int        n;
-    int64_t    seen[GCK_WAITING_NODES];          /* numbers of nodes plus 1, at their remainder */
-} list;
-
-static const char capsule_name[] = "gradckpt.waiting";
-
-static list *list_of(PyObject *waiting) { return PyCapsule_GetPointer(waiting, capsule_name); }
-
-static void capsule_free(PyObject *capsule) { free(list_of(capsule)); }
-
-PyObject *gck_saved_waiting_new(void)
+/* What waited was counted as uncompressed for a reason that no longer holds. */
+static void uncount(const gck_saved_tensor *saved)
 {
-    list *l = calloc(1, sizeof *l);
-    PyObject *capsule = l != NULL ? PyCapsule_New(l, capsule_name, capsule_free) : PyErr_NoMemory();
+    gck_stats *s = &saved->state->stats;
 
-    if (capsule == NULL) {
-        free(l);
+    if (saved->epoch == saved->state->epoch) {
+        s->uncompressed[GCK_SKIP_UNKNOWN]--;
+        s->uncompressed_bytes -= saved->waits;
+        s->eligible--;
     }
-    return capsule;
 }
 
-PyObject *gck_saved_waiting_of_thread(void)
+int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
 {
-    PyObject *thread = PyThreadState_GetDict();
-    PyObject *capsule = thread != NULL ? PyDict_GetItemString(thread, capsule_name) : NULL;
+    gck_state *state = saved->state;
+    PyObject *op = saved->saver, *form = NULL;
+    const gck_saved_hooks *self = (gck_saved_hooks *)op;
+    gck_input in = gck_input_of(saved->form.entry.value);
+    int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
 
-    return capsule != NULL || thread == NULL ? Py_XNewRef(capsule)
-                                             : gck_method(thread, "setdefault", Py_BuildValue("(sN)", capsule_name, gck_saved_waiting_new()));
-}
-
-gck_saved_tensor *gck_saved_waiting_known(PyObject *waiting, int index)
-{
-    list *l = list_of(waiting);
-
-    return index < l->n ? l->known[index] : NULL;
-}
-
-void gck_saved_waiting_forget(gck_saved_tensor *saved)
-{
-    list *l = saved->waiting != NULL ? list_of(saved->waiting) : NULL;
-
-    for (int i = 0; l != NULL && i < l->n; i++) {
-        if (l->known[i] == saved) {
-            memmove(&l->known[i], &l->known[i + 1], sizeof l->known[0] * (size_t)(--l->n - i));
-        }
+    Py_INCREF((PyObject *)saved);
+    saved->saver = NULL;
+    if (status == 0 && in.version == saved->form.entry.version) {
+        /* else unpack raises torch's error that the values are gone */
+        uncount(saved);
+        form = node == NULL ? Py_NewRef(Py_None)
+             : PyObject_CallFunctionObjArgs(state->py.call.form_of_input, node, (PyObject *)saved, in.x, NULL);
+        status = form == NULL ? -1 : gck_saved_form_become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
+        status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
     }
-    Py_CLEAR(saved->waiting);
+    if (go_on) {
+        saved->saver = Py_NewRef(op);
+        saved->epoch = state->epoch;
+        saved->form.storage = NULL;
+    } else {
+        state->stats.live_bytes -= saved->waits;
+        saved->waits = 0;
+    }
+    Py_XDECREF(form);
+    Py_DECREF(op);
+    Py_DECREF((PyObject *)saved);
+    gck_input_clear(&in);
+    return status;
 }
+
+/* ---- the list ---- */
 
 /* Limit the list to the latest of those that wait and of those that do not.  number: of the latest.
  * 0 or -1. */
-static int trim(list *l, int64_t number)
+static int trim(gck_saved_list *l, int64_t number)
 {
     int n[] = {0, 0};
 
@@ -72,10 +69,10 @@ static int trim(list *l, int64_t number)
         gck_saved_tensor *saved = l->known[i];
         const int waits = saved->saver != NULL, many = ++n[waits] >= GCK_WAITING_TENSORS;
         if (waits && (many || saved->number < number - GCK_WAITING_NODES)) {
-            return gck_saved_form_settle(saved, NULL, 0) < 0 ? -1 : trim(l, number);      /* Python has run */
+            return gck_saved_waiting_settle(saved, NULL, 0) < 0 ? -1 : trim(l, number);      /* Python has run */
         }
         if (!waits && many) {
-            gck_saved_waiting_forget(saved);
+            gck_saved_list_forget(saved);
         }
     }
     return 0;
@@ -83,7 +80,7 @@ static int trim(list *l, int64_t number)
 
 int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved)
 {
-    list *l = list_of(waiting);
+    gck_saved_list *l = gck_saved_list_of(waiting);
 
     if (trim(l, saved->number) < 0) {
         return -1;
@@ -116,7 +113,7 @@ static int64_t number_of(const gck_py *py, PyObject *node)
 }
 
 /* The number of the oldest tensor that waits; INT64_MAX: none waits. */
-static int64_t oldest(const list *l)
+static int64_t oldest(const gck_saved_list *l)
 {
     int64_t number = INT64_MAX;
 
@@ -127,13 +124,13 @@ static int64_t oldest(const list *l)
 }
 
 /* Settle what the node of this number saves.  0 or -1. */
-static int settle(list *l, PyObject *node, int64_t number)
+static int settle(gck_saved_list *l, PyObject *node, int64_t number)
 {
     int status = 0;
 
     for (int i = 0; status == 0 && i < l->n; i++) {
         if (l->known[i]->saver != NULL && l->known[i]->number == number) {
-            status = gck_saved_form_settle(l->known[i], node, 0);
+            status = gck_saved_waiting_settle(l->known[i], node, 0);
             i = -1;                              /* Python has run: the list may have changed */
         }
     }
@@ -142,7 +139,7 @@ static int settle(list *l, PyObject *node, int64_t number)
 
 /* As gck_saved_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that are
  * being made now. */
-static int search(list *l, const gck_py *py, PyObject *node, int64_t end, int depth)
+static int search(gck_saved_list *l, const gck_py *py, PyObject *node, int64_t end, int depth)
 {
     const int64_t number = number_of(py, node);
     int64_t *seen = &l->seen[number >= 0 ? number % GCK_WAITING_NODES : 0];
@@ -167,7 +164,7 @@ static int search(list *l, const gck_py *py, PyObject *node, int64_t end, int de
 
 int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t end)
 {
-    list *l = list_of(waiting);
+    gck_saved_list *l = gck_saved_list_of(waiting);
     const int tracing = oldest(l) < INT64_MAX ? gck_tracing(&state->py) : 1;
 
     /* Values cannot be read, or nothing waits. */

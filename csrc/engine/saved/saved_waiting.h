@@ -1,17 +1,10 @@
-/* saved_waiting.h: the saved tensors that a block knows: those that wait, uncompressed, until the node
- * that saves them is seen, and the latest of those that no longer wait. */
+/* saved_waiting.h: saved tensors that wait, uncompressed, until the node that saves them is seen. */
 #ifndef GRADCKPT_SAVED_WAITING_H
 #define GRADCKPT_SAVED_WAITING_H
 
+#include "torch/objects.h"
+#include "engine/state.h"
 #include "engine/saved/saved_tensor.h"
-
-/* The limits of the search: at most so many tensors wait, and so many nodes are searched.  One more
- * tensor, and the oldest stays uncompressed. */
-enum { GCK_WAITING_TENSORS = 64, GCK_WAITING_NODES = 1024 };
-
-/* New reference: a list's capsule, of its own or shared by the blocks of this thread. */
-PyObject *gck_saved_waiting_new(void);
-PyObject *gck_saved_waiting_of_thread(void);
 
 /* The number of the node that this thread made last, -1 with an exception. */
 int64_t gck_last_node_number(const gck_py *py);
@@ -19,12 +12,9 @@ int64_t gck_last_node_number(const gck_py *py);
 /* Add `saved` to the list, until it dies or many others have followed.  0 or -1. */
 int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved);
 
-/* Remove a dying one. */
-void gck_saved_waiting_forget(gck_saved_tensor *saved);
-
-/* Borrowed: the one with this index, oldest first; NULL behind the last, before 2 *
- * GCK_WAITING_TENSORS. */
-gck_saved_tensor *gck_saved_waiting_known(PyObject *waiting, int index);
+/* Settle a waiting tensor in the form its node needs. node NULL: the node is not known, and the
+ * tensor stays, without its graph, of which it may be a result; go_on: and waits again.  0 or -1. */
+int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on);
 
 /* Settle what this node and those behind it save, if their numbers are below `end`, because the
  * node that is being made may be among them.  0 or -1. */

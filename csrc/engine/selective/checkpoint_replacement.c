@@ -7,6 +7,8 @@
  * ends restores the body. */
 #include "engine/selective/checkpoint_replacement.h"
 
+#include "torch/error.h"
+
 /* Find what there is to exchange: (torch's name, function, its code, ours), None where other code
  * has replaced torch's function.  0 or -1. */
 static int find(gck_state *state)

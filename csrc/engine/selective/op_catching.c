@@ -1,4 +1,9 @@
 /* op_catching.c: catches operators around a region, by the key or by a mode of ours. */
+#include "engine/selective/op_catching.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "engine/selective/op_labels.h"
 #include "engine/selective/selective.h"
 
 int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *store, PyObject *policy_fn, int replay)
@@ -44,21 +49,4 @@ int gck_op_catching_end(gck_state *state, gck_op_catching *c)
     gck_error_keep(&error);
     Py_CLEAR(c->mode);
     return gck_error_return(&error);
-}
-
-int gck_catches_by_key(const gck_state *state, const gck_op_storage *store)
-{
-    return state->py.key != Py_None && !state->by_mode && !store->traced;
-}
-
-PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
-{
-    gck_state_of(module)->by_mode = on == Py_True;
-    Py_RETURN_NONE;
-}
-
-PyObject *gck_selective_key(PyObject *module, PyObject *unused)
-{
-    (void)unused;
-    return Py_NewRef(gck_state_of(module)->py.key);
 }

@@ -1,5 +1,8 @@
 /* op_labels.c: outputs that get a name after their operator has run: gradckpt.policies.name(). */
-#include "engine/selective/op_storage.h"
+#include "engine/selective/op_labels.h"
+
+#include "torch/calls.h"
+#include "engine/selective/op_outputs.h"
 
 int gck_op_label_candidate(gck_op_storage *store, int line, const gck_call *call, PyObject *out)
 {

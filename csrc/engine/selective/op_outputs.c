@@ -1,7 +1,16 @@
 /* op_outputs.c: heap type OpOutput: what is kept of one call of an operator, and how it is returned. */
-#include "engine/selective/op_storage.h"
+#include "engine/selective/op_outputs.h"
 
+#include "gradckpt.h"
+#include "torch/abi.h"
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/input.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
 #include "engine/payload/packed.h"
+#include "engine/payload/payload.h"
+#include "engine/payload/payload_bytes.h"
 #include "engine/payload/rounding.h"
 
 #include <structmember.h>

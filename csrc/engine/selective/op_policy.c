@@ -1,6 +1,8 @@
 /* op_policy.c: heap type OpPolicy: operators, and what happens to their outputs. */
+#include "engine/selective/op_policy.h"
+
+#include "torch/draws.h"
 #include "engine/options.h"
-#include "engine/selective/op_storage.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,8 @@
 /* op_storage.c: heap type OpStorage: the calls of operators that a region keeps. */
 #include "engine/selective/op_storage.h"
 
+#include "torch/error.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>

@@ -1,5 +1,6 @@
 /* replay_discrete.c: which regions keep discrete outputs. */
-#include "engine/selective/selective.h"
+#include "engine/selective/replay_discrete.h"
+
 #include "engine/selective/checkpoint_replacement.h"
 
 int gck_replay_discrete_announce(gck_state *state, gck_active *active)

@@ -5,21 +5,23 @@
  * a thread that includes the key runs as before, and our kernels for the named operators are called.
  * Where another mode is active when a region begins, one of ours is put on top of it (selective_mode.c), as
  * for policies that are functions and must see every operator. */
-#include "engine/options.h"
 #include "engine/selective/selective.h"
+
+#include "torch/calls.h"
+#include "torch/draws.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "torch/tensor.h"
+#include "engine/options.h"
 #include "engine/selective/checkpoint_replacement.h"
+#include "engine/selective/op_labels.h"
+#include "engine/selective/op_outputs.h"
+#include "engine/selective/op_policy.h"
+#include "engine/selective/replay_discrete.h"
 
 #include <stdlib.h>
 
 /* ---- who catches in this thread ---- */
-
-static gck_active *next_here(gck_active *a, unsigned long thread)
-{
-    while (a != NULL && (a->thread != thread || a->busy)) {
-        a = a->outer;
-    }
-    return a;
-}
 
 /* Switch the key for this thread; a pending exception survives.  0 or -1. */
 static int set_key(const gck_py *py, int on)
@@ -70,7 +72,7 @@ void gck_selective_end(gck_state *state, gck_active *active)
     if (*link == active) {
         *link = active->outer;
     }
-    if (active->by_key && next_here(state->active, active->thread) == NULL) {
+    if (active->by_key && gck_active_here(state->active, active->thread) == NULL) {
         set_key(&state->py, 0);
     }
     if (active->decides) {
@@ -84,17 +86,6 @@ void gck_selective_end(gck_state *state, gck_active *active)
         PyErr_WriteUnraisable(NULL);
     }
     gck_error_return(&error);
-}
-
-gck_active *gck_active_of(gck_state *state, const PyObject *context)
-{
-    const unsigned long thread = PyThread_get_thread_ident();
-    gck_active *a = state->active;
-
-    while (a != NULL && (a->thread != thread || a->context != context)) {
-        a = a->outer;
-    }
-    return a;
 }
 
 /* ---- named operators ---- */
@@ -136,11 +127,13 @@ static void count_busy(gck_state *state, const gck_active *last, int by)
 /* Call the operator itself, below `hit`: only stores around `hit` see it (NULL: none). */
 static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
 {
-    PyObject *out;
+    PyObject *out = NULL;
 
     count_busy(state, hit, 1);
-    const int alone = next_here(state->active, PyThread_get_thread_ident()) == NULL;
-    out = alone && set_key(&state->py, 0) < 0 ? NULL : alone && hit == NULL ? plain_cast(&state->py, op, args, kwargs) : NULL;
+    const int alone = gck_active_here(state->active, PyThread_get_thread_ident()) == NULL;
+    if (alone && set_key(&state->py, 0) == 0 && hit == NULL) {
+        out = plain_cast(&state->py, op, args, kwargs);
+    }
     if (out == NULL && !PyErr_Occurred()) {
         out = PyObject_Call(call, args, kwargs);
     }
@@ -165,7 +158,9 @@ static PyObject *run_below(const gck_call *call)
     return call_below(with->state, with->hit, call->op, with->call, call->args, call->kwargs);
 }
 
-int gck_hide_begin(gck_state *state, PyObject **modes)
+/* Hide operators that we call to keep or return an output from every region of this thread and from
+ * every mode.  0, or -1 with the first exception. */
+static int hide_begin(gck_state *state, PyObject **modes)
 {
     const int any = gck_ask(state->py.dispatch_stack_len), tracing = any > 0 ? gck_tracing(&state->py) : 0;
     const int active = any < 0 || tracing < 0 ? -1 : any && !tracing;    /* tracing needs its modes */
@@ -178,7 +173,7 @@ int gck_hide_begin(gck_state *state, PyObject **modes)
     return 0;
 }
 
-int gck_hide_end(gck_state *state, PyObject *modes)
+static int hide_end(gck_state *state, PyObject *modes)
 {
     count_busy(state, NULL, -1);
     if (modes == NULL) {
@@ -240,19 +235,23 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, g
     if (keep == 0) {
         keep = line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
     }
-    if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
+    if (keep <= 0 || hide_begin(store->state, &modes) < 0) {
         return keep == 0 ? 0 : -1;
     }
-    status = rule->keep == GCK_OP_SAVE ? gck_op_output_keep(store, call, out, &rule->plan)
-           : rule->keep == GCK_OP_LABEL ? gck_op_label_candidate(store, line, call, out)
-                                     : gck_op_output_keep_discrete(store, call, rule->form, out);
+    if (rule->keep == GCK_OP_SAVE) {
+        status = gck_op_output_keep(store, call, out, &rule->plan);
+    } else if (rule->keep == GCK_OP_LABEL) {
+        status = gck_op_label_candidate(store, line, call, out);
+    } else {
+        status = gck_op_output_keep_discrete(store, call, rule->form, out);
+    }
     if (status == 0 && decides(rule)) {
         status = gck_op_output_note_call(store, call);
     }
     if (status == 0 && draw->before != NULL) {
         status = gck_op_output_note_draw(store, call, draw);
     }
-    return gck_hide_end(store->state, modes) < 0 ? -1 : status;
+    return hide_end(store->state, modes) < 0 ? -1 : status;
 }
 
 PyObject *gck_record_call(gck_op_storage *store, int line, gck_call *call)
@@ -327,9 +326,9 @@ PyObject *gck_replay_call(gck_active *active, int line, gck_call *call)
             active->next[line]--;
         }
     }
-    if (entry != NULL && gck_hide_begin(store->state, &modes) == 0) {
+    if (entry != NULL && hide_begin(store->state, &modes) == 0) {
         out = gck_op_output_give(store, call, entry, lasting);
-        if (gck_hide_end(store->state, modes) < 0) {
+        if (hide_end(store->state, modes) < 0) {
             Py_CLEAR(out);
         }
     }
@@ -388,7 +387,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     gck_state *state = gck_state_of(PyTuple_GetItem(self, 0));
     PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
     const unsigned long thread = PyThread_get_thread_ident();
-    gck_active *hit = next_here(state->active, thread);
+    gck_active *hit = gck_active_here(state->active, thread);
     below with = {.state = state, .call = call};
     gck_call here = {.op = op, .key = op, .args = args, .kwargs = kwargs, .run = run_below, .with = &with};
     int line = GCK_LINE_NONE;
@@ -401,7 +400,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
         return pass_on(state, call, args, kwargs);
     }
     while (hit != NULL && (line = gck_op_storage_find(hit->store, &here)) < 0) {
-        hit = next_here(hit->outer, thread);
+        hit = gck_active_here(hit->outer, thread);
     }
     const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1 : gck_tracing(&state->py);
     if (tracing < 0) {
@@ -414,9 +413,12 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     /* A mode that was entered inside comes first, as under torch's modes: it would not see a
      * replayed call. */
     const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
-    if (modes != 0) {
-        return modes < 0 ? NULL : PyObject_CallFunction(state->py.call.through_modes, "OOOO", state->py.key, call, args,
-                                                       kwargs ? kwargs : Py_None);
+    if (modes < 0) {
+        return NULL;
+    }
+    if (modes > 0) {
+        return PyObject_CallFunction(state->py.call.through_modes, "OOOO", state->py.key, call, args,
+                                     kwargs ? kwargs : Py_None);
     }
     gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)hit->store);
     with.hit = hit;
@@ -436,27 +438,19 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     return function;
 }
 
-/* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in our modes among
- * these. */
-PyObject *gck_selective_name(PyObject *module, PyObject *args)
+int gck_catches_by_key(const gck_state *state, const gck_op_storage *store)
 {
-    gck_state *state = gck_state_of(module);
-    const unsigned long thread = PyThread_get_thread_ident();
-    PyObject *x, *name, *modes;
+    return state->py.key != Py_None && !state->by_mode && !store->traced;
+}
 
-    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &modes)) {
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < PyList_Size(modes); i++) {
-        PyObject *mode = PyList_GetItem(modes, i);
-        if (PyObject_TypeCheck(mode, state->Context) && gck_context_name(mode, x, name) < 0) {
-            return NULL;
-        }
-    }
-    for (gck_active *a = next_here(state->active, thread); a != NULL; a = next_here(a->outer, thread)) {
-        if (!a->replay && gck_op_label(a->store, x, name) < 0) {
-            return NULL;
-        }
-    }
+PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
+{
+    gck_state_of(module)->by_mode = on == Py_True;
     Py_RETURN_NONE;
+}
+
+PyObject *gck_selective_key(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return Py_NewRef(gck_state_of(module)->py.key);
 }

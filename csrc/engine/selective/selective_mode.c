@@ -4,7 +4,14 @@
  * They serve policies that are functions, regions under other modes, and tracing.  Semantics and
  * texts are those of torch's _CachingTorchDispatchMode and _CachedTorchDispatchMode; the classes in
  * gradckpt/_engine/selective.py derive from them and from Context. */
-#include "engine/options.h"
+#include "engine/selective/selective_mode.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "engine/selective/active_storage.h"
+#include "engine/selective/op_labels.h"
+#include "engine/selective/replay_discrete.h"
 #include "engine/selective/selective.h"
 
 #include <stdlib.h>
@@ -46,6 +53,19 @@ static int is_ignored(gck_py *py, PyObject *func)
     return py->ignored != NULL ? 0 : -1;
 }
 
+/* New reference: the key under which the calls of the operator are stored.  Higher order operators
+ * have neither an `_op` (`target`) nor one key for all of their calls. */
+static PyObject *key_of(const gck_py *py, const gck_call *call, const PyObject *target)
+{
+    if (target != NULL) {
+        return Py_NewRef(call->op);
+    }
+    if (gck_clear_attribute_error() < 0) {
+        return NULL;
+    }
+    return PyObject_CallFunction(py->call.selective_key, "OO", call->op, call->args);
+}
+
 /* Record or replay the call, or only run it, as outside of this thread's `with`. */
 static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_call *call)
 {
@@ -53,14 +73,15 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
     const int line = gck_op_storage_find(store, call), ignored = line == GCK_LINE_BY_KEY ? is_ignored(py, call->op) : 0;
     PyObject *target = PyObject_GetAttr(call->op, py->names._op), *out = NULL;
 
-    /* Higher order operators have neither an `_op` nor one key for all of their calls. */
     call->with = target != NULL ? target : call->op;
-    call->key = target != NULL ? Py_NewRef(call->op) : gck_clear_attribute_error() < 0 ? NULL
-        : PyObject_CallFunction(py->call.selective_key, "OO", call->op, call->args);
+    call->key = key_of(py, call, target);
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
-        out = active == NULL ? run_call(call) : self->replay ? gck_replay_call(active, line, call)
-                                                             : gck_record_call(store, line, call);
+        if (active == NULL) {
+            out = run_call(call);
+        } else {
+            out = self->replay ? gck_replay_call(active, line, call) : gck_record_call(store, line, call);
+        }
     }
     Py_XDECREF(target);
     Py_XDECREF(call->key);
@@ -73,10 +94,13 @@ static PyObject *record_traced(gck_op_storage *store, const gck_call *call, PyOb
 {
     const gck_py *py = &store->state->py;
     const int modes = store->policy != NULL ? gck_ask(py->dispatch_stack_len) : 0;
-    PyObject *out = modes < 0 ? NULL : modes == 0 ? Py_NewRef(Py_NotImplemented)
-        : PyObject_CallFunction(py->call.record_traced, "OOOOO", call->context, call->op, types, call->args,
-                              call->kwargs != NULL ? call->kwargs : Py_None);
+    PyObject *out;
 
+    if (modes <= 0) {
+        return modes < 0 ? NULL : Py_NewRef(Py_NotImplemented);
+    }
+    out = PyObject_CallFunction(py->call.record_traced, "OOOOO", call->context, call->op, types, call->args,
+                                call->kwargs != NULL ? call->kwargs : Py_None);
     store->traced |= out != NULL && out != Py_NotImplemented;
     return out;
 }
@@ -281,9 +305,35 @@ gck_op_storage *gck_context_store(const gck_state *state, PyObject *context)
     return context != NULL && PyObject_TypeCheck(context, state->Context) ? ((gck_context *)context)->store : NULL;
 }
 
-int gck_context_name(PyObject *context, PyObject *x, PyObject *name)
+/* Name x under a context.  0 or -1. */
+static int name_in_context(PyObject *context, PyObject *x, PyObject *name)
 {
     const gck_context *self = (gck_context *)context;
 
     return self->store == NULL || self->replay ? 0 : gck_op_label(self->store, x, name);
+}
+
+/* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in our modes among
+ * these. */
+PyObject *gck_selective_name(PyObject *module, PyObject *args)
+{
+    gck_state *state = gck_state_of(module);
+    const unsigned long thread = PyThread_get_thread_ident();
+    PyObject *x, *name, *modes;
+
+    if (!PyArg_ParseTuple(args, "OOO!:selective_name", &x, &name, &PyList_Type, &modes)) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(modes); i++) {
+        PyObject *mode = PyList_GetItem(modes, i);
+        if (PyObject_TypeCheck(mode, state->Context) && name_in_context(mode, x, name) < 0) {
+            return NULL;
+        }
+    }
+    for (gck_active *a = gck_active_here(state->active, thread); a != NULL; a = gck_active_here(a->outer, thread)) {
+        if (!a->replay && gck_op_label(a->store, x, name) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
 }

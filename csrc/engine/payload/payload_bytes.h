@@ -1,0 +1,56 @@
+/* payload_bytes.h: what a payload is made of: its bytes, their codec, and the layout of the original.
+ * payload.c makes the type of it. */
+#ifndef GRADCKPT_PAYLOAD_BYTES_H
+#define GRADCKPT_PAYLOAD_BYTES_H
+
+#include "gradckpt.h"
+#include "engine/state.h"
+
+typedef struct gck_payload {
+    PyObject_HEAD
+    PyObject        *weakrefs;
+    gck_state       *state;        /* borrowed: the type keeps the module alive          */
+    const gck_codec *codec;
+    PyObject        *buffer;       /* uint8 tensor; NULL when `saved` has it             */
+    PyObject        *saved;        /* torch's SavedTensor of the buffer; else NULL       */
+    PyObject        *original;     /* weak reference                                     */
+    int64_t          version;      /* of the original when encoded; -1: it has none and is never shared */
+    gck_dtype        dtype;
+    int              device;       /* -1: CPU                                            */
+    int64_t          numel, nbytes, bytes_in;
+    const void      *waits;        /* the batch in which its bytes are pending; else NULL */
+    int              requires_grad, leaf;
+    int              stochastic;   /* rounded stochastically, with the noise of this key: */
+    gck_dither       dither;
+    int              counted;      /* counted in stats()                                 */
+    int              live;         /* counted in live_bytes: outer hooks have not taken the bytes */
+    int              ndim;
+    int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
+    int              layout;       /* see layout.h; 0: strides do not count              */
+    void            *stream;       /* the stream that wrote the bytes                    */
+    /* See payload_overflow.h. */
+    uint32_t        *overflow;      /* not NULL: open, and this is in state->pending      */
+    uint32_t         late;         /* tests: the word that the device would write        */
+    int              timed_out;      /* a wait for the flag timed out                       */
+    int              overflowed;      /* the codec overflowed; buffer and saved may be NULL then */
+    int              again;        /* it serves two arguments of one region              */
+    PyObject        *kept;         /* the original itself, while the flag is pending and after an overflow */
+    struct gck_payload *next_pending;
+    int64_t          epoch;        /* of the counters below: reset_stats() begins a new epoch */
+    int              uses, fresh;  /* regions that use it; encodes in this epoch         */
+} gck_payload;
+
+/* The memory of its bytes, which are in `buffer`.  0 or -1. */
+int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);
+
+/* The operands of the codec.  Nothing may run Python between this and the work.  0 or -1. */
+int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how);
+
+/* Stop counting its bytes: other code owns them now. */
+void gck_payload_uncount(gck_payload *payload);
+
+/* The latest payloads, borrowed: a dying payload removes itself. */
+void gck_payload_remember(gck_payload *payload);
+void gck_payload_forget(gck_payload *payload);
+
+#endif

@@ -1,0 +1,80 @@
+/* state.c: what one import of gradckpt._C holds. */
+#include "engine/state.h"
+
+gck_state *gck_state_of(PyObject *module) { return PyModule_GetState(module); }
+
+int gck_state_traverse(gck_state *state, visitproc visit, void *arg)
+{
+    Py_VISIT(state->Payload);
+    Py_VISIT(state->CheckpointFunction);
+    Py_VISIT(state->SelectiveRecompute);
+    Py_VISIT(state->selective_apply);
+    Py_VISIT(state->stateless);
+    Py_VISIT(state->replay_discrete[0]);
+    Py_VISIT(state->replay_discrete[1]);
+    Py_VISIT(state->torch_checkpoint);
+    Py_VISIT(state->observer);
+    Py_VISIT(state->closed);
+    Py_VISIT(state->Frame);
+    Py_VISIT(state->Holder);
+    Py_VISIT(state->Recompute);
+    Py_VISIT(state->OpPolicy);
+    Py_VISIT(state->OpStorage);
+    Py_VISIT(state->Context);
+    Py_VISIT(state->OpOutput);
+    Py_VISIT(state->SavedHooks);
+    Py_VISIT(state->SavedTensor);
+    for (int i = 0; i < GCK_NPLANS; i++) {
+        Py_VISIT(state->plans[i].key);
+    }
+    return gck_py_traverse(&state->py, visit, arg);
+}
+
+void gck_state_clear(gck_state *state)
+{
+    Py_CLEAR(state->Payload);
+    Py_CLEAR(state->CheckpointFunction);
+    Py_CLEAR(state->SelectiveRecompute);
+    Py_CLEAR(state->selective_apply);
+    Py_CLEAR(state->stateless);
+    Py_CLEAR(state->replay_discrete[0]);
+    Py_CLEAR(state->replay_discrete[1]);
+    Py_CLEAR(state->torch_checkpoint);
+    Py_CLEAR(state->observer);
+    Py_CLEAR(state->closed);
+#define OPTION(name) Py_CLEAR(state->option_names.name);
+    OPTION(function)
+    GCK_OPTIONS(OPTION)
+#undef OPTION
+    Py_CLEAR(state->Frame);
+    Py_CLEAR(state->Holder);
+    Py_CLEAR(state->Recompute);
+    Py_CLEAR(state->OpPolicy);
+    Py_CLEAR(state->OpStorage);
+    Py_CLEAR(state->Context);
+    Py_CLEAR(state->OpOutput);
+    Py_CLEAR(state->SavedHooks);
+    Py_CLEAR(state->SavedTensor);
+    for (int i = 0; i < GCK_NPLANS; i++) {
+        Py_CLEAR(state->plans[i].key);
+    }
+    gck_py_clear(&state->py);
+}
+
+void gck_count_live(gck_state *state, int64_t nbytes)
+{
+    gck_stats *s = &state->stats;
+
+    s->live_bytes += nbytes;
+    s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+}
+
+PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused)
+{
+    gck_stats *s = &gck_state_of(module)->stats;
+    const int64_t peak = s->peak_live_bytes;
+
+    (void)unused;
+    s->peak_live_bytes = s->live_bytes;
+    return PyLong_FromLongLong(peak);
+}

@@ -1,0 +1,74 @@
+/* calls.c: the results of Python calls, as C values. */
+#include "torch/calls.h"
+
+#include "torch/error.h"
+
+int gck_done(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+int gck_is_true(PyObject *value)
+{
+    const int truth = value == NULL ? -1 : value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
+
+    Py_XDECREF(value);
+    return truth;
+}
+
+int gck_attr_is_true(PyObject *x, PyObject *name) { return gck_is_true(PyObject_GetAttr(x, name)); }
+
+int gck_ask(PyObject *getter) { return gck_is_true(PyObject_CallNoArgs(getter)); }
+
+int gck_append(PyObject *list, PyObject *item)
+{
+    const int status = item == NULL ? -1 : PyList_Append(list, item);
+
+    Py_XDECREF(item);
+    return status;
+}
+
+PyObject *gck_as_tuple(PyObject *list)
+{
+    PyObject *tuple = list != NULL ? PyList_AsTuple(list) : NULL;
+
+    Py_XDECREF(list);
+    return tuple;
+}
+
+PyObject *gck_invoke(PyObject *function, PyObject *args)
+{
+    PyObject *result = args != NULL ? PyObject_CallObject(function, args) : NULL;
+
+    Py_XDECREF(args);
+    return result;
+}
+
+PyObject *gck_method(PyObject *of, const char *name, PyObject *args)
+{
+    PyObject *method = args != NULL ? PyObject_GetAttrString(of, name) : NULL;
+    PyObject *result = method != NULL ? PyObject_CallObject(method, args) : NULL;
+
+    Py_XDECREF(method);
+    Py_XDECREF(args);
+    return result;
+}
+
+int gck_has_attribute(PyObject *x, const char *name)
+{
+    PyObject *value = PyObject_GetAttrString(x, name);
+
+    Py_XDECREF(value);
+    return value == NULL ? gck_clear_attribute_error() : 1;
+}
+
+PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n)
+{
+    PyObject *tuple = PyTuple_New(n);
+
+    for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
+        PyTuple_SetItem(tuple, i, Py_NewRef(objects[i]));
+    }
+    return tuple;
+}

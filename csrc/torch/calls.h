@@ -1,0 +1,37 @@
+/* calls.h: the results of Python calls, as C values. */
+#ifndef GRADCKPT_CALLS_H
+#define GRADCKPT_CALLS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+/* Consume a call's result; NULL: it raised.  0, or -1 with the exception. */
+int gck_done(PyObject *result);
+
+/* The result as C truth: 1, 0, -1 with an exception. */
+int gck_is_true(PyObject *value);
+
+/* The result of a getter without arguments, as C truth. */
+int gck_ask(PyObject *getter);
+
+/* Append an item, taken over, to a list; NULL: making it raised.  0, or -1 with the exception. */
+int gck_append(PyObject *list, PyObject *item);
+
+/* New reference: the result of the method.  args: a tuple, taken over; NULL: making it raised, and
+ * nothing may be looked up meanwhile. */
+PyObject *gck_invoke(PyObject *function, PyObject *args);
+PyObject *gck_method(PyObject *of, const char *name, PyObject *args);
+
+/* New reference: a list, taken over, as a tuple; NULL: making it raised. */
+PyObject *gck_as_tuple(PyObject *list);
+
+/* New reference: the objects as a tuple. */
+PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n);
+
+/* 1, 0, -1 with an exception other than AttributeError. */
+int gck_has_attribute(PyObject *x, const char *name);
+
+/* Attribute as C truth: 1, 0, -1 with an exception. */
+int gck_attr_is_true(PyObject *x, PyObject *name);
+
+#endif
