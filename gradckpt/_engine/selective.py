@@ -103,7 +103,7 @@ def create_selective_checkpoint_contexts(
     Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
     """
     policy = as_policy(policy_or_ops)
-    traced = private.is_tracing_checkpoint(None, None, None)
+    traced = private.is_tracing_checkpoint()
     if policy is None and traced:
         policy_or_ops = _asked_for_graph(policy_or_ops)
     if not _TRACES_OURS and traced:
@@ -217,7 +217,7 @@ def asker(policy: Policy) -> Callable[..., Any]:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if rule.config is None:
             return CheckpointPolicy.MUST_SAVE
-        if private.is_tracing_checkpoint(None, None, None):
+        if private.is_tracing_checkpoint():
             return _save_in_graph(op, rule.config)
         return Save(rule.config)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradckpt._engine.arguments import without_partials
 from gradckpt._models import activity
 from gradckpt._models.ranks import RankCheck, spell
 from gradckpt._stats import Stats, stats
@@ -166,7 +167,6 @@ def is_on(model: Any) -> bool:
 
 
 def describe(thing: Any) -> str:
-    if isinstance(thing, functools.partial):
-        thing = thing.func
+    thing = without_partials(thing)
     name = getattr(thing, "__qualname__", None)
     return f"{getattr(thing, '__module__', '?')}.{name}" if name else repr(thing)

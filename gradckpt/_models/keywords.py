@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt._config import CompressionConfig, instead_of, parse_compress
-from gradckpt._engine.arguments import FLAGS
+from gradckpt._engine.arguments import check_bool, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt.policies import is_known
 
@@ -83,12 +83,6 @@ def check_every_n_layers(n: Any) -> int:
     return n
 
 
-def check_bool(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
-    return value
-
-
 def check_alone(keywords: Mapping[str, Any], base: Settings | None = None) -> None:
     """Check the kwargs of a Trainer. Other unknown keys pass: they may be removed before the layers
     get them.
@@ -118,12 +112,7 @@ def check_torchs(keywords: Mapping[str, Any]) -> None:
             near = instead_of(str(key), value, (*OURS, *TORCHS))
             meant = f"did you mean {near}?" if near else f"the keys are: {', '.join((*OURS, *TORCHS))}"
             raise ValueError(f"gradckpt: unknown key {key!r} among the checkpointing kwargs; {meant}")
-        if key in FLAGS:
-            check_bool(key, value)
-        if key == "determinism_check" and value not in ("default", "none"):
-            raise ValueError(f'gradckpt: determinism_check is "default" or "none", not {value!r}')
-        if key == "context_fn" and not callable(value):
-            raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
+        check_option(key, value)
 
 
 def check_together(settings: Settings, torchs: Mapping[str, Any]) -> None:

@@ -26,8 +26,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from gradckpt._C import checkpoint as region_checkpoint
-from gradckpt._engine.arguments import own_keywords
-from gradckpt._models.keywords import check_bool
+from gradckpt._engine.arguments import check_bool, own_keywords
 from gradckpt._models.offload import offloaded
 from gradckpt._models.regions import parse_options
 
