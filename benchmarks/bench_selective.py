@@ -271,7 +271,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["operators"] = selective_cost.operators(options.host_rounds)
         steps.say("host cost of a Llama layer")
         found["operators"].append(selective_cost.layer(options.host_rounds))
-        steps.say("host cost of decisions")
+        steps.say("host cost of replay_discrete")
         found["discrete_outputs"] = selective_cost.replay_discrete(options.host_rounds)
         steps.say("host cost of one-node regions")
         found["regions"] = selective_cost.regions(options.host_rounds)
@@ -353,7 +353,7 @@ def show(found: dict[str, Any], markdown: bool) -> None:
     cells = [
         [r["what"], f"{r['least']:.2f}", f"{r['median']:.2f}", f"{r['ratio']:.3f}"] for r in found["discrete_outputs"]
     ]
-    table("host cost of decisions", columns, cells)
+    table("host cost of replay_discrete", columns, cells)
     columns = ["region", "", "in place us", "of torch's", "plain us", "of torch's", "at most"]
     title = "overhead per one-node region with nothing kept; recompute and the forward without grad not counted"
     table(title, columns, region_rows(found["regions"]))

@@ -123,10 +123,10 @@ def layer(rounds: int, times: int = 10) -> dict[str, Any]:
     return {"what": "Llama layer, matrix products and attention saved", **us, "bound": 1 / 6}
 
 
-# ---- decisions ----
+# ---- replay_discrete ----
 
 
-def decided_step(layers: list[LlamaLayer], x: torch.Tensor, replay_discrete: bool, by_mode: bool = False) -> None:
+def discrete_step(layers: list[LlamaLayer], x: torch.Tensor, replay_discrete: bool, by_mode: bool = False) -> None:
     config = {"codec": "int8", "min_numel": 1, "replay_discrete": replay_discrete}
     gradckpt._C.catch_by_mode(by_mode)
     try:
@@ -139,14 +139,14 @@ def decided_step(layers: list[LlamaLayer], x: torch.Tensor, replay_discrete: boo
 
 
 def replay_discrete(rounds: int, depth: int = 6) -> list[dict[str, Any]]:
-    """A step of a Llama so small that only host time counts, inputs in int8: without decisions,
-    with them caught on the dispatch key, and caught by a dispatch mode in C."""
+    """A step of a Llama so small that only host time counts, inputs in int8: without
+    replay_discrete, with results caught on the dispatch key, and by a dispatch mode in C."""
     torch.manual_seed(0)
     layers, x = [LlamaLayer(64) for _ in range(depth)], torch.randn(1, 32, 64, requires_grad=True)
     runs: dict[str, Callable[[], Any]] = {
-        "without decisions": functools.partial(decided_step, layers, x, False),
-        "on the dispatch key": functools.partial(decided_step, layers, x, True),
-        "by a dispatch mode in C": functools.partial(decided_step, layers, x, True, True),
+        "without replay_discrete": functools.partial(discrete_step, layers, x, False),
+        "on the dispatch key": functools.partial(discrete_step, layers, x, True),
+        "by a dispatch mode in C": functools.partial(discrete_step, layers, x, True, True),
     }
     found = rounds_of(runs, rounds)
     return [
@@ -154,7 +154,7 @@ def replay_discrete(rounds: int, depth: int = 6) -> list[dict[str, Any]]:
             "what": name,
             "least": min(each[name] for each in found) * 1e3,
             "median": statistics.median(each[name] for each in found) * 1e3,
-            "ratio": statistics.median(each[name] / each["without decisions"] for each in found),
+            "ratio": statistics.median(each[name] / each["without replay_discrete"] for each in found),
         }
         for name in runs
     ]

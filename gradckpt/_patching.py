@@ -234,7 +234,7 @@ class patched:
                 if len(_active) == 1:
                     for body in _BODIES:
                         body.exchange()
-                _stand_in()
+                _tell_dynamo()
             except BaseException:
                 self.remove()
                 raise
@@ -253,7 +253,7 @@ class patched:
             if not _active:
                 for body in _BODIES:
                     body.put_back()
-            _stand_in()
+            _tell_dynamo()
 
     def __enter__(self) -> patched:
         self._begin()
@@ -419,10 +419,10 @@ def in_force() -> bool:
     return any(handle._acts for handle in _active[-1:])
 
 
-def _stand_in() -> None:
+def _tell_dynamo() -> None:
     """Tell torch.compile the settings of the innermost patch."""
     acting = [handle for handle in _active[-1:] if handle._acts]
-    dynamo.stand_in(dynamo.Standing(acting[0].config, acting[0]._context_fn) if acting else None)
+    dynamo.replace_checkpoint(dynamo.Replacement(acting[0].config, acting[0]._context_fn) if acting else None)
 
 
 def _is_tracing() -> bool:

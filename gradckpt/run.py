@@ -154,14 +154,14 @@ def _config(given: argparse.Namespace) -> CompressionConfig | None:
     """
     config = parse_compress(None if given.compress.lower() == "none" else given.compress)
     contexts_of(given.policy)
-    asked = {} if given.min_numel is None else {"min_numel": given.min_numel}
+    fields = {} if given.min_numel is None else {"min_numel": given.min_numel}
     if given.fake_quantize:
-        asked["fake_quantize"] = True
-    if config is None and asked:
-        names = " and ".join("--" + name.replace("_", "-") for name in asked)
+        fields["fake_quantize"] = True
+    if config is None and fields:
+        names = " and ".join("--" + name.replace("_", "-") for name in fields)
         raise ValueError(f"{names} would do nothing with --compress none")
-    if config is not None and asked:
-        config = CompressionConfig.from_dict({**config.to_dict(), **asked})
+    if config is not None and fields:
+        config = CompressionConfig.from_dict({**config.to_dict(), **fields})
     return config
 
 

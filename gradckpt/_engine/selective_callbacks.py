@@ -43,11 +43,11 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
     known = policies.as_policy(policy)
     selective.latest = policy if known is None else known
     if known is None:
-        return selective.ASKED, policy
+        return selective.NO_NAMES, policy
     if known.catchable:
         catch(known.rules)
         return known.names, None
-    return selective.ASKED, selective.asker(known)
+    return selective.NO_NAMES, selective.asker(known)
 
 
 def call_negated(call: Any, args: Any, kwargs: Any) -> Any:

@@ -80,8 +80,8 @@ def _find_mode(path: str, lost: str) -> Any:
     A missing one is replaced by a class that raises when it is made.
     """
     refusal = Missing(path)
-    stand_in = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args: refusal()})
-    return _find(path, lost, stand_in)
+    replacement = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args: refusal()})
+    return _find(path, lost, replacement)
 
 
 # ---- autograd ----

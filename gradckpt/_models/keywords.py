@@ -45,7 +45,7 @@ class Settings:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other keywords of gradckpt.checkpoint
 
 
-def take(keywords: dict[str, Any], base: Settings) -> Settings:
+def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
     """Take our keys out of the dict; missing ones are as in ``base``.
 
     Raises:
@@ -88,10 +88,10 @@ def check_alone(keywords: Mapping[str, Any], base: Settings | None = None) -> No
     get them.
 
     Raises:
-        ValueError, TypeError: As :func:`take` and :func:`check_torchs`.
+        ValueError, TypeError: As :func:`pop_our_keys` and :func:`check_torchs`.
     """
     torchs = dict(keywords)
-    settings = take(torchs, base or Settings())
+    settings = pop_our_keys(torchs, base or Settings())
     check_torchs({key: value for key, value in torchs.items() if key in TORCHS or _near(key)})
     check_together(settings, torchs)
 
@@ -101,7 +101,7 @@ def _near(key: Any) -> str | None:
 
 
 def check_torchs(keywords: Mapping[str, Any]) -> None:
-    """Check the keys that remain after :func:`take`, which torch's checkpoint gets.
+    """Check the keys that remain after :func:`pop_our_keys`, which torch's checkpoint gets.
 
     Raises:
         ValueError: A key is unknown, which the layers would ignore, or torch rejects a value.
@@ -133,17 +133,17 @@ def check_reentrant(settings: Settings) -> None:
     Raises:
         ValueError: It does not.
     """
-    asked = None
+    keyword = None
     if settings.config is not None:
-        asked = f"compress={settings.config.codec!r}"
+        keyword = f"compress={settings.config.codec!r}"
     elif settings.context_fn is not None:
-        asked = "policy="
+        keyword = "policy="
     elif settings.offload:
-        asked = "offload=True"
-    if asked is not None:
+        keyword = "offload=True"
+    if keyword is not None:
         instead = ", or pass compress=None" if settings.config is not None else ""
         raise ValueError(
-            f"gradckpt: {asked} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
+            f"gradckpt: {keyword} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
             f"kwargs{instead}"
         )
 

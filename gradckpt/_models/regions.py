@@ -88,8 +88,8 @@ class Chosen:
         regions = {name: region for name, module in self.tree.names if (region := region_of(module)) is not None}
         first = {id(region): name for name, region in reversed(regions.items())}
         now = {name: _comparable(regions[name].settings) for name in first.values()}
-        asked = {name: _comparable(settings) for name, settings in self.settings.items()}
-        return now == asked and all(region.offload == self.offload for region in regions.values())
+        chosen = {name: _comparable(settings) for name, settings in self.settings.items()}
+        return now == chosen and all(region.offload == self.offload for region in regions.values())
 
     def install(self) -> None:
         """Make the modules regions.
