@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
 from gradckpt._C import is_recomputing
-from gradckpt._config import ALIASES, for_activations
+from gradckpt._codec_names import ALIASES, for_activations
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS, overloads
 from gradckpt._engine.discrete_forms import Compared
 from gradckpt._engine.op_policy import (

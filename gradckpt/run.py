@@ -29,7 +29,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import _import_hooks, _script
-from gradckpt._config import ALIASES, CompressionConfig, for_activations, parse_compress
+from gradckpt._codec_names import ALIASES, for_activations
+from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._engine.selective import contexts_of
 from gradckpt._patching import patched
 from gradckpt._stats import format_bytes
