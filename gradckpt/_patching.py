@@ -43,9 +43,6 @@ R = TypeVar("R")
 #: The number of optimizer steps without a compressed tensor before the warning.
 PATIENCE = 2
 
-#: Keywords of gradckpt.checkpoint that torch passes on to the region's function.
-_NOT_TORCHS = ("compress", "policy", "buffers")
-
 
 class _Body:
     """One of torch's functions, whose body can be exchanged and put back."""
@@ -306,9 +303,7 @@ class patched:
         return self._compressed(args[0], args[1:], {**kwargs, "use_reentrant": False}, in_model)
 
     def _compressed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_model: bool) -> Any:
-        its_own = {key: kwargs.pop(key) for key in _NOT_TORCHS if key in kwargs}
-        if its_own:
-            function = functools.partial(function, **its_own)
+        function = dynamo.bind_not_torchs(function, kwargs)
         debug = getattr(torch_checkpoint, "_checkpoint_debug_enabled", None)
         if (
             self._context_fn is not None

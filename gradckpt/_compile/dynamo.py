@@ -26,12 +26,12 @@ from gradckpt._config import CompressionConfig, parse_compress, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.custom_ops import payload_nbytes
 from gradckpt._engine.discrete import KEPT, ROUNDING
-from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts
+from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts, discrete_of
 from gradckpt._import_hooks import after_import
 from gradckpt._stats import compiled as compiled_stats
 from gradckpt._stats import format_bytes
 
-__all__ = ["Replacement", "hook_import", "replace_checkpoint"]
+__all__ = ["Replacement", "bind_not_torchs", "hook_import", "replace_checkpoint"]
 
 logger = logging.getLogger("gradckpt")
 
@@ -320,7 +320,7 @@ def _keep_discrete(module: GraphModule, replay_discrete: bool | str, around: boo
         level = "casts" if "casts" in levels else any(levels)
         names = _DISCRETE | _CASTING if level == "casts" else _DISCRETE
         if level and (made is None or policy is not None) and _has_any(region, names):
-            discrete = policies.discrete if level == "casts" else policies.discrete_but_casts
+            discrete = discrete_of(level)
             region.meta[_CONTEXT] = contexts_of(discrete if policy is None else discrete | policy)
             kept = True
         kept |= _keep_discrete(region, replay_discrete, level)
@@ -396,6 +396,14 @@ class Replacement(NamedTuple):
 _replacement: Replacement | None = None
 
 
+def bind_not_torchs(function: Any, kwargs: dict[str, Any]) -> Any:
+    """Bind to the function those of its keywords that gradckpt.checkpoint would take for its own,
+    and torch passes on. They are removed from ``kwargs``.
+    """
+    its_own = {key: kwargs.pop(key) for key in ("compress", "policy", "buffers") if key in kwargs}
+    return functools.partial(function, **its_own) if its_own else function
+
+
 def torchs_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Run ``torch.utils.checkpoint.checkpoint`` under ``patched()`` as Dynamo sees it."""
     if _replacement is None or use_reentrant:
@@ -403,9 +411,7 @@ def torchs_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = No
     own = kwargs.get("context_fn")
     if _replacement.context_fn is not None and (own is None or own is torch_checkpoint.noop_context_fn):
         kwargs["context_fn"] = _replacement.context_fn
-    its_own = {key: kwargs.pop(key) for key in ("compress", "policy", "buffers") if key in kwargs}
-    if its_own:
-        function = functools.partial(function, **its_own)
+    function = bind_not_torchs(function, kwargs)
     return checkpoint(function, *args, compress=_replacement.config, **kwargs)
 
 

@@ -150,7 +150,8 @@ def observed(observer: Callable[[Any, Any], None]) -> Iterator[None]:
 NO_NAMES = _C.make_op_policy(None, frozenset())
 
 
-def _discrete(level: bool | str) -> Policy:
+def discrete_of(level: bool | str) -> Policy:
+    """Return the operators whose results a ``replay_discrete`` keeps."""
     return policies.discrete if level == "casts" else policies.discrete_but_casts
 
 
@@ -162,7 +163,7 @@ def _with_discrete(policy: Policy) -> Policy:
     if not policy.replay_discrete:
         return policy
     if policy.with_discrete is None:
-        policy.with_discrete = _discrete(policy.replay_discrete) | policy
+        policy.with_discrete = discrete_of(policy.replay_discrete) | policy
     return policy.with_discrete
 
 
@@ -184,7 +185,7 @@ def _policy_for_graph(policy_fn: Any) -> Callable[..., Any]:
             said = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
             return answer if isinstance(answer, CheckpointPolicy) else said
         if config.lossy and config.replay_discrete and discrete is None:
-            discrete = asker(_discrete(config.replay_discrete))
+            discrete = asker(discrete_of(config.replay_discrete))
         return _save_in_graph(op, config)
 
     return answer_for_graph
