@@ -14,11 +14,16 @@ relative L2 distance of all gradients, smallest cosine of a parameter's.
 import argparse
 import functools
 import statistics
+import sys
 import time
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+
+import small_llama
 import torch
 from machine import facts, print_head, print_json, print_table, progress
-from transformers import LlamaConfig, LlamaForCausalLM
+from model_families import errors
 
 import gradckpt
 
@@ -39,35 +44,6 @@ KINDS = {
 }
 
 
-def build(o):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=o.hidden,
-        intermediate_size=3 * o.hidden,
-        num_hidden_layers=o.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,  # or transformers logs while it is traced, which breaks the graph
-    )
-    return LlamaForCausalLM(config).train()
-
-
-def kept_bytes(model, forward):
-    """(All, payloads), each storage once; payloads are the only bytes that are saved."""
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    seen = {}
-
-    def pack(x):
-        seen[x.untyped_storage()._cdata] = x.detach()
-        return x.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        forward()
-    kept = [x for storage, x in seen.items() if storage not in weights]
-    return [sum(x.untyped_storage().nbytes() for x in xs) for xs in (kept, [x for x in kept if x.dtype == torch.uint8])]
-
-
 def step(model, forward):
     model.zero_grad()
     loss = forward()
@@ -75,19 +51,12 @@ def step(model, forward):
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def compare(grads, exact):
-    error = sum((grads[n] - g).square().sum() for n, g in exact.items()).sqrt()
-    norm = sum(g.square().sum() for g in exact.values()).sqrt()
-    cosines = (torch.cosine_similarity(grads[n].flatten(), g.flatten(), 0).item() for n, g in exact.items())
-    return (error / norm).item(), min(cosines)
-
-
 def measure(o, kind, compiled, exact):
     torch._dynamo.reset()
-    model = build(o)
+    model = small_llama.build(o).train()
     KINDS[kind](model)
     function = torch.compile(model, backend=o.backend, fullgraph=True) if compiled else model
-    ids = torch.randint(0, 1024, (1, o.tokens), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, small_llama.VOCABULARY, (1, o.tokens), generator=torch.Generator().manual_seed(1))
 
     def forward():
         return function(input_ids=ids, labels=ids).loss
@@ -95,15 +64,17 @@ def measure(o, kind, compiled, exact):
     start = time.perf_counter()
     loss, grads = step(model, forward)
     first = time.perf_counter() - start
-    kept, payloads = kept_bytes(model, forward)
+    kept = small_llama.kept(model, forward)
+    payloads = [x for x in kept if x.dtype == torch.uint8]  # nothing else that is saved has bytes
     times = []
     for _ in range(o.repeat):
         start = time.perf_counter()
         step(model, forward)
         times.append(time.perf_counter() - start)
     exact = exact or (loss, grads)
-    error, cosine = compare(grads, exact[1])
-    found = {"checkpoints": kind, "compiled": compiled, "kept": kept, "payloads": payloads}
+    error, cosine, _ = errors(grads, exact[1])
+    found = {"checkpoints": kind, "compiled": compiled, "kept": small_llama.nbytes(kept)}
+    found |= {"payloads": small_llama.nbytes(payloads)}
     found |= {"step_s": statistics.median(times), "first_s": first, "loss_difference": abs(loss - exact[0])}
     return found | {"gradient_error": error, "worst_cosine": cosine}, exact
 
@@ -125,8 +96,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    for name, value in (("layers", 4), ("hidden", 256), ("tokens", 512), ("repeat", 7)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    small_llama.add_options(parser)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     o = parser.parse_args()
     results, exact = [], None

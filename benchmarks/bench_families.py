@@ -136,13 +136,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args(argv)
-    for name, known in (("families", list(FAMILIES)), ("codecs", gradckpt.codecs.names())):
-        chosen = [word for word in getattr(options, name).split(",") if word]
-        unknown = [word for word in chosen if word not in known]
-        if unknown or not chosen:
-            word = f"unknown {unknown[0]!r}" if unknown else "none given"
-            parser.error(f"--{name}: {word}; choose from {', '.join(known)}")
-        setattr(options, name, chosen)
+    machine.choose(parser, options, "families", FAMILIES)
+    machine.choose(parser, options, "codecs", gradckpt.codecs.names())
     return options
 
 

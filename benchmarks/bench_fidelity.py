@@ -179,12 +179,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args(argv)
-    for name, known in (("models", models), ("codecs", codecs)):
-        chosen = [word for word in getattr(options, name).split(",") if word]
-        unknown = [word for word in chosen if word not in known]
-        if unknown:
-            parser.error(f"--{name}: unknown {unknown[0]!r}; choose from {', '.join(known)}")
-        setattr(options, name, chosen)
+    machine.choose(parser, options, "models", models, or_none=True)
+    machine.choose(parser, options, "codecs", codecs)
     return options
 
 

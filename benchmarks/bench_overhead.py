@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 from machine import facts, print_head, print_json, print_table
+from timing import Call, rounds_of, typical, with_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
-
-Call = Callable[[Callable[..., Any], torch.Tensor], torch.Tensor]
-
 
 # ---- regions ----
 
@@ -100,24 +98,6 @@ def ways_of(case: str) -> dict[str, Call]:
 
 
 # ---- timing ----
-
-
-def with_hook(call: Call, again: bool) -> Call:
-    """The plain region, with a hook in backward that runs it again, or does nothing."""
-
-    def run(f: Callable[..., Any], h: torch.Tensor) -> torch.Tensor:
-        out = call(f, h)
-
-        def hook(grads: Any) -> None:
-            with torch.enable_grad():
-                if again:
-                    call(f, h)
-
-        if out.grad_fn is not None and out is not h:
-            out.grad_fn.register_prehook(hook)
-        return out
-
-    return run
 
 
 def step(layers: list[torch.nn.Module], x: torch.Tensor, call: Call) -> tuple[float, float]:
@@ -234,21 +214,15 @@ def transformer(layers: int, rounds: int) -> dict[str, float]:
         blocks.zero_grad()
         h.square().mean().backward()
 
-    ways: dict[str, Callable[[], None]] = {
+    ways: dict[str, Callable[[], Any]] = {
         "plain": lambda: one(lambda f, h: f(h)),
         "plain + one forward": lambda: one(lambda f, h: f(h), extra=True),
         "plain + each block again in backward": lambda: one(with_hook(lambda f, h: f(h), True)),
         "torch": lambda: one(theirs),
         "gradckpt": lambda: one(gradckpt.checkpoint),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(rounds + 3):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way()
-            if round_ >= 3:
-                times[name].append(time.perf_counter() - start)
-    return {name: sorted(took)[len(took) // 4] * 1e3 for name, took in times.items()}
+    found = rounds_of(ways, rounds)
+    return {name: typical(found, lambda t, name=name: t[name]) * 1e3 for name in ways}
 
 
 def main() -> None:

@@ -13,28 +13,11 @@ import contextlib
 import statistics
 import time
 
+import small_llama
 import torch
 from machine import facts, print_head, print_table
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import gradckpt
-
-
-def plain_bytes(model, loss_of):
-    """What the hooks of torch see, each storage once, leaves apart."""
-    seen, known = {}, {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def pack(x):
-        storage = x.untyped_storage()
-        if storage._cdata not in known:
-            seen[storage._cdata] = x.detach()
-        return x.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = loss_of()
-    total = sum(x.untyped_storage().nbytes() for x in seen.values())
-    del loss
-    return total
 
 
 def saved_bytes(model, loss_of, config):
@@ -55,8 +38,7 @@ def saved_bytes(model, loss_of, config):
             if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in known:
                 by_reference[value.untyped_storage()._cdata] = value
         stack.extend(edge[0] for edge in node.next_functions)
-    kept = sum(x.untyped_storage().nbytes() for x in by_reference.values())
-    return gradckpt.stats()["live_bytes"] - before + kept
+    return gradckpt.stats()["live_bytes"] - before + small_llama.nbytes(list(by_reference.values()))
 
 
 def step(model, loss_of, context):
@@ -69,21 +51,10 @@ def step(model, loss_of, context):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in (("layers", 4), ("hidden", 256), ("tokens", 512), ("repeat", 7)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    small_llama.add_options(parser)
     o = parser.parse_args()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=o.hidden,
-        intermediate_size=3 * o.hidden,
-        num_hidden_layers=o.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
-    ids = torch.randint(0, 1024, (1, o.tokens))
+    model = small_llama.build(o)
+    ids = torch.randint(0, small_llama.VOCABULARY, (1, o.tokens))
 
     def loss_of():
         return model(ids, labels=ids).loss
@@ -94,7 +65,7 @@ def main():
         return handle
 
     nothing = contextlib.nullcontext()
-    plain = plain_bytes(model, loss_of)
+    plain = small_llama.nbytes(small_llama.kept(model, loss_of))
     exact = step(model, loss_of, nothing)
     rows = [("none", plain, nothing, None)]
     rows += [
@@ -103,7 +74,8 @@ def main():
     ]
     for compress in (None, "int8"):
         handle = checkpointed(compress)
-        rows.append((f"checkpoint {compress or ''}".strip(), plain_bytes(model, loss_of), nothing, compress or "None"))
+        kept = small_llama.nbytes(small_llama.kept(model, loss_of))
+        rows.append((f"checkpoint {compress or ''}".strip(), kept, nothing, compress or "None"))
         handle.remove()
 
     step(model, loss_of, nothing)

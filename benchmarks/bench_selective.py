@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import machine
 import selective_cost
+import timing
 import torch
 import train_llama
 from bench_fidelity import Steps
@@ -155,7 +156,7 @@ def frontier(model: Any, ids: torch.Tensor, rounds: int, say: Callable[[str], No
         times.append([])
         for way in ways:
             switch(model, way)
-            times[-1].append(selective_cost.seconds(lambda: step(model, ids)))
+            times[-1].append(timing.seconds(lambda: step(model, ids)))
     for i, row in enumerate(rows):
         row["ms"] = statistics.median(t[i] for t in times[1:]) * 1e3
         row["of_torch"] = statistics.median(t[i] / t[1] for t in times[1:])
@@ -270,7 +271,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["operators"] = selective_cost.operators(options.host_rounds)
         steps.say("host cost of a Llama layer")
         found["operators"].append(selective_cost.layer(options.host_rounds))
-        steps.say("host cost of decisions")
+        steps.say("host cost of replay_discrete")
         found["discrete_outputs"] = selective_cost.replay_discrete(options.host_rounds)
         steps.say("host cost of one-node regions")
         found["regions"] = selective_cost.regions(options.host_rounds)
@@ -319,7 +320,7 @@ def operator_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
             f"{row['torch']:.1f}",
             f"{row['gradckpt']:.2f}",
             f"{row['gradckpt'] / row['torch']:.3f}",
-            f"{row['asked_us']:.1f} us" if "asked_us" in row else f"{row['eligible']:.3f} of torch's",
+            f"{row['bound_us']:.1f} us" if "bound_us" in row else f"{row['bound']:.3f} of torch's",
         ]
         for row in rows
     ]
@@ -335,7 +336,7 @@ def region_rows(found: list[dict[str, Any]]) -> list[list[str]]:
             cells = [row["region"] if us is peer else "", name]
             for reading in ("in place", "plain"):
                 cells += [f"{us[reading]:.1f}", f"{us[reading] / peer[reading]:.3f}"]
-            table.append([*cells, f"{row['eligible']:.3f}" if name == "SelectiveRecompute" else ""])
+            table.append([*cells, f"{row['bound']:.3f}" if name == "SelectiveRecompute" else ""])
     return table
 
 
@@ -352,7 +353,7 @@ def show(found: dict[str, Any], markdown: bool) -> None:
     cells = [
         [r["what"], f"{r['least']:.2f}", f"{r['median']:.2f}", f"{r['ratio']:.3f}"] for r in found["discrete_outputs"]
     ]
-    table("host cost of decisions", columns, cells)
+    table("host cost of replay_discrete", columns, cells)
     columns = ["region", "", "in place us", "of torch's", "plain us", "of torch's", "at most"]
     title = "overhead per one-node region with nothing kept; recompute and the forward without grad not counted"
     table(title, columns, region_rows(found["regions"]))

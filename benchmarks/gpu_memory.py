@@ -243,11 +243,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.tokens = options.tokens or [count(word) for word in (("64", "128") if tiny else TOKENS)]
     options.layers = options.layers or (2 if tiny else 12)
     options.hidden = options.hidden or (HEAD if tiny else 2048)
-    options.kinds = [word for word in options.kinds.split(",") if word]
     taking = [c for c in gradckpt.codecs.names() if "bfloat16" in gradckpt.codecs.info(c)["dtypes"]]
-    unknown = [kind for kind in options.kinds if kind not in (*TITLES, *taking)]
-    if unknown or not options.kinds:
-        parser.error(f"--kinds: unknown {(unknown or [''])[0]!r}; choose from {', '.join([*TITLES, *taking])}")
+    machine.choose(parser, options, "kinds", [*TITLES, *taking])
     if options.layers < 1 or options.hidden < 1 or options.hidden % HEAD:
         parser.error(f"--layers is 1 or more, --hidden a multiple of {HEAD}")
     return options

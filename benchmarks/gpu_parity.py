@@ -361,10 +361,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few inputs, and 2^-10 of the float32 values")
     parser.add_argument("--sanitize", action="store_true", help="few inputs, none of the 2^32")
     options = parser.parse_args(argv)
-    options.codecs = [word for word in options.codecs.split(",") if word]
-    unknown = [c for c in options.codecs if c not in gradckpt.codecs.names()]
-    if unknown:
-        parser.error(f"--codecs: unknown {unknown[0]!r}; choose from {', '.join(gradckpt.codecs.names())}")
+    machine.choose(parser, options, "codecs", gradckpt.codecs.names())
     if options.fp32 is None:
         options.fp32 = 2**-18 if options.device == "cpu" else 2**-10 if options.quick else 1.0
     if not 0 <= options.fp32 <= 1:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import machine
+import timing
 import torch
 
 import gradckpt
@@ -99,13 +100,8 @@ class HostClock:
     """For the dry run."""
 
     def medians(self, calls: dict[str, Call], repeat: int) -> dict[str, float]:
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(repeat):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                call()
-                times[name].append(time.perf_counter() - start)
-        return {name: statistics.median(seconds) for name, seconds in times.items()}
+        found = timing.rounds_of(calls, repeat)
+        return {name: statistics.median(each[name] for each in found) for name in calls}
 
     def in_graph(self, call: Call) -> float | None:
         return None
@@ -259,12 +255,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=25, help="timed rounds; the median counts (%(default)s)")
     parser.add_argument("--markdown", action="store_true", help="tables in Markdown, as docs/performance.md has them")
     options = parser.parse_args(argv)
-    for name, known in (("codecs", gradckpt.codecs.names()), ("shapes", list(SHAPES))):
-        chosen = [word for word in getattr(options, name).split(",") if word]
-        unknown = [word for word in chosen if word not in known]
-        if unknown:
-            parser.error(f"--{name}: unknown {unknown[0]!r}; choose from {', '.join(known)}")
-        setattr(options, name, chosen)
+    machine.choose(parser, options, "codecs", gradckpt.codecs.names())
+    machine.choose(parser, options, "shapes", SHAPES)
     if options.repeat < 1:
         parser.error("--repeat is at least 1")
     # Those of one dtype one after the other: their values are made once.

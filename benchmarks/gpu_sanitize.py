@@ -103,10 +103,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     machine.add_device(parser)
     parser.add_argument("--tools", default=",".join(TOOLS), help="comma-separated, of: %(default)s")
     options = parser.parse_args(argv)
-    options.tools = options.tools.split(",")
-    unknown = [tool for tool in options.tools if tool not in TOOLS]
-    if unknown:
-        parser.error(f"--tools: unknown {unknown[0]!r}; choose from {', '.join(TOOLS)}")
+    machine.choose(parser, options, "tools", TOOLS)
     return options
 
 

@@ -9,7 +9,7 @@ import os
 import pathlib
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -88,6 +88,23 @@ def require(device: str, program: str) -> None:
     reason = why_no_cuda() if device == "cuda" else None
     if reason:
         sys.exit(f"{program}: {reason}; --device cpu makes a dry run")
+
+
+# ---- options ----
+
+
+def choose(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, name: str, known: Iterable[str], or_none: bool = False
+) -> None:
+    """Make a list of a comma-separated option; end the program with one sentence on an unknown
+    word, or where there is none."""
+    known = list(known)
+    chosen = [word for word in getattr(options, name).split(",") if word]
+    unknown = [word for word in chosen if word not in known]
+    if unknown or not (chosen or or_none):
+        wrong = f"unknown {unknown[0]!r}" if unknown else "none given"
+        parser.error(f"--{name}: {wrong}; choose from {', '.join(known)}")
+    setattr(options, name, chosen)
 
 
 # ---- output ----

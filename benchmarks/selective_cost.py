@@ -1,20 +1,14 @@
-"""Host cost of selective recompute beside torch's, on tensors so small that nothing else counts.
-
-All ways are run in turn, round by round; of the rounds the lower quartile counts, since other
-processes only ever add time.
-"""
+"""Host cost of selective recompute beside torch's, on tensors so small that nothing else counts."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_overhead import with_hook
+from timing import rounds_of, typical, with_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
@@ -25,37 +19,6 @@ Contexts = Callable[..., Any]
 WAYS: dict[str, Contexts] = {"torch": torch_contexts, "gradckpt": gradckpt.compat.create_selective_checkpoint_contexts}
 #: Of a Llama layer: its matrix products and its attention.
 NAMED = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
-
-
-# ---- timing ----
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def rounds_of(runs: dict[str, Callable[[], Any]], rounds: int) -> list[dict[str, float]]:
-    """Seconds of each, in turn; the first rounds are left out. Garbage is collected between the
-    rounds, not in them: what a collection costs depends on what else the process holds."""
-    warm, found = 3, []
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        for _ in range(rounds + warm):
-            found.append({name: seconds(run) for name, run in runs.items()})
-            gc.collect()
-    finally:
-        gc.enable()
-        gc.unfreeze()
-    return found[warm:]
-
-
-def typical(found: list[dict[str, float]], what: Callable[[dict[str, float]], float]) -> float:
-    """Of the lower quartile of each way."""
-    return what({name: sorted(each[name] for each in found)[len(found) // 4] for name in found[0]})
 
 
 # ---- per operator ----
@@ -104,14 +67,14 @@ def operators(rounds: int, calls: int = 50) -> list[dict[str, Any]]:
     for kind, policy in (("list", named), ("function", says_save(*named))):
         for what, op in (("not named", lambda: torch.sin(x)), ("saved", lambda: torch.mm(x, x))):
             us = added(policy, lambda op=op: repeat(op, calls), calls, rounds)
-            rows.append({"what": f"operator {what}, policy a {kind}", **us, **asked_of(what, kind)})
+            rows.append({"what": f"operator {what}, policy a {kind}", **us, **bound_of(what, kind)})
     return rows
 
 
-def asked_of(what: str, kind: str) -> dict[str, Any]:
+def bound_of(what: str, kind: str) -> dict[str, Any]:
     if kind == "list":
-        return {"asked_us": 0.5} if what == "not named" else {"eligible": 0.6}
-    return {"eligible": 0.9} if what == "not named" else {"eligible": 0.65}
+        return {"bound_us": 0.5} if what == "not named" else {"bound": 0.6}
+    return {"bound": 0.9} if what == "not named" else {"bound": 0.65}
 
 
 # ---- a layer ----
@@ -157,13 +120,13 @@ def layer(rounds: int, times: int = 10) -> dict[str, Any]:
         runs[name] = lambda c=contexts: repeat(lambda: within(c, NAMED, lambda: block(x)), times)
     found = rounds_of(runs, rounds)
     us = {name: typical(found, lambda t, name=name: t[name] - t["plain"]) / times * 1e6 for name in WAYS}
-    return {"what": "Llama layer, matrix products and attention saved", **us, "eligible": 1 / 6}
+    return {"what": "Llama layer, matrix products and attention saved", **us, "bound": 1 / 6}
 
 
-# ---- decisions ----
+# ---- replay_discrete ----
 
 
-def decided_step(layers: list[LlamaLayer], x: torch.Tensor, replay_discrete: bool, by_mode: bool = False) -> None:
+def discrete_step(layers: list[LlamaLayer], x: torch.Tensor, replay_discrete: bool, by_mode: bool = False) -> None:
     config = {"codec": "int8", "min_numel": 1, "replay_discrete": replay_discrete}
     gradckpt._C.catch_by_mode(by_mode)
     try:
@@ -176,14 +139,14 @@ def decided_step(layers: list[LlamaLayer], x: torch.Tensor, replay_discrete: boo
 
 
 def replay_discrete(rounds: int, depth: int = 6) -> list[dict[str, Any]]:
-    """A step of a Llama so small that only host time counts, inputs in int8: without decisions,
-    with them caught on the dispatch key, and caught by a dispatch mode in C."""
+    """A step of a Llama so small that only host time counts, inputs in int8: without
+    replay_discrete, with results caught on the dispatch key, and by a dispatch mode in C."""
     torch.manual_seed(0)
     layers, x = [LlamaLayer(64) for _ in range(depth)], torch.randn(1, 32, 64, requires_grad=True)
     runs: dict[str, Callable[[], Any]] = {
-        "without decisions": functools.partial(decided_step, layers, x, False),
-        "on the dispatch key": functools.partial(decided_step, layers, x, True),
-        "by a dispatch mode in C": functools.partial(decided_step, layers, x, True, True),
+        "without replay_discrete": functools.partial(discrete_step, layers, x, False),
+        "on the dispatch key": functools.partial(discrete_step, layers, x, True),
+        "by a dispatch mode in C": functools.partial(discrete_step, layers, x, True, True),
     }
     found = rounds_of(runs, rounds)
     return [
@@ -191,7 +154,7 @@ def replay_discrete(rounds: int, depth: int = 6) -> list[dict[str, Any]]:
             "what": name,
             "least": min(each[name] for each in found) * 1e3,
             "median": statistics.median(each[name] for each in found) * 1e3,
-            "ratio": statistics.median(each[name] / each["without decisions"] for each in found),
+            "ratio": statistics.median(each[name] / each["without replay_discrete"] for each in found),
         }
         for name in runs
     ]
@@ -308,7 +271,7 @@ def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
         def in_place(t: dict[str, float], name: str) -> float:
             return t[name] - t["no grad"] - (t["plain"] - t["forward"]) - (t["again"] - t["hook"])
 
-        row: dict[str, Any] = {"region": case, "eligible": 1 / 3}
+        row: dict[str, Any] = {"region": case, "bound": 1 / 3}
         for name in ONE_NODE:
             over = typical(found, lambda t, name=name: in_place(t, name))
             once_more = typical(found, lambda t, name=name: t[name] - t["plain"] - t["no grad"])

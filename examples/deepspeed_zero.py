@@ -29,6 +29,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; pip install deepspeed")
 
+from comparison import add_options, batches, checks_of, parse_options, print_checks, print_runs
+
 import gradckpt
 from gradckpt.integrations import deepspeed as compressed_checkpointing
 
@@ -77,13 +79,9 @@ def train(args: argparse.Namespace, checkpointing: Any) -> list[float]:
             "zero_allow_untested_optimizer": True,
         },
     )
-    with open(__file__, "rb") as file:
-        text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
     torch.manual_seed(args.seed + torch.distributed.get_rank())
     losses = []
-    for _ in range(args.steps):
-        starts = torch.randint(0, len(text) - args.seq, (args.batch,))
-        ids = torch.stack([text[start : start + args.seq] for start in starts])
+    for ids in batches(__file__, args):
         loss = engine(ids.to(engine.device))
         engine.backward(loss)
         engine.step()
@@ -91,42 +89,12 @@ def train(args: argparse.Namespace, checkpointing: Any) -> list[float]:
     return losses
 
 
-def checks(theirs: list[float], ours: list[float], stats: dict[str, Any], args: argparse.Namespace) -> dict[str, bool]:
-    """What must hold, in words."""
-    wanted = args.layers * args.steps
-    if args.compress is None:
-        return {
-            f"each block was checkpointed in each step: {args.layers} x {args.steps}": stats["regions"] == wanted,
-            "every loss equal to that of DeepSpeed's checkpointing": ours == theirs,
-        }
-    return {
-        f"the input of each block was compressed in each step: {args.layers} x {args.steps}": (
-            stats["compressed"] == wanted
-        ),
-        "first loss equal to that of DeepSpeed's checkpointing": ours[0] == theirs[0],
-        "last loss within 2 % of it": abs(ours[-1] - theirs[-1]) < 0.02 * theirs[-1],
-    }
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=2, help="stage of ZeRO (%(default)s)")
-    parser.add_argument("--compress", default="int8", help="a codec, or none (%(default)s)")
     parser.add_argument("--checkpoint-in-cpu", action="store_true", help="keep what is compressed in host memory")
-    parser.add_argument("--steps", type=int, default=6, help="(%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per process and step (%(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 32 (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    if min(args.steps, args.batch, args.layers) < 1 or args.hidden < 32 or args.hidden % 32:
-        parser.error("--steps, --batch and --layers are 1 or more, --hidden is a multiple of 32")
-    if args.compress == "none":
-        args.compress = None
-    elif args.compress not in (*gradckpt.codecs.names(), "fp8"):
-        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs.names())}")
-    return args
+    add_options(parser, "process and step")
+    return parse_options(parser, argv)
 
 
 def join() -> None:
@@ -149,18 +117,12 @@ def main(argv: list[str] | None = None) -> int:
     gradckpt.stats.reset()
     ours = train(args, compressed_checkpointing)
     stats = gradckpt.stats()
-    found = checks(theirs, ours, stats, args)
+    found = checks_of(theirs, ours, stats, args, "DeepSpeed's checkpointing")
     if torch.distributed.get_rank() == 0:
         world = torch.distributed.get_world_size()
         print(f"ZeRO {args.zero}, processes: {world}, blocks: {args.layers}; loss of process 0:")
-        print("DeepSpeed's checkpointing", " ".join(f"{loss:.4f}" for loss in theirs))
-        print(f"gradckpt {args.compress!s:16}", " ".join(f"{loss:.4f}" for loss in ours))
-        print(
-            f"{stats['regions']} regions, {stats['compressed']} inputs compressed: "
-            f"{stats['bytes_in']} bytes kept in {stats['bytes_out']}"
-        )
-        for words, good in found.items():
-            print("ok    " if good else "FAILED", words)
+        print_runs({"DeepSpeed's checkpointing": theirs, f"gradckpt {args.compress}": ours}, stats)
+        print_checks(found)
     torch.distributed.barrier()  # Gloo's threads let go of their last tensors while Python is there to free them
     torch.distributed.destroy_process_group()
     return 0 if all(found.values()) else 1

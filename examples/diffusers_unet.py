@@ -18,7 +18,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,23 +32,15 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; pip install diffusers")
 
+from comparison import Gradients, Result, gradient_error, print_checks, print_heading, print_row
+from comparison import train as train_by
+
 import gradckpt
 
 CHANNELS, SIDE = 4, 16  # of the latents
 TOKENS, WIDTH = 32, 64  # of the condition
 #: The largest error of the gradients (relative L2) that each codec may make here.
 BOUNDS = {"int8": 0.03, "fp8": 0.1, "int6": 0.1, "int4": 0.4, "lossless": 0.0}
-
-
-@dataclass
-class Result:
-    losses: list[float]
-    regions: int  # of gradckpt, in all steps
-    compressed: int  # tensors
-    bytes_in: int
-    bytes_out: int
-    error: float = 0.0  # of the first batch's gradient, relative L2
-    cosine: float = 1.0  # of the worst parameter that holds 1 % of the gradient's norm or more
 
 
 # ---- models and data
@@ -104,38 +95,23 @@ def batch_of(args: argparse.Namespace, step: int) -> tuple[Tensor, Tensor]:
 # ---- training
 
 
-def train(checkpoint: Callable[..., Any] | None, args: argparse.Namespace) -> tuple[Result, dict[str, Tensor]]:
+def train(checkpoint: Callable[..., Any] | None, args: argparse.Namespace) -> tuple[Result, Gradients]:
     """``checkpoint``: diffusers' gradient_checkpointing_func; None is its own."""
     torch.manual_seed(args.seed)
     model = MODELS[args.model]().train()
     model.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint)
     scheduler = DDPMScheduler(num_train_timesteps=1000)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    gradckpt.stats.reset()
-    losses, first = [], {}
-    for step in range(args.steps):
+
+    def loss_of(step: int) -> Tensor:
         latents, condition = batch_of(args, step)
         noise = torch.randn_like(latents)
         times = torch.randint(scheduler.config.num_train_timesteps, (args.batch,))
         pooled = {} if args.model == "unet" else {"pooled_projections": condition.mean(1)}
         noisy = scheduler.add_noise(latents, noise, times)
         found = model(noisy, timestep=times, encoder_hidden_states=condition, **pooled).sample
-        loss = F.mse_loss(found, noise)
-        optimizer.zero_grad()
-        loss.backward()
-        if step == 0:
-            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        losses.append(loss.item())
-    stats = gradckpt.stats()
-    return Result(losses, *(stats[key] for key in ("regions", "compressed", "bytes_in", "bytes_out"))), first
+        return F.mse_loss(found, noise)
 
-
-def compare(result: Result, found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    a, b = (torch.cat([gradients[name].flatten() for name in exact]) for gradients in (found, exact))
-    result.error = float((a - b).norm() / b.norm())
-    large = [name for name in exact if exact[name].norm() >= 0.01 * b.norm()]
-    result.cosine = min(float(F.cosine_similarity(found[n].flatten(), exact[n].flatten(), dim=0)) for n in large)
+    return train_by(model, loss_of, args.steps, args.lr)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -161,31 +137,32 @@ def main(argv: list[str] | None = None) -> int:
         "gradckpt None": gradckpt.checkpoint,
         f"gradckpt {codec}": functools.partial(gradckpt.checkpoint, compress=codec),
     }
-    results, gradients = {}, {}
+    results: dict[str, Result] = {}
+    exact: Gradients = {}
     print(f"{args.model}, {args.batch} latents of {CHANNELS} x {SIDE} x {SIDE}, {args.steps} steps")
-    print(f"{'':26} {'regions':>8} {'inputs':>12} {'kept':>12} {'first loss':>11} {'last loss':>10} {'error':>8}")
+    print_heading()
     for way, checkpoint in ways.items():
-        results[way], gradients[way] = train(checkpoint, args)
-        r = results[way]
-        compare(r, gradients[way], gradients["diffusers' checkpointing"])
-        sizes = f"{r.bytes_in / 1024:8.0f} KiB {r.bytes_out / 1024:8.0f} KiB"
-        print(f"{way:26} {r.regions:8} {sizes} {r.losses[0]:11.5f} {r.losses[-1]:10.5f} {r.error:8.3%}")
+        result, gradients = train(checkpoint, args)
+        exact = exact or gradients
+        result.error, result.cosine = gradient_error(gradients, exact)
+        print_row(way, result)
+        results[way] = result
 
     stock, none, ours = results.values()
     bound = BOUNDS[codec]
-    found = [
-        (none.losses == stock.losses, "None: losses of all steps equal to diffusers' checkpointing, to the bit"),
-        (none.error == 0.0, "None: gradients, too"),
-        (none.regions == ours.regions > 0, f"{ours.regions // args.steps} regions in each step"),
-        (ours.compressed > 0, f"{codec}: {ours.compressed // args.steps} tensors compressed in each step"),
-        (ours.losses[0] == stock.losses[0], f"{codec}: first loss equal to diffusers' checkpointing"),
-        (ours.error <= bound, f"{codec}: gradients within {bound:.0%}, worst cosine {ours.cosine:.5f}"),
-    ]
-    for good, words in found:
-        print("ok    " if good else "FAILED", words)
+    status = print_checks(
+        {
+            "None: losses of all steps equal to diffusers' checkpointing, to the bit": none.losses == stock.losses,
+            "None: gradients, too": none.error == 0.0,
+            f"{ours.regions // args.steps} regions in each step": none.regions == ours.regions > 0,
+            f"{codec}: {ours.compressed // args.steps} tensors compressed in each step": ours.compressed > 0,
+            f"{codec}: first loss equal to diffusers' checkpointing": ours.losses[0] == stock.losses[0],
+            f"{codec}: gradients within {bound:.0%}, worst cosine {ours.cosine:.5f}": ours.error <= bound,
+        }
+    )
     if args.json:
         print(json.dumps({way: vars(result) for way, result in results.items()}))
-    return 0 if all(good for good, _ in found) else 1
+    return status
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; pip install lightning transformers")
 
+from comparison import add_options, checks_of, parse_options, print_checks, print_runs
+
 import gradckpt
 from gradckpt.integrations.lightning import GradckptCallback
 
@@ -93,40 +95,13 @@ def train(args: argparse.Namespace, callbacks: list[pl.Callback]) -> tuple[Langu
     return module, gradckpt.stats()
 
 
-def checks(stock: list[float], ours: list[float], stats: dict[str, Any], args: argparse.Namespace) -> dict[str, bool]:
-    """What must hold, in words."""
-    wanted = args.layers * args.steps
-    if args.compress is None:
-        return {
-            f"each layer was checkpointed in each step: {args.layers} x {args.steps}": stats["regions"] == wanted,
-            "every loss equal to that of transformers' checkpointing": ours == stock,
-        }
-    return {
-        f"the input of each layer was compressed in each step: {args.layers} x {args.steps}": (
-            stats["compressed"] == wanted
-        ),
-        "first loss equal to that of transformers' checkpointing": ours[0] == stock[0],
-        "last loss within 2 % of it": abs(ours[-1] - stock[-1]) < 0.02 * stock[-1],
-    }
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2, help="processes, by DDP (%(default)s)")
-    parser.add_argument("--compress", default="int8", help="a codec, or none (%(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="(%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per process and step (%(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 32 (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    if min(args.devices, args.steps, args.batch, args.layers) < 1 or args.hidden < 32 or args.hidden % 32:
-        parser.error("--devices, --steps, --batch and --layers are 1 or more, --hidden is a multiple of 32")
-    if args.compress == "none":
-        args.compress = None
-    elif args.compress not in (*gradckpt.codecs.names(), "fp8"):
-        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs.names())}")
+    add_options(parser, "process and step")
+    args = parse_options(parser, argv)
+    if args.devices < 1:
+        parser.error("--devices is 1 or more")
     return args
 
 
@@ -136,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="lightning|transformers|torch")
     stock, _ = train(args, [])
     ours, stats = train(args, [GradckptCallback(args.compress)])
-    found = checks(stock.losses, ours.losses, stats, args)
+    found = checks_of(stock.losses, ours.losses, stats, args, "transformers' checkpointing")
     report(stock.losses, ours.losses, stats, found, args)
     return 0 if all(found.values()) else 1
 
@@ -146,14 +121,8 @@ def report(
     stock: list[float], ours: list[float], stats: dict[str, Any], found: dict[str, bool], args: argparse.Namespace
 ) -> None:
     print(f"{args.devices} processes, {args.layers} layers, {args.steps} steps; loss of process 0:")
-    print("transformers' checkpointing ", " ".join(f"{loss:.4f}" for loss in stock))
-    print(f"gradckpt {args.compress!s:19}", " ".join(f"{loss:.4f}" for loss in ours))
-    print(
-        f"{stats['regions']} regions, {stats['compressed']} inputs compressed: "
-        f"{stats['bytes_in']} bytes kept in {stats['bytes_out']}"
-    )
-    for words, good in found.items():
-        print("ok    " if good else "FAILED", words)
+    print_runs({"transformers' checkpointing": stock, f"gradckpt {args.compress}": ours}, stats)
+    print_checks(found)
 
 
 if __name__ == "__main__":

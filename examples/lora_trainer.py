@@ -33,10 +33,12 @@ try:
     from peft import LoraConfig, PeftModel, get_peft_model
     from rich.console import Console
     from rich.table import Table
-    from train_llama import gradient_error, read_text, take
-    from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; pip install peft transformers accelerate rich")
+
+from comparison import gradient_error
+from train_llama import build, read_text, take
 
 import gradckpt
 
@@ -85,20 +87,6 @@ class Windows(torch.utils.data.Dataset):
         one = argparse.Namespace(seq=self.args.seq, batch=1)
         ids = take(self.text, one, self.args.seed * 1_000_003 + index)[0]
         return {"input_ids": ids, "labels": ids}
-
-
-def build(args: argparse.Namespace) -> LlamaForCausalLM:
-    torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 8 // 3 // 8 * 8,
-        num_hidden_layers=args.layers,
-        num_attention_heads=max(1, args.hidden // 32),
-        max_position_embeddings=args.seq,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
 
 
 def pretrain(args: argparse.Namespace) -> Weights:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from comparison import print_checks
 from torch import Tensor, nn
 
 import gradckpt
@@ -200,23 +201,22 @@ def train(way: Way, text: Tensor, args: argparse.Namespace) -> tuple[Result, Ten
     return Result(kept, losses, stats["compressed"], stats["bytes_in"], stats["bytes_out"]), first
 
 
-def checks(results: dict[str, Result], args: argparse.Namespace) -> list[tuple[bool, str]]:
+def checks(results: dict[str, Result], args: argparse.Namespace) -> dict[str, bool]:
     """What must hold, in words."""
     plain, stock, ours = (results[name] for name in ("no checkpointing", "torch checkpointing", "gradckpt None"))
-    found = [
-        (ours.losses == stock.losses, f"gradckpt None: losses of all {args.steps} steps equal to torch's, to the bit"),
-        (ours.error == stock.error == 0.0, "gradckpt None: gradients equal to those without checkpointing, to the bit"),
-    ]
+    found = {
+        f"gradckpt None: losses of all {args.steps} steps equal to torch's, to the bit": ours.losses == stock.losses,
+        "gradckpt None: gradients equal to those without checkpointing, to the bit": ours.error == stock.error == 0.0,
+    }
     for name, way in WAYS.items():
         if way.codec is not None:
             result, bound = results[name], BOUNDS[way.codec]
-            found += [
-                (result.compressed > 0, f"{name}: {result.compressed} tensors compressed"),
-                (result.losses[0] == plain.losses[0], f"{name}: first loss equal to that without checkpointing"),
-                (0.0 < result.error <= bound, f"{name}: gradients within {bound:.0%}"),
-            ]
-    found.append((results["decorator, int8"].losses == results["gradckpt int8"].losses, "decorator and call: one"))
-    return found
+            found |= {
+                f"{name}: {result.compressed} tensors compressed": result.compressed > 0,
+                f"{name}: first loss equal to that without checkpointing": result.losses[0] == plain.losses[0],
+                f"{name}: gradients within {bound:.0%}": 0.0 < result.error <= bound,
+            }
+    return found | {"decorator and call: one": results["decorator, int8"].losses == results["gradckpt int8"].losses}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -252,12 +252,10 @@ def main(argv: list[str] | None = None) -> int:
         results[name] = result
         first, last = result.losses[0], result.losses[-1]
         print(f"{name:20} {result.kept / MIB:12.3f} MiB {first:12.5f} {last:12.5f} {result.error:15.3%}")
-    found = checks(results, args)
-    for good, words in found:
-        print("ok    " if good else "FAILED", words)
+    status = print_checks(checks(results, args))
     if args.json:
         print(json.dumps({name: vars(result) for name, result in results.items()}))
-    return 0 if all(good for good, _ in found) else 1
+    return status
 
 
 if __name__ == "__main__":

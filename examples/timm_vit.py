@@ -17,7 +17,6 @@ import json
 import math
 import sys
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -28,22 +27,14 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; pip install timm")
 
+from comparison import Gradients, Result, gradient_error, print_checks, print_heading, print_row
+from comparison import train as train_by
+
 import gradckpt
 
 CLASSES = 8
 #: The largest error of the gradients (relative L2) that each codec may make here.
 BOUNDS = {"int8": 0.03, "fp8": 0.1, "int6": 0.1, "int4": 0.4, "lossless": 0.0}
-
-
-@dataclass
-class Result:
-    losses: list[float]
-    regions: int  # of gradckpt, in all steps
-    compressed: int  # tensors
-    bytes_in: int
-    bytes_out: int
-    error: float = 0.0  # of the first batch's gradient, relative L2
-    cosine: float = 1.0  # of the worst parameter that holds 1 % of the gradient's norm or more
 
 
 def build(args: argparse.Namespace) -> nn.Module:
@@ -74,30 +65,16 @@ def batch_of(args: argparse.Namespace, step: int) -> tuple[Tensor, Tensor]:
     return wave.unsqueeze(1) + 0.3 * torch.randn(args.batch, 3, args.size, args.size, generator=draw), classes
 
 
-def train(model: nn.Module, around: AbstractContextManager[object], args: argparse.Namespace) -> tuple[Result, Tensor]:
-    gradckpt.stats.reset()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+def train(
+    model: nn.Module, around: AbstractContextManager[object], args: argparse.Namespace
+) -> tuple[Result, Gradients]:
+    def loss_of(step: int) -> Tensor:
+        images, classes = batch_of(args, step)
+        return F.cross_entropy(model(images), classes)
+
     torch.manual_seed(args.seed)
-    losses, first = [], {}
     with around:
-        for step in range(args.steps):
-            images, classes = batch_of(args, step)
-            loss = F.cross_entropy(model(images), classes)
-            optimizer.zero_grad()
-            loss.backward()
-            if step == 0:
-                first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            optimizer.step()
-            losses.append(loss.item())
-    stats = gradckpt.stats()
-    return Result(losses, *(stats[key] for key in ("regions", "compressed", "bytes_in", "bytes_out"))), first
-
-
-def compare(result: Result, found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    a, b = (torch.cat([gradients[name].flatten() for name in exact]) for gradients in (found, exact))
-    result.error = float((a - b).norm() / b.norm())
-    large = [name for name in exact if exact[name].norm() >= 0.01 * b.norm()]
-    result.cosine = min(float(F.cosine_similarity(found[n].flatten(), exact[n].flatten(), dim=0)) for n in large)
+        return train_by(model, loss_of, args.steps, args.lr)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -119,7 +96,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     codec = args.compress
-    results, gradients = {}, {}
+    results: dict[str, Result] = {}
+    exact: Gradients = {}
     # name -> (timm's flag, modules= of gradckpt.enable, what is around the loop)
     ways: dict[str, tuple[bool, str | None, AbstractContextManager[object]]] = {
         "timm's checkpointing": (True, None, contextlib.nullcontext()),
@@ -128,37 +106,34 @@ def main(argv: list[str] | None = None) -> int:
         f"enable, {codec}": (False, codec, contextlib.nullcontext()),
     }
     print(f"{args.layers} layers, {args.batch} images of {args.size} x {args.size}, {args.steps} steps")
-    print(f"{'':22} {'regions':>8} {'inputs':>12} {'kept':>12} {'first loss':>11} {'last loss':>10} {'error':>8}")
+    print_heading()
     for name, (flag, rule, around) in ways.items():
         model = build(args)
         if flag:
             model.set_grad_checkpointing()
         if rule:
             gradckpt.enable(model, modules={"layer": rule})
-        results[name], gradients[name] = train(model, around, args)
-        r = results[name]
-        compare(r, gradients[name], gradients["timm's checkpointing"])
-        sizes = f"{r.bytes_in / 1024:8.0f} KiB {r.bytes_out / 1024:8.0f} KiB"
-        print(f"{name:22} {r.regions:8} {sizes} {r.losses[0]:11.5f} {r.losses[-1]:10.5f} {r.error:8.3%}")
+        result, gradients = train(model, around, args)
+        exact = exact or gradients
+        result.error, result.cosine = gradient_error(gradients, exact)
+        print_row(name, result)
+        results[name] = result
 
     stock, none, patched, applied = results.values()
     wanted, bound = args.layers * args.steps, BOUNDS[codec]
-    found = [
-        (none.losses == stock.losses, "patched(None): losses of all steps equal to timm's checkpointing, to the bit"),
-        (none.error == 0.0, "patched(None): gradients, too"),
-        (
-            patched.compressed == wanted,
-            f"patched: {wanted} tensors compressed, one per layer and step",
-        ),
-        (patched.losses[0] == stock.losses[0], "patched: first loss equal to timm's checkpointing"),
-        (patched.error <= bound, f"patched: gradients within {bound:.0%}, worst cosine {patched.cosine:.5f}"),
-        (vars(applied) == vars(patched), "enable: the same numbers as patched"),
-    ]
-    for good, words in found:
-        print("ok    " if good else "FAILED", words)
+    status = print_checks(
+        {
+            "patched(None): losses of all steps equal to timm's checkpointing, to the bit": none.losses == stock.losses,
+            "patched(None): gradients, too": none.error == 0.0,
+            f"patched: {wanted} tensors compressed, one per layer and step": patched.compressed == wanted,
+            "patched: first loss equal to timm's checkpointing": patched.losses[0] == stock.losses[0],
+            f"patched: gradients within {bound:.0%}, worst cosine {patched.cosine:.5f}": patched.error <= bound,
+            "enable: the same numbers as patched": vars(applied) == vars(patched),
+        }
+    )
     if args.json:
         print(json.dumps({name: vars(result) for name, result in results.items()}))
-    return 0 if all(good for good, _ in found) else 1
+    return status
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; pip install torchtitan")
 
+from comparison import add_options, batches, checks_of, parse_options, print_checks, print_runs
+
 import gradckpt
 from gradckpt.integrations.torch_distributed import CheckpointWrapper
 from gradckpt.integrations.torchtitan import CompressedFullAC, CompressedSelectiveAC
@@ -69,12 +71,8 @@ def train(args: argparse.Namespace, policy: Any) -> tuple[list[float], int]:
     model = Language(args)
     policy.build().apply(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with open(__file__, "rb") as file:
-        text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
     losses = []
-    for _ in range(args.steps):
-        starts = torch.randint(0, len(text) - args.seq, (args.batch,))
-        ids = torch.stack([text[start : start + args.seq] for start in starts])
+    for ids in batches(__file__, args):
         optimizer.zero_grad()
         loss = model(ids)
         loss.backward()
@@ -83,39 +81,11 @@ def train(args: argparse.Namespace, policy: Any) -> tuple[list[float], int]:
     return losses, sum(isinstance(module, CheckpointWrapper) for module in model.modules())
 
 
-def checks(
-    theirs: list[float], ours: list[float], wrapped: int, stats: dict[str, Any], args: argparse.Namespace
-) -> dict[str, bool]:
-    """What must hold, in words."""
-    words = f"{POLICIES[args.ac][0].__name__}"
-    found = {f"all {args.layers} blocks are wrapped": wrapped == args.layers}
-    if args.compress == "none":
-        return found | {f"every loss equal to that of {words}": ours == theirs}
-    return found | {
-        f"the input of each block was compressed in each step: {args.layers} x {args.steps}": (
-            stats["compressed"] == args.layers * args.steps
-        ),
-        f"first loss equal to that of {words}": ours[0] == theirs[0],
-        "last loss within 2 % of it": abs(ours[-1] - theirs[-1]) < 0.02 * theirs[-1],
-    }
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ac", choices=POLICIES, default="full", help="torchtitan's policy (%(default)s)")
-    parser.add_argument("--compress", default="int8", help="a codec, or none (%(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="(%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per step (%(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 32 (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    if min(args.steps, args.batch, args.layers) < 1 or args.hidden < 32 or args.hidden % 32:
-        parser.error("--steps, --batch and --layers are 1 or more, --hidden is a multiple of 32")
-    if args.compress not in ("none", *gradckpt.codecs.names(), "fp8"):
-        parser.error(f"--compress is none or one of {', '.join(gradckpt.codecs.names())}")
-    return args
+    add_options(parser)
+    return parse_options(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,19 +94,12 @@ def main(argv: list[str] | None = None) -> int:
     stock, compressed = POLICIES[args.ac]
     theirs, _ = train(args, stock.Config())
     gradckpt.stats.reset()
-    ours, wrapped = train(args, compressed.Config(compress=args.compress))
+    ours, wrapped = train(args, compressed.Config(compress=args.compress or "none"))
     stats = gradckpt.stats()
     print(f"{args.layers} blocks, {args.steps} steps; loss:")
-    print(f"{stock.__name__:23}", " ".join(f"{loss:.4f}" for loss in theirs))
-    print(f"{compressed.__name__ + ' ' + args.compress:23}", " ".join(f"{loss:.4f}" for loss in ours))
-    print(
-        f"{wrapped} blocks wrapped, {stats['regions']} regions, {stats['compressed']} inputs compressed: "
-        f"{stats['bytes_in']} bytes kept in {stats['bytes_out']}"
-    )
-    found = checks(theirs, ours, wrapped, stats, args)
-    for words, good in found.items():
-        print("ok    " if good else "FAILED", words)
-    return 0 if all(found.values()) else 1
+    print_runs({stock.__name__: theirs, f"{compressed.__name__} {args.compress}": ours}, stats)
+    found = {f"all {args.layers} layers are wrapped": wrapped == args.layers}
+    return print_checks(found | checks_of(theirs, ours, stats, args, stock.__name__))
 
 
 if __name__ == "__main__":

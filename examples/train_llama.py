@@ -41,12 +41,12 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; pip install rich transformers matplotlib")
 
+from comparison import gradient_error
+
 import gradckpt
 
 MIB = 2**20
 NONE, TORCH, EXACT, FLOOR = "no checkpointing", "torch's checkpointing", "gradckpt None", "bf16 autocast"
-#: A parameter with less than this share of the gradient's norm does not count for the worst cosine.
-NOISE = 0.01
 #: Modules inside a layer whose outputs show whether a recompute repeats the forward.
 PROBES = ("input_layernorm", "q_proj", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj")
 
@@ -152,14 +152,6 @@ def step(model: LlamaForCausalLM, ids: torch.Tensor) -> Step:
     loss.backward()
     seconds = time.perf_counter() - start
     return Step(loss.item(), seconds, {name: p.grad.double().flatten() for name, p in model.named_parameters()})
-
-
-def gradient_error(grads: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Relative L2 over all parameters; the worst parameter's cosine."""
-    norm = torch.cat(list(exact.values())).norm()
-    gap = torch.cat([grads[name] - exact[name] for name in exact]).norm()
-    pairs = [(grads[name], g) for name, g in exact.items() if g.norm() >= NOISE * norm]
-    return (gap / norm).item(), min(1.0, *(torch.cosine_similarity(g, e, dim=0).item() for g, e in pairs))
 
 
 def compare(model: LlamaForCausalLM, ids: torch.Tensor, results: dict[str, Result]) -> None:

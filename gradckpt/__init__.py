@@ -51,5 +51,5 @@ __all__ = [
 
 _C.bind(_callbacks.TABLE)
 _logging.getLogger("gradckpt").addHandler(_logging.NullHandler())
-_trainer_flag.watch()
-_compile.watch()
+_trainer_flag.hook_import()
+_compile.hook_import()

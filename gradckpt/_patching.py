@@ -43,9 +43,6 @@ R = TypeVar("R")
 #: The number of optimizer steps without a compressed tensor before the warning.
 PATIENCE = 2
 
-#: Keywords of gradckpt.checkpoint that torch passes on to the region's function.
-_NOT_TORCHS = ("compress", "policy", "buffers")
-
 
 class _Body:
     """One of torch's functions, whose body can be exchanged and put back."""
@@ -234,7 +231,7 @@ class patched:
                 if len(_active) == 1:
                     for body in _BODIES:
                         body.exchange()
-                _stand_in()
+                _tell_dynamo()
             except BaseException:
                 self.remove()
                 raise
@@ -253,7 +250,7 @@ class patched:
             if not _active:
                 for body in _BODIES:
                     body.put_back()
-            _stand_in()
+            _tell_dynamo()
 
     def __enter__(self) -> patched:
         self._begin()
@@ -306,9 +303,7 @@ class patched:
         return self._compressed(args[0], args[1:], {**kwargs, "use_reentrant": False}, in_model)
 
     def _compressed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_model: bool) -> Any:
-        its_own = {key: kwargs.pop(key) for key in _NOT_TORCHS if key in kwargs}
-        if its_own:
-            function = functools.partial(function, **its_own)
+        function = dynamo.bind_not_torchs(function, kwargs)
         debug = getattr(torch_checkpoint, "_checkpoint_debug_enabled", None)
         if (
             self._context_fn is not None
@@ -419,10 +414,10 @@ def in_force() -> bool:
     return any(handle._acts for handle in _active[-1:])
 
 
-def _stand_in() -> None:
+def _tell_dynamo() -> None:
     """Tell torch.compile the settings of the innermost patch."""
     acting = [handle for handle in _active[-1:] if handle._acts]
-    dynamo.stand_in(dynamo.Standing(acting[0].config, acting[0]._context_fn) if acting else None)
+    dynamo.replace_checkpoint(dynamo.Replacement(acting[0].config, acting[0]._context_fn) if acting else None)
 
 
 def _is_tracing() -> bool:

@@ -12,7 +12,7 @@ import torch
 from gradckpt import _C
 from gradckpt._engine import selective
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.op_policy import NAMED, SAVE, Policy
+from gradckpt._engine.op_policy import LABEL, SAVE, Policy
 from gradckpt._engine.user_lines import ENGINES, outside
 from gradckpt._stats import format_bytes
 
@@ -157,7 +157,7 @@ class _Recorder:
         for store, policy, place in self.stores:
             for op, calls in store.storage.items():
                 rule = policy.rules.get(op) if isinstance(policy, Policy) else None
-                if rule is not None and rule.keep not in (SAVE, NAMED):
+                if rule is not None and rule.keep not in (SAVE, LABEL):
                     continue  # kept by replay_discrete
                 for kept in private.tree_leaves(list(calls.values())):
                     value = getattr(kept, "val", None)

@@ -77,7 +77,7 @@ class Stats(dict[str, Any]):
     def headline(self) -> str:
         """Return the first line of the text."""
         steps = self["steps"] or 1
-        regions, asked = self["regions"] / steps, self["regions_eligible"] / steps
+        regions, eligible = self["regions"] / steps, self["regions_eligible"] / steps
         layers = f"{_number(self['regions_compressed'] / steps)} of {_number(regions)} layers"
         peak = self["peak_live_bytes"]
         if self["ratio"] and not regions:
@@ -93,7 +93,7 @@ class Stats(dict[str, Any]):
         if self["compiled_tensors"]:
             sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
             return f"checkpoints of compiled graphs: {sizes} for one call, {self['compiled_tensors']} tensors"
-        if asked:
+        if eligible:
             return f"checkpoints: nothing is compressed, {layers}"
         if regions:
             return f"checkpoints: not compressed, {_number(regions)} layers with compress=None"

@@ -6,7 +6,8 @@ from typing import Any
 
 from gradckpt import _C
 from gradckpt._C import Payload
-from gradckpt._config import check_key, resolve_codec
+from gradckpt._codec_names import resolve_codec
+from gradckpt._config import check_key
 
 __all__ = ["Payload", "encode", "info", "names"]
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
 from gradckpt._C import is_recomputing
-from gradckpt._config import ALIASES, for_activations
+from gradckpt._codec_names import ALIASES, for_activations
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS, overloads
 from gradckpt._engine.discrete_forms import Compared
 from gradckpt._engine.op_policy import (
-    CHOOSE,
-    DECIDE,
-    DECIDE_CAST,
-    NAMED,
+    LABEL,
+    REPLAY,
+    REPLAY_CAST,
+    REPLAY_CHOICE,
     OpOverload,
     OpOverloadPacket,
     Policy,
@@ -75,15 +75,17 @@ save_attention = _policy("save_attention", ATTENTION)
 #: Keep the second, the fourth and so on of a region's matrix products (as torchtitan does).
 every_other_matmul = _policy("every_other_matmul", MATMULS, every=2, phase=1, group="matmul")
 
-discrete_but_casts = Policy(Rule(op, CHOOSE if isinstance(form, Compared) else DECIDE) for op, form in FORMS.items())
+discrete_but_casts = Policy(
+    Rule(op, REPLAY_CHOICE if isinstance(form, Compared) else REPLAY) for op, form in FORMS.items()
+)
 
 #: Keep the outputs of discrete operators, exactly. On by default, except for operators that round:
 #: see ``CompressionConfig.replay_discrete``.
 discrete = Policy(
     [
         *discrete_but_casts.rules.values(),
-        *(Rule(op, DECIDE) for op in ROUNDING_FORMS),
-        *(Rule(op, DECIDE_CAST) for op in _overloads(*CASTS)),
+        *(Rule(op, REPLAY) for op in ROUNDING_FORMS),
+        *(Rule(op, REPLAY_CAST) for op in _overloads(*CASTS)),
     ],
     parts=[("discrete", "")],
 )
@@ -103,7 +105,7 @@ def save_named(*names: str) -> Policy:
     for each in names:
         if not isinstance(each, str):
             raise TypeError(f"gradckpt: a name is a string, not {each!r}")
-    rules = (Rule(op, NAMED) for op in _overloads(*MATMULS, *ATTENTION, *CONVOLUTIONS))
+    rules = (Rule(op, LABEL) for op in _overloads(*MATMULS, *ATTENTION, *CONVOLUTIONS))
     return Policy(rules, names, [(f"save_named({', '.join(map(repr, names))})", "")])
 
 

@@ -29,7 +29,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import _import_hooks, _script
-from gradckpt._config import ALIASES, CompressionConfig, for_activations, parse_compress
+from gradckpt._codec_names import ALIASES, for_activations
+from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._engine.selective import contexts_of
 from gradckpt._patching import patched
 from gradckpt._stats import format_bytes
@@ -154,14 +155,14 @@ def _config(given: argparse.Namespace) -> CompressionConfig | None:
     """
     config = parse_compress(None if given.compress.lower() == "none" else given.compress)
     contexts_of(given.policy)
-    asked = {} if given.min_numel is None else {"min_numel": given.min_numel}
+    fields = {} if given.min_numel is None else {"min_numel": given.min_numel}
     if given.fake_quantize:
-        asked["fake_quantize"] = True
-    if config is None and asked:
-        names = " and ".join("--" + name.replace("_", "-") for name in asked)
+        fields["fake_quantize"] = True
+    if config is None and fields:
+        names = " and ".join("--" + name.replace("_", "-") for name in fields)
         raise ValueError(f"{names} would do nothing with --compress none")
-    if config is not None and asked:
-        config = CompressionConfig.from_dict({**config.to_dict(), **asked})
+    if config is not None and fields:
+        config = CompressionConfig.from_dict({**config.to_dict(), **fields})
     return config
 
 

@@ -13,7 +13,7 @@ from typing import Any, Union
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from gradckpt import _C
-from gradckpt._config import ALIASES
+from gradckpt._codec_names import ALIASES
 from gradckpt._models.kinds import KINDS, Tree, has_forward
 
 __all__ = ["every", "m_of_n"]

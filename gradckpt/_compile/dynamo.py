@@ -26,12 +26,12 @@ from gradckpt._config import CompressionConfig, parse_compress, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.custom_ops import payload_nbytes
 from gradckpt._engine.discrete import KEPT, ROUNDING
-from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts
+from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts, discrete_of
 from gradckpt._import_hooks import after_import
 from gradckpt._stats import compiled as compiled_stats
 from gradckpt._stats import format_bytes
 
-__all__ = ["Standing", "stand_in", "watch"]
+__all__ = ["Replacement", "bind_not_torchs", "hook_import", "replace_checkpoint"]
 
 logger = logging.getLogger("gradckpt")
 
@@ -191,11 +191,11 @@ def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = No
 
 _CONTEXT = "_checkpoint_context_fn"
 #: torch functions that call discrete operators; Dynamo's graph has their names.
-_DECIDE_WITHIN = (
+_DISCRETE_WITHIN = (
     *("greater", "greater_equal", "less", "less_equal", "not_equal", "isclose", "msort", "quantile", "nanquantile"),
     *("unique", "where", "argwhere", "masked_select"),
 )
-_DECIDING = frozenset(name.partition(".")[0] for name in (*KEPT, *ROUNDING, *_DECIDE_WITHIN))
+_DISCRETE = frozenset(name.partition(".")[0] for name in (*KEPT, *ROUNDING, *_DISCRETE_WITHIN))
 #: Those that may make integers or bools of floats.
 _CASTING = frozenset(("to", "type", "type_as", "bool", "byte", "char", "short", "int", "long", "_to_copy"))
 
@@ -212,7 +212,7 @@ class Backend:
         modules = [m for m in module.modules() if isinstance(m, GraphModule)]
         _guard_leaves(module)
         _leave_written(modules)
-        kept = _keep_decisions(module, self.replay_discrete)
+        kept = _keep_discrete(module, self.replay_discrete)
         cached = _cache_hits()
         with _without_advice() if kept else contextlib.nullcontext(), graph.hooks() as packed:
             compiled = self.backend(module, inputs, **options)
@@ -301,7 +301,7 @@ def _regions(module: GraphModule) -> Any:
     return module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
 
 
-def _keep_decisions(module: GraphModule, replay_discrete: bool | str, around: bool | str = False) -> bool:
+def _keep_discrete(module: GraphModule, replay_discrete: bool | str, around: bool | str = False) -> bool:
     """Keep discrete outputs in regions that may run again on restored values.
 
     Return whether any is kept.
@@ -318,12 +318,12 @@ def _keep_decisions(module: GraphModule, replay_discrete: bool | str, around: bo
         policy = policy if isinstance(policy, policies.Policy) else None
         levels = (around, replay_discrete if marked else False, policy.replay_discrete if policy is not None else False)
         level = "casts" if "casts" in levels else any(levels)
-        names = _DECIDING | _CASTING if level == "casts" else _DECIDING
+        names = _DISCRETE | _CASTING if level == "casts" else _DISCRETE
         if level and (made is None or policy is not None) and _has_any(region, names):
-            deciding = policies.discrete if level == "casts" else policies.discrete_but_casts
-            region.meta[_CONTEXT] = contexts_of(deciding if policy is None else deciding | policy)
+            discrete = discrete_of(level)
+            region.meta[_CONTEXT] = contexts_of(discrete if policy is None else discrete | policy)
             kept = True
-        kept |= _keep_decisions(region, replay_discrete, level)
+        kept |= _keep_discrete(region, replay_discrete, level)
     return kept
 
 
@@ -337,10 +337,10 @@ def _contexts_in(region: GraphModule) -> Any:
     return made
 
 
-def _has_any(region: GraphModule, deciding: frozenset[str]) -> bool:
+def _has_any(region: GraphModule, discrete: frozenset[str]) -> bool:
     nodes = (node for m in region.modules() if isinstance(m, GraphModule) for node in m.graph.nodes)
     names = (str(getattr(node.target, "__name__", node.target)) for node in nodes)
-    return any(name.partition(".")[0].rstrip("_") in deciding for name in names)
+    return any(name.partition(".")[0].rstrip("_") in discrete for name in names)
 
 
 @contextlib.contextmanager
@@ -384,7 +384,7 @@ def _announce(packed: list[graph.Packed]) -> None:
 # ---- in torch's place ----
 
 
-class Standing(NamedTuple):
+class Replacement(NamedTuple):
     """The settings of the innermost ``patched()``."""
 
     config: CompressionConfig | None
@@ -393,32 +393,38 @@ class Standing(NamedTuple):
 
 #: None leaves torch's checkpoint unchanged. Dynamo guards on it: code compiled under one
 #: ``patched()`` is compiled again under another, or under none.
-_standing: Standing | None = None
+_replacement: Replacement | None = None
+
+
+def bind_not_torchs(function: Any, kwargs: dict[str, Any]) -> Any:
+    """Bind to the function those of its keywords that gradckpt.checkpoint would take for its own,
+    and torch passes on. They are removed from ``kwargs``.
+    """
+    its_own = {key: kwargs.pop(key) for key in ("compress", "policy", "buffers") if key in kwargs}
+    return functools.partial(function, **its_own) if its_own else function
 
 
 def torchs_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Run ``torch.utils.checkpoint.checkpoint`` under ``patched()`` as Dynamo sees it."""
-    if _standing is None or use_reentrant:
+    if _replacement is None or use_reentrant:
         return torch.ops.higher_order.tag_activation_checkpoint(function, *args, use_reentrant=False, **kwargs)
     own = kwargs.get("context_fn")
-    if _standing.context_fn is not None and (own is None or own is torch_checkpoint.noop_context_fn):
-        kwargs["context_fn"] = _standing.context_fn
-    its_own = {key: kwargs.pop(key) for key in ("compress", "policy", "buffers") if key in kwargs}
-    if its_own:
-        function = functools.partial(function, **its_own)
-    return checkpoint(function, *args, compress=_standing.config, **kwargs)
+    if _replacement.context_fn is not None and (own is None or own is torch_checkpoint.noop_context_fn):
+        kwargs["context_fn"] = _replacement.context_fn
+    function = bind_not_torchs(function, kwargs)
+    return checkpoint(function, *args, compress=_replacement.config, **kwargs)
 
 
-def stand_in(standing: Standing | None) -> None:
+def replace_checkpoint(replacement: Replacement | None) -> None:
     """Give Dynamo :func:`torchs_checkpoint` for torch's function, from the first call on.
 
     With None it does what Dynamo does by itself. It is not withdrawn, because a graph made without
     its guard would then also serve the next ``patched()``.
     """
-    global _standing
-    _standing = standing
-    graph.patched = standing is not None
-    if standing is not None and _told:
+    global _replacement
+    _replacement = replacement
+    graph.patched = replacement is not None
+    if replacement is not None and _told:
         _dispatch_torchs()
 
 
@@ -450,10 +456,10 @@ def _tell(dynamo: ModuleType) -> None:
         _substitute(original, traceable)
     torch.compiler.assume_constant_result(_marking)
 
-    if _standing is not None:
+    if _replacement is not None:
         _dispatch_torchs()
 
 
-def watch() -> None:
+def hook_import() -> None:
     """Give Dynamo the substitutes, once something imports it."""
     after_import("torch._dynamo", _tell)

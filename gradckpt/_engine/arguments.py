@@ -1,9 +1,12 @@
-"""Keywords of :func:`gradckpt.checkpoint` beside those of the function that it runs."""
+"""Keywords of :func:`gradckpt.checkpoint` beside those of the function that it runs, and what is
+bound to that function.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +15,15 @@ import torch
 
 from gradckpt._config import instead_of
 
-__all__ = ["CHOICES", "FLAGS", "OPTIONS", "note_keyword", "own_keywords", "unbound"]
+__all__ = [
+    "OPTIONS",
+    "check_bool",
+    "check_option",
+    "note_keyword",
+    "own_keywords",
+    "unbound",
+    "without_partials",
+]
 
 FLAGS = ("preserve_rng_state", "early_stop", "debug")
 CHOICES = {"determinism_check": ("default", "none"), "buffers": ("once", "torch")}
@@ -20,6 +31,27 @@ OPTIONS = ("compress", "context_fn", "policy", *FLAGS, *CHOICES)
 
 #: Keywords that gradckpt.checkpoint takes for its own.
 TAKEN = frozenset({*OPTIONS, "function", "use_reentrant"})
+
+
+def check_bool(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
+    return value
+
+
+def check_option(key: str, value: Any) -> None:
+    """Check the value of a keyword of :func:`gradckpt.checkpoint` where a model is enabled, not in
+    its first step.
+
+    Raises:
+        ValueError, TypeError: It is none that the keyword takes.
+    """
+    if key in FLAGS:
+        check_bool(key, value)
+    if key in CHOICES and value not in CHOICES[key]:
+        raise ValueError(f"gradckpt: {key} is {' or '.join(map(json.dumps, CHOICES[key]))}, not {value!r}")
+    if key == "context_fn" and not callable(value):
+        raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
 
 
 def own_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -46,6 +78,13 @@ def note_keyword(error: TypeError, kwargs: dict[str, Any]) -> None:
             )
             if note not in getattr(error, "__notes__", ()):  # of a region inside
                 error.add_note(note)
+
+
+def without_partials(function: Any) -> Any:
+    """Return the function inside functools.partial, of which several may lie around one another."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -13,7 +13,6 @@ unless the modules are passed: ``buffers=module``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.arguments import without_partials
 
 __all__ = ["register"]
 
@@ -128,8 +128,7 @@ def _modules_behind(function: Any) -> list[Module | None]:
 
     A function that calls others returns one for each of them.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = without_partials(function)
     if isinstance(function, Module):
         return [function]
     parts = getattr(function, "__gradckpt_functions__", None)  # Segment and Decorated have it

@@ -287,11 +287,11 @@ class OfFloats(Indices):
     """
 
     @staticmethod
-    def decides(args: Args) -> bool:
+    def is_discrete(args: Args) -> bool:
         return any(x.is_floating_point() or x.is_complex() for x in args if isinstance(x, torch.Tensor))
 
     def keep(self, args: Args, kwargs: Kwargs | None, out: Any) -> tuple[Any, int] | None:
-        return super().keep(args, kwargs, out) if self.decides(args) else None
+        return super().keep(args, kwargs, out) if self.is_discrete(args) else None
 
 
 class Written:

@@ -20,12 +20,12 @@ OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.d
 #: What happens to the outputs of an operator. op_policy.h has the same numbers.
 RECOMPUTE: int
 SAVE: int
-DECIDE: int
-DECIDE_CAST: int
-NAMED: int
-CHOOSE: int
-RECOMPUTE, SAVE, DECIDE, DECIDE_CAST, NAMED, CHOOSE = range(6)
-_DECISIONS = (DECIDE, DECIDE_CAST, CHOOSE)
+REPLAY: int
+REPLAY_CAST: int
+LABEL: int
+REPLAY_CHOICE: int
+RECOMPUTE, SAVE, REPLAY, REPLAY_CAST, LABEL, REPLAY_CHOICE = range(6)
+_REPLAYED = (REPLAY, REPLAY_CAST, REPLAY_CHOICE)
 ALL_FORMS = FORMS | ROUNDING_FORMS
 
 
@@ -84,24 +84,24 @@ class Policy:
         self.parts = tuple(parts)  # the ready policies in it, each with its codec or ""; empty: made of operators
         self.rules: dict[Any, Rule] = {}
         for rule in rules:
-            if rule.keep not in _DECISIONS or rule.op not in ALL_FORMS:
+            if rule.keep not in _REPLAYED or rule.op not in ALL_FORMS:
                 check_op(rule.op)
             if rule.op in private.ignored_ops:  # never caught: torch detaches to make tensors
                 continue
-            if rule.keep != NAMED or rule.op not in self.rules:
+            if rule.keep != LABEL or rule.op not in self.rules:
                 self.rules[rule.op] = rule
         self.wanted = frozenset(wanted)
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r)) for r in self.rules.values())
         self.names = _C.make_op_policy(rows, self.wanted)
-        self.deciding: Policy | None = None  # this policy with discrete operators added; made on demand
+        self.with_discrete: Policy | None = None  # this policy with discrete operators added; made on demand
         self.catchable = all(is_catchable(op) for op in self.rules)
 
     def compressed(self, compress: Compress) -> Policy:
         """Return this policy with kept outputs compressed. Discrete outputs stay exact."""
         config = save(compress).config
         return Policy(
-            (r if r.keep in _DECISIONS else r._replace(config=config) for r in self.rules.values()),
+            (r if r.keep in _REPLAYED else r._replace(config=config) for r in self.rules.values()),
             self.wanted,
             [(name, _short(config)) for name, _ in self.parts],
         )
@@ -144,7 +144,7 @@ def _short(config: CompressionConfig | None) -> str:
 
 
 def _form(rule: Rule) -> Any:
-    return ALL_FORMS.get(rule.op) if rule.keep in _DECISIONS else None
+    return ALL_FORMS.get(rule.op) if rule.keep in _REPLAYED else None
 
 
 def _policy_of(rows: list[Any], wanted: frozenset[str], parts: Iterable[tuple[str, str]] = ()) -> Policy:

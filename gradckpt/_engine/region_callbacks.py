@@ -6,7 +6,6 @@ Only C calls them (csrc/torch, csrc/engine); nothing here is public.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from torch.autograd import forward_ad
 
 from gradckpt._config import parse_compress
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.selective import contexts_of
 from gradckpt._engine.torch_objects import make_saved_tensor
 
@@ -254,7 +254,7 @@ def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
 
 def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None, None]:
     forward, recompute = context_fn()
-    if private.is_tracing_checkpoint(None, None, None):
+    if private.is_tracing_checkpoint():
         mode = private.TorchDispatchMode
         if not isinstance(forward, mode) or not isinstance(recompute, mode):
             raise AssertionError(
@@ -282,8 +282,7 @@ def debug_contexts(function: Any, exact: bool) -> tuple[Any, Any, Any, Any]:
 
 def _module_of(function: Any) -> torch.nn.Module | None:
     """Return the module behind a bound method or partial, or None where it cannot be seen."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = without_partials(function)
     owner = getattr(function, "__self__", function)
     return owner if isinstance(owner, torch.nn.Module) else None
 

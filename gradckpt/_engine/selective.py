@@ -24,10 +24,10 @@ from gradckpt._engine.catching import catch
 from gradckpt._engine.discrete_forms import OfFloats
 from gradckpt._engine.op_policy import (
     ALL_FORMS,
-    CHOOSE,
-    DECIDE_CAST,
-    NAMED,
+    LABEL,
     RECOMPUTE,
+    REPLAY_CAST,
+    REPLAY_CHOICE,
     Policy,
     PolicyOrOps,
     Save,
@@ -103,21 +103,21 @@ def create_selective_checkpoint_contexts(
     Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
     """
     policy = as_policy(policy_or_ops)
-    traced = private.is_tracing_checkpoint(None, None, None)
+    traced = private.is_tracing_checkpoint()
     if policy is None and traced:
-        policy_or_ops = _asked_for_graph(policy_or_ops)
+        policy_or_ops = _policy_for_graph(policy_or_ops)
     if not _TRACES_OURS and traced:
-        asked = policy_or_ops if policy is None else asker(_with_decisions(policy))
-        made: Any = torch_checkpoint.create_selective_checkpoint_contexts(asked, allow_cache_entry_mutation)
+        policy_fn = policy_or_ops if policy is None else asker(_with_discrete(policy))
+        made: Any = torch_checkpoint.create_selective_checkpoint_contexts(policy_fn, allow_cache_entry_mutation)
         return made  # type: ignore[no-any-return]
     global latest
     latest = latest if traced else policy_or_ops if policy is None else policy
     by_key = policy is not None and policy.catchable
     if policy is None:
-        store, policy_fn = _C.make_op_storage(ASKED, allow_cache_entry_mutation, reusable), policy_or_ops
+        store, policy_fn = _C.make_op_storage(NO_NAMES, allow_cache_entry_mutation, reusable), policy_or_ops
     else:
         store = _C.make_op_storage(policy.names, allow_cache_entry_mutation, reusable)
-        policy_fn = asker(_with_decisions(policy))
+        policy_fn = asker(_with_discrete(policy))
         if by_key:
             catch(policy.rules)
     if _observer is not None:
@@ -147,47 +147,48 @@ def observed(observer: Callable[[Any, Any], None]) -> Iterator[None]:
 
 
 #: Names for a policy that is a function: none.
-ASKED = _C.make_op_policy(None, frozenset())
+NO_NAMES = _C.make_op_policy(None, frozenset())
 
 
-def _decisions(level: bool | str) -> Policy:
+def discrete_of(level: bool | str) -> Policy:
+    """Return the operators whose results a ``replay_discrete`` keeps."""
     return policies.discrete if level == "casts" else policies.discrete_but_casts
 
 
-def _with_decisions(policy: Policy) -> Policy:
+def _with_discrete(policy: Policy) -> Policy:
     """Return the policy to trace.
 
     Outside of tracing, csrc/engine adds discrete operators by itself.
     """
     if not policy.replay_discrete:
         return policy
-    if policy.deciding is None:
-        policy.deciding = _decisions(policy.replay_discrete) | policy
-    return policy.deciding
+    if policy.with_discrete is None:
+        policy.with_discrete = discrete_of(policy.replay_discrete) | policy
+    return policy.with_discrete
 
 
-def _asked_for_graph(policy_fn: Any) -> Callable[..., Any]:
+def _policy_for_graph(policy_fn: Any) -> Callable[..., Any]:
     """Return the caller's function with answers that torch knows.
 
     A graph cannot hold a :class:`Save`. After an output that is restored approximately,
     discrete outputs are kept, as csrc/engine does outside of tracing.
     """
-    deciding: Callable[..., Any] | None = None
+    discrete: Callable[..., Any] | None = None
 
-    def asked(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal deciding
+    def answer_for_graph(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal discrete
         answer = policy_fn(ctx, op, *args, **kwargs)
         keep, config = read_policy(answer, op)
-        if not keep and deciding is not None and deciding(ctx, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE:
+        if not keep and discrete is not None and discrete(ctx, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE:
             return CheckpointPolicy.MUST_SAVE
         if not keep or config is None:
             said = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
             return answer if isinstance(answer, CheckpointPolicy) else said
-        if config.lossy and config.replay_discrete and deciding is None:
-            deciding = asker(_decisions(config.replay_discrete))
+        if config.lossy and config.replay_discrete and discrete is None:
+            discrete = asker(discrete_of(config.replay_discrete))
         return _save_in_graph(op, config)
 
-    return asked
+    return answer_for_graph
 
 
 def _save_in_graph(op: Any, config: CompressionConfig) -> CheckpointPolicy:
@@ -206,18 +207,22 @@ def asker(policy: Policy) -> Callable[..., Any]:
         rule = policy.rules.get(op)
         # A graph keeps whole outputs. It cannot keep those of operators that write, nor results
         # that backward compares with the input: the restored input does not contain them.
-        if rule is None or rule.keep in (RECOMPUTE, NAMED, CHOOSE) or (is_overload(op) and op._schema.is_mutable):
+        if (
+            rule is None
+            or rule.keep in (RECOMPUTE, LABEL, REPLAY_CHOICE)
+            or (is_overload(op) and op._schema.is_mutable)
+        ):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if isinstance(ALL_FORMS.get(op), OfFloats) and not OfFloats.decides(args):
+        if isinstance(ALL_FORMS.get(op), OfFloats) and not OfFloats.is_discrete(args):
             return CheckpointPolicy.PREFER_RECOMPUTE
         call = counts[rule.group] = counts.get(rule.group, -1) + 1
         if call % rule.every != rule.phase:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if rule.keep == DECIDE_CAST and not _is_rounding_cast(args, kwargs):
+        if rule.keep == REPLAY_CAST and not _is_rounding_cast(args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if rule.config is None:
             return CheckpointPolicy.MUST_SAVE
-        if private.is_tracing_checkpoint(None, None, None):
+        if private.is_tracing_checkpoint():
             return _save_in_graph(op, rule.config)
         return Save(rule.config)
 

@@ -6,7 +6,6 @@ Only C calls them (csrc/engine); nothing here is public.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from typing import Any
 
@@ -17,6 +16,7 @@ from gradckpt import policies
 from gradckpt._config import warn_inactive
 from gradckpt._engine import selective
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
 from gradckpt._engine.op_policy import read_policy
 from gradckpt._patching import CHECKPOINT
@@ -43,11 +43,11 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
     known = policies.as_policy(policy)
     selective.latest = policy if known is None else known
     if known is None:
-        return selective.ASKED, policy
+        return selective.NO_NAMES, policy
     if known.catchable:
         catch(known.rules)
         return known.names, None
-    return selective.ASKED, selective.asker(known)
+    return selective.NO_NAMES, selective.asker(known)
 
 
 def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
@@ -214,8 +214,7 @@ def _owns(owner: Any, variable: torch.Tensor) -> bool:
 
 def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[torch.Tensor]) -> None:
     """Check, once for each module and method, that gradients flow to the targets only."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = without_partials(function)
     owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "")
     key = id(owner)
     known_owner, checked = _checked.get(key, (None, set()))
@@ -324,7 +323,7 @@ def record_traced(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -
     torch then keeps every output and marks the nodes by the policy. NotImplemented means that
     nothing is being traced.
     """
-    if context.policy_fn is None or not private.is_tracing_checkpoint(None, None, None):
+    if context.policy_fn is None or not private.is_tracing_checkpoint():
         return NotImplemented
     mode = private.CachingMode
     return mode.__torch_dispatch__(context, func, types, args, kwargs or {})

@@ -80,8 +80,8 @@ def _find_mode(path: str, lost: str) -> Any:
     A missing one is replaced by a class that raises when it is made.
     """
     refusal = Missing(path)
-    stand_in = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args: refusal()})
-    return _find(path, lost, stand_in)
+    replacement = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args: refusal()})
+    return _find(path, lost, replacement)
 
 
 # ---- autograd ----
@@ -221,11 +221,18 @@ consumed = _find("torch.utils.checkpoint._CONSUMED", "tracing with gradckpt's ow
 asks_policies_after = (
     "op_output" in inspect.signature(torch.utils.checkpoint.SelectiveCheckpointContext.__init__).parameters
 )
-is_tracing_checkpoint = _find(
+_is_compiling = _find(
     "torch.utils.checkpoint._is_compiling",
     "noticing make_fx around a region",
     lambda *_: torch.compiler.is_compiling(),
 )
+
+
+def is_tracing_checkpoint() -> bool:
+    """Return whether torch's selective contexts record a graph; it reads none of its arguments."""
+    return bool(_is_compiling(None, None, None))
+
+
 infer_device_type = _find("torch.utils.checkpoint._infer_device_type", "torch's warning for several device types")
 debug_context = _find("torch.utils.checkpoint._get_debug_context_and_cb", "debug=True")
 determinism_checks = _find(

@@ -32,7 +32,7 @@ from gradckpt._models.keywords import (
     check_torchs,
     is_old_default,
     means_ours,
-    take,
+    pop_our_keys,
 )
 from gradckpt._models.offload import of_layer, offloaded, offloaded_stock
 from gradckpt._models.overlap import is_wrapper
@@ -101,14 +101,14 @@ class Adapter(_Replacement):
         self.undo_on_remove = False
         self.undo_input_grads = False
         self.removed = False
-        self.watch = InactivityMonitor()
+        self.monitor = InactivityMonitor()
 
     def install(self, model: Any) -> None:
         ADAPTERS.add(self)
         setattr(model, ADAPTER, self)
         setattr(model, HELD, self)
         for module in model.modules():
-            if hasattr(type(module), ADAPTER) and stands_in(module) is None and not has_old_form(module):
+            if hasattr(type(module), ADAPTER) and replacement_of(module) is None and not has_old_form(module):
                 setattr(module, ADAPTER, InnerAdapter(self, module))
         activity.register(model)
         model.register_forward_pre_hook(before_forward)
@@ -136,7 +136,7 @@ class Adapter(_Replacement):
         # The state is set last: a rejected call leaves the adapter unchanged.
         active = choice.settings.config
         if active != self.active:
-            self.watch = InactivityMonitor()
+            self.monitor = InactivityMonitor()
         if choice.settings.offload and not torch.accelerator.is_available():
             logger.info("gradckpt: offload=True has no effect without a device; checkpoints are in host memory anyway")
         self.active = active
@@ -154,7 +154,7 @@ class Adapter(_Replacement):
             return _Choice(func, False, Settings(every_n_layers=every_n_layers))
         keywords = {**self.settings.keywords, **keywords}
         buffers = {"buffers": keywords.pop("buffers")} if "buffers" in self.settings.keywords else {}
-        settings = take(keywords, Settings() if self.by_flag and named else self.settings)
+        settings = pop_our_keys(keywords, Settings() if self.by_flag and named else self.settings)
         if "every_n_layers" not in given.keywords and every_n_layers != 1:
             settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
         to_host = _offloads(base)
@@ -329,7 +329,7 @@ def has_every_n_layers(model: Any) -> bool:
     return "every_n_layers" in inspect.signature(original(model)).parameters
 
 
-def stands_in(model: Any) -> Any:
+def replacement_of(model: Any) -> Any:
     """Return the replacement of the class's own method on this instance, or None if none counts."""
     held = vars(model).get(ADAPTER)
     return None if isinstance(held, InnerAdapter) and held.orphaned else held
@@ -345,7 +345,7 @@ def input_grad_hooks(model: Any) -> list[Any]:
 
 def adapter_over(model: Any) -> Adapter | None:
     """Return the adapter of the model, or of the enabled one that it is part of."""
-    held = stands_in(model)
+    held = replacement_of(model)
     return held.adapter if isinstance(held, InnerAdapter) else held if isinstance(held, Adapter) else None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradckpt._engine.arguments import without_partials
 from gradckpt._models import activity
 from gradckpt._models.ranks import RankCheck, spell
 from gradckpt._stats import Stats, stats
@@ -45,35 +46,35 @@ class InactivityMonitor:
 def before_forward(model: Any, args: Any) -> None:
     if model.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
         _check(model)
-    watch = _monitor_of(model)
-    if watch is not None:
-        watch.before = stats() if model.training and torch.is_grad_enabled() else None
+    monitor = _monitor_of(model)
+    if monitor is not None:
+        monitor.before = stats() if model.training and torch.is_grad_enabled() else None
 
 
 def _check(model: Any) -> None:
     """Check in the first training calls for mistakes that would affect all of them."""
     adapter: Any = getattr(model, "__dict__", {}).get(HELD)
-    watch = getattr(adapter, "watch", None)
-    if not isinstance(watch, InactivityMonitor) or (watch.rank_check is not None and watch.rank_check.settled()):
+    monitor = getattr(adapter, "monitor", None)
+    if not isinstance(monitor, InactivityMonitor) or (monitor.rank_check is not None and monitor.rank_check.settled()):
         return
     if adapter.function is None or not is_on(model):
         return
-    if watch.rank_check is None:
+    if monitor.rank_check is None:
         adapter.check_alone(model)
         activity.check_alone(f"this {type(model).__name__}")
         label = f"{type(model).__name__} in gradckpt.enable"
-        watch.rank_check = RankCheck(label, {label: [spell(adapter.active)]})
-    watch.rank_check.compare()
+        monitor.rank_check = RankCheck(label, {label: [spell(adapter.active)]})
+    monitor.rank_check.compare()
 
 
 def after_forward(model: Any, args: Any, output: Any) -> None:
-    watch = _monitor_of(model)
-    if watch is None:
+    monitor = _monitor_of(model)
+    if monitor is None:
         return
     if not model.training:
         _follow(model, output)
         return
-    before, watch.before = watch.before, None
+    before, monitor.before = monitor.before, None
     if before is None:
         return
     activity.note_output(model, output)
@@ -83,11 +84,11 @@ def after_forward(model: Any, args: Any, output: Any) -> None:
         or new["compiled_tensors"]
         or (not new["regions"] and is_on(model) and activity.is_compiled(model))
     ):
-        watch.settled = True
+        monitor.settled = True
         return
-    watch.calls += 1
-    if watch.calls >= PATIENCE:
-        watch.settled = True
+    monitor.calls += 1
+    if monitor.calls >= PATIENCE:
+        monitor.settled = True
         activity.say(*_why_inactive(model, vars(model)[HELD], new))
 
 
@@ -96,10 +97,10 @@ def _monitor_of(model: Any) -> InactivityMonitor | None:
     if torch.compiler.is_compiling():
         return None
     adapter: Any = getattr(model, "__dict__", {}).get(HELD)
-    watch = getattr(adapter, "watch", None)
-    if not isinstance(watch, InactivityMonitor) or watch.settled or adapter.active is None:
+    monitor = getattr(adapter, "monitor", None)
+    if not isinstance(monitor, InactivityMonitor) or monitor.settled or adapter.active is None:
         return None
-    return watch
+    return monitor
 
 
 def _follow(model: Any, output: Any) -> None:
@@ -115,12 +116,12 @@ def _follow(model: Any, output: Any) -> None:
 
 def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
     model = ref()
-    watch = _monitor_of(model)
-    if model is None or watch is None:
+    monitor = _monitor_of(model)
+    if model is None or monitor is None:
         return
-    watch.eval_backwards += 1
-    if watch.eval_backwards >= PATIENCE:
-        watch.settled = True
+    monitor.eval_backwards += 1
+    if monitor.eval_backwards >= PATIENCE:
+        monitor.settled = True
         name, codec = type(model).__name__, vars(model)[HELD].active.codec
         activity.say(
             f"compress={codec!r} had no effect in {PATIENCE} backward passes: {name} is in eval mode, where "
@@ -166,7 +167,6 @@ def is_on(model: Any) -> bool:
 
 
 def describe(thing: Any) -> str:
-    if isinstance(thing, functools.partial):
-        thing = thing.func
+    thing = without_partials(thing)
     name = getattr(thing, "__qualname__", None)
     return f"{getattr(thing, '__module__', '?')}.{name}" if name else repr(thing)

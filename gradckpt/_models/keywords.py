@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt._config import CompressionConfig, instead_of, parse_compress
-from gradckpt._engine.arguments import FLAGS
+from gradckpt._engine.arguments import check_bool, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt.policies import is_known
 
@@ -45,7 +45,7 @@ class Settings:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other keywords of gradckpt.checkpoint
 
 
-def take(keywords: dict[str, Any], base: Settings) -> Settings:
+def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
     """Take our keys out of the dict; missing ones are as in ``base``.
 
     Raises:
@@ -83,21 +83,15 @@ def check_every_n_layers(n: Any) -> int:
     return n
 
 
-def check_bool(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
-    return value
-
-
 def check_alone(keywords: Mapping[str, Any], base: Settings | None = None) -> None:
     """Check the kwargs of a Trainer. Other unknown keys pass: they may be removed before the layers
     get them.
 
     Raises:
-        ValueError, TypeError: As :func:`take` and :func:`check_torchs`.
+        ValueError, TypeError: As :func:`pop_our_keys` and :func:`check_torchs`.
     """
     torchs = dict(keywords)
-    settings = take(torchs, base or Settings())
+    settings = pop_our_keys(torchs, base or Settings())
     check_torchs({key: value for key, value in torchs.items() if key in TORCHS or _near(key)})
     check_together(settings, torchs)
 
@@ -107,7 +101,7 @@ def _near(key: Any) -> str | None:
 
 
 def check_torchs(keywords: Mapping[str, Any]) -> None:
-    """Check the keys that remain after :func:`take`, which torch's checkpoint gets.
+    """Check the keys that remain after :func:`pop_our_keys`, which torch's checkpoint gets.
 
     Raises:
         ValueError: A key is unknown, which the layers would ignore, or torch rejects a value.
@@ -118,12 +112,7 @@ def check_torchs(keywords: Mapping[str, Any]) -> None:
             near = instead_of(str(key), value, (*OURS, *TORCHS))
             meant = f"did you mean {near}?" if near else f"the keys are: {', '.join((*OURS, *TORCHS))}"
             raise ValueError(f"gradckpt: unknown key {key!r} among the checkpointing kwargs; {meant}")
-        if key in FLAGS:
-            check_bool(key, value)
-        if key == "determinism_check" and value not in ("default", "none"):
-            raise ValueError(f'gradckpt: determinism_check is "default" or "none", not {value!r}')
-        if key == "context_fn" and not callable(value):
-            raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
+        check_option(key, value)
 
 
 def check_together(settings: Settings, torchs: Mapping[str, Any]) -> None:
@@ -144,17 +133,17 @@ def check_reentrant(settings: Settings) -> None:
     Raises:
         ValueError: It does not.
     """
-    asked = None
+    keyword = None
     if settings.config is not None:
-        asked = f"compress={settings.config.codec!r}"
+        keyword = f"compress={settings.config.codec!r}"
     elif settings.context_fn is not None:
-        asked = "policy="
+        keyword = "policy="
     elif settings.offload:
-        asked = "offload=True"
-    if asked is not None:
+        keyword = "offload=True"
+    if keyword is not None:
         instead = ", or pass compress=None" if settings.config is not None else ""
         raise ValueError(
-            f"gradckpt: {asked} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
+            f"gradckpt: {keyword} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
             f"kwargs{instead}"
         )
 

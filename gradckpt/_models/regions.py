@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from gradckpt._C import checkpoint as region_checkpoint
 from gradckpt._config import Compress, CompressionConfig, advise, parse_compress
-from gradckpt._engine.arguments import CHOICES, FLAGS, OPTIONS, own_keywords
+from gradckpt._engine.arguments import OPTIONS, check_option, own_keywords
 from gradckpt._engine.decorator import Decorated
 from gradckpt._engine.selective import contexts_key, contexts_of
 from gradckpt._models import activity
@@ -88,8 +88,8 @@ class Chosen:
         regions = {name: region for name, module in self.tree.names if (region := region_of(module)) is not None}
         first = {id(region): name for name, region in reversed(regions.items())}
         now = {name: _comparable(regions[name].settings) for name in first.values()}
-        asked = {name: _comparable(settings) for name, settings in self.settings.items()}
-        return now == asked and all(region.offload == self.offload for region in regions.values())
+        chosen = {name: _comparable(settings) for name, settings in self.settings.items()}
+        return now == chosen and all(region.offload == self.offload for region in regions.values())
 
     def install(self) -> None:
         """Make the modules regions.
@@ -313,12 +313,7 @@ def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[st
         if key not in OPTIONS:
             where = "gradckpt.enable" if others else "gradckpt.checkpoint"
             raise ValueError(f"gradckpt: unknown option {key!r}; {advise(str(key), value, (*OPTIONS, *others), where)}")
-        if key in FLAGS and not isinstance(value, bool):
-            raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
-        if key in CHOICES and value not in CHOICES[key]:
-            raise ValueError(f"gradckpt: {key} is one of {', '.join(CHOICES[key])}; not {value!r}")
-        if key == "context_fn" and not callable(value):
-            raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
+        check_option(key, value)
     settings = {"compress": None, **defaults, **given}
     settings["compress"] = parse_compress(settings["compress"])
     if "policy" in given:

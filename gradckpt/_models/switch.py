@@ -18,8 +18,9 @@ from typing import Any, Final, TypedDict, Unpack
 from torch.nn import Module
 
 from gradckpt._config import Compress
+from gradckpt._engine.arguments import check_bool
 from gradckpt._models.adapter import ADAPTERS
-from gradckpt._models.keywords import check_bool, check_every_n_layers
+from gradckpt._models.keywords import check_every_n_layers
 from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_blocks, width_of
 from gradckpt._models.regions import Settings, choose, parse_options, region_of, regions_in, summary
 from gradckpt._models.weak import WeakModule

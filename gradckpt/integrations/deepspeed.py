@@ -26,8 +26,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from gradckpt._C import checkpoint as region_checkpoint
-from gradckpt._engine.arguments import own_keywords
-from gradckpt._models.keywords import check_bool
+from gradckpt._engine.arguments import check_bool, own_keywords
 from gradckpt._models.offload import offloaded
 from gradckpt._models.regions import parse_options
 
@@ -171,7 +170,7 @@ def configure(
         "synchronize": synchronize,
         "profile": profile,
     }
-    asked = {key: value for key, value in given.items() if value is not None}
+    passed = {key: value for key, value in given.items() if value is not None}
     if deepspeed_config is not None:
         block = DeepSpeedConfig(deepspeed_config, mpu=mpu_)._param_dict.get("activation_checkpointing") or {}
         for key in block:
@@ -182,11 +181,11 @@ def configure(
                 )
         said = {_BLOCK[key]: value for key, value in block.items()}
         chosen: dict[str, Any] = {key: said.pop(key) for key in ("compress", "policy") if key in said}
-        asked, options = {**said, **asked}, {**chosen, **options}
+        passed, options = {**said, **passed}, {**chosen, **options}
     for key in _REFUSED:
-        if asked.get(key):
+        if passed.get(key):
             raise _refusal(key)
-    offload = check_bool("checkpoint_in_cpu", asked.get("checkpoint_in_cpu", False))
+    offload = check_bool("checkpoint_in_cpu", passed.get("checkpoint_in_cpu", False))
     settings = _Settings(parse_options({"compress": "int8", **options}, {}), offload, configured=True)
     if mpu_ is not None:
         theirs.configure(mpu_)

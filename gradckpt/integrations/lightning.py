@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from gradckpt._config import Compress, parse_compress
-from gradckpt._models.keywords import check_bool
+from gradckpt._engine.arguments import check_bool
 from gradckpt._models.regions import parse_options
 from gradckpt._models.switch import enable, is_enabled
 from gradckpt._stats import Stats, format_bytes, stats

@@ -143,7 +143,7 @@ def test_a_policy_made_in_compiled_code_breaks_the_graph_and_one_made_outside_do
     assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
 
 
-def test_decisions_are_kept():
+def test_discrete_results_are_kept():
     """A router's choice of the forward is the choice of the recompute."""
     graphs, inputs = Graphs(), (leaf(64, 64), weight())
 

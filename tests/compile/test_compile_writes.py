@@ -107,7 +107,7 @@ def test_an_input_written_to_before_and_after_is_compressed():
     ],
     ids=["greater", "less_equal", "msort", "overload"],
 )
-def test_decisions_inside_other_functions_are_kept(decide):
+def test_discrete_results_inside_other_functions_are_kept(decide):
     graphs, inputs = Graphs(), (leaf(64, 64), weight())
 
     def function(x, w):

@@ -261,7 +261,7 @@ def test_what_a_region_writes_to_its_input_reaches_the_caller(write, given, code
 
     want = step(lambda f, h: f(h))
     found = step(functools.partial(gradckpt.checkpoint, compress=config(codec, include="floating")))
-    # The stand-in is a node more on the way to x: gradients may be added up in another order.
+    # The replacement is a node more on the way to x: gradients may be added up in another order.
     torch.testing.assert_close(found, want, rtol=0 if codec == "raw" else 1e-6, atol=0)
 
 

@@ -115,7 +115,7 @@ def test_compat_has_torchs_signature_and_name():
     ]
 
 
-def test_compat_calls_what_stands_in_compat(monkeypatch):
+def test_compat_calls_the_checkpoint_of_compat(monkeypatch):
     calls = []
 
     def spy(function, *args, **kwargs):

@@ -51,8 +51,8 @@ EXCLUDED_TESTS = {
 }
 
 PASSED, SKIPPED, EXCLUDED, CRASHED = "pass", "skip", "excluded", "crash"
-IMPORT, STAND_INS = "(import)", "(imports of the file)"
-MAX_STAND_INS = 20
+IMPORT, REPLACED = "(import)", "(imports of the file)"
+MAX_REPLACED = 20
 
 
 # ---- in the child: one file, one implementation ----
@@ -75,7 +75,7 @@ def stub_expecttest() -> None:
     sys.modules["expecttest"] = module
 
 
-def stand_in(name: str) -> None:
+def replace_missing(name: str) -> None:
     """A module that has every name: for imports that the selected tests do not use."""
 
     def attribute(wanted: str) -> Any:
@@ -116,13 +116,13 @@ def put_ours_in_place(codec: str) -> Callable[[], int]:
 
 
 def import_test_file(path: Path) -> tuple[types.ModuleType, list[str]]:
-    """The file as a module; what it imports and is not there is replaced by a stand-in,
-    named in the list."""
+    """The file as a module; what it imports and is not there is replaced,
+    and named in the list."""
     missing: list[str] = []
     folders = [path.parent, *(p for p in path.parents if p.name == "test")]
     sys.path[:0] = [str(folder) for folder in folders]
     sys.argv = [str(path)]
-    for _ in range(MAX_STAND_INS):
+    for _ in range(MAX_REPLACED):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None
@@ -134,9 +134,9 @@ def import_test_file(path: Path) -> tuple[types.ModuleType, list[str]]:
         except ModuleNotFoundError as error:
             if not error.name or error.name.split(".")[0] in ("torch", "gradckpt"):
                 raise
-            stand_in(error.name)
+            replace_missing(error.name)
             missing.append(error.name)
-    raise ImportError(f"{path}: more than {MAX_STAND_INS} modules are missing")
+    raise ImportError(f"{path}: more than {MAX_REPLACED} modules are missing")
 
 
 def source_of(method: Callable[..., Any]) -> str:
@@ -211,7 +211,7 @@ def child(path: Path, ours: bool, results: Path, expression: str, codec: str) ->
             write(test=IMPORT, outcome="fail", detail=traceback.format_exc(), regions=0)
             return
         if missing:
-            write(test=STAND_INS, outcome=EXCLUDED, detail="not installed: " + ", ".join(missing), regions=0)
+            write(test=REPLACED, outcome=EXCLUDED, detail="not installed: " + ", ".join(missing), regions=0)
         for label, test in selected_tests(module):
             if label in done or not re.search(expression, label):
                 continue
@@ -312,7 +312,7 @@ def report(path: Path, theirs: dict[str, Any], ours: dict[str, Any], verbose: bo
     """Print the rows of one file."""
     counts: Counter[str] = Counter()
     missing = {"outcome": CRASHED, "detail": "was not run", "regions": 0}
-    print(f"\n{path}: {len({*theirs, *ours} - {STAND_INS})} tests")
+    print(f"\n{path}: {len({*theirs, *ours} - {REPLACED})} tests")
     for label in sorted({*theirs, *ours}):
         a, b = theirs.get(label, missing), ours.get(label, missing)
         row = verdict(a, b)

@@ -28,4 +28,4 @@ def test_policies():
 def test_example(options):
     out = call(EXAMPLES / "torchtitan_blocks.py", *options)
     assert "FAILED" not in out
-    assert "4 blocks wrapped, 24 regions" in out
+    assert "24 regions" in out

@@ -112,7 +112,7 @@ def router(x: torch.Tensor) -> torch.Tensor:
 
 
 @case
-def decisions_in_nested_regions(x: torch.Tensor) -> torch.Tensor:
+def discrete_results_in_nested_regions(x: torch.Tensor) -> torch.Tensor:
     def inner(t: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch_checkpoint.checkpoint(router, t, use_reentrant=False)
         return y + gradckpt.checkpoint(router, t, use_reentrant=True)
@@ -121,7 +121,7 @@ def decisions_in_nested_regions(x: torch.Tensor) -> torch.Tensor:
 
 
 @case
-def decisions_in_one_node(x: torch.Tensor) -> torch.Tensor:
+def discrete_results_in_one_node(x: torch.Tensor) -> torch.Tensor:
     return gradckpt.SelectiveRecompute.apply(router, None, x, compress=SMALL)
 
 

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 ROWS, WIDTH = 24, 64
 
 #: Those whose results depend on values: a recompute on restored values gets them from the forward.
-DECIDING = {}
+DISCRETE = {}
 #: Those that draw the same numbers whatever the values.
 DRAWING = {}
 #: Those that draw nothing.
@@ -29,68 +29,68 @@ def step(table):
     return add
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def bernoulli(h, w, log):
     mask = torch.bernoulli(h.sigmoid())
     log.append(mask)
     return h * mask + h.sin()
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def bernoulli_in_place(h, w, log):
     mask = torch.empty_like(h).bernoulli_(h.detach().sigmoid())
     log.append(mask)
     return h * mask + h.cos()
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def multinomial(h, w, log):
     index = h.softmax(-1).multinomial(3)
     log.append(index)
     return h + h.gather(-1, index).sum(-1, keepdim=True)
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def multinomial_with_replacement(h, w, log):
     index = h.softmax(-1).multinomial(70, replacement=True)
     log.append(index)
     return h + h.gather(-1, index).mean(-1, keepdim=True)
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def poisson(h, w, log):
     counts = torch.poisson(h.tanh().exp())
     log.append(counts)
     return h * counts / (counts + 1)
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def binomial(h, w, log):
     counts = torch.binomial(torch.full_like(h, 50.0), h.detach().sigmoid())
     log.append(counts)
     return h * (counts / 50)
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def gamma(h, w, log):
     sample = torch._standard_gamma(h.sigmoid() + 0.3)
     log.append(sample)
     return h + sample
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def dirichlet(h, w, log):
     sample = torch._sample_dirichlet(h.detach().sigmoid() + 0.3)
     log.append(sample)
     return h + sample
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def rrelu(h, w, log):
     return F.rrelu(h, training=True)
 
 
-@step(DECIDING)
+@step(DISCRETE)
 def own_generator(h, w, log):
     generator = torch.Generator().manual_seed(7)
     mask = torch.bernoulli(h.sigmoid(), generator=generator)
@@ -154,7 +154,7 @@ def compare(h, w, log):
     return h * (h > 0.1)
 
 
-STEPS = {**DECIDING, **DRAWING, **OTHERS}
+STEPS = {**DISCRETE, **DRAWING, **OTHERS}
 CODECS = ("int8", "int4", "fp8", "int6")
 POLICIES = (
     *(None, None, "save_matmuls", "save_attention", "every_other_matmul", "discrete"),
@@ -177,7 +177,7 @@ def contexts_for(policy):
 def program(seed):
     """(steps, codec or None, policy, who runs the region, nested)."""
     choose = random.Random(seed)
-    names = [*DECIDING, *DRAWING, *DECIDING, *DRAWING, *OTHERS]
+    names = [*DISCRETE, *DRAWING, *DISCRETE, *DRAWING, *OTHERS]
     steps = [choose.choice(names) for _ in range(choose.randint(2, 6))]
     codec, policy = choose.choice(CODECS), choose.choice(POLICIES)
     way = choose.choice(("ours", "ours", "ours", "one node", "torch's", "reentrant inside"))
@@ -189,8 +189,8 @@ def program(seed):
 def follows_a_kept_draw(drawn):
     """A draw comes after one that the recompute does not make again."""
     steps = drawn[0]
-    first = next((i for i, name in enumerate(steps) if name in DECIDING and name != "own_generator"), len(steps))
-    return any(name in DECIDING or name in DRAWING for name in steps[first + 1 :])
+    first = next((i for i, name in enumerate(steps) if name in DISCRETE and name != "own_generator"), len(steps))
+    return any(name in DISCRETE or name in DRAWING for name in steps[first + 1 :])
 
 
 def run(drawn, seed, compress=True):

@@ -1,7 +1,7 @@
 """The codecs without loss as the default of every call:
 what runs with them must be what runs without.
 
-``WAYS`` are stand-ins for ``checkpoint(function, *args, **kwargs)``: each with every floating
+``WAYS`` are replacements for ``checkpoint(function, *args, **kwargs)``: each with every floating
 tensor as a payload, and the same without compression, to the last bit the same.
 """
 

@@ -3,7 +3,7 @@ what the operator returns, or the gradient through it, changes by an amount that
 with the step.
 
 There a region of the operator runs on the one side, and again on the other, and keeps what the
-forward decided. Where that does not jump, the decision is replayed.
+forward decided. Where that does not jump, the result is replayed.
 """
 
 from __future__ import annotations

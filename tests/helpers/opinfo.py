@@ -34,13 +34,13 @@ class Case(NamedTuple):
 
 def operators() -> list[Any]:
     """torch's table. Its module wants expecttest, for classes that nothing here uses:
-    a stand-in will do."""
+    an empty replacement will do."""
     try:
         import expecttest  # noqa: F401
     except ImportError:
-        stand_in: Any = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase
-        sys.modules["expecttest"] = stand_in
+        replacement: Any = types.ModuleType("expecttest")
+        replacement.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = replacement
     from torch.testing._internal.common_methods_invocations import op_db
 
     return list(op_db)

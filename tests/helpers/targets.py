@@ -40,7 +40,7 @@ LEFT_BECAUSE = {
     "compiles whole models, or by inductor": (
         "compile/test_compile.py::test_torchs_own_backends",
         "compile/test_compile_breaks.py",
-        "compile/test_compile_decisions.py::test_a_compiled_block_in_an_eager_region_routes_as_in_the_forward[inductor",
+        "compile/test_compile_discrete.py::test_a_compiled_block_in_an_eager_region_routes_as_in_the_forward[inductor",
         "compile/test_compile_limits.py::test_a_graph_from_inductors_cache",
         "compile/test_compile_models.py",
         "models/test_patched_models.py::TestCompile::test_afterwards_graphs_are_torchs",

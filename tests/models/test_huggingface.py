@@ -29,7 +29,7 @@ needs_layers = pytest.mark.skipif(
     importlib.util.find_spec("transformers.modeling_layers") is None,
     reason="this transformers checkpoints in its stacks, not in its layers",
 )
-needs_asked_reentrant = pytest.mark.skipif(
+needs_explicit_reentrant = pytest.mark.skipif(
     '"use_reentrant": True' in inspect.getsource(transformers.PreTrainedModel.gradient_checkpointing_enable),
     reason="this transformers passes use_reentrant=True by itself, so that it does not count as the user's choice",
 )
@@ -149,7 +149,7 @@ class TestEnable:
         gradckpt.enable(model)
         assert list(model.state_dict()) == keys
 
-    def test_seam_has_the_signature_that_transformers_inspects(self):
+    def test_adapter_has_the_signature_that_transformers_inspects(self):
         model = build()
         names = list(inspect.signature(model._set_gradient_checkpointing).parameters)
         gradckpt.enable(model)

@@ -13,7 +13,7 @@ from test_huggingface import (
     foreign,
     functions,
     is_stock,
-    needs_asked_reentrant,
+    needs_explicit_reentrant,
     needs_layers,
     off,
     on,
@@ -188,7 +188,7 @@ class TestRefuses:
             pytest.param(
                 {"activation_checkpointing_kwargs": {"use_reentrant": True}},
                 "compress='int8' needs use_reentrant=False",
-                marks=needs_asked_reentrant,
+                marks=needs_explicit_reentrant,
             ),
             ({"activation_checkpointing_kwargs": {"compress": "zip"}}, "unknown codec 'zip'"),
         ],
@@ -208,7 +208,7 @@ class TestRefuses:
             model._set_gradient_checkpointing(True, functools.partial(foreign))
         assert step(model) == LAYERS
 
-    @needs_asked_reentrant
+    @needs_explicit_reentrant
     def test_none_leaves_others_alone(self):
         model = build()
         handle = gradckpt.enable(model, compress=None)

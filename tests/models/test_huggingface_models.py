@@ -318,7 +318,7 @@ class TestRouting:
                 assert len(forward) == len(recompute) == 3
                 assert all(map(torch.equal, forward, recompute))
 
-    def test_without_decisions_it_does_not(self, family, build, monkeypatch):
+    def test_without_replay_it_does_not(self, family, build, monkeypatch):
         """The control, in the form of experts that nothing would stop:
         the shapes are the same whatever is chosen."""
         model = self.model(build, family, "batched_mm")
@@ -326,7 +326,7 @@ class TestRouting:
             pairs = [pair for step in routes(monkeypatch, model, steps=4) for pair in zip(*step, strict=True)]
         assert not all(torch.equal(*pair) for pair in pairs)
 
-    def test_without_decisions_eager_experts_say_so(self, family, build, monkeypatch):
+    def test_without_replay_eager_experts_say_so(self, family, build, monkeypatch):
         model = self.model(build, family, "eager")
         with (
             gradckpt.enable(model, compress={"codec": "int8", "replay_discrete": False}),

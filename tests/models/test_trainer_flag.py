@@ -323,7 +323,7 @@ class TestTrainers:
     def test_one_callback(self):
         from transformers import trainer
 
-        trainer_flag.watch()
+        trainer_flag.hook_import()
         assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("GradckptFlag") == 1
 
 

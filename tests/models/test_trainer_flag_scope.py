@@ -113,7 +113,7 @@ def test_hint_for_a_model_of_ones_own(tmp_path):
         trainer_of(Own(), tmp_path, {"compress": "int8"})
 
 
-def test_another_library_stands_in_our_place(tmp_path):
+def test_another_library_is_in_our_place(tmp_path):
     model = build()
     stock = model._set_gradient_checkpointing
     model._set_gradient_checkpointing = functools.partial(stock)

@@ -39,7 +39,7 @@ SAMPLES = 3
 
 
 class Reason(NamedTuple):
-    """Why decisions of operators are not replayed, and what may jump then."""
+    """Why discrete results of operators are not replayed, and what may jump then."""
 
     why: str
     kinds: str

@@ -1,4 +1,4 @@
-"""Policies ready to use; and decisions, which keep a mixture of
+"""Policies ready to use; and discrete results, which keep a mixture of
 experts on its routes when inputs are compressed."""
 
 import pytest
@@ -122,7 +122,7 @@ def test_by_name():
         policies.by_name("save_matmuls:int9")
 
 
-# ---- decisions ----
+# ---- discrete results ----
 
 
 class Experts(torch.nn.Module):
@@ -182,13 +182,13 @@ def test_a_mixture_of_experts_routes_the_same_way_twice(codec, steps):
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_without_decisions_it_does_not(codec):
+def test_without_replay_it_does_not(codec):
     changes, errors = routed(codec, 20, replay_discrete=False)
     assert changes == 20
     assert errors > 0
 
 
-DECISIONS = {
+DISCRETE = {
     "topk": lambda t: t.topk(3).indices,
     "sort": lambda t: t.sort().indices,
     "argsort": lambda t: t.argsort(),
@@ -210,14 +210,14 @@ DECISIONS = {
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", DECISIONS)
-def test_a_decision_is_the_same_twice(name, autocast):
+@pytest.mark.parametrize("name", DISCRETE)
+def test_a_discrete_result_is_the_same_twice(name, autocast):
     made = []
 
     def region(t, w):
-        decision = DECISIONS[name](t @ w if autocast else t)
-        made.append(decision.clone())
-        return (t @ w) * decision.float().sum() * 1e-3
+        result = DISCRETE[name](t @ w if autocast else t)
+        made.append(result.clone())
+        return (t @ w) * result.float().sum() * 1e-3
 
     torch.manual_seed(3)
     w = leaf(64, 64)
@@ -280,7 +280,7 @@ def test_what_was_decided_may_be_changed_in_place():
     assert all(same(each, made[0]) for each in made)
 
 
-def test_decisions_under_a_mode_and_with_a_policy():
+def test_discrete_results_under_a_mode_and_with_a_policy():
     made = []
 
     def region(t, w):
@@ -297,7 +297,7 @@ def test_decisions_under_a_mode_and_with_a_policy():
     assert torch.equal(made[2], made[3])
 
 
-def test_decisions_are_not_kept_where_nothing_is_approximate():
+def test_discrete_results_are_not_kept_where_nothing_is_approximate():
     for compress in (
         None,
         "raw",
@@ -312,7 +312,7 @@ def test_decisions_are_not_kept_where_nothing_is_approximate():
     assert gradckpt.stats()["discrete_bytes"] == 64 * 64 // 8  # one bit each
 
 
-def test_decisions_of_regions_in_regions():
+def test_discrete_results_of_regions_in_regions():
     block = Experts()
 
     def region(t):

@@ -40,7 +40,7 @@ def test_many_random_programs_draw_the_same_twice(chunk):
     assert sum(check(seed) for seed in range(500 * chunk, 500 * chunk + 500)) > 160
 
 
-@pytest.mark.parametrize("name", sorted({**drawing_programs.DECIDING, **drawing_programs.DRAWING}))
+@pytest.mark.parametrize("name", sorted({**drawing_programs.DISCRETE, **drawing_programs.DRAWING}))
 def test_a_draw_after_each_kind(name):
     for seed in range(3):
         drawn = ([name, "dropout", name, "rand_like"], "int4", None, "ours")

@@ -100,7 +100,7 @@ def test_a_context_that_was_never_made():
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_what_a_region_decides_is_kept_once(policy):
-    """Region and contexts both keep decisions;
+    """Region and contexts both keep discrete results;
     those of the region go into the store of its contexts."""
     x, w = leaf(256, 64), leaf(64, 64)
     before = gradckpt._C.stats()["discrete_outputs"]

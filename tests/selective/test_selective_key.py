@@ -164,7 +164,7 @@ def test_views_and_what_torch_has_on_the_key_are_kept_by_a_mode():
     assert not any(on)
 
 
-def test_decisions_inside_torch_func_are_replayed():
+def test_discrete_results_inside_torch_func_are_replayed():
     """On whichever level, and once."""
 
     def region(t):

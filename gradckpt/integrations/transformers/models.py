@@ -23,7 +23,7 @@ from gradckpt._models.adapter import (
     has_every_n_layers,
     has_old_form,
     input_grad_hooks,
-    stands_in,
+    replacement_of,
 )
 from gradckpt._models.inactivity import ADAPTER, describe, is_on
 from gradckpt._models.keywords import Settings
@@ -80,8 +80,8 @@ def is_enabled(model: Any, options: Mapping[str, Any], every_n_layers: int, offl
     adapter = adapter_of(model)
     if adapter is None or adapter.by_flag or adapter.function is None or not is_on(model):
         return False
-    asked = settings_from(options, every_n_layers, offload)
-    return adapter.active == asked.config and _comparable(adapter.settings) == _comparable(asked)
+    settings = settings_from(options, every_n_layers, offload)
+    return adapter.active == settings.config and _comparable(adapter.settings) == _comparable(settings)
 
 
 def _comparable(settings: Settings) -> Settings:
@@ -113,15 +113,15 @@ def enable_from_kwargs(model: Any, function: Any, every_n_layers: int) -> None:
     for part, held in adapters_in(model):
         held.remove(part)
     adapter = Adapter(model, Settings(), by_flag=True)
-    obeyed = False
+    enabled = False
     try:
         adapter.install(model)
         adapter(True, function, every_n_layers)
         _check_taken(model, adapter)
         carry_input_grads(model)
-        obeyed = True
+        enabled = True
     finally:
-        if not obeyed:
+        if not enabled:
             adapter.remove(model)
 
 
@@ -226,14 +226,14 @@ def _check_model(model: Any, settings: Settings) -> None:
             f"gradckpt: transformers cannot checkpoint {name}; name its blocks, enable(model, modules=Block)"
         )
     Adapter.check_alone(model)
-    if isinstance(stands_in(model), InnerAdapter):
+    if isinstance(replacement_of(model), InnerAdapter):
         raise ValueError(
             f"gradckpt: the layers of this {name} are already enabled, as part of another model; call "
             "gradckpt.disable on that one first"
         )
-    if stands_in(model) is not None:
+    if replacement_of(model) is not None:
         raise ValueError(
-            f"gradckpt: {describe(stands_in(model))} already replaces {name}.{ADAPTER} on this instance; "
+            f"gradckpt: {describe(replacement_of(model))} already replaces {name}.{ADAPTER} on this instance; "
             "remove it before gradckpt.enable(model)"
         )
     if has_old_form(model):

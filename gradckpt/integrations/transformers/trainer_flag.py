@@ -35,6 +35,6 @@ def _name(callback: Any) -> tuple[Any, Any]:
     return getattr(callback, "__module__", None), getattr(callback, "__qualname__", None)
 
 
-def watch() -> None:
+def hook_import() -> None:
     """Install the callback now if transformers' Trainer is imported, else when it will be."""
     after_import("transformers.trainer", _install)

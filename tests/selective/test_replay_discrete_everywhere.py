@@ -56,7 +56,7 @@ def test_routers_choose_as_in_the_forward_many(name, codec):
 
 
 @CODECS
-def test_decisions_false_counts_for_what_is_inside(codec):
+def test_replay_discrete_false_counts_for_what_is_inside(codec):
     """And nothing is kept where nothing is approximate."""
     config = gradckpt.CompressionConfig(codec, replay_discrete=False)
     for compress in (config, "raw", None):
