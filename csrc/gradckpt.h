@@ -28,9 +28,12 @@ typedef enum { GCK_F32 = 0, GCK_F16 = 1, GCK_BF16 = 2, GCK_BOOL = 3, GCK_NDTYPES
 enum { GCK_NFLOATS = 3 };
 #define GCK_BIT(dtype) (1u << (dtype))
 
+static inline size_t gck_itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
+
 /* The dtypes that every codec of activations takes. */
 enum { GCK_FLOATS = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16) };
 
+enum { GCK_GROUP = 128, GCK_BLOCK = 4096 };   /* values that share scales; values that share an arena */
 enum { GCK_MAX_DIM = 64 };       /* of a tensor that is encoded */
 enum { GCK_PAYLOAD_ALIGNMENT = 16 };   /* bytes: kernels read and write payloads in pieces of this size */
 
@@ -89,7 +92,7 @@ typedef struct {
     int value, group, block;
 } gck_size;
 
-/* The description of a codec.  One per line of codec/codecs.h. */
+/* The description of a codec.  One per line of codec/format/codecs.h. */
 typedef struct {
     const char *name;            /* its name in Python; never renamed             */
     const char *summary;         /* one line for the user                         */

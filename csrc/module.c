@@ -6,6 +6,7 @@
 #include "torch/ops.h"
 #include "torch/tensor.h"
 #include "engine/state.h"
+#include "engine/payload/eligible.h"
 #include "engine/payload/encode.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_overflow.h"
@@ -296,6 +297,9 @@ static PyMethodDef methods[] = {
      "catch_by_mode(on, /)\n--\n\nCatch operators by modes only, not on the dispatch key, for tests."},
     {"replace_checkpoint", gck_replace_checkpoint_py, METH_O,
      "replace_checkpoint(by, /)\n--\n\nCount one more (1) or one less (-1) region that needs gradckpt's checkpoint for torch's."},
+    {"eligible", gck_eligible_py, METH_VARARGS,
+     "eligible(requires_grad, is_leaf, floating, fake_quantize, /)\n--\n\nReturn whether compress= compresses such a "
+     "tensor, if its codec takes it."},
     {"replays_discrete", gck_replays_discrete_py, METH_NOARGS,
      "replays_discrete()\n--\n\nReturn whether the calling thread runs a region that keeps discrete outputs."},
     {"bind", bind, METH_O, "bind(callbacks, /)\n--\n\nBind the Python functions that C calls, from a dict by name."},
@@ -401,6 +405,28 @@ static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
     return (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
 }
 
+/* What Python must know by the same number. */
+static int add_constants(PyObject *module)
+{
+    static const struct { const char *name; long value; } constants[] = {
+        {"GROUP", GCK_GROUP},
+        {"BLOCK", GCK_BLOCK},
+        {"OP_RECOMPUTE", GCK_OP_RECOMPUTE},
+        {"OP_SAVE", GCK_OP_SAVE},
+        {"OP_REPLAY", GCK_OP_REPLAY},
+        {"OP_REPLAY_CAST", GCK_OP_REPLAY_CAST},
+        {"OP_LABEL", GCK_OP_LABEL},
+        {"OP_REPLAY_CHOICE", GCK_OP_REPLAY_CHOICE},
+    };
+
+    for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int module_exec(PyObject *module)
 {
     gck_state *state = gck_state_of(module);
@@ -425,7 +451,7 @@ static int module_exec(PyObject *module)
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }
-    return add_compat(module) < 0 || PyModule_AddType(module, state->Context) < 0 ? -1 : PyModule_AddType(module, state->Payload);
+    return add_compat(module) < 0 || add_constants(module) < 0 || PyModule_AddType(module, state->Context) < 0 ? -1 : PyModule_AddType(module, state->Payload);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

@@ -1,5 +1,5 @@
 /* codec.c: the table of codecs, and the only place that chooses between host and device. */
-#include "codec/codecs.h"
+#include "codec/format/codecs.h"
 #include "gradckpt.h"
 
 #include <stdatomic.h>
@@ -55,14 +55,14 @@ int64_t gck_nbytes(const gck_codec *codec, int64_t numel, gck_dtype dtype)
 {
     const gck_size size = codec->size[dtype];
 
-    return size.value * numel + size.group * ceil_div(numel, 128) + size.block * ceil_div(numel, 4096);
+    return size.value * numel + size.group * ceil_div(numel, GCK_GROUP) + size.block * ceil_div(numel, GCK_BLOCK);
 }
 
 double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype)
 {
     const gck_size size = codec->size[dtype];
 
-    return 8.0 * size.value + size.group / 16.0 + size.block / 512.0;
+    return 8.0 * size.value + 8.0 * size.group / GCK_GROUP + 8.0 * size.block / GCK_BLOCK;
 }
 
 /* Codecs are defined on IEEE arithmetic: a program that flushes subnormals

@@ -43,7 +43,8 @@ class Marking(NamedTuple):
     codec: str
     dtypes: tuple[torch.dtype, ...]
     min_numel: int
-    floating: bool
+    #: By requires_grad and is_leaf.
+    eligible: tuple[tuple[bool, bool], tuple[bool, bool]]
     version: str
 
 
@@ -104,14 +105,13 @@ def _is_or_may_be(condition: Any) -> Any:
 
 
 def _mark(marking: Marking, x: Any) -> Any:
-    """Mark a tensor that the rule of csrc/engine compresses; return any other value unchanged."""
+    """Mark a tensor that ``compress=`` compresses; return any other value unchanged."""
     if (
         isinstance(x, torch.Tensor)
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
         and _is_or_may_be(x.numel() >= marking.min_numel)
-        and (marking.floating or x.requires_grad)
-        and (not (x.requires_grad and x.is_leaf) or (marking.floating and not marking.fake_quantize))
+        and marking.eligible[x.requires_grad][x.is_leaf]
     ):
         mark = graph.rounded if marking.fake_quantize else graph.region_input
         return mark(x, marking.codec, marking.version)
@@ -154,12 +154,20 @@ def _marking(
         return None
     if config.lossy and not config.fake_quantize and output.compiler_fn.replay_discrete != "casts":
         output.compiler_fn.replay_discrete = config.replay_discrete or output.compiler_fn.replay_discrete
+    floating = config.include == "floating"
+    no_grad, grad = (
+        (
+            _C.eligible(each, False, floating, config.fake_quantize),
+            _C.eligible(each, True, floating, config.fake_quantize),
+        )
+        for each in (False, True)
+    )
     return Marking(
         config.fake_quantize,
         config.codec,
         graph.dtypes(config.codec),
         config.min_numel,
-        config.include == "floating",
+        (no_grad, grad),
         graph.version(),
     )
 

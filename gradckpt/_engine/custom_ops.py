@@ -21,7 +21,8 @@ def payload_nbytes(numel: int | torch.SymInt, dtype: torch.dtype, codec: str) ->
     if name not in sizes:
         raise RuntimeError(f"gradckpt: codec {codec!r} does not take {dtype}")
     _, value, group, block = sizes[name]
-    nbytes: int | torch.SymInt = value * numel + group * ((numel + 127) // 128) + block * ((numel + 4095) // 4096)
+    groups, blocks = -(-numel // _C.GROUP), -(-numel // _C.BLOCK)
+    nbytes: int | torch.SymInt = value * numel + group * groups + block * blocks
     return nbytes
 
 

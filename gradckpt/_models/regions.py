@@ -24,6 +24,7 @@ import torch
 from torch.nn import Module
 
 from gradckpt._C import checkpoint as region_checkpoint
+from gradckpt._C import eligible
 from gradckpt._config import Compress, CompressionConfig, advise, parse_compress
 from gradckpt._engine.arguments import OPTIONS, check_option, own_keywords
 from gradckpt._engine.decorator import Decorated
@@ -254,7 +255,7 @@ def prepare(
     function, args, kwargs = with_caches(function, args, kwargs)
     function = own_keywords(function, kwargs)
     if config is not None and not compiled:
-        leaves_too = config.include == "floating" and not config.fake_quantize  # as packed.c
+        leaves_too = eligible(True, True, config.include == "floating", config.fake_quantize)
         return localized(function, args, kwargs, leaves_too)
     return function, args, kwargs
 

@@ -167,8 +167,9 @@ def _check_model(model: Any, name: str) -> None:
         raise TypeError(f"gradckpt: {name}() takes a torch.nn.Module, not {type(model).__name__}")
 
 
-#: Codecs whose error depends on the largest of 128 consecutive values; fp8's depends on each value.
-_OF_GROUPS = ("int8", "int8_plain", "int6", "int4")
+def _errs_by_group(codec: str) -> bool:
+    """Return whether errors depend on the largest of a group; fp8's depend on each value."""
+    return bool(_C.codec_info(codec)["stochastic"]) and not codec.startswith("fp8")
 
 
 def log_larger_errors(model: Module) -> None:
@@ -185,7 +186,7 @@ def log_larger_errors(model: Module) -> None:
         if config is None or not config.lossy:
             continue
         width = width_of(modules[name])
-        if config.codec in _OF_GROUPS and width is not None and width % 128:
+        if _errs_by_group(config.codec) and width is not None and width % _C.GROUP:
             widths.add(width)
         if has_relu_and_batch_norm(modules[name]):
             kinked.add(type(modules[name]).__name__)

@@ -173,7 +173,7 @@ def test_bytes_that_are_not_there_yet_are_not_shared():
 # ---- neighbours on a device ----
 
 STUBS = """
-#include "codec/codecs.h"
+#include "codec/format/codecs.h"
 #include "gradckpt.h"
 
 /* What was called: host work -1, device work the number of tensors. */

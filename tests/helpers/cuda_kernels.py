@@ -34,7 +34,7 @@ if SANITIZERS:
     CHECKS = f"-O0 -g -fsanitize={SANITIZERS}"
 REFERENCE = """
 #include "codec/format/group.h"
-#include "codec/kernels.h"
+#include "codec/portable/kernels.h"
 
 static uint16_t *side_of(int format, uint8_t *codes, int64_t n)
 {

@@ -1,6 +1,6 @@
 /* overflow.cu: pinned memory for the words of overflow.c. */
 #include "codec/cuda/launch.cuh"
-#include "codec/overflow.h"
+#include "codec/cuda/overflow.h"
 
 /* Allowed while a stream is being captured: the words are no part of the graph. */
 extern "C" uint32_t *gck_overflow_flags_cuda(int device)

@@ -26,8 +26,6 @@
 #define GCK_CONSTEXPR
 #endif
 
-enum { GCK_GROUP = 128 };
-
 /* ---- bits ---- */
 
 GCK_FN uint32_t gck_bits(float f)

@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_FORMATS_H
 #define GRADCKPT_FORMATS_H
 
-#include "codec/codecs.h"
+#include "codec/format/codecs.h"
 #include "codec/format/float_bits.h"
 
 #define GCK_FORMAT(_, name, id, format, ...) format,

@@ -44,7 +44,6 @@
 #include "codec/format/float_bits.h"
 
 enum {
-    GCK_BLOCK = 4096,              /* values that share an arena */
     GCK_BLOCK_GROUPS = GCK_BLOCK / GCK_GROUP,
     GCK_ARENA = 64,
     GCK_WINDOW = 14,               /* exponents that have a code */

@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_CPU_FEATURES_H
 #define GRADCKPT_CPU_FEATURES_H
 
-#include "codec/kernels.h"
+#include "codec/portable/kernels.h"
 #include "codec/portable/kernels_portable.h"
 
 /* Chosen at the first call, and changed only by gck_isa_force(). */

@@ -4,8 +4,6 @@
 
 #include "gradckpt.h"
 
-static inline size_t gck_itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
-
 /* Values [first, first + count) of x's contiguous order, packed into dst. */
 void gck_gather(const gck_tensor *x, int64_t first, int64_t count, void *dst);
 

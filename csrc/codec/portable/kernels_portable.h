@@ -3,7 +3,7 @@
 #ifndef GRADCKPT_KERNELS_PORTABLE_H
 #define GRADCKPT_KERNELS_PORTABLE_H
 
-#include "codec/kernels.h"
+#include "codec/portable/kernels.h"
 
 extern const gck_kernels gck_kernels_portable;
 

@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_KERNELS_AVX2_H
 #define GRADCKPT_KERNELS_AVX2_H
 
-#include "codec/kernels.h"
+#include "codec/portable/kernels.h"
 
 extern const gck_kernels gck_kernels_avx2;
 

@@ -1,8 +1,6 @@
 /* layout.c: strides in the order of their size, with and without holes. */
 #include "engine/payload/layout.h"
 
-int gck_itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4 : dtype == GCK_BOOL ? 1 : 2; }
-
 /* Sort the dimensions by stride, the smallest first; of equal ones the last dimension first. */
 static void sort(const gck_tensor *x, const int64_t *strides, int *order)
 {

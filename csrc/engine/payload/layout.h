@@ -12,9 +12,6 @@
 
 enum { GCK_LAYOUT_PLAIN, GCK_LAYOUT_DENSE, GCK_LAYOUT_HOLES };
 
-/* Bytes of one value. */
-int gck_itemsize(gck_dtype dtype);
-
 /* Write the ndim strides of the restored x to strides[].  PLAIN: those of a contiguous tensor.
  * HOLES: memory lies between the elements that belongs to none of them. */
 int gck_layout_of(const gck_tensor *x, int exact, int64_t *strides);

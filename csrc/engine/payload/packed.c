@@ -5,6 +5,7 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/tensor.h"
+#include "engine/payload/eligible.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_bytes.h"
 #include "engine/payload/rounding.h"
@@ -17,23 +18,21 @@
 static int judge(gck_packing *p, gck_input *in)
 {
     gck_py *py = &p->state->py;
+    const int parameter = (PyObject *)Py_TYPE(in->x) == py->Parameter;
+    gck_skip_reason reason;
 
     if (gck_input_read(py, in, GCK_FACT_GRAD) < 0) {
         return -1;
     }
-    if (!in->requires_grad && !p->plan.floating) {
-        return GCK_SKIP_NO_GRAD;
+    reason = gck_eligible(&p->plan, in->requires_grad, 0, parameter);
+    if (reason != GCK_COMPRESS) {
+        return reason;
     }
     if (gck_input_read(py, in, GCK_FACT_LEAF) < 0) {
         return -1;
     }
-    /* A parameter stays alive anyway, and so does every leaf that requires grad: autograd's
-     * AccumulateGrad holds it.  A fake-quantized forward replaces x by a result of x, which is not
-     * a leaf, so there include="floating" keeps leaves too. */
-    if ((in->requires_grad && in->leaf && (!p->plan.floating || p->plan.fake_quantize)) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
-        return GCK_SKIP_LEAF;
-    }
-    return gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
+    reason = gck_eligible(&p->plan, in->requires_grad, in->leaf, parameter);
+    return reason != GCK_COMPRESS ? (int)reason : gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
 }
 
 int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter)

@@ -11,6 +11,7 @@
 #include "torch/tensor.h"
 #include "engine/state.h"
 #include "engine/options.h"
+#include "engine/payload/eligible.h"
 #include "engine/payload/packed.h"
 #include "engine/saved/saved_form.h"
 #include "engine/saved/saved_tensor.h"
@@ -31,7 +32,8 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
         return -1;
     }
-    if ((in->requires_grad && in->leaf) || (PyObject *)Py_TYPE(in->x) == py->Parameter) {
+    if ((PyObject *)Py_TYPE(in->x) == py->Parameter
+        || gck_eligible(plan, in->requires_grad, in->leaf, 0) == GCK_SKIP_LEAF) {
         return GCK_SKIP_LEAF;
     }
     reason = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
