@@ -155,13 +155,9 @@ def _marking(
     if config.lossy and not config.fake_quantize and output.compiler_fn.replay_discrete != "casts":
         output.compiler_fn.replay_discrete = config.replay_discrete or output.compiler_fn.replay_discrete
     floating = config.include == "floating"
-    no_grad, grad = (
-        (
-            _C.eligible(each, False, floating, config.fake_quantize),
-            _C.eligible(each, True, floating, config.fake_quantize),
-        )
-        for each in (False, True)
-    )
+    settings = floating, config.fake_quantize
+    no_grad = _C.eligible(False, False, *settings), _C.eligible(False, True, *settings)
+    grad = _C.eligible(True, False, *settings), _C.eligible(True, True, *settings)
     return Marking(
         config.fake_quantize,
         config.codec,

@@ -18,8 +18,12 @@ from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
 OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 
 #: What happens to the outputs of an operator; op_policy.h says what each means.
-RECOMPUTE, SAVE, LABEL = _C.OP_RECOMPUTE, _C.OP_SAVE, _C.OP_LABEL
-REPLAY, REPLAY_CAST, REPLAY_CHOICE = _C.OP_REPLAY, _C.OP_REPLAY_CAST, _C.OP_REPLAY_CHOICE
+RECOMPUTE: int = _C.OP_RECOMPUTE
+SAVE: int = _C.OP_SAVE
+REPLAY: int = _C.OP_REPLAY
+REPLAY_CAST: int = _C.OP_REPLAY_CAST
+LABEL: int = _C.OP_LABEL
+REPLAY_CHOICE: int = _C.OP_REPLAY_CHOICE
 _REPLAYED = (REPLAY, REPLAY_CAST, REPLAY_CHOICE)
 ALL_FORMS = FORMS | ROUNDING_FORMS
 

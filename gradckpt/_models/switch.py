@@ -17,6 +17,7 @@ from typing import Any, Final, TypedDict, Unpack
 
 from torch.nn import Module
 
+from gradckpt import _C
 from gradckpt._config import Compress
 from gradckpt._engine.arguments import check_bool
 from gradckpt._models.adapter import ADAPTERS
