@@ -285,7 +285,7 @@ static PyMethodDef methods[] = {
      "that is far ahead waits this long for them; 0 ends it."},
     {"settle_overflow", gck_settle_overflow, METH_NOARGS, "settle_overflow()\n--\n\nDeliver the late overflow_flags, for tests."},
     {"make_op_policy", gck_make_op_policy, METH_VARARGS,
-     "make_op_policy(rows, wanted, /)\n--\n\nMake Names of rows (operator, keep, compress, every, phase, group, form)."},
+     "make_op_policy(rows, wanted, /)\n--\n\nMake an OpPolicy of rows (operator, keep, compress, every, phase, group, form)."},
     {"make_op_storage", gck_make_op_storage, METH_VARARGS,
      "make_op_storage(names, mutation, reusable, /)\n--\n\nMake an empty Store for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,

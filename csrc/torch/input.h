@@ -23,7 +23,7 @@ typedef struct {
     int         known;             /* which of the facts below were read                   */
     int         requires_grad, leaf;
     int64_t     version;           /* -1: an inference tensor, or a subclass without one */
-    gck_skip_reason reason;            /* GCK_COMPRESS: it has a view; else the reason why not */
+    gck_skip_reason reason;        /* GCK_COMPRESS: it has a view; else the reason why not */
     gck_tensor  view;
 } gck_input;
 

@@ -29,10 +29,10 @@ typedef struct gck_payload {
     int              layout;       /* see layout.h; 0: strides do not count              */
     void            *stream;       /* the stream that wrote the bytes                    */
     /* See payload_overflow.h. */
-    uint32_t        *overflow;      /* not NULL: open, and this is in state->pending      */
+    uint32_t        *overflow;     /* not NULL: open, and this is in state->pending      */
     uint32_t         late;         /* tests: the word that the device would write        */
-    int              timed_out;      /* a wait for the flag timed out                       */
-    int              overflowed;      /* the codec overflowed; buffer and saved may be NULL then */
+    int              timed_out;    /* a wait for the flag timed out                      */
+    int              overflowed;   /* the codec overflowed; buffer and saved may be NULL then */
     int              again;        /* it serves two arguments of one region              */
     PyObject        *kept;         /* the original itself, while the flag is pending and after an overflow */
     struct gck_payload *next_pending;

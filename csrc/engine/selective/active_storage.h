@@ -8,7 +8,7 @@
 /* One active store of one thread.  It lies on the C stack of the region, or on the heap for
  * contexts that Python enters. */
 typedef struct gck_active {
-    gck_op_storage         *store;        /* owned                                            */
+    gck_op_storage    *store;        /* owned                                            */
     int                replay;
     unsigned long      thread;
     int                by_key;       /* else a mode catches, and this entry only records that */

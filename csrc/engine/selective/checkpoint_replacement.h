@@ -7,7 +7,7 @@
 /* One more region (by 1) or one less (by -1) needs it; a pending exception survives.  0 or -1. */
 int gck_replace_checkpoint(gck_state *state, int by);
 
-/* For Python: stand_in(by). */
+/* For Python: replace_checkpoint(by). */
 PyObject *gck_replace_checkpoint_py(PyObject *module, PyObject *by);
 
 #endif
