@@ -19,6 +19,7 @@
 
 #include "gradckpt.h"
 #include "torch/abi.h"
+#include "torch/stream.h"
 
 /* The argument layout of torch 2.11; later versions keep it for us. */
 static const uint64_t build_version = UINT64_C(0x020B000000000000);
@@ -156,9 +157,7 @@ static int describe(job *w, operand *x)
         x->view.sizes = sizes;
         x->view.strides = gck_is_contiguous(x->view.ndim, sizes, strides) ? NULL : strides;
         x->view.device = x->device_type == gck_torch.aoti_torch_device_type_cuda() ? x->device_index : -1;
-        missing = x->view.device >= 0
-            && (gck_torch.aoti_torch_get_current_cuda_stream == NULL
-                || gck_torch.aoti_torch_get_current_cuda_stream(x->device_index, &x->view.stream));
+        missing = x->view.device >= 0 && gck_stream_of_operator(x->device_index, &x->view.stream);
     }
     return missing ? refuse(w, "gradckpt: torch does not tell this tensor's shape, device or stream; use a CPU or CUDA "
                                "build of torch")

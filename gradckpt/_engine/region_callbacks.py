@@ -27,7 +27,7 @@ logger = logging.getLogger("gradckpt")
 
 
 def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, int]:
-    """Return the fields of ``compress=`` that C needs, in the order of csrc/engine/options.c."""
+    """Return the fields of ``compress=`` that C needs, in the order of checkpoint_options.c."""
     config = parse_compress(compress)
     if config is None:
         return None, 0, False, False, 0, False, 0

@@ -5,6 +5,7 @@
  * was given: torch would follow a NULL.  aoti_torch_check() leaves by longjmp, as an exception does. */
 #include <setjmp.h>
 
+#include "torch/stream.c"
 #include "torch/ops.c"
 
 gck_abi gck_torch;

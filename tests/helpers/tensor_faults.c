@@ -3,8 +3,11 @@
  * Called with the GIL; exceptions arrive.  What a device, its driver and its codecs may say is said here without one. */
 #include "torch/calls.c"
 #include "torch/error.c"
+#include "torch/stream.c"
 #include "torch/input.c"
 #include "torch/tensor.c"
+
+gck_abi gck_torch;                                     /* no symbol of it is called */
 
 /* ---- the answers ---- */
 

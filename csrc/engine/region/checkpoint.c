@@ -8,7 +8,7 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "engine/state.h"
-#include "engine/options.h"
+#include "engine/checkpoint_options.h"
 #include "engine/payload/input_aliasing.h"
 #include "engine/payload/packed.h"
 #include "engine/region/frame.h"

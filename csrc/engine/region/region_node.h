@@ -7,7 +7,7 @@
 #define GRADCKPT_REGION_NODE_H
 
 #include "engine/state.h"
-#include "engine/options.h"
+#include "engine/checkpoint_options.h"
 
 /* checkpoint(..., use_reentrant=True).  kwargs: keywords that are not ours, or NULL. */
 PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,

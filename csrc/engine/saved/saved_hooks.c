@@ -10,7 +10,7 @@
 #include "torch/objects.h"
 #include "torch/tensor.h"
 #include "engine/state.h"
-#include "engine/options.h"
+#include "engine/checkpoint_options.h"
 #include "engine/payload/eligible.h"
 #include "engine/payload/packed.h"
 #include "engine/saved/saved_form.h"

@@ -2,7 +2,7 @@
 #include "engine/selective/op_policy.h"
 
 #include "torch/draws.h"
-#include "engine/options.h"
+#include "engine/checkpoint_options.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -12,7 +12,7 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
-#include "engine/options.h"
+#include "engine/checkpoint_options.h"
 #include "engine/selective/checkpoint_replacement.h"
 #include "engine/selective/op_labels.h"
 #include "engine/selective/op_outputs.h"

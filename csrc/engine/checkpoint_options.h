@@ -1,6 +1,6 @@
-/* options.h: the keywords of checkpoint() and what they mean. */
-#ifndef GRADCKPT_OPTIONS_H
-#define GRADCKPT_OPTIONS_H
+/* checkpoint_options.h: the keywords of checkpoint() and what they mean. */
+#ifndef GRADCKPT_CHECKPOINT_OPTIONS_H
+#define GRADCKPT_CHECKPOINT_OPTIONS_H
 
 #include "engine/state.h"
 

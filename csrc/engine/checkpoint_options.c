@@ -1,6 +1,6 @@
-/* options.c: reads the keywords of checkpoint().  Names are compared as interned objects, because a
+/* checkpoint_options.c: reads the keywords of checkpoint().  Names are compared as interned objects, because a
  * region may be called with a dozen keywords of its own, many times a step. */
-#include "engine/options.h"
+#include "engine/checkpoint_options.h"
 
 #include "gradckpt.h"
 #include "torch/calls.h"
