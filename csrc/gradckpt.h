@@ -1,8 +1,8 @@
 /* gradckpt.h: the contract between the folders.
  *
  * Plain C: pointers, integers, and structs of them.  csrc/codec implements it and knows neither
- * Python nor torch; csrc/torch and csrc/engine call it.  codec/format/group.h draws the byte layout of
- * every payload, and docs/codecs.md describes it. */
+ * Python nor torch; csrc/torch and csrc/engine call it.  codec/format/group.h draws the byte layout
+ * of every payload, and docs/codecs.md describes it. */
 #ifndef GRADCKPT_H
 #define GRADCKPT_H
 
@@ -16,11 +16,11 @@ extern "C" {
 /* Status: 0 good, < 0 one of ours, > 0 a cudaError_t. gck_status_text() describes it. */
 enum {
     GCK_OK = 0,
-    GCK_E_DTYPE = -1,            /* the codec does not take this dtype            */
-    GCK_E_DEVICE = -2,           /* this build has no kernel for the device       */
-    GCK_E_DRIVER = -3,           /* the CUDA driver is older than the built-in runtime */
-    GCK_E_OVERFLOW = -4,              /* overflow: the codec cannot hold these values  */
-    GCK_E_DITHER = -5,           /* stochastic rounding was requested of a codec that never rounds */
+    GCK_E_DTYPE = -1,     /* the codec does not take this dtype            */
+    GCK_E_DEVICE = -2,    /* this build has no kernel for the device       */
+    GCK_E_DRIVER = -3,    /* the CUDA driver is older than the built-in runtime */
+    GCK_E_OVERFLOW = -4,  /* overflow: the codec cannot hold these values  */
+    GCK_E_DITHER = -5,    /* stochastic rounding was requested of a codec that never rounds */
 };
 
 /* Floating dtypes come first, because tables of kernels are indexed by them. */
@@ -33,9 +33,9 @@ static inline size_t gck_itemsize(gck_dtype dtype) { return dtype == GCK_F32 ? 4
 /* The dtypes that every codec of activations takes. */
 enum { GCK_FLOATS = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16) };
 
-enum { GCK_GROUP = 128, GCK_BLOCK = 4096 };   /* values that share scales; values that share an arena */
-enum { GCK_MAX_DIM = 64 };       /* of a tensor that is encoded */
-enum { GCK_PAYLOAD_ALIGNMENT = 16 };   /* bytes: kernels read and write payloads in pieces of this size */
+enum { GCK_GROUP = 128, GCK_BLOCK = 4096 };  /* values that share scales; values that share an arena */
+enum { GCK_MAX_DIM = 64 };                   /* of a tensor that is encoded */
+enum { GCK_PAYLOAD_ALIGNMENT = 16 };         /* bytes: kernels read and write payloads in pieces of this size */
 
 /* A view, which owns nothing.  `sizes` and `strides` (in elements) may be NULL when the values are
  * contiguous; else the contiguous order of the shape defines index i. */
@@ -80,9 +80,10 @@ typedef struct {
 /* How to encode one tensor. */
 typedef struct {
     const gck_dither *dither;    /* NULL: to nearest                              */
-    /* Device work of a codec that may overflow (`may_overflow`): a word of gck_overflow_take(), which
-     * becomes GCK_OVERFLOW_NONE or GCK_OVERFLOW_FOUND (overflow) when the work is done.  NULL: overflow is not
-     * reported.  Values that a payload cannot hold decode to NaN either way. */
+    /* Device work of a codec that may overflow (`may_overflow`): a word of gck_overflow_take(),
+     * which becomes GCK_OVERFLOW_NONE or GCK_OVERFLOW_FOUND (overflow) when the work is done.
+     * NULL: overflow is not reported.  Values that a payload cannot hold decode to NaN either
+     * way. */
     uint32_t         *overflow;
 } gck_how;
 enum { GCK_OVERFLOW_PENDING = 0, GCK_OVERFLOW_NONE = 1, GCK_OVERFLOW_FOUND = 2 };
@@ -94,14 +95,14 @@ typedef struct {
 
 /* The description of a codec.  One per line of codec/format/codecs.h. */
 typedef struct {
-    const char *name;            /* its name in Python; never renamed             */
-    const char *summary;         /* one line for the user                         */
-    uint32_t    dtypes;          /* set of GCK_BIT(dtype) it accepts              */
-    double      max_error;       /* |x - x'| / absmax of x's group; 0: bit-exact  */
+    const char *name;          /* its name in Python; never renamed             */
+    const char *summary;       /* one line for the user                         */
+    uint32_t    dtypes;        /* set of GCK_BIT(dtype) it accepts              */
+    double      max_error;     /* |x - x'| / absmax of x's group; 0: bit-exact  */
     gck_size    size[GCK_NDTYPES];
-    int64_t     unit;            /* values per independent unit of host work      */
-    int         stochastic;      /* accepts a gck_dither                          */
-    int         may_overflow;         /* may return GCK_E_OVERFLOW                          */
+    int64_t     unit;          /* values per independent unit of host work      */
+    int         stochastic;    /* accepts a gck_dither                          */
+    int         may_overflow;  /* may return GCK_E_OVERFLOW                     */
     /* Units [first, last).  GCK_OK or GCK_E_OVERFLOW. */
     int       (*encode_host)(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last);
     void      (*decode_host)(const void *payload, const gck_tensor *out, int64_t first, int64_t last);
@@ -141,10 +142,10 @@ int gck_encode_many(const gck_codec *codec, const gck_tensor *x, void *const *pa
 int gck_decode_many(const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n,
                     gck_parallel_for *parallel);
 
-/* A word for gck_how.overflow, set to GCK_OVERFLOW_PENDING: in plain host memory for device -1, else one that
- * every CUDA device can write.  NULL: none is left, or this build has no CUDA. It may be given back
- * at any time: it is not used again before it was written, or never, if the work was captured in a
- * CUDA graph. */
+/* A word for gck_how.overflow, set to GCK_OVERFLOW_PENDING: in plain host memory for device -1,
+ * else one that every CUDA device can write.  NULL: none is left, or this build has no CUDA. It may
+ * be given back at any time: it is not used again before it was written, or never, if the work was
+ * captured in a CUDA graph. */
 uint32_t *gck_overflow_take(int device);
 void      gck_overflow_give(uint32_t *overflow);
 /* 1 when the work that writes it was captured in a CUDA graph: the word is written when that is

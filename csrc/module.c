@@ -102,8 +102,8 @@ static PyObject *codec_info(PyObject *module, PyObject *arg)
     return Py_BuildValue("{ss si ss sN sd sd sO sO sO sN}", "name", codec->name, "id", gck_codec_id(codec), "summary",
                          codec->summary, "dtypes", accepted, "bits_per_value", bits_per_value(codec), "max_error",
                          codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False, "stochastic",
-                         codec->stochastic ? Py_True : Py_False, "may_overflow", codec->may_overflow ? Py_True : Py_False, "sizes",
-                         sizes);
+                         codec->stochastic ? Py_True : Py_False, "may_overflow",
+                         codec->may_overflow ? Py_True : Py_False, "sizes", sizes);
 }
 
 /* ---- instruction set, build ---- */
@@ -164,10 +164,11 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 
 /* Every counter once: the field is also the key in the dict. */
 #define COUNTERS(COUNTER)                                                                                       \
-    COUNTER(steps) COUNTER(regions) COUNTER(regions_eligible) COUNTER(regions_compressed) COUNTER(recomputes)    \
-    COUNTER(eligible) COUNTER(compressed) COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out)  \
-    COUNTER(live_bytes) COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes)         \
-    COUNTER(discrete_outputs) COUNTER(discrete_bytes) COUNTER(uncompressed_bytes) COUNTER(policy_outputs) COUNTER(policy_bytes)
+    COUNTER(steps) COUNTER(regions) COUNTER(regions_eligible) COUNTER(regions_compressed) COUNTER(recomputes)   \
+    COUNTER(eligible) COUNTER(compressed) COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) \
+    COUNTER(live_bytes) COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes)        \
+    COUNTER(discrete_outputs) COUNTER(discrete_bytes) COUNTER(uncompressed_bytes) COUNTER(policy_outputs)       \
+    COUNTER(policy_bytes)
 
 static int set_counter(PyObject *dict, const char *key, int64_t value)
 {
@@ -259,7 +260,8 @@ static PyMethodDef methods[] = {
     {"codecs", codecs, METH_NOARGS, "codecs()\n--\n\nReturn the names of the codecs."},
     {"codec_info", codec_info, METH_O, "codec_info(name, /)\n--\n\nDescribe a codec as a dict."},
     {"isa", isa, METH_NOARGS, "isa()\n--\n\nReturn the instruction set of the CPU codecs."},
-    {"force_isa", force_isa, METH_O, "force_isa(name, /)\n--\n\nForce an instruction set, for tests; None restores the best."},
+    {"force_isa", force_isa, METH_O,
+     "force_isa(name, /)\n--\n\nForce an instruction set, for tests; None restores the best."},
     {"build_info", build_info, METH_NOARGS, "build_info()\n--\n\nDescribe the build of this extension as a dict."},
     {"is_recomputing", gck_is_recomputing, METH_NOARGS,
      "is_recomputing()\n--\n\n"
@@ -269,8 +271,10 @@ static PyMethodDef methods[] = {
      "forget_types()\n--\n\nForget which types of modules have no rule, for gradckpt._engine.buffers."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,
      "guard_hooks(hooks, type, kind, /)\n--\n\nGuard the hooks of a parameter, for gradckpt._engine.parameter_hooks."},
-    {"saved_push", gck_saved_hooks_push, METH_O, "saved_push(compress, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
-    {"saved_pop", gck_saved_hooks_pop, METH_O, "saved_pop(failed, /)\n--\n\nPop the hooks of gradckpt.compress_saved()."},
+    {"saved_push", gck_saved_hooks_push, METH_O,
+     "saved_push(compress, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
+    {"saved_pop", gck_saved_hooks_pop, METH_O,
+     "saved_pop(failed, /)\n--\n\nPop the hooks of gradckpt.compress_saved()."},
     {"saved_call", gck_saved_hooks_call, METH_VARARGS,
      "saved_call(compress, function, args, kwargs, /)\n--\n\nCall a function under gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS,
@@ -283,9 +287,11 @@ static PyMethodDef methods[] = {
     {"late_overflow", gck_late_overflow, METH_O,
      "late_overflow(seconds, /)\n--\n\nMake CPU codecs report overflow as late as a device, for tests. A forward "
      "that is far ahead waits this long for them; 0 ends it."},
-    {"settle_overflow", gck_settle_overflow, METH_NOARGS, "settle_overflow()\n--\n\nDeliver the late overflow_flags, for tests."},
+    {"settle_overflow", gck_settle_overflow, METH_NOARGS,
+     "settle_overflow()\n--\n\nDeliver the late overflow_flags, for tests."},
     {"make_op_policy", gck_make_op_policy, METH_VARARGS,
-     "make_op_policy(rows, wanted, /)\n--\n\nMake an OpPolicy of rows (operator, keep, compress, every, phase, group, form)."},
+     "make_op_policy(rows, wanted, /)\n--\n\n"
+     "Make an OpPolicy of rows (operator, keep, compress, every, phase, group, form)."},
     {"make_op_storage", gck_make_op_storage, METH_VARARGS,
      "make_op_storage(names, mutation, reusable, /)\n--\n\nMake an empty Store for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,
@@ -296,7 +302,8 @@ static PyMethodDef methods[] = {
     {"catch_by_mode", gck_catch_by_mode, METH_O,
      "catch_by_mode(on, /)\n--\n\nCatch operators by modes only, not on the dispatch key, for tests."},
     {"replace_checkpoint", gck_replace_checkpoint_py, METH_O,
-     "replace_checkpoint(by, /)\n--\n\nCount one more (1) or one less (-1) region that needs gradckpt's checkpoint for torch's."},
+     "replace_checkpoint(by, /)\n--\n\n"
+     "Count one more (1) or one less (-1) region that needs gradckpt's checkpoint for torch's."},
     {"eligible", gck_eligible_py, METH_VARARGS,
      "eligible(requires_grad, is_leaf, floating, fake_quantize, /)\n--\n\nReturn whether compress= compresses such a "
      "tensor, if its codec takes it."},
@@ -304,8 +311,10 @@ static PyMethodDef methods[] = {
      "replays_discrete()\n--\n\nReturn whether the calling thread runs a region that keeps discrete outputs."},
     {"bind", bind, METH_O, "bind(callbacks, /)\n--\n\nBind the Python functions that C calls, from a dict by name."},
     {"stats", stats, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
-    {"reset_stats", reset_stats, METH_NOARGS, "reset_stats()\n--\n\nReset all counters to zero, except those of live payloads."},
-    {"restart_peak", gck_restart_peak_py, METH_NOARGS, "restart_peak()\n--\n\nReturn peak_live_bytes and begin it anew."},
+    {"reset_stats", reset_stats, METH_NOARGS,
+     "reset_stats()\n--\n\nReset all counters to zero, except those of live payloads."},
+    {"restart_peak", gck_restart_peak_py, METH_NOARGS,
+     "restart_peak()\n--\n\nReturn peak_live_bytes and begin it anew."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -355,7 +364,8 @@ static int load_torch(void)
     }
     missing = gck_ops_register();
     if (missing != NULL) {
-        PyErr_Format(PyExc_ImportError, "gradckpt: torch rejected %s; install a torch that gradckpt was tested with", missing);
+        PyErr_Format(PyExc_ImportError,
+                     "gradckpt: torch rejected %s; install a torch that gradckpt was tested with", missing);
         return -1;
     }
     return 0;
@@ -451,7 +461,8 @@ static int module_exec(PyObject *module)
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }
-    return add_compat(module) < 0 || add_constants(module) < 0 || PyModule_AddType(module, state->Context) < 0 ? -1 : PyModule_AddType(module, state->Payload);
+    return add_compat(module) < 0 || add_constants(module) < 0 || PyModule_AddType(module, state->Context) < 0 ? -1
+         : PyModule_AddType(module, state->Payload);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

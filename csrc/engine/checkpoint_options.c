@@ -114,7 +114,8 @@ int gck_options_policy(const gck_options *o)
 
 int gck_options_determinism(const gck_state *state, PyObject *value, int *check, PyObject **metadata_fn)
 {
-    PyObject *read = value != NULL ? PyObject_CallFunction(state->py.call.determinism_check, "(O)", value) : Py_NewRef(Py_True);
+    PyObject *read = value != NULL ? PyObject_CallFunction(state->py.call.determinism_check, "(O)", value)
+                                   : Py_NewRef(Py_True);
 
     *check = read != Py_None;
     *metadata_fn = read != Py_None && read != Py_True ? Py_XNewRef(read) : NULL;
@@ -133,8 +134,8 @@ static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
     int ok;
 
     *plan = (gck_plan){.codec = NULL};
-    ok = parsed != NULL && PyArg_ParseTuple(parsed, "zLppipK", &codec, &min_numel, &plan->fake_quantize, &plan->floating,
-                                            &plan->replay_discrete, &plan->stochastic, &seed);
+    ok = parsed != NULL && PyArg_ParseTuple(parsed, "zLppipK", &codec, &min_numel, &plan->fake_quantize,
+                                            &plan->floating, &plan->replay_discrete, &plan->stochastic, &seed);
     if (ok && codec != NULL) {
         plan->min_numel = min_numel;
         plan->seed = seed;

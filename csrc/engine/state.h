@@ -13,34 +13,36 @@ enum {
 
 /* compress= after parsing. */
 typedef struct {
-    const gck_codec *codec;        /* NULL: no compression                               */
+    const gck_codec *codec;            /* NULL: no compression                               */
     int64_t          min_numel;
-    int              fake_quantize; /* the forward runs on the restored values             */
-    int              floating;     /* include="floating": all but parameters             */
-    int              replay_discrete; /* replay discrete outputs, see replay_discrete.h; 2: casts too */
-    int              stochastic;   /* round by noise keyed by `seed` and a gck_rounding  */
+    int              fake_quantize;    /* the forward runs on the restored values            */
+    int              floating;         /* include="floating": all but parameters             */
+    int              replay_discrete;  /* replay discrete outputs, see replay_discrete.h; 2: casts too */
+    int              stochastic;       /* round by noise keyed by `seed` and a gck_rounding  */
     uint64_t         seed;
 } gck_plan;
 
 typedef struct {
-    int64_t regions;               /* checkpoint calls with grad on                      */
-    int64_t regions_eligible;      /* of those, with compression                         */
-    int64_t regions_compressed;    /* of those, with a payload                           */
-    int64_t policy_outputs;        /* outputs of operators that a policy keeps           */
-    int64_t policy_bytes;          /* of those, bytes of the uncompressed ones           */
+    int64_t regions;                      /* checkpoint calls with grad on                      */
+    int64_t regions_eligible;             /* of those, with compression                         */
+    int64_t regions_compressed;           /* of those, with a payload                           */
+    int64_t policy_outputs;               /* outputs of operators that a policy keeps           */
+    int64_t policy_bytes;                 /* of those, bytes of the uncompressed ones           */
     int64_t recomputes;
-    int64_t eligible;              /* tensors that require grad, seen with compression on */
-    int64_t compressed;            /* of those, compressed into payloads (shared ones included) */
-    int64_t encoded;               /* payloads written                                   */
-    int64_t codecs[GCK_MAX_CODECS]; /* of those, by codec, in the order of codecs.h     */
-    int64_t shared;                /* how often a payload served another region          */
-    int64_t bytes_in, bytes_out;   /* bytes of encoded tensors, and of their payloads    */
-    int64_t live_bytes, peak_live_bytes;            /* payloads alive                    */
-    int64_t originals_alive, originals_alive_bytes; /* alive at their restore: no memory was saved */
-    int64_t discrete_outputs, discrete_bytes;       /* copies of discrete outputs        */
-    int64_t uncompressed[GCK_NREASONS]; /* tensors that stayed uncompressed, by reason        */
-    int64_t uncompressed_bytes;    /* bytes of those that require grad and are not parameters */
-    int64_t steps;                 /* backwards that reached a region                    */
+    int64_t eligible;                     /* tensors that require grad, seen with compression on */
+    int64_t compressed;                   /* of those, compressed into payloads (shared ones included) */
+    int64_t encoded;                      /* payloads written                                   */
+    int64_t codecs[GCK_MAX_CODECS];       /* of those, by codec, in the order of codecs.h       */
+    int64_t shared;                       /* how often a payload served another region          */
+    int64_t bytes_in, bytes_out;          /* bytes of encoded tensors, and of their payloads    */
+    int64_t live_bytes, peak_live_bytes;  /* payloads alive                                     */
+    /* alive at their restore: no memory was saved */
+    int64_t originals_alive, originals_alive_bytes;
+    /* copies of discrete outputs */
+    int64_t discrete_outputs, discrete_bytes;
+    int64_t uncompressed[GCK_NREASONS];   /* tensors that stayed uncompressed, by reason        */
+    int64_t uncompressed_bytes;           /* bytes of those that require grad and are not parameters */
+    int64_t steps;                        /* backwards that reached a region                    */
 } gck_stats;
 
 /* The noise of the next tensor that is rounded stochastically.  A new step begins with the first
@@ -61,35 +63,41 @@ typedef struct {
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *OpPolicy, *OpStorage, *OpOutput, *Context, *SavedHooks, *SavedTensor;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *OpPolicy, *OpStorage, *OpOutput, *Context;
+    PyTypeObject *SavedHooks, *SavedTensor;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* autograd Function, public                          */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */
-    PyObject     *stateless;       /* known types of modules (parameters.h): no statistics  */
-    PyObject     *closed;          /* known modules that use no leaves but parameters and arguments */
+    PyObject     *stateless;           /* known types of modules (parameters.h): no statistics */
+    PyObject     *closed;              /* known modules that use no leaves but parameters and arguments */
     struct {
         PyObject *function;
 #define OPTION(name) PyObject *name;
         GCK_OPTIONS(OPTION)
 #undef OPTION
-    } option_names;                /* interned                                           */
+    } option_names;                    /* interned                                           */
     gck_stats     stats;
     gck_rounding  rounding;
-    int64_t       last_step;       /* of `rounding`, at the last recompute               */
-    int64_t       watched_task;    /* graph task at whose end our callback runs          */
-    struct gck_recomputed_tables *with_recomputed; /* borrowed: first of the frames' tables, where there are any */
-    int64_t       outside;         /* counter for the ids of unpacks outside backward    */
-    struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];   /* latest first        */
-    struct gck_payload *recent[GCK_NRECENT];  /* borrowed: a dying payload removes itself      */
-    struct gck_payload *pending;   /* borrowed: the first of those with a pending flag  */
-    PyObject     *replay_discrete[2];    /* OpPolicy objects, without casts and with; NULL before the first region that needs them */
-    PyObject     *torch_checkpoint;          /* torch's checkpoint, see checkpoint_replacement.c; NULL before the first exchange */
+    int64_t       last_step;           /* of `rounding`, at the last recompute               */
+    int64_t       watched_task;        /* graph task at whose end our callback runs          */
+    /* borrowed: first of the frames' tables, where there are any */
+    struct gck_recomputed_tables *with_recomputed;
+    int64_t       outside;             /* counter for the ids of unpacks outside backward    */
+    /* latest first */
+    struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];
+    /* borrowed: a dying payload removes itself */
+    struct gck_payload *recent[GCK_NRECENT];
+    struct gck_payload *pending;       /* borrowed: the first of those with a pending flag   */
+    /* OpPolicy objects, without casts and with; NULL before the first region that needs them */
+    PyObject     *replay_discrete[2];
+    /* torch's checkpoint, see checkpoint_replacement.c; NULL before the first exchange */
+    PyObject     *torch_checkpoint;
     int           replacements;        /* how many regions need ours in its place            */
-    struct gck_active *active;     /* borrowed: stores that catch operators, see active_storage.h */
-    PyObject     *observer;        /* called with each Frame that has kept its arguments; or NULL */
-    int           by_mode;         /* tests: only modes catch operators                    */
-    int64_t       late_overflow;   /* tests: see payload_overflow.h; nanoseconds                  */
-    int64_t       epoch;           /* times the counters were reset                      */
+    struct gck_active *active;         /* borrowed: stores that catch operators, see active_storage.h */
+    PyObject     *observer;            /* called with each Frame that has kept its arguments; or NULL */
+    int           by_mode;             /* tests: only modes catch operators                  */
+    int64_t       late_overflow;       /* tests: see payload_overflow.h; nanoseconds         */
+    int64_t       epoch;               /* times the counters were reset                      */
 } gck_state;
 
 gck_state *gck_state_of(PyObject *module);

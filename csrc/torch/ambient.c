@@ -21,7 +21,10 @@ static int from_python(PyObject *result, PyObject **out)
 }
 
 /* New reference: the dtype of autocast on the CPU. */
-static PyObject *cpu_dtype(const gck_py *py) { return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->names.cpu, NULL); }
+static PyObject *cpu_dtype(const gck_py *py)
+{
+    return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->names.cpu, NULL);
+}
 
 /* Dtype and cache flag also count while autocast is off: the region may switch it on. */
 static int capture_autocast(const gck_py *py, gck_ambient *a)
@@ -61,7 +64,8 @@ error:
 
 static int enter_rng(gck_py *py, const gck_ambient *a, gck_surroundings *s)
 {
-    if (a->cpu_rng != NULL && ((s->cpu_rng = gck_rng_stash(&py->rng)) == NULL || gck_rng_put(&py->rng, a->cpu_rng) < 0)) {
+    if (a->cpu_rng != NULL
+        && ((s->cpu_rng = gck_rng_stash(&py->rng)) == NULL || gck_rng_put(&py->rng, a->cpu_rng) < 0)) {
         return -1;
     }
     return a->device_rng == NULL
@@ -125,7 +129,8 @@ static int enter_contexts(const gck_py *py, const gck_ambient *a, int autocast, 
     PyObject *enter, *leave, *inside, *around;
     int status = -1;
 
-    if (plan != NULL && PyArg_ParseTuple(plan, "O!O!OO", &PyList_Type, &enter, &PyList_Type, &leave, &inside, &around)) {
+    if (plan != NULL
+        && PyArg_ParseTuple(plan, "O!O!OO", &PyList_Type, &enter, &PyList_Type, &leave, &inside, &around)) {
         s->leave = Py_NewRef(leave);
         s->modes = around != Py_None ? Py_NewRef(around) : NULL;
         status = inside != Py_None ? set_modes(py, inside) : 0;

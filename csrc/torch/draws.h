@@ -23,7 +23,8 @@ PyObject *gck_draw_end(gck_py *py, gck_draw *draw);
 void gck_draw_clear(gck_draw *draw);
 
 /* Move the generator of a call with these arguments to where the other call left it, if it is where
- * that call found it.  Any other generator was not restored for the recompute and stays.  0 or -1. */
+ * that call found it.  Any other generator was not restored for the recompute and stays.
+ * 0 or -1. */
 int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *drawn);
 
 #endif

@@ -85,12 +85,13 @@ int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *v
 {
     const int reason = gck_view_of(py, x, view);
 
-    if (reason == GCK_COMPRESS && view->dtype == was->dtype && view->device == was->device && view->numel == was->numel) {
+    if (reason == GCK_COMPRESS && view->dtype == was->dtype && view->device == was->device
+        && view->numel == was->numel) {
         return 0;
     }
     if (reason >= 0) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor was resized or moved while gradckpt read it; do not change "
-                                            "tensors in torch-function modes or other threads");
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor was resized or moved while gradckpt read it; do not "
+                                            "change tensors in torch-function modes or other threads");
     }
     return -1;
 }

@@ -1,13 +1,13 @@
 /* input.h: a tensor that gradckpt was given, and what is known about it.
  *
  * Every question about a tensor may run Python: under a torch-function mode, of which
- * torch.set_default_device() is one, each read of an attribute calls it.  That code may drop the last
- * reference to anything, switch threads, or raise.  So each fact is read once and passed on in this
- * struct, and no borrowed pointer survives a question.
+ * torch.set_default_device() is one, each read of an attribute calls it.  That code may drop the
+ * last reference to anything, switch threads, or raise.  So each fact is read once and passed on in
+ * this struct, and no borrowed pointer survives a question.
  *
- * Only `view` may become wrong: any Python code may resize the tensor.  It says what the tensor was.
- * Memory is read or written through gck_view_again() alone, which is called when no Python runs
- * any longer before the work. */
+ * Only `view` may become wrong: any Python code may resize the tensor.  It says what the tensor
+ * was.  Memory is read or written through gck_view_again() alone, which is called when no Python
+ * runs any longer before the work. */
 #ifndef GRADCKPT_INPUT_H
 #define GRADCKPT_INPUT_H
 

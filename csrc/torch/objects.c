@@ -23,7 +23,8 @@ static int load_dlpack(gck_py *py)
     }
     if (py->dlpack != NULL
         && (py->dlpack->version.major != 1 || py->dlpack->dltensor_from_py_object_no_sync == NULL)) {
-        PyErr_SetString(PyExc_ImportError, "gradckpt: this torch has a DLPack exchange table of an unknown version; update gradckpt");
+        PyErr_SetString(PyExc_ImportError, "gradckpt: this torch has a DLPack exchange table of an unknown version; "
+                                           "update gradckpt");
     }
     return PyErr_Occurred() ? -1 : 0;
 }

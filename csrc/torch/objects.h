@@ -9,102 +9,102 @@
 #include "torch/rng.h"
 
 /* Python objects of torch that the hot paths call: looked up once, owned. */
-#define GCK_PY_OBJECTS(OBJECT)                                             \
-    OBJECT(Tensor, "torch", "Tensor")                                      \
-    OBJECT(Parameter, "torch.nn", "Parameter")                             \
-    OBJECT(Module, "torch.nn", "Module")                                   \
-    OBJECT(Function, "torch.autograd", "Function")                         \
-    OBJECT(backward, "torch.autograd", "backward")                         \
-    OBJECT(cache_enabled, "torch", "is_autocast_cache_enabled")            \
-    OBJECT(autocast_dtype, "torch", "get_autocast_dtype")                  \
-    OBJECT(empty, "torch", "empty")                                        \
-    OBJECT(empty_strided, "torch", "empty_strided")                        \
-    OBJECT(strided, "torch", "strided")                                    \
-    OBJECT(scalar_tensor, "torch", "scalar_tensor")                        \
-    OBJECT(uint8, "torch", "uint8")                                        \
-    OBJECT(float32, "torch", "float32")                                    \
-    OBJECT(float16, "torch", "float16")                                    \
-    OBJECT(bfloat16, "torch", "bfloat16")                                  \
-    OBJECT(boolean, "torch", "bool")                                       \
-    OBJECT(device, "torch", "device")                                      \
-    OBJECT(size, "torch", "Size")                                          \
-    OBJECT(checkpoint_module, "torch.utils", "checkpoint")                 \
-    OBJECT(is_compiling, "torch.compiler", "is_compiling")                 \
-    OBJECT(forward_ad, "torch.autograd", "forward_ad")                     \
-    OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")   \
-    OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")   \
-    OBJECT(new_lock, "_thread", "allocate_lock")                            \
-    OBJECT(partial, "functools", "partial")                                \
-    OBJECT(defaultdict, "collections", "defaultdict")                      \
-    OBJECT(count, "itertools", "count")                                    \
+#define GCK_PY_OBJECTS(OBJECT)                                                                     \
+    OBJECT(Tensor, "torch", "Tensor")                                                              \
+    OBJECT(Parameter, "torch.nn", "Parameter")                                                     \
+    OBJECT(Module, "torch.nn", "Module")                                                           \
+    OBJECT(Function, "torch.autograd", "Function")                                                 \
+    OBJECT(backward, "torch.autograd", "backward")                                                 \
+    OBJECT(cache_enabled, "torch", "is_autocast_cache_enabled")                                    \
+    OBJECT(autocast_dtype, "torch", "get_autocast_dtype")                                          \
+    OBJECT(empty, "torch", "empty")                                                                \
+    OBJECT(empty_strided, "torch", "empty_strided")                                                \
+    OBJECT(strided, "torch", "strided")                                                            \
+    OBJECT(scalar_tensor, "torch", "scalar_tensor")                                                \
+    OBJECT(uint8, "torch", "uint8")                                                                \
+    OBJECT(float32, "torch", "float32")                                                            \
+    OBJECT(float16, "torch", "float16")                                                            \
+    OBJECT(bfloat16, "torch", "bfloat16")                                                          \
+    OBJECT(boolean, "torch", "bool")                                                               \
+    OBJECT(device, "torch", "device")                                                              \
+    OBJECT(size, "torch", "Size")                                                                  \
+    OBJECT(checkpoint_module, "torch.utils", "checkpoint")                                         \
+    OBJECT(is_compiling, "torch.compiler", "is_compiling")                                         \
+    OBJECT(forward_ad, "torch.autograd", "forward_ad")                                             \
+    OBJECT(CheckpointError, "torch.utils.checkpoint", "CheckpointError")                           \
+    OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")                           \
+    OBJECT(new_lock, "_thread", "allocate_lock")                                                   \
+    OBJECT(partial, "functools", "partial")                                                        \
+    OBJECT(defaultdict, "collections", "defaultdict")                                              \
+    OBJECT(count, "itertools", "count")                                                            \
     /* Private names of torch; torch_private.py says what each is, and what is lost without it: */ \
-    OBJECT(is_checkpoint_valid, "gradckpt._engine.torch_private", "is_checkpoint_valid")          \
-    OBJECT(push_hooks, "gradckpt._engine.torch_private", "push_hooks")                            \
-    OBJECT(pop_hooks, "gradckpt._engine.torch_private", "pop_hooks")                              \
-    OBJECT(top_hooks, "gradckpt._engine.torch_private", "top_hooks")                              \
-    OBJECT(next_node_number, "gradckpt._engine.torch_private", "next_node_number")                \
-    OBJECT(graph_task_id, "gradckpt._engine.torch_private", "graph_task_id")                      \
-    OBJECT(keeps_graph, "gradckpt._engine.torch_private", "keeps_graph")                          \
-    OBJECT(graph_exec_group, "gradckpt._engine.torch_private", "graph_exec_group")                \
-    OBJECT(any_autocast, "gradckpt._engine.torch_private", "any_autocast")                        \
-    OBJECT(function_stack_len, "gradckpt._engine.torch_private", "function_stack_len")            \
-    OBJECT(push_function_mode, "gradckpt._engine.torch_private", "push_function_mode")            \
-    OBJECT(pop_function_mode, "gradckpt._engine.torch_private", "pop_function_mode")              \
-    OBJECT(dispatch_stack_len, "gradckpt._engine.torch_private", "dispatch_stack_len")            \
-    OBJECT(StopRecomputation, "gradckpt._engine.torch_private", "StopRecomputation")              \
-    OBJECT(tree_flatten, "gradckpt._engine.torch_private", "tree_flatten")                        \
-    OBJECT(tree_unflatten, "gradckpt._engine.torch_private", "tree_unflatten")                    \
-    OBJECT(supported_nodes, "gradckpt._engine.torch_private", "supported_nodes")                  \
-    OBJECT(set_included, "gradckpt._engine.torch_private", "set_included")                        \
-    OBJECT(set_excluded, "gradckpt._engine.torch_private", "set_excluded")                        \
-    OBJECT(is_included, "gradckpt._engine.torch_private", "is_included")                          \
-    OBJECT(is_excluded, "gradckpt._engine.torch_private", "is_excluded")                          \
-    OBJECT(FakeTensor, "gradckpt._engine.torch_private", "FakeTensor")                            \
-    OBJECT(guards, "gradckpt._engine.torch_private", "guards")                                    \
-    OBJECT(frame_callback, "gradckpt._engine.torch_private", "frame_callback")                    \
-    OBJECT(set_frame_callback, "gradckpt._engine.torch_private", "set_frame_callback")            \
-    OBJECT(ignored_ops, "gradckpt._engine.torch_private", "ignored_ops")                          \
-    OBJECT(run_backward, "gradckpt._engine.torch_private", "run_backward")                        \
-    OBJECT(queue_callback, "gradckpt._engine.torch_private", "queue_callback")                    \
-    OBJECT(peek_functorch, "gradckpt._engine.torch_private", "peek_functorch")                    \
-    /* Described there: */                                     \
-    OBJECT(make_saved_tensor, "gradckpt._engine.torch_objects", "make_saved_tensor")       \
-    OBJECT(as_non_leaf, "gradckpt._engine.torch_objects", "as_non_leaf")                   \
-    OBJECT(cpu_device, "gradckpt._engine.torch_objects", "cpu_device")                     \
-    OBJECT(recompute_mark, "gradckpt._engine.torch_objects", "recompute_mark")             \
-    OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")               \
-    OBJECT(cast, "gradckpt._engine.torch_objects", "cast")                                 \
-    OBJECT(draws, "gradckpt._engine.torch_objects", "draws")                               \
-    OBJECT(key, "gradckpt._engine.torch_objects", "key")                                   \
-    OBJECT(key_inplace, "gradckpt._engine.torch_objects", "key_inplace")  \
+    OBJECT(is_checkpoint_valid, "gradckpt._engine.torch_private", "is_checkpoint_valid")           \
+    OBJECT(push_hooks, "gradckpt._engine.torch_private", "push_hooks")                             \
+    OBJECT(pop_hooks, "gradckpt._engine.torch_private", "pop_hooks")                               \
+    OBJECT(top_hooks, "gradckpt._engine.torch_private", "top_hooks")                               \
+    OBJECT(next_node_number, "gradckpt._engine.torch_private", "next_node_number")                 \
+    OBJECT(graph_task_id, "gradckpt._engine.torch_private", "graph_task_id")                       \
+    OBJECT(keeps_graph, "gradckpt._engine.torch_private", "keeps_graph")                           \
+    OBJECT(graph_exec_group, "gradckpt._engine.torch_private", "graph_exec_group")                 \
+    OBJECT(any_autocast, "gradckpt._engine.torch_private", "any_autocast")                         \
+    OBJECT(function_stack_len, "gradckpt._engine.torch_private", "function_stack_len")             \
+    OBJECT(push_function_mode, "gradckpt._engine.torch_private", "push_function_mode")             \
+    OBJECT(pop_function_mode, "gradckpt._engine.torch_private", "pop_function_mode")               \
+    OBJECT(dispatch_stack_len, "gradckpt._engine.torch_private", "dispatch_stack_len")             \
+    OBJECT(StopRecomputation, "gradckpt._engine.torch_private", "StopRecomputation")               \
+    OBJECT(tree_flatten, "gradckpt._engine.torch_private", "tree_flatten")                         \
+    OBJECT(tree_unflatten, "gradckpt._engine.torch_private", "tree_unflatten")                     \
+    OBJECT(supported_nodes, "gradckpt._engine.torch_private", "supported_nodes")                   \
+    OBJECT(set_included, "gradckpt._engine.torch_private", "set_included")                         \
+    OBJECT(set_excluded, "gradckpt._engine.torch_private", "set_excluded")                         \
+    OBJECT(is_included, "gradckpt._engine.torch_private", "is_included")                           \
+    OBJECT(is_excluded, "gradckpt._engine.torch_private", "is_excluded")                           \
+    OBJECT(FakeTensor, "gradckpt._engine.torch_private", "FakeTensor")                             \
+    OBJECT(guards, "gradckpt._engine.torch_private", "guards")                                     \
+    OBJECT(frame_callback, "gradckpt._engine.torch_private", "frame_callback")                     \
+    OBJECT(set_frame_callback, "gradckpt._engine.torch_private", "set_frame_callback")             \
+    OBJECT(ignored_ops, "gradckpt._engine.torch_private", "ignored_ops")                           \
+    OBJECT(run_backward, "gradckpt._engine.torch_private", "run_backward")                         \
+    OBJECT(queue_callback, "gradckpt._engine.torch_private", "queue_callback")                     \
+    OBJECT(peek_functorch, "gradckpt._engine.torch_private", "peek_functorch")                     \
+    /* Described there: */                                                                         \
+    OBJECT(make_saved_tensor, "gradckpt._engine.torch_objects", "make_saved_tensor")               \
+    OBJECT(as_non_leaf, "gradckpt._engine.torch_objects", "as_non_leaf")                           \
+    OBJECT(cpu_device, "gradckpt._engine.torch_objects", "cpu_device")                             \
+    OBJECT(recompute_mark, "gradckpt._engine.torch_objects", "recompute_mark")                     \
+    OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")                       \
+    OBJECT(cast, "gradckpt._engine.torch_objects", "cast")                                         \
+    OBJECT(draws, "gradckpt._engine.torch_objects", "draws")                                       \
+    OBJECT(key, "gradckpt._engine.torch_objects", "key")                                           \
+    OBJECT(key_inplace, "gradckpt._engine.torch_objects", "key_inplace")                           \
     OBJECT(node_classes, "gradckpt._engine.torch_objects", "node_classes")
 
 /* Python functions that C calls: gradckpt/_engine/callbacks.py gives each to bind(). */
-#define GCK_PY_CALLBACKS(CALLBACK)                                                                         \
-    CALLBACK(accelerator_initialized) CALLBACK(ask) CALLBACK(autocast_capture) CALLBACK(barred)            \
-    CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                \
-    CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)               \
-    CALLBACK(check_parameters) CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)        \
-    CALLBACK(debug_contexts) CALLBACK(discrete_rules) CALLBACK(decorate) CALLBACK(determinism_check)       \
-    CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap)                        \
-    CALLBACK(enter_buffers) CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate)              \
-    CALLBACK(form_of_input) CALLBACK(form_when_packed) CALLBACK(generator_of) CALLBACK(has_buffer_rule)    \
-    CALLBACK(is_dual) CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_keyword) CALLBACK(note_step)  \
-    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(policy_contexts) CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata)  \
-    CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_no_entry) CALLBACK(raise_stop_iteration) \
-    CALLBACK(recompute_within) CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(same_metadata)     \
-    CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy)                            \
-    CALLBACK(straight_through) CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together)             \
-    CALLBACK(told_by) CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active)     \
+#define GCK_PY_CALLBACKS(CALLBACK)                                                                            \
+    CALLBACK(accelerator_initialized) CALLBACK(ask) CALLBACK(autocast_capture) CALLBACK(barred)               \
+    CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                   \
+    CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)                  \
+    CALLBACK(check_parameters) CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)           \
+    CALLBACK(debug_contexts) CALLBACK(discrete_rules) CALLBACK(decorate) CALLBACK(determinism_check)          \
+    CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap)                           \
+    CALLBACK(enter_buffers) CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate)                 \
+    CALLBACK(form_of_input) CALLBACK(form_when_packed) CALLBACK(generator_of) CALLBACK(has_buffer_rule)       \
+    CALLBACK(is_dual) CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_keyword) CALLBACK(note_step)    \
+    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(policy_contexts) CALLBACK(raise_fewer_saved)         \
+    CALLBACK(raise_metadata) CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_no_entry)     \
+    CALLBACK(raise_stop_iteration) CALLBACK(recompute_within) CALLBACK(record_stream) CALLBACK(record_traced) \
+    CALLBACK(same_metadata) CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy)       \
+    CALLBACK(straight_through) CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together)                \
+    CALLBACK(told_by) CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active)        \
     CALLBACK(warn_unnamed) CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */
-#define GCK_PY_NAMES(NAME)                                                             \
-    NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)              \
-    NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to) \
-    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame) \
-    NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads) \
-    NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled) \
+#define GCK_PY_NAMES(NAME)                                                                                           \
+    NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)                                            \
+    NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to)                  \
+    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame)                  \
+    NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads)                    \
+    NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                         \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
     NAME(nbytes)
 
@@ -112,7 +112,7 @@ typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;
     GCK_PY_OBJECTS(OBJECT)
 #undef OBJECT
-    PyObject *ignored;             /* ignored_ops as a tuple; NULL before the first look */
+    PyObject *ignored;              /* ignored_ops as a tuple; NULL before the first look */
     struct {
 #define CALLBACK(name) PyObject *name;
         GCK_PY_CALLBACKS(CALLBACK)
@@ -123,10 +123,10 @@ typedef struct {
         GCK_PY_NAMES(NAME)
 #undef NAME
     } names;
-    gck_rng rng;                   /* the CPU's generator                              */
-    const gck_dl_exchange *dlpack; /* borrowed: static in torch                        */
-    int has_accelerator;           /* this torch knows a device besides the CPU       */
-    int cuda_checked;              /* 1 after the driver was compared with the runtime */
+    gck_rng rng;                    /* the CPU's generator                              */
+    const gck_dl_exchange *dlpack;  /* borrowed: static in torch                        */
+    int has_accelerator;            /* this torch knows a device besides the CPU        */
+    int cuda_checked;               /* 1 after the driver was compared with the runtime */
 } gck_py;
 
 /* 0, or -1 with an exception.  Imports torch. */

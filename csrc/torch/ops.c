@@ -7,8 +7,8 @@
  *     gradckpt::decode_many(Tensor[] payloads, str codec, Tensor(a!)[] out) -> ()
  *
  * A boxed kernel owns every argument on its stack and must release each.  It fails by
- * aoti_torch_check, a C++ exception that unwinds through here (-fexceptions), so nothing may be held
- * by then. */
+ * aoti_torch_check, a C++ exception that unwinds through here (-fexceptions), so nothing may be
+ * held by then. */
 #include "torch/ops.h"
 
 #include <stdarg.h>
@@ -189,8 +189,8 @@ static int prepare_encode(job *w, size_t i)
     const void *data;
     const int64_t one = 1;
 
-    if (describe(w, x) < 0
-        || accept_dtype(w, x, "gradckpt: encode takes float32, float16, bfloat16 and bool tensors on CPU and CUDA") < 0) {
+    if (describe(w, x) < 0 || accept_dtype(w, x, "gradckpt: encode takes float32, float16, bfloat16 and bool "
+                                                 "tensors on CPU and CUDA") < 0) {
         return -1;
     }
     const int64_t nbytes = gck_nbytes(w->codec, x->view.numel, x->view.dtype);
@@ -205,7 +205,8 @@ static int prepare_encode(job *w, size_t i)
     return 0;
 }
 
-static const char decodes[] = "gradckpt: decode gives float32, float16, bfloat16 or bool tensors of at most 64 dimensions";
+static const char decodes[] =
+    "gradckpt: decode gives float32, float16, bfloat16 or bool tensors of at most 64 dimensions";
 
 /* Check that bytes i are the payload of value i, which exists. */
 static int prepare_decode(job *w, size_t i)
@@ -419,7 +420,8 @@ const char *gck_ops_register(void)
             || gck_torch.aoti_torch_library_def(lib, "decode(Tensor payload, str codec, SymInt[] size,"
                                                      " ScalarType dtype) -> Tensor")
             || gck_torch.aoti_torch_library_def(lib, "encode_many(Tensor[] xs, str codec) -> Tensor[]")
-            || gck_torch.aoti_torch_library_def(lib, "decode_many(Tensor[] payloads, str codec, Tensor(a!)[] out) -> ()")
+            || gck_torch.aoti_torch_library_def(lib, "decode_many(Tensor[] payloads, str codec,"
+                                                     " Tensor(a!)[] out) -> ()")
             ? "to define torch.ops.gradckpt"
             : implement("CPU") || implement("CUDA") ? "the kernels of torch.ops.gradckpt" : NULL;
     }

@@ -76,8 +76,8 @@ int gck_rng_load(gck_rng *rng)
     rng->set_state = rng->get_state != NULL ? PyUnicode_InternFromString("set_state") : NULL;
 
     PyObject *objects = rng->set_state != NULL ? PyImport_ImportModule("gradckpt._engine.torch_objects") : NULL;
-    PyObject *address = objects != NULL ? PyObject_CallMethod(objects, "generator_window", "ii", GCK_RNG_BEFORE, GCK_RNG_WINDOW)
-                                        : NULL;
+    PyObject *address = objects == NULL ? NULL
+        : PyObject_CallMethod(objects, "generator_window", "ii", GCK_RNG_BEFORE, GCK_RNG_WINDOW);
 
     rng->window = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
     rng->generator = address != NULL && !PyErr_Occurred() ? PyObject_GetAttrString(objects, "default_generator") : NULL;

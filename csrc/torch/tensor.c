@@ -102,10 +102,12 @@ PyObject *gck_sizes(int n, const int64_t *values)
     return tuple;
 }
 
-PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype, int device)
+PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype,
+                    int device)
 {
     PyObject *shape = gck_sizes(ndim, sizes);
-    PyObject *args = strides == NULL ? Py_BuildValue("(N)", shape) : Py_BuildValue("(NN)", shape, gck_sizes(ndim, strides));
+    PyObject *args = strides == NULL ? Py_BuildValue("(N)", shape)
+                                     : Py_BuildValue("(NN)", shape, gck_sizes(ndim, strides));
 
     return empty(py, strides != NULL ? py->empty_strided : py->empty, args, gck_dtype_object(py, dtype), device);
 }
@@ -127,16 +129,16 @@ static int check_cuda(gck_py *py, const gck_codec *codec)
                      codec->name, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     } else {
         PyErr_Format(PyExc_RuntimeError,
-                     "gradckpt: codec '%s' has no CUDA kernels in this build; rebuild with nvcc and GRADCKPT_CUDA=1, or "
-                     "use compress=None on CUDA", codec->name);
+                     "gradckpt: codec '%s' has no CUDA kernels in this build; rebuild with nvcc and GRADCKPT_CUDA=1, "
+                     "or use compress=None on CUDA", codec->name);
     }
     return -1;
 }
 
 /* Long host work runs on other threads, and Python runs meanwhile.  A launch may wait until the
  * device has room in its queue, so with a device the GIL is always released. */
-static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
-               int decode)
+static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
+               int n, int decode)
 {
     int64_t here = 0;
     int release = 0;

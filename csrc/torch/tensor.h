@@ -1,4 +1,5 @@
-/* tensor.h: what is asked of a tensor and of torch, new tensors, and the work of the codecs on them. */
+/* tensor.h: what is asked of a tensor and of torch, new tensors, and the work of the codecs on
+ * them. */
 #ifndef GRADCKPT_TENSOR_H
 #define GRADCKPT_TENSOR_H
 
@@ -6,19 +7,19 @@
 #include "torch/objects.h"
 
 /* Why a tensor is not encoded.  The texts are the keys of stats()["uncompressed"]. */
-#define GCK_REASONS(REASON)                                             \
-    REASON(GCK_SKIP_LEAF, "leaf")                                       \
-    REASON(GCK_SKIP_NO_GRAD, "does not require grad")                   \
-    REASON(GCK_SKIP_DTYPE, "dtype the codec does not take")             \
-    REASON(GCK_SKIP_FLOAT64, "float64, which no codec takes")           \
-    REASON(GCK_SKIP_OVERFLOW, "values the codec cannot hold")                \
-    REASON(GCK_SKIP_SMALL, "smaller than min_numel")                    \
-    REASON(GCK_SKIP_EXACT, "backward needs it exactly")                 \
-    REASON(GCK_SKIP_UNKNOWN, "not known which operator saves it")       \
-    REASON(GCK_SKIP_SUBCLASS, "tensor subclass")                        \
-    REASON(GCK_SKIP_LAYOUT, "not a plain strided tensor with data")     \
-    REASON(GCK_SKIP_DEVICE, "device without kernels")                   \
-    REASON(GCK_SKIP_DUAL, "carries a forward-mode tangent")             \
+#define GCK_REASONS(REASON)                                         \
+    REASON(GCK_SKIP_LEAF, "leaf")                                   \
+    REASON(GCK_SKIP_NO_GRAD, "does not require grad")               \
+    REASON(GCK_SKIP_DTYPE, "dtype the codec does not take")         \
+    REASON(GCK_SKIP_FLOAT64, "float64, which no codec takes")       \
+    REASON(GCK_SKIP_OVERFLOW, "values the codec cannot hold")       \
+    REASON(GCK_SKIP_SMALL, "smaller than min_numel")                \
+    REASON(GCK_SKIP_EXACT, "backward needs it exactly")             \
+    REASON(GCK_SKIP_UNKNOWN, "not known which operator saves it")   \
+    REASON(GCK_SKIP_SUBCLASS, "tensor subclass")                    \
+    REASON(GCK_SKIP_LAYOUT, "not a plain strided tensor with data") \
+    REASON(GCK_SKIP_DEVICE, "device without kernels")               \
+    REASON(GCK_SKIP_DUAL, "carries a forward-mode tangent")         \
     REASON(GCK_SKIP_TRACING, "tracing, fake or functional mode active")
 typedef enum {
     GCK_COMPRESS,
@@ -50,7 +51,8 @@ PyObject *gck_sizes(int n, const int64_t *values);
 PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, int device);
 
 /* New reference: empty tensor; strides NULL means contiguous. */
-PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype, int device);
+PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype,
+                    int device);
 
 /* Encode or decode n tensors, whose owners the caller holds.  The GIL is released for device work
  * and for long host work.  0, or -1 with an exception that names the codec; encode: 1 when the

@@ -205,6 +205,11 @@ def test_no_cpp_no_torch_header():
         assert not re.search(r'#include (<(torch|ATen|c10|pybind11)|"(torch/csrc|ATen|c10))', path.read_text()), path
 
 
+def test_lines_of_c_have_at_most_120_columns():
+    lines = [(p.name, i, line) for p in SOURCES for i, line in enumerate(p.read_text().splitlines(), 1)]
+    assert not [(name, i) for name, i, line in lines if len(line) > 120]
+
+
 def test_file_names_are_unique_and_files_hold_one_noun():
     code = [p for p in SOURCES if p.suffix in {".c", ".cu", ".cuh"}]
     assert len({p.name for p in code}) == len(code)

@@ -10,7 +10,8 @@ template <gck_dtype DTYPE>
 GCK_LANE_FN uint32_t narrowed_pair(uint32_t lower, uint32_t upper)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    return DTYPE == GCK_F16 ? ptx_f16x2(gck_float(lower), gck_float(upper)) : ptx_bf16x2(gck_float(lower), gck_float(upper));
+    return DTYPE == GCK_F16 ? ptx_f16x2(gck_float(lower), gck_float(upper))
+                            : ptx_bf16x2(gck_float(lower), gck_float(upper));
 #else
     return gck_narrowed(lower, DTYPE) | (uint32_t)gck_narrowed(upper, DTYPE) << 16;
 #endif

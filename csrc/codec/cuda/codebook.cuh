@@ -1,4 +1,5 @@
-/* codebook.cuh: codes and levels, four to a word: quantize.h's and codebook.h's functions, four values.
+/* codebook.cuh: codes and levels, four to a word: quantize.h's and codebook.h's functions, four
+ * values.
  *
  * A byte holds a code, an integer t (|t| <= 127) or its size m = |t|; byte b of word w is
  * value 4 w + b of the lane.  Comparing bytes below 128: bit 7 of m + 128 - T is m >= T. */
@@ -63,8 +64,8 @@ GCK_LANE_FN uint32_t int6_levels(uint32_t codes, uint32_t uniform)
 {
     const uint32_t index = codes & four(0x1F);
     const uint32_t fine = 2 * index + four(1);
-    const uint32_t middle = (4 * index + four(128 - 15)) & four(0x7F);       /* right from index 4 on  */
-    const uint32_t coarse = (8 * index + four(256 - 125 - 128)) & four(0x7F);   /* right from 16 on */
+    const uint32_t middle = (4 * index + four(128 - 15)) & four(0x7F);         /* right from index 4 on */
+    const uint32_t coarse = (8 * index + four(256 - 125 - 128)) & four(0x7F);  /* right from 16 on */
     const uint32_t level = choose(ptx_byte_signs(at_least(index, 28)), coarse,
                                   choose(ptx_byte_signs(at_least(index, 8)), middle, fine));
 

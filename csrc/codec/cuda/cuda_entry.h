@@ -6,7 +6,7 @@
 
 #ifdef GCK_WITH_CUDA
 #define GCK_CUDA(function) function
-#define GCK_DECLARE_CUDA(codec)                                                                     \
+#define GCK_DECLARE_CUDA(codec)                                                                           \
     int gck_##codec##_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n); \
     int gck_##codec##_decode_cuda(const void *const *payloads, const gck_tensor *out, int n);
 #else

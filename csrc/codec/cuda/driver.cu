@@ -4,7 +4,8 @@
 #ifndef GCK_CUDA_ARCHS
 #error "pass -DGCK_CUDA_ARCHS=\"75;80;...\", the architectures of this build"
 #endif
-/* The oldest driver that loads binaries compressed as these are; 0: any of the runtime's major version. */
+/* The oldest driver that loads binaries compressed as these are; 0: any of the runtime's major
+ * version. */
 #ifndef GCK_CUDA_LEAST_DRIVER
 #define GCK_CUDA_LEAST_DRIVER 0
 #endif
@@ -13,8 +14,9 @@ extern "C" {
 
 const char *gck_cuda_archs(void) { return GCK_CUDA_ARCHS; }
 
-/* Within a major version any driver runs any runtime (CUDA's minor version compatibility), but binaries that nvcc
- * compressed with --compress-mode need the driver of CUDA 12.4.  Absent drivers report version 0. */
+/* Within a major version any driver runs any runtime (CUDA's minor version compatibility), but
+ * binaries that nvcc compressed with --compress-mode need the driver of CUDA 12.4.  Absent drivers
+ * report version 0. */
 int gck_cuda_check(int *driver, int *runtime)
 {
     *driver = *runtime = 0;

@@ -11,7 +11,8 @@ GCK_LANE_FN float unshift(void) { return FORMAT == GCK_E4M3 ? 0x1p120f : 0x1p112
  * to nearest even.  There, p lies so low that FP8's subnormals are float32's; here it is
  * moved up by a power of two first, which is exact (p is at most a little above the
  * largest FP8 value, and float32 has the room).  p is no NaN (escapes are odd groups), and
- * at most 448 (1 + 2^-8) < 464, where 480 would begin (57344 (1 + 2^-8) < 61440): nothing saturates. */
+ * at most 448 (1 + 2^-8) < 464, where 480 would begin (57344 (1 + 2^-8) < 61440): nothing
+ * saturates. */
 template <gck_format FORMAT>
 GCK_LANE_FN uint32_t four_codes(float a, float b, float c, float d, float m)
 {

@@ -294,7 +294,8 @@ static int run_groups(const gck_tensor *t, const void *const *payloads, const gc
     });
 }
 
-/* Both functions of a codec, as cuda_entry.h declares them.  The payloads are only read by the second. */
+/* Both functions of a codec, as cuda_entry.h declares them.  The payloads are only read by the
+ * second. */
 #define GCK_GROUP_CODEC_CUDA(name, format)                                                             \
     extern "C" int gck_##name##_encode_cuda(const gck_tensor *x, void *const *payloads,                \
                                             const gck_how *how, int n)                                 \

@@ -199,8 +199,9 @@ static inline bool are_floats(const gck_tensor *t, int n)
 
 /* Calls launch() with `device` current and never synchronises.  The first thing that went wrong.
  *
- * CUDA remembers an error until it is asked for the last one, from any cause: so it is asked on every path, or the
- * next good launch would answer for this one.  What others left there is raised here, as torch's launches do. */
+ * CUDA remembers an error until it is asked for the last one, from any cause: so it is asked on
+ * every path, or the next good launch would answer for this one.  What others left there is raised
+ * here, as torch's launches do. */
 template <typename F>
 static int launch_on(int device, F launch)
 {

@@ -314,7 +314,8 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
         __stcs((uint4 *)(out.arenas + (int64_t)blockIdx.x * GCK_ARENA) + threadIdx.x, arena[threadIdx.x]);
     }
     if ((int)threadIdx.x < groups) {
-        out.bases[(int64_t)blockIdx.x * GCK_BLOCK_GROUPS + threadIdx.x] = all > GCK_ARENA ? (uint8_t)0 : bases[threadIdx.x];
+        out.bases[(int64_t)blockIdx.x * GCK_BLOCK_GROUPS + threadIdx.x] = all > GCK_ARENA ? (uint8_t)0
+                                                                              : bases[threadIdx.x];
     }
     if (threadIdx.x == 0) {
         report(to, all > GCK_ARENA);
@@ -369,7 +370,8 @@ static void launch_encode(const VIEW &x, const parts &payload, const listener &t
 template <gck_dtype DTYPE, typename VIEW>
 static void launch_decode(const parts &payload, const VIEW &x, cudaStream_t stream)
 {
-    GCK_LAUNCH((lossless_decode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream, payload, groups_of(x.numel), x);
+    GCK_LAUNCH((lossless_decode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream, payload,
+               groups_of(x.numel), x);
 }
 
 template <gck_dtype DTYPE, typename T>

@@ -3,7 +3,9 @@
 #include "codec/cuda/lane_io.cuh"
 
 /* Loads of 16 bools in flight for each lane; strides take the registers for more than one. */
-template <typename VIEW> struct rounds { enum { N = VIEW::CONTIGUOUS ? 4 : 1, BOOLS_PER_BLOCK = THREADS * VALUES * N }; };
+template <typename VIEW> struct rounds {
+    enum { N = VIEW::CONTIGUOUS ? 4 : 1, BOOLS_PER_BLOCK = THREADS * VALUES * N };
+};
 
 /* 4 bools, bytes of a word, to 4 bits, and back. */
 GCK_LANE_FN uint32_t bits_of_word(uint32_t w)

@@ -1,8 +1,8 @@
 /* overflow.c: words in which a device reports later whether values overflowed a codec.  Pinned
  * memory is a fact about the process, so these are statics.
  *
- * A word that is given back before it was written stays out of use until it is: the launch that will
- * write it may still wait in its stream. */
+ * A word that is given back before it was written stays out of use until it is: the launch that
+ * will write it may still wait in its stream. */
 #include "codec/cuda/overflow.h"
 
 #include <pthread.h>

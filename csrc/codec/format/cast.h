@@ -1,9 +1,9 @@
 /* cast.h: float32 rounded to a 16-bit dtype, value by value: the format of `bf16` and `fp16`.
  * Payload: uint16_t value[n], in contiguous order.
  *
- * Rounding is to nearest even and keeps subnormals and infinities.  NaN keeps its sign and the first
- * bits of its fraction, and becomes quiet.  A finite value that would become infinite is stored as
- * the NaN below, and the tensor overflows. */
+ * Rounding is to nearest even and keeps subnormals and infinities.  NaN keeps its sign and the
+ * first bits of its fraction, and becomes quiet.  A finite value that would become infinite is
+ * stored as the NaN below, and the tensor overflows. */
 #ifndef GRADCKPT_CAST_H
 #define GRADCKPT_CAST_H
 

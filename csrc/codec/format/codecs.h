@@ -1,11 +1,13 @@
-/* codecs.h: every codec, one row each: GCK_CODECS(CODEC, GROUP, ARG) calls one of two macros for each, and hands ARG on.
+/* codecs.h: every codec, one row each: GCK_CODECS(CODEC, GROUP, ARG) calls one of two macros for
+ * each, and hands ARG on.
  *
  * The id is stored in payloads: never reuse one; a removed codec stays as a comment.
  *
  * CODEC(ARG, name, id): gck_codec_<name> describes it, in host/<name>.c.
  *
- * GROUP(ARG, name, id, ...): groups of 128 values, as format/group.h draws them.  This row is its whole
- * description: the enum of formats, their numbers, the codec and the tables of kernels come from it.
+ * GROUP(ARG, name, id, ...): groups of 128 values, as format/group.h draws them.  This row is its
+ * whole description: the enum of formats, their numbers, the codec and the tables of kernels come
+ * from it.
  *     format         its name in C
  *     simd, cuda     SIMD: x86/ has kernels for every instruction set, or PORTABLE: it has none;
  *                    CUDA: cuda/<name>.cu has kernels, or NO_CUDA
@@ -13,11 +15,12 @@
  *     then the numbers, which format/formats.h explains:
  *     code bits, side words, fp8, rotated, levels;
  *     2^k / top code: of an ordinary group, rounded stochastically, in form A;
- *     dropped bits of the step; the unit of an ordinary step, and of one in form A (unrotated: the same);
+ *     dropped bits of the step; the unit of an ordinary step, and of one in form A (unrotated:
+ *     the same);
  *     form B: half, kinds, table, 2^k / half, the square root of 2^-k
  *
- * Stated errors.  fp8: half a step of the top binade, over amax; a group with escapes maps amax to a
- * lower code, which is the worse case for E4M3.  int8_plain: half a step of a group with escapes,
+ * Stated errors.  fp8: half a step of the top binade, over amax; a group with escapes maps amax to
+ * a lower code, which is the worse case for E4M3.  int8_plain: half a step of a group with escapes,
  * amax / 250, plus the rounding of the scale; amax / 118 in the rare form B, which trades a bit for
  * exact sentinels.  Rotated: the worst case over all inputs, when every error of a group adds up at
  * one value.  Their root mean square is what matters, and it is at most |x| / 254 of the group's

@@ -6,9 +6,9 @@
 
 #include "codec/format/quantize.h"
 
-#define GCK_ESC        0x8000u     /* the escape bit of a scale                    */
-#define GCK_ESC_TABLE  0xFF80u     /* the scale of a group in form B               */
-#define GCK_ESC_OUTLIER  0xFF81u     /* the scale of a group in outlier form           */
+#define GCK_ESC          0x8000u   /* the escape bit of a scale            */
+#define GCK_ESC_TABLE    0xFF80u   /* the scale of a group in form B       */
+#define GCK_ESC_OUTLIER  0xFF81u   /* the scale of a group in outlier form */
 
 /* ---- escapes ---- */
 

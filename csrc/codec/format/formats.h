@@ -1,4 +1,5 @@
-/* formats.h: the formats of the group codecs and the numbers that tell them apart, from codecs.h. */
+/* formats.h: the formats of the group codecs and the numbers that tell them apart, from
+ * codecs.h. */
 #ifndef GRADCKPT_FORMATS_H
 #define GRADCKPT_FORMATS_H
 

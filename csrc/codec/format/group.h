@@ -22,8 +22,8 @@
  *   fp8_*       value(code) is the OCP FP8 value; s = amax / MAX, nearest.
  *   int8_plain  value(code) is the signed byte;   s = amax / 127, rounded up.
  *   int8        y = H (d o x) with H the 128-point Hadamard matrix (natural order,
- *               entries +-1) and d the signs of the group's pattern, below; the codes are those of y with
- *               step S = 128 s = amax(y) / 127, rounded up;
+ *               entries +-1) and d the signs of the group's pattern, below; the codes are those of
+ *               y with step S = 128 s = amax(y) / 127, rounded up;
  *               x' = d o (H code) * s: integers until the last multiplication.
  *   int6        the same y and S; the codes name levels (codebook.h).  S has 6 bits of
  *               mantissa, and bit 0 of the scale says which levels: 1 for a group of which
@@ -55,10 +55,11 @@
  *     code c: c <= 118 is c - 59 steps; 119 NaN, 120 +Inf, 121 -Inf, 122 +MAX,
  *     123 -MAX, 124..126 table[c - 124] (int6: 22, 11, 23, ...).  A fourth distinct value
  *     becomes +-MAX.
- *     int4: b = 3; c <= 2 is c - 1 steps amax, stored x 2^24; 3 NaN, 4 +Inf, 5 -Inf, 6, 7 table[0 .. 1],
- *     which has +-MAX too; a third distinct value becomes +-MAX: that is what the code of an infinity
- *     says whose bit (1 +Inf, 2 -Inf) is set in the word table[2].  Of a group that has that infinity, it
- *     becomes the first entry of its sign; where both have the other, its first value is the second.
+ *     int4: b = 3; c <= 2 is c - 1 steps amax, stored x 2^24; 3 NaN, 4 +Inf, 5 -Inf, 6, 7
+ *     table[0 .. 1], which has +-MAX too; a third distinct value becomes +-MAX: that is what the
+ *     code of an infinity says whose bit (1 +Inf, 2 -Inf) is set in the word table[2].  Of a group
+ *     that has that infinity, it becomes the first entry of its sign; where both have the other,
+ *     its first value is the second.
  * The rotated formats also use form A for a group whose amax(y) (int4: amax) is below 2^-80.
  *
  * Outlier (int8 and int6, scale = 0xFF81): one value is so large that at least 124 of the
@@ -79,8 +80,8 @@
 
 /* ---- int8, int6 ---- */
 
-/* More than MANY of 128 t that are large mean uniform levels; at least MOST mean an outlier.  Large: t
- * >= 64 or t < -64, so that the upper two bits differ. */
+/* More than MANY of 128 t that are large mean uniform levels; at least MOST mean an outlier.
+ * Large: t >= 64 or t < -64, so that the upper two bits differ. */
 enum { GCK_MANY_LARGE = 48, GCK_MOST_LARGE = 124 };
 
 /* Index of the largest |x|, the first of them; its bits without the sign in *amax. */
@@ -225,9 +226,9 @@ GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, int 
 
 /* ---- every group ---- */
 
-/* The reference encoder: gck_code_bytes() codes and gck_side_words() words beside them, from `count`
- * values.  group: its index in the tensor.  noise: 16 bits for each of 128 values; NULL rounds to
- * nearest. */
+/* The reference encoder: gck_code_bytes() codes and gck_side_words() words beside them, from
+ * `count` values.  group: its index in the tensor.  noise: 16 bits for each of 128 values; NULL
+ * rounds to nearest. */
 GCK_FN void gck_encode_group(gck_format format, const void *x, gck_dtype dtype, int count, int64_t group,
                              const uint16_t *noise, uint8_t *codes, uint16_t *side)
 {

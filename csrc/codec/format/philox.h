@@ -1,5 +1,5 @@
-/* philox.h: random bits that depend on (seed, step, tensor, index) only, and not on threads, launches
- * or torch's generators.
+/* philox.h: random bits that depend on (seed, step, tensor, index) only, and not on threads,
+ * launches or torch's generators.
  *
  * Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
  * Counter: {block, block >> 32, tensor, step}, block = index / 8; key: the seed.  Value

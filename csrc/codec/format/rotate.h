@@ -7,8 +7,8 @@
 
 #include "codec/format/float_bits.h"
 
-/* Hadamard signs, 16 patterns: bit i % 32 of word i / 32 set means value i is negated.  They are the
- * first 2048 bits of the fraction of pi, as nothing-up-my-sleeve numbers. */
+/* Hadamard signs, 16 patterns: bit i % 32 of word i / 32 set means value i is negated.  They are
+ * the first 2048 bits of the fraction of pi, as nothing-up-my-sleeve numbers. */
 #define GCK_SIGN_PATTERNS(PATTERN) \
     PATTERN(0x243F6A88u, 0x85A308D3u, 0x13198A2Eu, 0x03707344u) \
     PATTERN(0xA4093822u, 0x299F31D0u, 0x082EFA98u, 0xEC4E6C89u) \

@@ -1,4 +1,5 @@
-/* cast.c: the codecs bf16 and fp16: float32 rounded to a 16-bit dtype. format/cast.h is the format. */
+/* cast.c: the codecs bf16 and fp16: float32 rounded to a 16-bit dtype. format/cast.h is the
+ * format. */
 #include "codec/cuda/cuda_entry.h"
 #include "codec/host/cpu_features.h"
 #include "codec/host/pieces.h"

@@ -45,31 +45,31 @@ static int decode_piece(void *values, int64_t first, int64_t count, int streamin
 /* Bytes per group: codes, and the words beside them. */
 #define GROUP_SIZE(bits, words) {0, GCK_GROUP / 8 * (bits) + 2 * (words), 0}
 
-#define DEFINE(_, codec, id, format, simd, cuda, words_for_users, error, bits, words, ...)                       \
-    GCK_DECLARE_CUDA(codec)                                                                                   \
-    static int codec##_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first,          \
-                              int64_t last)                                                                   \
-    {                                                                                                         \
-        work w = {format, x, payload, how != NULL ? how->dither : NULL};                                      \
-        return gck_encode_pieces(x, GCK_GROUP, first, last, encode_piece, &w);                                \
-    }                                                                                                         \
-    static void codec##_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)       \
-    {                                                                                                         \
-        work w = {format, out, (void *)payload, NULL};                                                        \
-        gck_decode_pieces(out, GCK_GROUP, first, last, decode_piece, &w);                                     \
-    }                                                                                                         \
-    const gck_codec gck_codec_##codec = {                                                                     \
-        .name = #codec,                                                                                       \
-        .summary = words_for_users,                                                                           \
-        .dtypes = GCK_FLOATS,                                                                                 \
-        .max_error = error,                                                                                   \
-        .size = {[GCK_F32] = GROUP_SIZE(bits, words), [GCK_F16] = GROUP_SIZE(bits, words),                    \
-                 [GCK_BF16] = GROUP_SIZE(bits, words)},                                                       \
-        .unit = GCK_GROUP,                                                                                    \
-        .stochastic = 1,                                                                                      \
-        .encode_host = codec##_encode,                                                                        \
-        .decode_host = codec##_decode,                                                                        \
-        .encode = GCK_##cuda(gck_##codec##_encode_cuda),                                                      \
-        .decode = GCK_##cuda(gck_##codec##_decode_cuda),                                                      \
+#define DEFINE(_, codec, id, format, simd, cuda, words_for_users, error, bits, words, ...)              \
+    GCK_DECLARE_CUDA(codec)                                                                             \
+    static int codec##_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first,    \
+                              int64_t last)                                                             \
+    {                                                                                                   \
+        work w = {format, x, payload, how != NULL ? how->dither : NULL};                                \
+        return gck_encode_pieces(x, GCK_GROUP, first, last, encode_piece, &w);                          \
+    }                                                                                                   \
+    static void codec##_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last) \
+    {                                                                                                   \
+        work w = {format, out, (void *)payload, NULL};                                                  \
+        gck_decode_pieces(out, GCK_GROUP, first, last, decode_piece, &w);                               \
+    }                                                                                                   \
+    const gck_codec gck_codec_##codec = {                                                               \
+        .name = #codec,                                                                                 \
+        .summary = words_for_users,                                                                     \
+        .dtypes = GCK_FLOATS,                                                                           \
+        .max_error = error,                                                                             \
+        .size = {[GCK_F32] = GROUP_SIZE(bits, words), [GCK_F16] = GROUP_SIZE(bits, words),              \
+                 [GCK_BF16] = GROUP_SIZE(bits, words)},                                                 \
+        .unit = GCK_GROUP,                                                                              \
+        .stochastic = 1,                                                                                \
+        .encode_host = codec##_encode,                                                                  \
+        .decode_host = codec##_decode,                                                                  \
+        .encode = GCK_##cuda(gck_##codec##_encode_cuda),                                                \
+        .decode = GCK_##cuda(gck_##codec##_decode_cuda),                                                \
     };
 GCK_GROUP_CODECS(DEFINE, _)

@@ -1,4 +1,5 @@
-/* lossless.c: the codec lossless: bit-exact, with 4 bits for each exponent. format/lossless.h is the format. */
+/* lossless.c: the codec lossless: bit-exact, with 4 bits for each exponent. format/lossless.h is
+ * the format. */
 #include "codec/cuda/cuda_entry.h"
 #include "codec/host/cpu_features.h"
 #include "codec/host/pieces.h"

@@ -4,7 +4,7 @@
 #include "codec/host/strided.h"
 
 enum {
-    STREAM_ENCODE = 2 << 20,          /* values; the payload is not read again before backward */
+    STREAM_ENCODE = 2 << 20,   /* values; the payload is not read again before backward */
     STREAM_DECODE = 32 << 20,  /* output bytes; smaller outputs are still in cache when the recompute reads them */
 };
 

@@ -1,5 +1,5 @@
-/* group_portable.c: the kernels of the group codecs in portable C: group.h in a loop.  Every other instruction set is
- * compared with this one, byte by byte. */
+/* group_portable.c: the kernels of the group codecs in portable C: group.h in a loop.  Every other
+ * instruction set is compared with this one, byte by byte. */
 #include "codec/format/group.h"
 #include "codec/portable/kernels_portable.h"
 

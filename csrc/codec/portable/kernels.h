@@ -53,12 +53,13 @@ typedef struct {
 } gck_kernels;
 
 /* The kernels of an instruction set for one format, by the column `simd` of codecs.h. */
-#define GCK_SIMD(isa, what, format) \
-    {gck_##isa##_##what##_##format##_GCK_F32, gck_##isa##_##what##_##format##_GCK_F16, gck_##isa##_##what##_##format##_GCK_BF16}
+#define GCK_SIMD(isa, what, format)                                                     \
+    {gck_##isa##_##what##_##format##_GCK_F32, gck_##isa##_##what##_##format##_GCK_F16,  \
+     gck_##isa##_##what##_##format##_GCK_BF16}
 #define GCK_PORTABLE(isa, what, format) {NULL}
 
-#define GCK_DECLARE_KERNELS_OF(isa, format, dtype)                      \
-    gck_encode_groups       gck_##isa##_encode_##format##_##dtype;      \
+#define GCK_DECLARE_KERNELS_OF(isa, format, dtype)                       \
+    gck_encode_groups       gck_##isa##_encode_##format##_##dtype;       \
     gck_encode_noisy_groups gck_##isa##_encode_noisy_##format##_##dtype; \
     gck_decode_groups       gck_##isa##_decode_##format##_##dtype;
 #define GCK_DECLARE_SIMD(isa, format)             \

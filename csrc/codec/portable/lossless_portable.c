@@ -133,16 +133,16 @@ static void decode_blocks(gck_dtype dtype, gck_lossless_parts from, int64_t ngro
 }
 
 /* One pair per dtype, so that the dtype is a constant to the compiler. */
-#define KERNELS(suffix, dtype)                                                                                   \
+#define KERNELS(suffix, dtype)                                                                                      \
     int gck_portable_lossless_encode_##suffix(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming) \
-    {                                                                                                            \
-        (void)streaming;                                                                                         \
-        return encode_blocks(dtype, x, ngroups, to);                                                             \
-    }                                                                                                            \
-    void gck_portable_lossless_decode_##suffix(gck_lossless_parts from, int64_t ngroups, void *x, int streaming) \
-    {                                                                                                            \
-        (void)streaming;                                                                                         \
-        decode_blocks(dtype, from, ngroups, x);                                                                  \
+    {                                                                                                               \
+        (void)streaming;                                                                                            \
+        return encode_blocks(dtype, x, ngroups, to);                                                                \
+    }                                                                                                               \
+    void gck_portable_lossless_decode_##suffix(gck_lossless_parts from, int64_t ngroups, void *x, int streaming)    \
+    {                                                                                                               \
+        (void)streaming;                                                                                            \
+        decode_blocks(dtype, from, ngroups, x);                                                                     \
     }
 KERNELS(f32, GCK_F32)
 KERNELS(f16, GCK_F16)

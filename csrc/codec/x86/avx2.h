@@ -294,7 +294,8 @@ INLINE __m256i to_f16(v16 v, store_constants c)
                                    _mm_unpackhi_epi16(even, odd), 1);
 }
 
-/* The reverse of load16(), with the rounding of gck_store(); v must be as round_to_bf16() requires. */
+/* The reverse of load16(), with the rounding of gck_store(); v must be as round_to_bf16()
+ * requires. */
 INLINE void store16(char *group, gck_dtype dtype, int k, v16 v, __m256i flip, store_constants c,
                     int stream)
 {

@@ -26,22 +26,22 @@
 #define GCK_AVX512_DTYPES(of, format) of(format, GCK_F32) of(format, GCK_F16) of(format, GCK_BF16)
 
 /* The bodies of kernels: one per format and dtype, both constants to the compiler. */
-#define GCK_AVX512_BODY(format, dtype)                                                              \
-    void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,       \
-                                              uint16_t *side, int64_t index, int streaming)         \
-    {                                                                                               \
-        encode_groups(format, dtype, x, ngroups, codes, side, index, NULL, streaming);              \
-    }                                                                                               \
-    void gck_avx512_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes, \
-                                                    uint16_t *side, const gck_dither *dither,       \
-                                                    int64_t index)                                  \
-    {                                                                                               \
-        encode_groups(format, dtype, x, ngroups, codes, side, index, dither, 0);                    \
-    }                                                                                               \
-    void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,           \
+#define GCK_AVX512_BODY(format, dtype)                                                                \
+    void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
+                                              uint16_t *side, int64_t index, int streaming)           \
+    {                                                                                                 \
+        encode_groups(format, dtype, x, ngroups, codes, side, index, NULL, streaming);                \
+    }                                                                                                 \
+    void gck_avx512_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,   \
+                                                    uint16_t *side, const gck_dither *dither,         \
+                                                    int64_t index)                                    \
+    {                                                                                                 \
+        encode_groups(format, dtype, x, ngroups, codes, side, index, dither, 0);                      \
+    }                                                                                                 \
+    void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,             \
                                               int64_t ngroups, void *x, int64_t index, int streaming) \
-    {                                                                                               \
-        decode_groups(format, dtype, codes, side, ngroups, x, index, streaming);                    \
+    {                                                                                                 \
+        decode_groups(format, dtype, codes, side, ngroups, x, index, streaming);                      \
     }
 
 INLINE size_t group_bytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) * (size_t)GCK_GROUP; }
@@ -124,19 +124,20 @@ INLINE __m512 keep_ps(__m512 v) { return _mm512_castsi512_ps(keep(_mm512_castps_
 
 /* Constants made once before a loop; those that a kernel does not use cost nothing. */
 typedef struct {
-    __m512i upper, abs, abs32, odd, half, ones;    /* `odd`: bit 0 of words; `half`: bit 15 */
+    __m512i upper, abs, abs32, odd, half, ones;  /* `odd`: bit 0 of words; `half`: bit 15 */
     __m512  max_f16, min_f16;
-    __m512i fp8_last, fp8_round;                   /* encode: see fp8_words()               */
+    __m512i fp8_last, fp8_round;                 /* encode: see fp8_words()               */
     __m512i sign_bytes;
-    __m512i fp8_code, fp8_row, fp8_normal;         /* decode: see decode_words(); in lanes  */
-    __m512i fp8_rest;                              /* of 16 bits for bfloat16, else of 32   */
-    __m512  magic, step, minus_384_steps;          /* int8                                  */
+    __m512i fp8_code, fp8_row, fp8_normal;       /* decode: see decode_words(); in lanes  */
+    __m512i fp8_rest;                            /* of 16 bits for bfloat16, else of 32   */
+    __m512  magic, step, minus_384_steps;        /* int8                                  */
     __m512i field, bias;
     __m512i plus_bytes, plus_minus_bytes, plus_words, plus_minus_words;
-    __m512i odd_bytes;                             /* 0, 1, 0, 1 ...                        */
-    __m512i low_nibble, high_nibble, low_six;      /* int6, int4: bits of bytes             */
+    __m512i odd_bytes;                           /* 0, 1, 0, 1 ...                        */
+    __m512i low_nibble, high_nibble, low_six;    /* int6, int4: bits of bytes             */
     __m512i weights_1_16, weights_1_4, words_1_16;
-    __m512i fifth_even, sign_even, fifth_odd, sign_odd;   /* see int6_values()              */
+    /* see int6_values() */
+    __m512i fifth_even, sign_even, fifth_odd, sign_odd;
 } constants;
 
 INLINE constants make_constants(gck_format format, gck_dtype dtype)

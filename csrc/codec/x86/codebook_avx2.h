@@ -150,7 +150,8 @@ INLINE int6_levels int6_levels_of(int uniform)
                    : (int6_levels){TABLE_OF(GCK_INT6_LOW), TABLE_OF(GCK_INT6_HIGH)};
 }
 
-/* Lower four bits -> value; bit 7 of a byte of `fifth`: bit 4 of the index; of `sign`: below zero. */
+/* Lower four bits -> value; bit 7 of a byte of `fifth`: bit 4 of the index; of `sign`: below
+ * zero. */
 INLINE __m256i int6_value(int6_levels levels, __m256i low, __m256i fifth, __m256i sign)
 {
     const __m256i level = _mm256_blendv_epi8(_mm256_shuffle_epi8(levels.low, low),
@@ -177,7 +178,8 @@ INLINE void int6_values(const uint8_t *codes, int uniform, __m256i value[4])
         const __m256i upper = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(half), places);
         __m256i even, odd;
         nibbles(codes, i, &even, &odd);
-        /* Values with index bit 1 = 0 have bits 0..3, in even lanes; the others bits 4..7, in odd ones. */
+        /* Values with index bit 1 = 0 have bits 0..3, in even lanes; the others bits 4..7, in odd
+         * ones. */
         even = int6_value(levels, even, to_top(upper, 0), to_top(upper, 1));
         odd = int6_value(levels, odd, to_top(upper, 2), to_top(upper, 3));
         interleaved(even, odd, value + 2 * i);

@@ -1,5 +1,5 @@
-/* codebook_avx512.h: the codes of the rotated formats for AVX-512: integers t to bytes in memory, and
- * bytes to integers in the order that unrotate() takes. */
+/* codebook_avx512.h: the codes of the rotated formats for AVX-512: integers t to bytes in memory,
+ * and bytes to integers in the order that unrotate() takes. */
 #ifndef GRADCKPT_CODEBOOK_AVX512_H
 #define GRADCKPT_CODEBOOK_AVX512_H
 
@@ -159,7 +159,8 @@ INLINE void int6_values(const constants *c, const uint8_t *codes, int uniform, _
     __m512i even, odd;
 
     nibbles(c, codes, &even, &odd);
-    /* Bits 0..3 belong to values with bit 1 = 0, bits 4..7 to the others: every second 32-bit lane. */
+    /* Bits 0..3 belong to values with bit 1 = 0, bits 4..7 to the others: every second 32-bit
+     * lane. */
     even = int6_value(c, uniform, even, _mm512_test_epi8_mask(upper, c->fifth_even),
                       _mm512_test_epi8_mask(upper, c->sign_even));
     odd = int6_value(c, uniform, odd, _mm512_test_epi8_mask(upper, c->fifth_odd),

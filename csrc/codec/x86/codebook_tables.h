@@ -9,7 +9,8 @@
 /* gck_level() of the codes of int4; ~L below zero. */
 #define GCK_INT4_LEVELS 5, 17, 29, 41, 55, 71, 89, 115, ~5, ~17, ~29, ~41, ~55, ~71, ~89, ~115
 
-/* The same for the number of its levels L below m = 8 h + r: 16 times that, and less than 16 more. */
+/* The same for the number of its levels L below m = 8 h + r: 16 times that, and less than 16
+ * more. */
 #define GCK_INT4_NOISY_OFFSETS 10, 8, 14, 18, 16, 22, 16, 24, 16, 24, 16, 22, 16, 8, 12, 8
 
 /* From each level of int4 to the one before; the first is twice as far from zero. */

@@ -115,7 +115,8 @@ INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier
         least = _mm256_min_epu8(least, bytes);
         store(out + 32 * k, _mm256_permute4x64_epi64(_mm256_or_si256(bytes, sign), 0xD8), stream);
     }
-    /* The least normal code is 8.  Many groups have zeros below it; few have anything else there. */
+    /* The least normal code is 8.  Many groups have zeros below it; few have anything else
+     * there. */
     return _mm256_movemask_epi8(_mm256_cmpgt_epi8(_mm256_set1_epi8(8), least)) == 0
         || !any_subnormal(group, (128u - exponent) << 7);
 }

@@ -108,7 +108,8 @@ INLINE int encode_e4m3_bf16(const constants *c, const void *x, uint32_t stored, 
         least = _mm512_min_epu8(least, bytes);
         put(codes + 64 * h, natural_bytes(blend_one(signs, c->sign_bytes, bytes), GCK_BF16), stream);
     }
-    /* The least normal code is 8.  Many groups have zeros below it; few have anything else there. */
+    /* The least normal code is 8.  Many groups have zeros below it; few have anything else
+     * there. */
     return _mm512_cmpgt_epi8_mask(all32(0x08080808u), least) == 0 || !any_subnormal(x, (128u - exponent) << 7);
 }
 

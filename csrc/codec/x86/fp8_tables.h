@@ -8,7 +8,8 @@
  *
  *     M = f32(1 / f32(1 + s / 128)); if M < 1: M = 2 M
  *     u(f) = bits(f32(f32(1 + f / 128) * M)) - bits(1);  g(f) = (u + 0x7FFFF + (u >> 20 & 1)) >> 20
- *     byte c = 16 (g(t) - t / 16) of the t in 8 c + 1 .. 8 c + 7 with g(t) > g(t - 1), else t = 8 c */
+ *     byte c = 16 (g(t) - t / 16) of the t in 8 c + 1 .. 8 c + 7 with g(t) > g(t - 1),
+ *     else t = 8 c */
 #ifndef GRADCKPT_FP8_TABLES_H
 #define GRADCKPT_FP8_TABLES_H
 

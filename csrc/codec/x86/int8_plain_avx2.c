@@ -105,23 +105,23 @@ INLINE void decode(gck_dtype dtype, const uint8_t *codes, const uint16_t *scales
 
 /* ---- kernels ---- */
 
-#define KERNELS(dtype)                                                                              \
-    void gck_avx2_encode_GCK_INT8_PLAIN_##dtype(const void *x, int64_t ngroups, uint8_t *codes,     \
-                                                uint16_t *scales, int64_t index, int streaming)     \
-    {                                                                                               \
-        STREAMED(encode, codes, dtype, x, ngroups, codes, scales, NULL, index)                      \
-    }                                                                                               \
-    void gck_avx2_encode_noisy_GCK_INT8_PLAIN_##dtype(const void *x, int64_t ngroups, uint8_t *codes, \
-                                                      uint16_t *scales, const gck_dither *dither,   \
-                                                      int64_t index)                                \
-    {                                                                                               \
-        encode(dtype, x, ngroups, codes, scales, dither, index, 0);                                 \
-    }                                                                                               \
-    void gck_avx2_decode_GCK_INT8_PLAIN_##dtype(const uint8_t *codes, const uint16_t *scales,       \
+#define KERNELS(dtype)                                                                                  \
+    void gck_avx2_encode_GCK_INT8_PLAIN_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
+                                                uint16_t *scales, int64_t index, int streaming)         \
+    {                                                                                                   \
+        STREAMED(encode, codes, dtype, x, ngroups, codes, scales, NULL, index)                          \
+    }                                                                                                   \
+    void gck_avx2_encode_noisy_GCK_INT8_PLAIN_##dtype(const void *x, int64_t ngroups, uint8_t *codes,   \
+                                                      uint16_t *scales, const gck_dither *dither,       \
+                                                      int64_t index)                                    \
+    {                                                                                                   \
+        encode(dtype, x, ngroups, codes, scales, dither, index, 0);                                     \
+    }                                                                                                   \
+    void gck_avx2_decode_GCK_INT8_PLAIN_##dtype(const uint8_t *codes, const uint16_t *scales,           \
                                                 int64_t ngroups, void *x, int64_t index, int streaming) \
-    {                                                                                               \
-        (void)index;                                                                                \
-        STREAMED(decode, x, dtype, codes, scales, ngroups, x)                                       \
+    {                                                                                                   \
+        (void)index;                                                                                    \
+        STREAMED(decode, x, dtype, codes, scales, ngroups, x)                                           \
     }
 KERNELS(GCK_F32)
 KERNELS(GCK_F16)

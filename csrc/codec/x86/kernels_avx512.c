@@ -3,7 +3,7 @@
 
 #include "codec/x86/kernels_avx512.h"
 
-#define ROW(_, name, id, format, simd, ...)                          \
+#define ROW(_, name, id, format, simd, ...)                           \
     .encode[format] = GCK_##simd(avx512, encode, format),             \
     .encode_noisy[format] = GCK_##simd(avx512, encode_noisy, format), \
     .decode[format] = GCK_##simd(avx512, decode, format),

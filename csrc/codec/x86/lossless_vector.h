@@ -1,11 +1,12 @@
 /* lossless_vector.h: lossless, for vectors of any width.
  *
- * A template: lossless_avx2.c and lossless_avx512.c define `vec`, the v_ functions on it, can_stream()
- * and ISA, and include this file, which defines their kernels.  `dtype` is a constant everywhere.  Groups
- * whose base is not their largest exponent, or that have no finite one, go to the reference.
+ * A template: lossless_avx2.c and lossless_avx512.c define `vec`, the v_ functions on it,
+ * can_stream() and ISA, and include this file, which defines their kernels.  `dtype` is a constant
+ * everywhere.  Groups whose base is not their largest exponent, or that have no finite one, go to
+ * the reference.
  *
- * The exponents of bfloat16 and float32, once rotated, are bytes: arithmetic on bytes moves them and
- * leaves the low bits alone.  Those of float16 are extracted first. */
+ * The exponents of bfloat16 and float32, once rotated, are bytes: arithmetic on bytes moves them
+ * and leaves the low bits alone.  Those of float16 are extracted first. */
 
 enum { ROW_VECTORS = 64 / sizeof(vec), F16_ROWS = sizeof(vec) / 16 };
 
@@ -233,7 +234,8 @@ INLINE void take_words_f16(const uint8_t *words, vec *c)
     vec last = v_all32(0);
 
     for (int k = 0; k < n; k++) {
-        const vec word = k < n - 1 ? v_load(words + k * (int)sizeof(vec)) : v_load_but_a_row(words + k * (int)sizeof(vec));
+        const vec word = k < n - 1 ? v_load(words + k * (int)sizeof(vec))
+                                   : v_load_but_a_row(words + k * (int)sizeof(vec));
         c[k] = v_and(word, field);
         last = v_or(last, v_shl(v_shr(word, 15, GCK_F16), F16_ROWS * k, GCK_F16));
     }
@@ -241,15 +243,16 @@ INLINE void take_words_f16(const uint8_t *words, vec *c)
 }
 
 /* Put the exponents of the arena into the values of a group.  Returns how many are used up then. */
-static __attribute__((noinline)) int put_escapes(const vec *c, gck_dtype dtype, window w, const uint8_t *arena, int used,
-                                                 void *values)
+static __attribute__((noinline)) int put_escapes(const vec *c, gck_dtype dtype, window w,
+                                                 const uint8_t *arena, int used, void *values)
 {
     for (int k = 0; k < nvectors(dtype); k++) {
         for (uint64_t bits = escape_bits(escapes(c[k], w, dtype), dtype); bits != 0; bits &= bits - 1) {
             const int i = (k * (int)sizeof(vec) + __builtin_ctzll(bits)) * 8 / gck_word_bits(dtype);
             const uint32_t exponent = arena[used < GCK_ARENA ? used : GCK_ARENA - 1];
             const uint32_t low = gck_rotated(word_at(values, dtype, i), dtype) & gck_low_mask(dtype);
-            const uint32_t bits_of = gck_unrotated((exponent << gck_low_bits(dtype) | low) & gck_word_mask(dtype), dtype);
+            const uint32_t bits_of = gck_unrotated((exponent << gck_low_bits(dtype) | low) & gck_word_mask(dtype),
+                                                   dtype);
             if (dtype == GCK_F32) {
                 ((uint32_t *)values)[i] = bits_of;
             } else {

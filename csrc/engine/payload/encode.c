@@ -42,7 +42,8 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
     const gck_codec *codec = gck_codec_find(name);       /* gradckpt.codecs.encode() has checked the name */
     const int is_tensor = gck_is_tensor(&state->py, x);
     if (is_tensor <= 0) {
-        return is_tensor < 0 ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt: encode() takes a tensor, not %R", Py_TYPE(x));
+        return is_tensor < 0 ? NULL
+             : PyErr_Format(PyExc_TypeError, "gradckpt: encode() takes a tensor, not %R", Py_TYPE(x));
     }
     gck_input in = gck_input_of(x);
     const int reason = judge(&state->py, &in, codec);
@@ -57,7 +58,8 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
                          codec->name);
         }
     } else if (reason > 0 && (dtype = PyObject_GetAttr(x, state->py.names.dtype)) != NULL) {
-        PyErr_Format(PyExc_TypeError, "gradckpt: encode() cannot take this %s of dtype %S with codec '%s' (%s); it takes "
+        PyErr_Format(PyExc_TypeError,
+                     "gradckpt: encode() cannot take this %s of dtype %S with codec '%s' (%s); it takes "
                      "plain strided %s tensors on CPU and CUDA",
                      (PyObject *)Py_TYPE(x) == state->py.Tensor ? "tensor" : "tensor subclass", dtype, codec->name,
                      gck_reason_text[reason], accepted_dtypes(codec->dtypes));

@@ -10,7 +10,8 @@ int gck_input_aliasing_add(gck_input_aliasing *a, gck_py *py, gck_input *in, PyO
     if (gck_version_of(py, fed, &version) < 0 || (a->rows == NULL && (a->rows = PyList_New(0)) == NULL)) {
         return -1;
     }
-    return gck_append(a->rows, Py_BuildValue("(OOOL)", in->x, fed, payload != NULL ? payload : Py_None, (long long)version));
+    return gck_append(a->rows, Py_BuildValue("(OOOL)", in->x, fed, payload != NULL ? payload : Py_None,
+                                             (long long)version));
 }
 
 /* No call here runs Python, so borrowed references stay valid. */

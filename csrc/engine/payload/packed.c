@@ -71,15 +71,16 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
     gck_state *state = p->state;
     /* Outer hooks and the fake-quantized forward read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.fake_quantize ? NULL : p->batch;
-    const gck_payload_use use = !p->outer ? GCK_FOR_REGION : p->plan.fake_quantize ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
+    const gck_payload_use use = !p->outer ? GCK_FOR_REGION
+                              : p->plan.fake_quantize ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
     gck_payload *first = p->outer ? NULL : gck_sharing_find(state, p->plan.codec, in, p->plan.stochastic, batch);
     PyObject *payload = NULL;
     gck_dither dither;
 
     *fits = 1;
     if (first != NULL || !PyErr_Occurred()) {
-        payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use, batch,
-                                  fits);
+        payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use,
+                                  batch, fits);
     }
     Py_XDECREF((PyObject *)first);
     if (payload != NULL
@@ -94,8 +95,8 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
 /* 1: in->x becomes a payload; 2: it is one already; 0: it must not be one; -1.
  *
  * A tensor that is an argument for the second time is restored once, because a function may test
- * `a is b`; not where each argument is an input of a node.  Outer hooks see it twice nevertheless: a
- * recompute in which the two are different objects has to save as many tensors. */
+ * `a is b`; not where each argument is an input of a node.  Outer hooks see it twice nevertheless:
+ * a recompute in which the two are different objects has to save as many tensors. */
 static int encode(gck_packing *p, gck_input *in, gck_packed *entry, PyObject **forward)
 {
     const int reason = judge(p, in);
@@ -132,7 +133,8 @@ static int pack_payload(gck_packing *p, gck_input *in, gck_packed *entry, PyObje
     const int packed = encode(p, in, entry, forward);
 
     if ((packed == 0 || packed == 1)
-        && gck_input_aliasing_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x, packed ? entry->value : NULL) < 0) {
+        && gck_input_aliasing_add(&p->aliases, &p->state->py, in, packed ? *forward : in->x,
+                                  packed ? entry->value : NULL) < 0) {
         gck_packed_clear(entry);
         Py_CLEAR(*forward);
         return -1;

@@ -9,21 +9,21 @@
 #include "engine/payload/input_aliasing.h"
 
 typedef enum {
-    GCK_PACKED_OBJECT,                /* value: the object itself, as the caller passed it          */
-    GCK_PACKED_TENSOR,           /* value: the tensor, checked against its version             */
-    GCK_PACKED_SAVED,               /* value: torch's SavedTensor: outer saved-tensor hooks see it */
-    GCK_PACKED_PAYLOAD,             /* value: a Payload                                           */
-    GCK_PACKED_BY_NODE,             /* value: None; the tensor is the next of ctx.saved_tensors   */
-    GCK_PACKED_TREE,                /* value: pytree spec; leaves: entries, some of them payloads */
+    GCK_PACKED_OBJECT,   /* value: the object itself, as the caller passed it          */
+    GCK_PACKED_TENSOR,   /* value: the tensor, checked against its version             */
+    GCK_PACKED_SAVED,    /* value: torch's SavedTensor: outer saved-tensor hooks see it */
+    GCK_PACKED_PAYLOAD,  /* value: a Payload                                           */
+    GCK_PACKED_BY_NODE,  /* value: None; the tensor is the next of ctx.saved_tensors   */
+    GCK_PACKED_TREE,     /* value: pytree spec; leaves: entries, some of them payloads */
 } gck_packed_kind;
 
 /* One that is all zero is empty. */
 typedef struct gck_packed {
     gck_packed_kind    kind;
-    PyObject         *value;     /* owned; see above                                       */
-    int64_t           version;   /* GCK_PACKED_TENSOR only                                     */
-    int               leaf;      /* likewise                                               */
-    struct gck_packed *leaves;    /* owned; GCK_PACKED_TREE only                                   */
+    PyObject         *value;    /* owned; see above                                       */
+    int64_t           version;  /* GCK_PACKED_TENSOR only                                 */
+    int               leaf;     /* likewise                                               */
+    struct gck_packed *leaves;  /* owned; GCK_PACKED_TREE only                            */
     Py_ssize_t        nleaves;
 } gck_packed;
 
@@ -31,14 +31,14 @@ typedef struct gck_packed {
 typedef struct {
     gck_state *state;
     gck_plan   plan;
-    int        outer;        /* outer saved-tensor hooks are active, and payloads go through them */
-    int        payloads;     /* out: the number of entries that became payloads               */
-    gck_batch *batch;        /* where encoding may be deferred                                */
-    gck_input_aliasing aliases;     /* out, with a codec: the tensors; the caller clears it          */
-    PyObject  *inputs;       /* list, out: tensors, which become inputs of a node and are checked
-                                against their versions; NULL: the region is no node           */
-    int        nested;       /* the same for tensors in containers                            */
-    int        of_node;      /* the node that is being made keeps all tensors                 */
+    int        outer;            /* outer saved-tensor hooks are active, and payloads go through them */
+    int        payloads;         /* out: the number of entries that became payloads               */
+    gck_batch *batch;            /* where encoding may be deferred                                */
+    gck_input_aliasing aliases;  /* out, with a codec: the tensors; the caller clears it          */
+    PyObject  *inputs;           /* list, out: tensors, which become inputs of a node and are checked
+                                    against their versions; NULL: the region is no node           */
+    int        nested;           /* the same for tensors in containers                            */
+    int        of_node;          /* the node that is being made keeps all tensors                 */
 } gck_packing;
 
 /* Keep x in *entry.  positional: torch checks the versions of such tensors.  *forward takes a new

@@ -184,7 +184,8 @@ int gck_payload_adopt(gck_payload *self, PyObject *x)
 static PyObject *payload_bytes(gck_payload *self)
 {
     if (self->saved == NULL && self->buffer == NULL) {
-        return PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
+        return PyErr_Format(PyExc_RuntimeError,
+                            "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
                             "tensor itself; call decode()", self->codec->name);
     }
     return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
@@ -228,7 +229,8 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
 static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const gck_tensor *view)
 {
     return cross_stream(self, original, view) < 0 ? -1
-         : gck_done(PyObject_CallFunction(self->state->py.call.fill_from, "OOi", out, original, self->codec->max_error > 0));
+         : gck_done(PyObject_CallFunction(self->state->py.call.fill_from, "OOi", out, original,
+                                          self->codec->max_error > 0));
 }
 
 static PyObject *decode(gck_payload *self, gck_batch *batch)
@@ -305,7 +307,8 @@ static void payload_dealloc(PyObject *op)
 {
     gck_payload *self = (gck_payload *)op;
 
-    /* First, because clearing weak references runs Python, which must not find the payload there. */
+    /* First, because clearing weak references runs Python, which must not find the payload
+     * there. */
     gck_payload_overflow_forget(self);
     gck_payload_forget(self);
     if (self->weakrefs != NULL) {
@@ -360,7 +363,9 @@ static PyObject *payload_device(PyObject *op, void *closure)
 
 static PyObject *payload_repr(PyObject *op)
 {
-    return PyObject_CallFunction(((gck_payload *)op)->state->py.call.payload_repr, "OL", op, (long long)((gck_payload *)op)->bytes_in);
+    const gck_payload *self = (gck_payload *)op;
+
+    return PyObject_CallFunction(self->state->py.call.payload_repr, "OL", op, (long long)self->bytes_in);
 }
 
 static PyMemberDef payload_members[] = {

@@ -11,10 +11,10 @@
 extern PyType_Spec gck_payload_spec;
 
 typedef enum {
-    GCK_FOR_USER,            /* gradckpt.codecs.encode(): not counted, never shared                  */
-    GCK_FOR_REGION,          /* may be shared with other regions                              */
-    GCK_FOR_REGION_SAVED,    /* outer saved-tensor hooks see the bytes, and keep them         */
-    GCK_FOR_REGION_READ,     /* the same, after the forward has read them: gck_payload_hand_over() */
+    GCK_FOR_USER,          /* gradckpt.codecs.encode(): not counted, never shared           */
+    GCK_FOR_REGION,        /* may be shared with other regions                              */
+    GCK_FOR_REGION_SAVED,  /* outer saved-tensor hooks see the bytes, and keep them         */
+    GCK_FOR_REGION_READ,   /* the same, after the forward has read them: gck_payload_hand_over() */
 } gck_payload_use;
 
 /* New reference: a payload of the input, which has been judged.  first: the result of

@@ -32,7 +32,8 @@ int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
     return 0;
 }
 
-int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how)
+int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes,
+                     gck_how *how)
 {
     const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};
 

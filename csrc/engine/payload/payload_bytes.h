@@ -1,5 +1,5 @@
-/* payload_bytes.h: what a payload is made of: its bytes, their codec, and the layout of the original.
- * payload.c makes the type of it. */
+/* payload_bytes.h: what a payload is made of: its bytes, their codec, and the layout of the
+ * original.  payload.c makes the type of it. */
 #ifndef GRADCKPT_PAYLOAD_BYTES_H
 #define GRADCKPT_PAYLOAD_BYTES_H
 
@@ -44,7 +44,8 @@ typedef struct gck_payload {
 int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);
 
 /* The operands of the codec.  Nothing may run Python between this and the work.  0 or -1. */
-int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes, gck_how *how);
+int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes,
+                     gck_how *how);
 
 /* Stop counting its bytes: other code owns them now. */
 void gck_payload_uncount(gck_payload *payload);

@@ -32,7 +32,7 @@ void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status)
         return;
     }
     if (status < 0) {
-        write_flag(p, GCK_OVERFLOW_NONE);              /* nothing was queued, so nothing will write the word, and p dies */
+        write_flag(p, GCK_OVERFLOW_NONE);      /* nothing was queued, so nothing will write the word, and p dies */
     }
     p->late = status == 0 ? GCK_OVERFLOW_NONE : GCK_OVERFLOW_FOUND;
     p->kept = Py_NewRef(x);

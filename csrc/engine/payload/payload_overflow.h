@@ -1,12 +1,12 @@
 /* payload_overflow.h: payloads whose overflow a device has yet to report.
  *
- * A kernel learns that some value overflows when it runs, and no thread waits for it.  So the payload
- * also holds the original until the device has written its overflow flag, which is read whenever
- * another payload is made, at a restore, and by stats().  FITS releases the original; REFUSED (an
- * overflow) keeps it, and restores use it.
+ * A kernel learns that some value overflows when it runs, and no thread waits for it.  So the
+ * payload also holds the original until the device has written its overflow flag, which is read
+ * whenever another payload is made, at a restore, and by stats().  FITS releases the original;
+ * REFUSED (an overflow) keeps it, and restores use it.
  *
- * The CPU may be far ahead of the device.  To hold only a few originals, it then waits for the oldest
- * flag, without the GIL and with a timeout: the device's work may itself wait for something
+ * The CPU may be far ahead of the device.  To hold only a few originals, it then waits for the
+ * oldest flag, without the GIL and with a timeout: the device's work may itself wait for something
  * that this thread has yet to do (a receive, for example). */
 #ifndef GRADCKPT_PAYLOAD_OVERFLOW_H
 #define GRADCKPT_PAYLOAD_OVERFLOW_H
@@ -37,7 +37,8 @@ void gck_payload_overflow_forget(gck_payload *p);
 int gck_payload_overflow_original(gck_payload *p, PyObject **original);
 
 /* For tests: late_overflow(seconds) makes CPU codecs report overflow as a device does, in words
- * that settle_overflow() writes, and sets how long gck_payload_overflow_bound() waits; 0 ends it. */
+ * that settle_overflow() writes, and sets how long gck_payload_overflow_bound() waits; 0 ends
+ * it. */
 PyObject *gck_late_overflow(PyObject *module, PyObject *seconds);
 PyObject *gck_settle_overflow(PyObject *module, PyObject *unused);
 

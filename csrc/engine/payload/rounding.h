@@ -1,8 +1,9 @@
 /* rounding.h: the noise of a tensor that is rounded stochastically.
  *
- * Numbers come from a counter.  Outside any region it is the module's, whose steps end with a backward.
- * While a region runs, in the forward or again, its thread counts from where the region began, so that
- * tensors encoded inside get the same noise both times, whatever other threads do meanwhile. */
+ * Numbers come from a counter.  Outside any region it is the module's, whose steps end with a
+ * backward.  While a region runs, in the forward or again, its thread counts from where the region
+ * began, so that tensors encoded inside get the same noise both times, whatever other threads do
+ * meanwhile. */
 #ifndef GRADCKPT_ROUNDING_H
 #define GRADCKPT_ROUNDING_H
 

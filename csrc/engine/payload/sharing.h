@@ -1,9 +1,9 @@
 /* sharing.h: one payload for several uses of a tensor.
  *
- * A tensor that is used again is encoded again, and equal bytes drop the second payload, because the
- * version of a tensor does not see writes through .data, numpy or DLPack.  So at most one payload more
- * is alive than is kept.  On a device the comparison would have to wait, so there each use keeps a
- * payload of its own. */
+ * A tensor that is used again is encoded again, and equal bytes drop the second payload, because
+ * the version of a tensor does not see writes through .data, numpy or DLPack.  So at most one
+ * payload more is alive than is kept.  On a device the comparison would have to wait, so there each
+ * use keeps a payload of its own. */
 #ifndef GRADCKPT_SHARING_H
 #define GRADCKPT_SHARING_H
 

@@ -17,8 +17,8 @@
 #include "engine/region/region_node.h"
 
 const char gck_checkpoint_doc[] =
-    "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, context_fn=None, "
-    "determinism_check='default', debug=False, early_stop=True, buffers=None, **kwargs)\n--\n\n"
+    "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, "
+    "context_fn=None, determinism_check='default', debug=False, early_stop=True, buffers=None, **kwargs)\n--\n\n"
     "Run ``function(*args, **kwargs)`` now, and again in backward instead of keeping what it saved.\n\n"
     "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists the differences. Called with\n"
     "keywords only, it returns a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"
@@ -73,7 +73,8 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
     if (policy && (debug > 0 || custom)) {
         PyErr_SetString(PyExc_ValueError,
                         custom ? "gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn"
-                               : "gradckpt: debug=True and policy= or context_fn= exclude each other; leave one of them out");
+                               : "gradckpt: debug=True and policy= or context_fn= exclude each other; "
+                                 "leave one of them out");
         return -1;
     }
     if (debug < 0 || gck_options_determinism(state, o->determinism_check, &frame->check_metadata,
@@ -268,7 +269,8 @@ static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, P
         return NULL;
     }
     if (o.function == NULL && !exact && kwnames != NULL) {
-        result = gck_invoke(state->py.call.decorate, Py_BuildValue("(OON)", module, kwnames, gck_tuple(all, PyTuple_Size(kwnames))));
+        result = gck_invoke(state->py.call.decorate, Py_BuildValue("(OON)", module, kwnames,
+                                                                   gck_tuple(all, PyTuple_Size(kwnames))));
     } else if (o.function == NULL) {
         PyErr_SetString(PyExc_TypeError, "checkpoint() missing 1 required positional argument: 'function'");
     } else {

@@ -38,7 +38,8 @@ int gck_metadata_of(const gck_py *py, PyObject *reader, PyObject *x, int whole, 
 int gck_metadata_same(const gck_py *py, const gck_metadata *a, const gck_metadata *b)
 {
     if (a->objects != NULL || b->objects != NULL) {      /* a subclass may come back detached, as a plain tensor */
-        return gck_is_true(gck_invoke(py->call.same_metadata, Py_BuildValue("(NN)", gck_metadata_describe(a), gck_metadata_describe(b))));
+        return gck_is_true(gck_invoke(py->call.same_metadata, Py_BuildValue("(NN)", gck_metadata_describe(a),
+                                                                            gck_metadata_describe(b))));
     }
     return a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
         && memcmp(&a->device, &b->device, sizeof a->device) == 0

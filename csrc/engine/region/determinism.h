@@ -17,12 +17,13 @@ typedef struct {
     int64_t       sizes[GCK_METADATA_INLINE];
 } gck_metadata;
 
-/* Read x's metadata.  reader: what the user's own check reads it by, or NULL; whole: as objects, also
- * for a plain tensor.  0, or -1 with an exception and *meta empty. */
+/* Read x's metadata.  reader: what the user's own check reads it by, or NULL; whole: as objects,
+ * also for a plain tensor.  0, or -1 with an exception and *meta empty. */
 int gck_metadata_of(const gck_py *py, PyObject *reader, PyObject *x, int whole, gck_metadata *meta);
 
-int gck_metadata_same(const gck_py *py, const gck_metadata *a, const gck_metadata *b);      /* 1, 0, -1 */
-PyObject *gck_metadata_describe(const gck_metadata *meta);             /* new reference, for the message in Python */
+int gck_metadata_same(const gck_py *py, const gck_metadata *a, const gck_metadata *b);  /* 1, 0, -1 */
+/* New reference, for the message in Python. */
+PyObject *gck_metadata_describe(const gck_metadata *meta);
 void gck_metadata_clear(gck_metadata *meta);
 
 #endif

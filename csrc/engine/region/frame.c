@@ -40,7 +40,8 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     if (frame->check_metadata && gck_metadata_of(&frame->state->py, frame->metadata_fn, x, 0, &meta) < 0) {
         return NULL;
     }
-    holder = frame->nslots < frame->capacity || grow(frame) == 0 ? PyObject_New(gck_holder, frame->state->Holder) : NULL;
+    holder = frame->nslots < frame->capacity || grow(frame) == 0
+        ? PyObject_New(gck_holder, frame->state->Holder) : NULL;
     if (holder == NULL) {
         gck_metadata_clear(&meta);
         return NULL;

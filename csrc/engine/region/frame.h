@@ -40,39 +40,39 @@ typedef enum { GCK_RECORDING, GCK_SAVED_PHASE } gck_frame_phase;
 
 struct gck_frame {
     PyObject_HEAD
-    gck_state   *state;            /* borrowed: the type keeps the module alive          */
+    gck_state   *state;              /* borrowed: the type keeps the module alive          */
 
     /* ---- of every region ---- */
     PyObject    *function;
-    gck_packed  *args;             /* nargs positional, then one per name in kwnames     */
+    gck_packed  *args;               /* nargs positional, then one per name in kwnames     */
     Py_ssize_t   nargs, nkwargs;
-    PyObject    *kwnames;          /* tuple                                              */
+    PyObject    *kwnames;            /* tuple                                              */
     gck_ambient  ambient;
-    PyObject    *once;             /* modules whose statistics a recompute restores, as in gck_options */
-    gck_rounding rounding;         /* where the noise of tensors encoded inside begins   */
+    PyObject    *once;               /* modules whose statistics a recompute restores, as in gck_options */
+    gck_rounding rounding;           /* where the noise of tensors encoded inside begins   */
     /* inputs may be restored approximately: which discrete outputs are kept, as in a gck_plan */
     int          replay_discrete;
-    gck_op_storage *store;         /* outputs that the recompute takes from the forward; NULL: none */
+    gck_op_storage *store;           /* outputs that the recompute takes from the forward; NULL: none */
 
     /* ---- of a region whose saved tensors are holders: checkpoint(use_reentrant=False) ---- */
     gck_frame_phase phase;
     int          early_stop, check_metadata, ignore_mismatch;
-    int          approximate;      /* the recompute gets other values than the forward   */
-    PyObject    *recompute_context;   /* from context_fn; NULL: none                     */
-    PyObject    *metadata_fn;      /* reads what the determinism check compares; NULL: the default */
-    PyObject    *error_callback;   /* debug=True: gets the CheckpointError               */
-    PyObject    *parameters;       /* debug=True: the region's parameters, with versions */
-    gck_slot    *slots;            /* one per saved tensor; malloc                       */
+    int          approximate;        /* the recompute gets other values than the forward   */
+    PyObject    *recompute_context;  /* from context_fn; NULL: none                        */
+    PyObject    *metadata_fn;        /* reads what the determinism check compares; NULL: the default */
+    PyObject    *error_callback;     /* debug=True: gets the CheckpointError               */
+    PyObject    *parameters;         /* debug=True: the region's parameters, with versions */
+    gck_slot    *slots;              /* one per saved tensor; malloc                       */
     Py_ssize_t   nslots, capacity;
     gck_recomputed_tables recomputed;
 
     /* ---- of a region that is one node of the graph (region_node.h) ---- */
     struct {
-        int       reentrant;       /* 1: checkpoint(use_reentrant=True); 0: SelectiveRecompute */
+        int       reentrant;         /* 1: checkpoint(use_reentrant=True); 0: SelectiveRecompute */
         /* of SelectiveRecompute only: */
-        PyObject *policy_fn;       /* owned; NULL: the store's names are the policy      */
-        PyObject *parameters_in;   /* list: inputs of the node after the arguments; NULL: not all are known */
-        PyObject *outputs;         /* (leaves, spec) until they are assembled; NULL: one tensor */
+        PyObject *policy_fn;         /* owned; NULL: the store's names are the policy      */
+        PyObject *parameters_in;     /* list: inputs of the node after the arguments; NULL: not all are known */
+        PyObject *outputs;           /* (leaves, spec) until they are assembled; NULL: one tensor */
     } node;
 };
 

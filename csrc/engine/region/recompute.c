@@ -344,7 +344,8 @@ PyObject *gck_unpack(PyObject *op, PyObject *holder)
         return NULL;
     }
     if (frame->args == NULL || frame->function == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; keep its output");
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "
+                                            "keep its output");
         return NULL;
     }
     Py_INCREF(op);                               /* user code in the recompute may drop the graph */

@@ -1,5 +1,5 @@
-/* recomputed.c: the recomputed tensors of a frame, one table per backward.  A table ends when all its
- * tensors were handed out, when its graph task is over, or with the frame. */
+/* recomputed.c: the recomputed tensors of a frame, one table per backward.  A table ends when all
+ * its tensors were handed out, when its graph task is over, or with the frame. */
 #include "engine/region/recomputed.h"
 
 #include "torch/calls.h"
@@ -138,8 +138,8 @@ static void forget_old(gck_recomputed_tables *tables)
 
 /* ---- the end of a graph task ---- */
 
-/* Borrowed: a table of this task, with those beside it; NULL when none exists.  A table that is being
- * filled belongs to its recompute, and is freed by its number afterwards. */
+/* Borrowed: a table of this task, with those beside it; NULL when none exists.  A table that is
+ * being filled belongs to its recompute, and is freed by its number afterwards. */
 static gck_recomputed *table_of_task(gck_state *state, int64_t task, gck_recomputed_tables **tables)
 {
     for (*tables = state->with_recomputed; *tables != NULL; *tables = (*tables)->next) {

@@ -25,11 +25,11 @@ typedef struct {
 
 /* The tables of one frame. */
 typedef struct gck_recomputed_tables {
-    gck_state       *state;        /* borrowed, as the frame's                           */
-    gck_recomputed **table;        /* n; malloc                                          */
+    gck_state       *state;                   /* borrowed, as the frame's                           */
+    gck_recomputed **table;                   /* n; malloc                                          */
     Py_ssize_t       n;
-    struct gck_recomputed_tables *next;      /* borrowed: in the state's list while there are tables */
-    struct gck_recomputed_tables **previous; /* the pointer to this there; NULL: not in the list */
+    struct gck_recomputed_tables *next;       /* borrowed: in the state's list while there are tables */
+    struct gck_recomputed_tables **previous;  /* the pointer to this there; NULL: not in the list   */
 } gck_recomputed_tables;
 
 /* Borrowed; NULL when there is none for this key. */
@@ -40,7 +40,8 @@ void gck_recomputed_free(gck_recomputed_tables *tables, gck_recomputed *table);
 void gck_recomputed_clear(gck_recomputed_tables *tables);
 /* The recompute is over: threads that wait for it continue. */
 void gck_recomputed_open(gck_recomputed *table);
-/* Wait for the recomputing thread, with the GIL released.  0, or -1 when a signal handler raised. */
+/* Wait for the recomputing thread, with the GIL released.  0, or -1 when a signal handler
+ * raised. */
 int gck_recomputed_wait(const gck_py *py, gck_recomputed *table);
 /* Free the values; which slots were handed out stays known. */
 void gck_recomputed_drain(gck_recomputed *table);

@@ -18,9 +18,9 @@
 
 /* ---- forward ---- */
 
-/* 1 when other saved-tensor hooks are active: payloads then go through them.  *replay_discrete: which
- * discrete outputs are replayed because these hooks keep tensors lossily, inputs of ours among
- * them. */
+/* 1 when other saved-tensor hooks are active: payloads then go through them.  *replay_discrete:
+ * which discrete outputs are replayed because these hooks keep tensors lossily, inputs of ours
+ * among them. */
 static int outer_hooks(const gck_py *py, int *replay_discrete)
 {
     PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
@@ -50,12 +50,14 @@ static int begin(gck_frame *frame, gck_packing *packing)
     return 0;
 }
 
-/* Keep the region's discrete outputs, in the store of its contexts where these are ours.  0 or -1. */
+/* Keep the region's discrete outputs, in the store of its contexts where these are ours.
+ * 0 or -1. */
 static int decide(gck_frame *frame)
 {
     gck_op_storage *of_contexts = gck_context_store(frame->state, frame->recompute_context);
 
-    return gck_region_replays_discrete(frame->state, frame->replay_discrete, of_contexts != NULL ? &of_contexts : &frame->store);
+    return gck_region_replays_discrete(frame->state, frame->replay_discrete,
+                                       of_contexts != NULL ? &of_contexts : &frame->store);
 }
 
 /* Make entries for all arguments, and what the forward gets.  0 or -1. */

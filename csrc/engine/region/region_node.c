@@ -1,8 +1,9 @@
-/* region_node.c: the two autograd Functions whose forward and backward are C: how they are called, and
- * their forward.
+/* region_node.c: the two autograd Functions whose forward and backward are C: how they are called,
+ * and their forward.
  *
- * CheckpointFunction is torch's, down to its texts and its names in profiles.  In SelectiveRecompute
- * the parameters of a module are inputs of the node, so it returns their gradients. */
+ * CheckpointFunction is torch's, down to its texts and its names in profiles.  In
+ * SelectiveRecompute the parameters of a module are inputs of the node, so it returns their
+ * gradients. */
 #include "engine/region/region_node.h"
 
 #include "torch/abi.h"
@@ -75,7 +76,8 @@ static int warn_without_grad(const gck_py *py, PyObject *inputs)
 /* Keep the arguments of torch's form: its tensors become the node's saved tensors, and the rest of
  * the frame is read here, within the node.  *args: what the function gets, owned by the caller.  0
  * or -1. */
-static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyObject *const *all, Py_ssize_t n, PyObject **args)
+static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyObject *const *all, Py_ssize_t n,
+                          PyObject **args)
 {
     const gck_py *py = &frame->state->py;
     gck_packing packing = {.state = frame->state, .of_node = 1};
@@ -109,7 +111,8 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
     PyObject *args = NULL, *out = NULL, *result = NULL;
 
     if (frame == NULL || Py_TYPE(all[1]) != state->Frame) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.forward needs a frame; call SelectiveRecompute.apply");
+        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.forward needs a frame; "
+                                         "call SelectiveRecompute.apply");
         return NULL;
     }
     if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0) {
@@ -229,7 +232,8 @@ static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan)
         return -1;
     }
     if (plan->fake_quantize) {
-        PyErr_SetString(PyExc_ValueError, "gradckpt: SelectiveRecompute takes no fake_quantize=; use gradckpt.checkpoint");
+        PyErr_SetString(PyExc_ValueError, "gradckpt: SelectiveRecompute takes no fake_quantize=; "
+                                          "use gradckpt.checkpoint");
         return -1;
     }
     return 0;
@@ -264,8 +268,8 @@ static int refuse_functorch(const gck_py *py)
     const int active = gck_functorch_active(py);
 
     if (active > 0) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: SelectiveRecompute does not work under torch.func transforms; call "
-                                            "them inside the region, or use gradckpt.checkpoint");
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: SelectiveRecompute does not work under torch.func transforms; "
+                                            "call them inside the region, or use gradckpt.checkpoint");
     }
     return active == 0 ? 0 : -1;
 }
@@ -306,7 +310,8 @@ static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, 
     PyObject *kwargs = nkw > 0 ? PyDict_New() : NULL, *dynamo, *result = NULL;
 
     if (nall < 2) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.apply(function, policy, *args) takes a function and a policy");
+        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.apply(function, policy, *args) "
+                                         "takes a function and a policy");
     }
     for (Py_ssize_t i = 0; kwargs != NULL && i < nkw; i++) {
         if (PyDict_SetItem(kwargs, PyTuple_GetItem(kwnames, i), all[nall + i]) < 0) {
@@ -323,7 +328,8 @@ static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, 
 
 /* ---- the classes ---- */
 
-static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, METH_FASTCALL | METH_KEYWORDS, selective_doc};
+static PyMethodDef apply_def = {"apply", (PyCFunction)(void (*)(void))apply, METH_FASTCALL | METH_KEYWORDS,
+                                selective_doc};
 static PyMethodDef forward_def = {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL, NULL};
 static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_node_backward, METH_FASTCALL, NULL};
 

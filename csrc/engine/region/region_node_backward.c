@@ -35,7 +35,8 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
     PyObject *args = NULL, *kwargs = NULL, *out = NULL, *tensors, *next = PyObject_GetIter(saved);
     gck_recompute_env rerun;
 
-    if (next != NULL && gck_region_restore(frame, next, inputs, &args, &kwargs) == 0 && gck_recompute_env_begin(frame, &rerun) == 0) {
+    if (next != NULL && gck_region_restore(frame, next, inputs, &args, &kwargs) == 0
+        && gck_recompute_env_begin(frame, &rerun) == 0) {
         out = gck_region_call(frame, NULL, NULL, args, kwargs, 1);
         if (gck_recompute_env_end(frame, &rerun) < 0) {
             Py_CLEAR(out);
@@ -62,7 +63,8 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
     int status = n < 0 ? -1 : 0, asked = 0;
 
     if (n >= 0 && n != ngrads && !frame->node.reentrant) {
-        PyErr_Format(PyExc_RuntimeError, "gradckpt: SelectiveRecompute got %zd tensors from the forward and %zd from the "
+        PyErr_Format(PyExc_RuntimeError,
+                     "gradckpt: SelectiveRecompute got %zd tensors from the forward and %zd from the "
                      "recompute; the region must return as many", ngrads, n);
         return -1;
     }
@@ -84,7 +86,8 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
         Py_XDECREF(x);
     }
     if (status == 0 && PyList_Size(roots) == 0 && asked) {
-        PyErr_SetString(PyExc_RuntimeError, "none of output has requires_grad=True, this checkpoint() is not necessary");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "none of output has requires_grad=True, this checkpoint() is not necessary");
         status = -1;
     }
     return status;
@@ -159,8 +162,8 @@ static PyObject *accumulate(gck_frame *frame, PyObject *roots, PyObject *grads, 
 {
     PyObject *none = PyTuple_New(0), *list = NULL;
 
-    if (none != NULL && gck_done(PyObject_CallFunctionObjArgs(frame->state->py.run_backward, roots, grads, Py_False, Py_False,
-                                                              none, Py_True, Py_True, NULL)) == 0) {
+    if (none != NULL && gck_done(PyObject_CallFunctionObjArgs(frame->state->py.run_backward, roots, grads, Py_False,
+                                                              Py_False, none, Py_True, Py_True, NULL)) == 0) {
         list = PyList_New(0);
     }
     for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(targets); i++) {
@@ -215,18 +218,20 @@ static int check_valid(const gck_frame *frame)
                           " with .grad() or passing an `inputs` parameter to .backward()."
                           " To resolve this error, you can either set use_reentrant=False,"
                           " or call .backward() without passing the `inputs` argument."
-                        : "gradckpt: SelectiveRecompute allows no .grad() or backward(inputs=...) with a callable that is "
-                          "no module; pass the module, its method, or a functools.partial");
+                        : "gradckpt: SelectiveRecompute allows no .grad() or backward(inputs=...) with a callable "
+                          "that is no module; pass the module, its method, or a functools.partial");
     }
     return truth > 0 ? 0 : -1;
 }
 
 /* New reference: gradients of the targets, from the outputs that require grad now; NULL without an
  * exception: no output requires grad. */
-static PyObject *gradients(gck_frame *frame, PyObject *outputs, PyObject *const *grads, Py_ssize_t ngrads, PyObject *targets)
+static PyObject *gradients(gck_frame *frame, PyObject *outputs, PyObject *const *grads, Py_ssize_t ngrads,
+                           PyObject *targets)
 {
     PyObject *roots = PyList_New(0), *root_grads = PyList_New(0), *found = NULL;
-    int status = roots != NULL && root_grads != NULL ? pair_outputs(frame, outputs, grads, ngrads, roots, root_grads) : -1;
+    int status = roots != NULL && root_grads != NULL
+        ? pair_outputs(frame, outputs, grads, ngrads, roots, root_grads) : -1;
 
     Py_DECREF(outputs);
     roots = gck_as_tuple(roots);
@@ -286,13 +291,15 @@ PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t n
     PyObject *op = nall >= 1 ? PyObject_GetAttr(all[0], py->names.frame) : NULL, *saved = NULL, *result = NULL;
     gck_frame *frame = op != NULL && Py_TYPE(op) == state->Frame ? (gck_frame *)op : NULL;
 
-    /* Where the graph was freed, saved_tensors raises autograd's own error, also when it is empty. */
+    /* Where the graph was freed, saved_tensors raises autograd's own error, also when it is
+     * empty. */
     if (op != NULL && (frame == NULL || check_valid(frame) == 0)) {
         saved = PyObject_GetAttr(all[0], py->names.saved_tensors);
     }
     if (saved == NULL || frame == NULL || frame->args == NULL) {
         if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; keep its output");
+            PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "
+                                                "keep its output");
         }
     } else if (gck_region_note_step(state) == 0) {
         result = differentiate(frame, saved, all + 1, nall - 1);

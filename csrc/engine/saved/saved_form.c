@@ -25,7 +25,8 @@ static int push_outer(const gck_saved_hooks *self)
 /* Keep it by reference, checked against its version at unpack, without its graph.  0 or -1. */
 static int keep(const gck_saved_hooks *self, const gck_input *in, gck_saved_form *to)
 {
-    PyObject *x = in->leaf ? Py_NewRef(in->x) : PyObject_CallMethodObjArgs(in->x, self->packing.state->py.names.detach, NULL);
+    PyObject *x = in->leaf ? Py_NewRef(in->x)
+                           : PyObject_CallMethodObjArgs(in->x, self->packing.state->py.names.detach, NULL);
     gck_input plain = {.x = x};
     const int status = x == NULL ? -1 : gck_pack_exactly(&self->packing, &plain, &to->entry);
 
@@ -51,7 +52,8 @@ static int lies_within(const gck_tensor *x, const gck_tensor *base, int64_t *off
 
 /* Find or make a payload of the tensor.  1; 0 when the codec overflows; -1.  only_found: 0 also
  * when none exists yet. */
-static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, int only_found, gck_saved_form *to)
+static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, int only_found,
+                  gck_saved_form *to)
 {
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
@@ -69,7 +71,8 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
      * not be a tensor whose node holds the payload. */
     own.x = codec->may_overflow ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
     if (own.x != NULL) {
-        payload = gck_payload_new(state, codec, &own, first, stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
+        payload = gck_payload_new(state, codec, &own, first,
+                                  stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
                                   outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, NULL, &fits);
     }
     if (payload == NULL) {
@@ -103,7 +106,8 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
     int done = 0, reason = whole.x == NULL ? -1 : GCK_SKIP_LAYOUT;
 
     if (whole.x != NULL && whole.x != Py_None) {
-        reason = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &whole, codec, 0);
+        reason = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
+               : gck_input_judge(py, &whole, codec, 0);
     }
     if (reason < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
         done = -1;
@@ -239,7 +243,8 @@ static int take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
         status = gck_input_read(&state->py, &whole, GCK_FACT_VERSION);
         status = status < 0 ? -1 : storage_of(&state->py, whole.x, &address);
     }
-    if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version && of->form.entry.kind == GCK_PACKED_PAYLOAD) {
+    if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version
+        && of->form.entry.kind == GCK_PACKED_PAYLOAD) {
         in.x = of->form.view != NULL ? gck_saved_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
         status = in.x == NULL ? -1 : gck_saved_form_become(self, of, Py_None, &in, GCK_SKIP_EXACT);
         state->stats.compressed--;
@@ -257,7 +262,8 @@ int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form)
     int status = 0;
 
     for (int i = 0; storage != NULL && status == 0 && (other = gck_saved_list_known(self->waiting, i)) != NULL; i++) {
-        if (other->form.entry.kind == GCK_PACKED_PAYLOAD && other->form.storage == storage && other->form.dtype == NULL) {
+        const gck_saved_form *form = &other->form;
+        if (form->entry.kind == GCK_PACKED_PAYLOAD && form->storage == storage && form->dtype == NULL) {
             Py_INCREF((PyObject *)other);
             status = take_back(self, other);
             Py_DECREF((PyObject *)other);

@@ -74,7 +74,8 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_
     const int64_t kept = state->stats.uncompressed_bytes;
 
     packing.outer = 0;                           /* outer hooks see its final form */
-    if (gck_pack_exactly(&packing, in, &to->form.entry) < 0 || gck_count_uncompressed(state, in->x, GCK_SKIP_UNKNOWN) < 0) {
+    if (gck_pack_exactly(&packing, in, &to->form.entry) < 0
+        || gck_count_uncompressed(state, in->x, GCK_SKIP_UNKNOWN) < 0) {
         return -1;
     }
     to->number = number;
@@ -91,7 +92,8 @@ static int put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_s
     if (gck_saved_form_put(self, form, in, &to->form, reason) < 0) {
         return -1;
     }
-    return to->form.storage == NULL ? 0 : gck_saved_waiting_add(self->waiting, to) < 0 ? -1 : gck_saved_form_hold(self, &to->form);
+    return to->form.storage == NULL ? 0 : gck_saved_waiting_add(self->waiting, to) < 0 ? -1
+         : gck_saved_form_hold(self, &to->form);
 }
 
 /* Called by autograd for every tensor it saves, without grad.  New reference: a Saved. */
@@ -207,7 +209,8 @@ static int find_outer(gck_saved_hooks *self, const gck_py *py)
 }
 
 /* New reference; NULL: nothing was pushed.  Tensors that wait under other hooks wait in a list of
- * their own: a region's recompute must keep what its forward kept, whatever else the thread does. */
+ * their own: a region's recompute must keep what its forward kept, whatever else the thread
+ * does. */
 static gck_saved_hooks *push(gck_state *state, PyObject *compress)
 {
     gck_plan plan;
@@ -234,7 +237,8 @@ int gck_saved_hooks_replay_discrete(PyObject *hooks)
 {
     PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
 
-    return hook != NULL && is_ours(hook) ? ((gck_saved_hooks *)PyCFunction_GetSelf(hook))->packing.plan.replay_discrete : 0;
+    return hook != NULL && is_ours(hook)
+        ? ((gck_saved_hooks *)PyCFunction_GetSelf(hook))->packing.plan.replay_discrete : 0;
 }
 
 PyObject *gck_saved_hooks_push(PyObject *module, PyObject *compress)

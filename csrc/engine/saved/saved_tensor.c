@@ -1,4 +1,5 @@
-/* saved_tensor.c: heap type Saved: one tensor that compress_saved() keeps between forward and backward. */
+/* saved_tensor.c: heap type Saved: one tensor that compress_saved() keeps between forward and
+ * backward. */
 #include "engine/saved/saved_tensor.h"
 
 #include "torch/calls.h"
@@ -94,7 +95,8 @@ static PyObject *saved_repr(PyObject *op)
 }
 
 static PyMemberDef saved_members[] = {
-    {"value", T_OBJECT_EX, offsetof(gck_saved_tensor, form.entry.value), READONLY, "The Payload; or the tensor, or torch's SavedTensor of it."},
+    {"value", T_OBJECT_EX, offsetof(gck_saved_tensor, form.entry.value), READONLY,
+     "The Payload; or the tensor, or torch's SavedTensor of it."},
     {NULL, 0, 0, 0, NULL},
 };
 

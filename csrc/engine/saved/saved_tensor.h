@@ -9,10 +9,10 @@ extern PyType_Spec gck_saved_tensor_spec;
 
 /* What is kept of a tensor x. */
 typedef struct {
-    gck_packed  entry;        /* a payload, or the tensor itself                          */
-    PyObject  *dtype;        /* of x, when the payload holds something computed from it; else NULL */
-    PyObject  *view;         /* x is this as_strided() of the restored payload; else NULL */
-    const void *storage;     /* of x: compared while x is alive, never followed; NULL: never compared */
+    gck_packed  entry;    /* a payload, or the tensor itself                          */
+    PyObject  *dtype;     /* of x, when the payload holds something computed from it; else NULL */
+    PyObject  *view;      /* x is this as_strided() of the restored payload; else NULL */
+    const void *storage;  /* of x: compared while x is alive, never followed; NULL: never compared */
 } gck_saved_form;
 
 typedef struct {
@@ -33,9 +33,10 @@ enum { GCK_WAITING_TENSORS = 64, GCK_WAITING_NODES = 1024 };
 /* The saved tensors that a block knows: those that wait, and the latest of those that no longer
  * wait. */
 typedef struct {
-    gck_saved_tensor *known[2 * GCK_WAITING_TENSORS]; /* borrowed, oldest first: a dying entry removes itself */
+    /* borrowed, oldest first: a dying entry removes itself */
+    gck_saved_tensor *known[2 * GCK_WAITING_TENSORS];
     int        n;
-    int64_t    seen[GCK_WAITING_NODES];          /* numbers of nodes plus 1, at their remainder */
+    int64_t    seen[GCK_WAITING_NODES];  /* numbers of nodes plus 1, at their remainder */
 } gck_saved_list;
 
 /* New reference: a list's capsule, of its own or shared by the blocks of this thread. */

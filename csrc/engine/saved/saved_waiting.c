@@ -2,8 +2,9 @@
  *
  * A pack hook is called while the node is being made.  Nothing refers to the node yet, but its
  * sequence number is known.  As soon as a later tensor is seen, the graph behind it is searched for
- * nodes of these numbers.  The number alone is not proof (an autograd Function may make nodes before it
- * saves): gradckpt._engine.saved_roles compares what the node holds with what the hook returned. */
+ * nodes of these numbers.  The number alone is not proof (an autograd Function may make nodes
+ * before it saves): gradckpt._engine.saved_roles compares what the node holds with what the hook
+ * returned. */
 #include "engine/saved/saved_waiting.h"
 
 #include "torch/input.h"
@@ -39,7 +40,8 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
         uncount(saved);
         form = node == NULL ? Py_NewRef(Py_None)
              : PyObject_CallFunctionObjArgs(state->py.call.form_of_input, node, (PyObject *)saved, in.x, NULL);
-        status = form == NULL ? -1 : gck_saved_form_become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
+        status = form == NULL ? -1
+               : gck_saved_form_become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
         status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
     }
     if (go_on) {
@@ -137,8 +139,8 @@ static int settle(gck_saved_list *l, PyObject *node, int64_t number)
     return status;
 }
 
-/* As gck_saved_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that are
- * being made now. */
+/* As gck_saved_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that
+ * are being made now. */
 static int search(gck_saved_list *l, const gck_py *py, PyObject *node, int64_t end, int depth)
 {
     const int64_t number = number_of(py, node);

@@ -1,4 +1,5 @@
-/* saved_waiting.h: saved tensors that wait, uncompressed, until the node that saves them is seen. */
+/* saved_waiting.h: saved tensors that wait, uncompressed, until the node that saves them is
+ * seen. */
 #ifndef GRADCKPT_SAVED_WAITING_H
 #define GRADCKPT_SAVED_WAITING_H
 
@@ -13,7 +14,8 @@ int64_t gck_last_node_number(const gck_py *py);
 int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved);
 
 /* Settle a waiting tensor in the form its node needs. node NULL: the node is not known, and the
- * tensor stays, without its graph, of which it may be a result; go_on: and waits again.  0 or -1. */
+ * tensor stays, without its graph, of which it may be a result; go_on: and waits again.
+ * 0 or -1. */
 int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on);
 
 /* Settle what this node and those behind it save, if their numbers are below `end`, because the

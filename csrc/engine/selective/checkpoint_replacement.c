@@ -1,10 +1,10 @@
 /* checkpoint_replacement.c: torch's own checkpoint inside a region of ours.
  *
- * Its recompute would evaluate discrete operators anew, and calls none of our code.  So while a region
- * that keeps discrete outputs runs, torch's function has another body (`__code__`, as under
- * patched()).  It tests whether its thread is inside such a region and then takes the same function in
- * C, equal to torch's but for the discrete outputs; other threads get torch's.  The last region that
- * ends restores the body. */
+ * Its recompute would evaluate discrete operators anew, and calls none of our code.  So while a
+ * region that keeps discrete outputs runs, torch's function has another body (`__code__`, as under
+ * patched()).  It tests whether its thread is inside such a region and then takes the same function
+ * in C, equal to torch's but for the discrete outputs; other threads get torch's.  The last region
+ * that ends restores the body. */
 #include "engine/selective/checkpoint_replacement.h"
 
 #include "torch/error.h"
@@ -14,7 +14,8 @@
 static int find(gck_state *state)
 {
     PyObject *now = PyObject_GetAttrString(state->py.checkpoint_module, "checkpoint");
-    const int known = now != NULL && state->torch_checkpoint != NULL && PyTuple_GetItem(state->torch_checkpoint, 0) == now;
+    const int known = now != NULL && state->torch_checkpoint != NULL
+        && PyTuple_GetItem(state->torch_checkpoint, 0) == now;
 
     Py_XDECREF(now);
     if (now == NULL || known) {
@@ -34,7 +35,8 @@ static int exchange(gck_state *state)
         PyObject *torchs = Py_XNewRef(state->torch_checkpoint);
         on = state->replacements > 0;
         if (status == 0 && torchs != NULL && PyTuple_Size(torchs) == 4) {
-            status = PyObject_SetAttrString(PyTuple_GetItem(torchs, 1), "__code__", PyTuple_GetItem(torchs, on ? 3 : 2));
+            status = PyObject_SetAttrString(PyTuple_GetItem(torchs, 1), "__code__",
+                                            PyTuple_GetItem(torchs, on ? 3 : 2));
         }
         Py_XDECREF(torchs);
     } while (on != (state->replacements > 0));

@@ -1,4 +1,5 @@
-/* checkpoint_replacement.h: torch's checkpoint behaves as gradckpt's while a region keeps discrete outputs. */
+/* checkpoint_replacement.h: torch's checkpoint behaves as gradckpt's while a region keeps discrete
+ * outputs. */
 #ifndef GRADCKPT_CHECKPOINT_REPLACEMENT_H
 #define GRADCKPT_CHECKPOINT_REPLACEMENT_H
 

@@ -1,4 +1,5 @@
-/* op_outputs.c: heap type OpOutput: what is kept of one call of an operator, and how it is returned. */
+/* op_outputs.c: heap type OpOutput: what is kept of one call of an operator, and how it is
+ * returned. */
 #include "engine/selective/op_outputs.h"
 
 #include "gradckpt.h"
@@ -51,7 +52,8 @@ static void kept_dealloc(PyObject *self)
 }
 
 static PyMemberDef kept_members[] = {
-    {"val", T_OBJECT, offsetof(gck_op_output, val), READONLY, "What is kept: a detached tensor, a Payload, or no tensor."},
+    {"val", T_OBJECT, offsetof(gck_op_output, val), READONLY,
+     "What is kept: a detached tensor, a Payload, or no tensor."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -80,7 +82,8 @@ static PyObject *detached(const gck_py *py, PyObject *x)
     PyObject *alias;
 
     if (excluded < 0
-        || (excluded && gck_done(PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL)) < 0)) {
+        || (excluded
+            && gck_done(PyObject_CallFunctionObjArgs(py->set_excluded, py->key_inplace, Py_False, NULL)) < 0)) {
         return NULL;
     }
     alias = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
@@ -145,7 +148,8 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     if (val == NULL && tensor >= 0 && !PyErr_Occurred()) {
         val = tensor ? detached(py, x) : Py_NewRef(x);
         if (val != NULL && tensor
-            && (gck_version_of(py, val, &version) < 0 || gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0)) {
+            && (gck_version_of(py, val, &version) < 0
+                || gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0)) {
             Py_CLEAR(val);
         }
     }
@@ -171,7 +175,8 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     if (reason == GCK_COMPRESS) {
         val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
         state->stats.discrete_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
-    } else if (reason > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
+    } else if (reason > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL
+               && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
         Py_CLEAR(val);
     }
     gck_input_clear(&in);
@@ -275,7 +280,8 @@ int gck_op_output_note_draw(gck_op_storage *store, const gck_call *call, gck_dra
 /* New reference: what distinguishes this call from others of its operator. */
 static PyObject *told_by(const gck_op_storage *store, const gck_call *call)
 {
-    return PyObject_CallFunction(store->state->py.call.told_by, "OO", call->args, call->kwargs ? call->kwargs : Py_None);
+    return PyObject_CallFunction(store->state->py.call.told_by, "OO", call->args,
+                                 call->kwargs ? call->kwargs : Py_None);
 }
 
 int gck_op_output_note_call(gck_op_storage *store, const gck_call *call)
@@ -325,7 +331,8 @@ static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *un
 
     (void)unused;
     if (Py_TYPE(x) != store->state->OpOutput) {
-        return PyErr_Format(PyExc_TypeError, "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", x);
+        return PyErr_Format(PyExc_TypeError,
+                            "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", x);
     }
     if (Py_TYPE(kept->val) == store->state->Payload) {
         return gck_payload_decode((gck_payload *)kept->val);
@@ -338,7 +345,8 @@ static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *un
         return NULL;
     }
     /* Autograd writes into the object it gets, so an entry that stays gives a new one. */
-    return (store->reusable || kept->version < 0) && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept) : Py_NewRef(kept->val);
+    return (store->reusable || kept->version < 0) && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept)
+                                                                                      : Py_NewRef(kept->val);
 }
 
 /* The outputs of the call, from its entry. */
@@ -362,13 +370,15 @@ static int repeat_draw(gck_op_storage *store, const gck_call *call)
     PyObject *drawn = key != NULL ? PyDict_GetItemWithError(store->draws, key) : NULL;
 
     Py_XDECREF(key);
-    return drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) : PyErr_Occurred() ? -1 : 0;
+    return drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn)
+         : PyErr_Occurred() ? -1 : 0;
 }
 
 PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, int lasting)
 {
     PyObject *result = store->reusable || lasting
-        || PyDict_SetItem(call->calls, call->index, store->state->py.consumed_mark) == 0 ? outputs_of(store, entry, call) : NULL;
+        || PyDict_SetItem(call->calls, call->index, store->state->py.consumed_mark) == 0
+        ? outputs_of(store, entry, call) : NULL;
 
     if (result != NULL && repeat_draw(store, call) < 0) {
         Py_CLEAR(result);

@@ -105,7 +105,8 @@ PyObject *gck_make_op_policy(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!:make_op_policy", &rows, &PyFrozenSet_Type, &wanted)
         || (rows != Py_None && !PyTuple_Check(rows))
         || (self = (gck_op_policy *)PyType_GenericAlloc(state->OpPolicy, 0)) == NULL) {
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "gradckpt: make_op_policy takes a tuple of rows or None, not %R", rows);
+        return PyErr_Occurred() ? NULL
+             : PyErr_Format(PyExc_TypeError, "gradckpt: make_op_policy takes a tuple of rows or None, not %R", rows);
     }
     const Py_ssize_t n = rows == Py_None ? 0 : PyTuple_Size(rows);
     self->wanted = Py_NewRef(wanted);
@@ -118,7 +119,8 @@ PyObject *gck_make_op_policy(PyObject *module, PyObject *args)
         gck_op_rule *named = &self->named[self->n++];
         status = read_row(state, PyTuple_GetItem(rows, i), named);
         self->ngroups = named->group >= self->ngroups ? named->group + 1 : self->ngroups;
-        self->replay_discrete = named->plan.replay_discrete > self->replay_discrete ? named->plan.replay_discrete : self->replay_discrete;
+        self->replay_discrete = named->plan.replay_discrete > self->replay_discrete ? named->plan.replay_discrete
+                                                                                    : self->replay_discrete;
     }
     if (status < 0 || index_names(self) < 0) {
         Py_CLEAR(self);

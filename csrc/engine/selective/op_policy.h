@@ -6,21 +6,21 @@
 
 /* A policy's answer for an operator's outputs. */
 typedef enum {
-    GCK_OP_RECOMPUTE,           /* run the operator again                                       */
-    GCK_OP_SAVE,                /* keep its outputs, uncompressed or by the plan's codec        */
-    GCK_OP_REPLAY,              /* keep a copy, so that changes in place stay legal             */
+    GCK_OP_RECOMPUTE,      /* run the operator again                                       */
+    GCK_OP_SAVE,           /* keep its outputs, uncompressed or by the plan's codec        */
+    GCK_OP_REPLAY,         /* keep a copy, so that changes in place stay legal             */
     /* the same, for casts from floating to any other dtype; other casts are not even counted,
      * because autocast's cache changes their number */
     GCK_OP_REPLAY_CAST,
-    GCK_OP_LABEL,               /* keep outputs to which gradckpt.policies.name() gives a name that the policy lists */
-    GCK_OP_REPLAY_CHOICE,              /* keep where in its input the result lies, because backward compares the two */
+    GCK_OP_LABEL,          /* keep outputs to which gradckpt.policies.name() gives a name that the policy lists */
+    GCK_OP_REPLAY_CHOICE,  /* keep where in its input the result lies, because backward compares the two */
 } gck_op_action;
 
 /* One named operator. */
 typedef struct {
     PyObject *op;            /* OpOverload, borrowed                                         */
     gck_op_action  keep;
-    gck_plan  plan;          /* GCK_OP_SAVE: codec NULL keeps exactly                           */
+    gck_plan  plan;          /* GCK_OP_SAVE: codec NULL keeps exactly                        */
     int       every, phase;  /* of the calls of its group, those with index % every == phase are kept */
     int       group;         /* index into the store's counters                              */
     int       draws;         /* moves a random generator                                     */
@@ -33,14 +33,14 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     int        n, ngroups;
-    int       *slots;        /* a hash table of indices into `named` by operator, -1 where empty; malloc */
-    size_t     mask;         /* its size, a power of two, less one                           */
+    int       *slots;    /* a hash table of indices into `named` by operator, -1 where empty; malloc */
+    size_t     mask;     /* its size, a power of two, less one                           */
     /* some outputs are kept lossily: which discrete outputs after them are kept, as in a
      * gck_plan */
     int        replay_discrete;
-    gck_op_rule *named;        /* n; malloc                                                    */
-    PyObject  *rows;         /* the rows it was made of, which own operators and forms; None: a function is asked */
-    PyObject  *wanted;       /* frozenset of names, for GCK_OP_LABEL; owned                     */
+    gck_op_rule *named;  /* n; malloc                                                    */
+    PyObject  *rows;     /* the rows it was made of, which own operators and forms; None: a function is asked */
+    PyObject  *wanted;   /* frozenset of names, for GCK_OP_LABEL; owned                  */
 } gck_op_policy;
 
 extern PyType_Spec gck_op_policy_spec;
@@ -48,8 +48,8 @@ extern PyType_Spec gck_op_policy_spec;
 /* Index of op, or -1. */
 int gck_op_policy_find(const gck_op_policy *names, const PyObject *op);
 
-/* gradckpt._C.make_op_policy(rows, wanted): a row is (op, keep, compress=, every, phase, group, form);
- * rows None: a function decides. */
+/* gradckpt._C.make_op_policy(rows, wanted): a row is (op, keep, compress=, every, phase, group,
+ * form); rows None: a function decides. */
 PyObject *gck_make_op_policy(PyObject *module, PyObject *args);
 
 #endif

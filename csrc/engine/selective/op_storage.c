@@ -72,7 +72,10 @@ const gck_op_rule *gck_op_storage_rule(const gck_op_storage *store, int i)
     return i < n ? &store->policy->named[i] : &store->discrete_rules->named[i - n];
 }
 
-int gck_op_storage_nlines(const gck_op_storage *store) { return lines_of(store->policy) + lines_of(store->discrete_rules); }
+int gck_op_storage_nlines(const gck_op_storage *store)
+{
+    return lines_of(store->policy) + lines_of(store->discrete_rules);
+}
 
 static int store_traverse(PyObject *op, visitproc visit, void *arg)
 {
@@ -209,7 +212,8 @@ PyObject *gck_op_storage_calls(gck_op_storage *store, int line, const gck_call *
         }
     }
     if (calls != NULL && !PyDict_Check(calls)) {
-        PyErr_Format(PyExc_TypeError, "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", calls);
+        PyErr_Format(PyExc_TypeError,
+                     "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", calls);
         Py_CLEAR(calls);
     }
     return calls;

@@ -7,38 +7,41 @@
 
 /* One call of an operator; borrowed. */
 typedef struct gck_call {
-    PyObject *op, *args, *kwargs;                       /* kwargs may be NULL                         */
-    PyObject *key;  /* the key its calls are stored under: op, or torch's key for a higher order operator */
-    PyObject *(*run)(const struct gck_call *call);      /* the operator itself: new reference         */
-    void     *with;                                     /* for `run`                                  */
-    PyObject *context;                                  /* whose policy is asked; NULL: by key        */
-    PyObject *calls, *index;                            /* calls[index] is what is kept of it         */
+    PyObject *op, *args, *kwargs;                   /* kwargs may be NULL                         */
+    /* the key its calls are stored under: op, or torch's key for a higher order operator */
+    PyObject *key;
+    PyObject *(*run)(const struct gck_call *call);  /* the operator itself: new reference         */
+    void     *with;                                 /* for `run`                                  */
+    PyObject *context;                              /* whose policy is asked; NULL: by key        */
+    PyObject *calls, *index;                        /* calls[index] is what is kept of it         */
 } gck_call;
 
 /* Type gradckpt._C.OpStorage: what one region keeps. */
 typedef struct {
     PyObject_HEAD
-    gck_state *state;        /* borrowed: the type keeps the module alive                    */
-    PyObject  *storage;      /* defaultdict: operator -> calls; torch's modes write into it too */
-    int        mutation;     /* entries may have been changed in place                       */
-    int        reusable;     /* a call may be replayed more than once                        */
-    int        traced;       /* torch's own mode kept every output, for a graph              */
+    gck_state *state;               /* borrowed: the type keeps the module alive                    */
+    PyObject  *storage;             /* defaultdict: operator -> calls; torch's modes write into it too */
+    int        mutation;            /* entries may have been changed in place                       */
+    int        reusable;            /* a call may be replayed more than once                        */
+    int        traced;              /* torch's own mode kept every output, for a graph              */
     /* for a node, whose forward runs without grad, where composite operators may call other
      * operators, or with other arguments: a discrete output is replayed only for the same call */
     int        by_call;
-    int        replay_discrete;    /* the region may run again on restored values; as in a gck_plan */
-    gck_op_policy *policy;       /* owned; NULL: nothing is kept for a policy                    */
-    gck_op_policy *discrete_rules;     /* owned; NULL while `replay_discrete` is 0                           */
-    /* for each name of the policy, then of `discrete_rules`: a dict call -> what is kept; owned, NULL
-     * before the first; malloc */
+    int        replay_discrete;     /* the region may run again on restored values; as in a gck_plan */
+    gck_op_policy *policy;          /* owned; NULL: nothing is kept for a policy                    */
+    gck_op_policy *discrete_rules;  /* owned; NULL while `replay_discrete` is 0                     */
+    /* for each name of the policy, then of `discrete_rules`: a dict call -> what is kept; owned,
+     * NULL before the first; malloc */
     PyObject **lines;
-    int64_t   *counters;     /* one per group: calls in this forward; malloc                 */
-    PyObject  *draws;        /* {(operator, call): what it drew, see ../torch/draws.h}; owned, NULL before the first */
-    PyObject  *told;  /* {(operator, call): what distinguishes it}, where `by_call`; owned, NULL before the first */
+    int64_t   *counters;            /* one per group: calls in this forward; malloc                 */
+    /* {(operator, call): what it drew, see ../torch/draws.h}; owned, NULL before the first */
+    PyObject  *draws;
+    /* {(operator, call): what distinguishes it}, where `by_call`; owned, NULL before the first */
+    PyObject  *told;
     /* list of (search record of gradckpt._engine.selective_callbacks, line, call), in the
      * forward; or NULL */
     PyObject  *candidates;
-    int        met;          /* listed names that were given                                 */
+    int        met;                 /* listed names that were given                                 */
 } gck_op_storage;
 
 extern PyType_Spec gck_op_storage_spec;

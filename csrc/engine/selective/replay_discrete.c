@@ -19,7 +19,8 @@ static int replay_discrete_around(const gck_state *state)
     int replay_discrete = 0;
 
     for (const gck_active *a = state->active; a != NULL; a = a->outer) {
-        replay_discrete = a->thread == thread && a->store->replay_discrete > replay_discrete ? a->store->replay_discrete : replay_discrete;
+        replay_discrete = a->thread == thread && a->store->replay_discrete > replay_discrete
+            ? a->store->replay_discrete : replay_discrete;
     }
     return replay_discrete;
 }

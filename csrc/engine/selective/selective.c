@@ -1,10 +1,10 @@
 /* selective.c: operators caught while a region runs.
  *
- * Named operators are caught on torch's dispatch key `Negative`, below autograd and above the key of
- * dispatch modes.  torch's own fallback there does nothing to tensors without a pending negation.  So
- * a thread that includes the key runs as before, and our kernels for the named operators are called.
- * Where another mode is active when a region begins, one of ours is put on top of it (selective_mode.c), as
- * for policies that are functions and must see every operator. */
+ * Named operators are caught on torch's dispatch key `Negative`, below autograd and above the key
+ * of dispatch modes.  torch's own fallback there does nothing to tensors without a pending
+ * negation.  So a thread that includes the key runs as before, and our kernels for the named
+ * operators are called.  Where another mode is active when a region begins, one of ours is put on
+ * top of it (selective_mode.c), as for policies that are functions and must see every operator. */
 #include "engine/selective/selective.h"
 
 #include "torch/calls.h"
@@ -54,7 +54,8 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *st
     if (replay && !by_key) {
         active->counts = PyObject_CallFunctionObjArgs(state->py.defaultdict, state->py.count, NULL);
     }
-    if ((replay && !by_key && active->counts == NULL) || gck_replay_discrete_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
+    if ((replay && !by_key && active->counts == NULL) || gck_replay_discrete_announce(state, active) < 0
+        || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
     }
@@ -125,7 +126,8 @@ static void count_busy(gck_state *state, const gck_active *last, int by)
 }
 
 /* Call the operator itself, below `hit`: only stores around `hit` see it (NULL: none). */
-static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
+static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args,
+                            PyObject *kwargs)
 {
     PyObject *out = NULL;
 
@@ -259,7 +261,8 @@ PyObject *gck_record_call(gck_op_storage *store, int line, gck_call *call)
     gck_py *py = &store->state->py;
     gck_draw draw = {NULL, NULL};
     const int draws = line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
-    PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL : call->run(call);
+    PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
+                  : call->run(call);
 
     call->calls = out != NULL ? gck_op_storage_calls(store, line, call, 1) : NULL;
     call->index = call->calls != NULL ? PyLong_FromSsize_t(PyDict_Size(call->calls)) : NULL;
@@ -402,7 +405,8 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     while (hit != NULL && (line = gck_op_storage_find(hit->store, &here)) < 0) {
         hit = gck_active_here(hit->outer, thread);
     }
-    const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1 : gck_tracing(&state->py);
+    const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1
+                      : gck_tracing(&state->py);
     if (tracing < 0) {
         return NULL;
     }

@@ -6,7 +6,8 @@
 #include "engine/selective/active_storage.h"
 #include "engine/selective/op_storage.h"
 
-/* Catch the named operators in this thread until the end; by_key 0: a mode catches them.  0 or -1. */
+/* Catch the named operators in this thread until the end; by_key 0: a mode catches them.
+ * 0 or -1. */
 int  gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *store, int replay, int by_key);
 void gck_selective_end(gck_state *state, gck_active *active);
 

@@ -19,16 +19,17 @@
 /* Type gradckpt._C.Context. */
 typedef struct {
     PyObject_HEAD
-    gck_op_storage *store;                /* owned; NULL before __init__                         */
-    int        by_key;               /* the policy needs no mode                            */
-    int        replay;               /* the context of the recompute                        */
+    gck_op_storage *store;  /* owned; NULL before __init__                         */
+    int        by_key;      /* the policy needs no mode                            */
+    int        replay;      /* the context of the recompute                        */
 } gck_context;
 
 /* New reference: the store of a context; NULL with TypeError when it has none. */
 static gck_op_storage *store_of(const gck_context *self)
 {
     if (self->store == NULL) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: a selective context that create_selective_checkpoint_contexts did not make");
+        PyErr_SetString(PyExc_TypeError,
+                        "gradckpt: a selective context that create_selective_checkpoint_contexts did not make");
         return NULL;
     }
     return (gck_op_storage *)Py_NewRef((PyObject *)self->store);
@@ -117,7 +118,8 @@ static PyObject *context_dispatch(PyObject *op, PyObject *const *all, Py_ssize_t
         return NULL;
     }
     if (n < 3 || n > 4 || !PyTuple_Check(all[2]) || (n == 4 && all[3] != Py_None && !PyDict_Check(all[3]))) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: __torch_dispatch__ takes a tuple of arguments and a dict of keywords");
+        PyErr_SetString(PyExc_TypeError,
+                        "gradckpt: __torch_dispatch__ takes a tuple of arguments and a dict of keywords");
         goto exit;
     }
     call.op = all[0];
@@ -197,7 +199,8 @@ static PyObject *context_exit(PyObject *op, PyObject *error)
         Py_XDECREF(method);
     }
     /* Only a forward has candidates.  A failed one leaves none either. */
-    if (result != NULL && PyTuple_Size(error) > 0 && PyTuple_GetItem(error, 0) == Py_None && gck_op_labels_finish(store) < 0) {
+    if (result != NULL && PyTuple_Size(error) > 0 && PyTuple_GetItem(error, 0) == Py_None
+        && gck_op_labels_finish(store) < 0) {
         Py_CLEAR(result);
     }
     Py_XDECREF((PyObject *)store);
@@ -264,7 +267,8 @@ static int context_set(PyObject *op, PyObject *value, void *unused)
 
     (void)unused;
     if (store == NULL || value != store->storage) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: a selective context has a storage of its own; make new contexts instead");
+        PyErr_SetString(PyExc_TypeError,
+                        "gradckpt: a selective context has a storage of its own; make new contexts instead");
         return -1;
     }
     return 0;
@@ -273,7 +277,8 @@ static int context_set(PyObject *op, PyObject *value, void *unused)
 static PyMethodDef context_methods[] = {
     {"__enter__", context_enter, METH_NOARGS, "Catch operators in this thread."},
     {"__exit__", context_exit, METH_VARARGS, "Catch them no longer."},
-    {"__torch_dispatch__", (PyCFunction)(void (*)(void))context_dispatch, METH_FASTCALL, "Run one operator, or give back what it returned."},
+    {"__torch_dispatch__", (PyCFunction)(void (*)(void))context_dispatch, METH_FASTCALL,
+     "Run one operator, or give back what it returned."},
     {NULL, NULL, 0, NULL},
 };
 
