@@ -27,6 +27,7 @@ INLINE void encode_group(gck_dtype dtype, const char *group, float multiplier, c
     }
 }
 
+/* The loop of fp8_avx2.c, once more: what it does with an ordinary group shares its registers. */
 INLINE void encode(gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes, uint16_t *scales,
                    const gck_dither *dither, int64_t index, int stream)
 {

@@ -27,6 +27,7 @@ INLINE void encode_group(const constants *c, gck_dtype dtype, const void *x, flo
     }
 }
 
+/* The loop of fp8_avx512.c, once more: what it does with an ordinary group shares its registers. */
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
                           uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither, int streaming)
 {
