@@ -1,0 +1,159 @@
+"""docs/architecture.md and its picture show the tree as it is; pages for contributors name files
+that exist."""
+
+import os
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from checkout import ROOT
+from test_layers import ALLOWED, CONTRACT, ONLY, PYTHON, SOURCES, room_of, unit_of
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PICTURE = ElementTree.parse(ROOT / "docs" / "architecture.svg").getroot()
+SVG = "{http://www.w3.org/2000/svg}"
+
+#: What the pages name in backticks that looks like a path of the tree: headers of others, and what
+#: a target makes.
+ELSEWHERE = {*ONLY, "build/docs"}
+
+#: Folders that a checkout has and the tree has not.
+MADE = {"build", "dist", "__pycache__"}
+
+ROOMS = {room_of(unit_of(path)) for path in SOURCES if path != CONTRACT}
+PACKAGES = {path.parent.name for path in (ROOT / "gradckpt").glob("*/__init__.py")}
+
+
+def tree():
+    """The path of each file and folder, from the root and with a slash before it."""
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in MADE and not re.search(r"^\.(?!ci$)|\.egg-info$", name)]
+        for name in (*folders, *files):
+            yield f"/{(Path(folder) / name).relative_to(ROOT)}"
+
+
+TREE = sorted(tree())
+
+
+def names_in(text):
+    """What stands in backticks and is a file's name, or a path; not in code blocks."""
+    plain = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    for name in re.findall(r"`([^`\s]+)`", plain):
+        if re.fullmatch(r"[\w.<>/-]*(/|\.(c|h|cu|cuh|py|md|txt|toml|yml|svg|so))|[\w.<>-]+(/[\w.<>-]+)+", name):
+            yield name
+
+
+def found(name):
+    """The paths that end with this name; <codec> and the like stand for any word."""
+    pattern = re.sub(r"<\w+>", r"[^/]+", re.escape(name.rstrip("/")))
+    return [path for path in TREE if re.search(rf"/{pattern}$", path)]
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/decisions.md", "docs/glossary.md", "CONTRIBUTING.md"])
+def test_every_file_that_the_page_names_exists(page):
+    """By its path, by the end of its path, or by its name, which then is the name of one file."""
+    names = set(names_in((ROOT / page).read_text())) - ELSEWHERE
+    assert names
+    wrong = {}
+    for name in sorted(names):
+        paths = found(name)
+        if f"/{name.rstrip('/')}" not in paths and (len(paths) != 1 if "<" not in name else not paths):
+            wrong[name] = paths
+    assert not wrong
+
+
+def table_of(heading):
+    """The rows below a heading: {code of the first cell: the last cell}."""
+    text = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
+    cells = {first.strip().strip("`"): last.strip() for _, first, *_, last, _ in rows}
+    assert len(cells) == len(rows)
+    return cells
+
+
+def code_in(cell):
+    return set(re.findall("`([^`]+)`", cell))
+
+
+def test_the_page_states_the_arrows_between_rooms_of_c():
+    assert set(ALLOWED) == ROOMS
+    assert {room: code_in(cell) for room, cell in table_of("Rooms of csrc").items()} == ALLOWED
+
+
+def test_the_page_states_what_may_import_rooms_of_python():
+    stated = table_of("Rooms of gradckpt")
+    free = {room for room, cell in stated.items() if cell == "any module"}
+    dotted = {"gradckpt": "gradckpt"}  # the package itself
+    importers = {
+        f"gradckpt.{room}": {dotted.get(each, f"gradckpt.{each}") for each in code_in(cell)}
+        for room, cell in stated.items()
+        if room not in free
+    }
+    assert importers == PYTHON
+    assert set(stated) >= PACKAGES
+    assert free <= PACKAGES
+
+
+def texts(kind):
+    return [text.text for text in PICTURE.iter(f"{SVG}text") if text.get("class") == kind]
+
+
+def test_the_picture_shows_each_room_once_and_nothing_else():
+    assert sorted(texts("room")) == sorted(ROOMS)
+    assert sorted(texts("python")) == sorted(PACKAGES)
+    assert texts("file") == [CONTRACT.name]
+
+
+def reached(graph):
+    """{room: all that lies behind it}"""
+    behind = {room: set(others) for room, others in graph.items()}
+    for room in graph:  # each room is put between all others once
+        for others in behind.values():
+            others |= behind[room] if room in others else set()
+    return behind
+
+
+def test_the_picture_has_the_arrows_that_imply_all_others():
+    drawn = {room: set() for room in ALLOWED}
+    for path in PICTURE.iter(f"{SVG}path"):
+        if path.get("data-arrow"):
+            room, other = path.get("data-arrow").split()
+            assert other not in drawn[room]
+            drawn[room].add(other)
+    assert reached(drawn) == reached(ALLOWED)
+    for room, others in drawn.items():
+        implied = set().union(*(reached(drawn)[other] for other in others))
+        assert others <= ALLOWED[room]
+        assert not others & implied, f"{room}: another arrow implies these"
+
+
+def box(x, y):
+    """The room whose box has this point on its edge."""
+    boxes = [each for each in PICTURE.iter(f"{SVG}rect") if each.get("height") == "38"]
+    names = [text for text in PICTURE.iter(f"{SVG}text") if text.get("class") == "room"]
+    for each in boxes:
+        left, top, width = (float(each.get(key)) for key in ("x", "y", "width"))
+        if left <= x <= left + width and top <= y <= top + 38:
+            middles = {text.text: (float(text.get("x")) - left, float(text.get("y")) - top) for text in names}
+            return next((room for room, (right, down) in middles.items() if 0 < right < width and 0 < down < 38), None)
+    return None
+
+
+def test_the_arrows_run_between_the_boxes_that_they_name():
+    for path in PICTURE.iter(f"{SVG}path"):
+        if path.get("data-arrow"):
+            x, y, *steps = re.findall(r"[MHV]|[\d.]+", path.get("d"))[1:]
+            points, axis = [float(x), float(y)], None
+            for step in steps:
+                if step in "HV":
+                    axis = "HV".index(step)
+                else:
+                    points[axis] = float(step)
+            assert [box(float(x), float(y)), box(*points)] == path.get("data-arrow").split()
+
+
+def test_the_picture_loads_nothing():
+    text = (ROOT / "docs" / "architecture.svg").read_text()
+    assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]
+    assert not re.search(r"<(script|image|use)\b|@import|url\((?!#)", text)
