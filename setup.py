@@ -202,7 +202,7 @@ def extension() -> Extension:
     return Extension(
         "gradckpt._C",
         files("*.c", "*.cu"),
-        depends=files("*.h", "*.def", "*.cuh"),
+        depends=files("*.h", "*.cuh"),
         include_dirs=["csrc"],
         define_macros=[("Py_LIMITED_API", "0x030B0000"), ("_GNU_SOURCE", "1")],
         extra_compile_args=flags,

@@ -427,7 +427,7 @@ def main() -> int:
 
     # Of what the record depends on: the sources, and the tests.
     texts = [p.read_bytes() for top in ("csrc", "gradckpt", "tests") for p in sorted((ROOT / top).rglob("*"))
-             if p.is_file() and p.suffix in (".c", ".h", ".def", ".py")]  # fmt: skip
+             if p.is_file() and p.suffix in (".c", ".h", ".py")]  # fmt: skip
     version = hashlib.sha256(b"\0".join(texts)).hexdigest()
     folder = options.folder.resolve()
     stamp = folder / "version"

@@ -150,7 +150,7 @@ def _marking(
         return None
     if not isinstance(output.compiler_fn, Backend):
         output.compiler_fn = Backend(output.compiler_fn)
-    if config is None or graph.may_refuse(config.codec):
+    if config is None or graph.may_overflow(config.codec):
         return None
     if config.lossy and not config.fake_quantize and output.compiler_fn.replay_discrete != "casts":
         output.compiler_fn.replay_discrete = config.replay_discrete or output.compiler_fn.replay_discrete

@@ -157,7 +157,7 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
     if not _compiling.depth:
         _warn_unpacked()
         return
-    if may_refuse(config.codec):
+    if may_overflow(config.codec):
         return
     _compiling.answers = len(HOOKS)
     mode = private.dynamo.get_proxy_mode()
@@ -178,19 +178,19 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
 
 
 @functools.cache
-def may_refuse(codec: str) -> bool:
+def may_overflow(codec: str) -> bool:
     """Return whether the codec may overflow: there are values that it cannot hold.
 
     A graph cannot check for that, so the tensors of such a codec stay uncompressed, with one
     warning.
     """
-    refuses: bool = _C.codec_info(codec)["may_overflow"]
-    if refuses:
+    overflows: bool = _C.codec_info(codec)["may_overflow"]
+    if overflows:
         warn_inactive(
             f"torch.compile: codec {codec!r} may overflow, which compiled graphs cannot detect, so its tensors stay "
             "uncompressed; use 'int8'",
         )
-    return refuses
+    return overflows
 
 
 @functools.cache

@@ -33,7 +33,7 @@ def tree(tmp_path_factory):
             shutil.copy(path, copy / name)
     shutil.copy(TOYS / "planes.c", copy / "csrc" / "codec" / "host")
     rows = (TOYS / "rows.h").read_text().replace("\n", " \\\n")
-    header = copy / "csrc" / "codec" / "codecs.h"
+    header = copy / "csrc" / "codec" / "format" / "codecs.h"
     last = "    CODEC(ARG, mask, 10)"
     assert last in header.read_text()
     header.write_text(header.read_text().replace(last, rows + last))

@@ -140,7 +140,7 @@ def known_by(path):
     """The units whose headers the file includes, or whose names it uses. A struct of which only
     the tag is mentioned, behind a pointer, is not known."""
     unit = unit_of(path)
-    known = {unit_of(CSRC / name) for kind, name in includes_of(path) if kind == '"' and not name.endswith(".def")}
+    known = {unit_of(CSRC / name) for kind, name in includes_of(path) if kind == '"'}
     for name in set(re.findall(r"(?<!struct )\bgck_\w+", code_of(path))) - NAMES[path][0]:
         contract = name in NAMES[CONTRACT][1] and not unit.startswith("codec/")
         of = {unit_of(CONTRACT)} if contract else OWNERS.get(name, set())

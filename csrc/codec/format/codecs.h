@@ -10,7 +10,7 @@
  * from it.
  *     format         its name in C
  *     simd, cuda     SIMD: x86/ has kernels for every instruction set, or PORTABLE: it has none;
- *                    CUDA: cuda/<name>.cu has kernels, or NO_CUDA
+ *                    CUDA: cuda/ has kernels, or NO_CUDA
  *     max_error      the stated bound |x - x'| / absmax of x's group, see below
  *     then the numbers, which format/formats.h explains:
  *     code bits, side words, fp8, rotated, levels;

@@ -63,7 +63,7 @@ void gck_payload_overflow_forget(gck_payload *p)
 }
 
 /* Undo that it was counted as compressed. */
-static void count_refused(gck_payload *p)
+static void count_overflow(gck_payload *p)
 {
     gck_stats *s = &p->state->stats;
 
@@ -82,10 +82,10 @@ static void count_refused(gck_payload *p)
 }
 
 /* A rounding codec keeps its bytes too: they hold the values that did not overflow. */
-static void refuse(gck_payload *p)
+static void overflow(gck_payload *p)
 {
     p->overflowed = 1;
-    count_refused(p);
+    count_overflow(p);
     if (p->codec->max_error == 0) {
         Py_CLEAR(p->buffer);
         Py_CLEAR(p->saved);
@@ -103,7 +103,7 @@ static int settle(gck_payload *p)
     Py_INCREF((PyObject *)p);                    /* releasing references may run Python */
     leave(p);
     if (flag == GCK_OVERFLOW_FOUND) {
-        refuse(p);
+        overflow(p);
     } else {
         Py_CLEAR(p->kept);
     }

@@ -2,8 +2,8 @@
  *
  * A kernel learns that some value overflows when it runs, and no thread waits for it.  So the
  * payload also holds the original until the device has written its overflow flag, which is read
- * whenever another payload is made, at a restore, and by stats().  FITS releases the original;
- * REFUSED (an overflow) keeps it, and restores use it.
+ * whenever another payload is made, at a restore, and by stats().  No overflow releases the
+ * original; an overflow keeps it, and restores use it.
  *
  * The CPU may be far ahead of the device.  To hold only a few originals, it then waits for the
  * oldest flag, without the GIL and with a timeout: the device's work may itself wait for something

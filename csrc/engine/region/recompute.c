@@ -165,7 +165,7 @@ static int fill(gck_frame *frame, gck_recomputed *table)
     gck_state *state = frame->state;
     gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
     PyObject *args = NULL, *kwargs = NULL;
-    gck_recompute_env rerun;
+    gck_recompute_env env;
     int result = -1;
 
     if (self == NULL) {
@@ -176,11 +176,11 @@ static int fill(gck_frame *frame, gck_recomputed *table)
     if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
         goto exit;
     }
-    if (gck_recompute_env_begin(frame, &rerun) < 0) {
+    if (gck_recompute_env_begin(frame, &env) < 0) {
         goto exit;
     }
     result = run_function(frame, self, args, kwargs);
-    if (gck_recompute_env_end(frame, &rerun) < 0) {
+    if (gck_recompute_env_end(frame, &env) < 0) {
         result = -1;
     }
 

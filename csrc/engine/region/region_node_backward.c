@@ -33,12 +33,12 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
 {
     gck_state *state = frame->state;
     PyObject *args = NULL, *kwargs = NULL, *out = NULL, *tensors, *next = PyObject_GetIter(saved);
-    gck_recompute_env rerun;
+    gck_recompute_env env;
 
     if (next != NULL && gck_region_restore(frame, next, inputs, &args, &kwargs) == 0
-        && gck_recompute_env_begin(frame, &rerun) == 0) {
+        && gck_recompute_env_begin(frame, &env) == 0) {
         out = gck_region_call(frame, NULL, NULL, args, kwargs, 1);
-        if (gck_recompute_env_end(frame, &rerun) < 0) {
+        if (gck_recompute_env_end(frame, &env) < 0) {
             Py_CLEAR(out);
         }
     }

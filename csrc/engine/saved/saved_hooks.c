@@ -81,7 +81,7 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_
     to->number = number;
     to->waits = state->stats.uncompressed_bytes - kept;
     to->epoch = state->epoch;
-    to->saver = Py_NewRef((PyObject *)self);
+    to->hooks = Py_NewRef((PyObject *)self);
     gck_count_live(state, to->waits);
     return gck_saved_waiting_add(self->waiting, to);
 }
@@ -143,9 +143,9 @@ static PyObject *unpack(PyObject *op, PyObject *packed)
 static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};
 static PyMethodDef unpack_def = {"unpack", unpack, METH_O, NULL};
 
-/* ---- Saver ---- */
+/* ---- SavedHooks ---- */
 
-static int saver_traverse(PyObject *op, visitproc visit, void *arg)
+static int hooks_traverse(PyObject *op, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(((gck_saved_hooks *)op)->outer_pack);
@@ -154,7 +154,7 @@ static int saver_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
-static int saver_clear(PyObject *op)
+static int hooks_clear(PyObject *op)
 {
     Py_CLEAR(((gck_saved_hooks *)op)->outer_pack);
     Py_CLEAR(((gck_saved_hooks *)op)->outer_unpack);
@@ -162,17 +162,17 @@ static int saver_clear(PyObject *op)
     return 0;
 }
 
-static void saver_dealloc(PyObject *op)
+static void hooks_dealloc(PyObject *op)
 {
     PyObject_GC_UnTrack(op);
-    saver_clear(op);
+    hooks_clear(op);
     gck_object_free(op);
 }
 
-static PyType_Slot saver_slots[] = {
-    {Py_tp_dealloc, saver_dealloc},
-    {Py_tp_traverse, saver_traverse},
-    {Py_tp_clear, saver_clear},
+static PyType_Slot hooks_slots[] = {
+    {Py_tp_dealloc, hooks_dealloc},
+    {Py_tp_traverse, hooks_traverse},
+    {Py_tp_clear, hooks_clear},
     {0, NULL},
 };
 
@@ -180,7 +180,7 @@ PyType_Spec gck_saved_hooks_spec = {
     .name = "gradckpt._C.SavedHooks",
     .basicsize = sizeof(gck_saved_hooks),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = saver_slots,
+    .slots = hooks_slots,
 };
 
 static int is_ours(PyObject *hook) { return PyCFunction_CheckExact(hook) && PyCFunction_GetFunction(hook) == pack; }
@@ -268,7 +268,7 @@ static int pop(gck_state *state, int failed)
         for (int i = 2 * GCK_WAITING_TENSORS; status == 0 && i-- > 0;) {
             /* downwards: settling may shorten the list */
             saved = gck_saved_list_known(self->waiting, i);
-            if (saved != NULL && saved->saver == op) {
+            if (saved != NULL && saved->hooks == op) {
                 status = gck_saved_waiting_settle(saved, NULL, !self->packing.outer);
             }
         }

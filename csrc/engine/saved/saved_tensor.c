@@ -85,7 +85,7 @@ static void saved_dealloc(PyObject *op)
     gck_saved_list_forget(self);
     self->state->stats.live_bytes -= self->waits;
     gck_saved_form_clear(&self->form);
-    Py_XDECREF(self->saver);
+    Py_XDECREF(self->hooks);
     gck_object_free(op);
 }
 

@@ -21,7 +21,7 @@ typedef struct {
     gck_saved_form   form;
     /* See saved_waiting.h. */
     PyObject  *waiting;      /* the list that knows it; else NULL                        */
-    PyObject  *saver;        /* while it waits: the hooks that packed it                 */
+    PyObject  *hooks;        /* while it waits: the hooks that packed it                 */
     int64_t    number;       /* of the node that saves it                                */
     int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
 } gck_saved_tensor;

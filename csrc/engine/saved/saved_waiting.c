@@ -28,13 +28,13 @@ static void uncount(const gck_saved_tensor *saved)
 int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
 {
     gck_state *state = saved->state;
-    PyObject *op = saved->saver, *form = NULL;
+    PyObject *op = saved->hooks, *form = NULL;
     const gck_saved_hooks *self = (gck_saved_hooks *)op;
     gck_input in = gck_input_of(saved->form.entry.value);
     int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
 
     Py_INCREF((PyObject *)saved);
-    saved->saver = NULL;
+    saved->hooks = NULL;
     if (status == 0 && in.version == saved->form.entry.version) {
         /* else unpack raises torch's error that the values are gone */
         uncount(saved);
@@ -45,7 +45,7 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
         status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
     }
     if (go_on) {
-        saved->saver = Py_NewRef(op);
+        saved->hooks = Py_NewRef(op);
         saved->epoch = state->epoch;
         saved->form.storage = NULL;
     } else {
@@ -69,7 +69,7 @@ static int trim(gck_saved_list *l, int64_t number)
 
     for (int i = l->n - 1; i >= 0; i--) {
         gck_saved_tensor *saved = l->known[i];
-        const int waits = saved->saver != NULL, many = ++n[waits] >= GCK_WAITING_TENSORS;
+        const int waits = saved->hooks != NULL, many = ++n[waits] >= GCK_WAITING_TENSORS;
         if (waits && (many || saved->number < number - GCK_WAITING_NODES)) {
             return gck_saved_waiting_settle(saved, NULL, 0) < 0 ? -1 : trim(l, number);      /* Python has run */
         }
@@ -120,7 +120,7 @@ static int64_t oldest(const gck_saved_list *l)
     int64_t number = INT64_MAX;
 
     for (int i = l->n - 1; i >= 0; i--) {
-        number = l->known[i]->saver != NULL ? l->known[i]->number : number;
+        number = l->known[i]->hooks != NULL ? l->known[i]->number : number;
     }
     return number;
 }
@@ -131,7 +131,7 @@ static int settle(gck_saved_list *l, PyObject *node, int64_t number)
     int status = 0;
 
     for (int i = 0; status == 0 && i < l->n; i++) {
-        if (l->known[i]->saver != NULL && l->known[i]->number == number) {
+        if (l->known[i]->hooks != NULL && l->known[i]->number == number) {
             status = gck_saved_waiting_settle(l->known[i], node, 0);
             i = -1;                              /* Python has run: the list may have changed */
         }
