@@ -288,12 +288,12 @@ static PyMethodDef methods[] = {
      "late_overflow(seconds, /)\n--\n\nMake CPU codecs report overflow as late as a device, for tests. A forward "
      "that is far ahead waits this long for them; 0 ends it."},
     {"settle_overflow", gck_settle_overflow, METH_NOARGS,
-     "settle_overflow()\n--\n\nDeliver the late overflow_flags, for tests."},
+     "settle_overflow()\n--\n\nWrite the late overflow flags, for tests."},
     {"make_op_policy", gck_make_op_policy, METH_VARARGS,
      "make_op_policy(rows, wanted, /)\n--\n\n"
      "Make an OpPolicy of rows (operator, keep, compress, every, phase, group, form)."},
     {"make_op_storage", gck_make_op_storage, METH_VARARGS,
-     "make_op_storage(names, mutation, reusable, /)\n--\n\nMake an empty Store for one region."},
+     "make_op_storage(names, mutation, reusable, /)\n--\n\nMake an empty OpStorage for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,
      "selective_name(x, name, modes, /)\n--\n\nName a tensor for gradckpt.policies.name()."},
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nReturn the kernel that catches the operator."},

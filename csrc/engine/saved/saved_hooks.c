@@ -96,7 +96,7 @@ static int put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_s
          : gck_saved_form_hold(self, &to->form);
 }
 
-/* Called by autograd for every tensor it saves, without grad.  New reference: a Saved. */
+/* Called by autograd for every tensor it saves, without grad.  New reference: a SavedTensor. */
 static PyObject *pack(PyObject *op, PyObject *x)
 {
     gck_saved_hooks *self = (gck_saved_hooks *)op;

@@ -1,4 +1,4 @@
-/* saved_tensor.c: heap type Saved: one tensor that compress_saved() keeps between forward and
+/* saved_tensor.c: heap type SavedTensor: one tensor that compress_saved() keeps between forward and
  * backward. */
 #include "engine/saved/saved_tensor.h"
 
