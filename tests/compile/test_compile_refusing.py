@@ -21,7 +21,7 @@ EXACT = ("raw", "lossless")
 
 @pytest.fixture(autouse=True)
 def _say_again():
-    graph.may_refuse.cache_clear()
+    graph.may_overflow.cache_clear()
 
 
 def values(dtype, fits):
