@@ -119,7 +119,7 @@ static void fill(char *x, gck_dtype dtype, int ngroups)
                 const int clamped = dtype == GCK_F16 && fabsf(v[i]) < 1e30f;
                 gck_store_escape(x, dtype, at, clamped ? fminf(fmaxf(v[i], -65504.f), 65504.f) : v[i]);
             } else {
-                memcpy(x + at * GCK_FLOAT_BYTES(dtype), &bits, GCK_FLOAT_BYTES(dtype));
+                memcpy(x + at * gck_itemsize(dtype), &bits, gck_itemsize(dtype));
             }
         }
     }
@@ -167,7 +167,7 @@ static void compare(const call *c, int invented)
 {
     const size_t ncodes = (size_t)c->ngroups * gck_code_bytes(c->format);
     const size_t nbytes = ncodes + (size_t)c->ngroups * 2 * gck_side_words(c->format);
-    const size_t nvalues = (size_t)c->ngroups * GCK_GROUP * GCK_FLOAT_BYTES(c->dtype);
+    const size_t nvalues = (size_t)c->ngroups * GCK_GROUP * gck_itemsize(c->dtype);
 
     memset(payload, 0xAB, sizeof payload);
     memset(decoded, 0xCD, sizeof decoded);
@@ -278,7 +278,7 @@ int main(int argc, char **argv)
     while (groups < want && now() - start < seconds) {
         call c = {.ngroups = below(18), .format = (gck_format)below(GCK_NFORMATS),
                   .dtype = (gck_dtype)below(GCK_NFLOATS)};
-        c.shift = below(2) ? 0 : below(32) * GCK_FLOAT_BYTES(c.dtype) % 64;
+        c.shift = below(2) ? 0 : below(32) * gck_itemsize(c.dtype) % 64;
         c.streaming = below(2);
         c.noisy = below(3) == 0;
         c.dither = (gck_dither){random64(), (uint32_t)random64(), (uint32_t)below(1000)};

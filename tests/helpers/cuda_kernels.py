@@ -52,7 +52,7 @@ void reference_encode(int format, int dtype, const char *x, int64_t n, uint8_t *
         if (dither != NULL) {
             gck_noise_of_group(dither, first + g, noise);
         }
-        gck_encode_group(format, x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype,
+        gck_encode_group(format, x + g * GCK_GROUP * gck_itemsize(dtype), dtype,
                          left < GCK_GROUP ? (int)left : GCK_GROUP, first + g, dither ? noise : NULL,
                          codes + g * gck_code_bytes(format), side + g * gck_side_words(format));
     }
@@ -65,7 +65,7 @@ void reference_decode(int format, int dtype, uint8_t *codes, int64_t n, char *x,
     for (int64_t g = 0; g * GCK_GROUP < n; g++) {
         const int64_t left = n - g * GCK_GROUP;
         gck_decode_group(format, codes + g * gck_code_bytes(format), side + g * gck_side_words(format), first + g,
-                         x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype, left < GCK_GROUP ? (int)left : GCK_GROUP);
+                         x + g * GCK_GROUP * gck_itemsize(dtype), dtype, left < GCK_GROUP ? (int)left : GCK_GROUP);
     }
 }
 """

@@ -93,7 +93,7 @@ static __device__ __noinline__ void encode_odd(const WORK &work)
 {
     unsigned block;
     const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int count = count_of(job.x.numel, g);
     uint16_t *noise = NULL;
 
@@ -110,7 +110,7 @@ static __device__ __noinline__ void decode_odd(const WORK &work)
 {
     unsigned block;
     const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int count = count_of(job.x.numel, g);
     void *values = side_by_side(job.x, g, count, false);
 
@@ -125,7 +125,7 @@ static __device__ __noinline__ void encode_unusual(const WORK &work, uint32_t do
 {
     unsigned block;
     const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int lane = (int)threadIdx.x % LANES;
     share<FORMAT> s;
 
@@ -145,7 +145,7 @@ encode_kernel(const __grid_constant__ WORK work)
 {
     unsigned block;
     const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int lane = (int)threadIdx.x % LANES;
     share<FORMAT> s;
 
@@ -163,7 +163,7 @@ static __device__ __noinline__ void decode_unusual(const WORK &work)
 {
     unsigned block;
     const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int lane = (int)threadIdx.x % LANES;
     share<FORMAT> s = {};
     float v[VALUES];
@@ -186,7 +186,7 @@ decode_kernel(const __grid_constant__ WORK work)
 {
     unsigned block;
     const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = groups_of(job.x.numel), g = group_of_lane(block);
+    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int lane = (int)threadIdx.x % LANES;
     share<FORMAT> s = {};
     float v[VALUES];
@@ -236,7 +236,7 @@ static void run_contiguous(const gck_tensor *t, const void *const *payloads, con
         if (t[i].dtype == DTYPE && (dither != NULL) == NOISY && t[i].numel != 0 && strided_view(t + i, &view) == 0) {
             const job<typed<DTYPE>> one = {{{(T *)t[i].data, t[i].numel}}, (uint8_t *)payloads[i],
                                            NOISY ? *dither : gck_dither()};
-            all.add(one, grid_for(groups_of(t[i].numel), GROUPS_PER_BLOCK), launch);
+            all.add(one, grid_for(gck_groups_of(t[i].numel), GROUPS_PER_BLOCK), launch);
         }
     }
     all.flush(launch);
@@ -260,7 +260,7 @@ static int run_strided(const gck_tensor *t, const void *const *payloads, const g
             for (int d = 0; d < one.x.ndim; d++) {
                 one.x.stride[d] *= t[i].dtype == GCK_F32 ? 4 : 2;
             }
-            launch_groups<FORMAT, ENCODE, NOISY>(one, grid_for(groups_of(t[i].numel), GROUPS_PER_BLOCK),
+            launch_groups<FORMAT, ENCODE, NOISY>(one, grid_for(gck_groups_of(t[i].numel), GROUPS_PER_BLOCK),
                                                  (cudaStream_t)t->stream);
             break;
         default:

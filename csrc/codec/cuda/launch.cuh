@@ -26,11 +26,6 @@ constexpr int LANES = GCK_GROUP / VALUES;
 constexpr int GROUPS_PER_BLOCK = THREADS / LANES;
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
-static inline __host__ __device__ int64_t groups_of(int64_t numel)
-{
-    return numel / GCK_GROUP + (numel % GCK_GROUP != 0);
-}
-
 /* ---- views, passed to kernels by value ---- */
 
 /* What group.h reads and writes a value of the dtype as. */

@@ -363,7 +363,8 @@ lossless_decode_kernel(const __grid_constant__ parts in, int64_t ngroups, const 
 template <gck_dtype DTYPE, typename VIEW>
 static void launch_encode(const VIEW &x, const parts &payload, const listener &to, cudaStream_t stream)
 {
-    GCK_LAUNCH((lossless_encode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream, x, groups_of(x.numel), payload,
+    GCK_LAUNCH((lossless_encode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream, x,
+               gck_groups_of(x.numel), payload,
                to);
 }
 
@@ -371,7 +372,7 @@ template <gck_dtype DTYPE, typename VIEW>
 static void launch_decode(const parts &payload, const VIEW &x, cudaStream_t stream)
 {
     GCK_LAUNCH((lossless_decode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream, payload,
-               groups_of(x.numel), x);
+               gck_groups_of(x.numel), x);
 }
 
 template <gck_dtype DTYPE, typename T>

@@ -26,6 +26,9 @@
 #define GCK_CONSTEXPR
 #endif
 
+/* Groups that so many values fill, the last one perhaps in part. */
+GCK_LAYOUT_FN int64_t gck_groups_of(int64_t numel) { return numel / GCK_GROUP + (numel % GCK_GROUP != 0); }
+
 /* ---- bits ---- */
 
 GCK_FN uint32_t gck_bits(float f)

@@ -117,7 +117,7 @@ typedef struct {
 
 static inline gck_lossless_parts gck_parts_of(const void *payload, int64_t numel, gck_dtype dtype, int64_t first_block)
 {
-    const int64_t groups = numel / GCK_GROUP + (numel % GCK_GROUP != 0);
+    const int64_t groups = gck_groups_of(numel);
     const int64_t blocks = numel / GCK_BLOCK + (numel % GCK_BLOCK != 0);
     uint8_t *words = (uint8_t *)payload, *arenas = words + groups * gck_group_bytes(dtype);
     uint8_t *bases = arenas + blocks * GCK_ARENA;

@@ -4,8 +4,6 @@
 
 #include "codec/format/lossless.h"
 
-static inline int64_t gck_groups_of(int64_t count) { return count / GCK_GROUP + (count % GCK_GROUP != 0); }
-
 /* Process units [first, last) of a tensor, of `unit` values each (GCK_GROUP or GCK_BLOCK), in
  * contiguous runs: whole units in place, anything else through a buffer of GCK_BLOCK values whose
  * last group is padded with zeros.  piece() gets the first value's index, the number of values, and

@@ -11,7 +11,7 @@
     {                                                                                                         \
         (void)streaming;                                                                                      \
         for (int64_t g = 0; g < ngroups; g++) {                                                               \
-            gck_encode_group(format, (const char *)x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype,         \
+            gck_encode_group(format, (const char *)x + g * GCK_GROUP * gck_itemsize(dtype), dtype,            \
                              GCK_GROUP, first + g, NULL, codes + g * gck_code_bytes(format),                  \
                              side + g * gck_side_words(format));                                              \
         }                                                                                                     \
@@ -23,7 +23,7 @@
         uint16_t noise[GCK_GROUP];                                                                            \
         for (int64_t g = 0; g < ngroups; g++) {                                                               \
             gck_noise_of_group(dither, first + g, noise);                                                     \
-            gck_encode_group(format, (const char *)x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype,         \
+            gck_encode_group(format, (const char *)x + g * GCK_GROUP * gck_itemsize(dtype), dtype,            \
                              GCK_GROUP, first + g, noise, codes + g * gck_code_bytes(format),                 \
                              side + g * gck_side_words(format));                                              \
         }                                                                                                     \
@@ -35,7 +35,7 @@
         for (int64_t g = 0; g < ngroups; g++) {                                                               \
             gck_decode_group(format, codes + g * gck_code_bytes(format),                                      \
                              side + g * gck_side_words(format), first + g,                                    \
-                             (char *)x + g * GCK_GROUP * GCK_FLOAT_BYTES(dtype), dtype, GCK_GROUP);           \
+                             (char *)x + g * GCK_GROUP * gck_itemsize(dtype), dtype, GCK_GROUP);              \
         }                                                                                                     \
     }
 #define EACH_DTYPE(_, name, id, format, ...) KERNELS(format, GCK_F32) KERNELS(format, GCK_F16) KERNELS(format, GCK_BF16)

@@ -11,8 +11,6 @@
 #include "codec/format/lossless.h"
 #include "codec/format/philox.h"
 
-#define GCK_FLOAT_BYTES(dtype) ((dtype) == GCK_F32 ? 4 : 2)
-
 /* Encode `ngroups` whole groups as gck_encode_group() does: 128 x ngroups values at x;
  * side: gck_side_words() for each group.  `first`: the index of the first group in its tensor. */
 typedef void gck_encode_groups(const void *x, int64_t ngroups, uint8_t *codes, uint16_t *side, int64_t first,
