@@ -10,6 +10,7 @@
 #include "engine/payload/encode.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_overflow.h"
+#include "engine/payload/stats.h"
 #include "engine/selective/checkpoint_replacement.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_policy.h"
@@ -160,66 +161,9 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
                          status == GCK_OK ? Py_True : Py_False, "compiler", __VERSION__, "missing", missing_symbols());
 }
 
-/* ---- stats ---- */
-
-/* Every counter once: the field is also the key in the dict. */
-#define COUNTERS(COUNTER)                                                                                       \
-    COUNTER(steps) COUNTER(regions) COUNTER(regions_eligible) COUNTER(regions_compressed) COUNTER(recomputes)   \
-    COUNTER(eligible) COUNTER(compressed) COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) \
-    COUNTER(live_bytes) COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes)        \
-    COUNTER(discrete_outputs) COUNTER(discrete_bytes) COUNTER(uncompressed_bytes) COUNTER(policy_outputs)       \
-    COUNTER(policy_bytes)
-
-static int set_counter(PyObject *dict, const char *key, int64_t value)
-{
-    PyObject *number = PyLong_FromLongLong(value);
-    const int status = number == NULL ? -1 : PyDict_SetItemString(dict, key, number);
-
-    Py_XDECREF(number);
-    return status;
-}
-
 static PyObject *bind(PyObject *module, PyObject *table)
 {
     return gck_py_bind(&gck_state_of(module)->py, table) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static PyObject *stats(PyObject *module, PyObject *unused)
-{
-    gck_state *state = gck_state_of(module);
-    const gck_stats *s = &state->stats;
-    PyObject *dict = PyDict_New(), *uncompressed = PyDict_New(), *codecs = PyDict_New();
-    int status = dict == NULL || uncompressed == NULL || codecs == NULL ? -1 : 0;
-
-    (void)unused;
-    gck_payload_overflow_poll(state);
-#define COUNTER(name) if (status == 0) { status = set_counter(dict, #name, s->name); }
-    COUNTERS(COUNTER)
-#undef COUNTER
-    for (int r = 1; r < GCK_NREASONS && status == 0; r++) {
-        status = s->uncompressed[r] ? set_counter(uncompressed, gck_reason_text[r], s->uncompressed[r]) : 0;
-    }
-    for (int i = 0; gck_codec_at(i) != NULL && status == 0; i++) {
-        status = s->codecs[i] ? set_counter(codecs, gck_codec_at(i)->name, s->codecs[i]) : 0;
-    }
-    if (status < 0 || PyDict_SetItemString(dict, "uncompressed", uncompressed) < 0
-        || PyDict_SetItemString(dict, "codecs", codecs) < 0) {
-        Py_CLEAR(dict);
-    }
-    Py_XDECREF(uncompressed);
-    Py_XDECREF(codecs);
-    return dict;
-}
-
-static PyObject *reset_stats(PyObject *module, PyObject *unused)
-{
-    gck_state *state = gck_state_of(module);
-
-    (void)unused;
-    state->stats = (gck_stats){.live_bytes = state->stats.live_bytes, .peak_live_bytes = state->stats.live_bytes};
-    state->last_step = state->watched_task = -1;
-    state->epoch++;
-    Py_RETURN_NONE;
 }
 
 static PyObject *rounding_state(PyObject *module, PyObject *unused)
@@ -310,11 +254,19 @@ static PyMethodDef methods[] = {
     {"replays_discrete", gck_replays_discrete_py, METH_NOARGS,
      "replays_discrete()\n--\n\nReturn whether the calling thread runs a region that keeps discrete outputs."},
     {"bind", bind, METH_O, "bind(callbacks, /)\n--\n\nBind the Python functions that C calls, from a dict by name."},
-    {"stats", stats, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
-    {"reset_stats", reset_stats, METH_NOARGS,
+    {"stats", gck_stats_py, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
+    {"reset_stats", gck_reset_stats_py, METH_NOARGS,
      "reset_stats()\n--\n\nReset all counters to zero, except those of live payloads."},
     {"restart_peak", gck_restart_peak_py, METH_NOARGS,
      "restart_peak()\n--\n\nReturn peak_live_bytes and begin it anew."},
+    {"take_stats", gck_take_stats_py, METH_NOARGS,
+     "take_stats()\n--\n\nReturn all counters as bytes, for put_back_stats()."},
+    {"put_back_stats", gck_put_back_stats_py, METH_O,
+     "put_back_stats(taken, /)\n--\n\nForget what was counted since take_stats(), except live payloads."},
+    {"on_paper", gck_on_paper_py, METH_NOARGS,
+     "on_paper()\n--\n\nReturn whether this thread runs a step on paper."},
+    {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
+     "set_on_paper(first, end, /)\n--\n\nLeave memory at these addresses untouched in this thread; 0, 0: none."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -68,13 +68,3 @@ void gck_count_live(gck_state *state, int64_t nbytes)
     s->live_bytes += nbytes;
     s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
 }
-
-PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused)
-{
-    gck_stats *s = &gck_state_of(module)->stats;
-    const int64_t peak = s->peak_live_bytes;
-
-    (void)unused;
-    s->peak_live_bytes = s->live_bytes;
-    return PyLong_FromLongLong(peak);
-}

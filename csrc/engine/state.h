@@ -108,9 +108,6 @@ void gck_state_clear(gck_state *state);
 /* Add to the live bytes in stats(). */
 void gck_count_live(gck_state *state, int64_t nbytes);
 
-/* Return peak_live_bytes, which begins anew with what is alive now. */
-PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused);
-
 /* End a dealloc: free the memory, and release the object's reference to its heap type. */
 static inline void gck_object_free(PyObject *op)
 {

@@ -14,6 +14,32 @@ const char *const gck_reason_text[GCK_NREASONS] = {
 
 enum { GIL_RELEASE_NUMEL = 65536 };    /* below, releasing costs more than it frees */
 
+static _Thread_local uintptr_t paper, paper_end;
+
+int gck_on_paper(void) { return paper_end != 0; }
+
+int gck_has_values(const void *memory) { return (uintptr_t)memory < paper || (uintptr_t)memory >= paper_end; }
+
+PyObject *gck_set_on_paper_py(PyObject *module, PyObject *args)
+{
+    unsigned long long first, end;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KK:set_on_paper", &first, &end)) {
+        return NULL;
+    }
+    paper = (uintptr_t)first;
+    paper_end = (uintptr_t)end;
+    Py_RETURN_NONE;
+}
+
+PyObject *gck_on_paper_py(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(gck_on_paper());
+}
+
 int gck_is_tensor(const gck_py *py, PyObject *x)
 {
     return (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter
@@ -49,6 +75,8 @@ int gck_functorch_active(const gck_py *py)
     Py_XDECREF(level);
     return truth;
 }
+
+int gck_modes_that_watch(const gck_py *py) { return gck_on_paper() ? 0 : gck_ask(py->dispatch_stack_len); }
 
 int gck_tracing(const gck_py *py)
 {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradckpt import _C
 from gradckpt._engine import torch_private as private
 
 #: How a tensor is encoded: the codec, or None for that of the block; and the tensor encoded in its
@@ -78,6 +79,14 @@ def _kept(node: Any, *arguments: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def _holds(condition: torch.Tensor) -> bool:
+    """Return whether it holds everywhere; on paper, where values are assumed to be ordinary, it
+    does.
+    """
+    everywhere = condition.all()
+    return _C.on_paper() or bool(everywhere)
+
+
 def _rows_are_alike(rows: torch.Tensor) -> bool:
     """Return whether groups of 128 values can hold several of these rows without one vanishing
     beside another.
@@ -86,7 +95,7 @@ def _rows_are_alike(rows: torch.Tensor) -> bool:
     variance, mean = torch.var_mean(rows.float(), 1, correction=0)
     largest = torch.nn.functional.max_pool1d((variance + mean.square())[None], touching, 1)
     least = -torch.nn.functional.max_pool1d(-variance[None], touching, 1)
-    return bool((largest < 16 * least).all())  # false for rows that are not finite or have no spread
+    return _holds(largest < 16 * least)  # false for rows that are not finite or have no spread
 
 
 def _planes(node: Any, x: torch.Tensor) -> Form | None:
@@ -96,7 +105,7 @@ def _planes(node: Any, x: torch.Tensor) -> Form | None:
 def _logits(node: Any, x: torch.Tensor) -> Form | None:
     sums = _kept(node, "logsumexp", "log_sumexp")
     # reading the answer from a device would synchronize
-    return PLAIN if not x.is_cpu or (sums is not None and bool((sums.abs() < 30).all())) else None
+    return PLAIN if not x.is_cpu or (sums is not None and _holds(sums.abs() < 30)) else None
 
 
 VALUES = Role("with the codec", lambda node, x: PLAIN)

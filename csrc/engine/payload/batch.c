@@ -51,14 +51,15 @@ int gck_batch_flush(gck_batch *b)
     gck_tensor view[GCK_BATCH];
     void *bytes[GCK_BATCH];
     gck_how how[GCK_BATCH];
-    int status = 0;
+    int status = 0, n = 0;
 
     for (int i = 0; status == 0 && i < b->n; i++) {
-        status = gck_payload_work(b->payload[i], b->tensor[i], b->buffer[i], &view[i], &bytes[i], &how[i]);
+        status = gck_payload_work(b->payload[i], b->tensor[i], b->buffer[i], &view[n], &bytes[n], &how[n]);
+        n += status == 0 && gck_has_values(view[n].data) && gck_has_values(bytes[n]);
     }
-    if (status == 0 && b->n > 0) {
-        status = b->decode ? gck_run_decode(py, b->codec, (const void *const *)bytes, view, b->n)
-                           : gck_run_encode(py, b->codec, view, bytes, how, b->n);
+    if (status == 0 && n > 0) {
+        status = b->decode ? gck_run_decode(py, b->codec, (const void *const *)bytes, view, n)
+                           : gck_run_encode(py, b->codec, view, bytes, how, n);
     }
     let_go(b, status == 0);
     return status;

@@ -37,6 +37,7 @@ static int describe(gck_payload *self, gck_input *in, int exact)
     self->nbytes = gck_nbytes(self->codec, view->numel, view->dtype);
     self->requires_grad = in->requires_grad;
     self->leaf = in->leaf;
+    self->has_values = gck_has_values(view->data);
     self->version = in->version;
     return 0;
 }

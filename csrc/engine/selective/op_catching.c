@@ -3,6 +3,7 @@
 
 #include "torch/calls.h"
 #include "torch/error.h"
+#include "torch/tensor.h"
 #include "engine/selective/op_labels.h"
 #include "engine/selective/selective.h"
 
@@ -12,7 +13,7 @@ int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *
 
     c->mode = NULL;
     c->by_key = 0;
-    if (store == NULL || (modes = gck_ask(state->py.dispatch_stack_len)) < 0) {
+    if (store == NULL || (modes = gck_modes_that_watch(&state->py)) < 0) {
         return store == NULL ? 0 : -1;
     }
     if (policy_fn == NULL && !modes && gck_catches_by_key(state, store)) {

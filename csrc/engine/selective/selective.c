@@ -164,7 +164,7 @@ static PyObject *run_below(const gck_call *call)
  * every mode.  0, or -1 with the first exception. */
 static int hide_begin(gck_state *state, PyObject **modes)
 {
-    const int any = gck_ask(state->py.dispatch_stack_len), tracing = any > 0 ? gck_tracing(&state->py) : 0;
+    const int any = gck_modes_that_watch(&state->py), tracing = any > 0 ? gck_tracing(&state->py) : 0;
     const int active = any < 0 || tracing < 0 ? -1 : any && !tracing;    /* tracing needs its modes */
 
     *modes = active > 0 ? PyObject_CallFunction(state->py.call.without_modes, NULL) : NULL;
@@ -416,7 +416,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     /* A mode that was entered inside comes first, as under torch's modes: it would not see a
      * replayed call. */
-    const int modes = hit->replay ? gck_ask(state->py.dispatch_stack_len) : 0;
+    const int modes = hit->replay ? gck_modes_that_watch(&state->py) : 0;
     if (modes < 0) {
         return NULL;
     }

@@ -143,7 +143,7 @@ static int may_use_key(const gck_context *self)
 {
     const gck_state *state = self->store->state;
     const int wanted = self->by_key && gck_catches_by_key(state, self->store);
-    const int modes = wanted ? gck_ask(state->py.dispatch_stack_len) : 0;
+    const int modes = wanted ? gck_modes_that_watch(&state->py) : 0;
     const int compiling = wanted && modes == 0 ? gck_ask(state->py.is_compiling) : 0;
 
     return modes < 0 || compiling < 0 ? -1 : wanted && !modes && !compiling;

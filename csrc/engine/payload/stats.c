@@ -1,0 +1,98 @@
+/* stats.c: the counters behind gradckpt.stats(). */
+#include "engine/payload/stats.h"
+
+#include "gradckpt.h"
+#include "engine/payload/payload_overflow.h"
+
+#include <string.h>
+
+/* Every counter once: the field is also the key in the dict. */
+#define COUNTERS(COUNTER)                                                                                       \
+    COUNTER(steps) COUNTER(regions) COUNTER(regions_eligible) COUNTER(regions_compressed) COUNTER(recomputes)   \
+    COUNTER(eligible) COUNTER(compressed) COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) \
+    COUNTER(live_bytes) COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes)        \
+    COUNTER(discrete_outputs) COUNTER(discrete_bytes) COUNTER(uncompressed_bytes) COUNTER(policy_outputs)       \
+    COUNTER(policy_bytes)
+
+static int set_counter(PyObject *dict, const char *key, int64_t value)
+{
+    PyObject *number = PyLong_FromLongLong(value);
+    const int status = number == NULL ? -1 : PyDict_SetItemString(dict, key, number);
+
+    Py_XDECREF(number);
+    return status;
+}
+
+PyObject *gck_stats_py(PyObject *module, PyObject *unused)
+{
+    gck_state *state = gck_state_of(module);
+    const gck_stats *s = &state->stats;
+    PyObject *dict = PyDict_New(), *uncompressed = PyDict_New(), *codecs = PyDict_New();
+    int status = dict == NULL || uncompressed == NULL || codecs == NULL ? -1 : 0;
+
+    (void)unused;
+    gck_payload_overflow_poll(state);
+#define COUNTER(name) if (status == 0) { status = set_counter(dict, #name, s->name); }
+    COUNTERS(COUNTER)
+#undef COUNTER
+    for (int r = 1; r < GCK_NREASONS && status == 0; r++) {
+        status = s->uncompressed[r] ? set_counter(uncompressed, gck_reason_text[r], s->uncompressed[r]) : 0;
+    }
+    for (int i = 0; gck_codec_at(i) != NULL && status == 0; i++) {
+        status = s->codecs[i] ? set_counter(codecs, gck_codec_at(i)->name, s->codecs[i]) : 0;
+    }
+    if (status < 0 || PyDict_SetItemString(dict, "uncompressed", uncompressed) < 0
+        || PyDict_SetItemString(dict, "codecs", codecs) < 0) {
+        Py_CLEAR(dict);
+    }
+    Py_XDECREF(uncompressed);
+    Py_XDECREF(codecs);
+    return dict;
+}
+
+PyObject *gck_reset_stats_py(PyObject *module, PyObject *unused)
+{
+    gck_state *state = gck_state_of(module);
+
+    (void)unused;
+    state->stats = (gck_stats){.live_bytes = state->stats.live_bytes, .peak_live_bytes = state->stats.live_bytes};
+    state->last_step = state->watched_task = -1;
+    state->epoch++;
+    Py_RETURN_NONE;
+}
+
+PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused)
+{
+    gck_stats *s = &gck_state_of(module)->stats;
+    const int64_t peak = s->peak_live_bytes;
+
+    (void)unused;
+    s->peak_live_bytes = s->live_bytes;
+    return PyLong_FromLongLong(peak);
+}
+
+PyObject *gck_take_stats_py(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return PyBytes_FromStringAndSize((const char *)&gck_state_of(module)->stats, sizeof(gck_stats));
+}
+
+PyObject *gck_put_back_stats_py(PyObject *module, PyObject *taken)
+{
+    gck_state *state = gck_state_of(module);
+    const int64_t live = state->stats.live_bytes;
+    char *bytes;
+    Py_ssize_t n;
+
+    if (PyBytes_AsStringAndSize(taken, &bytes, &n) < 0) {
+        return NULL;
+    }
+    if (n != sizeof(gck_stats)) {
+        return PyErr_Format(PyExc_ValueError, "gradckpt: put_back_stats() takes what take_stats() returned");
+    }
+    memcpy(&state->stats, bytes, sizeof(gck_stats));
+    state->stats.live_bytes = live;
+    state->last_step = state->watched_task = -1;
+    state->epoch++;                              /* payloads of the time between are not uncounted twice */
+    Py_RETURN_NONE;
+}

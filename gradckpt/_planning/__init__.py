@@ -1,0 +1,1 @@
+"""What a training step needs, computed before it runs: :func:`gradckpt.plan`."""

@@ -1,0 +1,355 @@
+"""Run a training step on paper: every operator, no values.
+
+A tensor on paper is a plain CPU tensor whose storage has an address and a size, and no memory. To
+autograd, to models and to gradckpt's engine it is an ordinary tensor, so what they save, share and
+accumulate in place is what they save in a real step. :class:`PaperMode` gives each operator outputs
+of the shapes that its meta kernel returns, and records when each storage is allocated and freed.
+
+Small tensors whose operands all have values (token ids, masks, positions) are computed, so that a
+model may ask them questions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import mmap
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from gradckpt import _C
+from gradckpt._engine import torch_private as private
+
+__all__ = ["Event", "NotOnPaper", "PaperMode"]
+
+aten = torch.ops.aten
+
+#: Addresses, of which no memory is ever touched; storages take them in turn.
+_ADDRESSES = 2**44
+_ALIGNMENT = 64
+#: Composite operators that allocate their result and nothing else.
+_ATOMS = {f"aten::{name}" for name in ("clone", "copy_", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like")}
+_COMPOSITE = private.DispatchKey.CompositeExplicitAutograd
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
+
+#: Tensors up to these sizes in bytes are computed where all operands have values.
+_SMALL = {True: 2**16, False: 2**26}  # floating point, others
+
+#: Operators that routers choose experts by: their last result is indices into the operand's last
+#: dimension.
+_CHOICES = {aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort.stable}
+
+#: Their kernels return the operand's memory, although their schemas do not say so.
+_ALIASING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach_.default}
+
+
+class NotOnPaper(RuntimeError):
+    """An operator needs the values of a tensor that has none, or cannot be run without values."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One allocation (``size`` > 0) or release. ``storage`` numbers the storage, from 0."""
+
+    size: int
+    storage: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What one operator does: floating point operations, and bytes read and written."""
+
+    flop: int
+    bytes: int
+
+
+class PaperMode(private.TorchDispatchMode):
+    """A dispatch mode under which nothing is computed.
+
+    ``events``: allocations and releases since the mode was made. ``work``: the operators, each with
+    the number of events before it. ``operator``: the running one. ``data_dependent``: the size of
+    a result depended on values.
+
+    Routers choose by values that do not exist. ``concentrated=False`` lets them choose all experts
+    equally often, ``True`` the first ones for every token, which needs most memory.
+    """
+
+    def __init__(self, concentrated: bool = False) -> None:
+        super().__init__()
+        self._concentrated = concentrated
+        self.data_dependent = False
+        self._space = mmap.mmap(-1, _ADDRESSES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        self._next = 0
+        self._paper: set[int] = set()  # storages without values, by their addresses in C++
+        self._live: dict[int, tuple[int, Any]] = {}  # number and weak reference of every recorded storage
+        self._count = 0
+        self.events: list[Event] = []
+        self.work: list[tuple[int, Work]] = []
+        self.operator = ""
+
+    # ---- storages ----
+
+    def empty(self, size: Any, stride: Any, dtype: torch.dtype, *, record: bool = True) -> torch.Tensor:
+        """Return a tensor on paper; ``record=False``: it was there before the step."""
+        numel = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        if self._next + nbytes > _ADDRESSES:
+            self._next = 0
+        whole = torch.frombuffer(self._space, dtype=torch.uint8, count=nbytes, offset=self._next)
+        self._next += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        storage = whole.untyped_storage()
+        self._paper.add(storage._cdata)
+        self._follow(storage, record=record)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+
+    def like(self, x: torch.Tensor, *, record: bool = False) -> torch.Tensor:
+        """Return a tensor on paper of the shape, strides and dtype of ``x``, whatever its device."""
+        return self.empty(x.size(), x.stride(), x.dtype, record=record)
+
+    def _follow(self, storage: Any, *, record: bool = True) -> None:
+        key = storage._cdata
+        if key in self._live:
+            return
+        number, nbytes = self._count, storage.nbytes()
+        self._count += 1
+
+        def freed(_: Any, mode: Any = weakref.ref(self)) -> None:
+            if (self := mode()) is not None and self._live.pop(key, None) is not None:
+                self._paper.discard(key)
+                self.events.append(Event(-nbytes, number))
+
+        self._live[key] = number, weakref.ref(storage, freed)
+        if record:
+            self.events.append(Event(nbytes, number))
+
+    def __enter__(self) -> Any:
+        first = torch.frombuffer(self._space, dtype=torch.uint8, count=1).data_ptr()
+        _C.set_on_paper(first, first + _ADDRESSES)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _C.set_on_paper(0, 0)
+
+    def number_of(self, x: torch.Tensor) -> int | None:
+        """Return the number of the tensor's storage, None if this mode did not make it."""
+        found = self._live.get(x.untyped_storage()._cdata)
+        return found[0] if found is not None else None
+
+    def has_values(self, x: torch.Tensor) -> bool:
+        return x.untyped_storage()._cdata not in self._paper
+
+    # ---- operators ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        args = _with_tensors(func, args)
+        self.operator = func.name()
+        if func.is_view or func in _ALIASING:
+            return func(*args, **kwargs)
+        if _is_composite(func):
+            try:
+                with _Again(self):
+                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+            except NotOnPaper:  # its parts need values, its shape does not
+                self.operator = func.name()
+        known = all(map(self.has_values, _tensors((args, kwargs))))
+        if func is aten._local_scalar_dense.default and known:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable and known and self._made_here(func, args, kwargs):
+            return self._followed(func(*args, **kwargs))
+        kwargs = _on_cpu(kwargs)
+        try:
+            outputs = func(*_map(_meta, args), **_meta_options(_map(_meta, kwargs)))
+        except Exception as error:
+            outputs = self._without_meta(func, args, kwargs, known, error)
+        else:
+            outputs = self._results(func, outputs, args, kwargs, known)
+        if func in _CHOICES and not known:
+            outputs = self._choose(outputs, args[0].shape[-1] if args[0].dim() else 1)
+        self._count_work(func, args, kwargs, outputs)
+        return outputs
+
+    def _contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.empty(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+    def _choose(self, outputs: Any, choices: int) -> Any:
+        """Give indices values: 0, 1, ... in turn, or for each row the same ones."""
+        found = outputs if isinstance(outputs, torch.Tensor) else outputs[-1]
+        if not _is_small(found):
+            return outputs
+        chosen = found.shape[-1] if found is not outputs and found.dim() else 1
+        count = torch.arange(chosen).expand(found.shape) if self._concentrated else torch.arange(found.numel())
+        indices = self._followed((count % choices).reshape(found.shape).contiguous())
+        return indices if found is outputs else (*outputs[:-1], indices)
+
+    def _made_here(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether an in-place operator writes only small tensors that the step made."""
+        return all(
+            x.numel() == 0 or (x.untyped_storage()._cdata in self._live and _is_small(x))
+            for x in _written(func, args, kwargs)
+        )
+
+    def _results(self, func: Any, outputs: Any, args: Any, kwargs: Any, known: bool) -> Any:
+        if known and not func._schema.is_mutable and all(map(_is_small, _tensors(outputs))):
+            return self._followed(func(*args, **kwargs))
+        written = _written(func, args, kwargs)
+        for x in written:  # a tensor of the step, written with what has no values
+            if x.untyped_storage()._cdata in self._live:
+                self._paper.add(x.untyped_storage()._cdata)
+        if func._schema.is_mutable and not isinstance(outputs, (tuple, list)):
+            if outputs is not None and outputs.size() != written[0].size():  # out= of another size
+                new = self.empty(outputs.size(), outputs.stride(), outputs.dtype)
+                written[0].set_(new.untyped_storage(), 0, new.size(), new.stride())
+            return written[0] if outputs is not None else None
+        returns = func._schema.returns
+        aliases = {i: r.alias_info.before_set for i, r in enumerate(returns) if r.alias_info is not None}
+        if not aliases:
+            return _map(lambda x: self.empty(x.size(), x.stride(), x.dtype), outputs)
+        named = {
+            next(iter(a.alias_info.before_set)): (args[i] if i < len(args) else kwargs.get(a.name))
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.before_set
+        }
+        return type(outputs)(
+            named[next(iter(aliases[i]))] if i in aliases else _map(lambda x: self.empty(x.size(), x.stride(), x.dtype), x)
+            for i, x in enumerate(outputs)
+        )
+
+    def _followed(self, outputs: Any) -> Any:
+        for x in _tensors(outputs):
+            if x.untyped_storage().nbytes():
+                self._follow(x.untyped_storage())
+        return outputs
+
+    def _without_meta(self, func: Any, args: Any, kwargs: Any, known: bool, error: Exception) -> Any:
+        """Answer an operator that has no meta kernel for these operands, as the size of its result
+        depends on values.
+        """
+        if known:
+            self.data_dependent = True
+            return self._followed(func(*args, **kwargs))
+        if func is aten._grouped_mm.default:  # the meta kernel takes bfloat16 alone
+            return self._contiguous(_grouped_shape(*args, **kwargs), args[0].dtype)
+        raise NotOnPaper(f"{func.name()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+
+    def _count_work(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        formula = flop_registry.get(func._overloadpacket)
+        flop = formula(*args, **kwargs, out_val=outputs) if formula is not None else 0
+        moved = sum(x.numel() * x.element_size() for x in (*_tensors((args, kwargs)), *_tensors(outputs)))
+        self.work.append((len(self.events), Work(flop, moved)))
+
+
+class _Again:
+    """Enter a mode from inside its handler, for the operators that an operator calls.
+
+    The key on which a region catches discrete operators is off within modes.
+    """
+
+    def __init__(self, mode: PaperMode) -> None:
+        self._mode = mode
+        self._key = _C.selective_key() if _C.replays_discrete() else None
+
+    def __enter__(self) -> None:
+        private.push_dispatch_mode(self._mode)
+        if self._key is not None:
+            self._excluded = private.is_excluded(self._key)
+            private.set_excluded(self._key, False)
+            private.set_included(self._key, True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._key is not None:
+            private.set_included(self._key, False)
+            private.set_excluded(self._key, self._excluded)
+        private.pop_dispatch_mode(None)
+
+
+@functools.cache
+def _tensor_places(func: Any) -> frozenset[int]:
+    return frozenset(i for i, a in enumerate(func._schema.arguments) if str(a.type) == "Tensor")
+
+
+def _with_tensors(func: Any, args: Any) -> Any:
+    """Make tensors of the numbers that a dispatch mode gets for wrapped ones."""
+    if not any(isinstance(x, (bool, int, float)) and i in _tensor_places(func) for i, x in enumerate(args)):
+        return args
+    places = _tensor_places(func)
+    return tuple(
+        torch.scalar_tensor(x, dtype=torch.tensor(x).dtype) if i in places and isinstance(x, (bool, int, float)) else x
+        for i, x in enumerate(args)
+    )
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Return whether the operator only calls others, which then are run one by one.
+
+    What they allocate in between counts, and a region that keeps discrete results sees theirs.
+    """
+    name = func.name()
+    takes_tensors = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+    return (
+        takes_tensors
+        and name not in _ATOMS
+        and private.has_kernel_for_key(name, "CompositeExplicitAutograd")
+        and not private.has_kernel_for_key(name, "CPU")
+    )
+
+
+def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> tuple[int, ...]:
+    if a.dim() == b.dim() == 2:
+        return offs.numel(), a.shape[0], b.shape[1]
+    return (*a.shape[:-1], b.shape[-1]) if a.dim() != 3 or b.dim() == 3 else (a.shape[1], b.shape[1])
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for x in tree:
+            yield from _tensors(x)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+
+
+def _map(function: Any, tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_map(function, x) for x in tree)
+    if isinstance(tree, dict):
+        return {key: _map(function, x) for key, x in tree.items()}
+    return tree
+
+
+def _meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Everything is on the CPU on paper, whatever device the model names."""
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+
+
+def _meta_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    changed = {"device": torch.device("meta"), "pin_memory": False, "generator": None}
+    return {name: changed.get(name, value) if value is not None else None for name, value in kwargs.items()}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    found = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return list(_tensors(found))
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    return x.numel() * x.element_size() <= _SMALL[x.is_floating_point() or x.is_complex()]
