@@ -1,0 +1,261 @@
+"""The memory of one training step on paper: :func:`trace_step`.
+
+A trace is a list of segments: the forward and the backward of each block, and what lies between.
+Each has the allocations and releases that happen in it, so the same segment may be counted as often
+as the model repeats its block (blocks.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from gradckpt import _C
+from gradckpt._engine import torch_private as private
+from gradckpt._planning.paper import Event, PaperMode, Work
+
+__all__ = ["Peak", "Segment", "StepTrace", "on_paper", "trace_step"]
+
+#: What an allocation is for; the first two by when it was made.
+KEPT, LOSS, GRADIENTS, WORKING = range(4)
+KINDS = ("kept for the backward", "logits and loss", "gradients", "working set")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peak:
+    """``size`` bytes above the start of the step, at ``position``; ``parts``: bytes by kind."""
+
+    size: int
+    position: str
+    parts: dict[str, int]
+
+
+@dataclasses.dataclass(slots=True)
+class Segment:
+    """A stretch of the step. ``events``: (bytes, kind); it counts ``times`` times."""
+
+    name: str
+    events: list[tuple[int, int]]
+    work: list[Work]
+    times: int = 1
+
+
+@dataclasses.dataclass(slots=True)
+class StepTrace:
+    """One step. ``payload_bytes``: read and written by codecs. ``data_dependent``: sizes depended
+    on which experts tokens choose.
+    """
+
+    segments: list[Segment]
+    payload_bytes: int
+    data_dependent: bool
+
+    def peaks(self, gradient_scale: float = 1.0) -> list[Peak]:
+        """Return the peak of each segment, in order.
+
+        ``gradient_scale``: the part of a gradient's bytes that stays on the device.
+        """
+        scale = [1.0, 1.0, gradient_scale, 1.0]
+        alive = [0.0] * len(KINDS)
+        found = []
+        for segment in self.segments:
+            delta = [0.0] * len(KINDS)
+            total = highest = 0.0
+            at = list(delta)
+            for size, kind in segment.events:
+                delta[kind] += size * scale[kind]
+                total += size * scale[kind]
+                if total > highest:
+                    highest, at = total, list(delta)
+            # A net that grows is highest in the last of the repetitions, else in the first.
+            before = [a + d * (segment.times - 1 if total > 0 else 0) for a, d in zip(alive, delta, strict=True)]
+            parts = dict(zip(KINDS, [round(x) for x in before], strict=True))
+            for kind, size in zip(KINDS, at, strict=True):
+                parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += round(size)
+            found.append(Peak(round(sum(before) + highest), segment.name, parts))
+            alive = [a + d * segment.times for a, d in zip(alive, delta, strict=True)]
+        return found
+
+    def peak(self, gradient_scale: float = 1.0) -> Peak:
+        """Return the highest peak, the first of equal ones."""
+        return max(self.peaks(gradient_scale), key=lambda peak: peak.size)
+
+    def work(self) -> Iterator[Work]:
+        """Yield the operators, each as often as it runs."""
+        for segment in self.segments:
+            for _ in range(segment.times):
+                yield from segment.work
+
+
+def trace_step(
+    model: Module,
+    run: Callable[[Any], object],
+    batch: Any = None,
+    *,
+    blocks: Sequence[Module] = (),
+    concentrated: bool = False,
+) -> StepTrace:
+    """Run one step on paper.
+
+    Nothing of the model changes: its parameters and buffers are replaced for the time by tensors
+    without values, and random generators and counters get back their states.
+
+    Args:
+        model: The module that ``run`` calls; its tensors may be fake, meta, or on any device.
+        run: Runs forward and backward on the batch that it is given.
+        batch: Tensors in containers; floating point ones lose their values.
+        blocks: The repeated modules that name the segments.
+        concentrated: Let every token choose the same experts.
+
+    Raises:
+        NotOnPaper: The step asks for values. Other exceptions of ``run`` arrive unchanged.
+    """
+    mode = PaperMode(concentrated)
+    taken = _C.take_stats()
+    generator = torch.get_rng_state()
+    marks: list[tuple[int, str, int]] = []
+    try:
+        with on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
+            batch = _map(lambda x: _batch_on_paper(mode, x), batch)
+            before = _C.stats()
+            with mode:
+                run(batch)
+            after = _C.stats()
+            gradients = {
+                number
+                for p in parameters
+                if p.grad is not None and (number := mode.number_of(p.grad)) is not None
+            }
+        moved = 2 * (after["bytes_in"] - before["bytes_in"] + after["bytes_out"] - before["bytes_out"])
+    finally:
+        _C.put_back_stats(taken)
+        torch.set_rng_state(generator)
+    events = mode.events[:]
+    return StepTrace(_segments(events, mode.work, marks, gradients), moved, mode.data_dependent)
+
+
+def _batch_on_paper(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:
+    if x.is_floating_point() or x.is_complex():
+        return mode.like(x).requires_grad_(x.requires_grad)
+    return x.cpu()
+
+
+@contextlib.contextmanager
+def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
+    """Replace the model's parameters and buffers by tensors on paper; small integer buffers keep
+    their values.
+    """
+    old: list[tuple[dict[str, Any], str, Any]] = []
+    new: dict[int, Any] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, x in table.items():
+                if x is None:
+                    continue
+                if id(x) not in new:
+                    new[id(x)] = _parameter_or_buffer(mode, x)
+                old.append((table, name, x))
+    try:
+        for table, name, x in old:
+            table[name] = new[id(x)]
+        yield [x for x in new.values() if isinstance(x, Parameter)]
+    finally:
+        for table, name, x in old:
+            table[name] = x
+
+
+def _parameter_or_buffer(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:
+    plain = type(x) in (torch.Tensor, Parameter)
+    if plain and x.device.type != "meta" and not x.is_floating_point() and not x.is_complex() and x.nbytes < 2**20:
+        return x.detach().cpu().clone()
+    if not isinstance(x, Parameter):
+        return mode.like(x)
+    new = Parameter(mode.like(x), requires_grad=x.requires_grad)
+    if x.grad is not None:
+        new.grad = mode.like(x.grad)
+    return new
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    return private.tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
+# ---- segments ----
+
+_FORWARD, _BETWEEN, _BACKWARD = "forward", "after", "backward"
+
+
+@contextlib.contextmanager
+def _marked(blocks: Sequence[Module], mode: PaperMode, marks: list[tuple[int, str, int]]) -> Iterator[None]:
+    """Note the number of events at which each block's forward and backward begin."""
+
+    def mark(phase: str, block: int) -> None:
+        marks.append((len(mode.events), phase, block))
+
+    def before(block: int) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if private.graph_task_id() == -1:
+                mark(_FORWARD, block)
+
+        return hook
+
+    def after(block: int) -> Callable[..., None]:
+        def hook(module: Module, args: object, output: object) -> None:
+            if private.graph_task_id() != -1:
+                return
+            mark(_BETWEEN, block)
+            x = next((x for x in private.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad), None)
+            if x is not None:
+                x.register_hook(lambda grad: mark(_BACKWARD, block))
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for i, block in enumerate(blocks):
+            stack.callback(block.register_forward_pre_hook(before(i)).remove)
+            stack.callback(block.register_forward_hook(after(i)).remove)
+        yield
+
+
+def _segments(
+    events: list[Event], work: list[tuple[int, Work]], marks: list[tuple[int, str, int]], gradients: set[int]
+) -> list[Segment]:
+    bounds = [(0, "", -1), *marks, (len(events), "", -1)]
+    last = max((i for i, (_, phase, _) in enumerate(marks) if phase == _BETWEEN), default=-1)
+    kinds: dict[int, int] = {}
+    segments = []
+    works = iter(work)
+    pending = next(works, None)
+    backward = False
+    for index, ((begin, phase, block), (end, _, _)) in enumerate(itertools.pairwise(bounds)):
+        backward = backward or phase == _BACKWARD
+        is_loss = index - 1 == last and phase == _BETWEEN
+        inside = []
+        for event in events[begin:end]:
+            if event.storage not in kinds:
+                kinds[event.storage] = (
+                    GRADIENTS if event.storage in gradients
+                    else LOSS if is_loss
+                    else WORKING if backward
+                    else KEPT
+                )  # fmt: skip
+            inside.append((event.size, kinds[event.storage]))
+        done = []
+        while pending is not None and (pending[0] < end or end == len(events)):
+            done.append(pending[1])
+            pending = next(works, None)
+        segments.append(Segment(_name(phase, block, is_loss), inside, done))
+    return segments
+
+
+def _name(phase: str, block: int, is_loss: bool) -> str:
+    if is_loss:
+        return "loss"
+    return "before the layers" if not phase else f"{phase} of layer {block}" if phase != _BETWEEN else f"after layer {block}"
