@@ -1,0 +1,1 @@
+"""A training step on paper: a model from its config, devices, sizes; nothing is computed."""
