@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,12 @@ def parse_lora(text: str) -> Lora:
     Raises:
         ValueError: An entry is unknown or has no such value, or ``r`` is missing.
     """
-    read = {"r": int, "alpha": float, "dropout": float, "targets": lambda names: tuple(names.split("+"))}
+    read: dict[str, Callable[[str], Any]] = {
+        "r": int,
+        "alpha": float,
+        "dropout": float,
+        "targets": lambda names: tuple(names.split("+")),
+    }
     given: dict[str, Any] = {}
     for entry in text.split(","):
         key, _, value = (part.strip() for part in entry.partition("="))
@@ -61,21 +67,36 @@ class _Adapted(nn.Module):
         self.lora_B = nn.Linear(lora.r, out_features, bias=False, dtype=torch.float32)
         self.scaling = lora.alpha / lora.r
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The frozen weight, which models ask for its dtype; PEFT's layers have it, too."""
+        weight: torch.Tensor = self.base_layer.weight
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The frozen bias."""
+        bias: torch.Tensor | None = self.base_layer.bias
+        return bias
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.base_layer(x)
         dtype = result.dtype
         if not isinstance(self.base_layer, QuantizedLinear):  # peft/tuners/lora/layer.py
-            x = x.to(torch.float32)
-            return (result + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling).to(dtype)
-        if self.base_layer.compute_dtype is not None:  # peft/tuners/lora/bnb.py; of its two classes, that of 4 bits
+            result = result + self._delta(x.to(torch.float32))
+            return result.to(dtype)
+        if self.base_layer.compute_dtype is not None:  # peft/tuners/lora/bnb.py, its layer of 4 bits
             result = result.clone()
-        converts = not torch.is_autocast_enabled("cpu")
-        x = x.to(torch.float32) if converts else x
-        output = self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
-        return result + (output.to(dtype) if converts else output)
+        if torch.is_autocast_enabled("cpu"):
+            return result + self._delta(x)
+        return result + self._delta(x.to(torch.float32)).to(dtype)
+
+    def _delta(self, x: torch.Tensor) -> torch.Tensor:
+        delta: torch.Tensor = self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
+        return delta
 
 
-def add_adapters(model: nn.Module, lora: Lora, head: nn.Module | None) -> int:
+def add_adapters(model: nn.Module, lora: Lora, head: nn.Module | None, of_tokens: bool) -> int:
     """Freeze a model and add adapters to its linear layers, by default to all but the output head;
     return the number of layers.
 
@@ -98,6 +119,6 @@ def add_adapters(model: nn.Module, lora: Lora, head: nn.Module | None) -> int:
     for name, module in chosen.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, _Adapted(module, lora))
-    if hasattr(model, "enable_input_require_grads"):  # PEFT calls it under checkpointing
-        model.enable_input_require_grads()
+    if of_tokens and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()  # type: ignore[operator]  # as PEFT does under checkpointing
     return len(chosen)

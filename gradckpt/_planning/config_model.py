@@ -175,7 +175,7 @@ class ConfigModel:
 
     def _adapt(self, lora: Any) -> str:
         with self.mode:
-            layers = add_adapters(self.model, lora, self._head)
+            layers = add_adapters(self.model, lora, self._head, self.takes == "tokens")
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         where = "+".join(lora.targets) or "all linear layers but the output head"
         return f"LoRA of rank {lora.r} on {where} ({layers}): {_count(trained)} trainable parameters in float32."

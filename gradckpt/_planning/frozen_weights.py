@@ -5,6 +5,7 @@ Only bytes and their lifetimes are right: weights have no values on paper.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,11 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, tensor)
         self.bias = linear.bias
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The packed weight, which models ask for its dtype."""
+        return self.packed
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = x.dtype
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
@@ -130,11 +136,15 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(model: nn.Module, bits: str, compute_dtype: torch.dtype, head: nn.Module | None) -> int:
-    """Replace the linear layers of a model except its output head; return their number of
-    weights.
+    """Replace the linear layers of a model except its output head and those that transformers keeps
+    in float32; return their number of weights.
     """
-    found = [(name, module) for name, module in model.named_modules() if is_linear(module) and module is not head]
-    for name, module in found:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, QuantizedLinear(module, bits, compute_dtype))
-    return sum(a * b for a, b in (linear_sizes(module) for _, module in found))
+    names = [getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")]
+    kept = {name for each in names for name in each}
+    count = 0
+    for name, module in list(model.named_modules()):
+        if is_linear(module) and module is not head and not kept & {*name.split(".")}:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, QuantizedLinear(module, bits, compute_dtype))
+            count += math.prod(linear_sizes(module))
+    return count

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 __all__ = ["Source", "open_source"]
 
@@ -50,16 +52,46 @@ def open_source(source: str, dtype: torch.dtype, mode: FakeTensorMode) -> Source
     return _from_config(_read(source), dtype, mode)
 
 
+class _RealNumbers(TorchFunctionMode):
+    """Compute the rates of stochastic depth, which constructors read as numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.linspace and kwargs.get("device") is None:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
 @contextmanager
-def _building(dtype: torch.dtype, mode: FakeTensorMode) -> Iterator[None]:
-    """Make new tensors fake, and new parameters of a dtype."""
+def _on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors without data, and parameters of a dtype: constructors support that as
+    from_pretrained uses it, whereas fake tensors stop at initializers that read numbers.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with mode:
+        with torch.device("meta"), _RealNumbers():
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace parameters and buffers by fake ones on the CPU; tied ones stay tied."""
+    fakes: dict[torch.Tensor, torch.Tensor] = {}
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        if x not in fakes:
+            empty = torch.empty_like(x, device="cpu", requires_grad=False)
+            fakes[x] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+        return fakes[x]
+
+    with mode:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, x in tensors.items():
+                    if x is not None:
+                        tensors[name] = fake(x)  # type: ignore[assignment]
 
 
 # ---- the user's own model
@@ -73,7 +105,7 @@ def _from_function(source: str, dtype: torch.dtype, mode: FakeTensorMode) -> Sou
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"gradckpt: cannot import {source!r}: {error}; write package.module:function") from error
-    with _building(dtype, mode):
+    with _on_meta(dtype):
         built = function()
     model, batch = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module) or not (callable(batch) or isinstance(batch, (dict, tuple))):
@@ -82,8 +114,11 @@ def _from_function(source: str, dtype: torch.dtype, mode: FakeTensorMode) -> Sou
             "or a function of (tokens, batch)"
         )
 
+    _make_fake(model, mode)
+
     def arguments(tokens: int, samples: int) -> Arguments:
         given = batch(tokens, samples) if callable(batch) else batch
+        given = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), given)
         return ((), given) if isinstance(given, dict) else (tuple(given), {})
 
     get_head = getattr(model, "get_output_embeddings", None)
@@ -141,10 +176,15 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype, mode: FakeTensorMo
     if labels is None or main not in _INPUTS:
         known = "a language model, masked or causal, or one for classification or question answering"
         raise ValueError(f"gradckpt: the loss of {kind.__name__} is unknown; name {known} in 'architectures'")
+    if config.is_encoder_decoder:
+        for name in ("pad_token_id", "decoder_start_token_id"):  # the values of tokens have no effect on paper
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
     if labels is _one_label:
         config.problem_type = "single_label_classification"
-    with _building(dtype, mode):
+    with _on_meta(dtype):
         model = kind(config)
+    _make_fake(model, mode)
     model.train()
     takes, make_input = _INPUTS[main]
     names = inspect.signature(model.forward).parameters
@@ -217,9 +257,12 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 def _positions(model: nn.Module, config: Any) -> int | None:
     """Return the longest sequence of a model with a table of positions, None for rotary ones."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and re.search(r"position|wpe$", name.rpartition(".")[2]):
-            return min(module.num_embeddings, getattr(config, "max_position_embeddings", module.num_embeddings))
+        if isinstance(module, nn.Embedding) and longest is not None and re.search(r"position|wpe$", name):
+            rows, padding = module.num_embeddings, module.padding_idx
+            if 0 <= rows - longest <= 2:  # OPT and BART have two rows more
+                return longest if padding is None else rows - padding - 1  # RoBERTa counts from there
     return None
 
 
@@ -228,7 +271,9 @@ def _ids(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Te
 
 
 def _images(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
-    size = config.image_size
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise ValueError("gradckpt: the config has no 'image_size'; add it")
     height, width = (size, size) if isinstance(size, int) else size
     return torch.zeros(samples, config.num_channels, height, width, dtype=dtype)
 

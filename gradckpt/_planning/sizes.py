@@ -26,8 +26,8 @@ def parse_bytes(size: str | int) -> int:
     if match is None:
         raise ValueError(f"gradckpt: {size!r} is not a size; write it as 24GiB, 24GB or a number of bytes")
     whole, _, decimals = match["number"].partition(".")
-    unit = (1024 if match["binary"] else 1000) ** _POWERS[(match["prefix"] or "").lower()]
-    parsed = int(whole + decimals or 0) * unit // 10 ** len(decimals)  # exact, unlike a float
+    unit: int = (1024 if match["binary"] else 1000) ** _POWERS[(match["prefix"] or "").lower()]
+    parsed: int = int(whole + decimals) * unit // 10 ** len(decimals)  # exact, unlike a float
     if parsed < 1:
         raise ValueError(f"gradckpt: {size!r} is less than one byte; give a unit, as in 24GiB")
     return parsed
