@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradckpt._planning.adapters import add_adapters, parse_lora
 from gradckpt._planning.frozen_weights import FORMATS, quantize
-from gradckpt._planning.model_source import open_source
+from gradckpt._planning.model_source import open_source, without_packing
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS, divide
 from gradckpt._stats import format_bytes
 
@@ -108,7 +108,7 @@ class ConfigModel:
         self._check(tokens)
         args, kwargs = self._arguments(tokens or 0, batch)
         casts = torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext()
-        with casts:
+        with casts, without_packing():
             if self._chunked:
                 return self._chunked_loss(kwargs["input_ids"], kwargs["labels"])
             output = self.model(*args, **kwargs)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "open_source", "without_packing"]
 
 #: Positional and keyword arguments of the model's forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -94,6 +94,25 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
                         tensors[name] = fake(x)  # type: ignore[assignment]
 
 
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Tell transformers that no sequences are packed.
+
+    It reads that from positions, and takes fake ones for packed: each layer would then save a mask
+    of tokens x tokens and repeated keys, which no device does.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    before = getattr(masks, name, None)
+    if before is not None:
+        setattr(masks, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(masks, name, before)
+
+
 # ---- the user's own model
 
 
@@ -133,7 +152,7 @@ def _read(source: str) -> dict[str, Any]:
     """Return the entries of a config.json: a file's, a folder's, or the hub's."""
     path = os.path.join(source, "config.json") if os.path.isdir(source) else source
     if not os.path.exists(path):
-        if os.path.isdir(source) or source.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+        if os.path.isdir(source) or source.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
             raise ValueError(f"gradckpt: there is no file {path!r}; give a config.json, its folder or a hub id")
         path = _download(source)
     with open(path, encoding="utf-8") as file:
