@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+
+from gradckpt._engine import torch_private as private
 
 __all__ = ["Source", "open_source", "without_packing"]
 
@@ -40,7 +40,7 @@ class Source(NamedTuple):
     about: list[str]
 
 
-def open_source(source: str, dtype: torch.dtype, mode: FakeTensorMode) -> Source:
+def open_source(source: str, dtype: torch.dtype, mode: Any) -> Source:
     """Build the model that a path, a hub id or ``package.module:function`` names, with parameters
     of a dtype.
 
@@ -76,7 +76,7 @@ def _on_meta(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+def _make_fake(model: nn.Module, mode: Any) -> None:
     """Replace parameters and buffers by fake ones on the CPU; tied ones stay tied."""
     fakes: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -116,7 +116,7 @@ def without_packing() -> Iterator[None]:
 # ---- the user's own model
 
 
-def _from_function(source: str, dtype: torch.dtype, mode: FakeTensorMode) -> Source:
+def _from_function(source: str, dtype: torch.dtype, mode: Any) -> Source:
     module_name, _, name = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
@@ -137,7 +137,9 @@ def _from_function(source: str, dtype: torch.dtype, mode: FakeTensorMode) -> Sou
 
     def arguments(tokens: int, samples: int) -> Arguments:
         given = batch(tokens, samples) if callable(batch) else batch
-        given = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), given)
+        given = private.tree_map(
+            lambda x: torch.empty_like(x, device="cpu") if isinstance(x, torch.Tensor) else x, given
+        )
         return ((), given) if isinstance(given, dict) else (tuple(given), {})
 
     get_head = getattr(model, "get_output_embeddings", None)
@@ -177,7 +179,7 @@ def _download(name: str) -> str:
     return path
 
 
-def _from_config(entries: dict[str, Any], dtype: torch.dtype, mode: FakeTensorMode) -> Source:
+def _from_config(entries: dict[str, Any], dtype: torch.dtype, mode: Any) -> Source:
     try:
         import transformers
     except ImportError as error:
