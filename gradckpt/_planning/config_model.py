@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradckpt._engine import torch_private as private
 from gradckpt._planning.adapters import add_adapters, parse_lora
+from gradckpt._planning.autocast import make_mode
 from gradckpt._planning.frozen_weights import FORMATS, quantize
 from gradckpt._planning.model_source import open_source, without_packing
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS, divide
@@ -71,7 +71,7 @@ class ConfigModel:
         if gpus < 1 or (gpus > 1) != (shard is not None):
             raise ValueError(f"gradckpt: {gpus} devices with shard={shard}; give more than one and how they share")
 
-        self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = make_mode()
         # FSDP gathers weights in the dtype of autocast, so that nothing is left to cast.
         gathers = self.autocast is not None and shard in ("fsdp", "zero3")
         built = open_source(source, (self.autocast or stored) if gathers else stored, self.mode)

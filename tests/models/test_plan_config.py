@@ -157,6 +157,29 @@ def test_dtypes(llama, dtype, stored):
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_autocast_is_that_of_cuda(write):
+    """Norms and powers return float32, also when a checkpoint computes them again in backward."""
+    planned = ConfigModel(write(*FAMILIES["gpt2"]), dtype="bf16-mixed")
+    seen = {}
+    for name, module in planned.model.transformer.h[0].named_modules():
+        module.register_forward_hook(lambda module, args, output, name=name: seen.setdefault(name, []).append(output))
+    planned.model.gradient_checkpointing_enable({"use_reentrant": False})
+    step(planned, 16)
+    dtypes = {
+        name: [x.dtype for x in outputs] for name, outputs in seen.items() if name in {"ln_1", "mlp.act", "mlp.c_fc"}
+    }
+    full, half = [torch.float32] * 2, [torch.bfloat16] * 2
+    assert dtypes == {"ln_1": full, "mlp.c_fc": half, "mlp.act": full}
+
+    norm = torch.nn.LayerNorm(8)
+    with planned.mode, torch.autocast("cpu", torch.bfloat16):
+        with planned.mode:
+            pass
+        assert norm(torch.empty(2, 8, dtype=torch.bfloat16)).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(torch.ones(2, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
 def test_sources(llama, tmp_path, monkeypatch):
     assert ConfigModel(f"{llama}/config.json").fixed == ConfigModel(llama).fixed
     (tmp_path / "own_model.py").write_text(
