@@ -1,7 +1,7 @@
 """Autocast of CUDA on fake tensors of the CPU: :func:`make_mode`.
 
 Both cast matrix products to 16 bits. Of the operators that CUDA's computes in float32, the CPU's
-leaves norms, softmax, powers and others in 16 bits: GPT-2 would save 15 % less than on a GPU.
+leaves norms, softmax, powers and others in 16 bits: a small GPT-2 would save 15 % less.
 """
 
 from __future__ import annotations

@@ -90,8 +90,9 @@ class ConfigModel:
             held = divide(self.model, optimizer, gpus, shard, stored if gathers else None)
         self.fixed, self.extra, self.gradient_scale = held.fixed, held.extra, held.gradient_scale
         self.about += held.about
-        states = held.fixed["optimizer states"]
-        self.about.append(f"Optimizer {optimizer}: {format_bytes(states)} of states; a fused step needs nothing else.")
+        states = f"Optimizer {optimizer}: {format_bytes(self.fixed['optimizer states'])} of states"
+        fused = ", and a fused step, the Trainer's default, which needs no other memory" if optimizer == "adamw" else ""
+        self.about.append(f"{states}{fused}.")
         if self._chunked:
             self.about.append(
                 f"Loss in chunks of {_CHUNK:,} tokens, each computed again in backward; "

@@ -86,9 +86,10 @@ class _Matmul8Bit(torch.autograd.Function):
         half = rows.to(torch.float16)
         quantized, scales = torch.empty_like(rows, dtype=torch.int8), torch.empty(rows.shape[0])
         del half
-        output = torch.empty(*x.shape[:-1], layer.out_features, dtype=x.dtype)
-        del quantized, scales
-        return output
+        product = torch.ops.aten._int_mm(quantized, layer.packed.t())  # int32
+        output = torch.empty_like(product, dtype=x.dtype)
+        del quantized, scales, product
+        return output.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:

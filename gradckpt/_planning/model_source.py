@@ -218,6 +218,8 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype, mode: Any) -> Sour
 
     if config.is_encoder_decoder:
         about.append("Inputs and labels have the same number of tokens.")
+    if takes == "images":
+        about.append("Images of {} x {} pixels.".format(*_image_size(config)))
     if takes == "tokens" and "vision_config" in entries:
         about.append("The batch is text without images.")
     return Source(model, arguments, takes, _positions(model, config), model.get_output_embeddings(), about)
@@ -292,11 +294,15 @@ def _ids(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Te
 
 
 def _images(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(samples, config.num_channels, *_image_size(config), dtype=dtype)
+
+
+def _image_size(config: Any) -> tuple[int, int]:
     size = getattr(config, "image_size", None)
     if size is None:
         raise ValueError("gradckpt: the config has no 'image_size'; add it")
     height, width = (size, size) if isinstance(size, int) else size
-    return torch.zeros(samples, config.num_channels, height, width, dtype=dtype)
+    return height, width
 
 
 #: Name of a model's main input -> the units of a batch, and a function that makes it.
