@@ -62,6 +62,8 @@ class ConfigModel:
         _known("optimizer", optimizer, OPTIMIZERS)
         _known("loss", loss, ("model", "chunked"))
         adapters = None if lora is None else parse_lora(lora)
+        if adapters is not None and stored.itemsize == 2:
+            self.autocast = stored  # PEFT keeps adapters in float32
         if weights is not None:
             _known("weights", weights, FORMATS)
             if adapters is None:
@@ -179,7 +181,8 @@ class ConfigModel:
             layers = add_adapters(self.model, lora, self._head, self.takes == "tokens")
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         where = "+".join(lora.targets) or "all linear layers but the output head"
-        return f"LoRA of rank {lora.r} on {where} ({layers}): {_count(trained)} trainable parameters in float32."
+        text = f"LoRA of rank {lora.r} on {where} ({layers}): {_count(trained)} trainable parameters in float32"
+        return f"{text}, under autocast as with the Trainer's bf16=True or fp16=True." if self.autocast else f"{text}."
 
 
 _DTYPE_SENTENCES = {
