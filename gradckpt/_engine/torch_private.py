@@ -80,7 +80,7 @@ def _find_mode(path: str, lost: str) -> Any:
     A missing one is replaced by a class that raises when it is made.
     """
     refusal = Missing(path)
-    replacement = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args: refusal()})
+    replacement = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args, **kwargs: refusal()})
     return _find(path, lost, replacement)
 
 
@@ -260,6 +260,7 @@ NormBase = _find(
 FakeTensor = _find(
     "torch._subclasses.fake_tensor.FakeTensor", "fake tensors without a mode", type("FakeTensor", (), {})
 )
+FakeTensorMode = _find_mode("torch._subclasses.fake_tensor.FakeTensorMode", "gradckpt plan")
 default_store = _find("torch.distributed.distributed_c10d._get_default_store", "the check that ranks compress alike")
 guards = _find(
     "torch._guards._TLS", "noticing AOTAutograd around a region", types.SimpleNamespace(tracing_context=None)

@@ -35,8 +35,10 @@ PYTHON = {
     "gradckpt._doctor": {"gradckpt", "gradckpt.__main__"},
     "gradckpt.integrations": {"gradckpt", "gradckpt._models.switch", "gradckpt.compat"},
     "gradckpt._patching": {"gradckpt", "gradckpt.run", "gradckpt._engine.selective_callbacks"},
+    "gradckpt._planning": {"gradckpt", "gradckpt.__main__"},
     "gradckpt._models": {
         "gradckpt",
+        "gradckpt._planning.shards",
         "gradckpt._engine.callbacks",
         "gradckpt._engine.saved_tensors",
         "gradckpt._patching",

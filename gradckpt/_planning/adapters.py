@@ -1,0 +1,124 @@
+"""LoRA adapters with the operators of PEFT, in its order: :func:`add_adapters`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradckpt._planning.frozen_weights import QuantizedLinear, is_linear, linear_sizes
+
+__all__ = ["Lora", "add_adapters", "parse_lora"]
+
+
+_EXAMPLE = "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """A LoRA configuration with PEFT's defaults; without targets, all linear layers have one."""
+
+    r: int
+    alpha: float = 8
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+
+
+def parse_lora(text: str) -> Lora:
+    """Return the configuration that ``"r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"`` means.
+
+    Raises:
+        ValueError: An entry is unknown or has no such value, or ``r`` is missing.
+    """
+    read: dict[str, Callable[[str], Any]] = {
+        "r": int,
+        "alpha": float,
+        "dropout": float,
+        "targets": lambda names: tuple(names.split("+")),
+    }
+    given: dict[str, Any] = {}
+    for entry in text.split(","):
+        key, _, value = (part.strip() for part in entry.partition("="))
+        if key not in read:
+            raise ValueError(f"gradckpt: unknown LoRA setting {entry.strip()!r}; write {_EXAMPLE}")
+        try:
+            given[key] = read[key](value)
+        except ValueError:
+            raise ValueError(f"gradckpt: LoRA setting {key} is not a number: {value!r}; write {_EXAMPLE}") from None
+    if given.get("r", 0) < 1:
+        raise ValueError(f"gradckpt: a LoRA rank of {given.get('r')}; write {_EXAMPLE}")
+    if not 0 <= given.get("dropout", 0) < 1:
+        raise ValueError(f"gradckpt: a LoRA dropout of {given['dropout']}; give a probability below 1")
+    return Lora(**given)
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter, which is float32 as PEFT keeps it."""
+
+    def __init__(self, base_layer: Any, lora: Lora) -> None:
+        super().__init__()
+        in_features, out_features = linear_sizes(base_layer)
+        self.base_layer = base_layer
+        self.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
+        self.lora_A = nn.Linear(in_features, lora.r, bias=False, dtype=torch.float32)
+        self.lora_B = nn.Linear(lora.r, out_features, bias=False, dtype=torch.float32)
+        self.scaling = lora.alpha / lora.r
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The frozen weight, which models ask for its dtype; PEFT's layers have it, too."""
+        weight: torch.Tensor = self.base_layer.weight
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The frozen bias."""
+        bias: torch.Tensor | None = self.base_layer.bias
+        return bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(x)
+        dtype = result.dtype
+        if not isinstance(self.base_layer, QuantizedLinear):  # peft/tuners/lora/layer.py
+            result = result + self._delta(x.to(torch.float32))
+            return result.to(dtype)
+        if self.base_layer.compute_dtype is not None:  # peft/tuners/lora/bnb.py, its layer of 4 bits
+            result = result.clone()
+        if torch.is_autocast_enabled("cpu"):
+            return result + self._delta(x)
+        return result + self._delta(x.to(torch.float32)).to(dtype)
+
+    def _delta(self, x: torch.Tensor) -> torch.Tensor:
+        delta: torch.Tensor = self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
+        return delta
+
+
+def add_adapters(model: nn.Module, lora: Lora, head: nn.Module | None, of_tokens: bool) -> int:
+    """Freeze a model and add adapters to its linear layers, by default to all but the output head;
+    return the number of layers.
+
+    Raises:
+        ValueError: A target matches no linear layer.
+    """
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if is_linear(module) or isinstance(module, QuantizedLinear)
+    }
+    chosen = {name: module for name, module in linear.items() if module is not head and not lora.targets}
+    for target in lora.targets:
+        matching = {name: linear[name] for name in linear if name == target or name.endswith(f".{target}")}
+        if not matching:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ValueError(f"gradckpt: no linear layer is named {target!r}; choose one of: {known}")
+        chosen |= matching
+    model.requires_grad_(False)
+    for name, module in chosen.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _Adapted(module, lora))
+    if of_tokens and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()  # type: ignore[operator]  # as PEFT does under checkpointing
+    return len(chosen)

@@ -1,0 +1,223 @@
+"""A training set-up on paper: :class:`ConfigModel`."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradckpt._planning.adapters import add_adapters, parse_lora
+from gradckpt._planning.autocast import make_mode
+from gradckpt._planning.frozen_weights import FORMATS, quantize
+from gradckpt._planning.model_source import open_source, without_packing
+from gradckpt._planning.shards import OPTIMIZERS, SHARDS, divide
+from gradckpt._stats import format_bytes
+
+__all__ = ["DTYPES", "ConfigModel"]
+
+#: Name -> dtype of the parameters, and that of autocast.
+DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+    "fp32": (torch.float32, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+}
+
+#: Tokens whose logits exist at the same time with a chunked loss.
+_CHUNK = 1024
+
+
+class ConfigModel:
+    """A model and its training step, on fake tensors: shapes and lifetimes without values.
+
+    ``source``: a path of a config.json or of its folder, a hub id, or ``package.module:function``,
+    which returns ``(model, batch)``. ``fixed``: bytes of each device during the whole step;
+    ``extra``: bytes that sharding adds while the step runs; ``gradient_scale``: the part of a
+    gradient's bytes that stays on the device. ``takes``: ``"tokens"``, ``"images"`` or ``"batch"``,
+    the unit that the step can be made longer in; ``positions``: the longest sequence, or None.
+    ``about``: the assumptions, in sentences.
+
+    Raises:
+        ValueError: A value is unknown, or excludes another one.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        dtype: str = "bf16",
+        lora: str | None = None,
+        weights: str | None = None,
+        optimizer: str = "adamw",
+        gpus: int = 1,
+        shard: str | None = None,
+        loss: str = "model",
+    ) -> None:
+        stored, self.autocast = DTYPES[_known("dtype", dtype, DTYPES)]
+        _known("optimizer", optimizer, OPTIMIZERS)
+        _known("loss", loss, ("model", "chunked"))
+        adapters = None if lora is None else parse_lora(lora)
+        if adapters is not None and stored.itemsize == 2:
+            self.autocast = stored  # PEFT keeps adapters in float32
+        if weights is not None:
+            _known("weights", weights, FORMATS)
+            if adapters is None:
+                raise ValueError(f"gradckpt: weights in {weights} cannot be trained; add lora, as in r=16")
+        if shard is not None:
+            _known("shard", shard, SHARDS)
+        if gpus < 1 or (gpus > 1) != (shard is not None):
+            raise ValueError(f"gradckpt: {gpus} devices with shard={shard}; give more than one and how they share")
+
+        self.mode = make_mode()
+        # FSDP gathers weights in the dtype of autocast, so that nothing is left to cast.
+        gathers = self.autocast is not None and shard in ("fsdp", "zero3")
+        built = open_source(source, (self.autocast or stored) if gathers else stored, self.mode)
+        self.model, self.takes, self.positions = built.model, built.takes, built.positions
+        self._arguments, self._head = built.arguments, built.head
+        self._chunked = loss == "chunked"
+        if self._chunked and not self._is_causal():
+            name = type(self.model).__name__
+            raise ValueError(f"gradckpt: {name} has no causal language model's head; leave out loss='chunked'")
+        self.about = [self._headline(dtype), *built.about]
+        if weights is not None:
+            self.about.append(self._quantize(weights, self.autocast or stored))
+        if adapters is not None:
+            self.about.append(self._adapt(adapters))
+        with self.mode:
+            held = divide(self.model, optimizer, gpus, shard, stored if gathers else None)
+        self.fixed, self.extra, self.gradient_scale = held.fixed, held.extra, held.gradient_scale
+        self.about += held.about
+        states = f"Optimizer {optimizer}: {format_bytes(self.fixed['optimizer states'])} of states"
+        fused = ", and a fused step, the Trainer's default, which needs no other memory" if optimizer == "adamw" else ""
+        self.about.append(f"{states}{fused}.")
+        if self._chunked:
+            self.about.append(
+                f"Loss in chunks of {_CHUNK:,} tokens, each computed again in backward; "
+                "the Trainer's use_liger_kernel=True does the like."
+            )
+
+    def loss(self, tokens: int | None, batch: int = 1) -> torch.Tensor:
+        """Return the loss of one step; call it inside ``mode``.
+
+        Raises:
+            ValueError: The model takes no tokens, more tokens are given than it has positions, or
+                it returns no loss.
+        """
+        self._check(tokens)
+        args, kwargs = self._arguments(tokens or 0, batch)
+        casts = torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext()
+        with casts, without_packing():
+            if self._chunked:
+                return self._chunked_loss(kwargs["input_ids"], kwargs["labels"])
+            output = self.model(*args, **kwargs)
+        loss = _loss_of(output)
+        if loss is None:
+            name = type(self.model).__name__
+            raise ValueError(
+                f"gradckpt: the forward of {name} returned no loss; return a scalar or an object with .loss"
+            )
+        return loss
+
+    def _check(self, tokens: int | None) -> None:
+        if self.takes == "tokens":
+            if not tokens or tokens < 1:
+                raise ValueError("gradckpt: the length of a sequence is missing; give a number of tokens")
+            if self.positions is not None and tokens > self.positions:
+                raise ValueError(
+                    f"gradckpt: {tokens:,} tokens, and the model has {self.positions:,} positions; give fewer"
+                )
+        elif tokens is not None:
+            follows = "from the image size" if self.takes == "images" else "from the function's own batch"
+            raise ValueError(f"gradckpt: this model's tokens follow {follows}; leave out the number of tokens")
+
+    def _is_causal(self) -> bool:
+        if self._head is None or not hasattr(self.model, "base_model"):
+            return False
+        from transformers.models.auto import modeling_auto as auto
+
+        return type(self.model).__name__ in {
+            *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+            *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
+        }
+
+    def _chunked_loss(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        base: Any = self.model.base_model
+        hidden = base(input_ids=ids)[0].flatten(0, 1).split(_CHUNK)
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten().split(_CHUNK)
+        losses = [
+            checkpoint(self._loss_of_chunk, part, targets, use_reentrant=False)
+            for part, targets in zip(hidden, shifted, strict=True)
+        ]
+        total: torch.Tensor = torch.stack(losses).sum()
+        return total
+
+    def _loss_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert self._head is not None
+        return nn.functional.cross_entropy(self._head(hidden).float(), labels, reduction="sum")
+
+    def _headline(self, dtype: str) -> str:
+        n = sum(p.numel() for p in self.model.parameters())
+        return f"{type(self.model).__name__} with {_count(n)} parameters, {_DTYPE_SENTENCES[dtype]}."
+
+    def _quantize(self, bits: str, compute_dtype: torch.dtype) -> str:
+        head = self._head if self._head is not None else list(self.model.modules())[-1]
+        with self.mode:
+            n = quantize(self.model, bits, compute_dtype, head)
+        rest = sum(p.numel() for p in self.model.parameters())
+        text = (
+            f"Frozen weights in {bits}, as bitsandbytes stores them: {_count(n)}; the other {_count(rest)} as they are."
+        )
+        if bits == "int8":
+            text += " Its layers hold their inputs where checkpointing does not free them."
+        return text
+
+    def _adapt(self, lora: Any) -> str:
+        with self.mode:
+            layers = add_adapters(self.model, lora, self._head, self.takes == "tokens")
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        where = "+".join(lora.targets) or "all linear layers but the output head"
+        text = f"LoRA of rank {lora.r} on {where} ({layers}): {_count(trained)} trainable parameters in float32"
+        return f"{text}, under autocast as with the Trainer's bf16=True or fp16=True." if self.autocast else f"{text}."
+
+
+_DTYPE_SENTENCES = {
+    "bf16": "all in bfloat16",
+    "fp16": "all in float16",
+    "fp32": "all in float32",
+    "bf16-mixed": "in float32 under autocast to bfloat16",
+}
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e5 else f"{n:,}"
+
+
+def _known(what: str, value: str, names: Iterable[str]) -> str:
+    """Return a value that is one of the names.
+
+    Raises:
+        ValueError: It is not; the message lists them.
+    """
+    names = list(names)
+    if value not in names:
+        near = difflib.get_close_matches(str(value).lower(), names, 1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"gradckpt: unknown {what} {value!r}; {meant}choose one of: {', '.join(names)}")
+    return value
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    """Return the scalar that a forward returned, alone, first in a tuple, or as its ``loss``."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    if found is None and isinstance(output, tuple) and output:
+        found = output[0]
+    if found is None:
+        found = output
+    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None

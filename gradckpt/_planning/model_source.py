@@ -1,0 +1,332 @@
+"""A model without weights, and batches for it: from a config, or from the user's function."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from gradckpt._engine import torch_private as private
+
+__all__ = ["Source", "open_source", "without_packing"]
+
+#: Positional and keyword arguments of the model's forward.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Source(NamedTuple):
+    """A model, and the arguments of its forward for a number of tokens and samples.
+
+    ``takes``: the units of a batch, ``"tokens"``, ``"images"`` or, if the user gives the batch,
+    ``"batch"``. ``positions``: the longest sequence, if the model has a table of positions.
+    ``head``: the module that makes logits of tokens, if there is one.
+    """
+
+    model: nn.Module
+    arguments: Callable[[int, int], Arguments]
+    takes: str
+    positions: int | None
+    head: nn.Module | None
+    about: list[str]
+
+
+def open_source(source: str, dtype: torch.dtype, mode: Any) -> Source:
+    """Build the model that a path, a hub id or ``package.module:function`` names, with parameters
+    of a dtype.
+
+    Raises:
+        ValueError: There is no such model, or its config lacks what is needed.
+    """
+    if ":" in source and not os.path.exists(source):
+        return _from_function(source, dtype, mode)
+    return _from_config(_read(source), dtype, mode)
+
+
+class _RealNumbers(TorchFunctionMode):
+    """Compute the rates of stochastic depth, which constructors read as numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.linspace and kwargs.get("device") is None:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors without data, and parameters of a dtype: constructors support that as
+    from_pretrained uses it, whereas fake tensors stop at initializers that read numbers.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), _RealNumbers():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _make_fake(model: nn.Module, mode: Any) -> None:
+    """Replace parameters and buffers by fake ones on the CPU; tied ones stay tied."""
+    fakes: dict[torch.Tensor, torch.Tensor] = {}
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        if x not in fakes:
+            empty = torch.empty_like(x, device="cpu", requires_grad=False)
+            fakes[x] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+        return fakes[x]
+
+    with mode:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, x in tensors.items():
+                    if x is not None:
+                        tensors[name] = fake(x)  # type: ignore[assignment]
+
+
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Tell transformers that no sequences are packed.
+
+    It reads that from positions, and takes fake ones for packed: each layer would then save a mask
+    of tokens x tokens and repeated keys, which no device does.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    before = getattr(masks, name, None)
+    if before is not None:
+        setattr(masks, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(masks, name, before)
+
+
+# ---- the user's own model
+
+
+def _from_function(source: str, dtype: torch.dtype, mode: Any) -> Source:
+    module_name, _, name = source.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"gradckpt: cannot import {source!r}: {error}; write package.module:function") from error
+    with _on_meta(dtype):
+        built = function()
+    model, batch = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module) or not (callable(batch) or isinstance(batch, (dict, tuple))):
+        raise ValueError(
+            f"gradckpt: {source!r} returned no (model, batch); return the model with its arguments: a dict, a tuple, "
+            "or a function of (tokens, batch)"
+        )
+
+    _make_fake(model, mode)
+
+    def arguments(tokens: int, samples: int) -> Arguments:
+        given = batch(tokens, samples) if callable(batch) else batch
+        given = private.tree_map(
+            lambda x: torch.empty_like(x, device="cpu") if isinstance(x, torch.Tensor) else x, given
+        )
+        return ((), given) if isinstance(given, dict) else (tuple(given), {})
+
+    get_head = getattr(model, "get_output_embeddings", None)
+    takes = "tokens" if callable(batch) else "batch"
+    return Source(model, arguments, takes, None, get_head() if get_head is not None else None, [])
+
+
+# ---- a model of transformers
+
+
+def _read(source: str) -> dict[str, Any]:
+    """Return the entries of a config.json: a file's, a folder's, or the hub's."""
+    path = os.path.join(source, "config.json") if os.path.isdir(source) else source
+    if not os.path.exists(path):
+        if os.path.isdir(source) or source.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
+            raise ValueError(f"gradckpt: there is no file {path!r}; give a config.json, its folder or a hub id")
+        path = _download(source)
+    with open(path, encoding="utf-8") as file:
+        try:
+            config = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"gradckpt: {path!r} is no JSON: {error}; give a model's config.json") from None
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ValueError(f"gradckpt: {path!r} has no 'model_type'; give the config.json of a transformers model")
+    return config
+
+
+def _download(name: str) -> str:
+    """Return the path of a hub model's config.json in the local cache."""
+    from transformers.utils import cached_file
+
+    try:
+        path: str = cached_file(name, "config.json")
+    except OSError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"gradckpt: no config.json of {name!r} on the hub ({reason}); give a local path") from error
+    return path
+
+
+def _from_config(entries: dict[str, Any], dtype: torch.dtype, mode: Any) -> Source:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError("gradckpt: a config needs transformers; install gradckpt[hf]") from error
+    kind = _class_of(entries, transformers)
+    config = _config_of(entries, transformers)
+    about = []
+    if entries.get("quantization_config"):
+        about.append("The config's quantization_config is ignored; --weights says how frozen weights are stored.")
+    for each in _with_parts(config):
+        each.dtype = dtype
+        each.use_cache = False
+    labels = next((labels for name, labels in _LABELS.items() if re.search(name, kind.__name__)), None)
+    main = getattr(kind, "main_input_name", "input_ids")
+    if labels is None or main not in _INPUTS:
+        known = "a language model, masked or causal, or one for classification or question answering"
+        raise ValueError(f"gradckpt: the loss of {kind.__name__} is unknown; name {known} in 'architectures'")
+    if config.is_encoder_decoder:
+        for name in ("pad_token_id", "decoder_start_token_id"):  # the values of tokens have no effect on paper
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
+    if labels is _one_label:
+        config.problem_type = "single_label_classification"
+    with _on_meta(dtype):
+        model = kind(config)
+    _make_fake(model, mode)
+    model.train()
+    takes, make_input = _INPUTS[main]
+    names = inspect.signature(model.forward).parameters
+
+    def arguments(tokens: int, samples: int) -> Arguments:
+        batch = {main: make_input(config, tokens, samples, model.dtype), **labels(tokens, samples)}
+        if "token_type_ids" in names and getattr(config, "sub_configs", None):  # Gemma3 asks for it in training
+            batch["token_type_ids"] = torch.zeros(samples, tokens, dtype=torch.long)
+        return (), batch
+
+    if config.is_encoder_decoder:
+        about.append("Inputs and labels have the same number of tokens.")
+    if takes == "images":
+        about.append("Images of {} x {} pixels.".format(*_image_size(config)))
+    if takes == "tokens" and "vision_config" in entries:
+        about.append("The batch is text without images.")
+    return Source(model, arguments, takes, _positions(model, config), model.get_output_embeddings(), about)
+
+
+def _class_of(entries: dict[str, Any], transformers: Any) -> Any:
+    names = entries.get("architectures")
+    if not names:
+        raise ValueError(
+            "gradckpt: the config has no 'architectures'; add the class to train, such as [\"LlamaForCausalLM\"]"
+        )
+    kind = getattr(transformers, names[0], None)
+    if kind is None:
+        remote = " without remote code" if "auto_map" in entries else ""
+        raise ValueError(
+            f"gradckpt: transformers {transformers.__version__} has no class {names[0]!r}{remote}; "
+            "correct 'architectures' or update transformers"
+        )
+    return kind
+
+
+#: Without them a config silently describes the default model of its class.
+_NEEDED = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"),
+    *("image_size", "patch_size"),
+)
+
+
+def _config_of(entries: dict[str, Any], transformers: Any) -> Any:
+    try:
+        kind = transformers.CONFIG_MAPPING[entries["model_type"]]
+    except KeyError:
+        raise ValueError(
+            f"gradckpt: transformers {transformers.__version__} knows no model_type {entries['model_type']!r}; "
+            "correct the config or update transformers"
+        ) from None
+    try:
+        config = kind.from_dict(entries)
+    except Exception as error:  # each version of transformers checks fields in its own way
+        reason = " ".join(str(error).split())
+        raise ValueError(f"gradckpt: the config has a wrong field: {reason}; correct it") from error
+    if not getattr(config, "sub_configs", None):  # the parts of a composed config leave their defaults out
+        for name in _NEEDED:
+            own = config.attribute_map.get(name, name)
+            computed = isinstance(getattr(kind, own, None), property)
+            if getattr(config, own, None) is not None and not computed and own not in entries and name not in entries:
+                raise ValueError(f"gradckpt: the config has no {own!r}; add it")
+    return config
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", None) or ():
+        part = getattr(config, name, None)
+        if hasattr(part, "to_dict"):
+            yield from _with_parts(part)
+
+
+def _positions(model: nn.Module, config: Any) -> int | None:
+    """Return the longest sequence of a model with a table of positions, None for rotary ones."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and longest is not None and re.search(r"position|wpe$", name):
+            rows, padding = module.num_embeddings, module.padding_idx
+            if 0 <= rows - longest <= 2:  # OPT and BART have two rows more
+                return longest if padding is None else rows - padding - 1  # RoBERTa counts from there
+    return None
+
+
+def _ids(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(samples, tokens, dtype=torch.long)
+
+
+def _images(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(samples, config.num_channels, *_image_size(config), dtype=dtype)
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise ValueError("gradckpt: the config has no 'image_size'; add it")
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+#: Name of a model's main input -> the units of a batch, and a function that makes it.
+_INPUTS: dict[str, tuple[str, Callable[[Any, int, int, torch.dtype], torch.Tensor]]] = {
+    "input_ids": ("tokens", _ids),
+    "pixel_values": ("images", _images),
+}
+
+
+def _label_of_each_token(tokens: int, samples: int) -> dict[str, torch.Tensor]:
+    return {"labels": torch.zeros(samples, tokens, dtype=torch.long)}
+
+
+def _one_label(tokens: int, samples: int) -> dict[str, torch.Tensor]:
+    return {"labels": torch.zeros(samples, dtype=torch.long)}
+
+
+def _span(tokens: int, samples: int) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
+
+
+#: How the class of a model ends -> its labels.
+_LABELS: Mapping[str, Callable[[int, int], dict[str, torch.Tensor]]] = {
+    r"(For(CausalLM|MaskedLM|ConditionalGeneration|TokenClassification)|LMHeadModel|LMHead)$": _label_of_each_token,
+    r"For(Sequence|Image)Classification$": _one_label,
+    r"ForQuestionAnswering$": _span,
+}

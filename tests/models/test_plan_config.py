@@ -1,0 +1,463 @@
+"""gradckpt._planning.config_model: a training step from a config, without weights."""
+
+import json
+import re
+import resource
+
+import pytest
+import torch
+import transformers
+from transformers.utils import logging
+
+import gradckpt
+from gradckpt._planning.config_model import ConfigModel
+
+logging.set_verbosity_error()
+# Of transformers, for the names that PEFT still uses.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+SHAPE_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SHAPE_70B = {
+    **SHAPE_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+BLOCK = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+
+#: Name -> class, config, and arguments of a real step.
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", transformers.LlamaConfig(**TINY)),
+    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=96)),
+    "bert": ("BertForMaskedLM", transformers.BertConfig(**BLOCK, vocab_size=96)),
+    "classifier": ("BertForSequenceClassification", transformers.BertConfig(**BLOCK, vocab_size=96)),
+    "answers": ("BertForQuestionAnswering", transformers.BertConfig(**BLOCK, vocab_size=96)),
+    "t5": (
+        "T5ForConditionalGeneration",
+        transformers.T5Config(
+            d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, vocab_size=96, decoder_start_token_id=0
+        ),
+    ),
+    "vit": ("ViTForImageClassification", transformers.ViTConfig(**BLOCK, image_size=32, patch_size=8)),
+    "mixtral": ("MixtralForCausalLM", transformers.MixtralConfig(**TINY, num_local_experts=4)),
+    "convnext": (
+        "ConvNextForImageClassification",
+        transformers.ConvNextConfig(hidden_sizes=[8, 16, 32, 64], depths=[1, 1, 2, 1], image_size=32),
+    ),
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a config.json, and returns its folder."""
+
+    def write(name, config, **entries):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        text = json.dumps({**config.to_dict(), "architectures": [name], **entries}, default=str)
+        (folder / "config.json").write_text(text)
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture
+def llama(write):
+    return write(*FAMILIES["llama"])
+
+
+def step(planned, tokens, batch=1):
+    with planned.mode:
+        loss = planned.loss(tokens, batch)
+        loss.backward()
+    return loss
+
+
+def build(name, config, dtype):
+    """A real model."""
+    torch.set_default_dtype(dtype)
+    try:
+        return getattr(transformers, name)(config).train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def saved(planned, tokens, batch=1):
+    """Bytes that a forward saves for its backward."""
+    with planned.mode:
+        return gradckpt.residuals(lambda: planned.loss(tokens, batch)).total_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_saves_what_the_real_one_saves(family, write):
+    name, config = FAMILIES[family]
+    # torch's fake grouped products are of bfloat16.
+    planned = ConfigModel(write(name, config), dtype="bf16" if family == "mixtral" else "fp32")
+    text = planned.takes == "tokens"
+    loss = step(planned, 32 if text else None, 2)
+    assert loss.shape == ()
+    assert all(p.grad is not None for p in planned.model.parameters() if p.requires_grad)
+
+    real = build(name, config, planned.model.dtype)
+    assert {k: v.shape for k, v in planned.model.state_dict().items()} == {
+        k: v.shape for k, v in real.state_dict().items()
+    }
+    assert planned.fixed["weights"] == sum(x.nbytes for x in [*real.parameters(), *real.buffers()])
+    ids, label = torch.zeros(2, 32, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    if not text:
+        batch = {"pixel_values": torch.zeros(2, 3, 32, 32), "labels": label}
+    elif family == "classifier":
+        batch["labels"] = label
+    elif family == "answers":
+        batch = {"input_ids": ids, "start_positions": label, "end_positions": label}
+    config.use_cache = False
+    expected = gradckpt.residuals(lambda: real(**batch).loss).total_bytes
+    # The inputs of a real step exist before it.
+    assert expected <= saved(planned, 32 if text else None, 2) <= expected + sum(x.nbytes for x in batch.values())
+
+
+def test_a_model_of_70_billion_parameters_takes_no_memory(write):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    planned = ConfigModel(write("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_70B)))
+    step(planned, 8192)
+    assert sum(p.numel() for p in planned.model.parameters()) == 70_553_706_496
+    assert planned.fixed["weights"] == pytest.approx(2 * 70_553_706_496)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32), ("bf16-mixed", torch.float32)],
+)
+def test_dtypes(llama, dtype, stored):
+    planned = ConfigModel(llama, dtype=dtype)
+    assert {p.dtype for p in planned.model.parameters()} == {stored}
+    assert planned.fixed["optimizer states"] == sum(2 * p.nbytes for p in planned.model.parameters())
+    seen = []
+    planned.model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    step(planned, 16)
+    assert seen == [torch.bfloat16 if dtype == "bf16-mixed" else stored]
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_autocast_is_that_of_cuda(write):
+    """Norms and powers return float32, also when a checkpoint computes them again in backward."""
+    planned = ConfigModel(write(*FAMILIES["gpt2"]), dtype="bf16-mixed")
+    seen = {}
+    for name, module in planned.model.transformer.h[0].named_modules():
+        module.register_forward_hook(lambda module, args, output, name=name: seen.setdefault(name, []).append(output))
+    planned.model.gradient_checkpointing_enable({"use_reentrant": False})
+    step(planned, 16)
+    dtypes = {
+        name: [x.dtype for x in outputs] for name, outputs in seen.items() if name in {"ln_1", "mlp.act", "mlp.c_fc"}
+    }
+    full, half = [torch.float32] * 2, [torch.bfloat16] * 2
+    assert dtypes == {"ln_1": full, "mlp.c_fc": half, "mlp.act": full}
+
+    norm = torch.nn.LayerNorm(8)
+    with planned.mode, torch.autocast("cpu", torch.bfloat16):
+        with planned.mode:
+            pass
+        assert norm(torch.empty(2, 8, dtype=torch.bfloat16)).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(torch.ones(2, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_sources(llama, tmp_path, monkeypatch):
+    assert ConfigModel(f"{llama}/config.json").fixed == ConfigModel(llama).fixed
+    (tmp_path / "own_model.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        assert [x.item() for x in torch.linspace(0, 2, 3)] == [0, 1, 2]\n"  # of stochastic depth
+        "        self.table, self.head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10)\n"
+        "    def forward(self, ids):\n"
+        "        return torch.nn.functional.cross_entropy(self.head(self.table(ids)).flatten(0, 1), ids.flatten())\n"
+        "def by_length():\n"
+        "    return Net(), lambda tokens, batch: (torch.zeros(batch, tokens, dtype=torch.long),)\n"
+        "def fixed():\n"
+        "    return Net(), {'ids': torch.zeros(2, 8, dtype=torch.long)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    by_length, fixed = ConfigModel("own_model:by_length", dtype="fp32"), ConfigModel("own_model:fixed", dtype="fp32")
+    assert (by_length.takes, fixed.takes) == ("tokens", "batch")
+    assert by_length.fixed == fixed.fixed == {"weights": 4 * 90, "optimizer states": 8 * 90}
+    step(by_length, 8, 2)
+    step(fixed, None)
+    assert saved(by_length, 8, 2) == saved(fixed, None)
+    with pytest.raises(ValueError, match=r"returned no \(model, batch\)"):
+        ConfigModel("own_model:Net")
+    with pytest.raises(ValueError, match="cannot import 'own_model:nothing'"):
+        ConfigModel("own_model:nothing")
+
+
+def test_tied_weights_count_once(write):
+    tied = ConfigModel(write("LlamaForCausalLM", transformers.LlamaConfig(**TINY, tie_word_embeddings=True)))
+    untied = ConfigModel(write("LlamaForCausalLM", transformers.LlamaConfig(**TINY)))
+    assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
+    assert untied.fixed["weights"] - tied.fixed["weights"] == 2 * 96 * 64
+
+
+# ---- LoRA
+
+
+PEFT_CASES = {
+    "all linear": ("r=4", {"target_modules": "all-linear"}),
+    "dropout": (
+        "r=4,alpha=16,dropout=0.1,targets=q_proj+v_proj",
+        {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 16, "lora_dropout": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "bf16-mixed"])
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_lora_is_pefts(case, dtype, llama):
+    peft = pytest.importorskip("peft")
+    text, fields = PEFT_CASES[case]
+    planned = ConfigModel(llama, dtype=dtype, lora=text)
+    real = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, use_cache=False))
+    real = real.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    real = peft.get_peft_model(real, peft.LoraConfig(r=4, **fields)).train()
+    real.enable_input_require_grads()
+
+    def sizes(model):
+        return sorted((p.shape, p.dtype) for p in model.parameters() if p.requires_grad)
+
+    assert sizes(planned.model) == sizes(real)
+    assert planned.fixed["optimizer states"] == sum(2 * p.nbytes for p in real.parameters() if p.requires_grad)
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != "fp32"):
+        expected = gradckpt.residuals(lambda: real(input_ids=ids, labels=ids).loss).total_bytes
+    assert expected <= saved(planned, 32, 2) <= expected + 2 * ids.nbytes
+    step(planned, 32)
+    assert {name.split(".")[-2] for name, p in planned.model.named_parameters() if p.grad is not None} == {
+        "lora_A",
+        "lora_B",
+    }
+
+
+@pytest.mark.parametrize("bits", ["nf4", "int8"])
+def test_frozen_weights_take_the_bytes_of_bitsandbytes(write, bits):
+    path = write("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_8B))
+    plain, packed = ConfigModel(path, lora="r=16"), ConfigModel(path, lora="r=16", weights=bits)
+    n = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    sizes = {"nf4": n // 2 + n // 64 + 4 * n // (64 * 256), "int8": n + 4 * rows}
+    assert plain.fixed["weights"] - packed.fixed["weights"] == 2 * n - sizes[bits]
+    assert plain.fixed["optimizer states"] == packed.fixed["optimizer states"]
+    assert sizes["nf4"] * 8 / n == pytest.approx(4.127, abs=0.001)
+
+
+def test_nf4_saves_no_weight(llama):
+    """Dequantized weights are temporary, in forward and backward."""
+    plain, packed = (ConfigModel(llama, dtype="fp32", lora="r=4", weights=bits) for bits in (None, "nf4"))
+    assert saved(plain, 32) == saved(packed, 32)
+    step(packed, 32)
+
+
+def test_int8_layers_hold_their_inputs(llama):
+    planned = ConfigModel(llama, lora="r=4", weights="int8")
+    with planned.mode:
+        loss = planned.loss(32)
+    nodes, seen, inputs = [loss.grad_fn], set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        inputs += [node.input] if type(node).__name__ == "_Matmul8BitBackward" else []
+        nodes += [each for each, _ in node.next_functions]
+    assert len(inputs) == 7 * 3
+    assert all(x.dtype is torch.bfloat16 for x in inputs)
+    step(planned, 32)
+
+
+# ---- optimizers and shards
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "build"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("sgd", lambda params: torch.optim.SGD(params, 0.1)),
+        ("sgd-momentum", lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)),
+        ("adafactor", lambda params: transformers.Adafactor(params)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_those_of_the_optimizer(llama, optimizer, build, dtype):
+    planned = ConfigModel(llama, optimizer=optimizer, dtype="fp32" if dtype is torch.float32 else "bf16")
+    params = [torch.nn.Parameter(torch.ones(p.shape, dtype=dtype)) for p in planned.model.parameters()]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    stepped = build(params)
+    stepped.step()
+    states = [x for state in stepped.state.values() for x in state.values() if isinstance(x, torch.Tensor) and x.dim()]
+    assert planned.fixed["optimizer states"] == sum(x.nbytes for x in states)
+
+
+def test_states_of_8_bits(llama):
+    params = list(ConfigModel(llama).model.parameters())
+    large, small = [p.numel() for p in params if p.numel() >= 4096], [p.numel() for p in params if p.numel() < 4096]
+    assert large
+    assert small
+    expected = sum(2 * (n + 4 * -(-n // 256)) for n in large) + sum(8 * n for n in small)
+    assert ConfigModel(llama, optimizer="adamw-8bit").fixed["optimizer states"] == expected
+
+
+def test_shards(write):
+    path = write("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_8B))
+    one = ConfigModel(path)
+    params = sum(p.numel() for p in one.model.parameters())
+    block = sum(p.numel() for p in one.model.model.layers[0].parameters())
+    outside = params - 32 * block
+    buffers = one.fixed["weights"] - 2 * params
+    assert (one.extra, one.gradient_scale) == ({}, 1)
+
+    def of(shard, **given):
+        planned = ConfigModel(path, gpus=8, shard=shard, **given)
+        return planned.fixed, planned.extra, planned.gradient_scale
+
+    assert of("ddp") == (one.fixed, {"gradient buckets": 2 * params}, 1)
+    states = {"optimizer states": 8 * params // 8, "master weights": 4 * params // 8}
+    assert of("zero1") == ({"weights": one.fixed["weights"], **states}, {}, 1)
+    assert of("zero2") == ({"weights": one.fixed["weights"], **states}, {}, 1 / 8)
+    gathered = {
+        "gathered blocks": 2 * 2 * block,
+        "gathered outside of blocks": 2 * outside,
+        "whole gradients": 2 * (2 * block + outside),
+    }
+    weights = 2 * params // 8 + buffers
+    assert of("zero3") == ({"weights": weights, **states}, gathered, 1 / 8)
+    assert of("fsdp") == ({"weights": weights, "optimizer states": 4 * params // 8}, gathered, 1 / 8)
+    # The shards are float32, what is gathered and multiplied is bfloat16.
+    mixed = {"weights": 4 * params // 8 + buffers, "optimizer states": 8 * params // 8}
+    assert of("fsdp", dtype="bf16-mixed") == (mixed, gathered, 2 / 8)
+
+
+# ---- the loss
+
+
+def test_a_chunked_loss_saves_hidden_states_instead_of_logits(write):
+    path = write("LlamaForCausalLM", transformers.LlamaConfig(**{**TINY, "vocab_size": 5000}))
+    tokens = 3000
+    plain, chunked = ConfigModel(path), ConfigModel(path, loss="chunked")
+    logits = tokens * 5000
+    assert saved(plain, tokens) - saved(chunked, tokens) > 4 * logits
+    step(chunked, tokens)
+    assert chunked.model.lm_head.weight.grad is not None
+
+
+def test_a_chunked_loss_is_the_models(llama):
+    """With real numbers in place of the fake ones."""
+    planned = ConfigModel(llama, loss="chunked", dtype="fp32")
+    real = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).train()
+    planned.model, planned._head = real, real.lm_head
+    ids = torch.randint(0, 96, (2, 700))
+    mean = planned._chunked_loss(ids, ids) / (2 * 699)
+    torch.testing.assert_close(mean, real(input_ids=ids, labels=ids).loss)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"dtype": "bfloat16"},
+            "unknown dtype 'bfloat16'; did you mean 'bf16'? choose one of: bf16, fp16, fp32, bf16-mixed",
+        ),
+        ({"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean 'adamw'?"),
+        ({"loss": "liger"}, "unknown loss 'liger'; choose one of: model, chunked"),
+        ({"weights": "nf4"}, "weights in nf4 cannot be trained; add lora, as in r=16"),
+        ({"weights": "fp4", "lora": "r=4"}, "unknown weights 'fp4'; did you mean 'nf4'?"),
+        ({"gpus": 8}, "8 devices with shard=None; give more than one and how they share"),
+        ({"shard": "fsdp"}, "1 devices with shard=fsdp; give more than one and how they share"),
+        ({"gpus": 8, "shard": "zero"}, "unknown shard 'zero'; did you mean"),
+        ({"lora": "rank=4"}, "unknown LoRA setting 'rank=4'; write r=16,"),
+        ({"lora": "r=four"}, "LoRA setting r is not a number: 'four'; write r=16,"),
+        ({"lora": "alpha=4"}, "a LoRA rank of None; write r=16,"),
+        ({"lora": "r=4,dropout=1"}, "a LoRA dropout of 1.0; give a probability below 1"),
+        (
+            {"lora": "r=4,targets=query"},
+            "no linear layer is named 'query'; choose one of: down_proj, gate_proj, k_proj, lm_head,",
+        ),
+    ],
+)
+def test_wrong_settings(llama, given, text):
+    with pytest.raises(ValueError, match="^gradckpt: " + re.escape(text)):
+        ConfigModel(llama, **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"architectures": None}, "the config has no 'architectures'; add the class to train"),
+        ({"architectures": ["LlamaForNothing"]}, "has no class 'LlamaForNothing'"),
+        ({"architectures": ["OwnModel"], "auto_map": {}}, "has no class 'OwnModel' without remote code"),
+        ({"architectures": ["LlamaModel"]}, "the loss of LlamaModel is unknown"),
+        ({"model_type": "gpt9"}, "knows no model_type 'gpt9'"),
+        ({"model_type": None}, "has no 'model_type'"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers"),
+    ],
+)
+def test_wrong_configs(write, change, text):
+    with pytest.raises(ValueError, match="^gradckpt: .*" + re.escape(text)):
+        ConfigModel(write(*FAMILIES["llama"], **change))
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"])
+def test_a_missing_field_is_named(tmp_path, field):
+    """transformers would take its default, and plan another model."""
+    config = {**transformers.LlamaConfig(**TINY).to_dict(), "architectures": ["LlamaForCausalLM"]}
+    del config[field]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"^gradckpt: the config has no '{field}'; add it$"):
+        ConfigModel(str(tmp_path))
+
+
+def test_wrong_sources(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        ConfigModel(str(tmp_path))
+    for missing in ("nothing/config.json", "./nothing", "nothing.json", str(tmp_path / "nothing")):
+        with pytest.raises(ValueError, match="there is no file"):
+            ConfigModel(missing)
+    with pytest.raises(ValueError, match=r"no config\.json of 'org/no-such-model' on the hub"):
+        ConfigModel("org/no-such-model")
+
+
+def test_wrong_steps(write, llama):
+    planned = ConfigModel(write(*FAMILIES["gpt2"]))
+    assert planned.positions == 1024
+    with pytest.raises(ValueError, match="2,000 tokens, and the model has 1,024 positions; give fewer"):
+        step(planned, 2000)
+    with pytest.raises(ValueError, match="the length of a sequence is missing"):
+        step(planned, None)
+    images = ConfigModel(write(*FAMILIES["vit"]))
+    with pytest.raises(ValueError, match="tokens follow from the image size; leave out the number of tokens"):
+        step(images, 64)
+    with pytest.raises(ValueError, match="BertForMaskedLM has no causal language model's head"):
+        ConfigModel(write(*FAMILIES["bert"]), loss="chunked")
