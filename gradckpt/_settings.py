@@ -71,23 +71,20 @@ class Setting:
         """
         places = _places(model, modules)
         put_back = snapshot(model)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(activity.unobserved())
+            stack.callback(put_back)
+            stack.callback(take_off, model)
             take_off(model)
             _turn_flags_off(model)
-            if self.way == "enable":
-                for part, place in places:
+            for part, place in places:
+                if self.way == "enable":
                     enable(part, **{**place, **self.options})
-            elif self.way == "torch":
-                for part, place in places:
+                elif self.way == "torch":
                     _use_torchs(part, place)
-            saved = compress_saved(self.options["compress"]) if self.way == "saved" else contextlib.nullcontext()
-            with activity.unobserved(), saved:
-                yield
-        finally:
-            try:
-                take_off(model)
-            finally:
-                put_back()
+            if self.way == "saved":
+                stack.enter_context(compress_saved(self.options["compress"]))
+            yield
 
 
 #: What :func:`setting_of` takes: a setting, its name in READY, a codec's name, a config, or a dict

@@ -4,6 +4,7 @@ never reports an error of what was not compressed."""
 import contextlib
 import json
 import os
+import warnings
 
 import pytest
 import torch
@@ -249,6 +250,18 @@ def test_what_compressed_nothing_has_no_error_and_is_no_step_of_the_training():
     assert gradckpt.stats()["steps"] == 0
 
 
+def test_a_warning_about_the_training_itself_comes_once():
+    model = Net()
+    gradckpt.enable(model, "int8")
+    gradckpt.gradient_error(model, batch(), ["int8", "int4"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.step()
+    assert ["never called" in str(each.message) for each in given] == [True]
+
+
 # ---- cost ----
 
 
@@ -365,12 +378,24 @@ def test_data_parallel(tmp_path):
     )
     try:
         model = prepared(False)
+        model.zero_grad()
         inner = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        reduced = []
+
+        def hook(_, bucket):
+            reduced.append(bucket)
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        inner.register_comm_hook(None, hook)
         inner(*batch()).backward()
+        reduced.clear()
         for measured in (inner, model):  # the latter: its step reduces, into the same buckets each time
             with Untouched(inner):
                 results = gradckpt.gradient_error(measured, lambda: inner(*batch()), "int4", modules=Block)
             assert results[0].total > 0.01
+            assert bool(reduced) == (measured is model)
     finally:
         distributed.destroy_process_group()
 
