@@ -389,7 +389,9 @@ def test_data_parallel(tmp_path):
             return future
 
         inner.register_comm_hook(None, hook)
-        inner(*batch()).backward()
+        for _ in range(3):  # the buckets are made anew after the first
+            inner.zero_grad()
+            inner(*batch()).backward()
         reduced.clear()
         for measured in (inner, model):  # the latter: its step reduces, into the same buckets each time
             with Untouched(inner):
