@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Union
 
 import torch
@@ -13,15 +14,15 @@ from torch.nn import Module
 
 from gradckpt import codecs
 from gradckpt._config import CompressionConfig
-from gradckpt._engine import torch_private as private
 from gradckpt._exact_gradients import ExactGradients
-from gradckpt._gradient_report import BF16, FLOORS, SAMPLES, TOKENS, Floor, GradientError, GradientErrors
+from gradckpt._gradient_report import BF16, FLOORS, SAMPLES, Floor, GradientError, GradientErrors
 from gradckpt._models import activity
 from gradckpt._models.switch import Modules, is_enabled
 from gradckpt._patching import patched
 from gradckpt._settings import EXACT, Candidate, Setting, setting_of
 from gradckpt._stats import Stats, stats, uncounted
 from gradckpt._training_state import TrainingState
+from gradckpt._training_step import halves_of, step_of_batch, step_of_function, tensors_in
 
 __all__ = ["gradient_error"]
 
@@ -47,6 +48,7 @@ def gradient_error(
     Args:
         model: A module in training mode, enabled or not; one whose forward calls torch's checkpoint
             itself is measured under :class:`gradckpt.patched`, unless ``modules`` is given.
+            Compiled code runs eagerly.
         batch_or_step: A dict, tuple or tensor, for ``model(**batch)``, ``model(*batch)`` or
             ``model(batch)``; the result is or has a scalar loss. Or a function without arguments
             that runs forward and backward (autocast, ``GradScaler`` and several batches are its
@@ -76,7 +78,7 @@ def gradient_error(
     with _without_all_reduce(model):
         trial = _Trial(model, batch_or_step, modules)
         try:
-            with uncounted(), torch.enable_grad():
+            with uncounted(), torch.enable_grad(), _without_graphs():
                 return _measure(trial, chosen)
         finally:
             trial.state.restore()
@@ -106,101 +108,20 @@ def _check(model: Module, chosen: Mapping[str, Setting]) -> None:
         raise ValueError(f"gradckpt: {name} is in eval mode, where nothing is checkpointed; call model.train()")
 
 
-@contextlib.contextmanager
-def _without_all_reduce(model: Module) -> Iterator[None]:
+def _without_all_reduce(model: Module) -> AbstractContextManager[Any]:
     """Keep the gradients of DistributedDataParallel on their rank, and its buckets untouched."""
-    ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    with model.no_sync() if ddp else contextlib.nullcontext():  # type: ignore[operator]
-        yield
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model.no_sync()
+    return contextlib.nullcontext()
 
 
-# ---- a step ----
+def _without_graphs() -> AbstractContextManager[Any]:
+    """Run compiled code eagerly.
 
-
-def _loss_of(result: Any) -> Tensor | None:
-    """Return the scalar loss in what a model or a step returns, or None."""
-    if isinstance(result, Mapping):
-        result = result.get("loss")
-    elif isinstance(result, (tuple, list)):
-        result = result[0] if result else None
-    elif not isinstance(result, Tensor):
-        result = getattr(result, "loss", None)
-    return result if isinstance(result, Tensor) and result.numel() == 1 else None
-
-
-def _runs(model: Module, batch: Any) -> Callable[[], float]:
-    """Return a step that runs forward and backward of a batch and returns the loss."""
-
-    def step() -> float:
-        if isinstance(batch, Mapping):
-            result = model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            result = model(*batch)
-        else:
-            result = model(batch)
-        loss = _loss_of(result)
-        if loss is None:
-            raise ValueError(
-                f"gradckpt: {type(model).__name__} returned {type(result).__name__} without a scalar loss; pass a "
-                "function that runs forward and backward"
-            )
-        del result
-        _check_differentiable(loss)
-        loss.backward()
-        return float(loss.detach())
-
-    return step
-
-
-def _check_differentiable(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise ValueError("gradckpt: the loss does not require grad; compute it without detach() and no_grad()")
-
-
-def _calls(model: Module, function: Callable[[], Any]) -> Callable[[], float | None]:
-    """Return the step that a function of the user is."""
-
-    def step() -> float | None:
-        result = function()
-        loss = _loss_of(result)
-        if all(p.grad is None for p in model.parameters()):
-            if loss is None or not loss.requires_grad:
-                raise ValueError(
-                    "gradckpt: the step left no gradients; let it call loss.backward(), or return the loss"
-                )
-            loss.backward()
-        if loss is not None:
-            return float(loss.detach())
-        return float(result) if isinstance(result, (int, float)) else None
-
-    return step
-
-
-def _tensors_in(batch: Any) -> list[Tensor]:
-    leaves = private.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def _halves(batch: Any) -> tuple[str, tuple[Any, Any]] | str:
-    """Return what is halved and both halves of a batch, or why that is not possible."""
-    tensors = [x for x in _tensors_in(batch) if x.dim()]
-    for dim, what, found in (
-        (0, SAMPLES, tensors),
-        (1, TOKENS, [x for x in tensors if x.dim() in (2, 3) and x.size(0) == 1]),
-    ):
-        common = Counter(x.size(dim) for x in found).most_common(1)
-        if common and common[0][0] > 1:
-            return what, (_part(batch, dim, common[0][0], False), _part(batch, dim, common[0][0], True))
-    return "the batch has one sample and one token"
-
-
-def _part(batch: Any, dim: int, size: int, second: bool) -> Any:
-    def cut(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dim() <= dim or x.size(dim) != size or (dim == 1 and x.size(0) != 1):
-            return x
-        return x.narrow(dim, size // 2, size - size // 2) if second else x.narrow(dim, 0, size // 2)
-
-    return private.tree_map(cut, dict(batch) if isinstance(batch, Mapping) else batch)
+    Each setting would need graphs of its own, which count against Dynamo's limit for the training.
+    """
+    compiles = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 # ---- runs ----
@@ -219,10 +140,10 @@ class _Trial:
                 "gradckpt: gradient_error() takes a batch (dict, tuple or tensor) or a function without arguments, not "
                 f"{type(batch_or_step).__name__}"
             )
-        self.step = _runs(model, batch_or_step) if self.has_batch else _calls(model, batch_or_step)
+        self.step = step_of_batch(model, batch_or_step) if self.has_batch else step_of_function(model, batch_or_step)
         self.by_patch = False  # the forward calls torch's checkpoint itself
         self.exact = EXACT  # how the step runs without an error
-        inputs = _tensors_in(batch_or_step) if self.has_batch else ()
+        inputs = tensors_in(batch_or_step) if self.has_batch else ()
         self.state = TrainingState(model, (x for x in inputs if x.requires_grad))
 
     def run(
@@ -307,7 +228,7 @@ def _error(
     loss, counted, patch = trial.run(setting)
     difference = None if loss is None or exact_loss is None else loss - exact_loss
     found = exact.compare(trial.model)
-    note = _inactive(trial, setting, counted, patch, found.total)
+    note = _inactive(trial, setting, counted, patch)
     if note:
         return GradientError(name, setting.line, None, None, (), difference, note)
     if found.not_finite:
@@ -318,11 +239,9 @@ def _error(
     return GradientError(name, setting.line, found.total, found.cosine, found.worst, difference, note)
 
 
-def _inactive(trial: _Trial, setting: Setting, counted: Stats, patch: patched, total: float) -> str:
+def _inactive(trial: _Trial, setting: Setting, counted: Stats, patch: patched) -> str:
     """Return why a setting that should compress did not; "" if it did."""
-    if not setting.compresses or counted["encoded"] or counted["compiled_tensors"]:
-        return ""
-    if activity.is_compiled(trial.model) and total:  # graphs of before are not counted again
+    if not setting.compresses or counted["encoded"]:
         return ""
     if trial.by_patch and setting.way == "enable":
         reason = patch.inactive_reason or "unknown"
@@ -364,14 +283,14 @@ def _halves_floor(trial: _Trial, exact: ExactGradients, loss: float | None) -> F
     """Return how far the gradients of each half of the batch are from those of the whole."""
     if not trial.has_batch:
         return Floor(SAMPLES, FLOORS[SAMPLES], None, "a function has no batch to halve")
-    halves = _halves(trial.batch)
+    halves = halves_of(trial.batch)
     if isinstance(halves, str):
         return Floor(SAMPLES, FLOORS[SAMPLES], None, halves)
     name, parts = halves
     losses, found = [], []
     for part in parts:
         try:
-            value, _, _ = trial.run(trial.exact, _runs(trial.model, part))
+            value, _, _ = trial.run(trial.exact, step_of_batch(trial.model, part))
         except Exception as error:
             return Floor(name, FLOORS[name], None, f"half of the batch: {_first_line(error)}")
         losses.append(value)
