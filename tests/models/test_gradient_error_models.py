@@ -1,4 +1,4 @@
-"""gradckpt.gradient_error on models that checkpoint by themselves, on compiled and distributed ones,
+"""gradckpt.gradient_error on models that checkpoint by themselves, compiled and distributed ones,
 and on all kinds of parameters."""
 
 import pytest
