@@ -20,6 +20,7 @@ from gradckpt._engine import callbacks as _callbacks
 from gradckpt._engine import custom_ops as _custom_ops  # noqa: F401  registers torch.ops.gradckpt
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._engine.sequential import checkpoint_sequential
+from gradckpt._gradient_error import gradient_error
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import disable, enable
 from gradckpt._patching import patched
@@ -40,6 +41,7 @@ __all__ = [
     "config",
     "disable",
     "enable",
+    "gradient_error",
     "integrations",
     "patched",
     "policies",

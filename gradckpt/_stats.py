@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -191,8 +192,13 @@ class _Counting:
 
     epoch = 0
     earlier_peak = 0  # before the last restart_peak()
+    _hidden: Stats | None = None  # what uncounted() blocks counted
 
     def __call__(self) -> Stats:
+        found = self._all()
+        return found if self._hidden is None else found.since(self._hidden)
+
+    def _all(self) -> Stats:
         counters = _C.stats() | compiled.flat()
         counters["peak_live_bytes"] = max(counters["peak_live_bytes"], self.earlier_peak)
         return Stats(counters, self.epoch)
@@ -201,6 +207,7 @@ class _Counting:
         """Set all counters to zero; payloads that are alive stay counted in ``live_bytes``."""
         self.epoch += 1
         self.earlier_peak = 0
+        self._hidden = None
         _C.reset_stats()
         compiled.reset()
 
@@ -209,6 +216,18 @@ class _Counting:
 
 
 stats = _Counting()
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Count inside the block, and afterwards continue from the counts before it."""
+    before = stats()
+    try:
+        yield
+    finally:
+        stats._hidden = stats._all().since(before)
+        _C.restart_peak()
+        stats.earlier_peak = before["peak_live_bytes"] if stats.epoch == before._epoch else 0
 
 
 def restart_peak() -> int:

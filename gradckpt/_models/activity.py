@@ -8,6 +8,7 @@ anything else is one line at INFO.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -49,6 +50,7 @@ class _Looks:
         self.steps = 0
         self.saved_steps: int | None = None  # of optimizers, since compress_saved() began; None: it did not
         self.said = False  # whether a warning was given
+        self.muted = False
 
 
 _looks = _Looks(stats.epoch)
@@ -69,9 +71,27 @@ def has_said() -> bool:
     return _now().said
 
 
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Report nothing about the steps in the block, and do not count them as steps."""
+    global _looks
+    looks, waiting, latest = _now(), list(_expectations), selective.latest
+    _looks = _Looks(stats.epoch)
+    _looks.steps, _looks.muted = PATIENCE, True
+    try:
+        yield
+    finally:
+        _expectations[:] = waiting
+        if looks.epoch == stats.epoch:
+            _looks, selective.latest = looks, latest
+
+
 def say(reason: str, mend: bool = True) -> None:
     """Warn if the user can mend it, else log one line; either way, not again for the same steps."""
-    _now().said = True
+    looks = _now()
+    looks.said = True
+    if looks.muted:
+        return
     if mend:
         warn_inactive(reason)
     else:

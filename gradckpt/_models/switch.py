@@ -134,9 +134,9 @@ def enable(
         turn_on = chosen.install
         same = chosen.is_installed() and not models.adapters_in(model)
     if not same:
-        put_back = _snapshot(model)
+        put_back = snapshot(model)
         try:
-            _take_off(model)
+            take_off(model)
             turn_on()
         except BaseException:
             put_back()
@@ -155,7 +155,7 @@ def disable(model: Module) -> None:
         TypeError: ``model`` is not a module.
     """
     _check_model(model, "disable")
-    _take_off(model)
+    take_off(model)
 
 
 def _check_model(model: Any, name: str) -> None:
@@ -232,14 +232,15 @@ def is_enabled(model: Module) -> bool:
     return bool(regions_in(model) or models.adapters_in(model))
 
 
-def _take_off(model: Module) -> None:
+def take_off(model: Module) -> None:
+    """Undo everything that is enabled in a model."""
     for region in regions_in(model):
         region.remove()
     for whole, adapter in models.adapters_in(model):
         adapter.remove(whole)
 
 
-def _snapshot(model: Module) -> Callable[[], None]:
+def snapshot(model: Module) -> Callable[[], None]:
     """Return a function that restores the attributes of all modules, their forward hooks and our
     objects.
     """
@@ -325,7 +326,7 @@ class Handle:
         """Restore the model; do nothing if it is not enabled or no longer exists."""
         model = self._model()
         if model is not None:
-            _take_off(model)
+            take_off(model)
 
     def __enter__(self) -> Handle:
         return self

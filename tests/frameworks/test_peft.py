@@ -326,3 +326,17 @@ class TestTrainer:
         arguments = "--steps 1 --base-steps 1 --layers 2 --hidden 32 --seq 64 --batch 2"
         assert lora_trainer.main(arguments.split()) == 1
         assert "FAILED the frozen base is untouched" in capsys.readouterr().out
+
+
+def test_gradient_error_measures_the_adapters_and_leaves_them():
+    model = adapt(build())
+    batch = FAMILIES["llama"].batch()
+    torch.manual_seed(2)
+    error = gradckpt.gradient_error(model, batch, "int8")["int8"]
+    assert not gradckpt._models.switch.is_enabled(model)
+    with gradckpt.enable(model, None):
+        _, exact, _ = gradients(model)
+    with gradckpt.enable(model, "int8"):
+        _, found, _ = gradients(model)
+    assert error.total == pytest.approx(errors(found, exact).relative, rel=5e-4)
+    assert all("lora" in name for name, _ in error.worst)

@@ -1,5 +1,5 @@
 """The families of transformers models at tiny shapes, with padded batches: for tests and
-benchmarks/bench_families.py.
+benchmarks/bench_gradient_error.py.
 
 Built from a config, with nothing downloaded. Dropout is on wherever a family has it: in its
 residual stream or, as in Llama, in attention only. Shapes are the least that keep what is

@@ -38,6 +38,7 @@ __all__ = [
     "is_model",
     "settings_of",
     "turn_on",
+    "turn_on_torchs",
     "unwrap",
 ]
 
@@ -67,7 +68,7 @@ def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload
     had_input_grads = bool(input_grad_hooks(model))
     adapter = Adapter(model, settings)
     adapter.install(model)
-    _turn_on(model, settings.every_n_layers)
+    turn_on_torchs(model, settings.every_n_layers)
     # These are set after the call, which the adapter takes for a call of the user.
     adapter.undo_on_remove, adapter.undo_input_grads = not was_on, not had_input_grads
     _check_taken(model, adapter)
@@ -125,7 +126,10 @@ def enable_from_kwargs(model: Any, function: Any, every_n_layers: int) -> None:
             adapter.remove(model)
 
 
-def _turn_on(model: Any, every_n_layers: int) -> None:
+def turn_on_torchs(model: Any, every_n_layers: int) -> None:
+    """Turn checkpointing on as transformers does: with torch's function, if no adapter replaces
+    it.
+    """
     kwargs = {"use_reentrant": False}
     every = {"every_n_layers": every_n_layers} if every_n_layers > 1 else {}
     if hasattr(model, "activation_checkpointing_enable"):

@@ -1,0 +1,307 @@
+"""Measure what compression does to the gradients of a training step: :func:`gradient_error`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from gradckpt import codecs
+from gradckpt._config import CompressionConfig
+from gradckpt._exact_gradients import ExactGradients
+from gradckpt._gradient_report import BF16, FLOORS, SAMPLES, Floor, GradientError, GradientErrors
+from gradckpt._models import activity
+from gradckpt._models.switch import Modules, is_enabled
+from gradckpt._patching import patched
+from gradckpt._settings import EXACT, Candidate, Setting, setting_of
+from gradckpt._stats import Stats, stats, uncounted
+from gradckpt._training_state import TrainingState
+from gradckpt._training_step import halves_of, step_of_batch, step_of_function, tensors_in
+
+__all__ = ["gradient_error"]
+
+#: One candidate, a list of them, or a mapping of names to them.
+Candidates = Union[None, Candidate, Iterable[Candidate], Mapping[str, Candidate]]
+
+DEFAULT = ("int8", "fp8", "int6", "int4")
+
+#: A smaller change under autocast is no change of precision.
+_SAME = 1e-6
+
+
+def gradient_error(
+    model: Module, batch_or_step: Any, candidates: Candidates = None, *, modules: Modules = None
+) -> GradientErrors:
+    """Measure what compression does to the gradients of one training step of a model.
+
+    The step runs once with exact recomputing and once for each candidate, always from the same
+    state of the random generators and buffers. To compare with, it also runs once under bf16
+    autocast and once in two halves: what precision and the choice of samples change. Afterwards
+    gradients, buffers, generators, counters and the model's checkpointing are as before.
+
+    Args:
+        model: A module in training mode, enabled or not; one whose forward calls torch's checkpoint
+            itself is measured under :class:`gradckpt.patched`, unless ``modules`` is given.
+            Compiled code runs eagerly.
+        batch_or_step: A dict, tuple or tensor, for ``model(**batch)``, ``model(*batch)`` or
+            ``model(batch)``; the result is or has a scalar loss. Or a function without arguments
+            that runs forward and backward (autocast, ``GradScaler`` and several batches are its
+            own), without an optimizer's step; a loss that it returns before any backward is
+            differentiated.
+        candidates: What to try, or several, or a mapping from names to them: a codec's name, a
+            :class:`gradckpt.CompressionConfig`, a dict of keywords of :func:`gradckpt.enable`,
+            ``"torch"``, ``"selective int8"`` or ``"compress_saved int8"``. ``None``: int8, fp8,
+            int6 and int4.
+        modules: As for :func:`gradckpt.enable`. ``None``: the modules that are enabled now, or
+            those that ``enable`` chooses.
+
+    Returns:
+        An object to ``print``: for each candidate ``.total``, the relative L2 error over all
+        parameters, ``.cosine``, ``.worst`` parameters and ``.loss_difference``; ``.floors``;
+        ``.verdict``, one sentence; ``.to_dict()``.
+
+    Raises:
+        ValueError: There is no scalar loss, gradient or candidate; the model is in eval mode; the
+            forward compresses by itself; the step changes parameters; as :func:`gradckpt.enable`.
+        TypeError: An argument has another type.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"gradckpt: gradient_error() takes a torch.nn.Module, not {type(model).__name__}")
+    chosen = _settings_of(candidates)
+    _check(model, chosen)
+    with _without_all_reduce(model):
+        trial = _Trial(model, batch_or_step, modules)
+        try:
+            with uncounted(), torch.enable_grad(), _without_graphs():
+                return _measure(trial, chosen)
+        finally:
+            trial.state.restore()
+
+
+def _settings_of(candidates: Any) -> dict[str, Setting]:
+    if candidates is None:
+        candidates = DEFAULT
+    elif isinstance(candidates, (str, Setting, CompressionConfig)):
+        candidates = (candidates,)
+    if isinstance(candidates, Mapping):
+        found = {str(name): setting_of(each) for name, each in candidates.items()}
+    else:
+        found = {setting.name: setting for setting in map(setting_of, candidates)}
+    if not found:
+        raise ValueError("gradckpt: gradient_error() got no candidates; leave the argument out for the usual ones")
+    return found
+
+
+def _check(model: Module, chosen: Mapping[str, Setting]) -> None:
+    name = type(model).__name__
+    if any(torch.nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise ValueError(f"gradckpt: parameters of {name} have no values yet; run the model once")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"gradckpt: no parameter of {name} requires grad; call requires_grad_() on some")
+    if not model.training and any(setting.way == "enable" for setting in chosen.values()):
+        raise ValueError(f"gradckpt: {name} is in eval mode, where nothing is checkpointed; call model.train()")
+
+
+def _without_all_reduce(model: Module) -> AbstractContextManager[Any]:
+    """Keep the gradients of DistributedDataParallel on their rank, and its buckets untouched."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def _without_graphs() -> AbstractContextManager[Any]:
+    """Run compiled code eagerly.
+
+    Each setting would need graphs of its own, which count against Dynamo's limit for the training.
+    """
+    compiles = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+
+
+# ---- runs ----
+
+
+class _Trial:
+    """A step of a model that can be repeated in other settings."""
+
+    def __init__(self, model: Module, batch_or_step: Any, modules: Modules) -> None:
+        self.model = model
+        self.modules = modules
+        self.batch = batch_or_step
+        self.has_batch = isinstance(batch_or_step, (Mapping, tuple, list, Tensor))
+        if not self.has_batch and not callable(batch_or_step):
+            raise TypeError(
+                "gradckpt: gradient_error() takes a batch (dict, tuple or tensor) or a function without arguments, not "
+                f"{type(batch_or_step).__name__}"
+            )
+        self.step = step_of_batch(model, batch_or_step) if self.has_batch else step_of_function(model, batch_or_step)
+        self.by_patch = False  # the forward calls torch's checkpoint itself
+        self.exact = EXACT  # how the step runs without an error
+        inputs = tensors_in(batch_or_step) if self.has_batch else ()
+        self.state = TrainingState(model, (x for x in inputs if x.requires_grad))
+
+    def run(
+        self, setting: Setting, step: Callable[[], float | None] | None = None
+    ) -> tuple[float | None, Stats, patched]:
+        """Run a step, whose gradients then are in the parameters.
+
+        Return the loss, the counters and the patch of torch's checkpoint.
+        """
+        self.state.rewind()
+        codec, policy = None, None
+        if self.by_patch and setting.way == "enable":
+            codec, policy = self._for_patch(setting)
+            setting = _AS_IT_IS
+        patch = patched(codec, policy=policy)
+        before = stats()
+        active = contextlib.nullcontext() if setting is _AS_IT_IS else setting.active(self.model, self.modules)
+        with activity.unobserved(), patch, active:
+            loss = (step or self.step)()
+        if self.state.leaves_changed():
+            raise ValueError("gradckpt: the step changed parameters or inputs; leave optimizer.step() out of it")
+        return loss, stats().since(before), patch
+
+    def _for_patch(self, setting: Setting) -> tuple[Any, Any]:
+        others = setting.options.keys() - {"compress", "policy"}
+        if others:
+            raise ValueError(
+                f"gradckpt: {sorted(others)[0]} needs enable(), and the forward calls torch's checkpoint itself; pass "
+                "modules="
+            )
+        return setting.options.get("compress", "int8" if setting.compresses else None), setting.options.get("policy")
+
+    def run_exactly(self, chosen: Mapping[str, Setting]) -> float | None:
+        """Run the step with exact recomputing, and find out how candidates are applied.
+
+        Where ``enable`` cannot be used, the model runs as it is, also with torch's own checkpoint.
+        """
+        unusable = None
+        try:
+            with EXACT.active(self.model, self.modules):
+                pass
+        except ValueError as error:
+            if self.modules is not None:
+                raise
+            self.exact, unusable = _AS_IT_IS, error
+        loss, counted, patch = self.run(self.exact)
+        if self.modules is None and not is_enabled(self.model):
+            self.by_patch = patch.stats()["calls"] > 0
+        if unusable is not None and not self.by_patch and any(each.way == "enable" for each in chosen.values()):
+            raise unusable
+        lossy = [name for name in counted["codecs"] if codecs.info(name)["max_error"]]
+        if lossy:
+            raise ValueError(
+                f"gradckpt: the forward compresses in {lossy[0]} by itself, so no run is exact; pass compress=None "
+                "there"
+            )
+        return loss
+
+
+#: The model as it is.
+_AS_IT_IS = Setting("as it is", "", "none")
+
+
+def _measure(trial: _Trial, chosen: Mapping[str, Setting]) -> GradientErrors:
+    name = type(trial.model).__name__
+    loss = trial.run_exactly(chosen)
+    exact = ExactGradients(trial.model)
+    if exact.not_finite:
+        problem = (
+            f"The exact gradient of {exact.not_finite} is infinite or NaN, so nothing was compared; use another batch "
+            "or a lower loss scale."
+        )
+        return GradientErrors(name, loss, (), (), problem)
+    floors = (_bf16_floor(trial, exact), _halves_floor(trial, exact, loss))
+    errors = tuple(_error(trial, exact, loss, name, setting) for name, setting in chosen.items())
+    return GradientErrors(name, loss, errors, floors)
+
+
+def _error(
+    trial: _Trial, exact: ExactGradients, exact_loss: float | None, name: str, setting: Setting
+) -> GradientError:
+    loss, counted, patch = trial.run(setting)
+    difference = None if loss is None or exact_loss is None else loss - exact_loss
+    found = exact.compare(trial.model)
+    note = _inactive(trial, setting, counted, patch)
+    if note:
+        return GradientError(name, setting.line, None, None, (), difference, note)
+    if found.not_finite:
+        note = f"makes the gradient of {found.not_finite} infinite or NaN"
+        return GradientError(name, setting.line, None, None, (), difference, note)
+    if setting.options.get("policy") is not None and not counted["policy_outputs"]:
+        note = "(the policy kept nothing)"
+    return GradientError(name, setting.line, found.total, found.cosine, found.worst, difference, note)
+
+
+def _inactive(trial: _Trial, setting: Setting, counted: Stats, patch: patched) -> str:
+    """Return why a setting that should compress did not; "" if it did."""
+    if not setting.compresses or counted["encoded"]:
+        return ""
+    if trial.by_patch and setting.way == "enable":
+        reason = patch.inactive_reason or "unknown"
+    elif setting.way == "enable" and not counted["regions"]:
+        reason = "none of the checkpointed modules was called"
+    else:
+        reason = activity.inactive_reason(counted)
+    return f"compressed nothing: {reason}"
+
+
+# ---- floors ----
+
+
+def _bf16_floor(trial: _Trial, exact: ExactGradients) -> Floor:
+    """Return what bf16 autocast changes, if the step does not compute in 16 bits already."""
+    what, already = FLOORS[BF16], "the step computes in 16 bits already"
+    trained = [p for p in trial.model.parameters() if p.requires_grad]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
+    kind = trained[0].device.type
+    if "float32" not in dtypes:
+        return Floor(BF16, what, None, f"the parameters are {dtypes[0]}")
+    if not torch.amp.is_autocast_available(kind):
+        return Floor(BF16, what, None, f"{kind} has no autocast")
+    if torch.is_autocast_enabled(kind):
+        return Floor(BF16, what, None, already)
+    try:
+        # The cache would keep a copy of each parameter until the end of the block.
+        with torch.autocast(kind, torch.bfloat16, cache_enabled=False):
+            trial.run(trial.exact)
+    except Exception as error:
+        return Floor(BF16, what, None, _first_line(error))
+    found = exact.compare(trial.model)
+    if found.not_finite:
+        return Floor(BF16, what, None, f"it makes the gradient of {found.not_finite} infinite or NaN")
+    return Floor(BF16, what, found.total) if found.total > _SAME else Floor(BF16, what, None, already)
+
+
+def _halves_floor(trial: _Trial, exact: ExactGradients, loss: float | None) -> Floor:
+    """Return how far the gradients of each half of the batch are from those of the whole."""
+    if not trial.has_batch:
+        return Floor(SAMPLES, FLOORS[SAMPLES], None, "a function has no batch to halve")
+    halves = halves_of(trial.batch)
+    if isinstance(halves, str):
+        return Floor(SAMPLES, FLOORS[SAMPLES], None, halves)
+    name, parts = halves
+    losses, found = [], []
+    for part in parts:
+        try:
+            value, _, _ = trial.run(trial.exact, step_of_batch(trial.model, part))
+        except Exception as error:
+            return Floor(name, FLOORS[name], None, f"half of the batch: {_first_line(error)}")
+        losses.append(value)
+        found.append(exact.compare(trial.model))
+    if any(each.not_finite for each in found):
+        return Floor(name, FLOORS[name], None, "half of the batch makes gradients infinite or NaN")
+    total = sum(value or 0.0 for value in losses)
+    whole = loss or 0.0
+    factor = 2.0 if abs(total - whole) < abs(total / 2 - whole) else 1.0  # the loss is a sum, or a mean
+    return Floor(name, FLOORS[name], sum(each.scaled(factor) for each in found) / len(found))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

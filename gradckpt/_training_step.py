@@ -1,0 +1,101 @@
+"""Training steps without an optimizer: of a batch, of its halves, or a function of the user."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from gradckpt._engine import torch_private as private
+from gradckpt._gradient_report import SAMPLES, TOKENS
+
+__all__ = ["halves_of", "step_of_batch", "step_of_function", "tensors_in"]
+
+
+def _loss_of(result: Any) -> Tensor | None:
+    """Return the scalar loss in what a model or a step returns, or None."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif isinstance(result, (tuple, list)):
+        result = result[0] if result else None
+    elif not isinstance(result, Tensor):
+        result = getattr(result, "loss", None)
+    return result if isinstance(result, Tensor) and result.numel() == 1 else None
+
+
+def step_of_batch(model: Module, batch: Any) -> Callable[[], float]:
+    """Return a step that runs forward and backward of a batch and returns the loss."""
+
+    def step() -> float:
+        if isinstance(batch, Mapping):
+            result = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            result = model(*batch)
+        else:
+            result = model(batch)
+        loss = _loss_of(result)
+        if loss is None:
+            raise ValueError(
+                f"gradckpt: {type(model).__name__} returned {type(result).__name__} without a scalar loss; pass a "
+                "function that runs forward and backward"
+            )
+        del result
+        _check_differentiable(loss)
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+def _check_differentiable(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise ValueError("gradckpt: the loss does not require grad; compute it without detach() and no_grad()")
+
+
+def step_of_function(model: Module, function: Callable[[], Any]) -> Callable[[], float | None]:
+    """Return the step that a function of the user is."""
+
+    def step() -> float | None:
+        result = function()
+        loss = _loss_of(result)
+        if all(p.grad is None for p in model.parameters()):
+            if loss is None or not loss.requires_grad:
+                raise ValueError(
+                    "gradckpt: the step left no gradients; let it call loss.backward(), or return the loss"
+                )
+            loss.backward()
+        if loss is not None:
+            return float(loss.detach())
+        return float(result) if isinstance(result, (int, float)) else None
+
+    return step
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    leaves = private.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def halves_of(batch: Any) -> tuple[str, tuple[Any, Any]] | str:
+    """Return what is halved and both halves of a batch, or why that is not possible."""
+    tensors = [x for x in tensors_in(batch) if x.dim()]
+    for dim, what, found in (
+        (0, SAMPLES, tensors),
+        (1, TOKENS, [x for x in tensors if x.dim() in (2, 3) and x.size(0) == 1]),
+    ):
+        common = Counter(x.size(dim) for x in found).most_common(1)
+        if common and common[0][0] > 1:
+            return what, (_part(batch, dim, common[0][0], False), _part(batch, dim, common[0][0], True))
+    return "the batch has one sample and one token"
+
+
+def _part(batch: Any, dim: int, size: int, second: bool) -> Any:
+    def cut(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() <= dim or x.size(dim) != size or (dim == 1 and x.size(0) != 1):
+            return x
+        return x.narrow(dim, size // 2, size - size // 2) if second else x.narrow(dim, 0, size // 2)
+
+    return private.tree_map(cut, dict(batch) if isinstance(batch, Mapping) else batch)

@@ -1,0 +1,363 @@
+"""gradckpt.gradient_error: its figures are those of a plain script, it leaves nothing behind, and
+never reports an error of what was not compressed."""
+
+import contextlib
+import json
+import os
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("transformers")
+
+import model_families
+from model_families import FAMILIES
+
+import gradckpt
+
+CODECS = ("int8", "fp8", "int6", "int4")
+
+
+class Block(nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.up, self.norm, self.drop = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.norm(self.up(x).tanh()))
+
+
+class Net(nn.Module):
+    """BatchNorm and dropout; ``call``: how its forward calls a block."""
+
+    def __init__(self, call=lambda block, x: block(x), reduction="mean"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.call, self.reduction = nn.Linear(128, 4), call, reduction
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = self.call(block, x)
+        return nn.functional.cross_entropy(self.head(x), y, reduction=self.reduction)
+
+
+def batch(size=64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 128, generator=generator), torch.randint(0, 4, (size,), generator=generator)
+
+
+# ---- the figures ----
+
+
+def by_hand(model, given, codec, autocast=False):
+    """A plain script: all gradients in one float64 vector."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    with gradckpt.enable(model, codec), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**given).loss.backward()
+    return {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error_by_hand(exact, found, scale=1.0):
+    exact, found = (torch.cat([g.flatten() for g in grads.values()]) for grads in (exact, found))
+    return ((scale * found - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit", "t5"])
+def test_figures_are_those_of_a_plain_script(family):
+    model, given = model_families.build(family, "eager"), FAMILIES[family].batch()
+    exact = by_hand(model, given, None)
+    torch.manual_seed(2)
+    result = gradckpt.gradient_error(model, given)
+    assert [each.name for each in result] == list(CODECS)
+    for codec in CODECS:
+        found = by_hand(model, given, codec)
+        assert result[codec].total == pytest.approx(error_by_hand(exact, found), rel=5e-4)
+        both = [torch.cat([g.flatten() for g in grads.values()]) for grads in (exact, found)]
+        assert result[codec].cosine == pytest.approx(torch.cosine_similarity(*both, dim=0).item(), abs=1e-9)
+        alone = {
+            n: error_by_hand({n: exact[n]}, {n: found[n]}) for n in exact if exact[n].norm() > 1e-6 * both[0].norm()
+        }
+        (name, worst), *_ = result[codec].worst
+        assert worst == pytest.approx(max(alone.values()), rel=5e-4)
+        assert alone[name] == pytest.approx(worst, rel=5e-4)
+        assert result[codec].loss_difference == 0
+    bf16, samples = (floor.total for floor in result.floors)
+    assert bf16 == pytest.approx(error_by_hand(exact, by_hand(model, given, None, autocast=True)), rel=0.05)
+    halves = [{key: x[half] for key, x in given.items()} for half in (slice(None, 2), slice(2, None))]
+    assert samples == pytest.approx(
+        sum(error_by_hand(exact, by_hand(model, half, None)) for half in halves) / 2, rel=5e-4
+    )
+
+
+def test_a_sum_over_the_batch_is_scaled():
+    mean, total = (
+        gradckpt.gradient_error(Net(reduction=reduction).train(), batch(), "int8") for reduction in ("mean", "sum")
+    )
+    assert total.floors[1].total == pytest.approx(mean.floors[1].total, rel=1e-3)
+
+
+def test_one_sample_is_halved_by_its_tokens():
+    model = model_families.build("llama", "eager")
+    ids = torch.randint(0, 96, (1, 32), generator=torch.Generator().manual_seed(1))
+    floor = gradckpt.gradient_error(model, {"input_ids": ids, "labels": ids}, "int8").floors[1]
+    assert floor.name == "tokens"
+    assert 0.1 < floor.total < 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_no_floor_of_bf16_for_other_dtypes(dtype):
+    model = Net().to(dtype)
+    x, y = batch()
+    floor = gradckpt.gradient_error(model, (x.to(dtype), y), "lossless").floors[0]
+    assert (floor.total, floor.note) == (None, f"the parameters are {str(dtype).removeprefix('torch.')}")
+
+
+def autocast_inside(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(*batch())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_no_floor_of_bf16_for_a_step_in_16_bits(inside):
+    model = Net()
+    with contextlib.nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
+        result = gradckpt.gradient_error(model, lambda: autocast_inside(model), "int8")
+    assert (result.floors[0].total, result.floors[0].note) == (None, "the step computes in 16 bits already")
+    assert result["int8"].total > 0
+
+
+# ---- nothing is left behind ----
+
+
+class Untouched:
+    """Checks that the block leaves the model and all generators and counters as they were."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def state(self):
+        parameters = list(self.model.parameters())
+        return {
+            "random": torch.get_rng_state(),
+            "rounding": gradckpt.config.get_rounding_state(),
+            "stats": dict(gradckpt.stats()),
+            "buffers": {name: x.clone() for name, x in self.model.named_buffers()},
+            "same buffers": [id(x) for x in self.model.buffers()],
+            "gradients": [None if p.grad is None else p.grad.clone() for p in parameters],
+            "same gradients": [id(p.grad) for p in parameters],
+            "requires_grad": [p.requires_grad for p in parameters],
+            "attributes": [dict(vars(module)) for module in self.model.modules()],
+            "handle": gradckpt.config.Handle(self.model).modules,
+        }
+
+    def __enter__(self):
+        self.before = self.state()
+
+    def __exit__(self, *_):
+        after = self.state()
+        for key, value in self.before.items():
+            tensors = [x for x in torch.utils._pytree.tree_leaves([value, after[key]]) if isinstance(x, torch.Tensor)]
+            if key in ("random", "buffers", "gradients"):
+                half = len(tensors) // 2
+                assert all(map(torch.equal, tensors[:half], tensors[half:])), key
+            else:
+                assert value == after[key], key
+
+
+def prepared(enabled):
+    """A model in the middle of training: with gradients, running statistics, some random draws."""
+    model = Net()
+    gradckpt.config.set_rounding_state((0, 0))
+    if enabled:
+        gradckpt.enable(model, {"codec": "int4", "stochastic": True}, modules=model.blocks[1:])
+    model(*batch()).backward()
+    model.head.bias.grad = None
+    model.blocks[0].up.bias.requires_grad_(False)
+    model.blocks[1].drop.eval()
+    return model
+
+
+STOCHASTIC = gradckpt.CompressionConfig("int4", stochastic=True)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_nothing_is_left_behind(enabled):
+    model = prepared(enabled)
+    candidates = ["int8", STOCHASTIC, "selective int8", "compress_saved int8", "torch", "none"]
+    with Untouched(model):
+        result = gradckpt.gradient_error(model, batch(), candidates)
+    assert len(result) == len(candidates)
+    assert result["torch"].total == result["none"].total == 0
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_nothing_is_left_behind_by_an_error(call):
+    """In the reference, and in a candidate; in between, an error of a floor is only noted."""
+    model, calls = prepared(True), []
+
+    def step():
+        calls.append(None)
+        model(*batch()).backward()
+        if len(calls) >= call:
+            model.blocks[0].norm.running_mean = torch.zeros(128)
+            raise ZeroDivisionError("on purpose")
+
+    with Untouched(model), pytest.raises(ZeroDivisionError) if call != 5 else contextlib.nullcontext():
+        gradckpt.gradient_error(model, step, ["int8", "int4"])
+    assert len(calls) == (3 if call == 2 else min(call, 4))
+
+
+def test_training_goes_on_as_if_nothing_had_happened():
+    results = []
+    for measure in (False, True):
+        model = prepared(True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            model(*batch()).backward()
+            if measure:
+                gradckpt.gradient_error(model, batch(), ["int8", STOCHASTIC])
+            optimizer.step()
+        results.append([*model.state_dict().values()])
+    assert all(map(torch.equal, *results))
+
+
+def test_an_input_that_requires_grad_keeps_its_gradient():
+    x, y = batch()
+    x.requires_grad_()
+    gradckpt.gradient_error(Net(), (x, y), "int8")
+    assert x.grad is None
+
+
+def test_a_model_that_is_measured_twice_gives_the_same_figures():
+    model = prepared(False)
+    first, second = (gradckpt.gradient_error(model, batch()) for _ in range(2))
+    assert first == second
+
+
+def test_what_compressed_nothing_has_no_error_and_is_no_step_of_the_training():
+    """No GradckptInactiveWarning either, which pytest would raise."""
+    gradckpt.stats.reset()
+    model, small = Net(), batch(4)
+    result = gradckpt.gradient_error(model, lambda: [model(*small).backward() for _ in range(3)], "int8")
+    assert result["int8"].total is None
+    assert "smaller than min_numel" in result.verdict
+    assert gradckpt.stats()["steps"] == 0
+
+
+def test_a_warning_about_the_training_itself_comes_once():
+    model = Net()
+    gradckpt.enable(model, "int8")
+    gradckpt.gradient_error(model, batch(), ["int8", "int4"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.step()
+    assert ["never called" in str(each.message) for each in given] == [True]
+
+
+# ---- cost ----
+
+
+def test_number_of_samples_computed():
+    """Three steps (exact, bf16, two halves) and one for each candidate."""
+    model, seen = Net(), []
+    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    gradckpt.gradient_error(model, batch(), CODECS)
+    assert sum(seen) == (3 + len(CODECS)) * 64
+    seen.clear()
+    gradckpt.gradient_error(model, lambda: model(*batch()), "int8")
+    assert sum(seen) == 3 * 64
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_memory_is_that_of_a_step_and_one_copy_of_the_gradients(family):
+    wide = {"hidden_size": 256, "intermediate_size": 512}
+    model = model_families.build(family, "sdpa", **wide)
+    given = {key: torch.cat(4 * [x]) for key, x in FAMILIES[family].batch().items()}
+    gradients = sum(4 * p.numel() for p in model.parameters())
+    with gradckpt.track_memory() as step, gradckpt.enable(model, None):
+        model(**given).loss.backward()
+    model.zero_grad()
+    with gradckpt.track_memory() as whole:
+        gradckpt.gradient_error(model, given)
+    assert whole.peak - step.peak <= 1.05 * gradients
+
+
+# ---- what is shown ----
+
+
+def test_table_and_dict():
+    result = gradckpt.gradient_error(Net(), batch(), {"mine": "int8", "theirs": "torch"})
+    text = str(result).splitlines()
+    assert text[0] == "gradients of one step of Net, beside exact recomputing"
+    assert text[1].split() == ["setting", "error", "cosine", "loss", "worst", "parameter"]
+    assert [line.split()[0] for line in text[2:6]] == ["mine", "theirs", "computing", "choosing"]
+    assert text[-1] == result.verdict
+    assert result.verdict.startswith("mine changes the gradients by ")
+    assert json.loads(json.dumps(result.to_dict()))["errors"][0]["total"] == result[0].total
+    assert result["theirs"].total == 0
+    with pytest.raises(KeyError, match="int8"):
+        result["int8"]
+
+
+# ---- wrong calls ----
+
+
+class Detached(Net):
+    def forward(self, x, y):
+        return super().forward(x, y).detach()
+
+
+def wrong(call):
+    model, (x, y) = Net(), batch()
+    frozen = Net().requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def trains():
+        model(x, y).backward()
+        optimizer.step()
+
+    return {
+        "no module": lambda: gradckpt.gradient_error(model.forward, (x, y)),
+        "no batch": lambda: gradckpt.gradient_error(model, 3),
+        "eval": lambda: gradckpt.gradient_error(model.eval(), (x, y)),
+        "frozen": lambda: gradckpt.gradient_error(frozen, (x, y)),
+        "lazy": lambda: gradckpt.gradient_error(nn.LazyLinear(3), x),
+        "not scalar": lambda: gradckpt.gradient_error(model.blocks[0], x, "compress_saved int8"),
+        "no gradients": lambda: gradckpt.gradient_error(model, lambda: None),
+        "detached": lambda: gradckpt.gradient_error(Detached(), (x, y)),
+        "zero": lambda: gradckpt.gradient_error(model, lambda: model(x, y) * 0),
+        "optimizer": lambda: gradckpt.gradient_error(model, trains),
+        "no candidates": lambda: gradckpt.gradient_error(model, (x, y), []),
+        "candidate": lambda: gradckpt.gradient_error(model, (x, y), "itn8"),
+        "modules": lambda: gradckpt.gradient_error(model, (x, y), "compress_saved int8", modules="*.nothing"),
+    }[call]()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        ("no module", TypeError, "takes a torch.nn.Module, not method"),
+        ("no batch", TypeError, r"takes a batch \(dict, tuple or tensor\) or a function .* not int"),
+        ("eval", ValueError, r"Net is in eval mode, where nothing is checkpointed; call model.train\(\)"),
+        ("frozen", ValueError, "no parameter of Net requires grad"),
+        ("lazy", ValueError, "have no values yet; run the model once"),
+        ("not scalar", ValueError, "Block returned Tensor without a scalar loss; pass a function"),
+        ("no gradients", ValueError, "the step left no gradients"),
+        ("detached", ValueError, "the loss does not require grad"),
+        ("zero", ValueError, "all exact gradients are zero"),
+        ("optimizer", ValueError, r"leave optimizer.step\(\) out"),
+        ("no candidates", ValueError, "got no candidates"),
+        ("candidate", ValueError, "unknown codec 'itn8'; did you mean 'int8'"),
+        ("modules", ValueError, "no module matches"),
+    ],
+)
+def test_wrong_calls(call, error, said):
+    with pytest.raises(error, match=said):
+        wrong(call)

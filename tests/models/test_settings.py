@@ -1,0 +1,231 @@
+"""Settings of a model, tried out and taken back: gradckpt._settings."""
+
+import os
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("transformers")
+
+import model_families
+from model_families import FAMILIES, stock
+
+import gradckpt
+from gradckpt._settings import EXACT, READY, setting_of
+
+NAMES = [setting.name for setting in READY]
+LAYERS = FAMILIES["llama"].layers
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.drop = nn.Linear(128, 128), nn.BatchNorm1d(128), nn.Dropout(0.1)
+
+    def forward(self, x, *, debug=1.0):
+        return x + debug * self.drop(self.norm(self.up(x).tanh()))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, debug=0.5)
+        return x.square().mean()
+
+
+def llama():
+    return model_families.build("llama", "sdpa")
+
+
+def batch_of(model):
+    if isinstance(model, Net):
+        return {"x": torch.randn(32, 128, generator=torch.Generator().manual_seed(1))}
+    return FAMILIES["llama"].batch()
+
+
+def step(model):
+    torch.manual_seed(2)
+    model.zero_grad()
+    result = model(**batch_of(model))
+    loss = result if isinstance(result, torch.Tensor) else result.loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def everything(model):
+    """All that a setting may touch: attributes of the modules, their hooks, the handle."""
+    modules = [
+        (dict(vars(module)), dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()
+    ]
+    return modules, gradckpt.config.Handle(model).modules
+
+
+#: What a model may be before.
+BEFORE = {
+    "plain": lambda model: None,
+    "enabled": lambda model: gradckpt.enable(model, "int4"),
+    "policy": lambda model: gradckpt.enable(model, "int8", policy="save_matmuls"),
+    "some": lambda model: gradckpt.enable(
+        model, "fp8", modules=model.blocks[1:3] if isinstance(model, Net) else {"*.layers.1": "int8", "layer": "skip"}
+    ),
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("make", [Net, llama])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_is_as_before(make, before, name):
+    model = make()
+    handle = BEFORE[before](model)
+    state, expected = everything(model), step(model)
+    with setting_of(name).active(model):
+        step(model)
+    assert everything(model) == state
+    with pytest.raises(ZeroDivisionError), setting_of(name).active(model):
+        raise ZeroDivisionError
+    assert everything(model) == state
+    assert all(map(torch.equal, step(model), expected))
+    if handle is not None:
+        handle.remove()
+        assert not gradckpt.config.Handle(model).modules
+
+
+@pytest.mark.parametrize("make", [Net, llama])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_is_what_its_line_makes(make, name):
+    """The line of the table, run by hand: the same loss, gradients, compressed tensors."""
+    setting, counts, results = setting_of(name), [], []
+    for by_line in (False, True):
+        model = make()
+        gradckpt.stats.reset()
+        if not by_line:
+            with setting.active(model):
+                results.append(step(model))
+        elif name.startswith("compress_saved"):
+            with gradckpt.compress_saved(name.split()[1]):
+                results.append(step(model))
+        else:
+            exec(setting.line, {"gradckpt": gradckpt, "model": model})
+            results.append(step(model))
+        counts.append(gradckpt.stats()["codecs"])
+    assert all(map(torch.equal, *results))
+    assert counts[0] == counts[1]
+    assert bool(counts[0]) == setting.compresses == (name not in ("none", "torch"))
+
+
+@pytest.mark.parametrize("make", [Net, llama])
+def test_torch_is_torchs_own_function_on_the_modules_of_enable(make, monkeypatch):
+    model, called = make(), []
+    original = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def noted(*args, **kwargs):
+        called.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch_checkpoint, "_checkpoint_without_reentrant_generator", noted)
+    with gradckpt.enable(model) as handle:
+        count = len(handle.modules)
+    gradckpt.stats.reset()
+    with setting_of("torch").active(model):
+        step(model)
+    assert len(called) == count == (4 if make is Net else LAYERS)
+    assert gradckpt.stats()["regions"] == 0
+
+
+@pytest.mark.parametrize("name", ["none", "int8"])
+def test_a_flag_of_the_model_itself(name):
+    model = stock(llama())
+    state = everything(model)
+    gradckpt.stats.reset()
+    with setting_of(name).active(model):
+        assert any(m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")) == (
+            name == "int8"
+        )
+        step(model)
+    assert gradckpt.stats()["compressed"] == (LAYERS if name == "int8" else 0)
+    assert everything(model) == state
+
+
+def test_the_modules_that_are_enabled_are_those_of_the_setting():
+    model = Net()
+    gradckpt.enable(model, "int4", modules=model.blocks[1:3])
+    with setting_of("fp8").active(model):
+        chosen = gradckpt.config.Handle(model).modules
+    assert {name: each["compress"].codec for name, each in chosen.items()} == dict.fromkeys(
+        ["blocks.1", "blocks.2"], "fp8_e4m3"
+    )
+    with setting_of("fp8").active(model, modules="*.3"):
+        assert list(gradckpt.config.Handle(model).modules) == ["blocks.3"]
+
+
+def test_every_n_layers_of_an_enabled_model():
+    model = llama()
+    gradckpt.enable(model, "int4", every_n_layers=2)
+    for name in ("int8", "torch"):
+        with setting_of(name).active(model):
+            assert sum(layer.gradient_checkpointing for layer in model.model.layers) == 2
+
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model, x = Net(), torch.empty(32, 128)
+        for setting in READY:
+            with setting.active(model):
+                model(x).backward()
+
+
+def test_an_error_of_enable_leaves_the_model_as_it_was():
+    model = Net()
+    gradckpt.enable(model, "int4")
+    state = everything(model)
+    with pytest.raises(ValueError, match="no module matches"), EXACT.active(model, "*.nothing"):
+        pass
+    assert everything(model) == state
+
+
+# ---- candidates ----
+
+
+def test_candidates():
+    config = gradckpt.CompressionConfig("int4", stochastic=True, seed=3)
+    assert setting_of("int8") is setting_of({"compress": "int8"}) is READY[2]
+    assert setting_of(gradckpt.CompressionConfig("int8")) is READY[2]
+    assert setting_of({"compress": "int8", "policy": "save_attention:int8"}).name == "selective int8"
+    assert setting_of(READY[0]) is READY[0]
+    assert setting_of("fp8").line == 'gradckpt.enable(model, "fp8")'
+    assert setting_of(config).name == "int4, stochastic=True, seed=3"
+    assert setting_of(config).line == 'gradckpt.enable(model, {"codec": "int4", "stochastic": True, "seed": 3})'
+    assert setting_of({"compress": "int6", "every_n_layers": 2}).name == "int6, every_n_layers=2"
+    assert setting_of({"compress": "int6", "every_n_layers": 2}).line == (
+        'gradckpt.enable(model, compress="int6", every_n_layers=2)'
+    )
+    assert not setting_of({"policy": "save_attention"}).compresses
+    assert setting_of({"every_n_layers": 2}).compresses
+
+
+@pytest.mark.parametrize(
+    ("candidate", "error", "said"),
+    [
+        ("itn8", ValueError, "unknown codec 'itn8'; did you mean 'int8'"),
+        ("Selective int8", ValueError, "unknown setting 'Selective int8'; did you mean 'selective int8'"),
+        ("compress_saved int9", ValueError, "did you mean 'compress_saved int8'"),
+        ({"compres": "int8"}, ValueError, "unknown option 'compres'; did you mean 'compress'"),
+        ({"compress": "int9"}, ValueError, "unknown codec 'int9'; did you mean"),
+        ({"policy": "save_atention"}, ValueError, "unknown policy 'save_atention'; did you mean 'save_attention'"),
+        (None, TypeError, "a candidate is a codec name"),
+        (8, TypeError, "not int"),
+    ],
+)
+def test_wrong_candidates(candidate, error, said):
+    with pytest.raises(error, match=said):
+        setting_of(candidate)
