@@ -39,12 +39,19 @@ class Peak:
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """A stretch of the step. ``events``: (bytes, kind); it counts ``times`` times."""
+    """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind); it counts ``times``
+    times.
+    """
 
-    name: str
+    phase: str
+    block: int | None
     events: list[tuple[int, int]]
     work: list[Work]
     times: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.phase if self.block is None else f"{self.phase} of layer {self.block}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -189,7 +196,7 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 # ---- segments ----
 
-_FORWARD, _BETWEEN, _BACKWARD = "forward", "after", "backward"
+_FORWARD, _BETWEEN, _BACKWARD = "forward", "end", "backward"
 
 
 @contextlib.contextmanager
@@ -251,11 +258,6 @@ def _segments(
         while pending is not None and (pending[0] < end or end == len(events)):
             done.append(pending[1])
             pending = next(works, None)
-        segments.append(Segment(_name(phase, block, is_loss), inside, done))
+        name = "loss" if is_loss else phase or "before the layers"
+        segments.append(Segment(name, None if is_loss or not phase else block, inside, done))
     return segments
-
-
-def _name(phase: str, block: int, is_loss: bool) -> str:
-    if is_loss:
-        return "loss"
-    return "before the layers" if not phase else f"{phase} of layer {block}" if phase != _BETWEEN else f"after layer {block}"
