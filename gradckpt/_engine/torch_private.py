@@ -260,7 +260,6 @@ NormBase = _find(
 FakeTensor = _find(
     "torch._subclasses.fake_tensor.FakeTensor", "fake tensors without a mode", type("FakeTensor", (), {})
 )
-FakeTensorMode = _find_mode("torch._subclasses.fake_tensor.FakeTensorMode", "gradckpt plan")
 default_store = _find("torch.distributed.distributed_c10d._get_default_store", "the check that ranks compress alike")
 guards = _find(
     "torch._guards._TLS", "noticing AOTAutograd around a region", types.SimpleNamespace(tracing_context=None)

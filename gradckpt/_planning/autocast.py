@@ -1,4 +1,4 @@
-"""Autocast of CUDA on fake tensors of the CPU: :func:`make_mode`.
+"""Autocast of CUDA on tensors of the CPU: :func:`cuda_autocast`.
 
 Both cast matrix products to 16 bits. Of the operators that CUDA's computes in float32, the CPU's
 leaves norms, softmax, powers and others in 16 bits: a small GPT-2 would save 15 % less.
@@ -6,14 +6,13 @@ leaves norms, softmax, powers and others in 16 bits: a small GPT-2 would save 15
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from gradckpt._engine import torch_private as private
-
-__all__ = ["make_mode"]
+__all__ = ["cuda_autocast"]
 
 #: Operators whose 16-bit inputs CUDA's autocast casts to float32 and the CPU's does not.
 _CAST = (
@@ -27,27 +26,14 @@ _RETURN = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.di
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def make_mode() -> Any:
-    """Return a FakeTensorMode under which autocast of the CPU casts as CUDA's."""
-    base = private.FakeTensorMode
-
-    class Mode(base):  # type: ignore[misc, valid-type]
-        entered = 0
-        library: torch.library.Library
-
-        def __enter__(self) -> Any:
-            if not self.entered:
-                self.library = _register()
-            self.entered += 1
-            return super().__enter__()
-
-        def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            self.entered -= 1
-            if not self.entered:
-                del self.library  # which takes its kernels back
-
-    return Mode(allow_non_fake_inputs=True)
+@contextlib.contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Let autocast of the CPU cast as CUDA's, also where a recompute enters it in backward."""
+    library = _register()
+    try:
+        yield
+    finally:
+        del library  # which takes its kernels back
 
 
 def _register() -> torch.library.Library:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradckpt._planning.adapters import add_adapters, parse_lora
-from gradckpt._planning.autocast import make_mode
+from gradckpt._planning.autocast import cuda_autocast
 from gradckpt._planning.frozen_weights import FORMATS, quantize
-from gradckpt._planning.model_source import open_source, without_packing
+from gradckpt._planning.model_source import open_source
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS, divide
 from gradckpt._stats import format_bytes
 
@@ -33,7 +33,7 @@ _CHUNK = 1024
 
 
 class ConfigModel:
-    """A model and its training step, on fake tensors: shapes and lifetimes without values.
+    """A model without weights, and its training step, which trace_step runs on paper.
 
     ``source``: a path of a config.json or of its folder, a hub id, or ``package.module:function``,
     which returns ``(model, batch)``. ``fixed``: bytes of each device during the whole step;
@@ -73,10 +73,9 @@ class ConfigModel:
         if gpus < 1 or (gpus > 1) != (shard is not None):
             raise ValueError(f"gradckpt: {gpus} devices with shard={shard}; give more than one and how they share")
 
-        self.mode = make_mode()
         # FSDP gathers weights in the dtype of autocast, so that nothing is left to cast.
         gathers = self.autocast is not None and shard in ("fsdp", "zero3")
-        built = open_source(source, (self.autocast or stored) if gathers else stored, self.mode)
+        built = open_source(source, (self.autocast or stored) if gathers else stored)
         self.model, self.takes, self.positions = built.model, built.takes, built.positions
         self._arguments, self._head = built.arguments, built.head
         self._chunked = loss == "chunked"
@@ -88,8 +87,7 @@ class ConfigModel:
             self.about.append(self._quantize(weights, self.autocast or stored))
         if adapters is not None:
             self.about.append(self._adapt(adapters))
-        with self.mode:
-            held = divide(self.model, optimizer, gpus, shard, stored if gathers else None)
+        held = divide(self.model, optimizer, gpus, shard, stored if gathers else None)
         self.fixed, self.extra, self.gradient_scale = held.fixed, held.extra, held.gradient_scale
         self.about += held.about
         states = f"Optimizer {optimizer}: {format_bytes(self.fixed['optimizer states'])} of states"
@@ -101,8 +99,17 @@ class ConfigModel:
                 "the Trainer's use_liger_kernel=True does the like."
             )
 
+    def run(self, tokens: int | None, batch: int = 1) -> None:
+        """Run forward and backward, for trace_step.
+
+        Raises:
+            ValueError: As :meth:`loss`.
+        """
+        with cuda_autocast() if self.autocast else contextlib.nullcontext():
+            self.loss(tokens, batch).backward()
+
     def loss(self, tokens: int | None, batch: int = 1) -> torch.Tensor:
-        """Return the loss of one step; call it inside ``mode``.
+        """Return the loss of one step.
 
         Raises:
             ValueError: The model takes no tokens, more tokens are given than it has positions, or
@@ -111,7 +118,7 @@ class ConfigModel:
         self._check(tokens)
         args, kwargs = self._arguments(tokens or 0, batch)
         casts = torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext()
-        with casts, without_packing():
+        with casts:
             if self._chunked:
                 return self._chunked_loss(kwargs["input_ids"], kwargs["labels"])
             output = self.model(*args, **kwargs)
@@ -166,7 +173,7 @@ class ConfigModel:
 
     def _quantize(self, bits: str, compute_dtype: torch.dtype) -> str:
         head = self._head if self._head is not None else list(self.model.modules())[-1]
-        with self.mode:
+        with torch.device("meta"):
             n = quantize(self.model, bits, compute_dtype, head)
         rest = sum(p.numel() for p in self.model.parameters())
         text = (
@@ -177,7 +184,7 @@ class ConfigModel:
         return text
 
     def _adapt(self, lora: Any) -> str:
-        with self.mode:
+        with torch.device("meta"):
             layers = add_adapters(self.model, lora, self._head, self.takes == "tokens")
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         where = "+".join(lora.targets) or "all linear layers but the output head"

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradckpt._engine import torch_private as private
 
-__all__ = ["Source", "open_source", "without_packing"]
+__all__ = ["Source", "open_source"]
 
 #: Positional and keyword arguments of the model's forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -40,7 +40,7 @@ class Source(NamedTuple):
     about: list[str]
 
 
-def open_source(source: str, dtype: torch.dtype, mode: Any) -> Source:
+def open_source(source: str, dtype: torch.dtype) -> Source:
     """Build the model that a path, a hub id or ``package.module:function`` names, with parameters
     of a dtype.
 
@@ -48,8 +48,8 @@ def open_source(source: str, dtype: torch.dtype, mode: Any) -> Source:
         ValueError: There is no such model, or its config lacks what is needed.
     """
     if ":" in source and not os.path.exists(source):
-        return _from_function(source, dtype, mode)
-    return _from_config(_read(source), dtype, mode)
+        return _from_function(source, dtype)
+    return _from_config(_read(source), dtype)
 
 
 class _RealNumbers(TorchFunctionMode):
@@ -64,9 +64,7 @@ class _RealNumbers(TorchFunctionMode):
 
 @contextmanager
 def _on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors without data, and parameters of a dtype: constructors support that as
-    from_pretrained uses it, whereas fake tensors stop at initializers that read numbers.
-    """
+    """Make tensors without data, and parameters of a dtype, as from_pretrained does."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -76,47 +74,10 @@ def _on_meta(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _make_fake(model: nn.Module, mode: Any) -> None:
-    """Replace parameters and buffers by fake ones on the CPU; tied ones stay tied."""
-    fakes: dict[torch.Tensor, torch.Tensor] = {}
-
-    def fake(x: torch.Tensor) -> torch.Tensor:
-        if x not in fakes:
-            empty = torch.empty_like(x, device="cpu", requires_grad=False)
-            fakes[x] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-        return fakes[x]
-
-    with mode:
-        for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, x in tensors.items():
-                    if x is not None:
-                        tensors[name] = fake(x)  # type: ignore[assignment]
-
-
-@contextmanager
-def without_packing() -> Iterator[None]:
-    """Tell transformers that no sequences are packed.
-
-    It reads that from positions, and takes fake ones for packed: each layer would then save a mask
-    of tokens x tokens and repeated keys, which no device does.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    before = getattr(masks, name, None)
-    if before is not None:
-        setattr(masks, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            setattr(masks, name, before)
-
-
 # ---- the user's own model
 
 
-def _from_function(source: str, dtype: torch.dtype, mode: Any) -> Source:
+def _from_function(source: str, dtype: torch.dtype) -> Source:
     module_name, _, name = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
@@ -133,18 +94,20 @@ def _from_function(source: str, dtype: torch.dtype, mode: Any) -> Source:
             "or a function of (tokens, batch)"
         )
 
-    _make_fake(model, mode)
-
     def arguments(tokens: int, samples: int) -> Arguments:
-        given = batch(tokens, samples) if callable(batch) else batch
-        given = private.tree_map(
-            lambda x: torch.empty_like(x, device="cpu") if isinstance(x, torch.Tensor) else x, given
-        )
+        given = batch(tokens, samples) if callable(batch) else private.tree_map(_on_cpu, batch)
         return ((), given) if isinstance(given, dict) else (tuple(given), {})
 
     get_head = getattr(model, "get_output_embeddings", None)
     takes = "tokens" if callable(batch) else "batch"
     return Source(model, arguments, takes, None, get_head() if get_head is not None else None, [])
+
+
+def _on_cpu(x: Any) -> Any:
+    """Return a copy of a tensor, as the step's own; one that was made on meta is zero."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.zeros_like(x, device="cpu") if x.is_meta else x.cpu().clone()
 
 
 # ---- a model of transformers
@@ -179,7 +142,7 @@ def _download(name: str) -> str:
     return path
 
 
-def _from_config(entries: dict[str, Any], dtype: torch.dtype, mode: Any) -> Source:
+def _from_config(entries: dict[str, Any], dtype: torch.dtype) -> Source:
     try:
         import transformers
     except ImportError as error:
@@ -205,7 +168,6 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype, mode: Any) -> Sour
         config.problem_type = "single_label_classification"
     with _on_meta(dtype):
         model = kind(config)
-    _make_fake(model, mode)
     model.train()
     takes, make_input = _INPUTS[main]
     names = inspect.signature(model.forward).parameters
