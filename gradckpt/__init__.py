@@ -24,6 +24,7 @@ from gradckpt._gradient_error import gradient_error
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import disable, enable
 from gradckpt._patching import patched
+from gradckpt._planning.plan import plan
 from gradckpt._residuals import residuals
 from gradckpt._stats import stats
 from gradckpt._version import __version__ as __version__
@@ -44,6 +45,7 @@ __all__ = [
     "gradient_error",
     "integrations",
     "patched",
+    "plan",
     "policies",
     "residuals",
     "selectors",

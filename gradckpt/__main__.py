@@ -1,4 +1,5 @@
-"""The console command ``gradckpt``, which is ``python -m gradckpt``: ``doctor`` and ``run``.
+"""The console command ``gradckpt``, which is ``python -m gradckpt``: ``doctor``, ``plan``
+and ``run``.
 
 The doctor says what is installed, what is in use, and whether it works; to be pasted into an issue.
 """
@@ -24,10 +25,11 @@ _EPILOG = "Exit status: 0 all is well, 1 a self-test failed or gradckpt cannot b
 
 _COMMANDS = """commands:
   doctor   print what is installed and test this machine; the default
+  plan     compute whether a training step fits into memory, from a config
   run      run a training script as it is, with compressed checkpoints
 
 gradckpt COMMAND --help describes each. python -m gradckpt is the same program.
-torchrun and accelerate start the second as a module: torchrun ... -m gradckpt.run train.py"""
+torchrun and accelerate start the last as a module: torchrun ... -m gradckpt.run train.py"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["doctor"]
     if command == "doctor":
         return doctor(rest)
+    if command == "plan":
+        return _planner().main(rest)
     if command == "run":
         run.main(rest)
         return 0
@@ -54,14 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _planner() -> Any:
+    from gradckpt._planning import command  # slow to import
+
+    return command
+
+
 def _unknown(command: str) -> str:
     if os.path.exists(command):
         return f"{command!r} is no command; to run it: gradckpt run {command}"
-    for name, parser in (("doctor", _doctor_parser()), ("run", run.parser())):
+    for name, parser in (("doctor", _doctor_parser()), ("plan", _planner().parser()), ("run", run.parser())):
         if command.partition("=")[0] in parser._option_string_actions:
             return f"{command} is an option of {name}; write gradckpt {name} {command} ..."
-    near = difflib.get_close_matches(command, ("doctor", "run"), 1)
-    return f"unknown command {command!r}; " + (f"did you mean {near[0]!r}?" if near else "choose doctor or run")
+    near = difflib.get_close_matches(command, ("doctor", "plan", "run"), 1)
+    return f"unknown command {command!r}; " + (f"did you mean {near[0]!r}?" if near else "choose doctor, plan or run")
 
 
 def _doctor_parser() -> argparse.ArgumentParser:

@@ -147,7 +147,7 @@ class _Trial:
         self.state = TrainingState(model, (x for x in inputs if x.requires_grad))
 
     def run(
-        self, setting: Setting, step: Callable[[], float | None] | None = None
+        self, setting: Setting, step: Callable[[], torch.Tensor | None] | None = None
     ) -> tuple[float | None, Stats, patched]:
         """Run a step, whose gradients then are in the parameters.
 
@@ -165,7 +165,7 @@ class _Trial:
             loss = (step or self.step)()
         if self.state.leaves_changed():
             raise ValueError("gradckpt: the step changed parameters or inputs; leave optimizer.step() out of it")
-        return loss, stats().since(before), patch
+        return None if loss is None else float(loss), stats().since(before), patch
 
     def _for_patch(self, setting: Setting) -> tuple[Any, Any]:
         others = setting.options.keys() - {"compress", "policy"}

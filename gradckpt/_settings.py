@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Union
@@ -83,7 +84,7 @@ class Setting:
                 elif self.way == "torch":
                     _use_torchs(part, place)
             if self.way == "saved":
-                stack.enter_context(compress_saved(self.options["compress"]))
+                model.__dict__["forward"] = _with_compressed_saves(model.forward, self.options["compress"])
             yield
 
 
@@ -214,6 +215,17 @@ def _use_torchs(model: Module, place: dict[str, Any]) -> None:
     modules = dict(model.named_modules())
     for name in names:
         modules[name].__dict__["forward"] = _with_torchs(modules[name])
+
+
+def _with_compressed_saves(forward: Callable[..., Any], compress: Any) -> Callable[..., Any]:
+    """Return the forward inside a with block, as in the line to write."""
+
+    @functools.wraps(forward)
+    def compressed(*args: Any, **kwargs: Any) -> Any:
+        with compress_saved(compress):
+            return forward(*args, **kwargs)
+
+    return compressed
 
 
 def _with_torchs(module: Module) -> Callable[..., Any]:

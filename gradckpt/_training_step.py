@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -26,10 +27,10 @@ def _loss_of(result: Any) -> Tensor | None:
     return result if isinstance(result, Tensor) and result.numel() == 1 else None
 
 
-def step_of_batch(model: Module, batch: Any) -> Callable[[], float]:
+def step_of_batch(model: Module, batch: Any) -> Callable[[], Tensor]:
     """Return a step that runs forward and backward of a batch and returns the loss."""
 
-    def step() -> float:
+    def step() -> Tensor:
         if isinstance(batch, Mapping):
             result = model(**batch)
         elif isinstance(batch, (tuple, list)):
@@ -43,22 +44,18 @@ def step_of_batch(model: Module, batch: Any) -> Callable[[], float]:
                 "function that runs forward and backward"
             )
         del result
-        _check_differentiable(loss)
+        if not loss.requires_grad:
+            raise ValueError("gradckpt: the loss does not require grad; compute it without detach() and no_grad()")
         loss.backward()
-        return float(loss.detach())
+        return loss.detach()
 
     return step
 
 
-def _check_differentiable(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise ValueError("gradckpt: the loss does not require grad; compute it without detach() and no_grad()")
-
-
-def step_of_function(model: Module, function: Callable[[], Any]) -> Callable[[], float | None]:
+def step_of_function(model: Module, function: Callable[[], Any]) -> Callable[[], Tensor | None]:
     """Return the step that a function of the user is."""
 
-    def step() -> float | None:
+    def step() -> Tensor | None:
         result = function()
         loss = _loss_of(result)
         if all(p.grad is None for p in model.parameters()):
@@ -68,8 +65,8 @@ def step_of_function(model: Module, function: Callable[[], Any]) -> Callable[[],
                 )
             loss.backward()
         if loss is not None:
-            return float(loss.detach())
-        return float(result) if isinstance(result, (int, float)) else None
+            return loss.detach()
+        return torch.tensor(result) if isinstance(result, (int, float)) else None
 
     return step
 

@@ -259,13 +259,14 @@ class _Again:
     def __enter__(self) -> None:
         private.push_dispatch_mode(self._mode)
         if self._key is not None:
+            self._included = private.is_included(self._key)
             self._excluded = private.is_excluded(self._key)
             private.set_excluded(self._key, False)
             private.set_included(self._key, True)
 
     def __exit__(self, *_: object) -> None:
         if self._key is not None:
-            private.set_included(self._key, False)
+            private.set_included(self._key, self._included)
             private.set_excluded(self._key, self._excluded)
         private.pop_dispatch_mode(None)
 

@@ -21,7 +21,7 @@ from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import loss_of_batch, step_of_function
+from gradckpt._training_step import step_of_batch, step_of_function
 
 __all__ = ["Plan", "Row", "plan", "plan_source"]
 
@@ -154,7 +154,7 @@ def _step_of(model: Module, batch: Any) -> Callable[[Any], object]:
     if callable(batch) and not isinstance(batch, (torch.Tensor, Mapping)):
         step = step_of_function(model, batch)
         return lambda _: step()
-    return lambda batch: loss_of_batch(model, batch).backward()
+    return lambda batch: step_of_batch(model, batch)()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._stats import uncounted
 from gradckpt._planning.paper import Event, PaperMode, Work
 
 __all__ = ["Peak", "Segment", "StepTrace", "on_paper", "trace_step"]
@@ -125,11 +126,10 @@ def trace_step(
         NotOnPaper: The step asks for values. Other exceptions of ``run`` arrive unchanged.
     """
     mode = PaperMode(concentrated)
-    taken = _C.take_stats()
     generator = torch.get_rng_state()
     marks: list[tuple[int, str, int]] = []
     try:
-        with on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
+        with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
             batch = _map(lambda x: _batch_on_paper(mode, x), batch)
             before = _C.stats()
             with mode:
@@ -142,7 +142,6 @@ def trace_step(
             }
         moved = 2 * (after["bytes_in"] - before["bytes_in"] + after["bytes_out"] - before["bytes_out"])
     finally:
-        _C.put_back_stats(taken)
         torch.set_rng_state(generator)
     events = mode.events[:]
     return StepTrace(_segments(events, mode.work, marks, gradients), moved, mode.data_dependent)

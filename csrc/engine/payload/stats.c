@@ -4,8 +4,6 @@
 #include "gradckpt.h"
 #include "engine/payload/payload_overflow.h"
 
-#include <string.h>
-
 /* Every counter once: the field is also the key in the dict. */
 #define COUNTERS(COUNTER)                                                                                       \
     COUNTER(steps) COUNTER(regions) COUNTER(regions_eligible) COUNTER(regions_compressed) COUNTER(recomputes)   \
@@ -69,30 +67,4 @@ PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused)
     (void)unused;
     s->peak_live_bytes = s->live_bytes;
     return PyLong_FromLongLong(peak);
-}
-
-PyObject *gck_take_stats_py(PyObject *module, PyObject *unused)
-{
-    (void)unused;
-    return PyBytes_FromStringAndSize((const char *)&gck_state_of(module)->stats, sizeof(gck_stats));
-}
-
-PyObject *gck_put_back_stats_py(PyObject *module, PyObject *taken)
-{
-    gck_state *state = gck_state_of(module);
-    const int64_t live = state->stats.live_bytes;
-    char *bytes;
-    Py_ssize_t n;
-
-    if (PyBytes_AsStringAndSize(taken, &bytes, &n) < 0) {
-        return NULL;
-    }
-    if (n != sizeof(gck_stats)) {
-        return PyErr_Format(PyExc_ValueError, "gradckpt: put_back_stats() takes what take_stats() returned");
-    }
-    memcpy(&state->stats, bytes, sizeof(gck_stats));
-    state->stats.live_bytes = live;
-    state->last_step = state->watched_task = -1;
-    state->epoch++;                              /* payloads of the time between are not uncounted twice */
-    Py_RETURN_NONE;
 }

@@ -11,8 +11,4 @@ PyObject *gck_reset_stats_py(PyObject *module, PyObject *unused);
 /* Return peak_live_bytes, which begins anew with what is alive now. */
 PyObject *gck_restart_peak_py(PyObject *module, PyObject *unused);
 
-/* All counters as bytes; and those counters again, except those of live payloads. */
-PyObject *gck_take_stats_py(PyObject *module, PyObject *unused);
-PyObject *gck_put_back_stats_py(PyObject *module, PyObject *taken);
-
 #endif

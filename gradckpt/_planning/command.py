@@ -1,0 +1,135 @@
+"""The command ``gradckpt plan``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gradckpt._planning import devices
+from gradckpt._planning.config_model import DTYPES, ConfigModel
+from gradckpt._planning.frozen_weights import FORMATS
+from gradckpt._planning.paper import NotOnPaper
+from gradckpt._planning.plan import plan_source
+from gradckpt._planning.shards import OPTIMIZERS, SHARDS
+from gradckpt._planning.sizes import parse_bytes
+
+__all__ = ["main", "parser"]
+
+_DESCRIPTION = """Compute what a training step of a model needs, without weights and without a GPU:
+the peak in each ready setting, what binds, and the longest sequence that fits."""
+
+_EPILOG = """examples:
+  gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 32768 --lora r=16 --device RTX-4090
+  gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss chunked --memory 80GB
+
+Peaks are exact for torch's allocator with the kernels named below the table. Not counted: the CUDA
+context, libraries' workspaces (about 1 GiB together) and fragmentation. Exit status: 0 some setting
+fits or no memory was given, 1 none fits, 2 wrong usage."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
+        prog="gradckpt plan",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("config", help="a config.json or its folder, a hub id, or package.module:function that returns (model, batch)")
+    add("--tokens", type=_number, metavar="N", help="length of a sequence; not for images")
+    add("--batch", type=_number, default=1, metavar="N", help="sequences or images of one device; default 1")
+    add("--dtype", choices=DTYPES, default="bf16", help="of parameters; bf16-mixed: float32 under autocast")
+    add("--lora", metavar="r=16[,targets=q_proj+v_proj]", help="train adapters; default: on all linear layers")
+    add("--weights", choices=FORMATS, help="how frozen weights are stored, with --lora")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default adamw")
+    add("--gpus", type=_number, default=1, metavar="N", help="devices that train together; default 1")
+    add("--shard", choices=SHARDS, help="what they divide among them")
+    add("--loss", choices=("model", "chunked"), default="model", help="the model's own, or in chunks of tokens")
+    add("--accumulate", action="store_true", help="gradients of earlier batches exist when the step begins")
+    add("--memory", type=_size, metavar="SIZE", help="of one device: 24GiB, 24GB or bytes")
+    add("--device", type=_device, metavar="NAME", help="one of: " + ", ".join(d.name for d in devices.DEVICES))
+    add("--json", action="store_true", help="print one JSON document on stdout, nothing else")
+    return made
+
+
+def _number(text: str) -> int:
+    number = int(text.replace("_", "").replace(",", ""))
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _size(text: str) -> int:
+    return _or_usage(parse_bytes, text)  # type: ignore[no-any-return]
+
+
+def _device(text: str) -> devices.Device:
+    return _or_usage(devices.find, text)  # type: ignore[no-any-return]
+
+
+def _or_usage(function: Any, text: str) -> Any:
+    try:
+        return function(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("gradckpt: ")) from None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan that the arguments ask for; return the exit status."""
+    made = parser()
+    options = made.parse_args(arguments)
+    try:
+        with _progress(options) as progress:
+            progress("building the model")
+            source = ConfigModel(
+                options.config,
+                dtype=options.dtype,
+                lora=options.lora,
+                weights=options.weights,
+                optimizer=options.optimizer,
+                gpus=options.gpus,
+                shard=options.shard,
+                loss=options.loss,
+                accumulate=options.accumulate,
+            )
+            found = plan_source(
+                source,
+                options.tokens,
+                options.batch,
+                memory=options.memory,
+                device=options.device,
+                progress=progress,
+            )
+    except (ValueError, ImportError, OSError) as error:
+        made.error(str(error).removeprefix("gradckpt: "))
+    except NotOnPaper as error:
+        made.error(f"this model asks for values ({error}); call gradckpt.plan(model, batch) in your script instead")
+    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+    return 1 if found.memory is not None and not any(row.fits for row in found.rows) else 0
+
+
+@contextlib.contextmanager
+def _progress(options: argparse.Namespace) -> Iterator[Any]:
+    """Show on a terminal what is being computed, and keep libraries silent."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    shown = sys.stderr.isatty() and not options.json
+
+    def show(text: str) -> None:
+        if shown:
+            print(f"\r\x1b[K{text} ...", end="", file=sys.stderr, flush=True)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield show
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
