@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "doctor":
         return doctor(rest)
     if command == "plan":
-        return _planner().main(rest)
+        status: int = _planner().main(rest)
+        return status
     if command == "run":
         run.main(rest)
         return 0

@@ -40,7 +40,8 @@ class ConfigModel:
     ``extra``: bytes that sharding adds while the step runs; ``gradient_scale``: the part of a
     gradient's bytes that stays on the device. ``takes``: ``"tokens"``, ``"images"`` or ``"batch"``,
     the unit that the step can be made longer in; ``positions``: the longest sequence, or None.
-    ``about``: the assumptions, in sentences.
+    ``about``: the assumptions, in
+    sentences. ``accumulate``: gradients exist when the step begins.
 
     Raises:
         ValueError: A value is unknown, or excludes another one.
@@ -57,6 +58,7 @@ class ConfigModel:
         gpus: int = 1,
         shard: str | None = None,
         loss: str = "model",
+        accumulate: bool = False,
     ) -> None:
         stored, self.autocast = DTYPES[_known("dtype", dtype, DTYPES)]
         _known("optimizer", optimizer, OPTIMIZERS)
@@ -78,8 +80,7 @@ class ConfigModel:
         built = open_source(source, (self.autocast or stored) if gathers else stored)
         self.model, self.takes, self.positions = built.model, built.takes, built.positions
         self._arguments, self._head = built.arguments, built.head
-        self._chunked = loss == "chunked"
-        if self._chunked and not self._is_causal():
+        if loss == "chunked" and not self._is_causal():
             name = type(self.model).__name__
             raise ValueError(f"gradckpt: {name} has no causal language model's head; leave out loss='chunked'")
         self.about = [self._headline(dtype), *built.about]
@@ -90,14 +91,25 @@ class ConfigModel:
         held = divide(self.model, optimizer, gpus, shard, stored if gathers else None)
         self.fixed, self.extra, self.gradient_scale = held.fixed, held.extra, held.gradient_scale
         self.about += held.about
+        if accumulate:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            for p in trained:
+                p.grad = torch.empty_like(p)
+            self.fixed["gradients"] = round(self.gradient_scale * sum(p.nbytes for p in trained))
         states = f"Optimizer {optimizer}: {format_bytes(self.fixed['optimizer states'])} of states"
         fused = ", and a fused step, the Trainer's default, which needs no other memory" if optimizer == "adamw" else ""
         self.about.append(f"{states}{fused}.")
-        if self._chunked:
+        if loss == "chunked":
+            self.model.forward = self._chunked_loss  # as Liger exchanges it
             self.about.append(
                 f"Loss in chunks of {_CHUNK:,} tokens, each computed again in backward; "
                 "the Trainer's use_liger_kernel=True does the like."
             )
+
+    @property
+    def computes_in_16_bits(self) -> bool:
+        """Whether matrix products run in 16 bits."""
+        return self.autocast is not None or next(self.model.parameters()).element_size() == 2
 
     def run(self, tokens: int | None, batch: int = 1) -> None:
         """Run forward and backward, for trace_step.
@@ -117,10 +129,7 @@ class ConfigModel:
         """
         self._check(tokens)
         args, kwargs = self._arguments(tokens or 0, batch)
-        casts = torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext()
-        with casts:
-            if self._chunked:
-                return self._chunked_loss(kwargs["input_ids"], kwargs["labels"])
+        with torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext():
             output = self.model(*args, **kwargs)
         loss = _loss_of(output)
         if loss is None:
@@ -152,9 +161,9 @@ class ConfigModel:
             *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
         }
 
-    def _chunked_loss(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _chunked_loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         base: Any = self.model.base_model
-        hidden = base(input_ids=ids)[0].flatten(0, 1).split(_CHUNK)
+        hidden = base(input_ids=input_ids)[0].flatten(0, 1).split(_CHUNK)
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten().split(_CHUNK)
         losses = [
             checkpoint(self._loss_of_chunk, part, targets, use_reentrant=False)

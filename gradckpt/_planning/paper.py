@@ -32,7 +32,10 @@ aten = torch.ops.aten
 _ADDRESSES = 2**44
 _ALIGNMENT = 64
 #: Composite operators that allocate their result and nothing else.
-_ATOMS = {f"aten::{name}" for name in ("clone", "copy_", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like")}
+_ATOMS = {
+    f"aten::{name}"
+    for name in ("clone", "copy_", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like")
+}
 _COMPOSITE = private.DispatchKey.CompositeExplicitAutograd
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
@@ -67,7 +70,7 @@ class Work:
     bytes: int
 
 
-class PaperMode(private.TorchDispatchMode):
+class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     """A dispatch mode under which nothing is computed.
 
     ``events``: allocations and releases since the mode was made. ``work``: the operators, each with
@@ -109,17 +112,17 @@ class PaperMode(private.TorchDispatchMode):
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
     def like(self, x: torch.Tensor, *, record: bool = False) -> torch.Tensor:
-        """Return a tensor on paper of the shape, strides and dtype of ``x``, whatever its device."""
+        """Return a tensor on paper of the shape, strides and dtype of ``x``."""
         return self.empty(x.size(), x.stride(), x.dtype, record=record)
 
     def _follow(self, storage: Any, *, record: bool = True) -> None:
         key = storage._cdata
         if key in self._live:
             return
-        number, nbytes = self._count, storage.nbytes()
+        number, nbytes, mode = self._count, storage.nbytes(), weakref.ref(self)
         self._count += 1
 
-        def freed(_: Any, mode: Any = weakref.ref(self)) -> None:
+        def freed(_: Any) -> None:
             if (self := mode()) is not None and self._live.pop(key, None) is not None:
                 self._paper.discard(key)
                 self.events.append(Event(-nbytes, number))
@@ -205,22 +208,25 @@ class PaperMode(private.TorchDispatchMode):
                 self._paper.add(x.untyped_storage()._cdata)
         if func._schema.is_mutable and not isinstance(outputs, (tuple, list)):
             if outputs is not None and outputs.size() != written[0].size():  # out= of another size
-                new = self.empty(outputs.size(), outputs.stride(), outputs.dtype)
+                new = self.like(outputs, record=True)
                 written[0].set_(new.untyped_storage(), 0, new.size(), new.stride())
             return written[0] if outputs is not None else None
         returns = func._schema.returns
         aliases = {i: r.alias_info.before_set for i, r in enumerate(returns) if r.alias_info is not None}
         if not aliases:
-            return _map(lambda x: self.empty(x.size(), x.stride(), x.dtype), outputs)
+            return _map(self._like_meta, outputs)
         named = {
             next(iter(a.alias_info.before_set)): (args[i] if i < len(args) else kwargs.get(a.name))
             for i, a in enumerate(func._schema.arguments)
             if a.alias_info is not None and a.alias_info.before_set
         }
         return type(outputs)(
-            named[next(iter(aliases[i]))] if i in aliases else _map(lambda x: self.empty(x.size(), x.stride(), x.dtype), x)
+            named[next(iter(aliases[i]))] if i in aliases else _map(self._like_meta, x)
             for i, x in enumerate(outputs)
         )
+
+    def _like_meta(self, x: torch.Tensor) -> torch.Tensor:
+        return self.like(x, record=True)
 
     def _followed(self, outputs: Any) -> Any:
         for x in _tensors(outputs):
@@ -237,7 +243,8 @@ class PaperMode(private.TorchDispatchMode):
             return self._followed(func(*args, **kwargs))
         if func is aten._grouped_mm.default:  # the meta kernel takes bfloat16 alone
             return self._contiguous(_grouped_shape(*args, **kwargs), args[0].dtype)
-        raise NotOnPaper(f"{func.name()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise NotOnPaper(f"{func.name()}: {reason}") from error
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         formula = flop_registry.get(func._overloadpacket)

@@ -258,7 +258,7 @@ def plan_source(
             if first.data_dependent:
                 more["at_most"] = held + trace(setting, tokens, True).peak(source.gradient_scale).size
             if len(traces) == 3:
-                more["longest"] = _longest(lengths, traces, source, limit - held)  # type: ignore[operator]
+                more["longest"] = _longest(lengths, traces, source, limit - held)
             rows.append(_row(setting, peak, held, limit, **more))
     return Plan(tuple(rows), fixed, limit, tuple(source.about), tokens)
 

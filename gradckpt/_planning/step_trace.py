@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch.nn import Module, Parameter
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
-from gradckpt._stats import uncounted
 from gradckpt._planning.paper import Event, PaperMode, Work
+from gradckpt._stats import uncounted
 
 __all__ = ["Peak", "Segment", "StepTrace", "on_paper", "trace_step"]
 
@@ -55,6 +54,30 @@ class Segment:
         return self.phase if self.block is None else f"{self.phase} of layer {self.block}"
 
 
+class _Up:
+    """How far a segment rises above its start, and its net, by kind."""
+
+    def __init__(self, segment: Segment, scale: Sequence[float]) -> None:
+        self.segment = segment
+        self.net = [0.0] * len(KINDS)
+        self.top = [0.0] * len(KINDS)
+        total = highest = 0.0
+        for size, kind in segment.events:
+            self.net[kind] += size * scale[kind]
+            total += size * scale[kind]
+            if total > highest:
+                highest, self.top = total, list(self.net)
+
+    def peak(self, before: Sequence[float]) -> Peak:
+        """Return its peak above what was alive before; what it adds, except gradients, is its
+        working set.
+        """
+        parts = dict(zip(KINDS, map(round, before), strict=True))
+        for kind, size in zip(KINDS, self.top, strict=True):
+            parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += round(size)
+        return Peak(round(sum(before) + sum(self.top)), self.segment.name, parts)
+
+
 @dataclasses.dataclass(slots=True)
 class StepTrace:
     """One step. ``payload_bytes``: read and written by codecs. ``data_dependent``: sizes depended
@@ -70,25 +93,19 @@ class StepTrace:
 
         ``gradient_scale``: the part of a gradient's bytes that stays on the device.
         """
-        scale = [1.0, 1.0, gradient_scale, 1.0]
+        scale = (1.0, 1.0, gradient_scale, 1.0)
         alive = [0.0] * len(KINDS)
         found = []
-        for segment in self.segments:
-            delta = [0.0] * len(KINDS)
-            total = highest = 0.0
-            at = list(delta)
-            for size, kind in segment.events:
-                delta[kind] += size * scale[kind]
-                total += size * scale[kind]
-                if total > highest:
-                    highest, at = total, list(delta)
-            # A net that grows is highest in the last of the repetitions, else in the first.
-            before = [a + d * (segment.times - 1 if total > 0 else 0) for a, d in zip(alive, delta, strict=True)]
-            parts = dict(zip(KINDS, [round(x) for x in before], strict=True))
-            for kind, size in zip(KINDS, at, strict=True):
-                parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += round(size)
-            found.append(Peak(round(sum(before) + highest), segment.name, parts))
-            alive = [a + d * segment.times for a, d in zip(alive, delta, strict=True)]
+        for _, cycle in itertools.groupby(self.segments, lambda s: (s.block, s.times) if s.times > 1 else id(s)):
+            ups = [_Up(segment, scale) for segment in cycle]
+            growth = [sum(up.net[kind] for up in ups) for kind in range(len(KINDS))]
+            repeats = ups[0].segment.times - 1
+            # What grows is highest in the last repetition, else in the first.
+            before = [x + repeats * d for x, d in zip(alive, growth, strict=True)] if sum(growth) > 0 else list(alive)
+            for up in ups:
+                found.append(up.peak(before))
+                before = [x + d for x, d in zip(before, up.net, strict=True)]
+            alive = [x + (repeats + 1) * d for x, d in zip(alive, growth, strict=True)]
         return found
 
     def peak(self, gradient_scale: float = 1.0) -> Peak:
