@@ -11,6 +11,7 @@ model may ask them questions.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import mmap
@@ -32,7 +33,9 @@ aten = torch.ops.aten
 _ADDRESSES = 2**44
 _ALIGNMENT = 64
 #: Composite operators that allocate their result and nothing else.
-_ATOMS = {f"aten::{name}" for name in ("clone", "copy_", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like")}
+_ATOMS = {
+    f"aten::{name}" for name in ("clone", "copy_", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like")
+}
 _COMPOSITE = private.DispatchKey.CompositeExplicitAutograd
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
@@ -67,7 +70,7 @@ class Work:
     bytes: int
 
 
-class PaperMode(private.TorchDispatchMode):
+class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     """A dispatch mode under which nothing is computed.
 
     ``events``: allocations and releases since the mode was made. ``work``: the operators, each with
@@ -198,7 +201,8 @@ class PaperMode(private.TorchDispatchMode):
 
     def _results(self, func: Any, outputs: Any, args: Any, kwargs: Any, known: bool) -> Any:
         if known and not func._schema.is_mutable and all(map(_is_small, _tensors(outputs))):
-            return self._followed(func(*args, **kwargs))
+            with contextlib.suppress(NotImplementedError):  # an operator of CUDA alone
+                return self._followed(func(*args, **kwargs))
         written = _written(func, args, kwargs)
         for x in written:  # a tensor of the step, written with what has no values
             if x.untyped_storage()._cdata in self._live:
@@ -218,7 +222,9 @@ class PaperMode(private.TorchDispatchMode):
             if a.alias_info is not None and a.alias_info.before_set
         }
         return type(outputs)(
-            named[next(iter(aliases[i]))] if i in aliases else _map(lambda x: self.empty(x.size(), x.stride(), x.dtype), x)
+            named[next(iter(aliases[i]))]
+            if i in aliases
+            else _map(lambda x: self.empty(x.size(), x.stride(), x.dtype), x)
             for i, x in enumerate(outputs)
         )
 
@@ -237,7 +243,9 @@ class PaperMode(private.TorchDispatchMode):
             return self._followed(func(*args, **kwargs))
         if func is aten._grouped_mm.default:  # the meta kernel takes bfloat16 alone
             return self._contiguous(_grouped_shape(*args, **kwargs), args[0].dtype)
-        raise NotOnPaper(f"{func.name()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        raise NotOnPaper(
+            f"{func.name()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         formula = flop_registry.get(func._overloadpacket)
