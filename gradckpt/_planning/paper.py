@@ -112,7 +112,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
     def like(self, x: torch.Tensor, *, record: bool = False) -> torch.Tensor:
-        """Return a tensor on paper of the shape, strides and dtype of ``x``, whatever its device."""
+        """Return a tensor on paper with the shape, strides and dtype of ``x``, of any device."""
         return self.empty(x.size(), x.stride(), x.dtype, record=record)
 
     def _follow(self, storage: Any, *, record: bool = True) -> None:
@@ -121,8 +121,9 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             return
         number, nbytes = self._count, storage.nbytes()
         self._count += 1
+        mode = weakref.ref(self)
 
-        def freed(_: Any, mode: Any = weakref.ref(self)) -> None:
+        def freed(_: Any) -> None:
             if (self := mode()) is not None and self._live.pop(key, None) is not None:
                 self._paper.discard(key)
                 self.events.append(Event(-nbytes, number))
