@@ -16,7 +16,7 @@ __all__ = ["cuda_autocast"]
 
 #: Operators whose 16-bit inputs CUDA's autocast casts to float32 and the CPU's does not.
 _CAST = (
-    *("layer_norm", "native_layer_norm", "group_norm", "softplus", "rsqrt", "reciprocal", "exp", "expm1"),
+    *("layer_norm", "native_layer_norm", "group_norm", "rms_norm", "softplus", "rsqrt", "reciprocal", "exp", "expm1"),
     *("log", "log1p", "log2", "log10", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "logsumexp"),
 )
 
