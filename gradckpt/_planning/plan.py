@@ -18,6 +18,7 @@ from gradckpt._planning.devices import Device
 from gradckpt._planning.paper import NotOnPaper
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
+from gradckpt._planning.target_kernels import cuda_kernels
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes
 from gradckpt._training_state import TrainingState
@@ -236,7 +237,7 @@ def plan_source(
     blocks = find_blocks(source.model)
     lengths = [tokens] if tokens is None or limit is None or tokens < 64 else [tokens, tokens // 2, tokens // 4]
     rows = []
-    with shortened(source.model, blocks) as short:
+    with cuda_kernels(), shortened(source.model, blocks) as short:
 
         def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:
             with _quiet(), setting.active(source.model):

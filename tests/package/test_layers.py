@@ -43,6 +43,8 @@ PYTHON = {
     "gradckpt._planning": {"gradckpt", "gradckpt.__main__"},
     "gradckpt._models": {
         "gradckpt",
+        "gradckpt._planning.blocks",
+        "gradckpt._planning.plan",
         "gradckpt._planning.shards",
         "gradckpt._engine.callbacks",
         "gradckpt._engine.saved_tensors",
