@@ -191,6 +191,9 @@ has_kernel_for_key = _find(
 has_fallback = _find(
     "torch._C._dispatch_has_backend_fallback", "catching operators without a dispatch mode", lambda key: False
 )
+select_conv_backend = _find(
+    "torch._C._select_conv_backend", "the CPU's convolutions in plan()", lambda *how: "unknown"
+)
 DispatchKey = _find("torch._C.DispatchKey", "forward-mode differentiation")
 BelowInplace = _find("torch._C._AutoDispatchBelowADInplaceOrView", "torch.ops.gradckpt inside autograd")
 after_inplace = _find("torch._C._after_ADInplaceOrView_keyset", "torch.ops.gradckpt inside autograd")

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._planning.cpu_scratch import scratch_of
 
 __all__ = ["Event", "NotOnPaper", "PaperMode"]
 
@@ -32,10 +33,14 @@ aten = torch.ops.aten
 #: Addresses, of which no memory is ever touched; storages take them in turn.
 _ADDRESSES = 2**44
 _ALIGNMENT = 64
-#: Composite operators that allocate their result and nothing else.
-_ATOMS = {
-    f"aten::{name}"
-    for name in ("clone", "copy_", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like")
+#: Operators that only call others, which then run one by one: what these allocate counts, and a
+#: region that keeps discrete results sees theirs. Other composite kernels may read memory.
+_PARTS = {
+    aten._safe_softmax.default,
+    aten.logsumexp.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.constant_pad_nd.default,
+    aten.repeat.default,
 }
 _COMPOSITE = private.DispatchKey.CompositeExplicitAutograd
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
@@ -78,12 +83,14 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     the number of events before it. ``operator``: the running one. ``data_dependent``: the size of
     a result depended on values.
 
-    Routers choose by values that do not exist. ``concentrated=False`` lets them choose all experts
-    equally often, ``True`` the first ones for every token, which needs most memory.
+    ``device_is_cpu``: count what the CPU's convolutions allocate. ``concentrated``: routers choose
+    by values that do not exist; ``False`` lets them choose all experts equally often, ``True`` the
+    first ones for every token, which needs most memory.
     """
 
-    def __init__(self, concentrated: bool = False) -> None:
+    def __init__(self, concentrated: bool = False, *, device_is_cpu: bool = True) -> None:
         super().__init__()
+        self.device_is_cpu = device_is_cpu
         self._concentrated = concentrated
         self.data_dependent = False
         self._space = mmap.mmap(-1, _ADDRESSES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -157,7 +164,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.operator = func.name()
         if func.is_view or func in _ALIASING:
             return func(*args, **kwargs)
-        if _is_composite(func):
+        if func in _PARTS:
             try:
                 with _Again(self):
                     return func._op_dk(_COMPOSITE, *args, **kwargs)
@@ -170,7 +177,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             return self._followed(func(*args, **kwargs))
         kwargs = _on_cpu(kwargs)
         try:
-            outputs = func(*_map(_meta, args), **_meta_options(_map(_meta, kwargs)))
+            outputs = _meta_results(func, args, kwargs)
         except Exception as error:
             outputs = self._without_meta(func, args, kwargs, known, error)
         else:
@@ -216,7 +223,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         returns = func._schema.returns
         aliases = {i: r.alias_info.before_set for i, r in enumerate(returns) if r.alias_info is not None}
         if not aliases:
-            return _map(self._like_meta, outputs)
+            scratch = scratch_of(func, args, outputs) if self.device_is_cpu else None
+            return _map(self._like_meta, outputs) if scratch is None else self._with_scratch(*scratch)
         named = {
             next(iter(a.alias_info.before_set)): (args[i] if i < len(args) else kwargs.get(a.name))
             for i, a in enumerate(func._schema.arguments)
@@ -226,6 +234,18 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             named[next(iter(aliases[i]))] if i in aliases else _map(self._like_meta, x)
             for i, x in enumerate(outputs)
         )
+
+    def _with_scratch(self, outputs: Any, sizes: list[int | None]) -> Any:
+        """Return the results, each allocated in its turn among what lives only in the operator."""
+        results = [outputs] if isinstance(outputs, torch.Tensor) else [x for x in outputs if x is not None]
+        made: dict[int, torch.Tensor] = {}
+        for size in sizes:
+            if size is not None:
+                self.events.append(Event(size, -1))
+            elif len(made) < len(results):
+                x = results[len(made)]
+                made[id(x)] = self.like(x, record=True)
+        return _map(lambda x: made[id(x)] if id(x) in made else self.like(x, record=True), outputs)
 
     def _like_meta(self, x: torch.Tensor) -> torch.Tensor:
         return self.like(x, record=True)
@@ -251,6 +271,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     def _count_work(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         formula = flop_registry.get(func._overloadpacket)
         flop = formula(*args, **kwargs, out_val=outputs) if formula is not None else 0
+        if flop and (causal := _causal_place(func)) is not None and len(args) > causal and args[causal]:
+            flop //= 2  # half of the scores are skipped
         moved = sum(x.numel() * x.element_size() for x in (*_tensors((args, kwargs)), *_tensors(outputs)))
         self.work.append((len(self.events), Work(flop, moved)))
 
@@ -297,19 +319,8 @@ def _with_tensors(func: Any, args: Any) -> Any:
 
 
 @functools.cache
-def _is_composite(func: Any) -> bool:
-    """Return whether the operator only calls others, which then are run one by one.
-
-    What they allocate in between counts, and a region that keeps discrete results sees theirs.
-    """
-    name = func.name()
-    takes_tensors = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
-    return (
-        takes_tensors
-        and name not in _ATOMS
-        and private.has_kernel_for_key(name, "CompositeExplicitAutograd")
-        and not private.has_kernel_for_key(name, "CPU")
-    )
+def _causal_place(func: Any) -> int | None:
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "is_causal"), None)
 
 
 def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> tuple[int, ...]:
@@ -340,6 +351,35 @@ def _map(function: Any, tree: Any) -> Any:
 
 def _meta(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+
+#: What operators returned on meta, by their operands' shapes: blocks of a model repeat them.
+_seen: dict[Any, Any] = {}
+_MOST_SEEN = 2**14
+
+
+def _meta_results(func: Any, args: Any, kwargs: Any) -> Any:
+    key: Any = func, _frozen(args), _frozen(kwargs)
+    try:
+        found = _seen.get(key, _seen)
+    except TypeError:  # an argument that has no hash
+        return func(*_map(_meta, args), **_meta_options(_map(_meta, kwargs)))
+    if found is _seen:
+        found = func(*_map(_meta, args), **_meta_options(_map(_meta, kwargs)))
+        if len(_seen) >= _MOST_SEEN:
+            _seen.clear()
+        _seen[key] = found
+    return found
+
+
+def _frozen(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.size(), tree.stride(), tree.dtype
+    if isinstance(tree, (tuple, list)):
+        return tuple([_frozen(x) for x in tree])
+    if isinstance(tree, dict):
+        return tuple([(key, _frozen(x)) for key, x in tree.items()])
+    return type(tree), tree  # 1, 1.0 and True are equal
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from gradckpt._planning.devices import Device
 from gradckpt._planning.paper import NotOnPaper
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
-from gradckpt._planning.target_kernels import cuda_kernels
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes
 from gradckpt._training_state import TrainingState
@@ -179,10 +178,12 @@ def _on_paper(
     fixed: dict[str, int],
     limit: int | None,
 ) -> Row:
+    cuda = any(p.device.type == "cuda" for p in model.parameters())
+
     def trace(concentrated: bool) -> StepTrace:
         with _quiet(), setting.active(model, modules):
             given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
-            return trace_step(model, run, given, blocks=blocks, concentrated=concentrated)
+            return trace_step(model, run, given, blocks=blocks, concentrated=concentrated, cuda=cuda)
 
     found = trace(False)
     peak, held = found.peak(), sum(fixed.values())
@@ -237,7 +238,7 @@ def plan_source(
     blocks = find_blocks(source.model)
     lengths = [tokens] if tokens is None or limit is None or tokens < 64 else [tokens, tokens // 2, tokens // 4]
     rows = []
-    with cuda_kernels(), shortened(source.model, blocks) as short:
+    with shortened(source.model, blocks) as short:
 
         def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:
             with _quiet(), setting.active(source.model):
@@ -246,6 +247,7 @@ def plan_source(
                     lambda _: source.run(length, batch),
                     blocks=short.modules,
                     concentrated=concentrated,
+                    cuda=True,
                 )
             short.repeat(found.segments)
             return found

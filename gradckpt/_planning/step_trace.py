@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.paper import Event, PaperMode, Work
+from gradckpt._planning.target_kernels import cuda_kernels
 from gradckpt._stats import uncounted
 
 __all__ = ["Peak", "Segment", "StepTrace", "on_paper", "trace_step"]
@@ -126,6 +127,7 @@ def trace_step(
     *,
     blocks: Sequence[Module] = (),
     concentrated: bool = False,
+    cuda: bool = False,
 ) -> StepTrace:
     """Run one step on paper.
 
@@ -138,18 +140,19 @@ def trace_step(
         batch: Tensors in containers; floating point ones lose their values.
         blocks: The repeated modules that name the segments.
         concentrated: Let every token choose the same experts.
+        cuda: Count what CUDA's kernels save, instead of the CPU's.
 
     Raises:
         NotOnPaper: The step asks for values. Other exceptions of ``run`` arrive unchanged.
     """
-    mode = PaperMode(concentrated)
+    mode = PaperMode(concentrated, device_is_cpu=not cuda)
     generator = torch.get_rng_state()
     marks: list[tuple[int, str, int]] = []
     try:
         with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
             batch = _map(lambda x: _batch_on_paper(mode, x), batch)
             before = _C.stats()
-            with mode:
+            with cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 run(batch)
             after = _C.stats()
             gradients = {
