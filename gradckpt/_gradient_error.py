@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Union
 
 import torch
@@ -22,7 +20,7 @@ from gradckpt._patching import patched
 from gradckpt._settings import EXACT, Candidate, Setting, setting_of
 from gradckpt._stats import Stats, stats, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import halves_of, step_of_batch, step_of_function, tensors_in
+from gradckpt._training_step import alone, halves_of, step_of_batch, step_of_function, tensors_in
 
 __all__ = ["gradient_error"]
 
@@ -75,10 +73,10 @@ def gradient_error(
         raise TypeError(f"gradckpt: gradient_error() takes a torch.nn.Module, not {type(model).__name__}")
     chosen = _settings_of(candidates)
     _check(model, chosen)
-    with _without_all_reduce(model):
+    with alone(model):
         trial = _Trial(model, batch_or_step, modules)
         try:
-            with uncounted(), torch.enable_grad(), _without_graphs():
+            with uncounted():
                 return _measure(trial, chosen)
         finally:
             trial.state.restore()
@@ -106,22 +104,6 @@ def _check(model: Module, chosen: Mapping[str, Setting]) -> None:
         raise ValueError(f"gradckpt: no parameter of {name} requires grad; call requires_grad_() on some")
     if not model.training and any(setting.way == "enable" for setting in chosen.values()):
         raise ValueError(f"gradckpt: {name} is in eval mode, where nothing is checkpointed; call model.train()")
-
-
-def _without_all_reduce(model: Module) -> AbstractContextManager[Any]:
-    """Keep the gradients of DistributedDataParallel on their rank, and its buckets untouched."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return model.no_sync()
-    return contextlib.nullcontext()
-
-
-def _without_graphs() -> AbstractContextManager[Any]:
-    """Run compiled code eagerly.
-
-    Each setting would need graphs of its own, which count against Dynamo's limit for the training.
-    """
-    compiles = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 # ---- runs ----

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +15,23 @@ from torch.nn import Module
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
 
-__all__ = ["halves_of", "step_of_batch", "step_of_function", "tensors_in"]
+__all__ = ["alone", "halves_of", "step_of_batch", "step_of_function", "tensors_in"]
+
+
+@contextlib.contextmanager
+def alone(model: Module) -> Iterator[None]:
+    """Let steps in the block run on this rank alone, with grad and without compiled graphs.
+
+    Gradients of DistributedDataParallel stay on their rank, and its buckets untouched. Compiled
+    code runs eagerly: graphs of each setting would count against Dynamo's limit for the training.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def _loss_of(result: Any) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,12 @@ from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._planning.blocks import find_blocks, shortened
 from gradckpt._planning.devices import Device
-from gradckpt._planning.paper import NotOnPaper
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import step_of_batch, step_of_function
+from gradckpt._training_step import alone, step_of_batch, step_of_function
 
 __all__ = ["Plan", "Row", "plan", "plan_source"]
 
@@ -127,6 +127,7 @@ def plan(
     """
     if not model.training:
         raise ValueError("gradckpt: plan() needs a model in training mode; call model.train() first")
+    _refuse_shards(model)
     limit = None if memory is None else parse_bytes(memory)
     run = _step_of(model, batch)
     blocks = find_blocks(model, modules)
@@ -135,19 +136,27 @@ def plan(
         "parameters and buffers": sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
         "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
     }
-    rows = []
-    for setting in READY:
+    rows: list[Row] = []
+    with alone(model), _quiet():
         if not measure:
             try:
-                rows.append(_on_paper(model, setting, run, batch, blocks, modules, fixed, limit))
-                continue
-            except NotOnPaper as error:
-                measure = True
-                about.append(f"This step cannot be run on paper ({error}); real steps were measured.")
-                logger.info("gradckpt: %s", about[-1])
-                rows = [_measured(model, s, run, batch, modules, fixed, limit) for s in READY[: len(rows)]]
-        rows.append(_measured(model, setting, run, batch, modules, fixed, limit))
+                rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
+            except Exception as error:
+                logger.debug("gradckpt: the step did not run on paper", exc_info=True)
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
+        if not rows:
+            rows = [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
     return Plan(tuple(rows), fixed, limit, tuple(about))
+
+
+def _refuse_shards(model: Module) -> None:
+    tensors = sys.modules.get("torch.distributed.tensor")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if (tensors is not None and any(isinstance(p, tensors.DTensor) for p in model.parameters())) or (
+        fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
+    ):
+        raise ValueError("gradckpt: plan() cannot run a sharded model; call it before fully_shard(model)")
 
 
 def _step_of(model: Module, batch: Any) -> Callable[[Any], object]:
@@ -181,7 +190,7 @@ def _on_paper(
     cuda = any(p.device.type == "cuda" for p in model.parameters())
 
     def trace(concentrated: bool) -> StepTrace:
-        with _quiet(), setting.active(model, modules):
+        with setting.active(model, modules):
             given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
             return trace_step(model, run, given, blocks=blocks, concentrated=concentrated, cuda=cuda)
 
@@ -208,7 +217,7 @@ def _measured(
 ) -> Row:
     state = TrainingState(model)
     try:
-        with _quiet(), setting.active(model, modules), track_memory(model) as memory:
+        with setting.active(model, modules), track_memory(model) as memory:
             run(batch)
     except torch.OutOfMemoryError:
         return Row(setting.name, setting.line, None, None, fits=False, problem="out of memory")
