@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
@@ -42,7 +41,6 @@ _PARTS = {
     aten.constant_pad_nd.default,
     aten.repeat.default,
 }
-_COMPOSITE = private.DispatchKey.CompositeExplicitAutograd
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
 #: Tensors up to these sizes in bytes are computed where all operands have values.
@@ -167,7 +165,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         if func in _PARTS:
             try:
                 with _Again(self):
-                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+                    return func._op_dk(private.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
             except NotOnPaper:  # its parts need values, its shape does not
                 self.operator = func.name()
         known = all(map(self.has_values, _tensors((args, kwargs))))
@@ -269,7 +267,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         raise NotOnPaper(f"{func.name()}: {reason}") from error
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _formula(func)
         flop = formula(*args, **kwargs, out_val=outputs) if formula is not None else 0
         if flop and (causal := _causal_place(func)) is not None and len(args) > causal and args[causal]:
             flop //= 2  # half of the scores are skipped
@@ -316,6 +314,13 @@ def _with_tensors(func: Any, args: Any) -> Any:
         torch.scalar_tensor(x, dtype=torch.tensor(x).dtype) if i in places and isinstance(x, (bool, int, float)) else x
         for i, x in enumerate(args)
     )
+
+
+@functools.cache
+def _formula(func: Any) -> Any:
+    from torch.utils.flop_counter import flop_registry  # not with gradckpt: it leaves traces in torch
+
+    return flop_registry.get(func._overloadpacket)
 
 
 @functools.cache
