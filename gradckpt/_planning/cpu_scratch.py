@@ -1,4 +1,4 @@
-"""What convolutions of the CPU allocate while they run: :func:`scratch_of`.
+"""What convolutions and attention of the CPU allocate while they run: :func:`scratch_of`.
 
 oneDNN copies operands into its own layouts and results out of them. The order and the sizes are
 those that torch 2.13's CPU allocator reports.
@@ -93,7 +93,27 @@ def _in_channels_last(x: Any) -> Any:
     return x.contiguous(memory_format=torch.channels_last) if x is not None and x.dim() == 4 else x
 
 
+def _attention(results: Any, q: Any, k: Any, *_: Any) -> Scratch:
+    rows, columns = _tile(q, k)
+    buffer = torch.get_num_threads() * 4 * (rows * columns + 2 * rows + rows * q.shape[-1])
+    return Scratch(results, [None, None, buffer, -buffer])
+
+
+def _attention_backward(results: Any, gradient: Any, q: Any, k: Any, *_: Any) -> Scratch:
+    rows, columns = _tile(q, k)
+    buffer = torch.get_num_threads() * 4 * 2 * rows * columns
+    return Scratch(results, [q.nbytes, None, None, None, buffer, -buffer, -q.nbytes])
+
+
+def _tile(q: Any, k: Any) -> tuple[int, int]:
+    """Return the rows and columns of the scores that a thread has at once."""
+    rows = 256 if q.shape[-2] >= 768 else 64 if q.shape[-2] >= 192 else 32
+    return rows, min(512, k.shape[-2])
+
+
 _SCRATCH: dict[Any, Callable[..., Scratch | None]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.convolution.default: _forward,
     aten.convolution_backward.default: _backward,
 }

@@ -160,14 +160,14 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         args = _with_tensors(func, args)
         self.operator = func.name()
-        if func.is_view or func in _ALIASING:
-            return func(*args, **kwargs)
-        if func in _PARTS:
+        if (key := _composite_key(func)) is not None:
             try:
                 with _Again(self):
-                    return func._op_dk(private.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+                    return func._op_dk(key, *args, **kwargs)
             except NotOnPaper:  # its parts need values, its shape does not
                 self.operator = func.name()
+        elif func.is_view or func in _ALIASING:
+            return func(*args, **kwargs)
         known = all(map(self.has_values, _tensors((args, kwargs))))
         if func is aten._local_scalar_dense.default and known:
             return func(*args, **kwargs)
@@ -180,8 +180,6 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             outputs = self._without_meta(func, args, kwargs, known, error)
         else:
             outputs = self._results(func, outputs, args, kwargs, known)
-        if func in _CHOICES and not known:
-            outputs = self._choose(outputs, args[0].shape[-1] if args[0].dim() else 1)
         self._count_work(func, args, kwargs, outputs)
         return outputs
 
@@ -192,11 +190,11 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         """Give indices values: 0, 1, ... in turn, or for each row the same ones."""
         found = outputs if isinstance(outputs, torch.Tensor) else outputs[-1]
         if not _is_small(found):
-            return outputs
+            return _map(self._like_meta, outputs)
         chosen = found.shape[-1] if found is not outputs and found.dim() else 1
         count = torch.arange(chosen).expand(found.shape) if self._concentrated else torch.arange(found.numel())
         indices = self._followed((count % choices).reshape(found.shape).contiguous())
-        return indices if found is outputs else (*outputs[:-1], indices)
+        return indices if found is outputs else (*_map(self._like_meta, outputs[:-1]), indices)
 
     def _made_here(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an in-place operator writes only small tensors that the step made."""
@@ -220,6 +218,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             return written[0] if outputs is not None else None
         returns = func._schema.returns
         aliases = {i: r.alias_info.before_set for i, r in enumerate(returns) if r.alias_info is not None}
+        if func in _CHOICES and not known:
+            return self._choose(outputs, args[0].shape[-1] if args[0].dim() else 1)
         if not aliases:
             scratch = scratch_of(func, args, outputs) if self.device_is_cpu else None
             return _map(self._like_meta, outputs) if scratch is None else self._with_scratch(*scratch)
@@ -314,6 +314,16 @@ def _with_tensors(func: Any, args: Any) -> Any:
         torch.scalar_tensor(x, dtype=torch.tensor(x).dtype) if i in places and isinstance(x, (bool, int, float)) else x
         for i, x in enumerate(args)
     )
+
+
+@functools.cache
+def _composite_key(func: Any) -> Any:
+    """Return where the kernel lies that only calls other operators; below autograd, a mode gets the
+    operators that autograd would have taken apart.
+    """
+    if private.has_kernel_for_key(func.name(), "CompositeImplicitAutograd"):
+        return private.DispatchKey.CompositeImplicitAutograd
+    return private.DispatchKey.CompositeExplicitAutograd if func in _PARTS else None
 
 
 @functools.cache
