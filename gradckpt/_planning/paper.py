@@ -37,7 +37,6 @@ _ALIGNMENT = 64
 _PARTS = {
     aten._safe_softmax.default,
     aten.logsumexp.default,
-    aten.binary_cross_entropy_with_logits.default,
     aten.constant_pad_nd.default,
     aten.repeat.default,
 }
@@ -321,7 +320,8 @@ def _composite_key(func: Any) -> Any:
     """Return where the kernel lies that only calls other operators; below autograd, a mode gets the
     operators that autograd would have taken apart.
     """
-    if private.has_kernel_for_key(func.name(), "CompositeImplicitAutograd"):
+    implicit = private.has_kernel_for_key(func.name(), "CompositeImplicitAutograd")
+    if implicit and not private.has_kernel_for_key(func.name(), "CPU"):
         return private.DispatchKey.CompositeImplicitAutograd
     return private.DispatchKey.CompositeExplicitAutograd if func in _PARTS else None
 
