@@ -23,6 +23,7 @@ import torch
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
 from gradckpt._planning.cpu_scratch import scratch_of
 
 __all__ = ["Event", "NotOnPaper", "PaperMode"]
@@ -82,7 +83,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     ``device_is_cpu``: count what the CPU's convolutions allocate. ``concentrated``: routers choose
     by values that do not exist; ``False`` lets them choose all experts equally often, ``True`` the
-    first ones for every token, which needs most memory.
+    first ones for nearly every token, which needs most memory.
     """
 
     def __init__(self, concentrated: bool = False, *, device_is_cpu: bool = True) -> None:
@@ -137,6 +138,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             self.events.append(Event(nbytes, number))
 
     def __enter__(self) -> Any:
+        uses_of_one()  # while no backward runs
         first = torch.frombuffer(self._space, dtype=torch.uint8, count=1).data_ptr()
         _C.set_on_paper(first, first + _ADDRESSES)
         return super().__enter__()
@@ -172,6 +174,10 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if func._schema.is_mutable and known and self._made_here(func, args, kwargs):
             return self._followed(func(*args, **kwargs))
+        if not known and accumulates_in_place(func, args):
+            self._paper.add(args[0].untyped_storage()._cdata)
+            self._count_work(func, args, kwargs, args[0])
+            return args[0]
         kwargs = _on_cpu(kwargs)
         try:
             outputs = _meta_results(func, args, kwargs)
@@ -186,13 +192,19 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         return self.empty(shape, torch.empty(shape, device="meta").stride(), dtype)
 
     def _choose(self, outputs: Any, choices: int) -> Any:
-        """Give indices values: 0, 1, ... in turn, or for each row the same ones."""
+        """Give indices values: 0, 1, ... in turn; or the same ones for most rows, once each of the
+        others, whose part of the backward then comes first.
+        """
         found = outputs if isinstance(outputs, torch.Tensor) else outputs[-1]
         if not _is_small(found):
             return _map(self._like_meta, outputs)
-        chosen = found.shape[-1] if found is not outputs and found.dim() else 1
-        count = torch.arange(chosen).expand(found.shape) if self._concentrated else torch.arange(found.numel())
-        indices = self._followed((count % choices).reshape(found.shape).contiguous())
+        count = torch.arange(found.numel())
+        if self._concentrated:
+            chosen = found.shape[-1] if found is not outputs and found.dim() else 1
+            others = choices - chosen
+            count[others:] %= chosen
+            count[:others] += chosen
+        indices = self._followed((count % choices).reshape(found.shape))
         return indices if found is outputs else (*_map(self._like_meta, outputs[:-1]), indices)
 
     def _made_here(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -228,8 +240,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             if a.alias_info is not None and a.alias_info.before_set
         }
         return type(outputs)(
-            named[next(iter(aliases[i]))] if i in aliases else _map(self._like_meta, x)
-            for i, x in enumerate(outputs)
+            named[next(iter(aliases[i]))] if i in aliases else _map(self._like_meta, x) for i, x in enumerate(outputs)
         )
 
     def _with_scratch(self, outputs: Any, sizes: list[int | None]) -> Any:

@@ -34,9 +34,10 @@ _COMPUTE, _MEMORY = 0.5, 0.8
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One setting. ``peak``: bytes above the start of the step, and where; ``total``: with what is
-    there during the whole step. ``at_most``: ``total`` if all tokens choose the same experts, None
-    if sizes do not depend on that. ``longest``: tokens of the longest sequence that fits, 0 if none
-    does, None if unknown. ``seconds``: estimate for a step. ``problem``: why there are no figures.
+    there during the whole step. ``at_most``: ``total`` if nearly all tokens choose the same
+    experts, None if sizes do not depend on that. ``longest``: tokens of the longest sequence that
+    fits, 0 if none does, None if unknown. ``seconds``: estimate for a step. ``problem``: why there
+    are no figures.
     """
 
     name: str

@@ -139,7 +139,7 @@ def trace_step(
         run: Runs forward and backward on the batch that it is given.
         batch: Tensors in containers; floating point ones lose their values.
         blocks: The repeated modules that name the segments.
-        concentrated: Let every token choose the same experts.
+        concentrated: Let nearly every token choose the same experts.
         cuda: Count what CUDA's kernels save, instead of the CPU's.
 
     Raises:
@@ -156,9 +156,7 @@ def trace_step(
                 run(batch)
             after = _C.stats()
             gradients = {
-                number
-                for p in parameters
-                if p.grad is not None and (number := mode.number_of(p.grad)) is not None
+                number for p in parameters if p.grad is not None and (number := mode.number_of(p.grad)) is not None
             }
         moved = 2 * (after["bytes_in"] - before["bytes_in"] + after["bytes_out"] - before["bytes_out"])
     finally:

@@ -135,7 +135,7 @@ def test_a_step_takes_what_the_real_one_takes(family, dtype, write, monkeypatch)
     text = planned.takes == "tokens"
     samples = 2 if text else 32
     trace = step(planned, 32 if text else None, samples)
-    assert trace.data_dependent == (family == "mixtral")
+    assert not trace.data_dependent  # Mixtral's experts are one grouped product
     assert not any(p.grad is not None for p in planned.model.parameters())
 
     config.use_cache = False
