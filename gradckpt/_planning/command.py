@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("config", metavar="CONFIG", help="a config.json or its folder, a hub id, or package.module:function that returns (model, batch)")
+    source = "a config.json or its folder, a hub id, or package.module:function that returns (model, batch)"
+    add("config", metavar="CONFIG", help=source)
     add("--tokens", type=_number, metavar="N", help="length of a sequence; not for images")
     add("--batch", type=_number, default=1, metavar="N", help="sequences or images of one device; default 1")
     add("--dtype", choices=DTYPES, default="bf16", help="of parameters; bf16-mixed: float32 under autocast")
@@ -62,9 +63,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _number(text: str) -> int:
+    return _or_usage(_parse_number, text)  # type: ignore[no-any-return]
+
+
+def _parse_number(text: str) -> int:
     digits = text.replace("_", "").replace(",", "")
     if not digits.isdecimal() or int(digits) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+        raise ValueError(f"gradckpt: {text!r} is not a number; give 1 or more")
     return int(digits)
 
 

@@ -130,7 +130,7 @@ def plan(
     limit = None if memory is None else parse_bytes(memory)
     run = _step_of(model, batch)
     blocks = find_blocks(model, modules)
-    about = ["Peaks contain parameters, buffers and gradients that exist, and no optimizer states that the process holds."]
+    about = ["Peaks contain parameters, buffers and gradients that exist, and no optimizer states."]
     if modules is not None:
         about.append("The lines take the same modules= as this plan.")
     fixed = {
