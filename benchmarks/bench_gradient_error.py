@@ -28,6 +28,7 @@ import sys
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import machine
+import page_marks
 import torch
 import transformers
 from model_families import ATTENTIONS, FAMILIES, build, missing
@@ -83,10 +84,7 @@ def table(rows: list[Row]) -> str:
 
 
 def page_with(text: str, page: str) -> str:
-    between = re.compile(rf"(?<={re.escape(MARKS[0])}\n).*?(?={re.escape(MARKS[1])})", re.DOTALL)
-    if not between.search(page):
-        raise SystemExit(f"the page lacks the marks {MARKS[0]} and {MARKS[1]}")
-    return between.sub(lambda _: f"\n{text}\n\n", page)
+    return str(page_marks.fill(page, (re.escape(MARKS[0]), MARKS[1]), lambda _: text))
 
 
 #: Distinct for colour-blind readers, and by form.

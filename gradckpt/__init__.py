@@ -24,7 +24,7 @@ from gradckpt._gradient_error import gradient_error
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import disable, enable
 from gradckpt._patching import patched
-from gradckpt._planning.plan import plan
+from gradckpt._planning.plan import Plan, plan
 from gradckpt._residuals import residuals
 from gradckpt._stats import stats
 from gradckpt._version import __version__ as __version__
@@ -33,6 +33,7 @@ from gradckpt.integrations.transformers import trainer_flag as _trainer_flag
 __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
+    "Plan",
     "SelectiveRecompute",
     "checkpoint",
     "checkpoint_sequential",

@@ -12,7 +12,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradckpt import run
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "doctor":
         return doctor(rest)
     if command == "plan":
-        status: int = _planner().main(rest)
+        with _until_unread():
+            status: int = _planner().main(rest)
         return status
     if command == "run":
         run.main(rest)
@@ -91,17 +92,24 @@ def doctor(arguments: Sequence[str]) -> int:
         found = environment.facts()
         checks = [] if options.no_self_test else selftest.run()
     ok = all(check.ok for check in checks)
-    try:
+    with _until_unread():
         if options.json:
             tests = None if options.no_self_test else [check._asdict() for check in checks]
             print(json.dumps({"ok": ok, **found, "self_test": tests}, indent=2))
         else:
             show([*describe(found), *([""] if checks else []), *(line(check) for check in checks)])
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has stopped reading
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return 0 if ok else 1
+
+
+@contextlib.contextmanager
+def _until_unread() -> Iterator[None]:
+    """Print in a ``with`` block, and end with status 1 where ``| head`` stops reading."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 # ---- sentences ----

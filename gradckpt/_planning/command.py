@@ -28,22 +28,24 @@ _EPILOG = """examples:
   gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 32768 --lora r=16 --device RTX-4090
   gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss chunked --memory 80GB
 
-Peaks are exact for torch's allocator with the kernels named below the table. Not counted: the CUDA
-context, libraries' workspaces (about 1 GiB together) and fragmentation. Exit status: 0 some setting
-fits or no memory was given, 1 none fits, 2 wrong usage."""
+A hub id needs a network, once. Peaks are what torch's allocator hands out. Not counted: the CUDA
+context, libraries' workspaces (about 1 GiB together) and fragmentation. Times are estimates. Exit
+status: 0 some setting fits or no memory was given, 1 none fits, 2 wrong usage."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     made = argparse.ArgumentParser(
         prog="gradckpt plan",
+        usage="%(prog)s CONFIG [--tokens N] [options]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("config", help="a config.json or its folder, a hub id, or package.module:function that returns (model, batch)")
+    source = "a config.json or its folder, a hub id, or package.module:function that returns (model, batch)"
+    add("config", metavar="CONFIG", help=source)
     add("--tokens", type=_number, metavar="N", help="length of a sequence; not for images")
     add("--batch", type=_number, default=1, metavar="N", help="sequences or images of one device; default 1")
     add("--dtype", choices=DTYPES, default="bf16", help="of parameters; bf16-mixed: float32 under autocast")
@@ -61,10 +63,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _number(text: str) -> int:
-    number = int(text.replace("_", "").replace(",", ""))
-    if number < 1:
-        raise ValueError
-    return number
+    return _or_usage(_parse_number, text)  # type: ignore[no-any-return]
+
+
+def _parse_number(text: str) -> int:
+    digits = text.replace("_", "").replace(",", "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"gradckpt: {text!r} is not a number; give 1 or more")
+    return int(digits)
 
 
 def _size(text: str) -> int:

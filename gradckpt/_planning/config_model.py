@@ -124,10 +124,10 @@ class ConfigModel:
         """Return the loss of one step.
 
         Raises:
-            ValueError: The model takes no tokens, more tokens are given than it has positions, or
-                it returns no loss.
+            ValueError: The model takes no tokens, more tokens are given than it has positions, a
+                function gives the batch, or the model returns no loss.
         """
-        self._check(tokens)
+        self._check(tokens, batch)
         args, kwargs = self._arguments(tokens or 0, batch)
         with torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext():
             output = self.model(*args, **kwargs)
@@ -139,7 +139,7 @@ class ConfigModel:
             )
         return loss
 
-    def _check(self, tokens: int | None) -> None:
+    def _check(self, tokens: int | None, batch: int) -> None:
         if self.takes == "tokens":
             if not tokens or tokens < 1:
                 raise ValueError("gradckpt: the length of a sequence is missing; give a number of tokens")
@@ -150,6 +150,8 @@ class ConfigModel:
         elif tokens is not None:
             follows = "from the image size" if self.takes == "images" else "from the function's own batch"
             raise ValueError(f"gradckpt: this model's tokens follow {follows}; leave out the number of tokens")
+        if self.takes == "batch" and batch != 1:
+            raise ValueError("gradckpt: the function gives the batch itself; leave out its size")
 
     def _is_causal(self) -> bool:
         if self._head is None or not hasattr(self.model, "base_model"):

@@ -132,7 +132,9 @@ def plan(
     limit = None if memory is None else parse_bytes(memory)
     run = _step_of(model, batch)
     blocks = find_blocks(model, modules)
-    about = ["Peaks are above the start of the step, and with parameters, buffers and gradients that exist."]
+    about = ["Peaks contain parameters, buffers and gradients that exist, and no optimizer states."]
+    if modules is not None:
+        about.append("The lines take the same modules= as this plan.")
     fixed = {
         "parameters and buffers": sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
         "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),

@@ -9,9 +9,11 @@ import re
 import sys
 from pathlib import Path
 
+import page_marks
+
 from gradckpt import codecs
 
-MARKS = "<!-- all codecs: python tests/helpers/codec_table.py docs/codecs.md -->", "<!-- end -->"
+MARKS = re.escape("<!-- all codecs: python tests/helpers/codec_table.py docs/codecs.md -->"), "<!-- end -->"
 
 
 def table():
@@ -26,9 +28,7 @@ def table():
 
 
 def page_with_table(page):
-    between = re.compile(rf"(?<={re.escape(MARKS[0])}\n).*?(?={re.escape(MARKS[1])})", re.DOTALL)
-    assert between.search(page), "the page lacks the marks"
-    return between.sub(lambda _: f"\n{table()}\n\n", page)
+    return page_marks.fill(page, MARKS, lambda _: table())
 
 
 if __name__ == "__main__":

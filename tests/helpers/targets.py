@@ -29,6 +29,7 @@ LEFT_BECAUSE = {
         "package/test_examples.py",
         "package/test_make_release.py",
         "package/test_packaging.py",
+        "package/test_plan_pages.py",
         "package/test_run.py",
         "package/test_run_options.py",
     ),

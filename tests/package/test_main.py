@@ -107,14 +107,17 @@ def test_a_reader_that_goes_away_is_no_traceback():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nonsense"], "unknown command '--nonsense'; choose doctor or run"),
+        (["--nonsense"], "unknown command '--nonsense'; choose doctor, plan or run"),
         (["rum"], "unknown command 'rum'; did you mean 'run'?"),
-        (["plan"], "unknown command 'plan'; choose doctor or run"),
+        (["plam"], "unknown command 'plam'; did you mean 'plan'?"),
         (["train.py"], "'train.py' is no command; to run it: gradckpt run train.py"),
         (["--json"], "--json is an option of doctor; write gradckpt doctor --json"),
+        (["--tokens", "64"], "--tokens is an option of plan; write gradckpt plan --tokens"),
         (["--compress", "int4", "train.py"], "--compress is an option of run; write gradckpt run --compress"),
         (["doctor", "--jason"], "unknown option --jason; did you mean --json?"),
         (["doctor", "now"], "unknown option now; gradckpt doctor --help lists the options"),
+        (["plan"], "the following arguments are required: CONFIG"),
+        (["plan", "x.json", "--batch", "0"], "argument --batch: '0' is not a number; give 1 or more"),
         (["run"], "which script?"),
     ],
 )
@@ -131,8 +134,8 @@ def test_wrong_usage_is_one_sentence(arguments, said, capsys, tmp_path, monkeypa
 
 def test_help(capsys):
     assert program.main(["--help"]) == 0
-    assert re.findall(r"^  (\w+)   ", capsys.readouterr().out, re.M) == ["doctor", "run"]
-    for command, word in (("doctor", "--no-self-test"), ("run", "--policy")):
+    assert re.findall(r"^  (\w+)   ", capsys.readouterr().out, re.M) == ["doctor", "plan", "run"]
+    for command, word in (("doctor", "--no-self-test"), ("plan", "--tokens"), ("run", "--policy")):
         with pytest.raises(SystemExit) as stop:
             program.main([command, "--help"])
         said = capsys.readouterr().out

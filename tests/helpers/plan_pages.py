@@ -1,0 +1,121 @@
+"""What pages show of ``gradckpt plan``: the output of the commands that stand in them.
+
+    python tests/helpers/plan_pages.py docs/decide.md README.md
+
+A mark after a command names the parts of its output to show. Models are built from the shapes
+below, in a folder that has the name of the hub's. Long sentences are wrapped, as a terminal does.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import page_marks
+
+from gradckpt.__main__ import main
+
+MARKS = r"<!-- of its output, by tests/helpers/plan_pages\.py: (?P<parts>[a-z ,]+) -->", "<!-- end -->"
+
+#: In the order in which the command prints them, with empty lines between.
+PARTS = ("verdict", "fixed", "table", "lines", "about")
+
+COMMAND = re.compile(r"^```console\n\$ gradckpt (plan .*?)^```$", re.M | re.S)
+
+#: A python block of the page that a command imports.
+MODULE = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.M | re.S)
+
+_LLAMA_3 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+
+CONFIGS = {
+    "meta-llama/Meta-Llama-3-8B": {
+        **_LLAMA_3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+    },
+    "meta-llama/Meta-Llama-3-70B": {
+        **_LLAMA_3,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+    },
+    "mistralai/Mixtral-8x7B-v0.1": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "vocab_size": 32000,
+    },
+    "google/vit-large-patch16-224": {
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "hidden_size": 1024,
+        "image_size": 224,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 16,
+    },
+}
+
+
+def output_of(command):
+    """Return what a command prints, by the names of its parts."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(shlex.split(command))
+    return dict(zip(PARTS, printed.getvalue().strip().split("\n\n"), strict=True))
+
+
+def shown(parts, names):
+    texts = []
+    for name in names.split(", "):
+        wraps = name in ("verdict", "fixed", "about")
+        lines = parts[name].splitlines()
+        texts.append("\n".join(textwrap.fill(line, 100) for line in lines) if wraps else parts[name])
+    return "```text\n" + "\n\n".join(texts) + "\n```"
+
+
+def written(page):
+    """Return the page with what its commands print; the files that they read are made here."""
+    for folder, config in CONFIGS.items():
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.json").write_text(json.dumps(config))
+    for name, source in MODULE.findall(page):
+        Path(name).write_text(source)
+
+    def output(mark):
+        command = [*COMMAND.finditer(page, 0, mark.start())][-1][1]
+        return shown(output_of(command), mark["parts"])
+
+    return page_marks.fill(page, MARKS, output)
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path = path.resolve()
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            path.write_text(written(path.read_text()))

@@ -1,0 +1,48 @@
+"""tests/helpers/plan_pages.py: what pages show of `gradckpt plan` is what it prints."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkout import HELPERS, ROOT
+
+pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+
+PAGES = ("README.md", "docs/decide.md")
+RERUN = "run python tests/helpers/plan_pages.py " + " ".join(PAGES)
+
+
+def written(page, folder):
+    """A copy of a page that plan_pages.py has written to."""
+    copy = folder / "page.md"
+    copy.write_text(page)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "error"}
+    command = [sys.executable, HELPERS / "plan_pages.py", copy]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return copy.read_text()
+
+
+@pytest.mark.skipif(
+    (torch.__version__[:4], transformers.__version__) != ("2.13", "5.23.0"),
+    reason="other versions allocate other temporaries than those that the pages show",
+)
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_show_what_the_command_prints(page, tmp_path):
+    text = (ROOT / page).read_text()
+    assert written(text, tmp_path) == text, RERUN
+
+
+def test_an_old_figure_is_replaced(tmp_path):
+    command = "gradckpt plan google/vit-large-patch16-224 --batch 2"
+    mark = "<!-- of its output, by tests/helpers/plan_pages.py: verdict, lines -->"
+    page = f"```console\n$ {command}\n```\n\n{mark}\n\n```text\nIt fits.\n```\n\n<!-- end -->\n"
+    found = written(page, tmp_path)
+    assert "It fits." not in found
+    assert "The smallest peak is" in found
+    assert "To train so:\n  none" in found
+    assert "setting" not in found
+    assert found.endswith("```\n\n<!-- end -->\n")
