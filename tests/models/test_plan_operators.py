@@ -15,7 +15,7 @@ TARGETS = torch.zeros(ROWS, dtype=torch.long)
 STATES = 2 * BLOCKS * 5056
 
 #: Where autograd computes out of place under a dispatch mode, and in place without one.
-ERRORS = {"bce": 0.15}
+ERRORS = {"bce": 0.18}
 
 #: What a block does to the result of its linear layer.
 OPERATORS = {
