@@ -58,8 +58,8 @@ def step_of_batch(model: Module, batch: Any) -> Callable[[], Tensor]:
         loss = _loss_of(result)
         if loss is None:
             raise ValueError(
-                f"gradckpt: {type(model).__name__} returned {type(result).__name__} without a scalar loss; pass a "
-                "function that runs forward and backward"
+                f"gradckpt: {type(model).__name__} returned {type(result).__name__} without a scalar loss; "
+                "put labels into the batch, or pass a function that runs forward and backward"
             )
         del result
         if not loss.requires_grad:

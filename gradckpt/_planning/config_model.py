@@ -72,8 +72,12 @@ class ConfigModel:
                 raise ValueError(f"gradckpt: weights in {weights} cannot be trained; add lora, as in r=16")
         if shard is not None:
             _known("shard", shard, SHARDS)
-        if gpus < 1 or (gpus > 1) != (shard is not None):
-            raise ValueError(f"gradckpt: {gpus} devices with shard={shard}; give more than one and how they share")
+        if gpus > 1 and shard is None:
+            raise ValueError(
+                f"gradckpt: {gpus} devices, and nothing says what they share; add one of: {', '.join(SHARDS)}"
+            )
+        if gpus < 2 and shard is not None:
+            raise ValueError(f"gradckpt: {shard} needs more than one device; give their number")
 
         # FSDP gathers weights in the dtype of autocast, so that nothing is left to cast.
         gathers = self.autocast is not None and shard in ("fsdp", "zero3")

@@ -74,7 +74,7 @@ def find(name: str) -> Device:
         return found[0]
     if found:
         raise ValueError(f"gradckpt: device {name!r} has several forms; choose one of: {_names(found)}")
-    near = difflib.get_close_matches(asked, [_plain(device.name) for device in DEVICES], 1)
+    near = difflib.get_close_matches(asked, [_plain(device.name) for device in DEVICES], 1, 0.75)
     meant = next((f"did you mean {device.name!r}? " for device in DEVICES if [_plain(device.name)] == near), "")
     raise ValueError(f"gradckpt: unknown device {name!r}; {meant}choose one of: {_names(DEVICES)}")
 

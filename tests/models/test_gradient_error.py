@@ -348,7 +348,7 @@ def wrong(call):
         ("eval", ValueError, r"Net is in eval mode, where nothing is checkpointed; call model.train\(\)"),
         ("frozen", ValueError, "no parameter of Net requires grad"),
         ("lazy", ValueError, "have no values yet; run the model once"),
-        ("not scalar", ValueError, "Block returned Tensor without a scalar loss; pass a function"),
+        ("not scalar", ValueError, "Block returned Tensor without a scalar loss; put labels"),
         ("no gradients", ValueError, "the step left no gradients"),
         ("detached", ValueError, "the loss does not require grad"),
         ("zero", ValueError, "all exact gradients are zero"),
