@@ -4,6 +4,7 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/ops.h"
+#include "torch/paper.h"
 #include "torch/tensor.h"
 #include "engine/state.h"
 #include "engine/payload/eligible.h"

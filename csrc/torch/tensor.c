@@ -4,6 +4,7 @@
 #include "torch/abi.h"
 #include "torch/calls.h"
 #include "torch/error.h"
+#include "torch/paper.h"
 
 const char *const gck_reason_text[GCK_NREASONS] = {
     "compressed",
@@ -13,32 +14,6 @@ const char *const gck_reason_text[GCK_NREASONS] = {
 };
 
 enum { GIL_RELEASE_NUMEL = 65536 };    /* below, releasing costs more than it frees */
-
-static _Thread_local uintptr_t paper, paper_end;
-
-int gck_on_paper(void) { return paper_end != 0; }
-
-int gck_has_values(const void *memory) { return (uintptr_t)memory < paper || (uintptr_t)memory >= paper_end; }
-
-PyObject *gck_set_on_paper_py(PyObject *module, PyObject *args)
-{
-    unsigned long long first, end;
-
-    (void)module;
-    if (!PyArg_ParseTuple(args, "KK:set_on_paper", &first, &end)) {
-        return NULL;
-    }
-    paper = (uintptr_t)first;
-    paper_end = (uintptr_t)end;
-    Py_RETURN_NONE;
-}
-
-PyObject *gck_on_paper_py(PyObject *module, PyObject *unused)
-{
-    (void)module;
-    (void)unused;
-    return PyBool_FromLong(gck_on_paper());
-}
 
 int gck_is_tensor(const gck_py *py, PyObject *x)
 {

@@ -31,17 +31,6 @@ typedef enum {
 
 extern const char *const gck_reason_text[GCK_NREASONS];
 
-/* Whether this thread runs a step on paper (gradckpt/_planning/paper.py): most tensors then have an
- * address, and no memory. */
-int gck_on_paper(void);
-
-/* 0 when this address is of such a tensor, whose memory must not be touched. */
-int gck_has_values(const void *memory);
-
-/* _C.set_on_paper(first, end): those addresses; 0, 0: none.  _C.on_paper(). */
-PyObject *gck_set_on_paper_py(PyObject *module, PyObject *args);
-PyObject *gck_on_paper_py(PyObject *module, PyObject *unused);
-
 /* Tensor, Parameter or a subclass: 1; 0; or -1 with an exception. */
 int gck_is_tensor(const gck_py *py, PyObject *x);
 

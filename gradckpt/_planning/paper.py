@@ -141,10 +141,13 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         uses_of_one()  # while no backward runs
         first = torch.frombuffer(self._space, dtype=torch.uint8, count=1).data_ptr()
         _C.set_on_paper(first, first + _ADDRESSES)
+        self._get_rng_state = torch.get_rng_state
+        torch.get_rng_state = lambda: self._get_rng_state().clone()  # which this mode sees
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        torch.get_rng_state = self._get_rng_state
         _C.set_on_paper(0, 0)
 
     def number_of(self, x: torch.Tensor) -> int | None:
@@ -179,6 +182,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             self._count_work(func, args, kwargs, args[0])
             return args[0]
         kwargs = _on_cpu(kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.rand(())  # so that each region has a state of its own to keep
         try:
             outputs = _meta_results(func, args, kwargs)
         except Exception as error:

@@ -3,6 +3,7 @@
 
 #include "torch/error.h"
 #include "torch/objects.h"
+#include "torch/paper.h"
 #include "torch/tensor.h"
 
 int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject *buffer)

@@ -2,6 +2,7 @@
 #include "engine/payload/payload.h"
 
 #include "torch/calls.h"
+#include "torch/paper.h"
 #include "torch/tensor.h"
 #include "engine/payload/layout.h"
 #include "engine/payload/payload_overflow.h"

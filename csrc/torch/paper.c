@@ -1,0 +1,30 @@
+/* paper.c: whether this thread runs a step on paper. */
+#include "torch/paper.h"
+
+#include <stdint.h>
+
+static _Thread_local uintptr_t paper, paper_end;
+
+int gck_on_paper(void) { return paper_end != 0; }
+
+int gck_has_values(const void *memory) { return (uintptr_t)memory < paper || (uintptr_t)memory >= paper_end; }
+
+PyObject *gck_set_on_paper_py(PyObject *module, PyObject *args)
+{
+    unsigned long long first, end;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KK:set_on_paper", &first, &end)) {
+        return NULL;
+    }
+    paper = (uintptr_t)first;
+    paper_end = (uintptr_t)end;
+    Py_RETURN_NONE;
+}
+
+PyObject *gck_on_paper_py(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(gck_on_paper());
+}
