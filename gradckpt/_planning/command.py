@@ -61,10 +61,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _number(text: str) -> int:
-    number = int(text.replace("_", "").replace(",", ""))
-    if number < 1:
-        raise ValueError
-    return number
+    digits = text.replace("_", "").replace(",", "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(digits)
 
 
 def _size(text: str) -> int:
