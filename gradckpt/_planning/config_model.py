@@ -41,7 +41,8 @@ class ConfigModel:
     gradient's bytes that stays on the device. ``takes``: ``"tokens"``, ``"images"`` or ``"batch"``,
     the unit that the step can be made longer in; ``positions``: the longest sequence, or None.
     ``about``: the assumptions, in
-    sentences. ``accumulate``: gradients exist when the step begins.
+    sentences. ``accumulate``: gradients exist when the step begins. ``flags``: the options of the
+    command that are not at their defaults, among those that need less memory.
 
     Raises:
         ValueError: A value is unknown, or excludes another one.
@@ -79,6 +80,8 @@ class ConfigModel:
         if gpus < 2 and shard is not None:
             raise ValueError(f"gradckpt: {shard} needs more than one device; give their number")
 
+        small = {"--lora": adapters, "--weights": weights, "--shard": shard, "--loss": loss == "chunked"}
+        self.flags = [flag for flag, given in {**small, "--optimizer": optimizer != "adamw"}.items() if given]
         # FSDP gathers weights in the dtype of autocast, so that nothing is left to cast.
         gathers = self.autocast is not None and shard in ("fsdp", "zero3")
         built = open_source(source, (self.autocast or stored) if gathers else stored)

@@ -16,10 +16,11 @@ from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._planning.blocks import find_blocks, shortened
 from gradckpt._planning.devices import Device
+from gradckpt._planning.hints import IN_PYTHON, as_flags
 from gradckpt._planning.sizes import parse_bytes
-from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
+from gradckpt._planning.step_trace import GRADIENTS, KEPT, KINDS, LOSS, WORKING, Peak, StepTrace, trace_step
 from gradckpt._settings import READY, Setting
-from gradckpt._stats import format_bytes
+from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import alone, step_of_batch, step_of_function
 
@@ -65,6 +66,7 @@ class Plan:
 
     ``rows``: one :class:`Row` for each setting. ``fixed``: bytes that are there during the whole
     step, by name. ``memory``: bytes to fit into, or None. ``about``: the assumptions, in sentences.
+    ``hints``: what lowers the parts of a peak, in the words of plan() or of the command.
     """
 
     rows: tuple[Row, ...]
@@ -72,6 +74,7 @@ class Plan:
     memory: int | None
     about: tuple[str, ...]
     tokens: int | None = None
+    hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False)
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of a setting."""
@@ -87,7 +90,9 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, which JSON can carry."""
-        return {"verdict": self.verdict, **dataclasses.asdict(self)}
+        given = dataclasses.asdict(self)
+        del given["hints"]
+        return {"verdict": self.verdict, **given}
 
     def __str__(self) -> str:
         return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), "", *self.about])
@@ -220,7 +225,7 @@ def _measured(
 ) -> Row:
     state = TrainingState(model)
     try:
-        with setting.active(model, modules), track_memory(model) as memory:
+        with uncounted(), setting.active(model, modules), track_memory(model) as memory:
             run(batch)
     except torch.OutOfMemoryError:
         return Row(setting.name, setting.line, None, None, fits=False, problem="out of memory")
@@ -275,7 +280,7 @@ def plan_source(
             if len(traces) == 3:
                 more["longest"] = _longest(lengths, traces, source, limit - held)
             rows.append(_row(setting, peak, held, limit, **more))
-    return Plan(tuple(rows), fixed, limit, tuple(source.about), tokens)
+    return Plan(tuple(rows), fixed, limit, tuple(source.about), tokens, as_flags(source.flags, source.takes))
 
 
 def _longest(lengths: list[Any], traces: list[StepTrace], source: Any, limit: int) -> int | None:
@@ -352,16 +357,10 @@ def _advice(plan: Plan, row: Row) -> str:
     parts = {**plan.fixed, **row.peak.parts}
     name, size = max(parts.items(), key=lambda part: part[1])
     where = f"{row.peak.position.capitalize()} binds" if name in row.peak.parts else "What binds is there all the time"
-    if row.peak.position == "loss" and name in (KINDS[1], KINDS[3]):
-        hint = "compute the loss in chunks: --loss chunked, use_liger_kernel=True of the Trainer"
-    elif name == KINDS[0]:
-        hint = "checkpoint with a smaller codec, or train on fewer tokens"
-    elif name == KINDS[3]:
-        hint = "checkpoint smaller modules (modules=), or train on fewer tokens"
-    elif name == KINDS[2] or name == "optimizer states":
-        hint = "train adapters (--lora), shard (--shard fsdp), or take an optimizer with smaller states"
-    else:
-        hint = "shard (--shard fsdp), or freeze and quantize the weights (--lora r=16 --weights nf4)"
+    is_loss = row.peak.position == "loss" and name in (KINDS[LOSS], KINDS[WORKING])
+    causes = {KINDS[KEPT]: "kept", KINDS[LOSS]: "loss", KINDS[WORKING]: "working", KINDS[GRADIENTS]: "trained"}
+    cause = "loss" if is_loss else "trained" if "states" in name else causes.get(name, "weights")
+    hint = ", or ".join(plan.hints[cause])
     return f"{where}: {name}, {_size(size)}; {hint}."
 
 

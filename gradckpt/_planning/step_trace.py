@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.paper import Event, PaperMode, Work
+from gradckpt._planning.reads import refuse_reads
 from gradckpt._planning.target_kernels import cuda_kernels
 from gradckpt._stats import uncounted
 
@@ -152,7 +153,7 @@ def trace_step(
         with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
             batch = _map(lambda x: _batch_on_paper(mode, x), batch)
             before = _C.stats()
-            with cuda_kernels() if cuda else contextlib.nullcontext(), mode:
+            with refuse_reads(mode), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 run(batch)
             after = _C.stats()
             gradients = {

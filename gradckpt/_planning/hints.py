@@ -1,0 +1,40 @@
+"""What lowers a part of a peak, in words: :data:`IN_PYTHON`, :func:`as_flags`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+__all__ = ["IN_PYTHON", "as_flags"]
+
+#: Part -> what lowers it, for ``gradckpt.plan``.
+IN_PYTHON: Mapping[str, Sequence[str]] = {
+    "loss": ("compute the loss in chunks, as use_liger_kernel=True of the Trainer does",),
+    "kept": ("train on a smaller batch",),
+    "working": ("checkpoint smaller modules (modules=)", "train on a smaller batch"),
+    "trained": ("train adapters alone", "shard the model"),
+    "weights": ("freeze the weights in 4 bits and train adapters", "shard the model"),
+}
+
+#: Part -> flags of the command, each with what it does.
+_FLAGS = {
+    "loss": {"--loss": "compute it in chunks (--loss chunked)"},
+    "kept": {},
+    "working": {},
+    "trained": {
+        "--lora": "train adapters (--lora r=16)",
+        "--shard": "shard (--gpus 8 --shard fsdp)",
+        "--optimizer": "take an optimizer with smaller states (--optimizer adamw-8bit)",
+    },
+    "weights": {
+        "--weights": "freeze the weights in 4 bits (--lora r=16 --weights nf4)",
+        "--shard": "shard (--gpus 8 --shard fsdp)",
+    },
+}
+
+
+def as_flags(given: Collection[str], takes: str) -> dict[str, Sequence[str]]:
+    """Return the hints of the command, without the flags that it was given."""
+    less = "train on fewer tokens" if takes == "tokens" else "train on a smaller batch"
+    return {
+        part: [hint for flag, hint in flags.items() if flag not in given] or [less] for part, flags in _FLAGS.items()
+    }

@@ -1,0 +1,455 @@
+"""gradckpt.plan: what a user relies on beside the figures, which test_plan_peaks.py compares."""
+
+import contextlib
+import json
+import logging
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+import pytest
+import torch
+import transformers
+
+import gradckpt
+from gradckpt._planning import plan as planning
+from gradckpt._planning.blocks import find_blocks, shortened
+from gradckpt._planning.config_model import ConfigModel
+from gradckpt._planning.hints import IN_PYTHON, as_flags
+from gradckpt._planning.plan import Plan, Row, plan_source
+from gradckpt._planning.step_trace import KINDS, Peak, trace_step
+from gradckpt._settings import READY
+
+transformers.utils.logging.set_verbosity_error()
+
+DECODER = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_dropout": 0.1,
+    "use_cache": False,
+}
+INT8 = READY[2]
+GIB = 2**30
+
+
+def llama(**fields):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, **fields})).train()
+
+
+def gpt2():
+    config = transformers.GPT2Config(n_embd=64, n_layer=12, n_head=4, vocab_size=96, use_cache=False)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def mixtral():
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4)).train()
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def ids(length=64, samples=2):
+    x = torch.randint(0, 96, (samples, length))
+    return {"input_ids": x, "labels": x}
+
+
+class Net(torch.nn.Module):
+    """Blocks with a loss; ``ask`` is called with an activation."""
+
+    def __init__(self, ask=lambda x: None, width=64, layers=3):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(layers)
+        )
+        self.ask = ask
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        self.ask(x)
+        return x.square().mean()
+
+
+BATCH = torch.ones(2048, 64)
+#: Of random states of a few regions in host memory, which paper does not count.
+STATES = 4 * torch.get_rng_state().nbytes
+
+
+@pytest.fixture
+def only_int8(monkeypatch):
+    monkeypatch.setattr(planning, "READY", (INT8,))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(**fields):
+        config = transformers.LlamaConfig(**{**DECODER, "num_hidden_layers": 8, **fields})
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}, default=str)
+        )
+        return str(tmp_path)
+
+    return write
+
+
+# ---- fewer blocks stand for all of them
+
+
+def traces(model, batch, setting):
+    """The peak of the whole model, and of a shortened one."""
+
+    def step(given):
+        model(**given).loss.backward()
+
+    blocks = find_blocks(model)
+    with setting.active(model):
+        whole = trace_step(model, step, batch, blocks=blocks).peak()
+    with shortened(model, blocks) as short, setting.active(model):
+        trace = trace_step(model, step, batch, blocks=short.modules)
+        short.repeat(trace.segments)
+    return whole, trace.peak(), short
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, mixtral])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_shorter_model_has_the_peaks_of_the_whole(build, gradients):
+    model = build()
+    if gradients:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+    for setting in READY:
+        whole, short, blocks = traces(model, ids(), setting)
+        assert (short.size, short.parts) == (whole.size, whole.parts)
+        assert (len(blocks.modules), sum(blocks.times)) == (4, 12)
+
+
+def test_blocks_that_differ_stay():
+    def count(model):
+        with shortened(model, find_blocks(model)) as blocks:
+            assert set(blocks.times) == {1}
+            return len(find_blocks(model))
+
+    model = llama()
+    for i in range(0, 12, 2):
+        model.model.layers[i].mlp.act_fn = torch.nn.ReLU()
+    assert count(model) == 12
+    model = llama()
+    for i in range(0, 12, 3):
+        model.model.layers[i].requires_grad_(False)
+    assert count(model) == 12
+    fields = {key: value for key, value in DECODER.items() if key != "attention_dropout"}
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**fields, head_dim=16)).train()
+    assert len(set(gemma.config.layer_types)) == 2
+    assert count(gemma) == 12
+
+
+def test_a_shorter_model_is_whole_again_after_an_error():
+    model = llama()
+    before = list(model.model.layers)
+    with pytest.raises(RuntimeError, match="stop"), shortened(model, find_blocks(model)):
+        assert len(model.model.layers) == 4
+        raise RuntimeError("stop")
+    assert list(model.model.layers) == before
+
+
+# ---- the longest sequence
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write):
+    """Eager attention keeps its weights, whose size is quadratic."""
+    source = ConfigModel(write(attn_implementation=attention, attention_dropout=0.0), dtype="fp32")
+    source.model.config._attn_implementation = attention
+    limit = 2**28
+    plan = plan_source(source, 256, memory=limit)
+    held = sum(plan.fixed.values())
+    for setting in READY:
+        longest = plan[setting.name].longest
+
+        def total(tokens, setting=setting):
+            with setting.active(source.model):
+                trace = trace_step(source.model, lambda _: source.run(tokens), cuda=True)
+            return held + trace.peak().size
+
+        assert total(longest) <= limit < total(int(1.02 * longest) + 1)
+    assert plan["none"].longest < plan["int8"].longest
+    assert all(row.fits == (row.longest >= 256) for row in plan.rows)
+
+
+def test_nothing_fits_beside_the_weights(write):
+    plan = plan_source(ConfigModel(write()), 256, memory=2**16)
+    assert {row.longest for row in plan.rows} == {0}
+    assert not any(row.fits for row in plan.rows)
+
+
+# ---- nothing of the model changes
+
+
+def state_of(model):
+    return {
+        "tensors": [(name, id(x)) for name, x in (*model.named_parameters(), *model.named_buffers())],
+        "versions": [p._version for p in model.parameters()],
+        "values": [x.clone() for x in (*model.parameters(), *model.buffers())],
+        "gradients": [(id(p.grad), None if p.grad is None else p.grad.clone()) for p in model.parameters()],
+        "random": torch.get_rng_state(),
+        "stats": gradckpt.stats(),
+        "modules": [(name, list(m._modules), m.training) for name, m in model.named_modules()],
+        "hooks": [[len(v) for k, v in vars(m).items() if k.endswith("_hooks")] for m in model.modules()],
+        "vars": [{k: id(v) for k, v in vars(m).items() if k == "forward"} for m in model.modules()],
+    }
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def assert_same(after, before):
+    assert [key for key in before if not equal(after[key], before[key])] == []
+
+
+class Noisy(Net):
+    """With running statistics, dropout, and gradients of some parameters."""
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.norm, self.drop = torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.1)
+
+    def forward(self, x):
+        return super().forward(self.drop(self.norm(x)))
+
+
+def fail(x):
+    raise ZeroDivisionError
+
+
+def ask_number(x):
+    return x.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"), [(lambda x: None, None), (ask_number, None), (fail, ZeroDivisionError)], ids=["", "real", "error"]
+)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_nothing_changes(ask, error, enabled):
+    model = Noisy(ask=ask).train()
+    handle = gradckpt.enable(model, "int4", modules="blocks.1") if enabled else None
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    model.drop.eval()
+    before, settings = state_of(model), repr(handle)
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        gradckpt.plan(model, BATCH)
+    assert_same(state_of(model), before)
+    assert repr(handle) == settings
+    if enabled:
+        handle.remove()
+
+
+def test_nothing_of_a_transformers_model_changes(only_int8):
+    model = gpt2()
+    gradckpt.enable(model, "int4")
+    batch = ids()
+    before = state_of(model)
+    gradckpt.plan(model, batch)
+    assert_same(state_of(model), before)
+    gradckpt.disable(model)
+
+
+# ---- steps that ask for values
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: bool(x.sum() > 0),
+        ask_number,
+        lambda x: x[0].tolist(),
+        lambda x: x[0].detach().numpy().sum(),
+        lambda x: x[0].nonzero(),
+    ],
+    ids=["branch", "item", "tolist", "numpy", "nonzero"],
+)
+def test_a_step_that_asks_for_values_is_measured(ask, caplog):
+    model = Net(ask).train()
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        plan = gradckpt.plan(model, BATCH)
+    sentence = [text for text in plan.about if "real steps were measured" in text]
+    assert len(sentence) == 1
+    assert sentence[0] in caplog.text
+    assert [row.name for row in plan.rows] == [setting.name for setting in READY]
+    quiet = gradckpt.plan(Net().train(), BATCH)
+    for row in plan.rows:
+        assert row.peak.size == pytest.approx(quiet[row.name].peak.size, abs=STATES)
+    assert not any("measured" in text for text in quiet.about)
+
+
+def test_measured_rows_are_those_of_track_memory(only_int8):
+    model = Net().train()
+    row = gradckpt.plan(model, BATCH, measure=True)["int8"]
+    with INT8.active(model), gradckpt.track_memory() as memory:
+        model(BATCH).backward()
+    assert row.peak.size == pytest.approx(memory.peak, abs=STATES)
+    assert sum(row.peak.parts.values()) == row.peak.size
+
+
+# ---- what is planned
+
+
+def peak(model, batch, **given):
+    return gradckpt.plan(model, batch, **given)["int8"].peak.size
+
+
+def test_chosen_modules(only_int8):
+    """One block alone is recomputed; the others keep what they save."""
+    model = Net(layers=6).train()
+    with READY[0].active(model):
+        plain = trace_step(model, lambda x: model(x).backward(), BATCH).peak().size
+    assert peak(model, BATCH) < peak(model, BATCH, modules="blocks.1") < plain
+
+
+def test_a_function_with_autocast(only_int8):
+    model = Net(width=64).train()
+
+    def step(dtype):
+        def run():
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = model(BATCH)
+            loss.backward()
+
+        return run
+
+    whole = gradckpt.plan(model, step(None))["int8"]
+    half = gradckpt.plan(model, step(torch.bfloat16))["int8"]
+    assert half.peak.size < whole.peak.size
+    assert peak(model, BATCH) == whole.peak.size
+
+
+def test_forms_of_a_batch(only_int8):
+    model = Net().train()
+    assert peak(model, BATCH) == peak(model, (BATCH,)) == peak(model, {"x": BATCH})
+
+
+def test_tied_weights_have_one_gradient(only_int8):
+    batch = ids()
+    tied, untied = (gradckpt.plan(llama(tie_word_embeddings=tie), batch) for tie in (True, False))
+    one = 96 * 64 * 4
+    assert untied.fixed["parameters and buffers"] - tied.fixed["parameters and buffers"] == one
+
+
+def test_frozen_parts_have_no_gradients(only_int8):
+    model = Net(layers=6, width=512).train()
+    batch = torch.ones(8, 512)
+    full = gradckpt.plan(model, batch)["int8"].peak
+    for block in model.blocks[:4]:
+        block.requires_grad_(False)
+    part = gradckpt.plan(model, batch)["int8"].peak
+    one = 4 * (512 * 512 + 512)
+    assert (full.parts[KINDS[2]], part.parts[KINDS[2]]) == (6 * one, 2 * one)
+
+
+def test_batch_norm():
+    """Running statistics do not change, and their updates are part of the step."""
+    model = Noisy().train()
+    gradckpt.plan(model, BATCH)
+    assert model.norm.num_batches_tracked == 0
+    assert not model.norm.running_mean.any()
+
+
+# ---- the answer
+
+
+def test_verdicts():
+    model = Net(layers=12, width=64).train()
+    batch = torch.ones(4096, 64)
+    rows = gradckpt.plan(model, batch).rows
+    totals = {row.name: row.total for row in rows}
+
+    def verdict(memory):
+        return gradckpt.plan(model, batch, memory=memory)
+
+    fits = verdict(totals["none"])
+    assert fits.verdict.startswith("It fits ")
+    assert "without checkpointing" in fits.verdict
+    assert all(row.fits for row in fits.rows)
+    some = verdict(totals["torch"])
+    assert some.verdict.startswith("It fits ")
+    assert "without" not in some.verdict
+    assert [row.name for row in some.rows if row.fits] == [name for name in totals if totals[name] <= totals["torch"]]
+    assert all(row.name in some.verdict for row in some.rows if row.fits)
+    none = verdict("1KiB")
+    least = min(totals, key=totals.get)
+    assert none.verdict.startswith("Nothing fits 1.00 KiB: the smallest peak is")
+    assert f"with {least}. " in none.verdict
+    assert none["int8"].fits is False
+    assert gradckpt.plan(model, batch)["int8"].fits is None
+
+
+def advice(position, hints=IN_PYTHON, fixed=None, **parts):
+    """The verdict of a plan whose peak has these parts, in GiB."""
+    names = {"kept": KINDS[0], "logits": KINDS[1], "gradients": KINDS[2], "working": KINDS[3]}
+    sizes = {names[name]: size * GIB for name, size in parts.items()}
+    row = Row("int8", "", Peak(sum(sizes.values()), position, sizes), 99 * GIB)
+    return Plan((row,), {name: size * GIB for name, size in (fixed or {}).items()}, None, (), hints=hints).verdict
+
+
+def test_advice_is_about_what_binds():
+    assert "Loss binds: logits and loss, 9.00 GiB; compute the loss in chunks" in advice("loss", logits=9, kept=2)
+    assert "Loss binds: working set, 9.00 GiB; compute the loss in chunks" in advice("loss", working=9, kept=2)
+    layer = advice("backward of layer 3", working=9, kept=2)
+    assert "Backward of layer 3 binds: working set, 9.00 GiB; checkpoint smaller modules (modules=)" in layer
+    assert "kept for the backward, 9.00 GiB; train on a smaller batch" in advice("backward of layer 3", kept=9)
+    assert "gradients, 9.00 GiB; train adapters" in advice("backward of layer 0", gradients=9)
+    weights = advice("loss", fixed={"parameters and buffers": 20}, logits=2)
+    assert "there all the time: parameters and buffers, 20.00 GiB; freeze the weights in 4 bits" in weights
+
+
+def test_advice_of_python_names_no_flags():
+    assert "--" not in str(IN_PYTHON)
+    assert "modules=" not in str(as_flags((), "tokens"))
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ([], "freeze the weights in 4 bits (--lora r=16 --weights nf4), or shard (--gpus 8 --shard fsdp)."),
+        (["--lora"], "freeze the weights in 4 bits (--lora r=16 --weights nf4), or shard (--gpus 8 --shard fsdp)."),
+        (["--shard"], "freeze the weights in 4 bits (--lora r=16 --weights nf4)."),
+        (["--weights", "--lora"], "shard (--gpus 8 --shard fsdp)."),
+        (["--weights", "--lora", "--shard"], "train on fewer tokens."),
+    ],
+)
+def test_advice_of_the_command_leaves_out_what_it_was_given(given, hint):
+    assert advice("loss", as_flags(given, "tokens"), {"weights": 20}).endswith(f"20.00 GiB; {hint}")
+    chunked = advice("loss", as_flags(["--loss"], "images"), logits=9)
+    assert chunked.endswith("9.00 GiB; train on a smaller batch.")
+
+
+def test_results_can_be_read():
+    plan = gradckpt.plan(Net().train(), BATCH, memory="1GiB")
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert data["verdict"] == plan.verdict
+    assert [row["name"] for row in data["rows"]] == [setting.name for setting in READY]
+    assert data["rows"][2]["peak"]["size"] == plan["int8"].peak.size
+    assert "hints" not in data
+    with pytest.raises(KeyError):
+        plan["int9"]
+    text = str(plan)
+    assert text.startswith(plan.verdict)
+    assert all(setting.line in text for setting in READY)
+
+
+def test_errors():
+    model = Net()
+    with pytest.raises(ValueError, match=r"^gradckpt: plan\(\) needs a model in training mode; call model\.train\(\)"):
+        gradckpt.plan(model.eval(), BATCH)
+    model.train()
+    with pytest.raises(ValueError, match=r"^gradckpt: 'much' is not a size"):
+        gradckpt.plan(model, BATCH, memory="much")
+    with pytest.raises(ValueError, match="without a scalar loss"):
+        gradckpt.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)).train(), BATCH, modules="0")
