@@ -145,16 +145,18 @@ def plan(
         "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
     }
     rows: list[Row] = []
-    with alone(model), _quiet():
+    with alone(model):
         if not measure:
             try:
-                rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
+                with _quiet():
+                    rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
             except Exception as error:
-                logger.debug("gradckpt: the step did not run on paper", exc_info=True)
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
+                logger.info("gradckpt: %s", about[-1])
         if not rows:
-            rows = [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
+            with _quiet():
+                rows = [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
     return Plan(tuple(rows), fixed, limit, tuple(about))
 
 

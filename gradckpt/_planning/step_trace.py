@@ -148,6 +148,7 @@ def trace_step(
     """
     mode = PaperMode(concentrated, device_is_cpu=not cuda)
     generator = torch.get_rng_state()
+    torch.rand(())  # so that no region shares a state of before the step
     marks: list[tuple[int, str, int]] = []
     try:
         with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):

@@ -84,7 +84,7 @@ def test_help(run):
     assert text.startswith("usage: gradckpt plan")
     for flag in ("--tokens", "--batch", "--lora", "--weights", "--shard", "--loss", "--memory", "--device", "--json"):
         assert flag in text
-    assert "Exit status" in text
+    assert "Exit status" in " ".join(text.split())
 
 
 def wrong(run, *arguments):
@@ -101,7 +101,7 @@ def test_wrong_usage(run, tiny, write):
     assert "'24GiBit' is not a size" in wrong(run, tiny, "--tokens", 64, "--memory", "24GiBit")
     assert "the length of a sequence is missing" in wrong(run, tiny)
     for number in ("0", "-1", "1.5", "many"):
-        assert f"argument --tokens: '{number}' is not a whole number" in wrong(run, tiny, f"--tokens={number}")
+        assert f"argument --tokens: '{number}' is not a number" in wrong(run, tiny, f"--tokens={number}")
     assert "invalid choice: 'fp8'" in wrong(run, tiny, "--tokens", 64, "--dtype", "fp8")
     assert "weights in nf4 cannot be trained; add lora" in wrong(run, tiny, "--tokens", 64, "--weights", "nf4")
     assert "there is no file" in wrong(run, tiny + "/other/config.json", "--tokens", 64)
