@@ -208,7 +208,9 @@ def _home(module: Module, name: str) -> dict[str, Any]:
 
 def _has_values(value: Any) -> bool:
     lazy = (UninitializedBuffer, UninitializedParameter)
-    return isinstance(value, torch.Tensor) and not value.is_meta and not isinstance(value, lazy)
+    if not isinstance(value, torch.Tensor) or value.is_meta or isinstance(value, lazy):
+        return False
+    return not (_C.on_paper() and value.is_floating_point())
 
 
 def _read(module: Module, names: list[str]) -> list[_Value]:

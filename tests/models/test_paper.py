@@ -1,0 +1,344 @@
+"""gradckpt._planning.paper: operators without values."""
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+import numpy
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gradckpt
+from gradckpt._planning import paper
+from gradckpt._planning.paper import NotOnPaper, PaperMode
+from gradckpt._planning.step_trace import trace_step
+
+# ---- no memory is touched
+
+#: Runs steps of families in all settings with addresses that neither can be read nor written.
+UNTOUCHABLE = """
+import ctypes, mmap, sys, types
+import torch
+from torch.nn import functional as F
+from gradckpt._planning import paper
+
+class NoAccess:
+    '''mmap without PROT_READ and PROT_WRITE, which Python cannot ask for.'''
+    def __new__(cls, fd, size, flags):
+        made = mmap.mmap(fd, size, flags)
+        start = torch.frombuffer(made, dtype=torch.uint8, count=1).data_ptr()
+        assert libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(size), 0) == 0
+        return made
+
+libc = ctypes.CDLL(None, use_errno=True)
+names = {name: getattr(mmap, name) for name in dir(mmap)}
+paper.mmap = types.SimpleNamespace(**{**names, "mmap": NoAccess})
+
+if "touch" in sys.argv:
+    paper.PaperMode().empty((4,), (1,), torch.float32).tolist()
+
+import model_families
+from model_families import FAMILIES
+from gradckpt._planning.plan import plan
+torch.manual_seed(0)
+for name in ("llama", "gpt2", "bert", "t5", "vit", "mixtral"):
+    family = FAMILIES[name]
+    model = model_families.build(name, "sdpa").train()
+    batch = family.batch()
+    found = plan(model, batch)
+    assert not any("measured" in text for text in found.about), (name, found.about)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    plan(model, batch)
+
+class Images(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*(torch.nn.Sequential(
+            torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU()) for _ in range(2)))
+    def forward(self, x):
+        return F.interpolate(self.blocks(x), scale_factor=2).square().mean()
+
+for form in (torch.contiguous_format, torch.channels_last):
+    images = torch.zeros(2, 8, 16, 16).to(memory_format=form)
+    found = plan(Images().to(memory_format=form), images, modules=["blocks.0", "blocks.1"])
+    assert not any("measured" in text for text in found.about), found.about
+print("untouched")
+"""
+
+
+def run_untouchable(*arguments):
+    return subprocess.run([sys.executable, "-c", UNTOUCHABLE, *arguments], capture_output=True, text=True)
+
+
+def test_no_memory_is_touched(monkeypatch, pytestconfig):
+    helpers = str(pytestconfig.rootpath / "tests" / "helpers")
+    monkeypatch.setenv("PYTHONPATH", f"{pytestconfig.rootpath}:{helpers}")
+    out = run_untouchable()
+    assert (out.returncode, out.stdout) == (0, "untouched\n"), out.stderr[-3000:]
+    assert run_untouchable("touch").returncode < 0, "reads do not crash: the test proves nothing"
+
+
+# ---- values
+
+
+@pytest.fixture
+def mode():
+    return PaperMode()
+
+
+def on_paper(mode, *shape, dtype=torch.float32):
+    return mode.like(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def test_small_tensors_of_the_step_keep_their_values(mode):
+    with mode:
+        ids = torch.arange(6).view(2, 3)
+        mask = ids > 2
+        assert mask.any()
+        assert ids.sum().item() == 15
+        assert mask.nonzero().tolist() == [[1, 0], [1, 1], [1, 2]]
+        ids[0, 0] = 7
+        ids += 1
+        assert ids.tolist() == [[8, 2, 3], [4, 5, 6]]
+        out = torch.empty(2, 3, dtype=torch.long)
+        torch.add(ids, ids, out=out)
+        assert out[0].tolist() == [16, 4, 6]
+        assert torch.where(mask, 1.0, 0.0).sum().item() == 3
+    assert mode.data_dependent  # nonzero
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: numpy.asarray(x),
+        lambda x: bool(x[0]),
+        lambda x: float(x[0]),
+        lambda x: repr(x),
+        lambda x: x.nonzero(),
+        lambda x: torch.ones(2)[x > 0],
+        lambda x: torch.unique(x),
+    ],
+    ids=["item", "tolist", "numpy", "asarray", "bool", "float", "repr", "nonzero", "mask", "unique"],
+)
+def test_what_has_no_values_is_asked_in_vain(ask):
+    with pytest.raises(NotOnPaper):
+        trace_step(torch.nn.Identity(), lambda x: ask(2 * x), torch.ones(2))
+
+
+def test_methods_that_read_are_torchs_again(mode):
+    with pytest.raises(ZeroDivisionError):
+        trace_step(torch.nn.Identity(), lambda x: 1 / 0, torch.ones(2))
+    assert not {"tolist", "numpy"} & vars(torch.Tensor).keys()
+    assert torch.arange(3).tolist() == [0, 1, 2]
+
+
+def test_values_are_lost_to_what_has_none(mode):
+    """A tensor with values that is written with one without has none, either."""
+    x = on_paper(mode, 3)
+    with mode:
+        y = torch.ones(3)
+        assert mode.has_values(y)
+        y += x
+        assert not mode.has_values(y)
+        with pytest.raises(NotOnPaper):
+            y.sum().item()
+
+
+def test_parameters_in_place_and_views(mode):
+    x = on_paper(mode, 4, 6)
+    address = x.data_ptr()
+    with mode:
+        before = len(mode.events)
+        x.mul_(2).add_(1)
+        x.view(24).zero_()
+        x.t()[0].fill_(3)
+        x[1:].transpose(0, 1)
+        torch.mul(x, 2, out=x)
+        assert x.data_ptr() == address
+        assert mode.events[before:] == []
+        out = torch.empty(0)
+        torch.mul(x, 2, out=out)
+        assert out.shape == x.shape
+
+
+def test_shapes_are_those_of_real_operators(mode):
+    real, planned = torch.randn(3, 4, 5), on_paper(mode, 3, 4, 5)
+    runs = (
+        lambda x: x.transpose(0, 2) + 1,
+        lambda x: x.sum((0, 2), keepdim=True),
+        lambda x: torch.cat([x, x], 1),
+        lambda x: x.topk(2),
+        lambda x: x.unbind(1)[2] @ x[0].t(),
+        lambda x: x.softmax(-1).to(torch.bfloat16),
+        lambda x: F.layer_norm(x, (5,)),
+        lambda x: torch.linalg.vector_norm(x),
+    )
+    for run in runs:
+        expected = run(real)
+        with mode:
+            found = run(planned)
+        pairs = zip(expected, found, strict=True) if isinstance(expected, tuple) else [(expected, found)]
+        for a, b in pairs:
+            assert (a.shape, a.stride(), a.dtype, b.device.type) == (b.shape, b.stride(), b.dtype, "cpu")
+
+
+# ---- allocations and releases
+
+
+def live(mode):
+    sizes = {}
+    for event in mode.events:
+        sizes[event.storage] = sizes.get(event.storage, 0) + event.size
+    return {number: size for number, size in sizes.items() if size}
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("channels", [3, 16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_allocate_what_the_profiler_reports(form, channels, bias):
+    model = torch.nn.Conv2d(channels, 16, 3, bias=bias).to(memory_format=form)
+    x = torch.randn(2, channels, 20, 20).to(memory_format=form)
+
+    def run(x):
+        model(x).square().mean().backward()
+
+    def peak():
+        with gradckpt.track_memory() as memory:
+            run(x)
+        return memory
+
+    run(x)
+    trace = trace_step(model, run, x)
+    assert sum(size for segment in trace.segments for size, _ in segment.events) == 0
+    assert trace.peak().size == pytest.approx(peak().peak, rel=1e-3)
+
+
+def test_releases_balance_allocations(mode):
+    """What lives at the end is what is held: here, gradients."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+    for p in model.parameters():
+        p.data = mode.like(p.data)
+    x = on_paper(mode, 5, 8)
+    with mode:
+        model(x).sum().backward()
+    assert sorted(live(mode).values()) == sorted(p.nbytes for p in model.parameters())
+    for p in model.parameters():
+        p.grad = None
+    assert live(mode) == {}
+
+
+def test_gradients_of_several_uses_are_summed_in_place(mode):
+    """As without a mode: the same tensors are allocated, in the same order."""
+
+    def backward(x):
+        y = x * 2
+        z = y + y.sin()  # the first gradient of y is that of z, too
+        loss = (z.cos() + z.exp() + y.tanh() + y.view(10, 100).t().sin().t().reshape(1000)).sum()
+        del y, z
+        return loss.backward
+
+    run = backward(torch.ones(1000, requires_grad=True))
+    with gradckpt.track_memory() as memory:
+        run()
+    totals = [0, *(point.total for point in memory.timeline)]
+    expected = [b - a for a, b in itertools.pairwise(totals) if b - a >= 4000]
+    with mode:
+        run = backward(on_paper(mode, 1000).requires_grad_())
+        before = len(mode.events)
+        run()
+    assert [event.size for event in mode.events[before:] if event.size >= 4000] == expected
+
+
+def test_a_sum_of_a_function_is_not_in_place(mode):
+    class Plus(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            total = gradient + gradient.clone()
+            seen.append(total.data_ptr() == gradient.data_ptr())
+            return total
+
+    seen = []
+    with mode:
+        x = on_paper(mode, 8).requires_grad_()
+        Plus.apply(x * 2).sin().sum().backward()
+    assert seen == [False]
+
+
+def test_nothing_is_left_when_the_mode_is_gone():
+    def run():
+        mode = PaperMode()
+        model = torch.nn.Linear(8, 8)
+        trace_step(model, lambda x: model(x).sum().backward(), torch.ones(2, 8))
+        with mode:
+            kept = on_paper(mode, 4).requires_grad_() * 2
+        return kept
+
+    run()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(5):
+        kept = run()
+        del kept
+    gc.collect()
+    assert len(gc.get_objects()) - before < 50
+    assert not [x for x in gc.get_objects() if isinstance(x, PaperMode)]
+
+
+def test_addresses_are_free_again():
+    """Each mode maps them anew; none is left mapped."""
+    for _ in range(40):  # of 2**44 bytes, of which a process has 2**47
+        PaperMode()
+
+
+def test_addresses_begin_again(monkeypatch):
+    monkeypatch.setattr(paper, "_ADDRESSES", 2**20)
+    mode = PaperMode()
+    for _ in range(5):
+        assert on_paper(mode, 100_000).numel() == 100_000
+
+
+# ---- other threads
+
+
+def test_other_threads_compute():
+    """Compression in another thread writes real payloads while a step is on paper."""
+    inside, done = threading.Event(), threading.Event()
+    found = {}
+
+    def work():
+        inside.wait(20)
+        torch.manual_seed(0)
+        x = torch.randn(512, 64, requires_grad=True)
+        gradckpt.checkpoint(torch.sin, x * 1, compress="int8").sum().backward()
+        found["gradient"] = x.grad
+        found["values"] = torch.arange(3).tolist()
+        done.set()
+
+    def run(x):
+        y = gradckpt.checkpoint(torch.sin, 2 * x, compress="int8")
+        inside.set()
+        assert done.wait(20)
+        y.sum().backward()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    trace_step(torch.nn.Identity(), run, torch.ones(512, 64, requires_grad=True))
+    thread.join()
+    torch.manual_seed(0)
+    expected = torch.randn(512, 64).cos()
+    torch.testing.assert_close(found["gradient"], expected, atol=0.05, rtol=0)
+    assert found["values"] == [0, 1, 2]
