@@ -29,6 +29,8 @@ __all__ = ["Peak", "Segment", "StepTrace", "on_paper", "trace_step"]
 KEPT, LOSS, GRADIENTS, WORKING = range(4)
 KINDS = ("kept for the backward", "logits and loss", "gradients", "working set")
 
+_seeds = itertools.count()
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
@@ -148,7 +150,7 @@ def trace_step(
     """
     mode = PaperMode(concentrated, device_is_cpu=not cuda)
     generator = torch.get_rng_state()
-    torch.rand(())  # so that no region shares a state of before the step
+    torch.default_generator.manual_seed(next(_seeds))  # no region shares a state of before the step
     marks: list[tuple[int, str, int]] = []
     try:
         with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):

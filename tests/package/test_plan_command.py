@@ -105,7 +105,7 @@ def test_wrong_usage(run, tiny, write):
     assert "invalid choice: 'fp8'" in wrong(run, tiny, "--tokens", 64, "--dtype", "fp8")
     assert "weights in nf4 cannot be trained; add lora" in wrong(run, tiny, "--tokens", 64, "--weights", "nf4")
     assert "there is no file" in wrong(run, tiny + "/other/config.json", "--tokens", 64)
-    assert "8 devices with shard=None" in wrong(run, tiny, "--tokens", 64, "--gpus", 8)
+    assert "8 devices, and nothing says what they share" in wrong(run, tiny, "--tokens", 64, "--gpus", 8)
 
 
 def test_a_missing_field_is_named(run, write):
