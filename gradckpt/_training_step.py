@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
@@ -27,11 +29,40 @@ def alone(model: Module) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_without_optimizers())
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             stack.enter_context(model.no_sync())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
+
+
+class OptimizerInStepError(ValueError):
+    """A step that should be repeatable calls an optimizer."""
+
+
+@contextlib.contextmanager
+def _without_optimizers() -> Iterator[None]:
+    """Refuse optimizers' and gradient scalers' steps of this thread before they change anything."""
+    thread = threading.get_ident()
+
+    def refuse(*_: object) -> None:
+        if threading.get_ident() == thread:
+            raise OptimizerInStepError("gradckpt: the step calls an optimizer; leave optimizer.step() out of it")
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    scaler, step = torch.amp.GradScaler, torch.amp.GradScaler.step
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse()
+        return step(self, *args, **kwargs)
+
+    scaler.step = refused  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        scaler.step = step  # type: ignore[method-assign]
+        handle.remove()
 
 
 def _loss_of(result: Any) -> Tensor | None:

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     source = "a config.json or its folder, a hub id, or package.module:function that returns (model, batch)"
     add("config", metavar="CONFIG", help=source)
-    add("--tokens", type=_number, metavar="N", help="length of a sequence; not for images")
+    add("--tokens", type=_number, metavar="N", help="length of a sequence, as in 32768 or 32k; not for images")
     add("--batch", type=_number, default=1, metavar="N", help="sequences or images of one device; default 1")
     add("--dtype", choices=DTYPES, default="bf16", help="of parameters; bf16-mixed: float32 under autocast")
     add("--lora", metavar="r=16[,targets=q_proj+v_proj]", help="train adapters; default: on all linear layers")
@@ -68,6 +68,8 @@ def _number(text: str) -> int:
 
 def _parse_number(text: str) -> int:
     digits = text.replace("_", "").replace(",", "")
+    if digits[-1:] in ("k", "K") and digits[:-1].isdecimal():
+        digits = str(int(digits[:-1]) * 1024)
     if not digits.isdecimal() or int(digits) < 1:
         raise ValueError(f"gradckpt: {text!r} is not a number; give 1 or more")
     return int(digits)

@@ -149,7 +149,7 @@ class ConfigModel:
     def _check(self, tokens: int | None, batch: int) -> None:
         if self.takes == "tokens":
             if not tokens or tokens < 1:
-                raise ValueError("gradckpt: the length of a sequence is missing; give a number of tokens")
+                raise ValueError("gradckpt: the length of a sequence is missing; add --tokens, as in --tokens 4096")
             if self.positions is not None and tokens > self.positions:
                 raise ValueError(
                     f"gradckpt: {tokens:,} tokens, and the model has {self.positions:,} positions; give fewer"

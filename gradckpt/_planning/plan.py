@@ -22,7 +22,7 @@ from gradckpt._planning.step_trace import GRADIENTS, KEPT, KINDS, LOSS, WORKING,
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import alone, step_of_batch, step_of_function
+from gradckpt._training_step import OptimizerInStepError, alone, step_of_batch, step_of_function
 
 __all__ = ["Plan", "Row", "plan", "plan_source"]
 
@@ -145,11 +145,15 @@ def plan(
         "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
     }
     rows: list[Row] = []
-    with alone(model):
+    state = TrainingState(model)
+    with alone(model), contextlib.ExitStack() as stack:
+        stack.callback(state.restore)  # of what the step did by itself, as zero_grad()
         if not measure:
             try:
                 with _quiet():
                     rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
+            except OptimizerInStepError:
+                raise
             except Exception as error:
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
@@ -356,7 +360,8 @@ def _advice(plan: Plan, row: Row) -> str:
     """Say what binds in a row, and what would move it."""
     if row.peak is None:
         return ""
-    parts = {**plan.fixed, **row.peak.parts}
+    alone = plan.memory is not None and sum(plan.fixed.values()) > plan.memory  # the rest does not matter yet
+    parts = plan.fixed if alone else {**plan.fixed, **row.peak.parts}
     name, size = max(parts.items(), key=lambda part: part[1])
     where = f"{row.peak.position.capitalize()} binds" if name in row.peak.parts else "What binds is there all the time"
     is_loss = row.peak.position == "loss" and name in (KINDS[LOSS], KINDS[WORKING])

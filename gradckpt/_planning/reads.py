@@ -34,7 +34,8 @@ def _refusing(mode: PaperMode, name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.layout is torch.strided and self.device.type == "cpu" and not mode.has_values(self):
-            raise NotOnPaper(f"Tensor.{name}() reads values")
+            reason = f"Tensor.{name}() reads values"
+            raise NotOnPaper(reason)
         return method(self, *args, **kwargs)
 
     return read
