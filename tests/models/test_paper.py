@@ -295,7 +295,7 @@ def test_nothing_is_left_when_the_mode_is_gone():
         del kept
     gc.collect()
     assert len(gc.get_objects()) - before < 50
-    assert not [x for x in gc.get_objects() if isinstance(x, PaperMode)]
+    assert not [x for x in gc.get_objects() if type(x) is PaperMode]
 
 
 def test_addresses_are_free_again():
