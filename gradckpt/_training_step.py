@@ -26,6 +26,7 @@ def alone(model: Module) -> Iterator[None]:
     code runs eagerly: graphs of each setting would count against Dynamo's limit for the training.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             stack.enter_context(model.no_sync())

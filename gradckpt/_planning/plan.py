@@ -18,6 +18,7 @@ from gradckpt._planning.blocks import find_blocks, shortened
 from gradckpt._planning.devices import Device
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
+from gradckpt._planning.values import StepWrites
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes
 from gradckpt._training_state import TrainingState
@@ -124,7 +125,7 @@ def plan(
 
     Raises:
         ValueError: As :func:`gradckpt.enable`; ``memory`` is no size; the model is in eval mode;
-            its result has no scalar loss.
+            its result has no scalar loss; the step changes parameters.
     """
     if not model.training:
         raise ValueError("gradckpt: plan() needs a model in training mode; call model.train() first")
@@ -144,6 +145,8 @@ def plan(
         if not measure:
             try:
                 rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
+            except StepWrites:
+                raise  # a real step would train the model
             except Exception as error:
                 logger.debug("gradckpt: the step did not run on paper", exc_info=True)
                 reason = str(error).partition("\n")[0] or type(error).__name__
@@ -220,8 +223,13 @@ def _measured(
 ) -> Row:
     state = TrainingState(model)
     try:
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad.clone()  # the step adds to it in place
+        torch.clear_autocast_cache()  # as before the first setting
         with setting.active(model, modules), track_memory(model) as memory:
             run(batch)
+        if state.leaves_changed():
+            raise StepWrites
     except torch.OutOfMemoryError:
         return Row(setting.name, setting.line, None, None, fits=False, problem="out of memory")
     finally:
