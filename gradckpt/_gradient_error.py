@@ -66,7 +66,8 @@ def gradient_error(
 
     Raises:
         ValueError: There is no scalar loss, gradient or candidate; the model is in eval mode; the
-            forward compresses by itself; the step changes parameters; as :func:`gradckpt.enable`.
+            forward compresses by itself; the step changes parameters or its batch; as
+            :func:`gradckpt.enable`.
         TypeError: An argument has another type.
     """
     if not isinstance(model, Module):
@@ -127,6 +128,7 @@ class _Trial:
         self.exact = EXACT  # how the step runs without an error
         inputs = tensors_in(batch_or_step) if self.has_batch else ()
         self.state = TrainingState(model, (x for x in inputs if x.requires_grad))
+        self._inputs = [(x, x._version) for x in inputs if not x.is_inference()]
 
     def run(
         self, setting: Setting, step: Callable[[], torch.Tensor | None] | None = None
@@ -145,8 +147,12 @@ class _Trial:
         active = contextlib.nullcontext() if setting is _AS_IT_IS else setting.active(self.model, self.modules)
         with activity.unobserved(), patch, active:
             loss = (step or self.step)()
+        if any(x._version != version for x, version in self._inputs):
+            raise ValueError(
+                "gradckpt: the step changed its batch in place, so no run is like another; let forward copy it first"
+            )
         if self.state.leaves_changed():
-            raise ValueError("gradckpt: the step changed parameters or inputs; leave optimizer.step() out of it")
+            raise ValueError("gradckpt: the step changed parameters; leave optimizer.step() out of it")
         return None if loss is None else float(loss), stats().since(before), patch
 
     def _for_patch(self, setting: Setting) -> tuple[Any, Any]:

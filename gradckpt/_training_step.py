@@ -28,6 +28,7 @@ def alone(model: Module) -> Iterator[None]:
     code runs eagerly: graphs of each setting would count against Dynamo's limit for the training.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_without_optimizers())
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -37,8 +38,11 @@ def alone(model: Module) -> Iterator[None]:
         yield
 
 
-class OptimizerInStepError(ValueError):
-    """A step that should be repeatable calls an optimizer."""
+class StepWrites(ValueError):
+    """The step changes parameters, or is about to."""
+
+    def __init__(self) -> None:
+        super().__init__("gradckpt: the step changes parameters; leave optimizer.step() out of it")
 
 
 @contextlib.contextmanager
@@ -48,7 +52,7 @@ def _without_optimizers() -> Iterator[None]:
 
     def refuse(*_: object) -> None:
         if threading.get_ident() == thread:
-            raise OptimizerInStepError("gradckpt: the step calls an optimizer; leave optimizer.step() out of it")
+            raise StepWrites
 
     handle = register_optimizer_step_pre_hook(refuse)
     scaler, step = torch.amp.GradScaler, torch.amp.GradScaler.step

@@ -14,10 +14,10 @@ from typing import Any
 from gradckpt._planning import devices
 from gradckpt._planning.config_model import DTYPES, ConfigModel
 from gradckpt._planning.frozen_weights import FORMATS
-from gradckpt._planning.paper import NotOnPaper
 from gradckpt._planning.plan import plan_source
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
 from gradckpt._planning.sizes import parse_bytes
+from gradckpt._planning.values import NotOnPaper
 
 __all__ = ["main", "parser"]
 

@@ -25,8 +25,9 @@ from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
 from gradckpt._planning.cpu_scratch import scratch_of
+from gradckpt._planning.values import RECURRENT, NotOnPaper
 
-__all__ = ["Event", "NotOnPaper", "PaperMode"]
+__all__ = ["Event", "PaperMode"]
 
 aten = torch.ops.aten
 
@@ -54,8 +55,17 @@ _CHOICES = {aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort
 _ALIASING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach_.default}
 
 
-class NotOnPaper(RuntimeError):
-    """An operator needs the values of a tensor that has none, or cannot be run without values."""
+def _space() -> mmap.mmap:
+    """Return the addresses, which all modes share: there is room for few such spaces, and a step
+    may keep tensors.
+    """
+    space = _spaces.get(0)
+    if space is None:
+        space = _spaces[0] = mmap.mmap(-1, _ADDRESSES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    return space
+
+
+_spaces: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +101,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.device_is_cpu = device_is_cpu
         self._concentrated = concentrated
         self.data_dependent = False
-        self._space = mmap.mmap(-1, _ADDRESSES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        self._space = _space()
         self._next = 0
         self._paper: set[int] = set()  # storages without values, by their addresses in C++
         self._live: dict[int, tuple[int, Any]] = {}  # number and weak reference of every recorded storage
@@ -99,6 +109,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.events: list[Event] = []
         self.work: list[tuple[int, Work]] = []
         self.operator = ""
+        self.wrote: set[int] = set()  # storages that the step writes and has not made
 
     # ---- storages ----
 
@@ -181,6 +192,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             self._paper.add(args[0].untyped_storage()._cdata)
             self._count_work(func, args, kwargs, args[0])
             return args[0]
+        if func is aten.mkldnn_rnn_layer.default and self.device_is_cpu:
+            raise NotOnPaper(f"{func.name()}: {RECURRENT}")
         kwargs = _on_cpu(kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.rand(())  # so that each region has a state of its own to keep
@@ -227,6 +240,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         for x in written:  # a tensor of the step, written with what has no values
             if x.untyped_storage()._cdata in self._live:
                 self._paper.add(x.untyped_storage()._cdata)
+            else:
+                self.wrote.add(x.untyped_storage()._cdata)
         if func._schema.is_mutable and not isinstance(outputs, (tuple, list)):
             if outputs is not None and outputs.size() != written[0].size():  # out= of another size
                 new = self.like(outputs, record=True)
@@ -273,7 +288,9 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         """Answer an operator that has no meta kernel for these operands, as the size of its result
         depends on values.
         """
-        if known:
+        if func._schema.is_mutable:  # it would write to what the step has not made
+            self.wrote.update(x.untyped_storage()._cdata for x in _written(func, args, kwargs))
+        elif known:
             self.data_dependent = True
             return self._followed(func(*args, **kwargs))
         if func is aten._grouped_mm.default:  # the meta kernel takes bfloat16 alone

@@ -22,7 +22,7 @@ from gradckpt._planning.step_trace import GRADIENTS, KEPT, KINDS, LOSS, WORKING,
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import OptimizerInStepError, alone, step_of_batch, step_of_function
+from gradckpt._training_step import StepWrites, alone, step_of_batch, step_of_function
 
 __all__ = ["Plan", "Row", "plan", "plan_source"]
 
@@ -129,7 +129,7 @@ def plan(
 
     Raises:
         ValueError: As :func:`gradckpt.enable`; ``memory`` is no size; the model is in eval mode;
-            its result has no scalar loss.
+            its result has no scalar loss; the step changes parameters.
     """
     if not model.training:
         raise ValueError("gradckpt: plan() needs a model in training mode; call model.train() first")
@@ -152,7 +152,7 @@ def plan(
             try:
                 with _quiet():
                     rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
-            except OptimizerInStepError:
+            except StepWrites:
                 raise
             except Exception as error:
                 reason = str(error).partition("\n")[0] or type(error).__name__
@@ -231,8 +231,13 @@ def _measured(
 ) -> Row:
     state = TrainingState(model)
     try:
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad.clone()  # the step adds to it in place
+        torch.clear_autocast_cache()  # as before the first setting
         with uncounted(), setting.active(model, modules), track_memory(model) as memory:
             run(batch)
+        if state.leaves_changed():
+            raise StepWrites
     except torch.OutOfMemoryError:
         return Row(setting.name, setting.line, None, None, fits=False, problem="out of memory")
     finally:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from gradckpt._planning.paper import NotOnPaper, PaperMode
+from gradckpt._planning.paper import PaperMode
+from gradckpt._planning.values import NotOnPaper
 
 __all__ = ["refuse_reads"]
 

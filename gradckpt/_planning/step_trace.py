@@ -21,7 +21,9 @@ from gradckpt._engine import torch_private as private
 from gradckpt._planning.paper import Event, PaperMode, Work
 from gradckpt._planning.reads import refuse_reads
 from gradckpt._planning.target_kernels import cuda_kernels
+from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
+from gradckpt._training_step import StepWrites
 
 __all__ = ["Peak", "Segment", "StepTrace", "on_paper", "trace_step"]
 
@@ -146,11 +148,13 @@ def trace_step(
         cuda: Count what CUDA's kernels save, instead of the CPU's.
 
     Raises:
+        StepWrites: The step changes parameters.
         NotOnPaper: The step asks for values. Other exceptions of ``run`` arrive unchanged.
     """
     mode = PaperMode(concentrated, device_is_cpu=not cuda)
     generator = torch.get_rng_state()
     torch.default_generator.manual_seed(next(_seeds))  # no region shares a state of before the step
+    originals = [p for p in model.parameters() if type(p) is Parameter]
     marks: list[tuple[int, str, int]] = []
     try:
         with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
@@ -158,15 +162,30 @@ def trace_step(
             before = _C.stats()
             with refuse_reads(mode), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 run(batch)
+            with cuda_kernels() if cuda else contextlib.nullcontext(), mode:
+                try:
+                    run(batch)
+                except Exception:
+                    _refuse_writes(mode, originals)
+                    raise
+            _refuse_writes(mode, originals)
+            if not mode.work:
+                raise NotOnPaper(ELSEWHERE)
             after = _C.stats()
             gradients = {
                 number for p in parameters if p.grad is not None and (number := mode.number_of(p.grad)) is not None
             }
         moved = 2 * (after["bytes_in"] - before["bytes_in"] + after["bytes_out"] - before["bytes_out"])
     finally:
+        torch.clear_autocast_cache()  # of casts on paper
         torch.set_rng_state(generator)
     events = mode.events[:]
     return StepTrace(_segments(events, mode.work, marks, gradients), moved, mode.data_dependent)
+
+
+def _refuse_writes(mode: PaperMode, parameters: list[Parameter]) -> None:
+    if mode.wrote.intersection(p.untyped_storage()._cdata for p in parameters):
+        raise StepWrites
 
 
 def _batch_on_paper(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:
@@ -182,6 +201,7 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
     """
     old: list[tuple[dict[str, Any], str, Any]] = []
     new: dict[int, Any] = {}
+    gradients = [(p, p.grad) for p in model.parameters()]  # a step may know these without the model
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, x in table.items():
@@ -197,6 +217,8 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
     finally:
         for table, name, x in old:
             table[name] = x
+        for x, gradient in gradients:
+            x.grad = gradient
 
 
 def _parameter_or_buffer(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 import gradckpt
 from gradckpt._planning import paper
-from gradckpt._planning.paper import NotOnPaper, PaperMode
+from gradckpt._planning.paper import PaperMode
 from gradckpt._planning.step_trace import trace_step
+from gradckpt._planning.values import NotOnPaper
 
 # ---- no memory is touched
 

@@ -1,0 +1,12 @@
+"""Why a step cannot run on paper: :class:`NotOnPaper`."""
+
+from __future__ import annotations
+
+__all__ = ["ELSEWHERE", "RECURRENT", "NotOnPaper"]
+
+RECURRENT = "the size of what it keeps is unknown"
+ELSEWHERE = "it ran in another thread"
+
+
+class NotOnPaper(RuntimeError):
+    """An operator needs the values of a tensor that has none, or cannot be run without values."""
