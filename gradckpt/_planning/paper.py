@@ -55,17 +55,23 @@ _CHOICES = {aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort
 _ALIASING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach_.default}
 
 
-def _space() -> mmap.mmap:
-    """Return the addresses, which all modes share: there is room for few such spaces, and a step
-    may keep tensors.
+class _Space(mmap.mmap):
+    """Addresses, which all modes share and take in turn: there is room for few such spaces, and
+    what a step keeps must not lie where a later one puts its tensors.
     """
-    space = _spaces.get(0)
+
+    next = 0
+
+
+_spaces: weakref.WeakValueDictionary[str, _Space] = weakref.WeakValueDictionary()
+
+
+def _shared_space() -> _Space:
+    space = _spaces.get("")
     if space is None:
-        space = _spaces[0] = mmap.mmap(-1, _ADDRESSES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        space = _spaces[""] = _Space(-1, _ADDRESSES, flags)
     return space
-
-
-_spaces: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +107,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.device_is_cpu = device_is_cpu
         self._concentrated = concentrated
         self.data_dependent = False
-        self._space = _space()
-        self._next = 0
+        self._space = _shared_space()
         self._paper: set[int] = set()  # storages without values, by their addresses in C++
         self._live: dict[int, tuple[int, Any]] = {}  # number and weak reference of every recorded storage
         self._count = 0
@@ -119,10 +124,11 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty_strided(size, stride, dtype=dtype)
-        if self._next + nbytes > _ADDRESSES:
-            self._next = 0
-        whole = torch.frombuffer(self._space, dtype=torch.uint8, count=nbytes, offset=self._next)
-        self._next += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        space = self._space
+        if space.next + nbytes > _ADDRESSES:
+            space.next = 0
+        whole = torch.frombuffer(space, dtype=torch.uint8, count=nbytes, offset=space.next)
+        space.next += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         storage = whole.untyped_storage()
         self._paper.add(storage._cdata)
         self._follow(storage, record=record)

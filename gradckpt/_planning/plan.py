@@ -135,6 +135,8 @@ def plan(
         raise ValueError("gradckpt: plan() needs a model in training mode; call model.train() first")
     _refuse_shards(model)
     limit = None if memory is None else parse_bytes(memory)
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel) and modules is None:
+        model = model.module  # the wrapper's forward may allocate its buckets, then on paper
     run = _step_of(model, batch)
     blocks = find_blocks(model, modules)
     about = ["Peaks contain parameters, buffers and gradients that exist, and no optimizer states."]

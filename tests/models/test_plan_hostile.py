@@ -136,3 +136,15 @@ def test_gradient_error_refuses_a_batch_that_changes():
 
     with pytest.raises(ValueError, match="changed its batch in place"):
         gradckpt.gradient_error(Scaling(), (X.clone(),), "int8")
+
+
+def test_plan_never_lets_ddp_allocate_buckets_on_paper():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(Model(), gradient_as_bucket_view=True)
+        model(X).backward()
+        peaks = [row.total for row in gradckpt.plan(model, (X,)).rows]
+        assert peaks == [row.total for row in gradckpt.plan(model.module, (X,)).rows]
+    finally:
+        distributed.destroy_process_group()
