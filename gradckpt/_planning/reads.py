@@ -14,19 +14,23 @@ from gradckpt._planning.values import NotOnPaper
 
 __all__ = ["refuse_reads"]
 
-_READING = ("numpy", "tolist")  # numpy.asarray(x) calls the first
+_READING = ("numpy", "tolist", "__dlpack__")  # numpy.asarray(x) calls the first
 
 
 @contextlib.contextmanager
 def refuse_reads(mode: PaperMode) -> Iterator[None]:
     """Raise :class:`NotOnPaper` where such a method is called on a tensor without values."""
+    own = {name: vars(torch.Tensor)[name] for name in _READING if name in vars(torch.Tensor)}
     for name in _READING:
         setattr(torch.Tensor, name, _refusing(mode, name))
     try:
         yield
     finally:
         for name in _READING:
-            delattr(torch.Tensor, name)  # TensorBase has torch's own
+            if name in own:
+                setattr(torch.Tensor, name, own[name])
+            else:
+                delattr(torch.Tensor, name)  # TensorBase has torch's own
 
 
 def _refusing(mode: PaperMode, name: str) -> Callable[..., Any]:

@@ -161,8 +161,6 @@ def trace_step(
             batch = _map(lambda x: _batch_on_paper(mode, x), batch)
             before = _C.stats()
             with refuse_reads(mode), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
-                run(batch)
-            with cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 try:
                     run(batch)
                 except Exception:
