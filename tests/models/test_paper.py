@@ -24,22 +24,21 @@ from gradckpt._planning.values import NotOnPaper
 
 #: Runs steps of families in all settings with addresses that neither can be read nor written.
 UNTOUCHABLE = """
-import ctypes, mmap, sys, types
+import ctypes, sys
 import torch
 from torch.nn import functional as F
 from gradckpt._planning import paper
 
-class NoAccess:
-    '''mmap without PROT_READ and PROT_WRITE, which Python cannot ask for.'''
+class NoAccess(paper._Space):
+    '''Without PROT_READ and PROT_WRITE, which Python cannot ask for.'''
     def __new__(cls, fd, size, flags):
-        made = mmap.mmap(fd, size, flags)
+        made = super().__new__(cls, fd, size, flags)
         start = torch.frombuffer(made, dtype=torch.uint8, count=1).data_ptr()
         assert libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(size), 0) == 0
         return made
 
 libc = ctypes.CDLL(None, use_errno=True)
-names = {name: getattr(mmap, name) for name in dir(mmap)}
-paper.mmap = types.SimpleNamespace(**{**names, "mmap": NoAccess})
+paper._Space = NoAccess
 
 if "touch" in sys.argv:
     paper.PaperMode().empty((4,), (1,), torch.float32).tolist()
