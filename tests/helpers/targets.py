@@ -15,6 +15,7 @@ LEFT_BECAUSE = {
     "builds the extension once more": ("codec/test_toy_codec.py",),
     "builds packages or the site, or runs what users run: a process each": (
         "models/test_nothing_left.py",
+        "models/test_paper.py::test_no_memory_is_touched",
         "models/test_trainer_flag.py::test_order_of_imports",
         "models/test_trainer_flag_scope.py",
         "package/test_import_effects.py::test_imported_again",
@@ -29,6 +30,7 @@ LEFT_BECAUSE = {
         "package/test_examples.py",
         "package/test_make_release.py",
         "package/test_packaging.py",
+        "package/test_plan_command.py",
         "package/test_plan_pages.py",
         "package/test_run.py",
         "package/test_run_options.py",
@@ -52,6 +54,7 @@ LEFT_BECAUSE = {
         "equivalence/test_opinfo.py::test_gradients_of_every_operator_are_those_of_plain_autograd[float64",
         "models/test_gradient_error_models.py",
         "models/test_plan_operators.py",
+        "models/test_plan_peaks.py",
         *(f"package/test_torch_private.py::test_each_name_may_be_missing[{part}" for part in (1, 2, 3)),
     ),
 }
