@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
 
-__all__ = ["alone", "halves_of", "step_of_batch", "step_of_function", "tensors_in"]
+__all__ = ["alone", "halves_of", "loss_of", "step_of_batch", "step_of_function", "tensors_in"]
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def _without_optimizers() -> Iterator[None]:
         handle.remove()
 
 
-def _loss_of(result: Any) -> Tensor | None:
+def loss_of(result: Any) -> Tensor | None:
     """Return the scalar loss in what a model or a step returns, or None."""
     if isinstance(result, Mapping):
         result = result.get("loss")
@@ -90,7 +90,7 @@ def step_of_batch(model: Module, batch: Any) -> Callable[[], Tensor]:
             result = model(*batch)
         else:
             result = model(batch)
-        loss = _loss_of(result)
+        loss = loss_of(result)
         if loss is None:
             raise ValueError(
                 f"gradckpt: {type(model).__name__} returned {type(result).__name__} without a scalar loss; "
@@ -110,7 +110,7 @@ def step_of_function(model: Module, function: Callable[[], Any]) -> Callable[[],
 
     def step() -> Tensor | None:
         result = function()
-        loss = _loss_of(result)
+        loss = loss_of(result)
         if all(p.grad is None for p in model.parameters()):
             if loss is None or not loss.requires_grad:
                 raise ValueError(

@@ -17,6 +17,7 @@ from gradckpt._planning.frozen_weights import FORMATS, quantize
 from gradckpt._planning.model_source import open_source
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS, divide
 from gradckpt._stats import format_bytes
+from gradckpt._training_step import loss_of
 
 __all__ = ["DTYPES", "ConfigModel"]
 
@@ -40,9 +41,9 @@ class ConfigModel:
     ``extra``: bytes that sharding adds while the step runs; ``gradient_scale``: the part of a
     gradient's bytes that stays on the device. ``takes``: ``"tokens"``, ``"images"`` or ``"batch"``,
     the unit that the step can be made longer in; ``positions``: the longest sequence, or None.
-    ``about``: the assumptions, in
-    sentences. ``accumulate``: gradients exist when the step begins. ``flags``: the options of the
-    command that are not at their defaults, among those that need less memory.
+    ``about``: the assumptions, in sentences. ``accumulate``: gradients exist when the step begins.
+    ``flags``: the options of the command that are not at their defaults, among those that need less
+    memory.
 
     Raises:
         ValueError: A value is unknown, or excludes another one.
@@ -138,7 +139,7 @@ class ConfigModel:
         args, kwargs = self._arguments(tokens or 0, batch)
         with torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext():
             output = self.model(*args, **kwargs)
-        loss = _loss_of(output)
+        loss = loss_of(output)
         if loss is None:
             name = type(self.model).__name__
             raise ValueError(
@@ -234,15 +235,3 @@ def _known(what: str, value: str, names: Iterable[str]) -> str:
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"gradckpt: unknown {what} {value!r}; {meant}choose one of: {', '.join(names)}")
     return value
-
-
-def _loss_of(output: Any) -> torch.Tensor | None:
-    """Return the scalar that a forward returned, alone, first in a tuple, or as its ``loss``."""
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, dict):
-        found = output.get("loss")
-    if found is None and isinstance(output, tuple) and output:
-        found = output[0]
-    if found is None:
-        found = output
-    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None

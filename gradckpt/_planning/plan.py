@@ -147,9 +147,7 @@ def plan(
         "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
     }
     rows: list[Row] = []
-    state = TrainingState(model)
-    with alone(model), contextlib.ExitStack() as stack:
-        stack.callback(state.restore)  # of what the step did by itself, as zero_grad()
+    with alone(model):
         if not measure:
             try:
                 with _quiet():

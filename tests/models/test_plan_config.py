@@ -8,6 +8,7 @@ import resource
 import pytest
 import torch
 import transformers
+from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
 from transformers.utils import logging
 
 import gradckpt
@@ -20,29 +21,6 @@ logging.set_verbosity_error()
 # Of transformers, for the names that PEFT still uses.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-SHAPE_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-SHAPE_70B = {
-    **SHAPE_8B,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-TINY = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 BLOCK = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
 
 #: Name -> class, config, and arguments of a real step.

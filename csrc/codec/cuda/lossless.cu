@@ -364,8 +364,7 @@ template <gck_dtype DTYPE, typename VIEW>
 static void launch_encode(const VIEW &x, const parts &payload, const listener &to, cudaStream_t stream)
 {
     GCK_LAUNCH((lossless_encode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream, x,
-               gck_groups_of(x.numel), payload,
-               to);
+               gck_groups_of(x.numel), payload, to);
 }
 
 template <gck_dtype DTYPE, typename VIEW>

@@ -1,7 +1,6 @@
 /* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "engine/payload/sharing.h"
 
-#include "torch/tensor.h"
 #include "engine/payload/layout.h"
 
 #include <string.h>
