@@ -20,6 +20,7 @@
 #include "engine/selective/selective.h"
 #include "engine/selective/selective_mode.h"
 #include "engine/saved/saved_hooks.h"
+#include "engine/saved/saved_node.h"
 #include "engine/saved/saved_tensor.h"
 #include "engine/region/checkpoint.h"
 #include "engine/region/frame.h"
@@ -216,12 +217,16 @@ static PyMethodDef methods[] = {
      "forget_types()\n--\n\nForget which types of modules have no rule, for gradckpt._engine.buffers."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,
      "guard_hooks(hooks, type, kind, /)\n--\n\nGuard the hooks of a parameter, for gradckpt._engine.parameter_hooks."},
-    {"saved_push", gck_saved_hooks_push, METH_O,
-     "saved_push(compress, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
+    {"saved_push", gck_saved_hooks_push, METH_VARARGS,
+     "saved_push(compress, formats, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
+    {"saved_pair", gck_saved_hooks_pair, METH_VARARGS,
+     "saved_pair(compress, formats, /)\n--\n\nReturn (pack, unpack) of gradckpt.compress_saved()."},
+    {"saved_roles", gck_saved_roles, METH_NOARGS,
+     "saved_roles()\n--\n\nReturn what a lossy codec may encode: (node, argument, operators or None, how)."},
     {"saved_pop", gck_saved_hooks_pop, METH_O,
      "saved_pop(failed, /)\n--\n\nPop the hooks of gradckpt.compress_saved()."},
     {"saved_call", gck_saved_hooks_call, METH_VARARGS,
-     "saved_call(compress, function, args, kwargs, /)\n--\n\nCall a function under gradckpt.compress_saved()."},
+     "saved_call(compress, formats, function, args, kwargs, /)\n--\n\nCall a function under gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS,
      "rounding_state()\n--\n\nReturn the state as gradckpt.config.get_rounding_state() does."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,

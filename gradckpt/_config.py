@@ -23,6 +23,9 @@ DEFAULT_CODEC = "int8"
 
 _INCLUDES = ("activations", "floating")
 
+#: The operators to which ``operators=`` gives codecs of their own.
+OPERATORS = tuple(dict.fromkeys(family for _, _, family, _ in _C.saved_roles() if family is not None))
+
 
 # ---- unknown keywords ----
 
@@ -107,10 +110,16 @@ class CompressionConfig:
             codecs whose ``gradckpt.codecs.info(name)["stochastic"]`` is true.
         seed: The seed of that noise, 0 to 2^64 - 1. torch's generators are neither read nor
             advanced.
+        operators: For :func:`gradckpt.compress_saved` and ``enable(recompute=False)``: codecs for
+            what some operators save, in place of ``codec``, as ``{"attention": "fp8", "norm":
+            None}``; ``None`` keeps it exactly. The operators are ``linear``, ``matmul``,
+            ``convolution``, ``product``, ``attention``, ``norm``, ``rnn``, ``activation``,
+            ``pooling``, ``softmax`` (``bf16`` if it is not named) and ``log_softmax`` (``fp16``).
 
     Raises:
-        ValueError: ``codec`` or ``include`` is unknown, ``min_numel`` is negative, ``seed`` is out
-            of range, or ``stochastic`` is given for a codec that does not round.
+        ValueError: ``codec``, ``include`` or an operator is unknown, ``min_numel`` is negative,
+            ``seed`` is out of range, ``stochastic`` is given for a codec that does not round, or
+            together with ``operators``.
         TypeError: A field has the wrong type.
     """
 
@@ -121,6 +130,7 @@ class CompressionConfig:
     replay_discrete: bool | str = True
     stochastic: bool = False
     seed: int = 0
+    operators: Any = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec", resolve_codec(self.codec, of_activations=True))
@@ -138,6 +148,9 @@ class CompressionConfig:
             raise ValueError(f"gradckpt: codec {self.codec!r} does not round, so stochastic=True has no effect")
         if self.include not in _INCLUDES:
             raise ValueError(f"gradckpt: include is one of {', '.join(_INCLUDES)}; not {self.include!r}")
+        object.__setattr__(self, "operators", _parse_operators(self.operators))
+        if self.operators and self.stochastic:
+            raise ValueError("gradckpt: stochastic=True and operators= exclude each other; leave one of them out")
 
     @property
     def lossy(self) -> bool:
@@ -146,21 +159,47 @@ class CompressionConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict that JSON can carry; :meth:`from_dict` reads it back."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"operators": dict(self.operators)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CompressionConfig:
         """Return the config that :meth:`to_dict` wrote.
 
+        A mapping from operators to codecs, ``{"linear": "int8", "attention": "fp8"}``, keeps what
+        other operators save exactly.
+
         Raises:
             ValueError: A field is unknown; the message names it.
         """
+        if fields and all(key in OPERATORS for key in fields):
+            named = [codec for codec in fields.values() if codec is not None]
+            if not named:
+                raise ValueError(
+                    "gradckpt: operators= names no codec, so nothing would be compressed; give one a codec"
+                )
+            return cls(named[0], operators={each: fields.get(each) for each in OPERATORS})
         known = [f.name for f in dataclasses.fields(cls)]
         for key, value in fields.items():
             if key not in known:
                 said = advise(key, value, known, "gradckpt.CompressionConfig")
                 raise ValueError(f"gradckpt: unknown field {key!r} in a compression config; {said}")
         return cls(**fields)
+
+
+def _parse_operators(operators: Any) -> tuple[tuple[str, str | None], ...]:
+    try:
+        pairs = dict(operators)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f'gradckpt: operators= maps operators to codecs, {{"attention": "fp8"}}; not {operators!r}'
+        ) from None
+    for operator in pairs:
+        if operator not in OPERATORS:
+            raise ValueError(f"gradckpt: unknown operator {operator!r}; choose one of: {', '.join(OPERATORS)}")
+    return tuple(
+        (operator, None if codec is None else resolve_codec(codec, of_activations=True))
+        for operator, codec in pairs.items()
+    )
 
 
 #: What every ``compress=`` accepts.

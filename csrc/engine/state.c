@@ -15,6 +15,9 @@ int gck_state_traverse(gck_state *state, visitproc visit, void *arg)
     Py_VISIT(state->torch_checkpoint);
     Py_VISIT(state->observer);
     Py_VISIT(state->closed);
+    Py_VISIT(state->node_kinds);
+    Py_VISIT(state->node_names);
+    Py_VISIT(state->saved_attributes);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
@@ -42,6 +45,9 @@ void gck_state_clear(gck_state *state)
     Py_CLEAR(state->torch_checkpoint);
     Py_CLEAR(state->observer);
     Py_CLEAR(state->closed);
+    Py_CLEAR(state->node_kinds);
+    Py_CLEAR(state->node_names);
+    Py_CLEAR(state->saved_attributes);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)
     GCK_OPTIONS(OPTION)

@@ -69,6 +69,9 @@ typedef struct {
     PyObject     *SelectiveRecompute;  /* autograd Function, public                          */
     PyObject     *selective_apply;     /* autograd's own apply of it                         */
     PyObject     *stateless;           /* known types of modules (parameters.h): no statistics */
+    /* what saved_node.c knows: kinds by type and by name, the table's attributes; NULL before the first node */
+    PyObject     *node_kinds, *node_names, *saved_attributes;
+    int           nodes_tell;          /* nodes of this torch tell what they hold            */
     PyObject     *closed;              /* known modules that use no leaves but parameters and arguments */
     struct {
         PyObject *function;

@@ -18,6 +18,17 @@ int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
     return *version < 0 && PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
+int gck_storage_of(const gck_py *py, PyObject *x, const void **address)
+{
+    PyObject *storage = PyObject_CallMethodObjArgs(x, py->names.untyped_storage, NULL);
+    PyObject *value = storage != NULL ? PyObject_CallMethodObjArgs(storage, py->names.data_ptr, NULL) : NULL;
+
+    *address = value != NULL ? PyLong_AsVoidPtr(value) : NULL;
+    Py_XDECREF(storage);
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;
+}
+
 /* ---- views ---- */
 
 static int view_dtype(gck_dl_dtype dtype, gck_dtype *out)

@@ -49,6 +49,9 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view);
  * device or number of values differs from `was`. */
 int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *view);
 
+/* The address of x's storage, NULL when it has none.  0 or -1. */
+int gck_storage_of(const gck_py *py, PyObject *x, const void **address);
+
 /* Version of x into *version, -1 where x has none.  0 or -1. */
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version);
 

@@ -70,7 +70,9 @@
     /* Described there: */                                                                         \
     OBJECT(make_saved_tensor, "gradckpt._engine.torch_objects", "make_saved_tensor")               \
     OBJECT(as_non_leaf, "gradckpt._engine.torch_objects", "as_non_leaf")                           \
+    OBJECT(saved_tensor_type, "gradckpt._engine.torch_private", "SavedTensor")                     \
     OBJECT(cpu_device, "gradckpt._engine.torch_objects", "cpu_device")                             \
+    OBJECT(cpu_bytes, "gradckpt._engine.torch_objects", "cpu_bytes")                               \
     OBJECT(recompute_mark, "gradckpt._engine.torch_objects", "recompute_mark")                     \
     OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")                       \
     OBJECT(cast, "gradckpt._engine.torch_objects", "cast")                                         \
@@ -88,12 +90,12 @@
     CALLBACK(debug_contexts) CALLBACK(discrete_rules) CALLBACK(decorate) CALLBACK(determinism_check)          \
     CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap)                           \
     CALLBACK(enter_buffers) CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate)                 \
-    CALLBACK(form_of_input) CALLBACK(form_when_packed) CALLBACK(generator_of) CALLBACK(has_buffer_rule)       \
-    CALLBACK(is_dual) CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_keyword) CALLBACK(note_step)    \
-    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(policy_contexts) CALLBACK(raise_fewer_saved)         \
+    CALLBACK(generator_of) CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(logits_are_small)            \
+    CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_keyword) CALLBACK(note_step)    \
+    CALLBACK(original_of) CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(policy_contexts) CALLBACK(raise_fewer_saved)         \
     CALLBACK(raise_metadata) CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_no_entry)     \
     CALLBACK(raise_stop_iteration) CALLBACK(recompute_within) CALLBACK(record_stream) CALLBACK(record_traced) \
-    CALLBACK(same_metadata) CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy)       \
+    CALLBACK(rows_are_alike) CALLBACK(same_metadata) CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy)       \
     CALLBACK(straight_through) CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together)                \
     CALLBACK(told_by) CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active)        \
     CALLBACK(warn_unnamed) CALLBACK(without_modes)
@@ -106,7 +108,7 @@
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads)                    \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                         \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
-    NAME(nbytes)
+    NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(new_empty) NAME(torch_remat) NAME(output_nr)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

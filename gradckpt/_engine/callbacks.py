@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradckpt._engine import arguments, buffers, decorator, input_aliasing, parameter_hooks, saved_roles
+from gradckpt._engine import arguments, buffers, decorator, detached_saves, input_aliasing, parameter_hooks, saved_roles
 from gradckpt._engine import region_callbacks as region
 from gradckpt._engine import selective_callbacks as selective
 from gradckpt._models import activity
@@ -40,15 +40,15 @@ TABLE: dict[str, Callable[..., Any]] = {
     "fill_from": region.fill_from,
     "fill_holes": region.fill_holes,
     "find_candidate": selective.find_candidate,
-    "form_of_input": saved_roles.form_of_input,
-    "form_when_packed": saved_roles.form_when_packed,
     "generator_of": selective.generator_of,
     "has_buffer_rule": buffers.has_rule,
     "is_dual": region.is_dual,
+    "logits_are_small": saved_roles.logits_are_small,
     "metadata": region.metadata,
     "nodes_behind": saved_roles.nodes_behind,
     "note_keyword": arguments.note_keyword,
     "note_step": activity.note_step,
+    "original_of": detached_saves.original_of,
     "parse_plan": region.parse_plan,
     "payload_repr": region.payload_repr,
     "policy_contexts": region.policy_contexts,
@@ -61,6 +61,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "recompute_within": region.recompute_within,
     "record_stream": region.record_stream,
     "record_traced": selective.record_traced,
+    "rows_are_alike": saved_roles.rows_are_alike,
     "same_metadata": region.same_metadata,
     "selective_key": selective.selective_key,
     "selective_mode": selective.selective_mode,

@@ -31,6 +31,11 @@ def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, i
     config = parse_compress(compress)
     if config is None:
         return None, 0, False, False, 0, False, 0
+    if config.operators:
+        raise ValueError(
+            "gradckpt: operators= applies to what compress_saved() and enable(recompute=False) keep, not to regions; "
+            "leave it out"
+        )
     floating = config.include == "floating"
     replay_discrete = (
         0

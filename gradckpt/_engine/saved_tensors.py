@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
 
 from gradckpt import _C
 from gradckpt._config import Compress, CompressionConfig, explains_keywords, parse_compress
@@ -74,10 +77,13 @@ class compress_saved:
 
     def __init__(self, compress: Compress = "int8") -> None:
         self.config = _config(compress)
+        self._plan, self._formats = self.config, tuple(self.config.operators) if self.config is not None else ()
+        if self.config is not None and self._formats:
+            self._plan = dataclasses.replace(self.config, operators=())
 
     def __enter__(self) -> None:
         if self.config is not None:
-            _C.saved_push(self.config)
+            _C.saved_push(self._plan, self._formats)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self.config is not None:
@@ -87,28 +93,41 @@ class compress_saved:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         instead = "`with compress_saved(...)` around what it computes between two yields or awaits"
         check_runs_at_call(function, "compress_saved()", instead)
-        config = self.config
+        plan, formats = self._plan, self._formats
 
         @functools.wraps(function, updated=())
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
-            if config is None:
+            if plan is None:
                 return function(*args, **kwargs)
-            result: R = _C.saved_call(config, function, args, kwargs)
+            result: R = _C.saved_call(plan, formats, function, args, kwargs)
             activity.note_saved()
             return result
 
         return within
 
+    @property
+    def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """The pair ``(pack, unpack)``, for whatever takes saved-tensor hooks.
+
+        Pass it to ``torch.autograd.graph.saved_tensors_hooks(*pair)`` or to
+        ``torch_remat.checkpoint(saved_tensors_hooks=pair)``. The rules are those of the block. The
+        pair belongs to no block and no thread: it may be used again, and ``unpack`` works as long
+        as the graph lives. As with any pair, hooks around it do not see what it packs.
+
+        Raises:
+            ValueError: ``compress`` is ``None``, so there is nothing to pack.
+        """
+        if self._plan is None:
+            raise ValueError("gradckpt: compress_saved(None) compresses nothing and has no hooks; pass a codec")
+        return _C.saved_pair(self._plan, self._formats)
+
     @staticmethod
     def table() -> str:
-        """Return the table of what a lossy codec encodes: autograd node, argument, and how.
+        """Return the table of what a lossy codec encodes: node, argument, operators, and how.
 
         Everything else is kept exactly.
         """
-        table = saved_roles.TABLE.items()
-        rows = [(node, argument, role.text) for node, roles in table for argument, role in roles.items()]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        return "\n".join(f"{node:{widths[0]}}  {argument:{widths[1]}}  {how}" for node, argument, how in rows)
+        return saved_roles.table()
 
     def __repr__(self) -> str:
         return f"compress_saved({self.config!r})"

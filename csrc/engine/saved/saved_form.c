@@ -53,7 +53,7 @@ static int lies_within(const gck_tensor *x, const gck_tensor *base, int64_t *off
 /* Find or make a payload of the tensor.  1; 0 when the codec overflows; -1.  only_found: 0 also
  * when none exists yet. */
 static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, int only_found,
-                  gck_saved_form *to)
+                  gck_saved_form *to, gck_batch *batch)
 {
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
@@ -73,7 +73,7 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     if (own.x != NULL) {
         payload = gck_payload_new(state, codec, &own, first,
                                   stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
-                                  outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, NULL, &fits);
+                                  outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, outer || in->view.device < 0 ? NULL : batch, &fits);
     }
     if (payload == NULL) {
         done = fits ? -1 : 0;
@@ -97,7 +97,8 @@ static int keeps_strides(const gck_tensor *x)
 
 /* Keep the tensor by a payload of the whole tensor of which it is a view, where that costs no more
  * than its own, so that all views share one payload.  1, 0, -1 as above. */
-static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, gck_saved_form *to)
+static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, gck_saved_form *to,
+                       gck_batch *batch)
 {
     gck_py *py = &self->packing.state->py;
     gck_input whole = {.x = PyObject_GetAttr(in->x, py->names._base)};
@@ -118,40 +119,34 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
         to->view = stride != NULL ? Py_BuildValue("(OOL)", shape, stride, (long long)offset) : NULL;
         Py_XDECREF(shape);
         Py_XDECREF(stride);
-        done = to->view == NULL ? -1 : encode(self, codec, &whole, view.numel < whole.view.numel, to);
+        done = to->view == NULL ? -1 : encode(self, codec, &whole, view.numel < whole.view.numel, to, batch);
     }
     if (done != 1) {
         Py_CLEAR(to->view);
     }
     gck_input_clear(&whole);
-    return done != 0 ? done : encode(self, codec, in, 0, to);
+    return done != 0 ? done : encode(self, codec, in, 0, to, batch);
 }
 
 /* Encode the tensor, or what the form has in its place.  1; 0: it has to stay uncompressed, for the
  * reason *reason; -1. */
-static int encode_form(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_form *to, int *reason)
+static int encode_form(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_form *to,
+                       int *reason, gck_batch *batch)
 {
     gck_py *py = &self->packing.state->py;
-    const gck_codec *codec = self->packing.plan.codec;
-    const char *name;
-    PyObject *part;
-    gck_input made;
-    int done;
+    gck_input made = as->part != NULL ? gck_input_of(as->part) : *in;
+    int done = gck_input_read(py, &made, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0
+             ? -1 : gck_input_judge(py, &made, as->codec, 0);
 
-    if (!PyArg_ParseTuple(form, "zO", &name, &part)) {
-        return -1;
-    }
-    codec = name != NULL ? gck_codec_find(name) : codec;
-    made = part != Py_None ? gck_input_of(part) : *in;
-    done = gck_input_read(py, &made, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, &made, codec, 0);
     if (done != GCK_COMPRESS) {
         *reason = done == GCK_SKIP_DTYPE ? GCK_SKIP_EXACT : done;        /* half precision stays as it is */
         done = done < 0 ? -1 : 0;
     } else {
         *reason = GCK_SKIP_OVERFLOW;
-        done = part != Py_None ? encode(self, codec, &made, 0, to) : encode_view(self, codec, &made, to);
+        done = as->part != NULL ? encode(self, as->codec, &made, 0, to, batch)
+                                : encode_view(self, as->codec, &made, to, batch);
     }
-    if (part != Py_None) {
+    if (as->part != NULL) {
         to->dtype = done == 1 ? PyObject_GetAttr(in->x, py->names.dtype) : NULL;
         done = done == 1 && to->dtype == NULL ? -1 : done;
         gck_input_clear(&made);
@@ -160,18 +155,6 @@ static int encode_form(const gck_saved_hooks *self, PyObject *form, gck_input *i
 }
 
 /* ---- a storage that is kept uncompressed is kept once ---- */
-
-/* *address: that of x's storage, NULL when it has none.  0 or -1. */
-static int storage_of(const gck_py *py, PyObject *x, const void **address)
-{
-    PyObject *storage = PyObject_CallMethodObjArgs(x, py->names.untyped_storage, NULL);
-    PyObject *value = storage != NULL ? PyObject_CallMethodObjArgs(storage, py->names.data_ptr, NULL) : NULL;
-
-    *address = value != NULL ? PyLong_AsVoidPtr(value) : NULL;
-    Py_XDECREF(storage);
-    Py_XDECREF(value);
-    return PyErr_Occurred() ? gck_clear_refusal() : 0;
-}
 
 /* 1 when this storage is also kept uncompressed; 0. */
 static int is_held(const gck_saved_hooks *self, const void *storage)
@@ -186,20 +169,21 @@ static int is_held(const gck_saved_hooks *self, const void *storage)
     return 0;
 }
 
-int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_form *to, int reason)
+int gck_saved_form_put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_form *to,
+                       int reason, gck_batch *batch)
 {
     gck_state *state = self->packing.state;
-    const int outer = self->packing.outer;
+    const int outer = self->packing.outer, judged = reason == GCK_SKIP_EXACT || reason == GCK_SKIP_UNKNOWN;
     int done = gck_input_read(&state->py, in, GCK_FACT_GRAD | GCK_FACT_LEAF);
 
-    if (done == 0 && form != NULL && reason != GCK_COMPRESS && self->waiting != NULL && !outer) {
-        done = storage_of(&state->py, in->x, &to->storage);
+    if (done == 0 && judged && self->waiting != NULL && !outer) {
+        done = gck_storage_of(&state->py, in->x, &to->storage);
     }
     if (done < 0 || (outer && push_outer(self) < 0)) {
         return -1;
     }
-    if (form != NULL && form != Py_None && !is_held(self, to->storage)) {
-        done = encode_form(self, form, in, to, &reason);
+    if (as->codec != NULL && !is_held(self, to->storage)) {
+        done = encode_form(self, as, in, to, &reason, batch);
     }
     if (done == 1) {
         state->stats.eligible++;
@@ -213,11 +197,11 @@ int gck_saved_form_put(const gck_saved_hooks *self, PyObject *form, gck_input *i
     return done < 0 ? -1 : 0;
 }
 
-int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, PyObject *form, gck_input *in,
-                          int reason)
+int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, const gck_saved_as *as, gck_input *in,
+                          int reason, gck_batch *batch)
 {
     gck_saved_form made = {.storage = NULL}, old = made;
-    const int status = gck_saved_form_put(self, form, in, &made, reason);
+    const int status = gck_saved_form_put(self, as, in, &made, reason, batch);
 
     if (status == 0) {
         old = saved->form;
@@ -235,18 +219,19 @@ static int take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
     gck_state *state = self->packing.state;
     const gck_payload *payload = (gck_payload *)of->form.entry.value;
     const int64_t version = payload->version;
+    const gck_saved_as exact = {.codec = NULL};
     gck_input whole = gck_input_of(PyWeakref_GetObject(payload->original)), in = {.x = NULL};
     const void *address = NULL;
     int status = 0;
 
     if (whole.x != Py_None) {
         status = gck_input_read(&state->py, &whole, GCK_FACT_VERSION);
-        status = status < 0 ? -1 : storage_of(&state->py, whole.x, &address);
+        status = status < 0 ? -1 : gck_storage_of(&state->py, whole.x, &address);
     }
     if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version
         && of->form.entry.kind == GCK_PACKED_PAYLOAD) {
         in.x = of->form.view != NULL ? gck_saved_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
-        status = in.x == NULL ? -1 : gck_saved_form_become(self, of, Py_None, &in, GCK_SKIP_EXACT);
+        status = in.x == NULL ? -1 : gck_saved_form_become(self, of, &exact, &in, GCK_SKIP_EXACT, NULL);
         state->stats.compressed--;
         state->stats.eligible--;
     }

@@ -14,20 +14,76 @@
 #include "engine/payload/eligible.h"
 #include "engine/payload/packed.h"
 #include "engine/saved/saved_form.h"
+#include "engine/saved/saved_node.h"
+#include "engine/saved/saved_role.h"
 #include "engine/saved/saved_tensor.h"
 #include "engine/saved/saved_waiting.h"
 
+enum { MAX_THREADS = 64 };         /* of a pair: hooks of threads that are remembered      */
+
 /* ---- pack ---- */
 
-/* The reason why x stays uncompressed, GCK_COMPRESS, or -1.  *form: new reference to the answer of
- * gradckpt._engine.saved_roles, NULL where that was not called.  number: of the node that is being
- * made. */
-static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, PyObject **form)
+/* What other hooks passed in place of a tensor, without its history: replace it by the tensor itself,
+ * where that is known.  0 or -1. */
+static int find_original(gck_state *state, gck_input *in)
+{
+    PyObject *modules = PyImport_GetModuleDict(), *original;
+
+    if (PyDict_GetItemWithError(modules, state->py.names.torch_remat) == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    original = PyObject_CallFunctionObjArgs(state->py.call.original_of, in->x, NULL);
+    if (original != NULL && original != Py_None) {
+        gck_input_clear(in);
+        *in = gck_input_of(original);
+    }
+    Py_XDECREF(original);
+    return original == NULL ? -1 : gck_input_read(&state->py, in, GCK_FACT_GRAD);
+}
+
+/* The form of a tensor that requires grad, as far as it is known while the node with this number is
+ * being made; *wait: that node has to be seen first.  A reason as below. */
+static int judge_form(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_as *as,
+                      int *wait)
+{
+    gck_state *state = self->packing.state;
+    const int in_leaf = node == Py_None ? 0 : gck_lies_in_leaf(state, in->x, node);
+    const int64_t made = node == Py_None || in_leaf != 0 ? -1 : gck_node_number(&state->py, node);
+    PyObject *index;
+    long which;
+
+    if (in_leaf != 0) {
+        return in_leaf < 0 ? -1 : GCK_SKIP_LEAF;
+    }
+    if (self->waiting == NULL || gck_packing_for_region) {
+        as->codec = self->packing.plan.codec;
+        return GCK_SKIP_EXACT;
+    }
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    *wait = made < number || made == INT64_MAX;
+    if (*wait || made != number) {
+        return GCK_SKIP_EXACT;
+    }
+    index = PyObject_GetAttr(in->x, state->py.names.output_nr);
+    which = index != NULL ? PyLong_AsLong(index) : -1;
+    Py_XDECREF(index);
+    if (which == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    return which == 0 && gck_saved_as_result(state, &self->formats, node, in, as) < 0 ? -1 : GCK_SKIP_EXACT;
+}
+
+/* The reason why x stays uncompressed; GCK_SKIP_EXACT when that depends on *as, or on *wait;
+ * GCK_COMPRESS with *as when nothing needs it exactly; -1. */
+static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_as *as,
+                 int *wait)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
-    PyObject *of;
-    int reason, tracing;
+    const gck_codec *codec;
+    int reason, tracing, form;
 
     if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
         return -1;
@@ -36,34 +92,26 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
         || gck_eligible(plan, in->requires_grad, in->leaf, 0) == GCK_SKIP_LEAF) {
         return GCK_SKIP_LEAF;
     }
-    reason = gck_input_judge(py, in, in->requires_grad ? plan->codec : gck_codec_find("mask"), plan->min_numel);
+    codec = in->requires_grad ? plan->codec : gck_codec_find("mask");
+    reason = gck_input_judge(py, in, codec, plan->min_numel);
     if (reason == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
         return tracing < 0 ? -1 : GCK_SKIP_TRACING;
     }
     if (!in->requires_grad) {
-        *form = reason == GCK_COMPRESS ? Py_BuildValue("(sO)", "mask", Py_None) : NULL;
-        if (PyErr_Occurred()) {
-            return -1;
-        }
+        as->codec = reason == GCK_COMPRESS ? codec : NULL;
         return reason == GCK_SKIP_DTYPE || reason == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD : reason;
     }
     if (reason != GCK_COMPRESS && reason != GCK_SKIP_SMALL) {
         return reason;
     }
-    of = PyLong_FromLongLong(self->waiting == NULL || gck_packing_for_region ? -1 : number);
-    *form = of != NULL ? PyObject_CallFunctionObjArgs(py->call.form_when_packed, in->x, node, of, NULL) : NULL;
-    Py_XDECREF(of);
-    if (*form == NULL) {
-        reason = -1;
-    } else if (*form == Py_True) {
-        reason = GCK_SKIP_LEAF;
-    } else if (reason == GCK_COMPRESS) {
-        reason = GCK_SKIP_EXACT;
+    form = judge_form(self, in, node, number, as, wait);
+    if (form == GCK_SKIP_EXACT && reason == GCK_SKIP_SMALL) {
+        *wait = 0;
+        as->codec = NULL;
+        Py_CLEAR(as->part);
+        return reason;
     }
-    if (reason != GCK_SKIP_EXACT) {
-        Py_CLEAR(*form);
-    }
-    return reason;
+    return form;
 }
 
 /* Let the tensor wait in `to`.  0 or -1. */
@@ -79,6 +127,7 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_
         return -1;
     }
     to->number = number;
+    to->on_device = in->view.device >= 0;        /* it was judged, so it has a view */
     to->waits = state->stats.uncompressed_bytes - kept;
     to->epoch = state->epoch;
     to->hooks = Py_NewRef((PyObject *)self);
@@ -87,13 +136,28 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_
 }
 
 /* Keep the tensor in the form that is now known.  0 or -1. */
-static int put(const gck_saved_hooks *self, PyObject *form, gck_input *in, gck_saved_tensor *to, int reason)
+static int put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_tensor *to, int reason)
 {
-    if (gck_saved_form_put(self, form, in, &to->form, reason) < 0) {
+    if (gck_saved_form_put(self, as, in, &to->form, reason, NULL) < 0) {
         return -1;
     }
     return to->form.storage == NULL ? 0 : gck_saved_waiting_add(self->waiting, to) < 0 ? -1
          : gck_saved_form_hold(self, &to->form);
+}
+
+/* Keep the tensor, or let it wait.  0 or -1. */
+static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_tensor *to)
+{
+    gck_saved_as as = {.codec = NULL};
+    int waits = 0, status = 0, reason;
+
+    if (self->waiting != NULL && node != Py_None && !gck_saved_waiting_may_last(self->waiting)) {
+        status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, number);
+    }
+    reason = status < 0 ? -1 : judge(self, in, node, number, &as, &waits);
+    status = reason < 0 ? -1 : waits ? wait(self, in, number, to) : put(self, &as, in, to, reason);
+    Py_XDECREF(as.part);
+    return status;
 }
 
 /* Called by autograd for every tensor it saves, without grad.  New reference: a SavedTensor. */
@@ -104,16 +168,15 @@ static PyObject *pack(PyObject *op, PyObject *x)
     /* First, because asking for the node of a view that was changed in place makes nodes. */
     const int64_t last = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
     const int64_t number = last >= 0 && self->packing.outer && last == self->last ? self->number : last;
-    PyObject *node = number < 0 ? NULL : PyObject_GetAttr(x, state->py.names.grad_fn), *form = NULL;
-    gck_saved_tensor *to = node != NULL ? gck_saved_tensor_new(state) : NULL;
     gck_input in = gck_input_of(x);
-    int status = to == NULL ? -1 : 0, reason;
+    gck_saved_tensor *to = number < 0 ? NULL : gck_saved_tensor_new(state);
+    PyObject *node = NULL;
 
-    if (status == 0 && self->waiting != NULL && node != Py_None) {
-        status = gck_saved_waiting_reach(self->waiting, state, node, number);
+    if (to != NULL && gck_input_read(&state->py, &in, GCK_FACT_GRAD) == 0
+        && (in.requires_grad || find_original(state, &in) == 0)) {
+        node = in.requires_grad ? PyObject_GetAttr(in.x, state->py.names.grad_fn) : Py_NewRef(Py_None);
     }
-    reason = status < 0 ? -1 : judge(self, &in, node, number, &form);
-    if (reason < 0 || (form == Py_False ? wait(self, &in, number, to) : put(self, form, &in, to, reason)) < 0) {
+    if (node == NULL || keep(self, &in, node, number, to) < 0) {
         Py_CLEAR(to);
     }
     if (to != NULL && self->packing.outer && self->waiting != NULL) {
@@ -124,7 +187,6 @@ static PyObject *pack(PyObject *op, PyObject *x)
         }
     }
     Py_XDECREF(node);
-    Py_XDECREF(form);
     gck_input_clear(&in);
     return (PyObject *)to;
 }
@@ -143,6 +205,47 @@ static PyObject *unpack(PyObject *op, PyObject *packed)
 static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};
 static PyMethodDef unpack_def = {"unpack", unpack, METH_O, NULL};
 
+/* Borrowed: the hooks of this thread, for a pair that any thread may use. */
+static gck_saved_hooks *of_thread(gck_saved_hooks *pair)
+{
+    PyObject *id = PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get()));
+    PyObject *found = id != NULL ? PyDict_GetItemWithError(pair->by_thread, id) : NULL;
+    gck_saved_hooks *made = NULL;
+
+    if (id != NULL && found == NULL && !PyErr_Occurred()) {
+        made = (gck_saved_hooks *)PyType_GenericAlloc(pair->packing.state->SavedHooks, 0);
+        if (made != NULL) {
+            made->packing = pair->packing;
+            made->formats = pair->formats;
+            if (pair->waits && (made->waiting = gck_saved_list_of_thread()) == NULL) {
+                Py_CLEAR(made);
+            }
+        }
+        /* What waits owns its hooks, so those of threads that ended may go. */
+        if (made != NULL && PyDict_Size(pair->by_thread) >= MAX_THREADS) {
+            PyDict_Clear(pair->by_thread);
+        }
+        if (made != NULL && PyDict_SetItem(pair->by_thread, id, (PyObject *)made) == 0) {
+            found = (PyObject *)made;
+        }
+        Py_XDECREF((PyObject *)made);
+    }
+    Py_XDECREF(id);
+    return (gck_saved_hooks *)found;
+}
+
+static PyObject *pack_of_thread(PyObject *op, PyObject *x)
+{
+    PyObject *self = Py_XNewRef((PyObject *)of_thread((gck_saved_hooks *)op));
+    PyObject *packed = self != NULL ? pack(self, x) : NULL;
+
+    Py_XDECREF(self);
+    return packed;
+}
+
+static PyMethodDef pack_of_thread_def = {"pack", pack_of_thread, METH_O,
+    "pack(tensor, /)\n--\n\nReturn what compress_saved() keeps of a tensor that autograd saves."};
+
 /* ---- SavedHooks ---- */
 
 static int hooks_traverse(PyObject *op, visitproc visit, void *arg)
@@ -151,6 +254,7 @@ static int hooks_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(((gck_saved_hooks *)op)->outer_pack);
     Py_VISIT(((gck_saved_hooks *)op)->outer_unpack);
     Py_VISIT(((gck_saved_hooks *)op)->waiting);
+    Py_VISIT(((gck_saved_hooks *)op)->by_thread);
     return 0;
 }
 
@@ -159,6 +263,7 @@ static int hooks_clear(PyObject *op)
     Py_CLEAR(((gck_saved_hooks *)op)->outer_pack);
     Py_CLEAR(((gck_saved_hooks *)op)->outer_unpack);
     Py_CLEAR(((gck_saved_hooks *)op)->waiting);
+    Py_CLEAR(((gck_saved_hooks *)op)->by_thread);
     return 0;
 }
 
@@ -183,7 +288,12 @@ PyType_Spec gck_saved_hooks_spec = {
     .slots = hooks_slots,
 };
 
-static int is_ours(PyObject *hook) { return PyCFunction_CheckExact(hook) && PyCFunction_GetFunction(hook) == pack; }
+static int is_ours(PyObject *hook)
+{
+    const PyCFunction function = PyCFunction_CheckExact(hook) ? PyCFunction_GetFunction(hook) : NULL;
+
+    return function == pack || function == pack_of_thread;
+}
 
 /* Find the hooks around ours, which see the bytes of our payloads.  Around other hooks of this file
  * they are the hooks of those: the innermost codec counts.  0 or -1. */
@@ -208,29 +318,75 @@ static int find_outer(gck_saved_hooks *self, const gck_py *py)
     return 0;
 }
 
-/* New reference; NULL: nothing was pushed.  Tensors that wait under other hooks wait in a list of
- * their own: a region's recompute must keep what its forward kept, whatever else the thread
- * does. */
-static gck_saved_hooks *push(gck_state *state, PyObject *compress)
+/* Give families codecs of their own: a sequence of (name, codec or None).  0 or -1. */
+static int read_formats(PyObject *pairs, gck_saved_formats *formats)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(pairs); i++) {
+        const char *family, *codec;
+        status = PyArg_ParseTuple(PyTuple_GetItem(pairs, i), "sz", &family, &codec) ? 0 : -1;
+        if (status == 0) {
+            formats->of[gck_family_of(family)] = codec != NULL ? gck_codec_find(codec) : NULL;
+        }
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* New reference.  formats: a tuple, see above; with one, nothing is encoded before its node is
+ * known. */
+static gck_saved_hooks *hooks_new(gck_state *state, PyObject *compress, PyObject *formats)
 {
     gck_plan plan;
     gck_saved_hooks *self;
 
-    if (gck_options_plan(state, compress, &plan) < 0) {
-        return NULL;
-    }
-    self = (gck_saved_hooks *)PyType_GenericAlloc(state->SavedHooks, 0);
-    if (self == NULL) {
+    if (gck_options_plan(state, compress, &plan) < 0
+        || (self = (gck_saved_hooks *)PyType_GenericAlloc(state->SavedHooks, 0)) == NULL) {
         return NULL;
     }
     self->packing = (gck_packing){.state = state, .plan = plan};
-    if (find_outer(self, &state->py) < 0
-        || (plan.codec->max_error > 0
-            && (self->waiting = self->packing.outer ? gck_saved_list_new() : gck_saved_list_of_thread()) == NULL)
-        || gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self) < 0) {
+    self->formats = gck_saved_formats_of(plan.codec);
+    self->waits = plan.codec->max_error > 0 || PyTuple_Size(formats) > 0;
+    if (read_formats(formats, &self->formats) < 0) {
         Py_CLEAR(self);
     }
     return self;
+}
+
+/* New reference; NULL: nothing was pushed.  Tensors that wait under other hooks wait in a list of
+ * their own: a region's recompute must keep what its forward kept, whatever else the thread
+ * does. */
+static gck_saved_hooks *push(gck_state *state, PyObject *compress, PyObject *formats)
+{
+    gck_saved_hooks *self = hooks_new(state, compress, formats);
+
+    if (self != NULL
+        && (find_outer(self, &state->py) < 0
+            || (self->waits
+                && (self->waiting = self->packing.outer ? gck_saved_list_new() : gck_saved_list_of_thread()) == NULL)
+            || gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self) < 0)) {
+        Py_CLEAR(self);
+    }
+    return self;
+}
+
+PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args)
+{
+    PyObject *compress, *formats, *pack = NULL, *unpack = NULL, *pair = NULL;
+    gck_saved_hooks *self;
+
+    if (!PyArg_ParseTuple(args, "OO!:saved_pair", &compress, &PyTuple_Type, &formats)
+        || (self = hooks_new(gck_state_of(module), compress, formats)) == NULL) {
+        return NULL;
+    }
+    if ((self->by_thread = PyDict_New()) != NULL && (pack = PyCFunction_New(&pack_of_thread_def, (PyObject *)self)) != NULL
+        && (unpack = PyCFunction_New(&unpack_def, (PyObject *)self)) != NULL) {
+        pair = PyTuple_Pack(2, pack, unpack);
+    }
+    Py_XDECREF(pack);
+    Py_XDECREF(unpack);
+    Py_DECREF((PyObject *)self);
+    return pair;
 }
 
 int gck_saved_hooks_replay_discrete(PyObject *hooks)
@@ -241,9 +397,11 @@ int gck_saved_hooks_replay_discrete(PyObject *hooks)
         ? ((gck_saved_hooks *)PyCFunction_GetSelf(hook))->packing.plan.replay_discrete : 0;
 }
 
-PyObject *gck_saved_hooks_push(PyObject *module, PyObject *compress)
+PyObject *gck_saved_hooks_push(PyObject *module, PyObject *args)
 {
-    gck_saved_hooks *self = push(gck_state_of(module), compress);
+    PyObject *compress, *formats;
+    gck_saved_hooks *self = PyArg_ParseTuple(args, "OO!:saved_push", &compress, &PyTuple_Type, &formats)
+                          ? push(gck_state_of(module), compress, formats) : NULL;
 
     Py_XDECREF((PyObject *)self);
     return self == NULL ? NULL : Py_NewRef(Py_None);
@@ -269,7 +427,7 @@ static int pop(gck_state *state, int failed)
             /* downwards: settling may shorten the list */
             saved = gck_saved_list_known(self->waiting, i);
             if (saved != NULL && saved->hooks == op) {
-                status = gck_saved_waiting_settle(saved, NULL, !self->packing.outer);
+                status = gck_saved_waiting_leave(saved, !self->packing.outer);
             }
         }
     }
@@ -299,12 +457,13 @@ static int look_behind(const gck_saved_hooks *self, PyObject *result)
 PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
-    PyObject *compress, *function, *tuple, *kwargs, *result;
+    PyObject *compress, *formats, *function, *tuple, *kwargs, *result;
     gck_saved_hooks *self;
     gck_error error;
 
-    if (!PyArg_ParseTuple(args, "OOO!O!:saved_call", &compress, &function, &PyTuple_Type, &tuple, &PyDict_Type, &kwargs)
-        || (self = push(state, compress)) == NULL) {
+    if (!PyArg_ParseTuple(args, "OO!OO!O!:saved_call", &compress, &PyTuple_Type, &formats, &function, &PyTuple_Type,
+                          &tuple, &PyDict_Type, &kwargs)
+        || (self = push(state, compress, formats)) == NULL) {
         return NULL;
     }
     result = PyObject_Call(function, tuple, kwargs);

@@ -11,13 +11,16 @@ extern PyType_Spec gck_saved_hooks_spec;
  * gck_plan's replay_discrete. */
 int gck_saved_hooks_replay_discrete(PyObject *hooks);
 
-/* saved_push(compress): the hooks become the innermost of this thread. */
-PyObject *gck_saved_hooks_push(PyObject *module, PyObject *compress);
+/* saved_push(compress, formats): the hooks become the innermost of this thread. */
+PyObject *gck_saved_hooks_push(PyObject *module, PyObject *args);
+
+/* saved_pair(compress, formats): (pack, unpack), for any thread and whatever takes a pair. */
+PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args);
 
 /* saved_pop(failed): take the innermost hooks off; failed: an exception ended their block. */
 PyObject *gck_saved_hooks_pop(PyObject *module, PyObject *failed);
 
-/* saved_call(compress, function, args, kwargs): push, call, pop. */
+/* saved_call(compress, formats, function, args, kwargs): push, call, pop. */
 PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args);
 
 #endif

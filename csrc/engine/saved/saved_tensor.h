@@ -24,6 +24,7 @@ typedef struct {
     PyObject  *hooks;        /* while it waits: the hooks that packed it                 */
     int64_t    number;       /* of the node that saves it                                */
     int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
+    int        on_device;
 } gck_saved_tensor;
 
 /* The limits of the search: at most so many tensors wait, and so many nodes are searched.  One more

@@ -3,13 +3,15 @@
  * A pack hook is called while the node is being made.  Nothing refers to the node yet, but its
  * sequence number is known.  As soon as a later tensor is seen, the graph behind it is searched for
  * nodes of these numbers.  The number alone is not proof (an autograd Function may make nodes
- * before it saves): gradckpt._engine.saved_roles compares what the node holds with what the hook
- * returned. */
+ * before it saves): saved_role.c compares what the node holds with what the hook returned. */
 #include "engine/saved/saved_waiting.h"
 
 #include "torch/input.h"
 #include "torch/tensor.h"
+#include "engine/payload/batch.h"
 #include "engine/saved/saved_form.h"
+#include "engine/saved/saved_node.h"
+#include "engine/saved/saved_role.h"
 
 /* ---- what the saving node needs ---- */
 
@@ -25,12 +27,15 @@ static void uncount(const gck_saved_tensor *saved)
     }
 }
 
-int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
+/* Settle a waiting tensor in the form that this node needs.  node NULL: it is not known.  0 or
+ * -1. */
+static int settle(gck_saved_tensor *saved, PyObject *node, int go_on, gck_batch *batch)
 {
     gck_state *state = saved->state;
-    PyObject *op = saved->hooks, *form = NULL;
+    PyObject *op = saved->hooks;
     const gck_saved_hooks *self = (gck_saved_hooks *)op;
     gck_input in = gck_input_of(saved->form.entry.value);
+    gck_saved_as as = {.codec = NULL};
     int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
 
     Py_INCREF((PyObject *)saved);
@@ -38,10 +43,9 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
     if (status == 0 && in.version == saved->form.entry.version) {
         /* else unpack raises torch's error that the values are gone */
         uncount(saved);
-        form = node == NULL ? Py_NewRef(Py_None)
-             : PyObject_CallFunctionObjArgs(state->py.call.form_of_input, node, (PyObject *)saved, in.x, NULL);
-        status = form == NULL ? -1
-               : gck_saved_form_become(self, saved, form, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT);
+        status = node == NULL ? 0 : gck_saved_as_input(state, &self->formats, node, (PyObject *)saved, &in, &as);
+        status = status < 0 ? -1
+               : gck_saved_form_become(self, saved, &as, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT, batch);
         status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
     }
     if (go_on) {
@@ -52,12 +56,14 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int go_on)
         state->stats.live_bytes -= saved->waits;
         saved->waits = 0;
     }
-    Py_XDECREF(form);
+    Py_XDECREF(as.part);
     Py_DECREF(op);
     Py_DECREF((PyObject *)saved);
     gck_input_clear(&in);
     return status;
 }
+
+int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on) { return settle(saved, NULL, go_on, NULL); }
 
 /* ---- the list ---- */
 
@@ -71,7 +77,7 @@ static int trim(gck_saved_list *l, int64_t number)
         gck_saved_tensor *saved = l->known[i];
         const int waits = saved->hooks != NULL, many = ++n[waits] >= GCK_WAITING_TENSORS;
         if (waits && (many || saved->number < number - GCK_WAITING_NODES)) {
-            return gck_saved_waiting_settle(saved, NULL, 0) < 0 ? -1 : trim(l, number);      /* Python has run */
+            return settle(saved, NULL, 0, NULL) < 0 ? -1 : trim(l, number);      /* Python has run */
         }
         if (!waits && many) {
             gck_saved_list_forget(saved);
@@ -94,24 +100,24 @@ int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved)
 
 /* ---- the search ---- */
 
-int64_t gck_last_node_number(const gck_py *py)
+enum { FEW = 8, FEW_BYTES = 16 << 20 };
+
+int gck_saved_waiting_may_last(PyObject *waiting)
 {
-    PyObject *value = PyObject_CallNoArgs(py->next_node_number);
-    const int64_t next = value != NULL ? PyLong_AsLongLong(value) : 0;
+    const gck_saved_list *l = gck_saved_list_of(waiting);
+    int64_t bytes = 0;
+    int n = 0;
 
-    Py_XDECREF(value);
-    return PyErr_Occurred() ? -1 : next - 1;
-}
-
-/* The sequence number of a node; a number above all others for nodes without one; -1 with an
- * exception.  Numbers grow within a thread. */
-static int64_t number_of(const gck_py *py, PyObject *node)
-{
-    PyObject *value = PyObject_CallMethodObjArgs(node, py->names._sequence_nr, NULL);
-    const unsigned long long number = value != NULL ? PyLong_AsUnsignedLongLong(value) : 0;
-
-    Py_XDECREF(value);
-    return PyErr_Occurred() ? -1 : number > INT64_MAX ? INT64_MAX : (int64_t)number;
+    for (int i = 0; i < l->n; i++) {
+        const gck_saved_tensor *saved = l->known[i];
+        if (saved->hooks != NULL) {
+            bytes += saved->waits;
+            if (!saved->on_device || ++n >= FEW || bytes > FEW_BYTES) {
+                return 0;
+            }
+        }
+    }
+    return 1;
 }
 
 /* The number of the oldest tensor that waits; INT64_MAX: none waits. */
@@ -126,13 +132,13 @@ static int64_t oldest(const gck_saved_list *l)
 }
 
 /* Settle what the node of this number saves.  0 or -1. */
-static int settle(gck_saved_list *l, PyObject *node, int64_t number)
+static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, gck_batch *batch)
 {
     int status = 0;
 
     for (int i = 0; status == 0 && i < l->n; i++) {
         if (l->known[i]->hooks != NULL && l->known[i]->number == number) {
-            status = gck_saved_waiting_settle(l->known[i], node, 0);
+            status = settle(l->known[i], node, 0, batch);
             i = -1;                              /* Python has run: the list may have changed */
         }
     }
@@ -141,9 +147,10 @@ static int settle(gck_saved_list *l, PyObject *node, int64_t number)
 
 /* As gck_saved_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that
  * are being made now. */
-static int search(gck_saved_list *l, const gck_py *py, PyObject *node, int64_t end, int depth)
+static int search(gck_saved_list *l, PyObject *node, int64_t end, int depth, gck_batch *batch)
 {
-    const int64_t number = number_of(py, node);
+    const gck_py *py = &batch->state->py;
+    const int64_t number = gck_node_number(py, node);
     int64_t *seen = &l->seen[number >= 0 ? number % GCK_WAITING_NODES : 0];
     PyObject *edges;
     int status = 0;
@@ -153,12 +160,12 @@ static int search(gck_saved_list *l, const gck_py *py, PyObject *node, int64_t e
     }
     if (number < end) {
         *seen = number + 1;
-        status = settle(l, node, number);
+        status = settle_of(l, node, number, batch);
     }
     edges = status == 0 ? PyObject_GetAttr(node, py->names.next_functions) : NULL;
     for (Py_ssize_t i = 0; edges != NULL && status == 0 && i < PyTuple_Size(edges); i++) {
         PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
-        status = next == Py_None ? 0 : search(l, py, next, end, depth - 1);
+        status = next == Py_None ? 0 : search(l, next, end, depth - 1, batch);
     }
     Py_XDECREF(edges);
     return edges == NULL ? -1 : status;
@@ -169,6 +176,17 @@ int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node,
     gck_saved_list *l = gck_saved_list_of(waiting);
     const int tracing = oldest(l) < INT64_MAX ? gck_tracing(&state->py) : 1;
 
-    /* Values cannot be read, or nothing waits. */
-    return tracing < 0 ? -1 : tracing ? 0 : search(l, &state->py, node, end, 2 * GCK_WAITING_NODES);
+    gck_batch batch;
+    int status;
+
+    if (tracing != 0) {                          /* values cannot be read, or nothing waits */
+        return tracing < 0 ? -1 : 0;
+    }
+    gck_batch_begin(&batch, state, 0);
+    status = search(l, node, end, 2 * GCK_WAITING_NODES, &batch);
+    if (status == 0) {
+        return gck_batch_flush(&batch);
+    }
+    gck_batch_drop(&batch);
+    return -1;
 }

@@ -1,0 +1,271 @@
+/* saved_node.c: the table of the nodes whose saved tensors a lossy codec may encode. */
+#include "engine/saved/saved_node.h"
+
+#include "torch/calls.h"
+
+#include <string.h>
+
+/* By torch's names: the node that saves a tensor, and its attribute _raw_saved_<argument>.  The rows
+ * of a node follow each other. */
+static const gck_saved_row rows[] = {
+    /* products: the gradient is linear in the saved tensor */
+    {"AddmmBackward0", "mat1", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"AddmmBackward0", "mat2", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"MmBackward0", "self", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"MmBackward0", "mat2", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"MvBackward0", "self", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"AddmvBackward0", "mat", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"LinearBackward0", "input", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"LinearBackward0", "weight", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"MkldnnLinearBackward0", "self", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"MkldnnLinearBackward0", "weight", GCK_ROLE_VALUES, GCK_LINEAR},
+    {"BmmBackward0", "self", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"BmmBackward0", "mat2", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"BaddbmmBackward0", "batch1", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"BaddbmmBackward0", "batch2", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"AddbmmBackward0", "batch1", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"AddbmmBackward0", "batch2", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"TrilinearBackward0", "i1", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"TrilinearBackward0", "i2", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"TrilinearBackward0", "i3", GCK_ROLE_VALUES, GCK_MATMUL},
+    {"ConvolutionBackward0", "input", GCK_ROLE_VALUES, GCK_CONVOLUTION},
+    {"ConvolutionBackward0", "weight", GCK_ROLE_VALUES, GCK_CONVOLUTION},
+    {"ConvolutionOverrideableBackward0", "input", GCK_ROLE_VALUES, GCK_CONVOLUTION},
+    {"ConvolutionOverrideableBackward0", "weight", GCK_ROLE_VALUES, GCK_CONVOLUTION},
+    {"MulBackward0", "self", GCK_ROLE_FACTOR, GCK_PRODUCT},
+    {"MulBackward0", "other", GCK_ROLE_FACTOR, GCK_PRODUCT},
+    {"AddcmulBackward0", "tensor1", GCK_ROLE_FACTOR, GCK_PRODUCT},
+    {"AddcmulBackward0", "tensor2", GCK_ROLE_FACTOR, GCK_PRODUCT},
+    {"PowBackward0", "self", GCK_ROLE_POWER, GCK_PRODUCT},
+    /* attention: its log-sum-exp is exact */
+    {"ScaledDotProductFlashAttentionForCpuBackward0", "query", GCK_ROLE_LOGITS, GCK_ATTENTION},
+    {"ScaledDotProductFlashAttentionForCpuBackward0", "key", GCK_ROLE_LOGITS, GCK_ATTENTION},
+    {"ScaledDotProductFlashAttentionForCpuBackward0", "value", GCK_ROLE_VALUES, GCK_ATTENTION},
+    {"ScaledDotProductFlashAttentionForCpuBackward0", "output", GCK_ROLE_VALUES, GCK_ATTENTION},
+    {"ScaledDotProductFlashAttentionBackward0", "query", GCK_ROLE_LOGITS, GCK_ATTENTION},
+    {"ScaledDotProductFlashAttentionBackward0", "key", GCK_ROLE_LOGITS, GCK_ATTENTION},
+    {"ScaledDotProductFlashAttentionBackward0", "value", GCK_ROLE_VALUES, GCK_ATTENTION},
+    {"ScaledDotProductFlashAttentionBackward0", "output", GCK_ROLE_VALUES, GCK_ATTENTION},
+    {"ScaledDotProductEfficientAttentionBackward0", "query", GCK_ROLE_LOGITS, GCK_ATTENTION},
+    {"ScaledDotProductEfficientAttentionBackward0", "key", GCK_ROLE_LOGITS, GCK_ATTENTION},
+    {"ScaledDotProductEfficientAttentionBackward0", "value", GCK_ROLE_VALUES, GCK_ATTENTION},
+    {"ScaledDotProductEfficientAttentionBackward0", "output", GCK_ROLE_VALUES, GCK_ATTENTION},
+    {"ScaledDotProductCudnnAttentionBackward0", "query", GCK_ROLE_LOGITS, GCK_ATTENTION},
+    {"ScaledDotProductCudnnAttentionBackward0", "key", GCK_ROLE_LOGITS, GCK_ATTENTION},
+    {"ScaledDotProductCudnnAttentionBackward0", "value", GCK_ROLE_VALUES, GCK_ATTENTION},
+    {"ScaledDotProductCudnnAttentionBackward0", "output", GCK_ROLE_VALUES, GCK_ATTENTION},
+    /* norms: their means and scales are exact */
+    {"NativeLayerNormBackward0", "input", GCK_ROLE_ROWS, GCK_NORM},
+    {"NativeGroupNormBackward0", "input", GCK_ROLE_ROWS, GCK_NORM},
+    {"NativeBatchNormBackward0", "input", GCK_ROLE_PLANES, GCK_NORM},
+    {"CudnnBatchNormBackward0", "input", GCK_ROLE_PLANES, GCK_NORM},
+    {"MiopenBatchNormBackward0", "input", GCK_ROLE_PLANES, GCK_NORM},
+    {"FusedRmsNormBackward0", "input", GCK_ROLE_ROWS, GCK_NORM},
+    {"MkldnnRnnLayerBackward0", "input", GCK_ROLE_VALUES, GCK_RNN},
+    {"MkldnnRnnLayerBackward0", "hx_", GCK_ROLE_VALUES, GCK_RNN},
+    {"MkldnnRnnLayerBackward0", "cx_", GCK_ROLE_VALUES, GCK_RNN},
+    {"MkldnnRnnLayerBackward0", "result0", GCK_ROLE_VALUES, GCK_RNN},
+    {"CudnnRnnBackward0", "input", GCK_ROLE_VALUES, GCK_RNN},
+    /* activations whose derivative is continuous, and constant beyond 20 */
+    {"SiluBackward0", "self", GCK_ROLE_CUT, GCK_ACTIVATION},
+    {"GeluBackward0", "self", GCK_ROLE_CUT, GCK_ACTIVATION},
+    {"MishBackward0", "self", GCK_ROLE_CUT, GCK_ACTIVATION},
+    {"SoftplusBackward0", "self", GCK_ROLE_CUT_OF_ONE, GCK_ACTIVATION},
+    {"EluBackward0", "self", GCK_ROLE_CUT_OF_ONE, GCK_ACTIVATION},
+    {"LogSigmoidBackward0", "self", GCK_ROLE_CUT, GCK_ACTIVATION},
+    /* activations whose backward reads only a sign; masks of x <= 0 and of x > 0 differ for NaN, and
+     * so do these */
+    {"ReluBackward0", "result", GCK_ROLE_POSITIVE_OR_NAN, GCK_SIGN},
+    {"LeakyReluBackward0", "self", GCK_ROLE_POSITIVE, GCK_SIGN},
+    {"LeakyReluBackward1", "result", GCK_ROLE_POSITIVE, GCK_SIGN},
+    /* probabilities: later operators may divide by them, so the relative error has to be small;
+     * backward takes the exponential of their logarithms, so there the absolute error has to be small */
+    {"SoftmaxBackward0", "result", GCK_ROLE_ROUNDED, GCK_SOFTMAX},
+    {"SafeSoftmaxBackward0", "result", GCK_ROLE_ROUNDED, GCK_SOFTMAX},
+    {"LogSoftmaxBackward0", "result", GCK_ROLE_ROUNDED, GCK_LOG_SOFTMAX},
+    {"NllLossBackward0", "self", GCK_ROLE_ROUNDED, GCK_LOG_SOFTMAX},
+    {"NllLoss2DBackward0", "self", GCK_ROLE_ROUNDED, GCK_LOG_SOFTMAX},
+    /* only the shape of these is read */
+    {"MaxPool2DWithIndicesBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"MaxPool3DWithIndicesBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"AdaptiveMaxPool2DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"AvgPool2DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"AvgPool3DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"AdaptiveAvgPool2DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"AdaptiveAvgPool3DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"ReflectionPad1DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"ReflectionPad2DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"ReplicationPad1DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+    {"ReplicationPad2DBackward0", "self", GCK_ROLE_VALUES, GCK_POOLING},
+};
+
+enum { NROWS = (int)(sizeof rows / sizeof rows[0]) };
+
+/* Nodes that pass values on unchanged, at another place or in another dtype. */
+static const char *const views[] = {
+    "AliasBackward0", "AsStridedBackward0", "CloneBackward0", "DiagonalBackward0", "ExpandBackward0",
+    "PermuteBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0",
+    "SplitWithSizesBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "TBackward0",
+    "ToCopyBackward0", "TransposeBackward0", "UnbindBackward0", "UnfoldBackward0", "UnsafeViewBackward0",
+    "UnsqueezeBackward0", "ViewBackward0",
+};
+
+static const char *const families[] = {
+    "linear", "matmul", "convolution", "product", "attention", "norm", "rnn", "activation", "pooling", "softmax",
+    "log_softmax",
+};
+
+_Static_assert(sizeof families / sizeof families[0] == GCK_NFAMILIES, "one name a family");
+
+/* How a tensor of this role is kept, for the documentation. */
+static const char *const texts[] = {
+    [GCK_ROLE_VALUES] = "with the codec",
+    [GCK_ROLE_FACTOR] = "with the codec, unless it has fewer values than the product",
+    [GCK_ROLE_POWER] = "with the codec if the exponent is 2, 3 or 4",
+    [GCK_ROLE_CUT] = "with the codec, clamped to +-20 unless rows are a multiple of 128",
+    [GCK_ROLE_CUT_OF_ONE] = "with the codec if alpha or beta is 1, clamped as for SiLU",
+    [GCK_ROLE_ROWS] = "with the codec if rows are a multiple of 128 or of like size",
+    [GCK_ROLE_PLANES] = "with the codec if a channel has 128 values or more",
+    [GCK_ROLE_LOGITS] = "with the codec if every log-sum-exp is below 30 or on a GPU",
+    [GCK_ROLE_ROUNDED] = "float32 as ",
+    [GCK_ROLE_POSITIVE] = "one bit per value: is it positive",
+    [GCK_ROLE_POSITIVE_OR_NAN] = "one bit per value: is it positive or NaN",
+};
+
+int gck_saved_row_is_result(const gck_saved_row *row)
+{
+    return strncmp(row->argument, "result", 6) == 0 || strncmp(row->argument, "output", 6) == 0;
+}
+
+int gck_family_of(const char *name)
+{
+    for (int f = 0; f < GCK_NFAMILIES; f++) {
+        if (strcmp(families[f], name) == 0) {
+            return f;
+        }
+    }
+    return -1;
+}
+
+/* ---- kinds ---- */
+
+static int set_kind(PyObject *dict, PyObject *key, int kind)
+{
+    PyObject *value = PyLong_FromLong(kind);
+    const int status = value == NULL ? -1 : PyDict_SetItem(dict, key, value);
+
+    Py_XDECREF(value);
+    return status;
+}
+
+static int set_named(PyObject *dict, const char *name, int kind)
+{
+    PyObject *key = PyUnicode_FromString(name);
+    const int known = key != NULL ? PyDict_Contains(dict, key) : -1;
+    const int status = known != 0 ? (known < 0 ? -1 : 0) : set_kind(dict, key, kind);    /* the first row counts */
+
+    Py_XDECREF(key);
+    return status;
+}
+
+/* Make the dict from names to kinds, and the tuple of the rows' attributes.  0 or -1. */
+static int learn_names(gck_state *state)
+{
+    PyObject *names = PyDict_New(), *attributes = PyTuple_New(NROWS);
+    int status = names == NULL || attributes == NULL ? -1 : set_named(names, "AccumulateGrad", GCK_NODE_LEAF);
+
+    for (int i = 0; status == 0 && i < NROWS; i++) {
+        PyObject *attribute = PyUnicode_FromFormat("_raw_saved_%s", rows[i].argument);
+        status = attribute == NULL ? -1 : set_named(names, rows[i].node, i);
+        if (attribute != NULL) {
+            PyUnicode_InternInPlace(&attribute);
+            PyTuple_SetItem(attributes, i, attribute);
+        }
+    }
+    for (size_t i = 0; status == 0 && i < sizeof views / sizeof views[0]; i++) {
+        status = set_named(names, views[i], GCK_NODE_VIEW);
+    }
+    if (status == 0 && state->node_names == NULL) {
+        state->nodes_tell = PyObject_HasAttrString(state->py.saved_tensor_type, "data");
+        state->node_names = Py_NewRef(names);
+        state->saved_attributes = Py_NewRef(attributes);
+    }
+    Py_XDECREF(names);
+    Py_XDECREF(attributes);
+    return status;
+}
+
+int gck_node_kind(gck_state *state, PyObject *node)
+{
+    PyObject *type = (PyObject *)Py_TYPE(node), *known, *name;
+    int kind = GCK_NODE_OTHER;
+
+    if (state->node_kinds == NULL && (learn_names(state) < 0 || (state->node_kinds = PyDict_New()) == NULL)) {
+        return GCK_NODE_LEAF - 1;
+    }
+    if ((known = PyDict_GetItemWithError(state->node_kinds, type)) != NULL) {
+        return (int)PyLong_AsLong(known);
+    }
+    name = PyErr_Occurred() ? NULL : PyType_GetName((PyTypeObject *)type);
+    known = name != NULL ? PyDict_GetItemWithError(state->node_names, name) : NULL;
+    if (known != NULL) {
+        kind = (int)PyLong_AsLong(known);
+    }
+    /* The types of torch's own nodes are static; one of a user's Function may die. */
+    if (PyErr_Occurred() || (!(PyType_GetFlags((PyTypeObject *)type) & Py_TPFLAGS_HEAPTYPE)
+                             && set_kind(state->node_kinds, type, kind) < 0)) {
+        kind = GCK_NODE_LEAF - 1;
+    }
+    Py_XDECREF(name);
+    return kind;
+}
+
+const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **attribute)
+{
+    if (index >= NROWS) {
+        return NULL;
+    }
+    *attribute = PyTuple_GetItem(state->saved_attributes, index);
+    return &rows[index];
+}
+
+/* ---- numbers ---- */
+
+int64_t gck_last_node_number(const gck_py *py)
+{
+    PyObject *value = PyObject_CallNoArgs(py->next_node_number);
+    const int64_t next = value != NULL ? PyLong_AsLongLong(value) : 0;
+
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? -1 : next - 1;
+}
+
+int64_t gck_node_number(const gck_py *py, PyObject *node)
+{
+    PyObject *value = PyObject_CallMethodObjArgs(node, py->names._sequence_nr, NULL);
+    const uint64_t number = value != NULL ? PyLong_AsUnsignedLongLong(value) : 0;
+
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? -1 : number > INT64_MAX ? INT64_MAX : (int64_t)number;
+}
+
+/* ---- for the documentation ---- */
+
+PyObject *gck_saved_roles(PyObject *module, PyObject *unused)
+{
+    PyObject *list = PyList_New(0);
+    int status = list == NULL ? -1 : 0;
+
+    (void)module, (void)unused;
+    for (int i = 0; status == 0 && i < NROWS; i++) {
+        const gck_saved_row *row = &rows[i];
+        const char *own = row->role != GCK_ROLE_ROUNDED ? "" : row->family == GCK_SOFTMAX ? "`bf16`" : "`fp16`";
+        status = gck_append(list, Py_BuildValue("(sszN)", row->node, row->argument,
+                                                row->family < GCK_NFAMILIES ? families[row->family] : NULL,
+                                                PyUnicode_FromFormat("%s%s", texts[row->role], own)));
+    }
+    if (status < 0) {
+        Py_CLEAR(list);
+    }
+    return list;
+}

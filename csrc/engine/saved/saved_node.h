@@ -1,0 +1,62 @@
+/* saved_node.h: what gradckpt knows about the nodes of autograd's graph, by their types. */
+#ifndef GRADCKPT_SAVED_NODE_H
+#define GRADCKPT_SAVED_NODE_H
+
+#include "engine/state.h"
+
+/* What a node's backward needs of a tensor that it saves.  Whatever has no role stays exact. */
+typedef enum {
+    GCK_ROLE_VALUES,           /* the values                                              */
+    GCK_ROLE_FACTOR,           /* a factor; a scale per row, smaller than the product, stays exact */
+    GCK_ROLE_POWER,            /* the values, for small powers                            */
+    GCK_ROLE_CUT,              /* the argument of a function whose derivative is constant beyond 20 */
+    GCK_ROLE_CUT_OF_ONE,       /* the same, if its parameter is 1                         */
+    GCK_ROLE_ROWS,             /* rows under one mean and scale                           */
+    GCK_ROLE_PLANES,           /* channels under one mean and scale                       */
+    GCK_ROLE_LOGITS,           /* factors of the scores of an attention                   */
+    GCK_ROLE_ROUNDED,          /* float32 in the family's own 16 bits                     */
+    GCK_ROLE_POSITIVE,         /* whether a value is positive                             */
+    GCK_ROLE_POSITIVE_OR_NAN,
+} gck_role;
+
+/* Operators that users give a format of their own. */
+typedef enum {
+    GCK_LINEAR, GCK_MATMUL, GCK_CONVOLUTION, GCK_PRODUCT, GCK_ATTENTION, GCK_NORM, GCK_RNN, GCK_ACTIVATION,
+    GCK_POOLING, GCK_SOFTMAX, GCK_LOG_SOFTMAX, GCK_NFAMILIES,
+    GCK_SIGN = GCK_NFAMILIES,  /* one bit per value, in every format                      */
+} gck_family;
+
+/* One tensor that a node of this type saves; "result" and "output" are the operator's own. */
+typedef struct {
+    const char *node, *argument;
+    gck_role    role;
+    gck_family  family;
+} gck_saved_row;
+
+/* The kind of a node: the index of its first row, or one of these. */
+enum { GCK_NODE_OTHER = -1, GCK_NODE_VIEW = -2, GCK_NODE_LEAF = -3 };
+
+/* The kind of this node; below GCK_NODE_LEAF with an exception. */
+int gck_node_kind(gck_state *state, PyObject *node);
+
+/* The row with this index, and its attribute _raw_saved_<argument>: borrowed.  NULL behind the
+ * last. */
+const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **attribute);
+
+/* 1 when the tensor is a result of the operator. */
+int gck_saved_row_is_result(const gck_saved_row *row);
+
+/* The sequence number of a node; INT64_MAX for nodes without one; -1 with an exception.  Numbers
+ * grow within a thread. */
+int64_t gck_node_number(const gck_py *py, PyObject *node);
+
+/* The number of the node that this thread made last, -1 with an exception. */
+int64_t gck_last_node_number(const gck_py *py);
+
+/* The family of this name, or -1. */
+int gck_family_of(const char *name);
+
+/* For Python: saved_roles(): a list of (node, argument, family or None, how it is kept). */
+PyObject *gck_saved_roles(PyObject *module, PyObject *unused);
+
+#endif

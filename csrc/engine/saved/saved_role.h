@@ -1,0 +1,33 @@
+/* saved_role.h: the form that suffices for the node which saves a tensor. */
+#ifndef GRADCKPT_SAVED_ROLE_H
+#define GRADCKPT_SAVED_ROLE_H
+
+#include "torch/input.h"
+#include "engine/saved/saved_node.h"
+
+/* The codec of each family; NULL: exact. */
+typedef struct { const gck_codec *of[GCK_NFAMILIES]; } gck_saved_formats;
+
+/* The form of one tensor.  All zero: it stays exact. */
+typedef struct {
+    const gck_codec *codec;
+    PyObject        *part;         /* owned: what is encoded in its place; NULL: itself    */
+} gck_saved_as;
+
+/* One codec for all families but the softmaxes, which have formats of their own. */
+gck_saved_formats gck_saved_formats_of(const gck_codec *codec);
+
+/* The form of an input of the node, for which a pack hook returned `packed`.  Exact, where the table
+ * has no row that matches.  0 or -1. */
+int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObject *node, PyObject *packed,
+                       gck_input *in, gck_saved_as *as);
+
+/* The form of the node's own result, which it is about to save.  0 or -1. */
+int gck_saved_as_result(gck_state *state, const gck_saved_formats *formats, PyObject *node, gck_input *in,
+                        gck_saved_as *as);
+
+/* Whether x, whose history is `node`, lies in the memory of a leaf, seen through views and casts: 1,
+ * 0, -1. */
+int gck_lies_in_leaf(gck_state *state, PyObject *x, PyObject *node);
+
+#endif
