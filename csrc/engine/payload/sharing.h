@@ -23,4 +23,8 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
 /* 1 when the bytes of both are written and equal, 0, -1 with an exception. */
 int gck_sharing_proof(gck_payload *a, gck_payload *b);
 
+/* 1 when encoding the input again gives the bytes of `first`, faster than with a payload: small ones
+ * on the CPU only; 0: they differ, or it is another case; -1. */
+int gck_sharing_holds(gck_payload *first, gck_input *in);
+
 #endif

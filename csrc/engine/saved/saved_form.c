@@ -73,7 +73,8 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     if (own.x != NULL) {
         payload = gck_payload_new(state, codec, &own, first,
                                   stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
-                                  outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION, outer || in->view.device < 0 ? NULL : batch, &fits);
+                                  outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION,
+                                  outer || in->view.device < 0 ? NULL : batch, &fits);
     }
     if (payload == NULL) {
         done = fits ? -1 : 0;

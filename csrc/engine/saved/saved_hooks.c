@@ -52,15 +52,12 @@ static int judge_form(const gck_saved_hooks *self, gck_input *in, PyObject *node
     PyObject *index;
     long which;
 
-    if (in_leaf != 0) {
-        return in_leaf < 0 ? -1 : GCK_SKIP_LEAF;
+    if (in_leaf != 0 || PyErr_Occurred()) {
+        return in_leaf < 0 || PyErr_Occurred() ? -1 : GCK_SKIP_LEAF;
     }
     if (self->waiting == NULL || gck_packing_for_region) {
         as->codec = self->packing.plan.codec;
         return GCK_SKIP_EXACT;
-    }
-    if (PyErr_Occurred()) {
-        return -1;
     }
     *wait = made < number || made == INT64_MAX;
     if (*wait || made != number) {
@@ -379,7 +376,8 @@ PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args)
         || (self = hooks_new(gck_state_of(module), compress, formats)) == NULL) {
         return NULL;
     }
-    if ((self->by_thread = PyDict_New()) != NULL && (pack = PyCFunction_New(&pack_of_thread_def, (PyObject *)self)) != NULL
+    if ((self->by_thread = PyDict_New()) != NULL
+        && (pack = PyCFunction_New(&pack_of_thread_def, (PyObject *)self)) != NULL
         && (unpack = PyCFunction_New(&unpack_def, (PyObject *)self)) != NULL) {
         pair = PyTuple_Pack(2, pack, unpack);
     }

@@ -198,26 +198,27 @@ static int learn_names(gck_state *state)
 int gck_node_kind(gck_state *state, PyObject *node)
 {
     PyObject *type = (PyObject *)Py_TYPE(node), *known, *name;
-    int kind = GCK_NODE_OTHER;
+    long kind = GCK_NODE_OTHER;
 
     if (state->node_kinds == NULL && (learn_names(state) < 0 || (state->node_kinds = PyDict_New()) == NULL)) {
         return GCK_NODE_LEAF - 1;
     }
     if ((known = PyDict_GetItemWithError(state->node_kinds, type)) != NULL) {
-        return (int)PyLong_AsLong(known);
+        kind = PyLong_AsLong(known);
+        return kind == -1 && PyErr_Occurred() ? GCK_NODE_LEAF - 1 : (int)kind;
     }
     name = PyErr_Occurred() ? NULL : PyType_GetName((PyTypeObject *)type);
     known = name != NULL ? PyDict_GetItemWithError(state->node_names, name) : NULL;
     if (known != NULL) {
-        kind = (int)PyLong_AsLong(known);
+        kind = PyLong_AsLong(known);
     }
     /* The types of torch's own nodes are static; one of a user's Function may die. */
     if (PyErr_Occurred() || (!(PyType_GetFlags((PyTypeObject *)type) & Py_TPFLAGS_HEAPTYPE)
-                             && set_kind(state->node_kinds, type, kind) < 0)) {
+                             && set_kind(state->node_kinds, type, (int)kind) < 0)) {
         kind = GCK_NODE_LEAF - 1;
     }
     Py_XDECREF(name);
-    return kind;
+    return (int)kind;
 }
 
 const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **attribute)

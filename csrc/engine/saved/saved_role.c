@@ -95,7 +95,8 @@ static int is_small_power(PyObject *node)
     const double exponent = value != NULL ? PyFloat_AsDouble(value) : -1;
 
     Py_XDECREF(value);
-    return PyErr_Occurred() ? -1 : exponent == 2 || exponent == 3 || exponent == 4;
+    /* a complex exponent is another */
+    return PyErr_Occurred() ? gck_clear_refusal() : exponent == 2 || exponent == 3 || exponent == 4;
 }
 
 /* 1 when alpha, or without it beta, is 1. */
@@ -106,7 +107,7 @@ static int has_unit_scale(PyObject *node)
     const double scale = value != NULL ? PyFloat_AsDouble(value) : -1;
 
     Py_XDECREF(value);
-    return PyErr_Occurred() ? -1 : scale == 1;
+    return PyErr_Occurred() ? gck_clear_refusal() : scale == 1;
 }
 
 /* 1 when no row can spoil another: none shares a group with another, or all are of like size. */

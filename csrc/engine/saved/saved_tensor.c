@@ -53,6 +53,7 @@ void gck_saved_list_forget(gck_saved_tensor *saved)
 
     for (int i = 0; l != NULL && i < l->n; i++) {
         if (l->known[i] == saved) {
+            l->waits -= saved->hooks != NULL;
             memmove(&l->known[i], &l->known[i + 1], sizeof l->known[0] * (size_t)(--l->n - i));
         }
     }

@@ -36,7 +36,7 @@ enum { GCK_WAITING_TENSORS = 64, GCK_WAITING_NODES = 1024 };
 typedef struct {
     /* borrowed, oldest first: a dying entry removes itself */
     gck_saved_tensor *known[2 * GCK_WAITING_TENSORS];
-    int        n;
+    int        n, waits;                 /* how many are known, and how many of them wait   */
     int64_t    seen[GCK_WAITING_NODES];  /* numbers of nodes plus 1, at their remainder */
 } gck_saved_list;
 

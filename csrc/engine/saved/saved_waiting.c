@@ -36,10 +36,14 @@ static int settle(gck_saved_tensor *saved, PyObject *node, int go_on, gck_batch 
     const gck_saved_hooks *self = (gck_saved_hooks *)op;
     gck_input in = gck_input_of(saved->form.entry.value);
     gck_saved_as as = {.codec = NULL};
+    gck_saved_list *l = gck_saved_list_of(saved->waiting);
     int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
 
     Py_INCREF((PyObject *)saved);
     saved->hooks = NULL;
+    l->waits--;
+    in.known |= GCK_FACT_GRAD | GCK_FACT_LEAF;   /* faster: what waits was judged when it was packed */
+    in.requires_grad = 1;
     if (status == 0 && in.version == saved->form.entry.version) {
         /* else unpack raises torch's error that the values are gone */
         uncount(saved);
@@ -50,6 +54,7 @@ static int settle(gck_saved_tensor *saved, PyObject *node, int go_on, gck_batch 
     }
     if (go_on) {
         saved->hooks = Py_NewRef(op);
+        l->waits++;
         saved->epoch = state->epoch;
         saved->form.storage = NULL;
     } else {
@@ -95,6 +100,7 @@ int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved)
     }
     saved->waiting = Py_NewRef(waiting);
     l->known[l->n++] = saved;
+    l->waits += saved->hooks != NULL;
     return 0;
 }
 
@@ -108,7 +114,7 @@ int gck_saved_waiting_may_last(PyObject *waiting)
     int64_t bytes = 0;
     int n = 0;
 
-    for (int i = 0; i < l->n; i++) {
+    for (int i = l->n - 1; n < l->waits && i >= 0; i--) {
         const gck_saved_tensor *saved = l->known[i];
         if (saved->hooks != NULL) {
             bytes += saved->waits;
@@ -124,8 +130,10 @@ int gck_saved_waiting_may_last(PyObject *waiting)
 static int64_t oldest(const gck_saved_list *l)
 {
     int64_t number = INT64_MAX;
+    int left = l->waits;
 
-    for (int i = l->n - 1; i >= 0; i--) {
+    for (int i = l->n - 1; left > 0 && i >= 0; i--) {
+        left -= l->known[i]->hooks != NULL;
         number = l->known[i]->hooks != NULL ? l->known[i]->number : number;
     }
     return number;
@@ -136,10 +144,10 @@ static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, gck_batc
 {
     int status = 0;
 
-    for (int i = 0; status == 0 && i < l->n; i++) {
+    for (int i = l->n; status == 0 && l->waits > 0 && i-- > 0;) {
         if (l->known[i]->hooks != NULL && l->known[i]->number == number) {
             status = settle(l->known[i], node, 0, batch);
-            i = -1;                              /* Python has run: the list may have changed */
+            i = l->n;                            /* Python has run: the list may have changed */
         }
     }
     return status;
@@ -162,8 +170,11 @@ static int search(gck_saved_list *l, PyObject *node, int64_t end, int depth, gck
         *seen = number + 1;
         status = settle_of(l, node, number, batch);
     }
-    edges = status == 0 ? PyObject_GetAttr(node, py->names.next_functions) : NULL;
-    for (Py_ssize_t i = 0; edges != NULL && status == 0 && i < PyTuple_Size(edges); i++) {
+    if (status < 0 || l->waits == 0) {           /* faster: nothing else is looked for */
+        return status;
+    }
+    edges = PyObject_GetAttr(node, py->names.next_functions);
+    for (Py_ssize_t i = 0; edges != NULL && status == 0 && l->waits > 0 && i < PyTuple_Size(edges); i++) {
         PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
         status = next == Py_None ? 0 : search(l, next, end, depth - 1, batch);
     }
@@ -174,7 +185,7 @@ static int search(gck_saved_list *l, PyObject *node, int64_t end, int depth, gck
 int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t end)
 {
     gck_saved_list *l = gck_saved_list_of(waiting);
-    const int tracing = oldest(l) < INT64_MAX ? gck_tracing(&state->py) : 1;
+    const int tracing = l->waits > 0 ? gck_tracing(&state->py) : 1;
 
     gck_batch batch;
     int status;
