@@ -226,7 +226,8 @@ static PyMethodDef methods[] = {
     {"saved_pop", gck_saved_hooks_pop, METH_O,
      "saved_pop(failed, /)\n--\n\nPop the hooks of gradckpt.compress_saved()."},
     {"saved_call", gck_saved_hooks_call, METH_VARARGS,
-     "saved_call(compress, formats, function, args, kwargs, /)\n--\n\nCall a function under gradckpt.compress_saved()."},
+     "saved_call(compress, formats, function, args, kwargs, /)\n--\n\n"
+     "Call a function under gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS,
      "rounding_state()\n--\n\nReturn the state as gradckpt.config.get_rounding_state() does."},
     {"set_rounding_state", set_rounding_state, METH_VARARGS,

@@ -72,7 +72,6 @@
     OBJECT(as_non_leaf, "gradckpt._engine.torch_objects", "as_non_leaf")                           \
     OBJECT(saved_tensor_type, "gradckpt._engine.torch_private", "SavedTensor")                     \
     OBJECT(cpu_device, "gradckpt._engine.torch_objects", "cpu_device")                             \
-    OBJECT(cpu_bytes, "gradckpt._engine.torch_objects", "cpu_bytes")                               \
     OBJECT(recompute_mark, "gradckpt._engine.torch_objects", "recompute_mark")                     \
     OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")                       \
     OBJECT(cast, "gradckpt._engine.torch_objects", "cast")                                         \
@@ -108,7 +107,7 @@
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads)                    \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                         \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
-    NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(new_empty) NAME(torch_remat) NAME(output_nr)
+    NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

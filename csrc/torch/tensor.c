@@ -87,12 +87,7 @@ static PyObject *empty(const gck_py *py, PyObject *function, PyObject *args, PyO
 
 PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, int device)
 {
-    PyObject *n = device < 0 ? PyLong_FromLongLong(nbytes) : NULL;
-    PyObject *bytes = n != NULL ? PyObject_CallMethodObjArgs(py->cpu_bytes, py->names.new_empty, n, NULL) : NULL;
-
-    Py_XDECREF(n);
-    return device < 0 ? bytes    /* faster: no keywords to parse */
-         : empty(py, py->empty, Py_BuildValue("(L)", (long long)nbytes), py->uint8, device);
+    return empty(py, py->empty, Py_BuildValue("(L)", (long long)nbytes), py->uint8, device);
 }
 
 PyObject *gck_sizes(int n, const int64_t *values)

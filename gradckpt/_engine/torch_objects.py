@@ -48,8 +48,6 @@ dlpack = _find_dlpack()
 key, key_inplace = _find_key(), _find_inplace_key()
 default_generator = torch.default_generator
 cpu_device = torch.device("cpu")
-#: Payloads are made as new_empty() of it.
-cpu_bytes = torch.empty(0, dtype=torch.uint8, device=cpu_device)
 #: This build of torch supports a device besides the CPU (which may not be present).
 has_accelerator = torch.accelerator.current_accelerator() is not None
 cast: Any = torch.ops.aten._to_copy.default

@@ -132,14 +132,14 @@ class Dropping(TorchFunctionMode):
 
 @pytest.mark.parametrize("name", ["requires_grad", "is_leaf", "_version", "layout", "is_neg", "empty"])
 def test_a_question_may_drop_the_payload_that_would_be_shared(name):
-    x = hidden()
+    x = hidden(600) if name == "empty" else hidden()  # small ones are compared without a second payload
     held = [gradckpt.checkpoint(lambda h: h @ WEIGHT, x, compress=SMALL)]
     mode = Dropping(name, held)
     with mode:
         y = gradckpt.checkpoint(lambda h: h @ WEIGHT, x, compress=SMALL)
     assert not held
     (g,) = torch.autograd.grad(y.sum(), x)
-    assert torch.allclose(g, WEIGHT.sum(1).expand(8, 16), atol=1e-5)
+    assert torch.allclose(g, WEIGHT.sum(1).expand(x.shape), atol=1e-5)
 
 
 @pytest.mark.parametrize("late", [False, True])

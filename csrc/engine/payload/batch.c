@@ -27,7 +27,6 @@ static void arrived(gck_payload *self, int done)
     self->waits = NULL;
     if (!done) {
         gck_payload_forget(self);
-        Py_CLEAR(self->buffer);
     }
 }
 

@@ -193,11 +193,6 @@ int gck_payload_adopt(gck_payload *self, PyObject *x)
 /* New reference: the buffer, through the outer hooks when those have it. */
 static PyObject *payload_bytes(gck_payload *self)
 {
-    if (self->saved == NULL && self->buffer == NULL && !self->overflowed) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this payload was never written, because encoding it failed; "
-                                            "run the forward again");
-        return NULL;
-    }
     if (self->saved == NULL && self->buffer == NULL) {
         return PyErr_Format(PyExc_RuntimeError,
                             "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "

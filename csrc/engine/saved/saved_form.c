@@ -160,10 +160,10 @@ static int encode_form(const gck_saved_hooks *self, const gck_saved_as *as, gck_
 /* 1 when this storage is also kept uncompressed; 0. */
 static int is_held(const gck_saved_hooks *self, const void *storage)
 {
-    const gck_saved_tensor *other;
+    const gck_saved_list *l = storage != NULL ? gck_saved_list_of(self->waiting) : NULL;
 
-    for (int i = 0; storage != NULL && (other = gck_saved_list_known(self->waiting, i)) != NULL; i++) {
-        if (other->form.entry.kind == GCK_PACKED_TENSOR && other->form.storage == storage) {
+    for (int i = 0; l != NULL && i < l->n; i++) {
+        if (l->known[i]->form.entry.kind == GCK_PACKED_TENSOR && l->known[i]->form.storage == storage) {
             return 1;
         }
     }

@@ -6,6 +6,7 @@
  * before it saves): saved_role.c compares what the node holds with what the hook returned. */
 #include "engine/saved/saved_waiting.h"
 
+#include "torch/error.h"
 #include "torch/input.h"
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
@@ -188,6 +189,7 @@ int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node,
     const int tracing = l->waits > 0 ? gck_tracing(&state->py) : 1;
 
     gck_batch batch;
+    gck_error error;
     int status;
 
     if (tracing != 0) {                          /* values cannot be read, or nothing waits */
@@ -195,9 +197,9 @@ int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node,
     }
     gck_batch_begin(&batch, state, 0);
     status = search(l, node, end, 2 * GCK_WAITING_NODES, &batch);
-    if (status == 0) {
-        return gck_batch_flush(&batch);
+    error = gck_error_take();                    /* what was settled before needs its bytes none the less */
+    if (gck_batch_flush(&batch) < 0) {
+        status = -1;
     }
-    gck_batch_drop(&batch);
-    return -1;
+    return gck_error_return(&error) < 0 ? -1 : status;
 }
