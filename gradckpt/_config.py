@@ -159,7 +159,8 @@ class CompressionConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict that JSON can carry; :meth:`from_dict` reads it back."""
-        return dataclasses.asdict(self) | {"operators": dict(self.operators)}
+        fields = dataclasses.asdict(self) | {"operators": dict(self.operators)}
+        return fields if self.operators else {key: fields[key] for key in fields if key != "operators"}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CompressionConfig:
