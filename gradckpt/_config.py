@@ -157,6 +157,16 @@ class CompressionConfig:
         """True if restored values may differ from the original ones."""
         return bool(_C.codec_info(self.codec)["max_error"])
 
+    def changes(self) -> list[str]:
+        """Return the fields that differ from the codec's defaults, each as ``key=value``."""
+        default = CompressionConfig(self.codec)
+        fields = [key for key, value in vars(self).items() if value != getattr(default, key)]
+        values = {key: getattr(self, key) for key in fields}
+        if self.operators:
+            exact = len(self.operators) == len(OPERATORS)
+            values["operators"] = {key: codec for key, codec in self.operators if codec or not exact}
+        return [f"{key}={value!r}" for key, value in values.items()]
+
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict that JSON can carry; :meth:`from_dict` reads it back."""
         fields = dataclasses.asdict(self) | {"operators": dict(self.operators)}
@@ -231,6 +241,16 @@ def parse_compress(compress: Compress) -> CompressionConfig | None:
         "gradckpt: compress= takes None, True, a codec name, a CompressionConfig or its dict; "
         f"not {type(compress).__name__}"
     )
+
+
+def check_no_operators(config: CompressionConfig | None) -> None:
+    """Check that a config is one for the inputs of a region.
+
+    Raises:
+        ValueError: It has formats for operators.
+    """
+    if config is not None and config.operators:
+        raise ValueError("gradckpt: operators= applies to what compress_saved() keeps, not to regions; leave it out")
 
 
 class GradckptInactiveWarning(UserWarning):

@@ -180,7 +180,7 @@ class _Trial:
         loss, counted, patch = self.run(self.exact)
         if self.modules is None and not is_enabled(self.model):
             self.by_patch = patch.stats()["calls"] > 0
-        if unusable is not None and not self.by_patch and any(each.way == "enable" for each in chosen.values()):
+        if unusable is not None and not self.by_patch and any(each.recomputes for each in chosen.values()):
             raise unusable
         lossy = [name for name in counted["codecs"] if codecs.info(name)["max_error"]]
         if lossy:
@@ -233,7 +233,7 @@ def _inactive(trial: _Trial, setting: Setting, counted: Stats, patch: patched) -
         return ""
     if trial.by_patch and setting.way == "enable":
         reason = patch.inactive_reason or "unknown"
-    elif setting.way == "enable" and not counted["regions"]:
+    elif setting.recomputes and not counted["regions"]:
         reason = "none of the checkpointed modules was called"
     else:
         reason = activity.inactive_reason(counted)

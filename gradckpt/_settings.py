@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Union
@@ -18,9 +17,9 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt._config import CompressionConfig, parse_compress
-from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._models import activity
-from gradckpt._models.regions import parse_options, prepare, regions_in
+from gradckpt._models.regions import prepare, regions_in
+from gradckpt._models.rules import parse_options
 from gradckpt._models.switch import Handle, Modules, enable, snapshot, take_off
 from gradckpt.integrations.transformers import models
 from gradckpt.selectors import describe
@@ -39,8 +38,8 @@ class Setting:
     """One way to run a model's training steps.
 
     ``name``: as tables print it. ``line``: what to write to train so. ``way``: ``"none"`` (no
-    checkpointing), ``"torch"`` (torch's checkpoint), ``"enable"`` or ``"saved"``
-    (``compress_saved``). ``options``: the keywords of ``enable``, or ``compress``.
+    checkpointing), ``"torch"`` (torch's checkpoint) or ``"enable"``. ``options``: the keywords of
+    ``enable``.
     """
 
     name: str
@@ -54,6 +53,11 @@ class Setting:
         if self.way == "enable" and "compress" not in self.options:
             return not {"policy", "context_fn"} & self.options.keys()
         return parse_compress(self.options.get("compress")) is not None
+
+    @property
+    def recomputes(self) -> bool:
+        """True if modules are checkpointed by ``enable``."""
+        return self.way == "enable" and bool(self.options.get("recompute", True))
 
     @contextlib.contextmanager
     def active(self, model: Module, modules: Modules = None) -> Iterator[None]:
@@ -70,7 +74,8 @@ class Setting:
         Raises:
             ValueError, TypeError: As :func:`gradckpt.enable`.
         """
-        places = _places(model, modules)
+        as_enabled = modules is not None or self.recomputes or self.way == "torch"
+        places = _places(model, modules) if as_enabled else [(model, {})]
         put_back = snapshot(model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(activity.unobserved())
@@ -83,8 +88,6 @@ class Setting:
                     enable(part, **{**place, **self.options})
                 elif self.way == "torch":
                     _use_torchs(part, place)
-            if self.way == "saved":
-                model.__dict__["forward"] = _with_compressed_saves(model.forward, self.options["compress"])
             yield
 
 
@@ -94,8 +97,8 @@ Candidate = Union[Setting, str, CompressionConfig, Mapping[str, Any]]
 
 
 def _saved(codec: str) -> Setting:
-    line = f'with gradckpt.compress_saved("{codec}"): loss = model(...)'
-    return Setting(f"compress_saved {codec}", line, "saved", {"compress": codec})
+    line = f'gradckpt.enable(model, "{codec}", recompute=False)'
+    return Setting(f"compress_saved {codec}", line, options={"compress": codec, "recompute": False})
 
 
 def _enabled(codec: str) -> Setting:
@@ -160,7 +163,7 @@ def _named(name: str) -> Setting:
 
 
 def _of_keywords(given: dict[str, Any]) -> Setting:
-    parse_options({key: value for key, value in given.items() if key not in _PLACES}, {}, _PLACES)
+    parse_options({key: value for key, value in given.items() if key not in _PLACES}, {}, (*_PLACES, "recompute"))
     for ready in READY:
         if ready.way == "enable" and ready.options == given:
             return ready
@@ -215,17 +218,6 @@ def _use_torchs(model: Module, place: dict[str, Any]) -> None:
     modules = dict(model.named_modules())
     for name in names:
         modules[name].__dict__["forward"] = _with_torchs(modules[name])
-
-
-def _with_compressed_saves(forward: Callable[..., Any], compress: Any) -> Callable[..., Any]:
-    """Return the forward inside a with block, as in the line to write."""
-
-    @functools.wraps(forward)
-    def compressed(*args: Any, **kwargs: Any) -> Any:
-        with compress_saved(compress):
-            return forward(*args, **kwargs)
-
-    return compressed
 
 
 def _with_torchs(module: Module) -> Callable[..., Any]:

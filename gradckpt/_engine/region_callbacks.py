@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd import forward_ad
 
-from gradckpt._config import parse_compress
+from gradckpt._config import check_no_operators, parse_compress
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.selective import contexts_of
@@ -31,8 +31,7 @@ def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, i
     config = parse_compress(compress)
     if config is None:
         return None, 0, False, False, 0, False, 0
-    if config.operators:
-        raise ValueError("gradckpt: operators= applies to what compress_saved() keeps, not to regions; leave it out")
+    check_no_operators(config)
     floating = config.include == "floating"
     replay_discrete = (
         0

@@ -157,17 +157,22 @@ class Adapter(_Replacement):
         settings = pop_our_keys(keywords, Settings() if self.by_flag and named else self.settings)
         if "every_n_layers" not in given.keywords and every_n_layers != 1:
             settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
-        to_host = _offloads(base)
-        if given.args or not (base in _KNOWN or to_host):
+        offloads = _offloads(base)
+        if given.args or not (base in _KNOWN or offloads):
             return _Choice(_foreign(func, base, settings), False, settings)
         check_torchs(keywords)
+        if not settings.recompute:
+            raise ValueError(
+                "gradckpt: recompute=False among the checkpointing kwargs cannot change a model that checkpoints; call "
+                "gradckpt.enable(model, recompute=False)"
+            )
         if keywords.get("use_reentrant") is None or is_old_default(
             {k: v for k, v in given.keywords.items() if k != "compress"}
         ):
             keywords.pop("use_reentrant", None)
-        if to_host and settings.config is None and settings.context_fn is None:
+        if offloads and settings.config is None and settings.context_fn is None:
             return _Choice(functools.partial(base, **keywords), False, settings)
-        if to_host:
+        if offloads:
             settings = dataclasses.replace(settings, offload=True)
         check_together(settings, keywords)
         if keywords.get("use_reentrant"):

@@ -16,16 +16,17 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gradckpt._config import CompressionConfig, instead_of, parse_compress
+from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress
 from gradckpt._engine.arguments import check_bool, check_option
 from gradckpt._engine.selective import contexts_of
+from gradckpt._models.rules import saved_settings
 from gradckpt.policies import is_known
 
 #: Our keys; transformers 5.17 and later take the last two, which are its own, out of the dict.
-OURS = ("compress", "fake_quantize", "min_numel", "policy", "every_n_layers", "offload")
+OURS = ("compress", "fake_quantize", "min_numel", "recompute", "policy", "every_n_layers", "offload")
 
 #: Keys that only we use. Others use ``policy`` as well.
-_MARKS = frozenset(OURS[:4])
+_MARKS = frozenset(OURS[:5])
 
 #: torch's keywords, in any version.
 TORCHS = (
@@ -40,6 +41,7 @@ class Settings:
 
     config: CompressionConfig | None = None
     context_fn: Callable[[], Any] | None = None  # of a policy
+    recompute: bool = True
     every_n_layers: int = 1
     offload: bool = False
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other keywords of gradckpt.checkpoint
@@ -55,7 +57,13 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
     every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
     offload = check_bool("offload", ours.get("offload", base.offload))
     context_fn = contexts_of(ours["policy"]) if "policy" in ours else base.context_fn
-    return Settings(_config(ours, base), context_fn, every_n_layers, offload, base.keywords)
+    recompute = check_bool("recompute", ours.get("recompute", base.recompute))
+    if not recompute:
+        ours = {"compress": True, **ours}
+    config = _config(ours, base)
+    if recompute:
+        check_no_operators(config)
+    return Settings(config, context_fn, recompute, every_n_layers, offload, base.keywords)
 
 
 def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None:
@@ -119,12 +127,25 @@ def check_together(settings: Settings, torchs: Mapping[str, Any]) -> None:
     """Check our settings against torch's keywords.
 
     Raises:
-        ValueError: Our settings need the non-reentrant form, or there are two sources of contexts.
+        ValueError: Our settings need the non-reentrant form, there are two sources of contexts, or
+            nothing is recomputed and a keyword applies to that.
     """
-    if torchs.get("use_reentrant"):
+    if not settings.recompute:
+        _check_saved(settings, torchs)
+    elif torchs.get("use_reentrant"):
         check_reentrant(settings)
     elif settings.context_fn is not None and "context_fn" in torchs:
         raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
+
+
+def _check_saved(settings: Settings, torchs: Mapping[str, Any]) -> None:
+    """Check the kwargs of ``recompute=False``; ``use_reentrant=False`` is what others pass too."""
+    given = {key: value for key, value in torchs.items() if key != "use_reentrant" or value}
+    if settings.context_fn is not None:
+        given["policy"] = settings.context_fn
+    if settings.every_n_layers > 1:
+        given["every_n_layers"] = settings.every_n_layers
+    saved_settings({**given, "compress": settings.config, "recompute": False})
 
 
 def check_reentrant(settings: Settings) -> None:

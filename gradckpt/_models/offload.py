@@ -18,7 +18,7 @@ from gradckpt._C import checkpoint
 from gradckpt._engine.arguments import unbound
 
 
-def _to_host() -> save_on_cpu:
+def to_host() -> save_on_cpu:
     """Return torch's context, with pinned memory if a device can copy from it.
 
     transformers always asks for pinned memory, which torch rejects without a device.
@@ -37,11 +37,11 @@ def of_layer(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any
 
 def offloaded(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run :func:`of_layer` with the inputs in host memory."""
-    with _to_host():
+    with to_host():
         return of_layer(function, *args, **kwargs)
 
 
 def offloaded_stock(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run ``torch.utils.checkpoint.checkpoint`` with the inputs in host memory."""
-    with _to_host():
+    with to_host():
         return torch_checkpoint(function, *args, **kwargs)

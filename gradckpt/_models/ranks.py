@@ -51,8 +51,7 @@ def spell(config: CompressionConfig | None) -> str:
     """Return a config in a few words, the same on every rank."""
     if config is None:
         return "no compression"
-    default = CompressionConfig(config.codec)
-    changed = [f"{key}={value!r}" for key, value in vars(config).items() if value != getattr(default, key)]
+    changed = config.changes()
     return f"{config.codec} ({', '.join(changed)})" if changed else config.codec
 
 

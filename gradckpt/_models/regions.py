@@ -1,7 +1,8 @@
 """Chosen modules of any model as regions: the work of ``enable(model, modules=...)``.
 
 A chosen module gets a :class:`Region` in place of its ``forward``, on that one instance; no class
-is changed.
+is changed. With ``recompute=False`` its forward is no region of :func:`gradckpt.checkpoint`, but a
+function under :class:`gradckpt.compress_saved`.
 
 Rules:
     1. A failure leaves the model unchanged: everything is checked before the first module is
@@ -12,49 +13,39 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Union
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import Module
 
 from gradckpt._C import checkpoint as region_checkpoint
 from gradckpt._C import eligible
-from gradckpt._config import Compress, CompressionConfig, advise, parse_compress
-from gradckpt._engine.arguments import OPTIONS, check_option, own_keywords
+from gradckpt._config import CompressionConfig
+from gradckpt._engine.arguments import own_keywords
 from gradckpt._engine.decorator import Decorated
-from gradckpt._engine.selective import contexts_key, contexts_of
+from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._models import activity
 from gradckpt._models.caches import with_caches
 from gradckpt._models.dtensors import localized
 from gradckpt._models.kinds import Tree, has_forward
-from gradckpt._models.offload import offloaded
+from gradckpt._models.offload import offloaded, to_host
 from gradckpt._models.overlap import check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
+from gradckpt._models.rules import Rules, Settings, comparable, is_saved, parse_rules, resolve, summary
 from gradckpt._models.weak import WeakModule
 from gradckpt._stats import stats
-from gradckpt.selectors import Selector, describe, every, select
+from gradckpt.selectors import every
 
 __all__ = ["Chosen", "Region", "checkpointed_by", "choose", "region_of", "regions_in"]
 
 #: A module's own method that DataParallel calls; it binds the region of a replica to the replica.
 _REPLICATE = "_replicate_for_data_parallel"
-
-_CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
-
-#: The keywords of gradckpt.checkpoint for one module.
-Settings = dict[str, Any]
-
-#: The value of a rule: whatever ``compress`` takes, a dict of keywords of gradckpt.checkpoint, or
-#: "skip".
-Value = Union[Compress, Mapping[str, Any]]
-
-Rules = Union[Mapping[Any, Value], Selector, list[Any]]
 
 
 def choose(model: Module, rules: Rules, defaults: Settings, every_n: int, offload: bool) -> Chosen:
@@ -66,12 +57,12 @@ def choose(model: Module, rules: Rules, defaults: Settings, every_n: int, offloa
         TypeError: A selector or an option has another type.
     """
     tree = Tree(model)
-    pairs = _parse_rules(rules, defaults)
+    pairs = parse_rules(rules, defaults)
     if every_n > 1:
         pairs = [
             (every(every_n, selector) if settings is not None else selector, settings) for selector, settings in pairs
         ]
-    return Chosen(tree, _resolve(pairs, tree), offload)
+    return Chosen(tree, resolve(pairs, tree), offload)
 
 
 class Chosen:
@@ -88,8 +79,8 @@ class Chosen:
         """Return whether exactly these modules are regions, with these settings."""
         regions = {name: region for name, module in self.tree.names if (region := region_of(module)) is not None}
         first = {id(region): name for name, region in reversed(regions.items())}
-        now = {name: _comparable(regions[name].settings) for name in first.values()}
-        chosen = {name: _comparable(settings) for name, settings in self.settings.items()}
+        now = {name: comparable(regions[name].settings) for name in first.values()}
+        chosen = {name: comparable(settings) for name, settings in self.settings.items()}
         return now == chosen and all(region.offload == self.offload for region in regions.values())
 
     def install(self) -> None:
@@ -110,37 +101,21 @@ class Chosen:
         activity.expect(self.tree.model, _why_inactive)
 
 
-def _comparable(settings: Settings | None) -> Settings | None:
-    if settings is None or "context_fn" not in settings:
-        return settings
-    return {**settings, "context_fn": contexts_key(settings["context_fn"])}
-
-
-def summary(settings: Settings) -> str:
-    config = settings["compress"]
-    changed = []
-    if config is not None:
-        default = CompressionConfig(config.codec)
-        changed = [f"{key}={value!r}" for key, value in vars(config).items() if value != getattr(default, key)]
-    for key, value in settings.items():
-        if key == "context_fn" and isinstance(value, functools.partial):  # of a policy
-            key, value = "policy", value.args[0]
-        if key != "compress":
-            changed.append(f"{key}={describe(value)}")
-    return ", ".join(["uncompressed" if config is None else config.codec, *changed])
-
-
 # ---- the wrapper ----
 
 
 class Region:
-    """The replacement of ``module.forward`` on one instance."""
+    """The replacement of ``module.forward`` on one instance: a checkpoint region, or with
+    ``recompute=False`` the forward under ``compress_saved``.
+    """
 
     def __init__(self, module: Module, settings: Settings, rank_check: RankCheck, offload: bool) -> None:
         self._module = WeakModule(module)
         self.settings = settings
         self.rank_check = rank_check
         self.offload = offload
+        self.saves = compress_saved(settings["compress"]) if is_saved(settings) else None  # None: recomputed
+        self.traced = False  # by torch.compile
         self.kind = type(module).__name__
         self.own: Any = None  # the earlier replacement of forward on the instance; None: the class's method
         self.active = False
@@ -190,6 +165,8 @@ class Region:
         forward = self.own or _forward_of(module)
         if not (self.active and module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
+        if self.saves is not None:
+            return self._save(self.saves, module, forward, args, kwargs)
         if vars(module).get("gradient_checkpointing"):
             raise ValueError(
                 f"gradckpt: gradient_checkpointing of this {self.kind} was turned on since gradckpt.enable, which "
@@ -203,6 +180,18 @@ class Region:
         forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
         checkpoint = offloaded if self.offload else region_checkpoint
         return checkpoint(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
+
+    def _save(
+        self, saves: compress_saved, module: Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            self.traced = True
+            return forward(*args, **kwargs)
+        if not self.rank_check.settled():
+            _check_not_recomputed(module)
+            self.rank_check.compare()
+        with to_host() if self.offload else contextlib.nullcontext():
+            return saves(forward)(*args, **kwargs)
 
     def replicate(self) -> Module:
         """Make a replica for DataParallel, which copies attributes and so would share our
@@ -218,7 +207,29 @@ class Region:
         return replica
 
     def __repr__(self) -> str:
-        return f"<checkpointed forward of {self.kind}: {summary(self.settings)}>"
+        how = "checkpointed" if self.saves is None else "compressed"
+        return f"<{how} forward of {self.kind}: {summary(self.settings)}>"
+
+
+def _check_not_recomputed(module: Module) -> None:
+    """Check in the first training call that other code does not recompute the module after all.
+
+    Raises:
+        ValueError: It does.
+    """
+    for part in module.modules():
+        why = checkpointed_by(part) if part is not module else None
+        if why is not None and region_of(part) is None:
+            raise ValueError(
+                f"gradckpt: {type(part).__name__} in this {type(module).__name__} with recompute=False is checkpointed "
+                f"already: {why}"
+            )
+    where = activity.inside_torchs_checkpoint()
+    if where is not None:
+        raise ValueError(
+            f"gradckpt: this {type(module).__name__} has recompute=False and runs inside torch's own checkpoint "
+            f"({where}), which recomputes it; turn one off"
+        )
 
 
 def _why_inactive(model: Module) -> tuple[str, bool] | None:
@@ -228,6 +239,9 @@ def _why_inactive(model: Module) -> tuple[str, bool] | None:
     regions = [region for module in model.modules() if (region := region_of(module)) is not None]
     if not regions:
         return None
+    if any(region.traced and not region.rank_check.called for region in regions):
+        name = type(model).__name__
+        return f"recompute=False compresses nothing of {name} in torch.compile's graphs; leave one of them out", True
     if any(region.rank_check.called for region in regions):
         chosen = f"the {len(regions)} chosen modules of {type(model).__name__}"
         counted = stats()  # without regions they began anew, which tells nothing
@@ -278,85 +292,6 @@ def region_of(module: Module) -> Region | None:
 
 def regions_in(model: Module) -> list[Region]:
     return [region for module in model.modules() if (region := region_of(module)) is not None]
-
-
-# ---- rules and settings ----
-
-
-def _parse_rules(rules: Any, defaults: Settings) -> list[tuple[Any, Settings | None]]:
-    """Return the selectors and the settings of each; None means skip."""
-    if isinstance(rules, Mapping):
-        pairs = [(selector, _parse_value(value, defaults)) for selector, value in rules.items()]
-    else:
-        pairs = [(selector, defaults) for selector in (rules if isinstance(rules, list) else [rules])]
-    if not pairs:
-        raise ValueError('gradckpt: modules= is empty; pass a selector such as "layer", or leave it out')
-    return pairs
-
-
-def _parse_value(value: Any, defaults: Settings) -> Settings | None:
-    if isinstance(value, str) and value == "skip":
-        return None
-    if not isinstance(value, Mapping):
-        return {**defaults, "compress": parse_compress(value)}
-    if value and all(key in _CONFIG_FIELDS for key in value):
-        return {**defaults, "compress": CompressionConfig.from_dict(value)}
-    return parse_options(value, defaults)
-
-
-def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[str, ...] = ()) -> Settings:
-    """Return the keywords of :func:`gradckpt.checkpoint` that options mean; ``others`` are the
-    caller's.
-    """
-    for key, value in given.items():
-        if key in _CONFIG_FIELDS and key != "codec":
-            raise ValueError(f'gradckpt: {key!r} is a field of compress=; pass compress={{"{key}": {value!r}}}')
-        if key not in OPTIONS:
-            where = "gradckpt.enable" if others else "gradckpt.checkpoint"
-            raise ValueError(f"gradckpt: unknown option {key!r}; {advise(str(key), value, (*OPTIONS, *others), where)}")
-        check_option(key, value)
-    settings = {"compress": None, **defaults, **given}
-    settings["compress"] = parse_compress(settings["compress"])
-    if "policy" in given:
-        if "context_fn" in given:
-            raise ValueError("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
-        context_fn = contexts_of(settings.pop("policy"))
-        settings.pop("context_fn", None)  # of the defaults
-        if context_fn is not None:
-            settings["context_fn"] = context_fn
-    if settings.get("debug") and "context_fn" in settings:
-        raise ValueError("gradckpt: debug=True and policy= or context_fn= exclude each other; leave one of them out")
-    return settings
-
-
-def _resolve(pairs: list[tuple[Any, Settings | None]], tree: Tree) -> dict[str, Settings]:
-    """Return the settings by name, in the model's order; a module with several names occurs
-    once.
-    """
-    by_name: dict[str, Settings | None] = {}
-    for selector, settings in pairs:
-        free = [name for name in select(selector, tree) if name not in by_name]
-        if not free:
-            raise ValueError(
-                f"gradckpt: every module that {describe(selector)} matches is taken by a rule before it; put the "
-                "narrower rule first"
-            )
-        by_name.update(dict.fromkeys(free, settings))
-    first: dict[int, str] = {}
-    for name, module in tree.names:
-        if name not in by_name:
-            continue
-        other = first.setdefault(id(module), name)
-        if _comparable(by_name[other]) != _comparable(by_name[name]):
-            raise ValueError(
-                f"gradckpt: {other!r} and {name!r} are one {type(module).__name__}, and the rules give it different "
-                "settings; give both names the same"
-            )
-    settled = {name: by_name[name] for name in first.values()}
-    wrapped = {name: settings for name, settings in settled.items() if settings is not None}
-    if not wrapped:
-        raise ValueError('gradckpt: every rule says "skip", so nothing would be checkpointed')
-    return wrapped
 
 
 # ---- checks ----
@@ -414,9 +349,11 @@ def _check_nesting(settings: dict[str, Settings], tree: Tree) -> None:
                 raise ValueError(
                     f"gradckpt: {inner_label} is inside {outer_label}, and {which} is checkpointed already: {reason}"
                 )
+            saved = is_saved(settings[by_id[id(outer)]])
+            result = "the outer one would find payloads" if saved else "it would run three times"
             raise ValueError(
-                f"gradckpt: {_label(inner_name, inner)} is inside {outer_label}, and both are chosen, so it would run "
-                f"three times; choose the outer ones alone: {_outer_alone(by_id, tree)}"
+                f"gradckpt: {_label(inner_name, inner)} is inside {outer_label}, and both are chosen, so {result}; "
+                f"choose the outer ones alone: {_outer_alone(by_id, tree)}"
             )
 
 

@@ -23,7 +23,8 @@ from gradckpt._engine.arguments import check_bool
 from gradckpt._models.adapter import ADAPTERS
 from gradckpt._models.keywords import check_every_n_layers
 from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_blocks, width_of
-from gradckpt._models.regions import Settings, choose, parse_options, region_of, regions_in, summary
+from gradckpt._models.regions import choose, region_of, regions_in
+from gradckpt._models.rules import Settings, is_saved, parse_options, summary
 from gradckpt._models.weak import WeakModule
 from gradckpt.integrations.transformers import models
 from gradckpt.policies import PolicyLike
@@ -65,24 +66,29 @@ def enable(
     modules: Modules = None,
     every_n_layers: int = 1,
     policy: PolicyLike = None,
+    recompute: bool = True,
     offload: bool = False,
     **keywords: Unpack[CheckpointKeywords],
 ) -> Handle:
-    """Turn on activation checkpointing of a model, with compressed checkpoints.
+    """Turn on activation checkpointing of a model, with compressed checkpoints; or with
+    ``recompute=False``, the compression of what autograd saves.
 
     In training, with grad enabled, each call of a chosen module is one region of
-    :func:`gradckpt.checkpoint`. In eval mode and under ``no_grad`` it runs unchanged. Only this
-    instance changes; no class is patched. A second call with equal arguments does nothing; with
-    others, it changes the settings.
+    :func:`gradckpt.checkpoint`, or runs under :class:`gradckpt.compress_saved`. In eval mode and
+    under ``no_grad`` it runs unchanged. Only this instance changes; no class is patched. A second
+    call with equal arguments does nothing; with others, it changes the settings.
 
     Args:
         model: Any module; a transformers model also inside PEFT, DDP or ``torch.compile``.
         compress: How the inputs of the modules are stored: ``None`` (torch's checkpointing, bit for
             bit), ``True``, a codec's name, a :class:`gradckpt.CompressionConfig` or its dict. Unset
-            means int8; with ``policy`` or ``context_fn`` it means ``None``.
+            means int8; with ``policy`` or ``context_fn`` it means ``None``. With
+            ``recompute=False``: how saved activations are stored, as for
+            :class:`gradckpt.compress_saved`, also by operator:
+            ``{"linear": "int8", "attention": "fp8"}``.
         modules: The modules to checkpoint. ``None``: the layers that a transformers model
             checkpoints itself; in any other model the repeated block with most parameters, whose
-            class is logged.
+            class is logged; with ``recompute=False`` the model as a whole.
 
             A selector, or a list of them: a module class or a tuple of them; a pattern for the
             whole dotted name, ``"*.layers.*.mlp"`` (fnmatch; ``*`` also matches dots) or a compiled
@@ -92,8 +98,9 @@ def enable(
             :func:`gradckpt.selectors.every`, :func:`gradckpt.selectors.m_of_n`.
 
             Or a mapping from selectors to settings: a value for ``compress``, a dict of
-            ``compress``, ``policy`` and the keywords below, or ``"skip"``. The first selector that
-            matches a module wins, so narrow ones come first; the other arguments are the defaults.
+            ``compress``, ``policy``, ``recompute`` and the keywords below, or ``"skip"``. The first
+            selector that matches a module wins, so narrow ones come first; the other arguments are
+            the defaults.
         every_n_layers: Of each selector's modules, in the model's order, checkpoint numbers 1, 1 +
             n, ...; for the layers of transformers, from 5.17 on.
         policy: The outputs inside a module that are kept instead of recomputed: a name
@@ -101,7 +108,11 @@ def enable(
             :class:`gradckpt.policies.Policy`, or the argument of
             :func:`gradckpt.compat.create_selective_checkpoint_contexts`. It costs memory and saves
             time.
-        offload: Keep the inputs in host memory, compressed first; pinned if there is a device.
+        recompute: ``False``: nothing is recomputed. The forward is exact, every operator runs once,
+            and the backward computes with restored values; it takes more memory than checkpoints
+            and less time. ``policy`` and the keywords below do not apply.
+        offload: Keep the inputs (the payloads, with ``recompute=False``) in host memory, compressed
+            first; pinned if there is a device.
         **keywords: ``context_fn``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
             ``early_stop`` and ``buffers``, as for :func:`gradckpt.checkpoint`.
 
@@ -118,13 +129,23 @@ def enable(
     """
     _check_model(model, "enable")
     given: dict[str, Any] = {**keywords} if policy is None else {**keywords, "policy": policy}
-    _check_compress(compress)
+    if not check_bool("recompute", recompute):
+        given["recompute"] = False
+    if recompute or not isinstance(compress, Mapping):
+        _check_compress(compress)
     if compress is UNSET:
         compress = None if {"policy", "context_fn"} & given.keys() else "int8"
-    options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", "offload"))
+    options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", "recompute", "offload"))
     check_every_n_layers(every_n_layers)
     check_bool("offload", offload)
     whole = models.inner_model(model)
+    if modules is None and not recompute:
+        if every_n_layers > 1:
+            raise ValueError(
+                "gradckpt: recompute=False and every_n_layers= exclude each other without modules=, since the model is "
+                "compressed as a whole; pass modules="
+            )
+        modules = whole
     if modules is None and models.is_model(whole):
         turn_on: Callable[[], None] = functools.partial(models.turn_on, whole, options, every_n_layers, offload)
         same = models.is_enabled(whole, options, every_n_layers, offload)
@@ -184,7 +205,7 @@ def log_larger_errors(model: Module) -> None:
     kinked: set[str] = set()
     for name, settings in Handle(model).modules.items():
         config = settings["compress"]
-        if config is None or not config.lossy:
+        if config is None or not config.lossy or is_saved(settings):  # each save is judged by itself
             continue
         width = width_of(modules[name])
         if _errs_by_group(config.codec) and width is not None and width % _C.GROUP:

@@ -28,7 +28,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from gradckpt._C import checkpoint as region_checkpoint
 from gradckpt._engine.arguments import check_bool, own_keywords
 from gradckpt._models.offload import offloaded
-from gradckpt._models.regions import parse_options
+from gradckpt._models.rules import parse_options
 
 __all__ = [
     "CudaRNGStatesTracker",

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from gradckpt._config import Compress, parse_compress
 from gradckpt._engine.arguments import check_bool
-from gradckpt._models.regions import parse_options
+from gradckpt._models.rules import parse_options
 from gradckpt._models.switch import enable, is_enabled
 from gradckpt._stats import Stats, format_bytes, stats
 
@@ -104,7 +104,9 @@ class GradckptCallback(StatsCallback):
         self.modules = tuple(modules) if isinstance(modules, (set, frozenset)) else modules
         self.log_stats = check_bool("log_stats", log_stats)
         self.options = options
-        parse_options({key: value for key, value in options.items() if key not in ("every_n_layers", "offload")}, {})
+        places = ("every_n_layers", "offload")
+        given = {key: value for key, value in options.items() if key not in places}
+        parse_options(given, {}, (*places, "recompute"))
         #: The result of gradckpt.enable; None outside fit.
         self.handle: Any = None
         self._waiting: _BeforeSetup | None = None

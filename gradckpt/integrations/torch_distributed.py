@@ -20,7 +20,8 @@ from gradckpt._config import Compress
 from gradckpt._models.kinds import Tree
 from gradckpt._models.overlap import block_of, check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
-from gradckpt._models.regions import checkpointed_by, parse_options, prepare, summary
+from gradckpt._models.regions import checkpointed_by, prepare
+from gradckpt._models.rules import parse_options, summary
 
 __all__ = ["CheckpointWrapper", "apply_activation_checkpointing", "checkpoint_wrapper"]
 

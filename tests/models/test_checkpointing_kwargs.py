@@ -301,9 +301,9 @@ class TestOffload:
         monkeypatch.setattr(offload, "save_on_cpu", lambda **how: asked.append(how))
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        offload._to_host()
+        offload.to_host()
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-        offload._to_host()
+        offload.to_host()
         assert asked == [{"pin_memory": True, "device_type": "cuda"}, {}]
 
     @pytest.mark.parametrize("offload", [1, "cpu", None])

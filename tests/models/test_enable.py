@@ -159,6 +159,7 @@ VALUES = {
     "modules": None,  # of each model its own
     "every_n_layers": 2,
     "policy": "save_matmuls",
+    "recompute": False,
     "offload": True,
     "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext()),
     "preserve_rng_state": False,
@@ -198,13 +199,21 @@ def test_every_pair_of_keywords(door):
         handle = gradckpt.enable(model, **keywords)
         (model(torch.randn(32, 64)).sum() if door == "own" else model(input_ids=IDS, labels=IDS).loss).backward()
         assert all(parameter.grad is not None for parameter in model.parameters()), pair
-        count = 2 if "every_n_layers" in pair else 4
+        count = 1 if "recompute" in pair and "modules" not in pair else 2 if "every_n_layers" in pair else 4
         assert len(handle.modules) == count, pair
         config = config_of(handle)
         exact = {"policy", "context_fn"} & pair and "compress" not in pair
         assert (config and config.codec) == (None if exact else VALUES["compress"] if "compress" in pair else "int8")
         for settings in handle.modules.values():
-            for key in pair & {"preserve_rng_state", "determinism_check", "debug", "early_stop", "buffers", "offload"}:
+            for key in pair & {
+                "preserve_rng_state",
+                "determinism_check",
+                "debug",
+                "early_stop",
+                "buffers",
+                "offload",
+                "recompute",
+            }:
                 assert settings[key] == VALUES[key], pair
             assert ("context_fn" in settings) == bool({"policy", "context_fn"} & pair), pair
 

@@ -98,14 +98,6 @@ def test_all_is_as_before(make, before, name):
         assert not gradckpt.config.Handle(model).modules
 
 
-def in_block(codec, forward):
-    def compressed(*args, **kwargs):
-        with gradckpt.compress_saved(codec):
-            return forward(*args, **kwargs)
-
-    return compressed
-
-
 @pytest.mark.parametrize("make", [Net, llama])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_setting_is_what_its_line_makes(make, name):
@@ -116,11 +108,6 @@ def test_a_setting_is_what_its_line_makes(make, name):
         gradckpt.stats.reset()
         if not by_line:
             with setting.active(model):
-                results.append(step(model))
-        elif name.startswith("compress_saved"):
-            forward = model.forward
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(model, "forward", in_block(name.split()[1], forward))
                 results.append(step(model))
         else:
             exec(setting.line, {"gradckpt": gradckpt, "model": model})

@@ -52,7 +52,13 @@ OF_DIFFUSERS = (
 def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: bool = False) -> Settings:
     """Return the settings of layers from keywords of :func:`gradckpt.checkpoint`."""
     keywords = {key: value for key, value in options.items() if key not in ("compress", "context_fn")}
-    return Settings(options["compress"], options.get("context_fn"), every_n_layers, offload, keywords)
+    return Settings(
+        options["compress"],
+        options.get("context_fn"),
+        every_n_layers=every_n_layers,
+        offload=offload,
+        keywords=keywords,
+    )
 
 
 def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,9 +18,18 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.trainer_callback import TrainerCallback
 
 from gradckpt._config import warn_inactive
-from gradckpt._models.adapter import ADAPTERS, Adapter, adapter_of, adapter_over, held_function
-from gradckpt._models.keywords import OURS, check_alone, means_ours, misspelt
-from gradckpt._models.switch import log_larger_errors
+from gradckpt._models.adapter import ADAPTERS, Adapter, adapter_of, adapter_over, held_function, original
+from gradckpt._models.keywords import (
+    OURS,
+    Settings,
+    check_alone,
+    check_together,
+    means_ours,
+    misspelt,
+    pop_our_keys,
+)
+from gradckpt._models.regions import Region, region_of, regions_in
+from gradckpt._models.switch import enable, log_larger_errors
 from gradckpt.integrations.transformers.models import (
     carry_input_grads,
     enable_from_kwargs,
@@ -32,6 +42,9 @@ from gradckpt.integrations.transformers.models import (
 __all__ = ["GradckptFlag"]
 
 logger = logging.getLogger("gradckpt")
+
+#: What a Trainer's flag put in place of forwards, with ``recompute=False``.
+SAVED_BY_FLAG: weakref.WeakSet[Region] = weakref.WeakSet()
 
 
 class GradckptFlag(TrainerCallback):  # type: ignore[misc]
@@ -83,12 +96,16 @@ def _act(args: Any, model: Any) -> None:
     name, kwargs = _read(args)
     ours = means_ours(kwargs)
     near = None if ours else misspelt(kwargs)
-    if not ours and not ADAPTERS and near is None:
+    if not ours and not ADAPTERS and not SAVED_BY_FLAG and near is None:
         return
     on = bool(getattr(args, name, False))
     models = models_in(model)
     if near is not None:
         _warn_misspelt(name, *near, models)
+    for region in list(SAVED_BY_FLAG):
+        if any(region_of(part) is region for each in models for part in each.modules()):
+            region.remove()
+            SAVED_BY_FLAG.discard(region)
     for adapter in list(ADAPTERS):
         if adapter.model is not None:
             _settle(adapter, adapter.model, models, replaced=ours and on)
@@ -98,6 +115,8 @@ def _act(args: Any, model: Any) -> None:
             f"{name}_kwargs has {key}={kwargs[key]!r}, but {name} is not True, so the Trainer does not pass them on; "
             f"set {name}=True",
         )
+    elif ours and on and not kwargs.get("recompute", True):
+        _save_from_flag(models, kwargs)
     elif ours and on:
         _enable_from_flag(model, models, kwargs)
 
@@ -121,6 +140,18 @@ def _settle(adapter: Adapter, whole: Any, models: Iterable[Any], replaced: bool)
             carry_input_grads(whole)
     elif adapter.by_flag and any(part is whole for each in models for part in each.modules()):
         adapter.remove(whole)
+
+
+def _save_from_flag(models: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Compress what autograd saves in models whose layers were given torch's checkpoint for it."""
+    keywords = dict(kwargs)
+    settings = pop_our_keys(keywords, Settings())
+    check_together(settings, keywords)
+    for each in models:
+        original(each)(enable=False)
+        carry_input_grads(each)
+        enable(each, settings.config, recompute=False, offload=settings.offload)
+        SAVED_BY_FLAG.update(regions_in(each))
 
 
 def _enable_from_flag(model: Any, models: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
