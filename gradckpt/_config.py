@@ -157,16 +157,6 @@ class CompressionConfig:
         """True if restored values may differ from the original ones."""
         return bool(_C.codec_info(self.codec)["max_error"])
 
-    def changes(self) -> list[str]:
-        """Return the fields that differ from the codec's defaults, each as ``key=value``."""
-        default = CompressionConfig(self.codec)
-        fields = [key for key, value in vars(self).items() if value != getattr(default, key)]
-        values = {key: getattr(self, key) for key in fields}
-        if self.operators:
-            exact = len(self.operators) == len(OPERATORS)
-            values["operators"] = {key: codec for key, codec in self.operators if codec or not exact}
-        return [f"{key}={value!r}" for key, value in values.items()]
-
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict that JSON can carry; :meth:`from_dict` reads it back."""
         fields = dataclasses.asdict(self) | {"operators": dict(self.operators)}
@@ -211,6 +201,20 @@ def _parse_operators(operators: Any) -> tuple[tuple[str, str | None], ...]:
         (operator, None if codec is None else resolve_codec(codec, of_activations=True))
         for operator, codec in pairs.items()
     )
+
+
+def changes(config: CompressionConfig) -> list[str]:
+    """Return the fields that differ from the codec's defaults, each as ``key=value``."""
+    default = CompressionConfig(config.codec)
+    values = {
+        f.name: value
+        for f in dataclasses.fields(config)
+        if (value := getattr(config, f.name)) != getattr(default, f.name)
+    }
+    if config.operators:
+        exact = len(config.operators) == len(OPERATORS)
+        values["operators"] = {key: codec for key, codec in config.operators if codec or not exact}
+    return [f"{key}={value!r}" for key, value in values.items()]
 
 
 #: What every ``compress=`` accepts.

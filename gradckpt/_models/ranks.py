@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradckpt._config import CompressionConfig
+from gradckpt._config import CompressionConfig, changes
 from gradckpt._engine import torch_private as private
 
 __all__ = ["RankCheck", "spell"]
@@ -51,7 +51,7 @@ def spell(config: CompressionConfig | None) -> str:
     """Return a config in a few words, the same on every rank."""
     if config is None:
         return "no compression"
-    changed = config.changes()
+    changed = changes(config)
     return f"{config.codec} ({', '.join(changed)})" if changed else config.codec
 
 

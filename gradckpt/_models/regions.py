@@ -190,8 +190,10 @@ class Region:
         if not self.rank_check.settled():
             _check_not_recomputed(module)
             self.rank_check.compare()
-        with to_host() if self.offload else contextlib.nullcontext():
-            return saves(forward)(*args, **kwargs)
+        # A block, not a decorated function: the backward reads first what the last operators save,
+        # and compressing that would raise the peak by its payloads.
+        with to_host() if self.offload else contextlib.nullcontext(), saves:
+            return forward(*args, **kwargs)
 
     def replicate(self) -> Module:
         """Make a replica for DataParallel, which copies attributes and so would share our

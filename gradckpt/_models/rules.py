@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Union
 
-from gradckpt._config import Compress, CompressionConfig, advise, check_no_operators, parse_compress
+from gradckpt._config import Compress, CompressionConfig, advise, changes, check_no_operators, parse_compress
 from gradckpt._engine.arguments import OPTIONS, check_bool, check_option
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._engine.selective import contexts_key, contexts_of
@@ -48,7 +48,7 @@ def summary(settings: Settings) -> str:
     config = settings["compress"]
     changed = []
     if config is not None:
-        changed = config.changes()
+        changed = changes(config)
     for key, value in settings.items():
         if key == "context_fn" and isinstance(value, functools.partial):  # of a policy
             key, value = "policy", value.args[0]

@@ -24,6 +24,10 @@ ENGINES = {
 }
 
 
+#: Engines that also train with nothing recomputed.
+SAVES = ("ddp", "fsdp1", "fsdp2", "fsdp2 bf16")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     return worlds.run(world_torch.torch_engines, tmp_path_factory.mktemp("world"))
@@ -49,6 +53,24 @@ def test_engine(found, engine, how):
             assert r["bytes_out"] == regions * values * 8.125 / 8
             assert 0 < r["error"] < 0.01
             assert r["cosine"] > 0.9998
+
+
+@pytest.mark.parametrize("engine", SAVES)
+@pytest.mark.parametrize("codec", ["lossless", "int8"])
+def test_nothing_recomputed(found, engine, codec):
+    for rank in found:
+        r = rank[engine][f"saves {codec}"]
+        print(
+            f"{engine}, {codec}: {r['compressed']} of {r['eligible']} saves, {r['bytes_in']} -> {r['bytes_out']} bytes"
+        )
+        assert r["wrapped"] == 1
+        assert r["regions"] == r["recomputes"] == 0
+        assert r["same losses"]
+        assert r["keys"]
+        assert r["compressed"] > 2 * world_torch.LAYERS
+        assert r["bytes_out"] < (0.9 if codec == "lossless" else 0.6) * r["bytes_in"]
+        assert r["equal"] == (codec == "lossless")
+        assert r["error"] < 0.02
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])

@@ -59,6 +59,8 @@ class Model(nn.Module):
 def wrap(model, how):
     if how == "torch":
         torchs.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
+    elif how.startswith("saves "):
+        gradckpt.enable(model, how.removeprefix("saves "), recompute=False)
     elif how.startswith("apply "):
         gradckpt.enable(model, COMPRESS[how.removeprefix("apply ")], modules=Block)
     else:
@@ -204,17 +206,18 @@ def fsdp2(how, inside=True, mesh=None, **options):
 def torch_engines():
     partial = functools.partial
     bf16 = torch.bfloat16
+    both = ("None", "int8", "saves lossless", "saves int8")
     found = {
-        "ddp": examine(ddp, ("None", "int8", "apply None", "apply int8")),
+        "ddp": examine(ddp, (*both, "apply None", "apply int8")),
         "ddp unused": examine(partial(ddp, find_unused_parameters=True)),
         "ddp static": examine(partial(ddp, static_graph=True)),
-        "fsdp1": examine(fsdp1),
+        "fsdp1": examine(fsdp1, both),
         "fsdp1 outside": examine(partial(fsdp1, inside=False)),
         "fsdp1 bf16": examine(partial(fsdp1, mixed_precision=MixedPrecision(bf16, bf16, bf16))),
-        "fsdp2": examine(fsdp2, ("None", "int8", "apply None", "apply int8")),
+        "fsdp2": examine(fsdp2, (*both, "apply None", "apply int8")),
         "fsdp2 outside": examine(partial(fsdp2, inside=False)),
         "fsdp2 kept": examine(partial(fsdp2, reshard_after_forward=False)),
-        "fsdp2 bf16": examine(partial(fsdp2, mp_policy=MixedPrecisionPolicy(bf16, torch.float32))),
+        "fsdp2 bf16": examine(partial(fsdp2, mp_policy=MixedPrecisionPolicy(bf16, torch.float32)), both),
         "hsdp": examine(partial(fsdp2, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))),
     }
     found["hashes"] = {
