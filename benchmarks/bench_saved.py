@@ -1,15 +1,18 @@
 """Memory and time of one step: plain, checkpointed, and with compress_saved().
 
     python benchmarks/bench_saved.py [--layers 4 --hidden 256 --tokens 512]
+    python benchmarks/bench_saved.py --host      microseconds of the host per saved tensor
 
 A Llama of the Hugging Face library, random weights, float32, CPU. `kept` is what the
 forward leaves alive for its backward: bytes of storages that autograd saved, weights apart, plus
 payloads. Times are medians; error is the relative L2 distance of all gradients to those of the
-plain step.
+plain step. Of the host's times the least of all rounds counts, above the same step without hooks:
+forward, backward and release.
 """
 
 import argparse
 import contextlib
+import functools
 import statistics
 import time
 
@@ -49,10 +52,56 @@ def step(model, loss_of, context):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+SAVES = 300
+
+#: What a step saves SAVES times: a new tensor, one that it has saved before, a leaf.
+HOST = {
+    "fresh": lambda x: functools.reduce(lambda y, _: y.pow(2), range(SAVES), x),
+    "fresh and again": lambda x: functools.reduce(lambda y, _: y.pow(2) * 0.5 + y.pow(3) * 0.5, range(SAVES), x),
+    "fresh of these": lambda x: functools.reduce(lambda y, _: y.pow(2) * 0.5 + y * 0.5, range(SAVES), x),
+    "leaf": lambda x: sum(x.pow(2) for _ in range(SAVES)),
+}
+
+
+def host(values, rounds):
+    """Microseconds per saved tensor above no hook, by what is saved and by hooks."""
+    hooks = {
+        "no hook": contextlib.nullcontext,
+        "identity pair": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t),
+        "int8": lambda: gradckpt.compress_saved({"codec": "int8", "min_numel": 0}),
+    }
+    ones, best = torch.ones(values), {}
+    for _ in range(rounds):
+        for kind, function in HOST.items():
+            for name, context in hooks.items():
+                x = ones.clone().requires_grad_()
+                start = time.perf_counter()
+                with context():
+                    y = function(x)
+                y.backward(ones)
+                del y
+                seconds = time.perf_counter() - start
+                best[kind, name] = min(seconds, best.get((kind, name), seconds))
+    above = {key: (best[key] - best[key[0], "no hook"]) / SAVES * 1e6 for key in best}
+    for name in hooks:
+        above["found again", name] = above["fresh and again", name] - above["fresh of these", name]
+    rows = [
+        [kind, *(f"{above[kind, name]:.1f}" for name in ("identity pair", "int8"))]
+        for kind in ("fresh", "found again", "leaf")
+    ]
+    print_table(f"Host, us per saved tensor of {values} values", ["", "identity pair", "int8"], rows)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     small_llama.add_options(parser)
+    parser.add_argument("--host", action="store_true", help="measure the host's time per saved tensor instead")
     o = parser.parse_args()
+    if o.host:
+        torch.set_num_threads(1)
+        print_head("compress_saved", facts())
+        host(512, 20 * o.repeat)
+        return
     model = small_llama.build(o)
     ids = torch.randint(0, small_llama.VOCABULARY, (1, o.tokens))
 

@@ -109,7 +109,8 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
                     int device)
 {
     PyObject *shape = gck_sizes(ndim, sizes);
-    PyObject *args = strides == NULL ? Py_BuildValue("(N)", shape)
+    /* faster: empty(2, 3) is parsed in half the time of empty((2, 3)) */
+    PyObject *args = strides == NULL ? ndim > 0 ? shape : Py_BuildValue("(N)", shape)
                                      : Py_BuildValue("(NN)", shape, gck_sizes(ndim, strides));
 
     return empty(py, strides != NULL ? py->empty_strided : py->empty, args, gck_dtype_object(py, dtype), device);

@@ -24,7 +24,7 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import selective
 from gradckpt._engine.op_policy import SAVE, Policy
 from gradckpt._engine.user_lines import outside
-from gradckpt._stats import Stats, compiled, stats
+from gradckpt._stats import Stats, stats
 from gradckpt.policies import ATTENTION
 
 logger = logging.getLogger("gradckpt")
@@ -329,7 +329,7 @@ class _Expectation:
         self.steps += any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
         if self.steps < PATIENCE:
             return False
-        reason = None if compiled.ever else self.why_not(model)
+        reason = self.why_not(model)
         if reason is not None:
             say(*reason)
         return True

@@ -161,6 +161,8 @@ class Adapter(_Replacement):
         if given.args or not (base in _KNOWN or offloads):
             return _Choice(_foreign(func, base, settings), False, settings)
         check_torchs(keywords)
+        if not settings.recompute and self.by_flag:  # the next Trainer's flag takes this adapter off
+            return _Choice(func, False, Settings(every_n_layers=every_n_layers))
         if not settings.recompute:
             raise ValueError(
                 "gradckpt: recompute=False among the checkpointing kwargs cannot change a model that checkpoints; call "

@@ -39,7 +39,7 @@ from gradckpt._models.overlap import check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
 from gradckpt._models.rules import Rules, Settings, comparable, is_saved, parse_rules, resolve, summary
 from gradckpt._models.weak import WeakModule
-from gradckpt._stats import stats
+from gradckpt._stats import compiled, stats
 from gradckpt.selectors import every
 
 __all__ = ["Chosen", "Region", "checkpointed_by", "choose", "region_of", "regions_in"]
@@ -244,6 +244,8 @@ def _why_inactive(model: Module) -> tuple[str, bool] | None:
     if any(region.traced and not region.rank_check.called for region in regions):
         name = type(model).__name__
         return f"recompute=False compresses nothing of {name} in torch.compile's graphs; leave one of them out", True
+    if compiled.ever and any(region.saves is None for region in regions):
+        return None  # a graph's regions are not counted
     if any(region.rank_check.called for region in regions):
         chosen = f"the {len(regions)} chosen modules of {type(model).__name__}"
         counted = stats()  # without regions they began anew, which tells nothing

@@ -110,6 +110,65 @@ class TestAlone:
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True))
 
 
+NO_RECOMPUTE = {"compress": {"codec": "int8", "min_numel": 2}, "recompute": False}
+
+
+class TestNoRecompute:
+    @pytest.mark.parametrize("name", SPELLINGS)
+    def test_trains_as_enable_does(self, name, tmp_path):
+        by_flag, by_hand, plain = build(), build(), build()
+        gradckpt.enable(by_hand, NO_RECOMPUTE["compress"], recompute=False)
+        gradckpt.stats.reset()
+        train(by_flag, tmp_path, **flag(NO_RECOMPUTE, name))
+        counted = gradckpt.stats()
+        assert counted["compressed"] > 2 * LAYERS
+        assert counted["regions"] == 0
+        assert not is_on(by_flag)
+        train(by_hand, tmp_path)
+        train(plain, tmp_path)
+        pairs = list(zip(by_flag.parameters(), by_hand.parameters(), plain.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b, _ in pairs)
+        assert not all(torch.equal(a, c) for a, _, c in pairs)
+
+    def test_the_next_trainers_flag_replaces_it(self, tmp_path):
+        model = build()
+        handle = gradckpt.config.Handle(model)
+        train(model, tmp_path, **flag(NO_RECOMPUTE))
+        assert list(handle.modules) == [""], "it stays, as checkpointing stays"
+        train(model, tmp_path, **flag({**NO_RECOMPUTE, "compress": "int4"}))
+        assert handle.modules[""]["compress"].codec == "int4"
+        train(model, tmp_path, **flag({"compress": "int8"}))
+        assert len(handle.modules) == LAYERS
+        train(model, tmp_path, **flag(NO_RECOMPUTE))
+        assert list(handle.modules) == [""]
+        train(model, tmp_path)
+        assert not handle.modules
+        assert "forward" not in vars(model)
+
+    @pytest.mark.parametrize(
+        ("more", "said"),
+        [
+            ({"policy": "save_attention"}, "recompute=False and policy= exclude each other"),
+            ({"every_n_layers": 2}, "recompute=False and every_n_layers= exclude each other"),
+            ({"debug": True}, "recompute=False and debug= exclude each other"),
+            ({"use_reentrant": True}, "recompute=False and use_reentrant= exclude each other"),
+            ({"compress": None}, "recompute=False and compress=None exclude each other"),
+            ({"fake_quantize": True}, "fake_quantize=True applies to regions"),
+            ({"recompute": 0}, "recompute is True or False, not 0"),
+        ],
+        ids=str,
+    )
+    def test_what_excludes_it(self, more, said, tmp_path):
+        with pytest.raises((ValueError, TypeError), match=f"^gradckpt: {said}"):
+            trainer_of(build(), tmp_path, {"compress": "int8", "recompute": False, **more})
+
+    def test_a_model_that_checkpoints_is_told(self, tmp_path):
+        model = build()
+        gradckpt.enable(model)
+        with pytest.raises(ValueError, match="cannot change a model that checkpoints"):
+            train(model, tmp_path, **flag({"recompute": False}))
+
+
 class TestKeys:
     @with_every_and_offload
     def test_all_of_them(self, tmp_path):

@@ -73,23 +73,41 @@ int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on) { return settle(
 
 /* ---- the list ---- */
 
+/* The number of the oldest tensor that waits; INT64_MAX: none waits. */
+static int64_t oldest(const gck_saved_list *l)
+{
+    int64_t number = INT64_MAX;
+    int left = l->waits;
+
+    for (int i = l->n - 1; left > 0 && i >= 0; i--) {
+        left -= l->known[i]->hooks != NULL;
+        number = l->known[i]->hooks != NULL ? l->known[i]->number : number;
+    }
+    return number;
+}
+
 /* Limit the list to the latest of those that wait and of those that do not.  number: of the latest.
  * 0 or -1. */
 static int trim(gck_saved_list *l, int64_t number)
 {
-    int n[] = {0, 0};
+    int status = 0;
 
-    for (int i = l->n - 1; i >= 0; i--) {
-        gck_saved_tensor *saved = l->known[i];
-        const int waits = saved->hooks != NULL, many = ++n[waits] >= GCK_WAITING_TENSORS;
-        if (waits && (many || saved->number < number - GCK_WAITING_NODES)) {
-            return settle(saved, NULL, 0, NULL) < 0 ? -1 : trim(l, number);      /* Python has run */
-        }
-        if (!waits && many) {
-            gck_saved_list_forget(saved);
+    while (status == 0 && (l->waits >= GCK_WAITING_TENSORS || oldest(l) < number - GCK_WAITING_NODES)) {
+        for (int i = 0; i < l->n; i++) {
+            gck_saved_tensor *saved = l->known[i];
+            if (saved->hooks != NULL
+                && (l->waits >= GCK_WAITING_TENSORS || saved->number < number - GCK_WAITING_NODES)) {
+                status = settle(saved, NULL, 0, NULL);   /* Python runs, and may change the list */
+                break;
+            }
         }
     }
-    return 0;
+    for (int i = 0; status == 0 && l->n - l->waits >= GCK_WAITING_TENSORS; i++) {
+        if (l->known[i]->hooks == NULL) {
+            gck_saved_list_forget(l->known[i--]);
+        }
+    }
+    return status;
 }
 
 int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved)
@@ -125,19 +143,6 @@ int gck_saved_waiting_may_last(PyObject *waiting)
         }
     }
     return 1;
-}
-
-/* The number of the oldest tensor that waits; INT64_MAX: none waits. */
-static int64_t oldest(const gck_saved_list *l)
-{
-    int64_t number = INT64_MAX;
-    int left = l->waits;
-
-    for (int i = l->n - 1; left > 0 && i >= 0; i--) {
-        left -= l->known[i]->hooks != NULL;
-        number = l->known[i]->hooks != NULL ? l->known[i]->number : number;
-    }
-    return number;
 }
 
 /* Settle what the node of this number saves.  0 or -1. */
