@@ -194,7 +194,7 @@ def _places(model: Module, modules: Modules) -> list[tuple[Module, dict[str, Any
     adapters = models.adapters_in(model)
     if adapters:
         return [(whole, {"every_n_layers": adapter.settings.every_n_layers}) for whole, adapter in adapters]
-    regions = regions_in(model)
+    regions = [region for region in regions_in(model) if region.saves is None]
     return [(model, {"modules": [region.module for region in regions]} if regions else {})]
 
 

@@ -163,6 +163,17 @@ def test_the_modules_that_are_enabled_are_those_of_the_setting():
         assert list(gradckpt.config.Handle(model).modules) == ["blocks.3"]
 
 
+def test_a_model_that_is_not_recomputed_is_checkpointed_where_it_would_be():
+    model = llama()
+    gradckpt.enable(model, "int4", recompute=False)
+    for name in ("int8", "torch"):
+        with setting_of(name).active(model):
+            assert sum(layer.gradient_checkpointing for layer in model.model.layers) == LAYERS
+    with setting_of("compress_saved int8").active(model):
+        assert list(gradckpt.config.Handle(model).modules) == [""]
+    assert gradckpt.config.Handle(model).modules[""]["compress"].codec == "int4"
+
+
 def test_every_n_layers_of_an_enabled_model():
     model = llama()
     gradckpt.enable(model, "int4", every_n_layers=2)
