@@ -172,10 +172,20 @@ def test_blocks_are_regions_in_place(titan, name):
     assert titan.order == [each for i in range(LAYERS) for each in ("configure_remat_regions", f"layers.{i}")]
     assert list(model.layers.values()) == blocks
     assert list(model.state_dict()) == keys
-    with pytest.raises(ValueError, match=r"gradckpt: .*checkpointed already"):
-        gradckpt.enable(model, modules=type(blocks[0]))
     step(titan, model=model)
     assert gradckpt.stats()["compressed"] == gradckpt.stats()["eligible"] == LAYERS
+    gradckpt.disable(model)
+    step(titan, model=model)
+    assert gradckpt.stats()["regions"] == 0
+
+
+def test_blocks_that_are_wrapped_already(titan):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = titan.model()
+    model.layers["1"].feed_forward = checkpoint_wrapper(model.layers["1"].feed_forward)
+    with pytest.raises(ValueError, match=r"gradckpt: .*CheckpointWrapper"):
+        titan.ours.CompressedFullAC.Config().build().apply(model)
 
 
 def test_exact_without_compression(titan):
@@ -210,7 +220,6 @@ def test_hooks_for_torch_remat_are_refused(titan):
         def get_saved_tensors_hooks(self, module, *, base_fqn):
             return gradckpt.compress_saved("int8").hooks
 
-    Hooked.Config._owner = Hooked
     with pytest.raises(ValueError, match=r"gradckpt: Hooked has get_saved_tensors_hooks\(\)"):
         Hooked(Hooked.Config()).apply(titan.model())
 
