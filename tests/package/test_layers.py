@@ -67,7 +67,7 @@ PUBLIC = {"codecs", "compat", "config", "integrations", "policies", "run", "sele
 FRAMEWORKS = {
     "gradckpt.integrations.deepspeed": {"deepspeed"},
     "gradckpt.integrations.lightning": {"lightning", "pytorch_lightning"},
-    "gradckpt.integrations.torchtitan": {"torchtitan"},
+    **{f"gradckpt.integrations.torchtitan{part}": {"torchtitan"} for part in ("", ".in_place", ".wrapped")},
     "gradckpt.integrations.transformers.trainer_callback": {"transformers"},
 }
 

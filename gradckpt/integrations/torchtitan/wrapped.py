@@ -1,10 +1,6 @@
-"""torchtitan: its policies of activation checkpointing, with compressed block inputs.
+"""Policies for torchtitan 0.3.0: a wrapper of gradckpt around each block.
 
-    activation_checkpoint=CompressedFullAC.Config(compress="int8")
-
-in a configuration replaces ``FullAC.Config()``; ``CompressedSelectiveAC`` replaces ``SelectiveAC``,
-and keeps its choice of saved outputs. All fields are strings, numbers and flags, for JSON and the
-command line.
+``CompressedSelectiveAC`` keeps the choice of saved outputs that ``SelectiveAC`` makes.
 """
 
 from __future__ import annotations
@@ -17,8 +13,8 @@ import tyro
 from torch.nn import Module
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, FullAC, SelectiveAC
 
-from gradckpt._config import CompressionConfig
 from gradckpt.integrations.torch_distributed import checkpoint_wrapper
+from gradckpt.integrations.torchtitan.fields import parse
 
 __all__ = ["CompressedConfig", "CompressedFullAC", "CompressedSelectiveAC"]
 
@@ -32,7 +28,7 @@ class _Compressed:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        self.compress = _parse(config)
+        self.compress = parse(config)
         self.wrapped = 0  # number of blocks so far
 
     def _wrap_block(self, module: Module, *, base_fqn: str | None = None) -> Module:
@@ -48,14 +44,6 @@ class _Compressed:
         super().apply(model)  # type: ignore[misc]
         codec = "uncompressed" if self.compress is None else self.compress.codec
         logger.info("gradckpt: %s: %d blocks, inputs %s", type(self).__name__, self.wrapped, codec)
-
-
-def _parse(config: Any) -> CompressionConfig | None:
-    if config.compress == "none":
-        if config.fake_quantize:
-            raise ValueError('gradckpt: fake_quantize=True needs a codec; compress is "none"')
-        return None
-    return CompressionConfig(config.compress, fake_quantize=config.fake_quantize, min_numel=config.min_numel)
 
 
 class CompressedFullAC(_Compressed, FullAC):  # type: ignore[misc]
