@@ -48,7 +48,14 @@ LEFT_BECAUSE = {
         "compile/test_compile_models.py",
         "models/test_patched_models.py::TestCompile::test_afterwards_graphs_are_torchs",
     ),
+    "runs what another torch or another process would do: a process each": (
+        "engine/test_older_torch.py",
+        "engine/test_processes.py",
+    ),
     "is a sweep of which `make test` has a part": (
+        "codec/test_casts.py::test_every_bfloat16_and_what_lies_between",
+        *(f"engine/test_call_faults.py::test_any_call_may_fail[{share}" for share in (1, 2, 3, 4)),
+        "models/test_no_recompute.py::test_families",
         "codec/test_codec_hostile.py::test_last_values_of_a_tensor_beyond_2_31",
         "equivalence/test_opinfo.py::test_gradients_of_every_operator_are_those_of_plain_autograd[bfloat16",
         "equivalence/test_opinfo.py::test_gradients_of_every_operator_are_those_of_plain_autograd[float64",
