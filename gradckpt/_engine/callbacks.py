@@ -7,7 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradckpt._engine import arguments, buffers, decorator, detached_saves, input_aliasing, parameter_hooks, saved_roles
+from gradckpt._engine import (
+    arguments,
+    buffers,
+    decorator,
+    detached_saves,
+    input_aliasing,
+    parameter_hooks,
+    remat,
+    saved_roles,
+)
 from gradckpt._engine import region_callbacks as region
 from gradckpt._engine import selective_callbacks as selective
 from gradckpt._models import activity
@@ -18,6 +27,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "autocast_capture": region.autocast_capture,
     "barred": selective.barred,
     "buffer_roots": buffers.roots_of,
+    "call_in_remat": remat.call_in_remat,
     "call_negated": selective.call_negated,
     "call_within": region.call_within,
     "candidate": selective.candidate,
@@ -61,6 +71,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "recompute_within": region.recompute_within,
     "record_stream": region.record_stream,
     "record_traced": selective.record_traced,
+    "remat_region": remat.remat_region,
     "rows_are_alike": saved_roles.rows_are_alike,
     "same_metadata": region.same_metadata,
     "selective_key": selective.selective_key,

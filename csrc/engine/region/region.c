@@ -218,6 +218,26 @@ static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject
                                frame->ambient.device ? frame->ambient.device : Py_None);
 }
 
+/* Where torch_remat is imported, make the state that its regions look for.  0 or -1. */
+static int remat_begin(gck_frame *frame, const gck_hooks *hooks)
+{
+    const gck_py *py = &frame->state->py;
+
+    if (PyDict_GetItemWithError(PyImport_GetModuleDict(), py->names.torch_remat) == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    frame->remat = PyObject_CallFunction(py->call.remat_region, "ii", hooks == NULL, frame->ambient.cpu_rng != NULL);
+    return frame->remat == NULL ? -1 : 0;
+}
+
+static PyObject *call_in_remat(const gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
+{
+    return PyObject_CallFunction(frame->state->py.call.call_in_remat, "OiOOOOO", frame->remat, replay,
+                                 context != NULL ? context : Py_None, frame->function, args,
+                                 kwargs != NULL ? kwargs : Py_None,
+                                 frame->ambient.device ? frame->ambient.device : Py_None);
+}
+
 /* Push, call and pop happen in one C function, so that no signal handler runs in between. */
 static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                              PyObject *kwargs, int replay)
@@ -228,8 +248,14 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
     if (hooks != NULL && gck_hooks_push(py, hooks->pack, hooks->unpack, hooks->self) < 0) {
         return NULL;
     }
-    result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
-                             : call_within(frame, context, args, kwargs, replay);
+    if (!replay && remat_begin(frame, hooks) < 0) {
+        result = NULL;
+    } else if (frame->remat != NULL && frame->remat != Py_None) {
+        result = call_in_remat(frame, context, args, kwargs, replay);
+    } else {
+        result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
+                                 : call_within(frame, context, args, kwargs, replay);
+    }
     if (hooks != NULL) {
         gck_hooks_pop(py);
     }
@@ -241,9 +267,12 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
 {
     gck_rounding rounding = frame->rounding, *around;
     gck_op_catching caught;
+    gck_running here;
     PyObject *result;
 
+    gck_running_enter(&here, frame, hooks, replay);
     if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->node.policy_fn, replay) < 0) {
+        gck_running_leave(&here);
         return NULL;
     }
     around = gck_rounding_enter(&rounding);
@@ -252,5 +281,6 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }
+    gck_running_leave(&here);
     return result;
 }

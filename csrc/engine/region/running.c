@@ -1,0 +1,109 @@
+/* running.c: the regions that run in each thread.
+ *
+ * A call inside a region that does not run again (gradckpt.policies.region, torch_remat's regions)
+ * has to know the region and which of its two runs this is.  Operators inside such a call are
+ * hidden from the region's stores, because the recompute, which counts calls of operators, does not
+ * meet them. */
+#include "engine/region/running.h"
+
+#include "torch/calls.h"
+#include "torch/objects.h"
+#include "engine/state.h"
+
+/* A fact about a thread, which no object holds. */
+static _Thread_local gck_running *innermost;
+
+void gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    const gck_active *around = frame->state->active;
+
+    while (around != NULL && around->thread != thread) {
+        around = around->outer;
+    }
+    *r = (gck_running){.frame = frame, .hooks = hooks, .replay = replay, .around = around, .outer = innermost};
+    innermost = r;
+}
+
+void gck_running_leave(const gck_running *r) { innermost = r->outer; }
+
+/* (the region's calls, replay, pack, unpack), the hooks None for a region that is one node.  The
+ * hooks hold the frame, or the recompute. */
+PyObject *gck_running_region(PyObject *module, PyObject *unused)
+{
+    const gck_running *r = innermost;
+
+    (void)module;
+    (void)unused;
+    if (r == NULL) {
+        Py_RETURN_NONE;
+    }
+    if (r->frame->calls == NULL && (r->frame->calls = PyDict_New()) == NULL) {
+        return NULL;
+    }
+    if (r->hooks == NULL) {
+        return Py_BuildValue("(OOOO)", r->frame->calls, r->replay ? Py_True : Py_False, Py_None, Py_None);
+    }
+    return Py_BuildValue("(OONN)", r->frame->calls, r->replay ? Py_True : Py_False,
+                         PyCFunction_New(r->hooks->pack, r->hooks->self),
+                         PyCFunction_New(r->hooks->unpack, r->hooks->self));
+}
+
+/* 1 when these hooks, a pair, are those of the region; 0; -1. */
+static int are_of_region(const gck_py *py, PyObject *pair, const gck_running *r)
+{
+    PyObject *pack = PySequence_GetItem(pair, 0);
+    PyObject *self = pack != NULL ? PyObject_GetAttr(pack, py->names.__self__) : NULL;
+    const int same = self != NULL && self == r->hooks->self;
+
+    if (pack != NULL && self == NULL) {
+        PyErr_Clear();                           /* a function of the user */
+    }
+    Py_XDECREF(pack);
+    Py_XDECREF(self);
+    return PyErr_Occurred() ? -1 : same;
+}
+
+/* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
+ * has pushed, else those around it; None.  Here, so that no signal handler runs meanwhile. */
+PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
+{
+    const gck_py *py = &gck_state_of(module)->py;
+    const gck_running *r = innermost;
+    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL), *below = NULL;
+    int own;
+
+    (void)unused;
+    if (top == NULL || top == Py_None || r == NULL || r->hooks == NULL) {
+        return top;
+    }
+    own = are_of_region(py, top, r);
+    if (own == 0) {
+        return top;
+    }
+    if (own > 0 && gck_done(PyObject_CallFunctionObjArgs(py->pop_hooks, NULL)) == 0) {
+        below = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
+        if (gck_done(PyObject_Call(py->push_hooks, top, NULL)) < 0) {
+            Py_CLEAR(below);
+        }
+    }
+    Py_DECREF(top);
+    return below;
+}
+
+/* Hide the operators of this thread from the stores of the innermost region, and of what was
+ * entered inside it (1), or no longer (-1). */
+PyObject *gck_hide_operators(PyObject *module, PyObject *by)
+{
+    const gck_state *state = gck_state_of(module);
+    const unsigned long thread = PyThread_get_thread_ident();
+    const long n = PyLong_AsLong(by);
+
+    if (n == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    for (gck_active *a = state->active; innermost != NULL && a != NULL && a != innermost->around; a = a->outer) {
+        a->hidden += a->thread == thread ? (int)n : 0;
+    }
+    Py_RETURN_NONE;
+}

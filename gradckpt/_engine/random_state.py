@@ -1,0 +1,29 @@
+"""The state of all generators that a call may draw from, for calls that do not run again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _device_generators() -> tuple[Any, ...]:
+    """Return the generators of the devices in use; none while a graph is captured, which advances
+    its generators when it is replayed.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    module = getattr(torch, accelerator.type, None) if accelerator is not None else None
+    if module is None or not getattr(module, "_initialized", False):
+        return ()
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    return () if capturing is not None and capturing() else tuple(getattr(module, "default_generators", ()))
+
+
+def snapshot() -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Return each default generator with its state."""
+    return [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+
+
+def restore(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
