@@ -7,42 +7,86 @@ the rest. This module has every private name of torch_remat that gradckpt uses.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gradckpt import _C
 from gradckpt._config import warn_inactive
-from gradckpt._engine import random_state, region_callbacks
+from gradckpt._engine import random_state
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.torch_objects import make_saved_tensor
-
-#: module of torch_remat -> its names that are used here
-NAMES = {"torch_remat._region": ("_checkpoint_context_fn", "_state", "_Phase"), "torch_remat": ("saved_tensors_hooks",)}
 
 _NOTHING = torch.empty(0)
 
 
-@functools.cache
-def _names() -> Any:
-    """Return the names of torch_remat as a dict; None, with a warning, where one is missing."""
-    found = {}
-    for module, names in NAMES.items():
-        for name in names:
-            try:
-                found[name] = getattr(sys.modules[module], name)
-            except (KeyError, AttributeError):
-                version = getattr(sys.modules.get("torch_remat"), "__version__", "")
-                warn_inactive(
-                    f"torch_remat {version} has no {module}.{name}, so its regions run again in gradckpt's regions; "
-                    "install torch_remat 0.2.2"
-                )
-                return None
-    return found
+class _Names(NamedTuple):
+    """What is used of torch_remat."""
+
+    state: Any
+    set: Any
+    reset: Any
+    forward: Any
+    recompute: Any
+    active_save: Any
+    make_state: Any
+    live_regions: Any
+    saved_tensors_hooks: Any
+
+
+_found: _Names | None = None
+
+
+def _names() -> _Names | None:
+    """Look the names up; None, with a warning, where one is missing."""
+    global _found
+    if _found is None:
+        try:
+            region, api = sys.modules["torch_remat._region"], sys.modules["torch_remat._api"]
+            state, phase = region._state, region._Phase
+            _found = _Names(
+                *(state, state.set, state.reset, phase.FORWARD, phase.RECOMPUTE, region._active_save_op),
+                *(region._CheckpointRegionState, region._live_regions, api.saved_tensors_hooks),
+            )
+            api._state = _StateView(api._state)
+        except (KeyError, AttributeError) as error:
+            missing = getattr(error, "name", None) or error.args[0]
+            warn_inactive(
+                f"this torch_remat has no {missing}, so its regions run again inside gradckpt's; "
+                "install torch_remat 0.2.2"
+            )
+    return _found
+
+
+class _StateView:
+    """torch_remat's state as its functions read it.
+
+    ``torch_remat.checkpoint`` does not run within a region of its own library; within one of ours
+    it may.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.state, name)
+
+    def get(self) -> Any:
+        found = self.state.get()
+        if isinstance(found, _Active):
+            return None if sys._getframe(1).f_code.co_name == "checkpointed_function" else found
+        if found is not None and _C.is_recomputing():
+            _check_again(found, sys._getframe(1).f_locals)
+        return found
+
+
+def _check_again(found: Any, caller: dict[str, Any]) -> None:
+    """Warn where a region of torch_remat's checkpoint is called, to be kept, in our recompute."""
+    names = _names()
+    if names is not None and found.phase is names.forward and caller.get("recompute") is False:
+        warn_runs_again(str(caller.get("name")))
 
 
 class _Keeper:
@@ -90,45 +134,25 @@ class _Records(dict[str, Any]):
 
 
 class _Region:
-    """torch_remat's state for one region of ours."""
+    """torch_remat's state for one region of ours, made when one of its regions needs it."""
+
+    __slots__ = ("keeper", "made", "triggers")
 
     def __init__(self, one_node: bool, preserve: bool) -> None:
         self.keeper = _Keeper(one_node, preserve)
-        self.records = _Records()
-        self.records.keeper = self.keeper  # neither knows the region: a circle would keep tensors until gc runs
+        self.made: Any = None
         self.triggers = 0
-        self.forward, self.recompute = self.contexts()
 
-    def contexts(self) -> Any:
-        pair = _names()["_checkpoint_context_fn"](None, (self.keeper,))
-        pair[0]._region_state.records = self.records
-        return pair
+    def state(self) -> Any:
+        if self.made is None:
+            names = _names()
+            assert names is not None
+            self.made = names.make_state(records=_Records(), state_hooks=(self.keeper,))
+            self.made.records.keeper = self.keeper  # not the region: a circle would keep tensors until gc runs
+            names.live_regions.add(self.made)  # torch_remat's reports list these
+        return self.made
 
-    # ---- the two runs ----
-
-    def run(self, replay: bool, call: Callable[[], Any]) -> Any:
-        if self.keeper.one_node:  # its second run is a forward too, which may keep nothing
-            with self.contexts()[0]:
-                return call()
-        if replay:
-            with self.recompute:
-                result = call()
-                for _ in range(self.triggers):
-                    make_saved_tensor(_NOTHING, False)
-                return result
-        first = private.next_node_number()
-        outer = _C.hooks_around_region()
-        hooks = contextlib.nullcontext() if outer is None else _names()["saved_tensors_hooks"](*outer)
-        with self.forward, hooks:
-            try:
-                result = call()
-            finally:
-                self.keeper.snapshot()
-            if self.records:
-                self._trigger(result, first)
-            return result
-
-    def _trigger(self, result: Any, first: int) -> None:
+    def trigger(self, result: Any, first: int) -> None:
         """Make the recompute run, as a whole, before the backward enters the region.
 
         A region that is skipped hands over the inputs it saved when the recompute reaches it, and
@@ -142,6 +166,30 @@ class _Region:
         saved = [make_saved_tensor(_NOTHING, False) for _ in range(self.triggers)]
         for node, trigger in zip(inside, saved, strict=False):
             node.register_prehook(functools.partial(_unpack, trigger))
+
+    def pass_triggers(self) -> None:
+        for _ in range(self.triggers):
+            make_saved_tensor(_NOTHING, False)
+
+
+class _Active:
+    """torch_remat's ``_ActiveCheckpointRegion`` for one run of a region of ours."""
+
+    __slots__ = ("claimed", "phase", "region")
+
+    def __init__(self, region: _Region, phase: Any) -> None:
+        self.region, self.phase = region, phase
+        self.claimed: set[str] | None = None
+
+    @property
+    def region_state(self) -> Any:
+        return self.region.state()
+
+    @property
+    def claimed_names(self) -> set[str]:
+        if self.claimed is None:
+            self.claimed = set()
+        return self.claimed
 
 
 def _unpack(trigger: Any, grads: Any) -> None:
@@ -161,11 +209,37 @@ def remat_region(one_node: int, preserve: int) -> Any:
     return None if _names() is None else _Region(bool(one_node), bool(preserve))
 
 
-def call_in_remat(
-    region: _Region, replay: int, context: Any, function: Callable[..., Any], args: Any, kwargs: Any, device: Any
-) -> Any:
-    """Call a region's function within torch_remat's state, and within the region's context if any."""
-    if context is None:
-        return region.run(bool(replay), lambda: function(*args, **(kwargs or {})))
-    within = region_callbacks.recompute_within if replay else region_callbacks.call_within
-    return region.run(bool(replay), lambda: within(context, function, args, kwargs, device))
+def remat_enter(region: _Region, replay: int) -> Any:
+    """Enter torch_remat's state for a run of the region; return what leaves it."""
+    names = _names()
+    assert names is not None
+    if replay:
+        return names.set(_Active(region, names.recompute))
+    around = _C.hooks_around_region()
+    hooks = None if around is None else names.saved_tensors_hooks(*around)
+    inside = None if names.active_save.get() is None else names.active_save.set(None)
+    token = names.set(_Active(region, names.forward))
+    if hooks is not None:
+        hooks.__enter__()  # torch_remat's own context, which runs no code of the user
+    return token, hooks, inside, private.next_node_number()
+
+
+def remat_leave(region: _Region, replay: int, entered: Any, failed: int, result: Any) -> None:
+    names = _names()
+    assert names is not None
+    token, hooks, inside, first = (entered, None, None, 0) if replay else entered
+    if region.keeper.keeps:  # the call failed
+        region.keeper.snapshot()
+    try:
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+        if not failed and region.made is not None and region.made.records:
+            if replay:
+                names.live_regions.discard(region.made)
+                region.pass_triggers()
+            else:
+                region.trigger(result, first)
+    finally:
+        names.reset(token)
+        if inside is not None:
+            names.active_save.reset(inside)

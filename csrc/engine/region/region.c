@@ -3,6 +3,7 @@
 
 #include "torch/ambient.h"
 #include "torch/calls.h"
+#include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
@@ -218,24 +219,39 @@ static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject
                                frame->ambient.device ? frame->ambient.device : Py_None);
 }
 
-/* Where torch_remat is imported, make the state that its regions look for.  0 or -1. */
-static int remat_begin(gck_frame *frame, const gck_hooks *hooks)
+/* Where torch_remat is imported, enter the state that its regions look for.  *token: new reference, NULL:
+ * nothing was entered.  0 or -1. */
+static int remat_enter(gck_frame *frame, const gck_hooks *hooks, int replay, PyObject **token)
 {
     const gck_py *py = &frame->state->py;
 
-    if (PyDict_GetItemWithError(PyImport_GetModuleDict(), py->names.torch_remat) == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
+    *token = NULL;
+    if (frame->remat == NULL && !replay) {
+        if (PyDict_GetItemWithError(PyImport_GetModuleDict(), py->names.torch_remat) == NULL) {
+            return PyErr_Occurred() ? -1 : 0;
+        }
+        frame->remat = PyObject_CallFunction(py->call.remat_region, "ii", hooks == NULL,
+                                             frame->ambient.cpu_rng != NULL);
+        if (frame->remat == NULL) {
+            return -1;
+        }
     }
-    frame->remat = PyObject_CallFunction(py->call.remat_region, "ii", hooks == NULL, frame->ambient.cpu_rng != NULL);
-    return frame->remat == NULL ? -1 : 0;
+    if (frame->remat != NULL && frame->remat != Py_None) {
+        *token = PyObject_CallFunction(py->call.remat_enter, "Oi", frame->remat, replay);
+    }
+    return frame->remat != NULL && frame->remat != Py_None && *token == NULL ? -1 : 0;
 }
 
-static PyObject *call_in_remat(const gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
+/* result: NULL with an exception, which survives.  0 or -1. */
+static int remat_leave(const gck_frame *frame, int replay, PyObject *token, PyObject *result)
 {
-    return PyObject_CallFunction(frame->state->py.call.call_in_remat, "OiOOOOO", frame->remat, replay,
-                                 context != NULL ? context : Py_None, frame->function, args,
-                                 kwargs != NULL ? kwargs : Py_None,
-                                 frame->ambient.device ? frame->ambient.device : Py_None);
+    gck_error error = gck_error_take();
+
+    gck_done(PyObject_CallFunction(frame->state->py.call.remat_leave, "OiOiO", frame->remat, replay, token,
+                                   result == NULL, result != NULL ? result : Py_None));
+    gck_error_keep(&error);
+    Py_DECREF(token);
+    return gck_error_return(&error);
 }
 
 /* Push, call and pop happen in one C function, so that no signal handler runs in between. */
@@ -243,18 +259,19 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
                              PyObject *kwargs, int replay)
 {
     const gck_py *py = &frame->state->py;
-    PyObject *result;
+    PyObject *result, *token;
 
     if (hooks != NULL && gck_hooks_push(py, hooks->pack, hooks->unpack, hooks->self) < 0) {
         return NULL;
     }
-    if (!replay && remat_begin(frame, hooks) < 0) {
+    if (remat_enter(frame, hooks, replay, &token) < 0) {
         result = NULL;
-    } else if (frame->remat != NULL && frame->remat != Py_None) {
-        result = call_in_remat(frame, context, args, kwargs, replay);
     } else {
         result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
                                  : call_within(frame, context, args, kwargs, replay);
+    }
+    if (token != NULL && remat_leave(frame, replay, token, result) < 0) {
+        Py_CLEAR(result);
     }
     if (hooks != NULL) {
         gck_hooks_pop(py);
