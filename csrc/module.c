@@ -216,7 +216,15 @@ static PyMethodDef methods[] = {
      "Code that counts, logs or updates its own state checks this, to do so once per step."},
     {"running_region", gck_running_region, METH_NOARGS,
      "running_region()\n--\n\n"
-     "Return (calls, replay, pack, unpack) of the innermost region that runs in this thread, or None."},
+     "Return (calls, replay, preserve_rng_state, tensors saved so far, pack, unpack) of the innermost region that runs "
+     "in this thread, or None."},
+    {"is_name_wanted", gck_is_name_wanted, METH_O,
+     "is_name_wanted(match, /)\n--\n\n"
+     "Return whether match(names, compressed) is true for a policy of the innermost region."},
+    {"cpu_rng_state", gck_cpu_rng_state, METH_NOARGS,
+     "cpu_rng_state()\n--\n\nReturn the state of the CPU's generator: the same object until something is drawn."},
+    {"set_cpu_rng_state", gck_set_cpu_rng_state, METH_O,
+     "set_cpu_rng_state(state, /)\n--\n\nSet the CPU's generator to such a state."},
     {"hooks_around_region", gck_hooks_around_region, METH_NOARGS,
      "hooks_around_region()\n--\n\nReturn the saved-tensor hooks that see what the innermost region keeps, or None."},
     {"hide_operators", gck_hide_operators, METH_O,

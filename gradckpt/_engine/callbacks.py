@@ -13,9 +13,11 @@ from gradckpt._engine import (
     decorator,
     detached_saves,
     input_aliasing,
+    kept_calls,
     parameter_hooks,
     remat,
     saved_roles,
+    torch_objects,
 )
 from gradckpt._engine import region_callbacks as region
 from gradckpt._engine import selective_callbacks as selective
@@ -49,6 +51,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "fill_from": region.fill_from,
     "fill_holes": region.fill_holes,
     "find_candidate": selective.find_candidate,
+    "finish_calls": kept_calls.finish_calls,
     "generator_of": selective.generator_of,
     "has_buffer_rule": buffers.has_rule,
     "is_dual": region.is_dual,
@@ -63,7 +66,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "policy_contexts": region.policy_contexts,
     "raise_fewer_saved": region.raise_fewer_saved,
     "raise_metadata": region.raise_metadata,
-    "raise_modified": region.raise_modified,
+    "raise_modified": torch_objects.raise_modified,
     "raise_more_saved": region.raise_more_saved,
     "raise_no_entry": selective.raise_no_entry,
     "raise_stop_iteration": region.raise_stop_iteration,

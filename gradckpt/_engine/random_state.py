@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from gradckpt import _C
+
 
 def _device_generators() -> tuple[Any, ...]:
     """Return the generators of the devices in use; none while a graph is captured, which advances
@@ -19,11 +21,13 @@ def _device_generators() -> tuple[Any, ...]:
     return () if capturing is not None and capturing() else tuple(getattr(module, "default_generators", ()))
 
 
-def snapshot() -> list[tuple[torch.Generator, torch.Tensor]]:
-    """Return each default generator with its state."""
-    return [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+def snapshot() -> tuple[torch.Tensor, list[tuple[torch.Generator, torch.Tensor]]]:
+    """Return the state of each default generator."""
+    return _C.cpu_rng_state(), [(g, g.get_state()) for g in _device_generators()]
 
 
-def restore(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
-    for generator, state in states:
+def restore(states: tuple[torch.Tensor, list[tuple[torch.Generator, torch.Tensor]]]) -> None:
+    cpu, devices = states
+    _C.set_cpu_rng_state(cpu)
+    for generator, state in devices:
         generator.set_state(state)

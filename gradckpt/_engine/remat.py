@@ -17,6 +17,7 @@ from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import random_state
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.kept_calls import warn_runs_again
 from gradckpt._engine.torch_objects import make_saved_tensor
 
 _NOTHING = torch.empty(0)
@@ -194,14 +195,6 @@ class _Active:
 
 def _unpack(trigger: Any, grads: Any) -> None:
     trigger.unpack()
-
-
-@functools.cache
-def warn_runs_again(name: str) -> None:
-    warn_inactive(
-        f"{name!r} with recompute=False runs again, in the recompute of a region around its own; "
-        "leave one of the two regions out"
-    )
 
 
 def remat_region(one_node: int, preserve: int) -> Any:

@@ -27,8 +27,8 @@ void gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks,
 
 void gck_running_leave(const gck_running *r) { innermost = r->outer; }
 
-/* (the region's calls, replay, pack, unpack), the hooks None for a region that is one node.  The
- * hooks hold the frame, or the recompute. */
+/* (the region's calls, replay, preserve_rng_state, tensors saved so far, pack, unpack), the hooks None
+ * for a region that is one node.  The hooks hold the frame, or the recompute. */
 PyObject *gck_running_region(PyObject *module, PyObject *unused)
 {
     const gck_running *r = innermost;
@@ -41,12 +41,40 @@ PyObject *gck_running_region(PyObject *module, PyObject *unused)
     if (r->frame->calls == NULL && (r->frame->calls = PyDict_New()) == NULL) {
         return NULL;
     }
-    if (r->hooks == NULL) {
-        return Py_BuildValue("(OOOO)", r->frame->calls, r->replay ? Py_True : Py_False, Py_None, Py_None);
+    return Py_BuildValue("(OOOnNN)", r->frame->calls, r->replay ? Py_True : Py_False,
+                         r->frame->ambient.cpu_rng != NULL ? Py_True : Py_False, r->frame->nslots,
+                         r->hooks != NULL ? PyCFunction_New(r->hooks->pack, r->hooks->self) : Py_NewRef(Py_None),
+                         r->hooks != NULL ? PyCFunction_New(r->hooks->unpack, r->hooks->self) : Py_NewRef(Py_None));
+}
+
+/* 1 when the policy keeps named outputs compressed. */
+static int compresses_named(const gck_op_policy *policy)
+{
+    int found = 0;
+
+    for (int i = 0; i < policy->n; i++) {
+        found |= policy->named[i].keep == GCK_OP_LABEL && policy->named[i].plan.codec != NULL;
     }
-    return Py_BuildValue("(OONN)", r->frame->calls, r->replay ? Py_True : Py_False,
-                         PyCFunction_New(r->hooks->pack, r->hooks->self),
-                         PyCFunction_New(r->hooks->unpack, r->hooks->self));
+    return found;
+}
+
+/* match(names, compressed) is asked for each policy of the innermost region that lists names: does
+ * it list this one? */
+PyObject *gck_is_name_wanted(PyObject *module, PyObject *match)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    const gck_state *state = gck_state_of(module);
+    int wanted = 0;
+
+    for (gck_active *a = state->active; innermost != NULL && a != NULL && a != innermost->around && wanted == 0;
+         a = a->outer) {
+        const gck_op_policy *policy = a->thread == thread ? a->store->policy : NULL;
+        if (policy != NULL && PySet_Size(policy->wanted) > 0) {
+            wanted = gck_is_true(PyObject_CallFunction(match, "Oi", policy->wanted, compresses_named(policy)));
+            a->store->met += wanted > 0;
+        }
+    }
+    return wanted < 0 ? NULL : PyBool_FromLong(wanted);
 }
 
 /* 1 when these hooks, a pair, are those of the region; 0; -1. */
@@ -89,6 +117,17 @@ PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
     }
     Py_DECREF(top);
     return below;
+}
+
+PyObject *gck_cpu_rng_state(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return gck_rng_stash(&gck_state_of(module)->py.rng);
+}
+
+PyObject *gck_set_cpu_rng_state(PyObject *module, PyObject *rng_state)
+{
+    return gck_rng_put(&gck_state_of(module)->py.rng, rng_state) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* Hide the operators of this thread from the stores of the innermost region, and of what was

@@ -29,7 +29,12 @@ PyObject *gck_running_region(PyObject *module, PyObject *unused);
 /* gradckpt._C.hooks_around_region(). */
 PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused);
 
-/* gradckpt._C.hide_operators(by). */
+/* gradckpt._C.hide_operators(by), is_name_wanted(match). */
 PyObject *gck_hide_operators(PyObject *module, PyObject *by);
+PyObject *gck_is_name_wanted(PyObject *module, PyObject *match);
+
+/* gradckpt._C.cpu_rng_state(), set_cpu_rng_state(state): the same object until something is drawn. */
+PyObject *gck_cpu_rng_state(PyObject *module, PyObject *unused);
+PyObject *gck_set_cpu_rng_state(PyObject *module, PyObject *rng_state);
 
 #endif
