@@ -229,7 +229,8 @@ static PyMethodDef methods[] = {
      "hooks_around_region()\n--\n\nReturn the saved-tensor hooks that see what the innermost region keeps, or None."},
     {"hide_operators", gck_hide_operators, METH_O,
      "hide_operators(by, /)\n--\n\n"
-     "Hide operators from the innermost region of this thread (1), or no longer (-1)."},
+     "Hide operators from the innermost region of this thread (1), or no longer (-1). Return whether its policy is a "
+     "function."},
     {"forget_types", gck_forget_types, METH_NOARGS,
      "forget_types()\n--\n\nForget which types of modules have no rule, for gradckpt._engine.buffers."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,

@@ -42,7 +42,7 @@ class _Region(NamedTuple):
 class _View(NamedTuple):
     """A view of an argument: its sizes, strides, and its offset from the argument's."""
 
-    size: tuple[int, ...]
+    size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
@@ -101,7 +101,7 @@ class _Inputs:
             if x is of or (where is not None and where == storage and _place(x) == _place(of)):
                 return i, None
             if where is not None and where == storage and of.is_contiguous() and _place(x)[3:] == _place(of)[3:]:
-                return i, _View(tuple(x.shape), x.stride(), x.storage_offset() - of.storage_offset())
+                return i, _View(x.shape, x.stride(), int(x.storage_offset()) - int(of.storage_offset()))
         return None
 
     def check(self) -> None:
@@ -137,8 +137,21 @@ def _unpack(saved: Any) -> torch.Tensor:
     return value
 
 
+def hooks_around() -> Any:
+    """Return the saved-tensor hooks around the region, or None.
+
+    Those of another region do not count: what is kept stays, also where that region recomputes.
+    """
+    found = _C.hooks_around_region()
+    if found is None:
+        return None
+    owner = type(getattr(found[0], "__self__", None))
+    ours = owner.__module__ == "gradckpt._C" and owner.__name__ in ("Frame", "Recompute")
+    return None if ours or getattr(found[0], "__module__", None) == "torch.utils.checkpoint" else found
+
+
 def _packer(region: _Region, kept: _Kept, inputs: _Inputs) -> Callable[[torch.Tensor], Any]:
-    around = _C.hooks_around_region()
+    around = hooks_around()
 
     def pack(x: torch.Tensor) -> Any:
         found = inputs.find(x)
@@ -167,12 +180,12 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     try:
         with torch.autograd.graph.saved_tensors_hooks(_packer(region, kept, inputs), _unpack):
             result = function(*args, **kwargs)
+        outputs, kept.spec = private.tree_flatten(result)
+        kept.outputs = [_keep_output(x, leaves) for x in outputs]
     finally:
         _C.hide_operators(-1)
         del region.calls[_NOW]
     inputs.check()
-    outputs, kept.spec = private.tree_flatten(result)
-    kept.outputs = [_keep_output(x, leaves) for x in outputs]
     if random is not None:
         after = random_state.snapshot()
         kept.random = after if after[1] or after[0] is not random[0] else None
@@ -194,7 +207,7 @@ def _keep_output(x: Any, leaves: list[Any]) -> Any:
 class _Argument(NamedTuple):
     """An output that is one of the arguments."""
 
-    index: int
+    leaf: int
 
 
 def _storages(kept: _Kept) -> list[int]:
@@ -205,11 +218,20 @@ def _storages(kept: _Kept) -> list[int]:
 
 def _skip(region: _Region, name: str, kept: _Kept, args: Any, kwargs: Any) -> Any:
     """Return the outputs of a kept call in the recompute, and hand over its arguments."""
-    leaves = private.tree_leaves((args, kwargs))
+    _C.hide_operators(1)
+    try:
+        return _skip_hidden(region, name, kept, private.tree_leaves((args, kwargs)))
+    finally:
+        _C.hide_operators(-1)
+
+
+def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> Any:
     for i, view in kept.inputs:
         x = leaves[i] if i < len(leaves) else None
         if not isinstance(x, torch.Tensor):
-            _raise_other(name)
+            raise RuntimeError(
+                f"gradckpt: the recompute calls {name!r} with other arguments than the forward; make both calls alike"
+            )
         with torch.no_grad():
             region.pack(x if view is None else _view(x, view))
     if kept.random is not None:
@@ -224,7 +246,7 @@ def _view(x: torch.Tensor, view: _View) -> torch.Tensor:
 
 def _output(name: str, out: Any, leaves: list[Any]) -> Any:
     if isinstance(out, _Argument):
-        return leaves[out.index]
+        return leaves[out.leaf]
     if not isinstance(out, _Output):
         return out
     if out.version >= 0 and out.value._version != out.version:
@@ -245,7 +267,7 @@ def _as_non_leaf() -> Any:
 
 
 def finish_calls(calls: dict[Any, Any], saved: int, early_stop: int) -> None:
-    """Drop outputs that the recompute does not reach: it stops with the region's last saved tensor."""
+    """Drop outputs that the recompute does not reach. It stops with the last saved tensor."""
     for kept in calls.values():
         if isinstance(kept, _Kept) and early_stop and kept.saved == saved:
             kept.outputs = []
@@ -258,10 +280,6 @@ def _here() -> _Region:
     found = _C.running_region()
     assert found is not None
     return _Region(*found)
-
-
-def _raise_other(name: str) -> None:
-    raise RuntimeError(f"gradckpt: the recompute calls {name!r} otherwise than the forward did; make both calls alike")
 
 
 @functools.cache

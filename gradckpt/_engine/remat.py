@@ -17,7 +17,7 @@ from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import random_state
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.kept_calls import warn_runs_again
+from gradckpt._engine.kept_calls import hooks_around, warn_runs_again
 from gradckpt._engine.torch_objects import make_saved_tensor
 
 _NOTHING = torch.empty(0)
@@ -35,6 +35,7 @@ class _Names(NamedTuple):
     make_state: Any
     live_regions: Any
     saved_tensors_hooks: Any
+    active_hooks: Any
 
 
 _found: _Names | None = None
@@ -45,11 +46,13 @@ def _names() -> _Names | None:
     global _found
     if _found is None:
         try:
-            region, api = sys.modules["torch_remat._region"], sys.modules["torch_remat._api"]
+            region: Any = sys.modules["torch_remat._region"]
+            api: Any = sys.modules["torch_remat._api"]
             state, phase = region._state, region._Phase
             _found = _Names(
                 *(state, state.set, state.reset, phase.FORWARD, phase.RECOMPUTE, region._active_save_op),
-                *(region._CheckpointRegionState, region._live_regions, api.saved_tensors_hooks),
+                *(region._CheckpointRegionState, region._live_regions),
+                *(api.saved_tensors_hooks, api._active_saved_tensors_hooks),
             )
             api._state = _StateView(api._state)
         except (KeyError, AttributeError) as error:
@@ -110,7 +113,11 @@ class _Keeper:
         if _C.is_recomputing():
             warn_runs_again(name)
         self.keeps = True
-        _C.hide_operators(1)
+        if _C.hide_operators(1):  # the recompute would meet torch_remat's own operators
+            raise RuntimeError(
+                f"gradckpt: remat.region({name!r}, recompute=False) needs a policy without a function; "
+                "use gradckpt.policies.region, or another policy"
+            )
 
     def snapshot(self) -> Any:
         if not self.keeps:
@@ -202,14 +209,28 @@ def remat_region(one_node: int, preserve: int) -> Any:
     return None if _names() is None else _Region(bool(one_node), bool(preserve))
 
 
+def _through(names: _Names, pack: Any) -> Any:
+    """Return the pack hook as called outside our region: torch_remat's own looks at its hooks."""
+    before = names.active_hooks.get()
+
+    def packed(x: torch.Tensor) -> Any:
+        token = names.active_hooks.set(before)
+        try:
+            return pack(x)
+        finally:
+            names.active_hooks.reset(token)
+
+    return packed
+
+
 def remat_enter(region: _Region, replay: int) -> Any:
     """Enter torch_remat's state for a run of the region; return what leaves it."""
     names = _names()
     assert names is not None
     if replay:
         return names.set(_Active(region, names.recompute))
-    around = _C.hooks_around_region()
-    hooks = None if around is None else names.saved_tensors_hooks(*around)
+    around = hooks_around()
+    hooks = None if around is None else names.saved_tensors_hooks(_through(names, around[0]), around[1])
     inside = None if names.active_save.get() is None else names.active_save.set(None)
     token = names.set(_Active(region, names.forward))
     if hooks is not None:

@@ -131,18 +131,22 @@ PyObject *gck_set_cpu_rng_state(PyObject *module, PyObject *rng_state)
 }
 
 /* Hide the operators of this thread from the stores of the innermost region, and of what was
- * entered inside it (1), or no longer (-1). */
+ * entered inside it (1), or no longer (-1).  True where one of their policies is a function. */
 PyObject *gck_hide_operators(PyObject *module, PyObject *by)
 {
     const gck_state *state = gck_state_of(module);
     const unsigned long thread = PyThread_get_thread_ident();
     const long n = PyLong_AsLong(by);
+    int asked = 0;
 
     if (n == -1 && PyErr_Occurred()) {
         return NULL;
     }
     for (gck_active *a = state->active; innermost != NULL && a != NULL && a != innermost->around; a = a->outer) {
-        a->hidden += a->thread == thread ? (int)n : 0;
+        if (a->thread == thread) {
+            a->hidden += (int)n;
+            asked |= a->store->policy != NULL && a->store->policy->rows == Py_None;
+        }
     }
-    Py_RETURN_NONE;
+    return PyBool_FromLong(asked);
 }
