@@ -282,6 +282,16 @@ def _here() -> _Region:
     return _Region(*found)
 
 
+#: Each returns whether a forward that runs now is part of a recompute.
+recomputes: list[Callable[[], bool]] = [_C.is_recomputing]
+
+
+def check_again(name: str) -> None:
+    """Warn where a kept call runs in the recompute of a region around its own."""
+    if any(recompute() for recompute in recomputes):
+        warn_runs_again(name)
+
+
 @functools.cache
 def warn_runs_again(name: str) -> None:
     warn_inactive(
@@ -363,6 +373,5 @@ def _call(region: _Region, function: Callable[..., Any], name: str, recompute: b
             f"gradckpt: the call {name!r} with recompute=False needs a graph, which this form of region lacks; "
             "use gradckpt.checkpoint with use_reentrant=False"
         )
-    if _C.is_recomputing():
-        warn_runs_again(name)
+    check_again(name)
     return _run(region, name, function, args, kwargs)

@@ -17,7 +17,7 @@ from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import random_state
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.kept_calls import hooks_around, warn_runs_again
+from gradckpt._engine.kept_calls import check_again, hooks_around, recomputes, warn_runs_again
 from gradckpt._engine.torch_objects import make_saved_tensor
 
 _NOTHING = torch.empty(0)
@@ -55,6 +55,7 @@ def _names() -> _Names | None:
                 *(api.saved_tensors_hooks, api._active_saved_tensors_hooks),
             )
             api._state = _StateView(api._state)
+            recomputes.append(_is_again)
         except (KeyError, AttributeError) as error:
             missing = getattr(error, "name", None) or error.args[0]
             warn_inactive(
@@ -110,8 +111,7 @@ class _Keeper:
                 f"gradckpt: remat.region({name!r}, recompute=False) needs a graph, which this form of region lacks; "
                 "use gradckpt.checkpoint with use_reentrant=False"
             )
-        if _C.is_recomputing():
-            warn_runs_again(name)
+        check_again(name)
         self.keeps = True
         if _C.hide_operators(1):  # the recompute would meet torch_remat's own operators
             raise RuntimeError(
@@ -183,10 +183,11 @@ class _Region:
 class _Active:
     """torch_remat's ``_ActiveCheckpointRegion`` for one run of a region of ours."""
 
-    __slots__ = ("claimed", "phase", "region")
+    __slots__ = ("again", "claimed", "phase", "region")
 
-    def __init__(self, region: _Region, phase: Any) -> None:
+    def __init__(self, region: _Region, phase: Any, again: bool = False) -> None:
         self.region, self.phase = region, phase
+        self.again = again  # a forward in a recompute of torch_remat's
         self.claimed: set[str] | None = None
 
     @property
@@ -198,6 +199,10 @@ class _Active:
         if self.claimed is None:
             self.claimed = set()
         return self.claimed
+
+
+def _is_again() -> bool:
+    return _found is not None and getattr(_found.state.get(), "again", False)
 
 
 def _unpack(trigger: Any, grads: Any) -> None:
@@ -232,7 +237,9 @@ def remat_enter(region: _Region, replay: int) -> Any:
     around = hooks_around()
     hooks = None if around is None else names.saved_tensors_hooks(_through(names, around[0]), around[1])
     inside = None if names.active_save.get() is None else names.active_save.set(None)
-    token = names.set(_Active(region, names.forward))
+    outer = names.state.get()
+    again = outer is not None and (outer.phase is names.recompute or getattr(outer, "again", False))
+    token = names.set(_Active(region, names.forward, again))
     if hooks is not None:
         hooks.__enter__()  # torch_remat's own context, which runs no code of the user
     return token, hooks, inside, private.next_node_number()

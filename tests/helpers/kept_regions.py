@@ -1,7 +1,7 @@
 """A block with a call that is kept and one that runs again, and what its regions did.
 
-``torch_remat.region`` and ``gradckpt.policies.region`` have the same signature, so one block and one
-table of nestings serve both.
+``torch_remat.region`` and ``gradckpt.policies.region`` have the same signature, so one block serves
+both.
 """
 
 import collections
