@@ -150,10 +150,14 @@ def hooks_around() -> Any:
     return None if ours or getattr(found[0], "__module__", None) == "torch.utils.checkpoint" else found
 
 
-def _packer(region: _Region, kept: _Kept, inputs: _Inputs) -> Callable[[torch.Tensor], Any]:
-    around = hooks_around()
+class _Packer:
+    """The pack hook while the call runs. autograd holds it as long as what it packed."""
 
-    def pack(x: torch.Tensor) -> Any:
+    def __init__(self, region: _Region, kept: _Kept, inputs: _Inputs) -> None:
+        self.now: Any = (region, kept, inputs, hooks_around())
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        region, kept, inputs, around = self.now
         found = inputs.find(x)
         if found is not None:
             kept.inputs.append(found)
@@ -162,8 +166,6 @@ def _packer(region: _Region, kept: _Kept, inputs: _Inputs) -> Callable[[torch.Te
             return _Packed(around[1], around[0](x))
         x = x.detach()
         return _Original(x, -1 if x.is_inference() else x._version)
-
-    return pack
 
 
 # ---- the two runs ----
@@ -176,15 +178,17 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     inputs = _Inputs(name, leaves, region.calls)
     random = random_state.snapshot() if region.preserve_rng_state else None
     region.calls[_NOW] = name
+    pack = _Packer(region, kept, inputs)
     _C.hide_operators(1)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_packer(region, kept, inputs), _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             result = function(*args, **kwargs)
         outputs, kept.spec = private.tree_flatten(result)
         kept.outputs = [_keep_output(x, leaves) for x in outputs]
     finally:
         _C.hide_operators(-1)
         del region.calls[_NOW]
+        pack.now = None
     inputs.check()
     if random is not None:
         after = random_state.snapshot()
@@ -365,7 +369,7 @@ def _call(region: _Region, function: Callable[..., Any], name: str, recompute: b
         return function(*args, **kwargs) if kept is None else _skip(region, name, kept, args, kwargs)
     if name in calls:
         raise RuntimeError(f"gradckpt: two calls of this region have the name {name!r}; give each a name of its own")
-    if recompute and not _is_wanted(name):
+    if not _is_wanted(name) and recompute:
         calls[name] = None
         return function(*args, **kwargs)
     if region.pack is None:
