@@ -246,7 +246,7 @@ def test_discrete_operators_are_counted_around_kept_calls():
 
 
 @pytest.mark.parametrize("names", [["again"], ["ag*"], ["other", "a*n"]])
-def test_save_named_keeps_calls_whatever_they_declare(names):
+def test_save_named_keeps_calls_that_declare_otherwise(names):
     policy = policies.save_named(*names)
     ran, expected = (run(f, MODULES, CALLS) for f in (checkpointed(BLOCK, policy=policy), BLOCK))
     assert ran.equals(expected)
