@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
 from gradckpt._config import warn_inactive
@@ -277,6 +278,55 @@ def finish_calls(calls: dict[Any, Any], saved: int, early_stop: int) -> None:
             kept.outputs = []
 
 
+# ---- in graphs of torch.compile ----
+
+#: The names that the policy of the region lists which is being traced; None outside of regions.
+traced: tuple[str, ...] | None = None
+
+
+#: Patterns that a call matched.
+met: set[str] = set()
+
+
+def is_listed(name: str, patterns: Iterable[str]) -> bool:
+    found = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
+    met.update(found)
+    return bool(found)
+
+
+def warn_compiled(name: str) -> None:
+    """Warn where code is compiled that runs in a region outside of the graph."""
+    if _C.running_region() is not None:
+        warn_inactive(
+            f"the call {name!r} with recompute=False is compiled within its region, which runs it again; "
+            "compile the code around the region"
+        )
+
+
+def _keep_nodes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call the function and mark the nodes that it adds to a graph: what they make is kept."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = private.dynamo.get_proxy_mode()
+        before = 0 if mode is None else len(mode.tracer.graph.nodes)
+        result = function(*args, **kwargs)
+        for node in [] if mode is None else list(mode.tracer.graph.nodes)[before:]:
+            if node.op == "call_function":
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return result
+
+    return call
+
+
+def _call_in_graph(function: Callable[..., Any], name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
+    """Call the function as Dynamo sees it. There is no second run: AOTAutograd cuts the graph."""
+    if traced is None and not recompute:
+        warn_compiled(name)
+    if traced is None or (recompute and not is_listed(name, traced)):
+        return function(*args, **kwargs)
+    return torch.ops.higher_order.dynamo_bypassing_wrapper(_keep_nodes, function, *args, **kwargs)
+
+
 # ---- region() ----
 
 
@@ -308,7 +358,7 @@ def _is_wanted(name: str) -> bool:
     """Return whether a policy of the region lists the name, which may match a pattern."""
 
     def match(names: frozenset[str], compressed: int) -> bool:
-        found = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
+        found = is_listed(name, names)
         if found and compressed:
             raise ValueError(
                 f"gradckpt: save_named() keeps the call {name!r} exactly, not compressed; "
@@ -340,6 +390,12 @@ def region(function: Function, name: str, *, recompute: bool) -> Function:
             (``use_reentrant=True``, ``SelectiveRecompute``); a call that is kept changed an
             argument in place; ``recompute=True`` inside a call that is kept.
     """
+    if torch.compiler.is_compiling():  # Dynamo traces neither the checks nor wraps() of every callable
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            return _call_in_graph(function, name, recompute, args, kwargs)
+
+        return compiled  # type: ignore[return-value]
     if not callable(function) or not isinstance(name, str) or not isinstance(recompute, bool):
         raise TypeError("gradckpt: region() takes a function, a name and recompute=True or recompute=False")
     if not name:
@@ -347,6 +403,8 @@ def region(function: Function, name: str, *, recompute: bool) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _call_in_graph(function, name, recompute, args, kwargs)
         found = _C.running_region()
         if found is None:
             return function(*args, **kwargs)

@@ -8,6 +8,7 @@ the rest. This module has every private name of torch_remat that gradckpt uses.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from typing import Any, NamedTuple
 
@@ -57,12 +58,14 @@ def _names() -> _Names | None:
             api._state = _StateView(api._state)
             recomputes.append(_is_again)
         except (KeyError, AttributeError) as error:
-            missing = getattr(error, "name", None) or error.args[0]
-            warn_inactive(
-                f"this torch_remat has no {missing}, so its regions run again inside gradckpt's; "
-                "install torch_remat 0.2.2"
-            )
+            _warn_missing(getattr(error, "name", None) or error.args[0])
     return _found
+
+
+def _warn_missing(name: str) -> None:
+    warn_inactive(
+        f"this torch_remat has no {name}, so its regions run again inside gradckpt's; install torch_remat 0.2.2"
+    )
 
 
 class _StateView:
@@ -264,3 +267,31 @@ def remat_leave(region: _Region, replay: int, entered: Any, failed: int, result:
         names.reset(token)
         if inside is not None:
             names.active_save.reset(inside)
+
+
+# ---- in graphs of torch.compile ----
+
+
+def is_traceable() -> bool:
+    """Return whether regions of torch_remat may be in a graph; Dynamo takes it for a constant."""
+    if "torch_remat" not in sys.modules:
+        return False
+    try:
+        found = hasattr(importlib.import_module("torch_remat._compile"), "_in_compiled_checkpoint")
+    except ImportError:
+        found = False
+    if not found:
+        _warn_missing("_compile._in_compiled_checkpoint")
+    return found
+
+
+def trace(checkpoint: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a region of ours as one in which torch_remat's regions mark what is kept."""
+    import torch_remat._compile as compiled
+
+    around = compiled._in_compiled_checkpoint
+    compiled._in_compiled_checkpoint = True
+    try:
+        return checkpoint(function, *args, **kwargs)
+    finally:
+        compiled._in_compiled_checkpoint = around
