@@ -10,6 +10,7 @@ from gradckpt import policies
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 W, V = (torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(i))) for i in (2, 3))
+INT8 = {"codec": "int8", "min_numel": 1}
 NAMED = policies.save_named("ag*")
 
 
@@ -36,21 +37,22 @@ def counts(function):
 
 
 @pytest.mark.parametrize("library", ["gradckpt", "torch_remat"])
-@pytest.mark.parametrize("form", ["checkpoint", "lossless", "compat", "patched"])
+@pytest.mark.parametrize("form", ["checkpoint", "int8", "compat", "patched"])
 def test_kept_calls_are_not_in_the_backward_graph(library, form):
     function = block(region_of(library))
     plain, expected = counts(lambda x: gradckpt.checkpoint(block(lambda f, name, recompute: f), x))
     assert plain == {"sin": 2, "exp": 1}  # of which one sin is cos's derivative
     if form == "patched":
-        with gradckpt.patched({"codec": "lossless", "min_numel": 1}):
+        with gradckpt.patched(INT8):
             found, grad = counts(lambda x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False))
     elif form == "compat":
         found, grad = counts(lambda x: gradckpt.compat.checkpoint(function, x, use_reentrant=False))
     else:
-        compress = None if form == "checkpoint" else {"codec": "lossless", "min_numel": 1}
+        compress = None if form == "checkpoint" else INT8
         found, grad = counts(lambda x: gradckpt.checkpoint(function, x, compress=compress))
     assert found == {"sin": 1, "exp": 1}
-    assert torch.equal(grad, expected)
+    tolerance = 0 if form in ("checkpoint", "compat") else 0.05 * float(expected.abs().max())
+    torch.testing.assert_close(grad, expected, rtol=0, atol=tolerance)
 
 
 def test_save_named():
