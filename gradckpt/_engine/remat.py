@@ -35,7 +35,7 @@ class _Names(NamedTuple):
     active_save: Any
     make_state: Any
     live_regions: Any
-    saved_tensors_hooks: Any
+    make_hooks: Any
     active_hooks: Any
 
 
@@ -53,7 +53,7 @@ def _names() -> _Names | None:
             _found = _Names(
                 *(state, state.set, state.reset, phase.FORWARD, phase.RECOMPUTE, region._active_save_op),
                 *(region._CheckpointRegionState, region._live_regions),
-                *(api.saved_tensors_hooks, api._active_saved_tensors_hooks),
+                *(api._SavedTensorsHooks, api._active_saved_tensors_hooks),
             )
             api._state = _StateView(api._state)
             recomputes.append(_is_again)
@@ -147,12 +147,12 @@ class _Records(dict[str, Any]):
 class _Region:
     """torch_remat's state for one region of ours, made when one of its regions needs it."""
 
-    __slots__ = ("keeper", "made", "triggers")
+    __slots__ = ("first", "keeper", "made", "triggers")
 
     def __init__(self, one_node: bool, preserve: bool) -> None:
         self.keeper = _Keeper(one_node, preserve)
         self.made: Any = None
-        self.triggers = 0
+        self.triggers = self.first = 0
 
     def state(self) -> Any:
         if self.made is None:
@@ -163,7 +163,7 @@ class _Region:
             names.live_regions.add(self.made)  # torch_remat's reports list these
         return self.made
 
-    def trigger(self, result: Any, first: int) -> None:
+    def trigger(self, result: Any) -> None:
         """Make the recompute run, as a whole, before the backward enters the region.
 
         A region that is skipped hands over the inputs it saved when the recompute reaches it, and
@@ -172,7 +172,7 @@ class _Region:
         """
         leaves = private.tree_leaves(result)
         nodes = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-        inside = [node for node in nodes if first <= node._sequence_nr() < sys.maxsize]
+        inside = [node for node in nodes if self.first <= node._sequence_nr() < sys.maxsize]
         self.triggers = max(len(inside), 1)
         saved = [make_saved_tensor(_NOTHING, False) for _ in range(self.triggers)]
         for node, trigger in zip(inside, saved, strict=False):
@@ -231,42 +231,37 @@ def _through(names: _Names, pack: Any) -> Any:
     return packed
 
 
-def remat_enter(region: _Region, replay: int) -> Any:
-    """Enter torch_remat's state for a run of the region; return what leaves it."""
+def remat_enter(region: _Region, replay: int) -> tuple[tuple[Any, Any, Any], ...]:
+    """Return the context variables of a run of the region: (set, value, reset)."""
     names = _names()
     assert names is not None
     if replay:
-        return names.set(_Active(region, names.recompute))
-    around = hooks_around()
-    hooks = None if around is None else names.saved_tensors_hooks(_through(names, around[0]), around[1])
-    inside = None if names.active_save.get() is None else names.active_save.set(None)
+        return ((names.set, _Active(region, names.recompute), names.reset),)
+    region.first = private.next_node_number()
     outer = names.state.get()
     again = outer is not None and (outer.phase is names.recompute or getattr(outer, "again", False))
-    token = names.set(_Active(region, names.forward, again))
-    if hooks is not None:
-        hooks.__enter__()  # torch_remat's own context, which runs no code of the user
-    return token, hooks, inside, private.next_node_number()
+    active = (names.set, _Active(region, names.forward, again), names.reset)
+    around, inside = hooks_around(), names.active_save
+    more = []
+    if inside.get() is not None:  # our region is within one that torch_remat keeps
+        more.append((inside.set, None, inside.reset))
+    if around is not None:
+        hooks = names.make_hooks(_through(names, around[0]), around[1])
+        more.append((names.active_hooks.set, hooks, names.active_hooks.reset))
+    return (active, *more)
 
 
-def remat_leave(region: _Region, replay: int, entered: Any, failed: int, result: Any) -> None:
+def remat_leave(region: _Region, replay: int, failed: int, result: Any) -> None:
     names = _names()
     assert names is not None
-    token, hooks, inside, first = (entered, None, None, 0) if replay else entered
     if region.keeper.keeps:  # the call failed
         region.keeper.snapshot()
-    try:
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
-        if not failed and region.made is not None and region.made.records:
-            if replay:
-                names.live_regions.discard(region.made)
-                region.pass_triggers()
-            else:
-                region.trigger(result, first)
-    finally:
-        names.reset(token)
-        if inside is not None:
-            names.active_save.reset(inside)
+    if not failed and region.made is not None and region.made.records:
+        if replay:
+            names.live_regions.discard(region.made)
+            region.pass_triggers()
+        else:
+            region.trigger(result)
 
 
 # ---- in graphs of torch.compile ----
