@@ -27,6 +27,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: Key of a region's calls under which the name of the call lies that runs now and is kept.
 _NOW = 0
+#: The storage of an argument that the recompute does not make again.
+_KEPT = 0
 
 
 class _Region(NamedTuple):
@@ -89,15 +91,15 @@ class _Inputs:
                 plain = type(x) is torch.Tensor and x.layout is torch.strided
                 storage = x.untyped_storage()._cdata if plain else None
                 again = not isinstance(x, torch.nn.Parameter) and storage not in kept
-                self.rows.append((i, x, x._version, storage if again else _NOW))
+                self.rows.append((i, x, x._version, storage if again else _KEPT))
 
     def find(self, x: torch.Tensor) -> tuple[int, _View | None] | None:
         """Return which argument a saved tensor is, or a view of which; None for another tensor, and
         for an argument that the recompute does not make again.
         """
         storage = x.untyped_storage()._cdata if type(x) is torch.Tensor and x.layout is torch.strided else None
-        for i, of, version, where in self.rows:
-            if where == _NOW or x._version != version:
+        for i, of, _, where in self.rows:
+            if where == _KEPT:
                 continue
             if x is of or (where is not None and where == storage and _place(x) == _place(of)):
                 return i, None
@@ -245,7 +247,6 @@ def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> 
 
 
 def _view(x: torch.Tensor, view: _View) -> torch.Tensor:
-    x = x.contiguous()  # as it was; a compressed input may be restored with other strides
     return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
 
 

@@ -267,6 +267,21 @@ def test_results_may_be_changed_in_place():
     assert torch.equal(step(checkpointed(kept(torch.sin))), step(torch.sin))
 
 
+def test_an_input_that_is_returned_needs_no_recompute():
+    ran = []
+
+    def function(x):
+        ran.append(x)
+        return kept(torch.sin)(x), x
+
+    x = X.clone().requires_grad_()
+    y, same = gradckpt.checkpoint(function, x * 1)
+    same.sum().backward(retain_graph=True)
+    assert len(ran) == 1
+    y.sum().backward()
+    assert len(ran) == 2
+
+
 def test_two_results_and_containers():
     w = torch.nn.Parameter(torch.ones(16))
 

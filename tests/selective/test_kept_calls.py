@@ -142,6 +142,17 @@ def test_arguments_that_the_recompute_makes_are_not_kept():
     y.sum().backward()
 
 
+def test_outputs_that_only_kept_calls_read_need_no_recompute():
+    ran = []
+
+    def function(x):
+        ran.append(x)
+        return kept(torch.sin, "sin")(kept(lambda x: x * 2)(x))
+
+    gradckpt.checkpoint(function, X.clone().requires_grad_()).sum().backward()
+    assert len(ran) == 1
+
+
 def test_compressed_inputs_are_not_held_by_a_kept_call():
     x = X.clone().requires_grad_() * 1
     y = gradckpt.checkpoint(kept(lambda x: x.sin()), x, compress={"codec": "int8", "min_numel": 1})
@@ -292,6 +303,17 @@ def test_errors():
             policies.region(bad[0], bad[1], recompute=bad[2])
     with pytest.raises(ValueError, match="empty name"):
         policies.region(torch.sin, "", recompute=True)
+
+
+def test_outputs_may_not_change_in_place():
+    raises(chain(kept(lambda x: x @ W), lambda y: y.mul_(2).sin()), "an output of the call 'call' .* changed in place")
+
+
+def test_saved_tensors_may_not_change_in_place():
+    y = gradckpt.checkpoint(kept(torch.tanh), X.clone().requires_grad_() * 1)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_a_kept_call_of_a_region_that_runs_again_warns():
