@@ -15,8 +15,8 @@ from typing import Any, Union
 
 import torch
 from torch.nn import Module
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from gradckpt import _C
 from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._models import activity
@@ -235,6 +235,6 @@ def _with_torchs(module: Module) -> Callable[..., Any]:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         function, args, kwargs = prepare(forward, args, kwargs, None, False)
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return _C.compat_checkpoint(function, *args, use_reentrant=False, **kwargs)  # it knows kept calls
 
     return checkpointed
