@@ -28,6 +28,7 @@
 #include "engine/region/recompute.h"
 #include "engine/region/recompute_env.h"
 #include "engine/region/region_node.h"
+#include "engine/region/running.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -213,6 +214,23 @@ static PyMethodDef methods[] = {
      "is_recomputing()\n--\n\n"
      "Return whether the calling thread runs a region again for its backward.\n\n"
      "Code that counts, logs or updates its own state checks this, to do so once per step."},
+    {"running_region", gck_running_region, METH_NOARGS,
+     "running_region()\n--\n\n"
+     "Return (calls, replay, preserve_rng_state, tensors saved so far, pack, unpack) of the innermost region that runs "
+     "in this thread, or None."},
+    {"is_name_wanted", gck_is_name_wanted, METH_O,
+     "is_name_wanted(match, /)\n--\n\n"
+     "Return whether match(names, compressed) is true for a policy of the innermost region."},
+    {"cpu_rng_state", gck_cpu_rng_state, METH_NOARGS,
+     "cpu_rng_state()\n--\n\nReturn the state of the CPU's generator: the same object until something is drawn."},
+    {"set_cpu_rng_state", gck_set_cpu_rng_state, METH_O,
+     "set_cpu_rng_state(state, /)\n--\n\nSet the CPU's generator to such a state."},
+    {"hooks_around_region", gck_hooks_around_region, METH_NOARGS,
+     "hooks_around_region()\n--\n\nReturn the saved-tensor hooks that see what the innermost region keeps, or None."},
+    {"hide_operators", gck_hide_operators, METH_O,
+     "hide_operators(by, /)\n--\n\n"
+     "Hide operators from the innermost region of this thread (1), or no longer (-1). Return whether its policy is a "
+     "function."},
     {"forget_types", gck_forget_types, METH_NOARGS,
      "forget_types()\n--\n\nForget which types of modules have no rule, for gradckpt._engine.buffers."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,

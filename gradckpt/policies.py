@@ -14,6 +14,7 @@ from gradckpt._C import is_recomputing
 from gradckpt._codec_names import ALIASES, for_activations
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS, overloads
 from gradckpt._engine.discrete_forms import Compared
+from gradckpt._engine.kept_calls import region
 from gradckpt._engine.op_policy import (
     LABEL,
     REPLAY,
@@ -37,6 +38,7 @@ __all__ = [
     "every_other_matmul",
     "is_recomputing",
     "name",
+    "region",
     "save",
     "save_attention",
     "save_matmuls",

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from gradckpt import _C, compat, policies
 from gradckpt._compile import graph
 from gradckpt._config import CompressionConfig, parse_compress, warn_inactive
+from gradckpt._engine import kept_calls, remat
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.custom_ops import payload_nbytes
 from gradckpt._engine.discrete import KEPT, ROUNDING
@@ -81,15 +82,25 @@ def checkpoint(
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     elif context_fn is not None:
         kwargs["context_fn"] = context_fn
-    return torch.ops.higher_order.tag_activation_checkpoint(
-        function,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=preserve_rng_state,
-        determinism_check=determinism_check,
-        early_stop=early_stop,
-        **kwargs,
+    kwargs["use_reentrant"] = False
+    kwargs["preserve_rng_state"] = preserve_rng_state
+    kwargs["determinism_check"] = determinism_check
+    kwargs["early_stop"] = early_stop
+    return _traced(
+        torch.ops.higher_order.tag_activation_checkpoint, policy.patterns if known else (), function, args, kwargs
     )
+
+
+def _traced(checkpoint: Any, names: tuple[str, ...], function: Any, args: Any, kwargs: Any) -> Any:
+    """Trace torch's checkpoint; calls inside that are kept, ours or torch_remat's, look for it."""
+    around = kept_calls.traced
+    kept_calls.traced = names
+    try:
+        if remat.is_traceable():
+            return remat.trace(checkpoint, function, args, kwargs)
+        return checkpoint(function, *args, **kwargs)
+    finally:
+        kept_calls.traced = around
 
 
 def _constant(value: Any) -> Any:
@@ -188,7 +199,8 @@ def _warn_unavailable() -> None:
 
 def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Run ``gradckpt.compat.checkpoint`` as Dynamo sees it."""
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    kwargs["use_reentrant"] = use_reentrant
+    return _traced(torch_checkpoint.checkpoint, (), function, args, kwargs)
 
 
 # ---- around the backend ----
@@ -458,7 +470,8 @@ def _tell(dynamo: ModuleType) -> None:
     _told = True
     for original, traceable in ((_C.checkpoint, checkpoint), (compat.checkpoint, compat_checkpoint)):
         _substitute(original, traceable)
-    torch.compiler.assume_constant_result(_marking)
+    for constant in (_marking, remat.is_traceable, kept_calls.is_listed, kept_calls.warn_compiled):
+        torch.compiler.assume_constant_result(constant)
 
     if _replacement is not None:
         _dispatch_torchs()

@@ -7,7 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradckpt._engine import arguments, buffers, decorator, detached_saves, input_aliasing, parameter_hooks, saved_roles
+from gradckpt._engine import (
+    arguments,
+    buffers,
+    decorator,
+    detached_saves,
+    input_aliasing,
+    kept_calls,
+    parameter_hooks,
+    remat,
+    saved_roles,
+    torch_objects,
+)
 from gradckpt._engine import region_callbacks as region
 from gradckpt._engine import selective_callbacks as selective
 from gradckpt._models import activity
@@ -40,6 +51,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "fill_from": region.fill_from,
     "fill_holes": region.fill_holes,
     "find_candidate": selective.find_candidate,
+    "finish_calls": kept_calls.finish_calls,
     "generator_of": selective.generator_of,
     "has_buffer_rule": buffers.has_rule,
     "is_dual": region.is_dual,
@@ -54,13 +66,16 @@ TABLE: dict[str, Callable[..., Any]] = {
     "policy_contexts": region.policy_contexts,
     "raise_fewer_saved": region.raise_fewer_saved,
     "raise_metadata": region.raise_metadata,
-    "raise_modified": region.raise_modified,
+    "raise_modified": torch_objects.raise_modified,
     "raise_more_saved": region.raise_more_saved,
     "raise_no_entry": selective.raise_no_entry,
     "raise_stop_iteration": region.raise_stop_iteration,
     "recompute_within": region.recompute_within,
     "record_stream": region.record_stream,
     "record_traced": selective.record_traced,
+    "remat_enter": remat.remat_enter,
+    "remat_leave": remat.remat_leave,
+    "remat_region": remat.remat_region,
     "rows_are_alike": saved_roles.rows_are_alike,
     "same_metadata": region.same_metadata,
     "selective_key": selective.selective_key,

@@ -90,6 +90,7 @@ class Policy:
             if rule.keep != LABEL or rule.op not in self.rules:
                 self.rules[rule.op] = rule
         self.wanted = frozenset(wanted)
+        self.patterns = tuple(sorted(self.wanted))  # for Dynamo
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple((r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r)) for r in self.rules.values())
         self.names = _C.make_op_policy(rows, self.wanted)

@@ -18,7 +18,6 @@ from gradckpt._config import check_no_operators, parse_compress
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.selective import contexts_of
-from gradckpt._engine.torch_objects import make_saved_tensor
 
 logger = logging.getLogger("gradckpt")
 
@@ -340,24 +339,6 @@ def check_reentrant(kwargs: Any, contexts: int, ours: str | None) -> None:
 
 
 # ---- errors: torch's classes and texts ----
-
-
-def raise_modified(x: torch.Tensor, expected: int) -> None:
-    """Raise autograd's own error for an input that changed between forward and recompute.
-
-    Autograd itself raises it, for a SavedTensor made while ``x`` is back at the forward's version.
-    """
-    now = x._version
-    try:
-        private.set_versions((x,), (expected,))
-        saved = make_saved_tensor(x, False)
-    finally:
-        private.set_versions((x,), (now,))
-    saved.unpack()
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{x.type()} {list(x.shape)}] is at version {now}; expected version {expected} instead."
-    )
 
 
 _APPROXIMATE = (

@@ -14,7 +14,7 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from gradckpt import policies
 from gradckpt._config import warn_inactive
-from gradckpt._engine import selective
+from gradckpt._engine import kept_calls, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
@@ -151,7 +151,7 @@ _warned_ids: set[int] = set()
 
 
 def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
-    if id(names) not in _warned_ids:
+    if id(names) not in _warned_ids and not wanted & kept_calls.met:  # calls in graphs are not counted
         _warned_ids.add(id(names))
 
         listed = ", ".join(repr(name) for name in sorted(wanted))

@@ -153,6 +153,24 @@ class _NodeSaved:
 make_saved_tensor: Any = private.make_saved_tensor or _NodeSaved
 
 
+def raise_modified(x: torch.Tensor, expected: int) -> None:
+    """Raise autograd's own error for an input that changed between forward and recompute.
+
+    Autograd itself raises it, for a SavedTensor made while ``x`` is back at the forward's version.
+    """
+    now = x._version
+    try:
+        private.set_versions((x,), (expected,))
+        saved = make_saved_tensor(x, False)
+    finally:
+        private.set_versions((x,), (now,))
+    saved.unpack()
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{x.type()} {list(x.shape)}] is at version {now}; expected version {expected} instead."
+    )
+
+
 # ---- autograd Functions ----
 
 

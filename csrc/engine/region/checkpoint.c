@@ -170,6 +170,11 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
                            || gck_input_aliasing_check(&packing.aliases, &state->py) < 0)) {
         Py_CLEAR(result);
     }
+    if (result != NULL && frame->calls != NULL
+        && gck_done(PyObject_CallFunction(state->py.call.finish_calls, "Oni", frame->calls, frame->nslots,
+                                          frame->early_stop)) < 0) {
+        Py_CLEAR(result);
+    }
     if (result != NULL) {
         frame->phase = GCK_SAVED_PHASE;
     }

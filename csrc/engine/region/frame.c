@@ -67,6 +67,8 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->error_callback);
     Py_VISIT(frame->parameters);
     Py_VISIT((PyObject *)frame->store);
+    Py_VISIT(frame->calls);
+    Py_VISIT(frame->remat);
     Py_VISIT(frame->node.policy_fn);
     Py_VISIT(frame->node.parameters_in);
     Py_VISIT(frame->node.outputs);
@@ -111,6 +113,8 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->error_callback);
     Py_CLEAR(frame->parameters);
     Py_CLEAR(frame->store);
+    Py_CLEAR(frame->calls);
+    Py_CLEAR(frame->remat);
     Py_CLEAR(frame->node.policy_fn);
     Py_CLEAR(frame->node.parameters_in);
     Py_CLEAR(frame->node.outputs);

@@ -53,6 +53,8 @@ struct gck_frame {
     /* inputs may be restored approximately: which discrete outputs are kept, as in a gck_plan */
     int          replay_discrete;
     gck_op_storage *store;           /* outputs that the recompute takes from the forward; NULL: none */
+    PyObject    *calls;              /* dict: calls inside that do not run again, by name; NULL before the first */
+    PyObject    *remat;              /* torch_remat's state for this region; NULL: it is not imported */
 
     /* ---- of a region whose saved tensors are holders: checkpoint(use_reentrant=False) ---- */
     gck_frame_phase phase;

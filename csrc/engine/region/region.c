@@ -3,6 +3,7 @@
 
 #include "torch/ambient.h"
 #include "torch/calls.h"
+#include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
@@ -218,18 +219,90 @@ static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject
                                frame->ambient.device ? frame->ambient.device : Py_None);
 }
 
+/* Reset the first n of the context variables that were set, the last one first; a pending exception
+ * survives. */
+static int remat_reset(PyObject *variables, PyObject *tokens, Py_ssize_t n)
+{
+    gck_error error = gck_error_take();
+
+    while (n-- > 0) {
+        gck_done(PyObject_CallFunctionObjArgs(PyTuple_GetItem(PyTuple_GetItem(variables, n), 2),
+                                              PyList_GetItem(tokens, n), NULL));
+        gck_error_keep(&error);
+    }
+    return gck_error_return(&error);
+}
+
+/* Where torch_remat is imported, enter the state that its regions look for: context variables, as
+ * (set, value, reset).  They are set and reset in C, so that no signal handler runs in between.
+ * *tokens: new reference, NULL: nothing was entered.  0 or -1. */
+static int remat_enter(gck_frame *frame, const gck_hooks *hooks, int replay, PyObject **variables, PyObject **tokens)
+{
+    const gck_py *py = &frame->state->py;
+
+    *variables = *tokens = NULL;
+    if (frame->remat == NULL && !replay) {
+        if (PyDict_GetItemWithError(PyImport_GetModuleDict(), py->names.torch_remat) == NULL) {
+            return PyErr_Occurred() ? -1 : 0;
+        }
+        frame->remat = PyObject_CallFunction(py->call.remat_region, "ii", hooks == NULL,
+                                             frame->ambient.cpu_rng != NULL);
+    }
+    if (frame->remat == NULL || frame->remat == Py_None) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    *variables = PyObject_CallFunction(py->call.remat_enter, "Oi", frame->remat, replay);
+    *tokens = *variables != NULL ? PyList_New(0) : NULL;
+    for (Py_ssize_t i = 0; *tokens != NULL && i < PyTuple_Size(*variables); i++) {
+        PyObject *row = PyTuple_GetItem(*variables, i);
+        if (gck_append(*tokens, PyObject_CallFunctionObjArgs(PyTuple_GetItem(row, 0), PyTuple_GetItem(row, 1), NULL))
+            < 0) {
+            remat_reset(*variables, *tokens, i);
+            Py_CLEAR(*tokens);
+        }
+    }
+    if (*tokens == NULL) {
+        Py_CLEAR(*variables);
+    }
+    return *tokens != NULL ? 0 : -1;
+}
+
+/* result: NULL with an exception, which survives.  0 or -1. */
+static int remat_leave(const gck_frame *frame, int replay, PyObject *variables, PyObject *tokens, PyObject *result)
+{
+    gck_error error = gck_error_take();
+
+    if (result != NULL || !replay) {             /* a recompute that stopped early left nothing */
+        gck_done(PyObject_CallFunction(frame->state->py.call.remat_leave, "OiiO", frame->remat, replay, result == NULL,
+                                       result != NULL ? result : Py_None));
+        gck_error_keep(&error);
+    }
+    gck_error_return(&error);
+    remat_reset(variables, tokens, PyTuple_Size(variables));
+    Py_DECREF(variables);
+    Py_DECREF(tokens);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* Push, call and pop happen in one C function, so that no signal handler runs in between. */
 static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                              PyObject *kwargs, int replay)
 {
     const gck_py *py = &frame->state->py;
-    PyObject *result;
+    PyObject *result, *variables, *tokens;
 
     if (hooks != NULL && gck_hooks_push(py, hooks->pack, hooks->unpack, hooks->self) < 0) {
         return NULL;
     }
-    result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
-                             : call_within(frame, context, args, kwargs, replay);
+    if (remat_enter(frame, hooks, replay, &variables, &tokens) < 0) {
+        result = NULL;
+    } else {
+        result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
+                                 : call_within(frame, context, args, kwargs, replay);
+    }
+    if (tokens != NULL && remat_leave(frame, replay, variables, tokens, result) < 0) {
+        Py_CLEAR(result);
+    }
     if (hooks != NULL) {
         gck_hooks_pop(py);
     }
@@ -241,9 +314,12 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
 {
     gck_rounding rounding = frame->rounding, *around;
     gck_op_catching caught;
+    gck_running here;
     PyObject *result;
 
+    gck_running_enter(&here, frame, hooks, replay);
     if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->node.policy_fn, replay) < 0) {
+        gck_running_leave(&here);
         return NULL;
     }
     around = gck_rounding_enter(&rounding);
@@ -252,5 +328,6 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }
+    gck_running_leave(&here);
     return result;
 }

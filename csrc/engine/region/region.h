@@ -6,6 +6,7 @@
 #include "engine/state.h"
 #include "engine/payload/packed.h"
 #include "engine/region/frame.h"
+#include "engine/region/running.h"
 
 /* Fill the frame from a call: entries of all arguments, ambient state, the store of discrete
  * outputs.  It comes before the function runs, which may change its arguments in place.  *fed_args,
@@ -18,12 +19,6 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
  * saved tensors, NULL without a node.  inputs: NULL, or a list to which each tensor among them is
  * added; such a tensor has no history.  0 or -1. */
 int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyObject **args, PyObject **kwargs);
-
-/* Saved-tensor hooks that are active while the function runs. */
-typedef struct {
-    PyMethodDef *pack, *unpack;
-    PyObject    *self;             /* borrowed: the object to which the two are bound      */
-} gck_hooks;
 
 /* New reference: the function's result for these arguments.  Its operators are caught, and recorded
  * or replayed. hooks, context: NULL for none. */

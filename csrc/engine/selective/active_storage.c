@@ -3,7 +3,7 @@
 
 gck_active *gck_active_here(gck_active *a, unsigned long thread)
 {
-    while (a != NULL && (a->thread != thread || a->busy)) {
+    while (a != NULL && (a->thread != thread || a->busy || a->hidden)) {
         a = a->outer;
     }
     return a;

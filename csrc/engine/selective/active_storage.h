@@ -13,6 +13,7 @@ typedef struct gck_active {
     unsigned long      thread;
     int                by_key;       /* else a mode catches, and this entry only records that */
     int                busy;         /* its operator runs: nothing below is seen         */
+    int                hidden;       /* a call runs that the recompute does not repeat: nothing is seen */
     int                decides;      /* the store keeps discrete outputs, so torch's checkpoint must too */
     PyObject          *context;      /* the context that Python entered, borrowed; else NULL */
     int64_t           *next;         /* replay: the next call of each line; malloc       */

@@ -1,0 +1,40 @@
+/* running.h: the regions that run in each thread, for calls inside them that do not run again. */
+#ifndef GRADCKPT_RUNNING_H
+#define GRADCKPT_RUNNING_H
+
+#include "engine/selective/active_storage.h"
+#include "engine/region/frame.h"
+
+/* Saved-tensor hooks that are active while a region's function runs. */
+typedef struct {
+    PyMethodDef *pack, *unpack;
+    PyObject    *self;             /* borrowed: the object to which the two are bound      */
+} gck_hooks;
+
+/* One region that runs in this thread; it lies on the C stack of the region's call. */
+typedef struct gck_running {
+    gck_frame          *frame;     /* borrowed                                             */
+    const gck_hooks    *hooks;     /* NULL: the region is one node                         */
+    int                 replay;
+    const gck_active   *around;    /* the innermost store of this thread outside the region; NULL: none */
+    struct gck_running *outer;
+} gck_running;
+
+void gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay);
+void gck_running_leave(const gck_running *r);
+
+/* gradckpt._C.running_region(). */
+PyObject *gck_running_region(PyObject *module, PyObject *unused);
+
+/* gradckpt._C.hooks_around_region(). */
+PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused);
+
+/* gradckpt._C.hide_operators(by), is_name_wanted(match). */
+PyObject *gck_hide_operators(PyObject *module, PyObject *by);
+PyObject *gck_is_name_wanted(PyObject *module, PyObject *match);
+
+/* gradckpt._C.cpu_rng_state(), set_cpu_rng_state(state): the same object until something is drawn. */
+PyObject *gck_cpu_rng_state(PyObject *module, PyObject *unused);
+PyObject *gck_set_cpu_rng_state(PyObject *module, PyObject *rng_state);
+
+#endif

@@ -1,0 +1,440 @@
+"""Calls inside a region that do not run again: :func:`gradckpt.policies.region`.
+
+The autograd nodes of such a call keep what they save, as they do outside of regions, with one
+exception: an argument that the recompute makes again is not kept. In its place lies a holder of the
+region (csrc/engine/region/frame.h), like those of the tensors that are saved around the call. The
+recompute skips the call, fills those holders from the arguments it finds there, and returns the
+outputs of the forward.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from gradckpt import _C
+from gradckpt._config import warn_inactive
+from gradckpt._engine import random_state
+from gradckpt._engine import torch_private as private
+from gradckpt._engine.torch_objects import raise_modified
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: Key of a region's calls under which the name of the call lies that runs now and is kept.
+_NOW = 0
+#: The storage of an argument that the recompute does not make again.
+_KEPT = 0
+
+
+class _Region(NamedTuple):
+    """The region around a call, as ``_C.running_region`` describes it."""
+
+    calls: dict[Any, Any]
+    replay: bool
+    preserve_rng_state: bool
+    saved: int
+    pack: Any
+    unpack: Any
+
+
+class _View(NamedTuple):
+    """A view of an argument: its sizes, strides, and its offset from the argument's."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Output(NamedTuple):
+    """A tensor that the call returned, detached."""
+
+    value: torch.Tensor
+    version: int
+    requires_grad: bool
+
+
+class _Kept:
+    """What is left of a call that does not run again."""
+
+    __slots__ = ("inputs", "outputs", "random", "saved", "spec")
+
+    def __init__(self) -> None:
+        #: For each tensor that the recompute hands over: the leaf of the arguments, and its part.
+        self.inputs: list[tuple[int, _View | None]] = []
+        self.outputs: list[Any] = []
+        self.spec: Any = None
+        self.random: Any = None
+        self.saved = 0  # number of the region's saved tensors when the call ended
+
+
+# ---- what autograd saves in the call ----
+
+
+def _place(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+
+
+class _Inputs:
+    """The tensors among a call's arguments, while it runs."""
+
+    def __init__(self, name: str, leaves: list[Any], calls: dict[Any, Any]) -> None:
+        self.name = name
+        kept = {key for each in calls.values() if isinstance(each, _Kept) for key in _storages(each)}
+        self.rows: list[tuple[int, torch.Tensor, int, Any]] = []
+        for i, x in enumerate(leaves):
+            if isinstance(x, torch.Tensor) and not x.is_inference():
+                plain = type(x) is torch.Tensor and x.layout is torch.strided
+                storage = x.untyped_storage()._cdata if plain else None
+                again = not isinstance(x, torch.nn.Parameter) and storage not in kept
+                self.rows.append((i, x, x._version, storage if again else _KEPT))
+
+    def find(self, x: torch.Tensor) -> tuple[int, _View | None] | None:
+        """Return which argument a saved tensor is, or a view of which; None for another tensor, and
+        for an argument that the recompute does not make again.
+        """
+        storage = x.untyped_storage()._cdata if type(x) is torch.Tensor and x.layout is torch.strided else None
+        for i, of, _, where in self.rows:
+            if where == _KEPT:
+                continue
+            if x is of or (where is not None and where == storage and _place(x) == _place(of)):
+                return i, None
+            if where is not None and where == storage and of.is_contiguous() and _place(x)[3:] == _place(of)[3:]:
+                return i, _View(x.shape, x.stride(), int(x.storage_offset()) - int(of.storage_offset()))
+        return None
+
+    def check(self) -> None:
+        for _, x, version, _ in self.rows:
+            if x._version != version:
+                raise RuntimeError(
+                    f"gradckpt: the call {self.name!r} with recompute=False changed an argument in place; "
+                    "return a new tensor, or pass recompute=True"
+                )
+
+
+class _Original(NamedTuple):
+    """A saved tensor that autograd keeps, detached so that its node does not hold itself."""
+
+    value: torch.Tensor
+    version: int
+
+
+class _Packed(NamedTuple):
+    """A saved tensor that other hooks keep: those of the region, or hooks around it."""
+
+    unpack: Any
+    data: Any
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if isinstance(saved, _Packed):
+        x: torch.Tensor = saved.unpack(saved.data)
+        return x
+    if saved.value._version != saved.version:
+        raise_modified(saved.value, saved.version)
+    value: torch.Tensor = saved.value
+    return value
+
+
+def hooks_around() -> Any:
+    """Return the saved-tensor hooks around the region, or None.
+
+    Those of another region do not count: what is kept stays, also where that region recomputes.
+    """
+    found = _C.hooks_around_region()
+    if found is None:
+        return None
+    owner = type(getattr(found[0], "__self__", None))
+    ours = owner.__module__ == "gradckpt._C" and owner.__name__ in ("Frame", "Recompute")
+    return None if ours or getattr(found[0], "__module__", None) == "torch.utils.checkpoint" else found
+
+
+class _Packer:
+    """The pack hook while the call runs. autograd holds it as long as what it packed."""
+
+    def __init__(self, region: _Region, kept: _Kept, inputs: _Inputs) -> None:
+        self.now: Any = (region, kept, inputs, hooks_around())
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        region, kept, inputs, around = self.now
+        found = inputs.find(x)
+        if found is not None:
+            kept.inputs.append(found)
+            return _Packed(region.unpack, region.pack(x))
+        if around is not None:
+            return _Packed(around[1], around[0](x))
+        x = x.detach()
+        return _Original(x, -1 if x.is_inference() else x._version)
+
+
+# ---- the two runs ----
+
+
+def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a call that is kept, in the region's forward."""
+    kept = _Kept()
+    leaves = private.tree_leaves((args, kwargs))
+    inputs = _Inputs(name, leaves, region.calls)
+    random = random_state.snapshot() if region.preserve_rng_state else None
+    region.calls[_NOW] = name
+    pack = _Packer(region, kept, inputs)
+    _C.hide_operators(1)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            result = function(*args, **kwargs)
+        outputs, kept.spec = private.tree_flatten(result)
+        kept.outputs = [_keep_output(x, leaves) for x in outputs]
+    finally:
+        _C.hide_operators(-1)
+        del region.calls[_NOW]
+        pack.now = None
+    inputs.check()
+    if random is not None:
+        after = random_state.snapshot()
+        kept.random = after if after[1] or after[0] is not random[0] else None
+    kept.saved = _here().saved
+    region.calls[name] = kept
+    return result
+
+
+def _keep_output(x: Any, leaves: list[Any]) -> Any:
+    if not isinstance(x, torch.Tensor) or (x.requires_grad and x.is_leaf):
+        return next((_Argument(i) for i, leaf in enumerate(leaves) if leaf is x and x is not None), x)
+    same = next((i for i, leaf in enumerate(leaves) if leaf is x), None)
+    if same is not None:
+        return _Argument(same)
+    value = x.detach()
+    return _Output(value, -1 if value.is_inference() else value._version, x.requires_grad)
+
+
+class _Argument(NamedTuple):
+    """An output that is one of the arguments."""
+
+    leaf: int
+
+
+def _storages(kept: _Kept) -> list[int]:
+    """Return the storages of the outputs, which the recompute does not make again."""
+    values = (out.value for out in kept.outputs if isinstance(out, _Output))
+    return [x.untyped_storage()._cdata for x in values if type(x) is torch.Tensor and x.layout is torch.strided]
+
+
+def _skip(region: _Region, name: str, kept: _Kept, args: Any, kwargs: Any) -> Any:
+    """Return the outputs of a kept call in the recompute, and hand over its arguments."""
+    _C.hide_operators(1)
+    try:
+        return _skip_hidden(region, name, kept, private.tree_leaves((args, kwargs)))
+    finally:
+        _C.hide_operators(-1)
+
+
+def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> Any:
+    for i, view in kept.inputs:
+        x = leaves[i] if i < len(leaves) else None
+        if not isinstance(x, torch.Tensor):
+            raise RuntimeError(
+                f"gradckpt: the recompute calls {name!r} with other arguments than the forward; make both calls alike"
+            )
+        with torch.no_grad():
+            region.pack(x if view is None else _view(x, view))
+    if kept.random is not None:
+        random_state.restore(kept.random)
+    return private.tree_unflatten([_output(name, out, leaves) for out in kept.outputs], kept.spec)
+
+
+def _view(x: torch.Tensor, view: _View) -> torch.Tensor:
+    return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+
+
+def _output(name: str, out: Any, leaves: list[Any]) -> Any:
+    if isinstance(out, _Argument):
+        return leaves[out.leaf]
+    if not isinstance(out, _Output):
+        return out
+    if out.version >= 0 and out.value._version != out.version:
+        raise RuntimeError(
+            f"gradckpt: an output of the call {name!r} with recompute=False was changed in place later; change a copy"
+        )
+    value = out.value.detach()
+    return _as_non_leaf()(value.requires_grad_()) if out.requires_grad else value
+
+
+@functools.cache
+def _as_non_leaf() -> Any:
+    return private.DelayedError(
+        "gradckpt: a backward inside a region went past a call with recompute=False; call torch.autograd.grad with "
+        "inputs, or pass recompute=True",
+        1,
+    )
+
+
+def finish_calls(calls: dict[Any, Any], saved: int, early_stop: int) -> None:
+    """Drop outputs that the recompute does not reach. It stops with the last saved tensor."""
+    for kept in calls.values():
+        if isinstance(kept, _Kept) and early_stop and kept.saved == saved:
+            kept.outputs = []
+
+
+# ---- in graphs of torch.compile ----
+
+#: The names that the policy of the region lists which is being traced; None outside of regions.
+traced: tuple[str, ...] | None = None
+
+
+#: Patterns that a call matched.
+met: set[str] = set()
+
+
+def is_listed(name: str, patterns: Iterable[str]) -> bool:
+    found = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
+    met.update(found)
+    return bool(found)
+
+
+def warn_compiled(name: str) -> None:
+    """Warn where code is compiled that runs in a region outside of the graph."""
+    if _C.running_region() is not None:
+        warn_inactive(
+            f"the call {name!r} with recompute=False is compiled within its region, which runs it again; "
+            "compile the code around the region"
+        )
+
+
+def _keep_nodes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call the function and mark the nodes that it adds to a graph: what they make is kept."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = private.dynamo.get_proxy_mode()
+        before = 0 if mode is None else len(mode.tracer.graph.nodes)
+        result = function(*args, **kwargs)
+        for node in [] if mode is None else list(mode.tracer.graph.nodes)[before:]:
+            if node.op == "call_function":
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return result
+
+    return call
+
+
+def _call_in_graph(function: Callable[..., Any], name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
+    """Call the function as Dynamo sees it. There is no second run: AOTAutograd cuts the graph."""
+    if traced is None and not recompute:
+        warn_compiled(name)
+    if traced is None or (recompute and not is_listed(name, traced)):
+        return function(*args, **kwargs)
+    return torch.ops.higher_order.dynamo_bypassing_wrapper(_keep_nodes, function, *args, **kwargs)
+
+
+# ---- region() ----
+
+
+def _here() -> _Region:
+    found = _C.running_region()
+    assert found is not None
+    return _Region(*found)
+
+
+#: Each returns whether a forward that runs now is part of a recompute.
+recomputes: list[Callable[[], bool]] = [_C.is_recomputing]
+
+
+def check_again(name: str) -> None:
+    """Warn where a kept call runs in the recompute of a region around its own."""
+    if any(recompute() for recompute in recomputes):
+        warn_runs_again(name)
+
+
+@functools.cache
+def warn_runs_again(name: str) -> None:
+    warn_inactive(
+        f"{name!r} with recompute=False runs again, in the recompute of a region around its own; "
+        "leave one of the two regions out"
+    )
+
+
+def _is_wanted(name: str) -> bool:
+    """Return whether a policy of the region lists the name, which may match a pattern."""
+
+    def match(names: frozenset[str], compressed: int) -> bool:
+        found = is_listed(name, names)
+        if found and compressed:
+            raise ValueError(
+                f"gradckpt: save_named() keeps the call {name!r} exactly, not compressed; "
+                "name its outputs with policies.name, or leave .compressed() out"
+            )
+        return found
+
+    return _C.is_name_wanted(match)
+
+
+def region(function: Function, name: str, *, recompute: bool) -> Function:
+    """Name a call inside a region, and choose whether it runs again.
+
+    Args:
+        function: Any callable. Tensors among its arguments and results may be nested in containers.
+        name: A string, once per region. ``policies.save_named("attn", "mlp.*")`` keeps the calls
+            with these names, whatever their ``recompute``.
+        recompute: ``False`` runs the call once: what its backward needs is kept, as outside of
+            regions, and the recompute returns the outputs of the forward. Arguments that the
+            recompute makes again are not kept. ``True`` runs it again, as all code around it.
+
+    Returns:
+        The function, to be called in a region of ``gradckpt.checkpoint``. Elsewhere it is called as
+        it is.
+
+    Raises:
+        TypeError, ValueError: an argument of another type, or an empty name. When called:
+        RuntimeError: the name was used before in this region; the form of region is one node
+            (``use_reentrant=True``, ``SelectiveRecompute``); a call that is kept changed an
+            argument in place; ``recompute=True`` inside a call that is kept.
+    """
+    if torch.compiler.is_compiling():  # Dynamo traces neither the checks nor wraps() of every callable
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            return _call_in_graph(function, name, recompute, args, kwargs)
+
+        return compiled  # type: ignore[return-value]
+    if not callable(function) or not isinstance(name, str) or not isinstance(recompute, bool):
+        raise TypeError("gradckpt: region() takes a function, a name and recompute=True or recompute=False")
+    if not name:
+        raise ValueError("gradckpt: region() got an empty name; pass one that no other call of the region has")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _call_in_graph(function, name, recompute, args, kwargs)
+        found = _C.running_region()
+        if found is None:
+            return function(*args, **kwargs)
+        return _call(_Region(*found), function, name, recompute, args, kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _call(region: _Region, function: Callable[..., Any], name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
+    calls = region.calls
+    if _NOW in calls:
+        if recompute:
+            raise RuntimeError(
+                f"gradckpt: the call {name!r} with recompute=True lies in {calls[_NOW]!r}, which does not run again; "
+                "pass recompute=False"
+            )
+        return function(*args, **kwargs)
+    if region.replay:
+        kept = calls.get(name)
+        return function(*args, **kwargs) if kept is None else _skip(region, name, kept, args, kwargs)
+    if name in calls:
+        raise RuntimeError(f"gradckpt: two calls of this region have the name {name!r}; give each a name of its own")
+    if not _is_wanted(name) and recompute:
+        calls[name] = None
+        return function(*args, **kwargs)
+    if region.pack is None:
+        raise RuntimeError(
+            f"gradckpt: the call {name!r} with recompute=False needs a graph, which this form of region lacks; "
+            "use gradckpt.checkpoint with use_reentrant=False"
+        )
+    check_again(name)
+    return _run(region, name, function, args, kwargs)

@@ -1,0 +1,73 @@
+"""Calls that do not run again in compiled regions: gradckpt.policies.region and torch_remat's."""
+
+import pytest
+import torch
+from compile_cases import fresh_dynamo  # noqa: F401
+from compiled_graphs import Graphs
+
+import gradckpt
+from gradckpt import policies
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+W, V = (torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(i))) for i in (2, 3))
+INT8 = {"codec": "int8", "min_numel": 1}
+NAMED = policies.save_named("ag*")
+
+
+def block(region):
+    def function(x):
+        h = region(lambda x: (x @ W).sin(), "kept", recompute=False)(x)
+        return region(lambda x: (x @ V).exp(), "again", recompute=True)(h).cos()
+
+    return function
+
+
+def region_of(library):
+    if library == "gradckpt":
+        return policies.region
+    return pytest.importorskip("torch_remat", reason="torch_remat is not installed").region
+
+
+def counts(function):
+    """Operators of the backward graph, which has those of the recompute too."""
+    graphs = Graphs()
+    x = X.clone().requires_grad_()
+    graphs.compile(function)(x * 1).sum().backward()
+    return {name: len(graphs.calls_of(name, graphs.backward)) for name in ("sin", "exp")}, x.grad
+
+
+@pytest.mark.parametrize("library", ["gradckpt", "torch_remat"])
+@pytest.mark.parametrize("form", ["checkpoint", "int8", "compat", "patched"])
+def test_kept_calls_are_not_in_the_backward_graph(library, form):
+    function = block(region_of(library))
+    plain, expected = counts(lambda x: gradckpt.checkpoint(block(lambda f, name, recompute: f), x))
+    assert plain == {"sin": 2, "exp": 1}  # of which one sin is cos's derivative
+    if form == "patched":
+        with gradckpt.patched(INT8):
+            found, grad = counts(lambda x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False))
+    elif form == "compat":
+        found, grad = counts(lambda x: gradckpt.compat.checkpoint(function, x, use_reentrant=False))
+    else:
+        compress = None if form == "checkpoint" else INT8
+        found, grad = counts(lambda x: gradckpt.checkpoint(function, x, compress=compress))
+    assert found == {"sin": 1, "exp": 1}
+    tolerance = 0 if form in ("checkpoint", "compat") else 0.05 * float(expected.abs().max())
+    torch.testing.assert_close(grad, expected, rtol=0, atol=tolerance)
+
+
+def test_save_named():
+    function = block(policies.region)
+    found, _ = counts(lambda x: gradckpt.checkpoint(function, x, policy=NAMED))
+    assert found == {"sin": 1, "exp": 0}
+
+
+def test_outside_of_regions_nothing_is_marked():
+    graphs = Graphs()
+    graphs.compile(block(policies.region))(X.clone().requires_grad_() * 1).sum().backward()
+    assert not [node for m in graphs.forward for node in m.graph.nodes if "recompute" in node.meta]
+
+
+def test_code_compiled_within_the_region_warns():
+    compiled = torch.compile(block(policies.region), backend="aot_eager")
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="is compiled within its region"):
+        gradckpt.checkpoint(compiled, X.clone().requires_grad_()).sum().backward()
