@@ -94,11 +94,12 @@
     CALLBACK(original_of) CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(policy_contexts)               \
     CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_modified) CALLBACK(raise_more_saved)  \
     CALLBACK(raise_no_entry) CALLBACK(raise_stop_iteration) CALLBACK(recompute_within)                        \
-    CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_leave)               \
-    CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata) CALLBACK(selective_key)           \
-    CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through) CALLBACK(tensors_of)       \
-    CALLBACK(through_modes) CALLBACK(together) CALLBACK(told_by) CALLBACK(torchs_checkpoint)                  \
-    CALLBACK(traced_value) CALLBACK(tracing_mode_active) CALLBACK(warn_unnamed) CALLBACK(without_modes)
+    CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported)            \
+    CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata)             \
+    CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through)    \
+    CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together) CALLBACK(told_by)                         \
+    CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active) CALLBACK(warn_unnamed)   \
+    CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                                                           \

@@ -74,6 +74,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "record_stream": region.record_stream,
     "record_traced": selective.record_traced,
     "remat_enter": remat.remat_enter,
+    "remat_imported": remat.remat_imported,
     "remat_leave": remat.remat_leave,
     "remat_region": remat.remat_region,
     "rows_are_alike": saved_roles.rows_are_alike,

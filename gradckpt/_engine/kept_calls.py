@@ -398,7 +398,9 @@ def region(function: Function, name: str, *, recompute: bool) -> Function:
 
         return compiled  # type: ignore[return-value]
     if not callable(function) or not isinstance(name, str) or not isinstance(recompute, bool):
-        raise TypeError("gradckpt: region() takes a function, a name and recompute=True or recompute=False")
+        raise TypeError(
+            "gradckpt: region() got another type; pass a function, a name, and recompute=True or recompute=False"
+        )
     if not name:
         raise ValueError("gradckpt: region() got an empty name; pass one that no other call of the region has")
 

@@ -264,6 +264,13 @@ def remat_leave(region: _Region, replay: int, failed: int, result: Any) -> None:
             region.trigger(result)
 
 
+def remat_imported() -> None:
+    """Warn where a region imported torch_remat, whose regions found no state in it."""
+    warn_inactive(
+        "torch_remat was imported inside a region, which therefore runs its kept calls again; import it before"
+    )
+
+
 # ---- in graphs of torch.compile ----
 
 

@@ -336,3 +336,17 @@ def test_another_torch_remat_warns(monkeypatch):
     with pytest.warns(gradckpt.GradckptInactiveWarning, match="this torch_remat has no _Phase"):
         ran = run(checkpointed(PLAIN), MODULES, CALLS)
     assert ran.equals(run(PLAIN, MODULES, CALLS))
+
+
+def test_an_import_inside_a_region_warns(monkeypatch):
+    modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "torch_remat"}
+    for name in modules:
+        monkeypatch.delitem(sys.modules, name)
+
+    def function(x):
+        sys.modules.update(modules)
+        return kept(PLAIN)(x)
+
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="imported inside a region"):
+        ran = run(checkpointed(function), MODULES, CALLS)
+    assert ran.equals(run(PLAIN, MODULES, CALLS))

@@ -233,6 +233,11 @@ static int remat_reset(PyObject *variables, PyObject *tokens, Py_ssize_t n)
     return gck_error_return(&error);
 }
 
+static int remat_is_imported(const gck_py *py)
+{
+    return PyDict_GetItemWithError(PyImport_GetModuleDict(), py->names.torch_remat) != NULL;
+}
+
 /* Where torch_remat is imported, enter the state that its regions look for: context variables, as
  * (set, value, reset).  They are set and reset in C, so that no signal handler runs in between.
  * *tokens: new reference, NULL: nothing was entered.  0 or -1. */
@@ -242,7 +247,7 @@ static int remat_enter(gck_frame *frame, const gck_hooks *hooks, int replay, PyO
 
     *variables = *tokens = NULL;
     if (frame->remat == NULL && !replay) {
-        if (PyDict_GetItemWithError(PyImport_GetModuleDict(), py->names.torch_remat) == NULL) {
+        if (!remat_is_imported(py)) {
             return PyErr_Occurred() ? -1 : 0;
         }
         frame->remat = PyObject_CallFunction(py->call.remat_region, "ii", hooks == NULL,
@@ -301,6 +306,9 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
                                  : call_within(frame, context, args, kwargs, replay);
     }
     if (tokens != NULL && remat_leave(frame, replay, variables, tokens, result) < 0) {
+        Py_CLEAR(result);
+    } else if (tokens == NULL && result != NULL && !replay && frame->remat == NULL && remat_is_imported(py)
+               && gck_done(PyObject_CallFunction(py->call.remat_imported, NULL)) < 0) {
         Py_CLEAR(result);
     }
     if (hooks != NULL) {
