@@ -9,8 +9,10 @@ outputs of the forward.
 
 from __future__ import annotations
 
+import enum
 import fnmatch
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +31,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _NOW = 0
 #: The storage of an argument that the recompute does not make again.
 _KEPT = 0
+
+
+#: The record of a call until it has returned; it stays if the call raises.
+_FAILED = object()
+
+#: What a call may return beside tensors.
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
+_PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+
+#: Each returns whether a tensor is the output of another library's call that does not run again.
+kept_elsewhere: list[Callable[[torch.Tensor], bool]] = []
 
 
 class _Region(NamedTuple):
@@ -91,6 +104,7 @@ class _Inputs:
                 plain = type(x) is torch.Tensor and x.layout is torch.strided
                 storage = x.untyped_storage()._cdata if plain else None
                 again = not isinstance(x, torch.nn.Parameter) and storage not in kept
+                again = again and not any(is_kept(x) for is_kept in kept_elsewhere)
                 self.rows.append((i, x, x._version, storage if again else _KEPT))
 
     def find(self, x: torch.Tensor) -> tuple[int, _View | None] | None:
@@ -98,13 +112,17 @@ class _Inputs:
         for an argument that the recompute does not make again.
         """
         storage = x.untyped_storage()._cdata if type(x) is torch.Tensor and x.layout is torch.strided else None
-        for i, of, _, where in self.rows:
-            if where == _KEPT:
-                continue
+        rows = [(i, of, where) for i, of, _, where in self.rows if where != _KEPT]
+        for i, of, where in rows:
             if x is of or (where is not None and where == storage and _place(x) == _place(of)):
                 return i, None
-            if where is not None and where == storage and of.is_contiguous() and _place(x)[3:] == _place(of)[3:]:
-                return i, _View(x.shape, x.stride(), int(x.storage_offset()) - int(of.storage_offset()))
+        for i, of, where in rows:
+            if where is None or where != storage or not of.is_contiguous() or _place(x)[3:] != _place(of)[3:]:
+                continue
+            offset = int(x.storage_offset()) - int(of.storage_offset())
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            if offset >= 0 and (x.numel() == 0 or offset + last < of.numel()):
+                return i, _View(x.shape, x.stride(), offset)
         return None
 
     def check(self) -> None:
@@ -156,8 +174,8 @@ def hooks_around() -> Any:
 class _Packer:
     """The pack hook while the call runs. autograd holds it as long as what it packed."""
 
-    def __init__(self, region: _Region, kept: _Kept, inputs: _Inputs) -> None:
-        self.now: Any = (region, kept, inputs, hooks_around())
+    def __init__(self, region: _Region, kept: _Kept, inputs: _Inputs, around: Any) -> None:
+        self.now: Any = (region, kept, inputs, around)
 
     def __call__(self, x: torch.Tensor) -> Any:
         region, kept, inputs, around = self.now
@@ -177,17 +195,19 @@ class _Packer:
 def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a call that is kept, in the region's forward."""
     kept = _Kept()
+    around = hooks_around()
     leaves = private.tree_leaves((args, kwargs))
     inputs = _Inputs(name, leaves, region.calls)
     random = random_state.snapshot() if region.preserve_rng_state else None
     region.calls[_NOW] = name
-    pack = _Packer(region, kept, inputs)
+    pack = _Packer(region, kept, inputs, around)
+    region.calls[name] = _FAILED  # until it has returned
     _C.hide_operators(1)
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             result = function(*args, **kwargs)
         outputs, kept.spec = private.tree_flatten(result)
-        kept.outputs = [_keep_output(x, leaves) for x in outputs]
+        kept.outputs = [_keep_output(name, x, leaves) for x in outputs]
     finally:
         _C.hide_operators(-1)
         del region.calls[_NOW]
@@ -201,7 +221,12 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     return result
 
 
-def _keep_output(x: Any, leaves: list[Any]) -> Any:
+def _keep_output(name: str, x: Any, leaves: list[Any]) -> Any:
+    if not isinstance(x, (torch.Tensor, *_PLAIN)):
+        raise RuntimeError(
+            f"gradckpt: the call {name!r} with recompute=False returned a {type(x).__name__}, which may hold tensors; "
+            "return them in tuples, lists or dicts"
+        )
     if not isinstance(x, torch.Tensor) or (x.requires_grad and x.is_leaf):
         return next((_Argument(i) for i, leaf in enumerate(leaves) if leaf is x and x is not None), x)
     same = next((i for i, leaf in enumerate(leaves) if leaf is x), None)
@@ -260,7 +285,10 @@ def _output(name: str, out: Any, leaves: list[Any]) -> Any:
             f"gradckpt: an output of the call {name!r} with recompute=False was changed in place later; change a copy"
         )
     value = out.value.detach()
-    return _as_non_leaf()(value.requires_grad_()) if out.requires_grad else value
+    if not out.requires_grad:
+        return value
+    with torch.no_grad():  # without an edge to a leaf that shares its storage: compress_saved() would keep that
+        return _as_non_leaf()(value.requires_grad_())
 
 
 @functools.cache
@@ -273,8 +301,17 @@ def _as_non_leaf() -> Any:
 
 
 def finish_calls(calls: dict[Any, Any], saved: int, early_stop: int) -> None:
-    """Drop outputs that the recompute does not reach. It stops with the last saved tensor."""
-    for kept in calls.values():
+    """Drop outputs that the recompute does not reach. It stops with the last saved tensor.
+
+    Raises:
+        RuntimeError: a call raised, and the region has caught that.
+    """
+    for name, kept in calls.items():
+        if kept is _FAILED:
+            raise RuntimeError(
+                f"gradckpt: the call {name!r} with recompute=False raised and its region went on; pass recompute=True, "
+                "or catch the exception inside the call"
+            )
         if isinstance(kept, _Kept) and early_stop and kept.saved == saved:
             kept.outputs = []
 
@@ -401,6 +438,8 @@ def region(function: Function, name: str, *, recompute: bool) -> Function:
         raise TypeError(
             "gradckpt: region() got another type; pass a function, a name, and recompute=True or recompute=False"
         )
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise TypeError("gradckpt: region() takes a function whose body runs when it is called; name what it calls")
     if not name:
         raise ValueError("gradckpt: region() got an empty name; pass one that no other call of the region has")
 

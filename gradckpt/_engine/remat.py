@@ -13,12 +13,13 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import random_state
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.kept_calls import check_again, hooks_around, recomputes, warn_runs_again
+from gradckpt._engine.kept_calls import check_again, hooks_around, kept_elsewhere, recomputes, warn_runs_again
 from gradckpt._engine.torch_objects import make_saved_tensor
 
 _NOTHING = torch.empty(0)
@@ -57,6 +58,7 @@ def _names() -> _Names | None:
             )
             api._state = _StateView(api._state)
             recomputes.append(_is_again)
+            kept_elsewhere.append(_is_kept)
         except (KeyError, AttributeError) as error:
             _warn_missing(getattr(error, "name", None) or error.args[0])
     return _found
@@ -114,6 +116,7 @@ class _Keeper:
                 f"gradckpt: remat.region({name!r}, recompute=False) needs a graph, which this form of region lacks; "
                 "use gradckpt.checkpoint with use_reentrant=False"
             )
+        hooks_around()  # raises where it lies in compress_saved()
         check_again(name)
         self.keeps = True
         if _C.hide_operators(1):  # the recompute would meet torch_remat's own operators
@@ -206,6 +209,15 @@ class _Active:
 
 def _is_again() -> bool:
     return _found is not None and getattr(_found.state.get(), "again", False)
+
+
+def _is_kept(x: torch.Tensor) -> bool:
+    """Return whether this is the output of a region of torch_remat that does not run again."""
+    found = None if _found is None else _found.state.get()
+    if not isinstance(found, _Active) or found.region.made is None or type(x) is not torch.Tensor:
+        return False
+    index = found.region.made.save_output_persist_index
+    return x.layout is torch.strided and StorageWeakRef(x.untyped_storage()) in index
 
 
 def _unpack(trigger: Any, grads: Any) -> None:

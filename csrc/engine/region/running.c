@@ -9,6 +9,7 @@
 #include "torch/calls.h"
 #include "torch/objects.h"
 #include "engine/state.h"
+#include "engine/saved/saved_hooks.h"
 
 /* A fact about a thread, which no object holds. */
 static _Thread_local gck_running *innermost;
@@ -106,6 +107,11 @@ PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
         return top;
     }
     own = are_of_region(py, top, r);
+    if (own == 0 && gck_saved_hooks_feed_outer(top)) {   /* the region would hold payloads that it cannot make again */
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a call with recompute=False lies in compress_saved() inside its "
+                                            "region; put compress_saved() around the region");
+        Py_CLEAR(top);
+    }
     if (own == 0) {
         return top;
     }

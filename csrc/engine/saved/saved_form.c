@@ -102,7 +102,8 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
                        gck_batch *batch)
 {
     gck_py *py = &self->packing.state->py;
-    gck_input whole = {.x = PyObject_GetAttr(in->x, py->names._base)};
+    /* Hooks around ours may run this again on a tensor that is no view: each has its own bytes. */
+    gck_input whole = {.x = self->packing.outer ? Py_NewRef(Py_None) : PyObject_GetAttr(in->x, py->names._base)};
     gck_tensor view;
     int64_t offset;
     int done = 0, reason = whole.x == NULL ? -1 : GCK_SKIP_LAYOUT;

@@ -387,6 +387,14 @@ PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args)
     return pair;
 }
 
+int gck_saved_hooks_feed_outer(PyObject *hooks)
+{
+    PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
+    const PyCFunction function = hook != NULL && PyCFunction_CheckExact(hook) ? PyCFunction_GetFunction(hook) : NULL;
+
+    return function == pack && ((gck_saved_hooks *)PyCFunction_GetSelf(hook))->packing.outer;
+}
+
 int gck_saved_hooks_replay_discrete(PyObject *hooks)
 {
     PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;

@@ -32,6 +32,15 @@ static int set_key(const gck_py *py, int on)
     return gck_error_return(&error);
 }
 
+/* 1 when a store of this thread needs the key, one that is hidden for the moment too. */
+static int catches_by_key(const gck_active *a, unsigned long thread)
+{
+    while (a != NULL && (a->thread != thread || !a->by_key || (a->busy && !a->hidden))) {
+        a = a->outer;
+    }
+    return a != NULL;
+}
+
 int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *store, int replay, int by_key)
 {
     /* Counted here, not in the store: two threads may recompute one region at once. */
@@ -73,7 +82,7 @@ void gck_selective_end(gck_state *state, gck_active *active)
     if (*link == active) {
         *link = active->outer;
     }
-    if (active->by_key && gck_active_here(state->active, active->thread) == NULL) {
+    if (active->by_key && !catches_by_key(state->active, active->thread)) {
         set_key(&state->py, 0);
     }
     if (active->decides) {
