@@ -6,19 +6,24 @@ import threading
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, counter, run
+from kept_regions import Block, Plain, X, counter, run, torch_remat
 
 import gradckpt
 from gradckpt._engine import kept_calls
 from gradckpt._engine import remat as ours
 
-remat = pytest.importorskip("torch_remat", reason="torch_remat is not installed")
+remat = torch_remat()
 
 CALLS = counter()
 BLOCK, PLAIN = Block(remat.region, CALLS), Plain(CALLS)
 MODULES = (BLOCK, PLAIN)
 
 EXACT = {"kept": 1, "again": 1, "block": 1}
+
+
+@pytest.fixture(autouse=True)
+def _imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_remat", remat)
 
 
 @pytest.fixture(autouse=True)

@@ -143,6 +143,13 @@ def policy_of_names(x: torch.Tensor) -> torch.Tensor:
 
 
 @case
+def kept_call(x: torch.Tensor) -> torch.Tensor:
+    kept = gradckpt.policies.region(lambda t: (t @ chaos.WEIGHT).exp(), "kept", recompute=False)
+    policy = gradckpt.policies.save_named("other", "kept")
+    return gradckpt.checkpoint(lambda t: kept(t.sin()).cos(), x, policy=policy, compress=SMALL)
+
+
+@case
 def fake_quantized(x: torch.Tensor) -> torch.Tensor:
     fake_quantize = {**SMALL, "fake_quantize": True}
     return gradckpt.checkpoint(

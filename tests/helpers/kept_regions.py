@@ -5,8 +5,11 @@ both.
 """
 
 import collections
+import functools
+import sys
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import dropout, gelu
@@ -77,6 +80,16 @@ def run(function, modules, calls, backwards=1):
     grads = [x.grad, *(p.grad for module in modules for p in module.parameters()), rng]
     calls.subtract(forward)
     return Ran(loss.detach(), grads, forward, {name: n for name, n in calls.items() if n})
+
+
+@functools.cache
+def torch_remat():
+    """The library, or a skip. Other tests of the process count what regions do without it, so that
+    a test that uses it puts it into ``sys.modules``.
+    """
+    library = pytest.importorskip("torch_remat", reason="torch_remat is not installed")
+    del sys.modules["torch_remat"]
+    return library
 
 
 def counter():

@@ -219,6 +219,21 @@ static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject
                                frame->ambient.device ? frame->ambient.device : Py_None);
 }
 
+/* 0 with an exception when the look-up failed. */
+static int remat_is_imported(const gck_py *py)
+{
+    return PyDict_GetItemWithError(PyImport_GetModuleDict(), py->names.torch_remat) != NULL;
+}
+
+/* Warn when the region's function has imported torch_remat.  0 or -1. */
+static int remat_is_late(const gck_py *py)
+{
+    if (!remat_is_imported(py)) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    return gck_done(PyObject_CallFunction(py->call.remat_imported, NULL));
+}
+
 /* Reset the first n of the context variables that were set, the last one first; a pending exception
  * survives. */
 static int remat_reset(PyObject *variables, PyObject *tokens, Py_ssize_t n)
@@ -231,11 +246,6 @@ static int remat_reset(PyObject *variables, PyObject *tokens, Py_ssize_t n)
         gck_error_keep(&error);
     }
     return gck_error_return(&error);
-}
-
-static int remat_is_imported(const gck_py *py)
-{
-    return PyDict_GetItemWithError(PyImport_GetModuleDict(), py->names.torch_remat) != NULL;
 }
 
 /* Where torch_remat is imported, enter the state that its regions look for: context variables, as
@@ -307,8 +317,7 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
     }
     if (tokens != NULL && remat_leave(frame, replay, variables, tokens, result) < 0) {
         Py_CLEAR(result);
-    } else if (tokens == NULL && result != NULL && !replay && frame->remat == NULL && remat_is_imported(py)
-               && gck_done(PyObject_CallFunction(py->call.remat_imported, NULL)) < 0) {
+    } else if (result != NULL && !replay && frame->remat == NULL && remat_is_late(py) < 0) {
         Py_CLEAR(result);
     }
     if (hooks != NULL) {

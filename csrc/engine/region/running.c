@@ -7,6 +7,7 @@
 #include "engine/region/running.h"
 
 #include "torch/calls.h"
+#include "torch/error.h"
 #include "torch/objects.h"
 #include "engine/state.h"
 #include "engine/saved/saved_hooks.h"
@@ -33,6 +34,7 @@ void gck_running_leave(const gck_running *r) { innermost = r->outer; }
 PyObject *gck_running_region(PyObject *module, PyObject *unused)
 {
     const gck_running *r = innermost;
+    PyObject *pack, *unpack, *result = NULL;
 
     (void)module;
     (void)unused;
@@ -42,10 +44,15 @@ PyObject *gck_running_region(PyObject *module, PyObject *unused)
     if (r->frame->calls == NULL && (r->frame->calls = PyDict_New()) == NULL) {
         return NULL;
     }
-    return Py_BuildValue("(OOOnNN)", r->frame->calls, r->replay ? Py_True : Py_False,
-                         r->frame->ambient.cpu_rng != NULL ? Py_True : Py_False, r->frame->nslots,
-                         r->hooks != NULL ? PyCFunction_New(r->hooks->pack, r->hooks->self) : Py_NewRef(Py_None),
-                         r->hooks != NULL ? PyCFunction_New(r->hooks->unpack, r->hooks->self) : Py_NewRef(Py_None));
+    pack = r->hooks != NULL ? PyCFunction_New(r->hooks->pack, r->hooks->self) : Py_NewRef(Py_None);
+    unpack = r->hooks != NULL ? PyCFunction_New(r->hooks->unpack, r->hooks->self) : Py_NewRef(Py_None);
+    if (pack != NULL && unpack != NULL) {
+        result = Py_BuildValue("(OOOnOO)", r->frame->calls, r->replay ? Py_True : Py_False,
+                               r->frame->ambient.cpu_rng != NULL ? Py_True : Py_False, r->frame->nslots, pack, unpack);
+    }
+    Py_XDECREF(pack);
+    Py_XDECREF(unpack);
+    return result;
 }
 
 /* 1 when the policy keeps named outputs compressed. */
@@ -85,12 +92,10 @@ static int are_of_region(const gck_py *py, PyObject *pair, const gck_running *r)
     PyObject *self = pack != NULL ? PyObject_GetAttr(pack, py->names.__self__) : NULL;
     const int same = self != NULL && self == r->hooks->self;
 
-    if (pack != NULL && self == NULL) {
-        PyErr_Clear();                           /* a function of the user */
-    }
     Py_XDECREF(pack);
     Py_XDECREF(self);
-    return PyErr_Occurred() ? -1 : same;
+    /* a function of the user's has no such attribute */
+    return pack == NULL || (self == NULL && gck_clear_attribute_error() < 0) ? -1 : same;
 }
 
 /* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
