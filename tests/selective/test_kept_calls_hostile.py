@@ -1,0 +1,133 @@
+"""Programs in which a call that does not run again meets exceptions, shared storages, policies and
+other hooks: right to the last bit, or one sentence.
+"""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+import gradckpt
+from gradckpt import policies
+
+W = torch.randn(16, 16, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def kept(function, name="call"):
+    return policies.region(function, name, recompute=False)
+
+
+def checkpointed(function, **options):
+    return lambda x: gradckpt.checkpoint(function, x, **options)
+
+
+def saved(function):
+    return gradckpt.compress_saved({"codec": "lossless", "min_numel": 1})(function)
+
+
+def gradients(function):
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    return torch.autograd.grad(function(x * 1).sum(), [x, W], allow_unused=True, materialize_grads=True)
+
+
+def square(x):
+    return (x * x).sin()
+
+
+def heads(x):
+    return (x @ W).view(16, 4, 4).transpose(0, 1)
+
+
+EXACT = {
+    "policy inside, policy outside": (
+        checkpointed(
+            lambda x: (kept(checkpointed(torch.sin, policy="save_attention"))(x) @ W).sin(), policy="save_matmuls"
+        ),
+        lambda x: (x.sin() @ W).sin(),
+    ),
+    "saves after the call": (checkpointed(lambda x: saved(torch.sin)(kept(torch.sin)(x))), lambda x: x.sin().sin()),
+    "saves in the call": (checkpointed(kept(saved(lambda x: (x @ W).sin()))), lambda x: (x @ W).sin()),
+    "saves around the region": (saved(checkpointed(kept(lambda x: (x @ W).sin()))), lambda x: (x @ W).sin()),
+    "saves of a view, two regions": (
+        checkpointed(lambda x: checkpointed(saved(torch.sin))(x.cos().t())),
+        lambda x: x.cos().t().sin(),
+    ),
+    "saves of heads, two regions": (
+        checkpointed(lambda x: checkpointed(saved(square))(heads(x))),
+        lambda x: square(heads(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("program", EXACT)
+def test_exact(program):
+    ours, plain = EXACT[program]
+    assert all(map(torch.equal, gradients(ours), gradients(plain)))
+
+
+@pytest.mark.parametrize("compress", [None, "lossless"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_arguments_that_share_a_storage(compress, order):
+    def attention(q, k, v):
+        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    qkv = torch.randn(3, 2, 64, 16, requires_grad=True)
+    parts = (qkv * 1).unbind(0)
+    chosen = [parts[i] for i in order]
+    ours = gradckpt.checkpoint(lambda *x: kept(attention)(*x).tanh(), *chosen, compress=compress)
+    grads = [
+        torch.autograd.grad(result.sum(), qkv, retain_graph=True)[0] for result in (ours, attention(*chosen).tanh())
+    ]
+    assert torch.equal(*grads)
+
+
+# ---- errors ----
+
+
+@dataclasses.dataclass
+class Result:
+    value: torch.Tensor
+
+
+def raises(x):
+    torch.mm(x, W)
+    raise ZeroDivisionError
+
+
+def caught(x):
+    with contextlib.suppress(ZeroDivisionError):
+        kept(raises)(x)
+    return x.exp().sin()
+
+
+def tried_again(x):
+    try:
+        return kept(raises)(x)
+    except ZeroDivisionError:
+        return kept(torch.sin)(x)
+
+
+ERRORS = {
+    "caught": (caught, "raised and its region went on"),
+    "tried again": (tried_again, "two calls of this region have the name"),
+    "dataclass": (lambda x: kept(lambda y: Result(y.sin()))(x).value, "returned a Result, which may hold tensors"),
+    "inside saves": (saved(kept(torch.sin)), r"lies in compress_saved\(\) inside its region"),
+}
+
+
+@pytest.mark.parametrize("program", ERRORS)
+def test_what_cannot_be_kept_is_said(program):
+    function, said = ERRORS[program]
+    with pytest.raises(RuntimeError, match=said):
+        gradients(checkpointed(function))
+    exact = (gradients(checkpointed(torch.sin)), gradients(torch.sin))
+    assert all(map(torch.equal, *exact)), "nothing is left behind"
+
+
+def test_functions_whose_body_runs_later():
+    def generator(x):
+        yield x
+
+    with pytest.raises(TypeError, match="whose body runs when it is called"):
+        kept(generator)
