@@ -7,8 +7,10 @@ recomputing activations.
 A Llama of the Hugging Face library, float32, after some steps of training. Peak: of a step, by
 gradckpt.track_memory; gradients are there before, so activations alone count. Time: forward and
 backward, all ways once in each round, in random order; the median, and the median of the ratio to
-no checkpointing in the same round. Error: of the gradients, relative L2 over all parameters,
-against those of no checkpointing; the median of three batches. bf16 autocast's error is the floor.
+no checkpointing in the same round. On the CPU with one thread it is the time of the processor,
+which on an idle machine is that of the clock. Error: of the gradients, relative L2 over all
+parameters, against those of no checkpointing; the median of three batches. The error of bf16
+autocast against float32 is the floor. With --autocast all steps run under bf16 autocast.
 
 A point of gradckpt dominates a peer's that recomputes if its peak and its time are no more and its
 error is at most the floor. Differences below 5 % count as equal. Peers that are not compiled are
@@ -24,19 +26,20 @@ import os
 import random
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("examples", "tests/helpers")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import frontier_picture
 import frontier_ways
 import machine
 import page_marks
-import timing
 import torch
 import train_llama
 from comparison import gradient_error
@@ -77,10 +80,10 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def gradients(model: Any, step: Step, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: Any, step: Step, ids: torch.Tensor, **autocast: bool) -> dict[str, torch.Tensor]:
     for p in model.parameters():
         p.grad.zero_()
-    step(ids)
+    step(ids, **autocast)
     return {name: p.grad.double().flatten() for name, p in model.named_parameters()}
 
 
@@ -92,19 +95,23 @@ def peak(step: Step, device: str) -> int:
     return int(memory.devices["cuda:0" if device == "cuda" else "cpu"].peak) - before
 
 
-def seconds_by_round(steps: dict[str, Step], rounds: int, device: str, say: Callable[[str], None]) -> list[Row]:
-    def run(step: Step) -> None:
+def seconds_by_round(steps: dict[str, Step], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
+    clock = time.process_time if options.device == "cpu" and options.threads == 1 else time.perf_counter
+
+    def seconds(step: Step) -> float:
+        start = clock()
         step()
-        synchronize(device)
+        synchronize(options.device)
+        return clock() - start
 
     found = []
     gc.collect()
     gc.disable()
     try:
-        for number in range(rounds + WARM):
-            say(f"time: round {number + 1} of {rounds + WARM}")
+        for number in range(options.rounds + WARM):
+            say(f"time: round {number + 1} of {options.rounds + WARM}")
             names = random.Random(number).sample(list(steps), len(steps))
-            found.append({name: timing.seconds(lambda name=name: run(steps[name])) for name in names})
+            found.append({name: seconds(steps[name]) for name in names})
             gc.collect()
     finally:
         gc.enable()
@@ -119,16 +126,15 @@ def measure(options: argparse.Namespace, ways: list[Any], say: Callable[[str], N
     rows, exact, floors = [], [], []
     for way in ways:
         say(way.name)
-        step = steps[way.name] = frontier_ways.step_of(way, model, batches[0])
+        step = steps[way.name] = frontier_ways.step_of(way, model, batches[0], options.autocast)
         if way.group == frontier_ways.NONE:
-            exact = [gradients(model, step, ids) for ids in batches]
-            with torch.autocast(options.device, torch.bfloat16):
-                rounded = [gradients(model, step, ids) for ids in batches]
-            floors = [gradient_error(a, b)[0] for a, b in zip(rounded, exact, strict=True)]
+            both = [[gradients(model, step, ids, autocast=on) for ids in batches] for on in (False, True)]
+            exact = both[options.autocast]
+            floors = [gradient_error(a, b)[0] for a, b in zip(both[1], both[0], strict=True)]
         errors = [gradient_error(gradients(model, step, a), b)[0] for a, b in zip(batches, exact, strict=True)]
         row = {key: getattr(way, key) for key in ("name", "group", "recomputes", "ours", "compiled")}
         rows.append({**row, "error": statistics.median(errors), "peak": peak(step, options.device)})
-    times = seconds_by_round(steps, options.rounds, options.device, say)
+    times = seconds_by_round(steps, options, say)
     for row in rows:
         row["ms"] = statistics.median(t[row["name"]] for t in times) * 1e3
         row["of_none"] = statistics.median(t[row["name"]] / t[rows[0]["name"]] for t in times)
@@ -221,7 +227,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("tokens", 512, "in a sequence"),
         ("batch", 1, "sequences in a step"),
         ("train", 20, "steps of training before"),
-        ("rounds", 15, "in which each way takes a step"),
+        ("rounds", 25, "in which each way takes a step"),
         ("threads", 1, "of torch on the CPU"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{words} (%(default)s)")
@@ -229,6 +235,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--groups", default=",".join(frontier_ways.GROUPS), help="comma-separated, of: %(default)s", metavar="A,B"
     )
+    parser.add_argument("--autocast", action="store_true", help="all steps under bf16 autocast")
     parser.add_argument("--quick", action="store_true", help="a tiny model, nothing compiled: a trial, no measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against time there (SVG)")
@@ -251,7 +258,8 @@ def main(argv: list[str] | None = None) -> None:
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     ways = [w for w in frontier_ways.all_ways() if w.group in (frontier_ways.NONE, *options.groups)]
     facts = machine.facts(options.device)
-    size = f"{options.layers} layers x {options.width}, batch {options.batch} x {options.tokens}, float32"
+    size = f"{options.layers} layers x {options.width}, batch {options.batch} x {options.tokens}, "
+    size += "bf16 autocast" if options.autocast else "float32"
     with machine.progress(len(ways) + options.rounds + WARM + 1) as say:
         rows, floor = measure(options, ways, say)
     machine.print_head(f"memory, time and gradient error: Llama, {size}", facts)

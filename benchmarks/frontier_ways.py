@@ -148,7 +148,6 @@ def some_saved(saved: Any, recomputed: Any, every: int, **keywords: Any) -> Turn
 #: Formats of what single operators save.
 BY_OPERATOR = {
     "int8, attention fp8": {"codec": "int8", "operators": {"attention": "fp8"}},
-    "int8, products int6": {"codec": "int8", "operators": {"product": "int6"}},
     "bf16, linear int8": {"codec": "bf16", "operators": {"linear": "int8"}},
 }
 SAVES = {
@@ -166,9 +165,6 @@ def ours() -> list[Way]:
         exact = by_us(None, policy=policy)
         found.append(Way(f"None, {keeps} saved", "selective", exact))
         found.append(Way(f"int8, {keeps} int8", "selective", by_us("int8", policy=f"{policy}:int8")))
-    found.append(
-        Way("int8, attention and matmuls int6", "selective", by_us("int8", policy="save_attention|save_matmuls:int6"))
-    )
     for codec in codecs[1:]:
         found.append(Way(f"saved {codec}", "saved", by_us(codec, recompute=False), recomputes=False))
     for name, config in BY_OPERATOR.items():
@@ -203,7 +199,7 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
-def step_of(way: Way, model: Any, ids: torch.Tensor) -> Callable[..., None]:
+def step_of(way: Way, model: Any, ids: torch.Tensor, autocast: bool) -> Callable[..., None]:
     """Turn the way on in a copy of the model; return its step: forward and backward. A compiled
     one is compiled here.
     """
@@ -212,8 +208,10 @@ def step_of(way: Way, model: Any, ids: torch.Tensor) -> Callable[..., None]:
     if way.compiled:
         mine = torch.compile(mine, fullgraph=True, dynamic=False)
 
-    def step(batch: torch.Tensor = ids) -> None:
-        mine(input_ids=batch, labels=batch).loss.backward()
+    def step(batch: torch.Tensor = ids, autocast: bool = autocast) -> None:
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
+            loss = mine(input_ids=batch, labels=batch).loss
+        loss.backward()
 
     with torch._functorch.config.patch(activation_memory_budget=way.budget):
         step()
