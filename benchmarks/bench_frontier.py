@@ -12,8 +12,8 @@ which on an idle machine is that of the clock. Error: of the gradients, relative
 parameters, against those of no checkpointing; the median of three batches. The error of bf16
 autocast against float32 is the floor. With --autocast all steps run under bf16 autocast.
 
-A point of gradckpt dominates a peer's that recomputes if its peak and its time are no more and its
-error is at most the floor. Differences below 5 % count as equal. Peers that are not compiled are
+A point of gradckpt dominates a peer's that recomputes if its peak and its time are at most those,
+and its error is at most the floor. Differences below 5 % count as equal. Peers that are not compiled are
 compared with points that are not compiled.
 """
 
@@ -48,7 +48,7 @@ import gradckpt
 
 MARKS = "<!-- by benchmarks/bench_frontier.py -->", "<!-- end -->"
 MIB = 2**20
-EQUAL = 1.05  # what counts as no more
+EQUAL = 1.05  # what counts as equal
 WARM = 2
 COLUMNS = ("", "peak, MiB", "of none", "step, ms", "of none", "gradient error", "dominated by")
 Row = dict[str, Any]
@@ -174,8 +174,8 @@ def claim(rows: list[Row], floor: float) -> list[str]:
     points = [row for row in rows if "dominated_by" in row]
     won = sum(bool(row["dominated_by"]) for row in points)
     lines = [
-        f"{won} of {len(points)} points of peers that recompute are dominated: gradckpt needs no more memory and no "
-        f"more time (5 % counts as equal), and its gradient error is at most bf16 autocast's {floor:.2%}."
+        f"{won} of {len(points)} points of peers that recompute are dominated: gradckpt needs at most their memory and "
+        f"time (5 % counts as equal), and its gradient error is at most bf16 autocast's {floor:.2%}."
     ]
     for row in points:
         if not row["dominated_by"]:

@@ -180,6 +180,8 @@ class CompressionConfig:
                 )
             return cls(named[0], operators={each: fields.get(each) for each in OPERATORS})
         known = [f.name for f in dataclasses.fields(cls)]
+        if not set(known) & fields.keys():
+            known += OPERATORS
         for key, value in fields.items():
             if key not in known:
                 said = advise(key, value, known, "gradckpt.CompressionConfig")

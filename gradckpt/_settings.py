@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from gradckpt import _C
 from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._models import activity
 from gradckpt._models.regions import prepare, regions_in
@@ -155,6 +156,9 @@ def _named(name: str) -> Setting:
     ready = {each.name: each for each in READY}
     if name in ready:
         return ready[name]
+    codec = name.removeprefix("compress_saved ")
+    if codec != name and codec in _C.codecs():
+        return _saved(codec)
     near = difflib.get_close_matches(name.lower(), [each for each in ready if " " in each], 1, 0.75)
     if near:
         raise ValueError(f"gradckpt: unknown setting {name!r}; did you mean {near[0]!r}?")

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Union
 
-from gradckpt._config import Compress, CompressionConfig, advise, changes, check_no_operators, parse_compress
+from gradckpt._config import OPERATORS, Compress, CompressionConfig, advise, changes, check_no_operators, parse_compress
 from gradckpt._engine.arguments import OPTIONS, check_bool, check_option
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._engine.selective import contexts_key, contexts_of
@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 _CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
+
+#: The keys of a dict that is a value for ``compress``.
+_CONFIG_KEYS = (_CONFIG_FIELDS, OPERATORS)
 
 #: The keywords of gradckpt.checkpoint for one module; or ``compress`` and ``"recompute": False``.
 Settings = dict[str, Any]
@@ -76,7 +79,8 @@ def parse_rules(rules: Any, defaults: Settings) -> list[tuple[Any, Settings | No
 def _parse_value(value: Any, defaults: Settings) -> Settings | None:
     if isinstance(value, str) and value == "skip":
         return None
-    if not isinstance(value, Mapping) or (value and all(key in _CONFIG_FIELDS for key in value)):
+    fields = isinstance(value, Mapping) and any(value and all(key in known for key in value) for known in _CONFIG_KEYS)
+    if not isinstance(value, Mapping) or fields:
         value = {"compress": value}
     return parse_options(value, defaults, ("recompute",))
 

@@ -265,6 +265,8 @@ def test_chosen_modules_and_mixtures():
     assert gradckpt.stats()["recomputes"] == 2
     assert gradckpt.stats()["codecs"].keys() == {"lossless"}
     assert all(torch.equal(found[name], exact[name]) for name in exact)
+    with gradckpt.enable(model, modules={"mlp": {"linear": "fp8"}}, recompute=False) as handle:
+        assert {key for key, codec in config_of(handle).operators if codec} == {"linear"}
     with gradckpt.enable(model, recompute=False, modules="layer", every_n_layers=2) as handle:
         assert list(handle.modules) == ["model.layers.0", "model.layers.2"]
     with gradckpt.enable(model, recompute=False, modules={"mlp": "int4", "attention": {"recompute": True}}) as handle:
@@ -337,6 +339,7 @@ def test_compiled_models_say_that_nothing_is_compressed():
         ({"compress": {"include": "floating"}}, "include='floating' applies to the arguments of regions"),
         ({"every_n_layers": 2}, "recompute=False and every_n_layers= exclude each other without modules="),
         ({"compress": {"attn": "int8"}}, "unknown field 'attn'"),
+        ({"compress": {"liner": "int8"}}, "unknown field 'liner' in a compression config; did you mean 'linear'"),
         ({"modules": {"mlp": {"policy": "save_matmuls"}}}, "recompute=False and policy= exclude each other"),
         ({"modules": {"mlp": None}}, "recompute=False and compress=None exclude each other"),
         ({"modules": ["layer", "mlp"]}, "both are chosen, so the outer one would find payloads"),

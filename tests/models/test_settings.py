@@ -217,6 +217,7 @@ def test_candidates():
     assert setting_of({"compress": "int6", "every_n_layers": 2}).line == (
         'gradckpt.enable(model, compress="int6", every_n_layers=2)'
     )
+    assert setting_of("compress_saved int6").options == {"compress": "int6", "recompute": False}
     assert not setting_of({"policy": "save_attention"}).compresses
     assert setting_of({"every_n_layers": 2}).compresses
 

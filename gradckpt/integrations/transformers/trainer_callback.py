@@ -24,6 +24,7 @@ from gradckpt._models.keywords import (
     Settings,
     check_alone,
     check_together,
+    check_torchs,
     means_ours,
     misspelt,
     pop_our_keys,
@@ -146,6 +147,7 @@ def _save_from_flag(models: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """Compress what autograd saves in models whose layers were given torch's checkpoint for it."""
     keywords = dict(kwargs)
     settings = pop_our_keys(keywords, Settings())
+    check_torchs(keywords)
     check_together(settings, keywords)
     for each in models:
         original(each)(enable=False)
