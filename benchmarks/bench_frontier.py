@@ -13,8 +13,8 @@ parameters, against those of no checkpointing; the median of three batches. The 
 autocast against float32 is the floor. With --autocast all steps run under bf16 autocast.
 
 A point of gradckpt dominates a peer's that recomputes if its peak and its time are at most those,
-and its error is at most the floor. Differences below 5 % count as equal. Peers that are not compiled are
-compared with points that are not compiled.
+and its error is at most the floor. Differences below 5 % count as equal. Peers that are not
+compiled are compared with points that are not compiled.
 """
 
 from __future__ import annotations
