@@ -28,7 +28,7 @@ from gradckpt._C import checkpoint as region_checkpoint
 from gradckpt._C import eligible
 from gradckpt._config import CompressionConfig
 from gradckpt._engine.arguments import own_keywords
-from gradckpt._engine.decorator import Decorated
+from gradckpt._engine.decorator import Decorated, check_runs_at_call
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._models import activity
 from gradckpt._models.caches import with_caches
@@ -311,6 +311,8 @@ def _check_modules(settings: dict[str, Settings], modules: dict[str, Module]) ->
         why = checkpointed_by(module)
         if why is not None:
             raise ValueError(f"gradckpt: {_label(name, module)} is checkpointed already: {why}")
+        if is_saved(settings[name]):
+            check_runs_at_call(type(module).forward, "recompute=False", "`with compress_saved(...)` inside it")
 
 
 def checkpointed_by(module: Module) -> str | None:

@@ -73,6 +73,8 @@ def parse_rules(rules: Any, defaults: Settings) -> list[tuple[Any, Settings | No
         pairs = [(selector, defaults) for selector in (rules if isinstance(rules, list) else [rules])]
     if not pairs:
         raise ValueError('gradckpt: modules= is empty; pass a selector such as "layer", or leave it out')
+    if all(settings is not None and is_saved(settings) for _, settings in pairs):
+        saved_settings({**defaults, "compress": True})  # keywords of regions would have no effect
     return pairs
 
 

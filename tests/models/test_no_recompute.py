@@ -341,6 +341,7 @@ def test_compiled_models_say_that_nothing_is_compressed():
         ({"compress": {"attn": "int8"}}, "unknown field 'attn'"),
         ({"compress": {"liner": "int8"}}, "unknown field 'liner' in a compression config; did you mean 'linear'"),
         ({"modules": {"mlp": {"policy": "save_matmuls"}}}, "recompute=False and policy= exclude each other"),
+        ({"modules": {"mlp": {"recompute": False}}, "recompute": True, "early_stop": False}, "and early_stop= exclude"),
         ({"modules": {"mlp": None}}, "recompute=False and compress=None exclude each other"),
         ({"modules": ["layer", "mlp"]}, "both are chosen, so the outer one would find payloads"),
     ],
@@ -349,8 +350,17 @@ def test_compiled_models_say_that_nothing_is_compressed():
 def test_what_excludes_it(keywords, said):
     model = llama(2)
     with pytest.raises(ValueError, match=f"^gradckpt: .*{said}"):
-        gradckpt.enable(model, **{"compress": "int8", **keywords}, recompute=False)
+        gradckpt.enable(model, **{"compress": "int8", "recompute": False, **keywords})
     assert "forward" not in vars(model)
+
+
+def test_a_forward_whose_body_runs_later():
+    class Later(nn.Module):
+        def forward(self, x):
+            yield x
+
+    with pytest.raises(TypeError, match="its body runs after the call"):
+        gradckpt.enable(Later(), recompute=False)
 
 
 def test_operators_are_of_saves_alone():
