@@ -61,7 +61,7 @@ def test_every_peer_that_recomputes_is_judged_and_no_other(trial):
         assert ("dominated_by" in row) == (row["recomputes"] and not row["ours"])
     names = {row["name"] for row in trial[0]["rows"] if "dominated_by" in row}
     assert names >= {"checkpoint", "SAC {mm}", "SAC {mm, addmm}", "SAC {mm, addmm, sdpa}"}
-    assert f"points of peers that recompute are dominated: gradckpt needs no more memory" in trial[3]
+    assert "points of peers that recompute are dominated: gradckpt needs no more memory" in trial[3]
 
 
 def test_page_has_what_is_printed_and_the_picture_every_point(trial):
