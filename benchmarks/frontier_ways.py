@@ -211,7 +211,7 @@ def step_of(way: Way, model: Any, ids: torch.Tensor, autocast: bool) -> Callable
         return mine(input_ids=batch, labels=batch).loss
 
     if way.compiled:
-        # torch.compile finds graphs by the function's code; with the same code, ways would share one.
+        # torch.compile finds graphs by a function's code; with the same code, ways would share one.
         loss_of.__code__ = loss_of.__code__.replace(co_name=way.name)
         loss_of = torch.compile(loss_of, fullgraph=True, dynamic=False)
 
