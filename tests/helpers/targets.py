@@ -19,6 +19,7 @@ LEFT_BECAUSE = {
         "models/test_trainer_flag.py::test_order_of_imports",
         "models/test_trainer_flag_scope.py",
         "package/test_import_effects.py::test_imported_again",
+        "package/test_benchmarks_frontier.py",
         "package/test_benchmarks_gradient_error.py",
         "package/test_benchmarks_selective.py",
         "package/test_docs.py::test_commands_run",
