@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
 import gradckpt
-from gradckpt._models import regions
+from gradckpt._models import regions, rules
 
 TOKENS, WIDTH, EXPERTS = 96, 64, 16
 
@@ -132,7 +132,7 @@ def _sequential(codec):
 def _applied(codec, model):
     """Regions inside each other, which enable() itself does not make."""
     for router in [m for m in model.modules() if isinstance(m, Router)]:
-        regions.choose(router, "", regions.parse_options({"compress": codec}, {}), 1, False).install()
+        regions.choose(router, "", rules.parse_options({"compress": codec}, {}), 1, False).install()
     yield
     gradckpt.disable(model)
 
