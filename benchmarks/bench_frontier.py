@@ -12,8 +12,8 @@ which on an idle machine is that of the clock. Error: of the gradients, relative
 parameters, against those of no checkpointing; the median of three batches. The error of bf16
 autocast against float32 is the floor. With --autocast all steps run under bf16 autocast.
 
-A point of gradckpt dominates a peer's that recomputes if its peak and its time are at most those,
-and its error is at most the floor. Differences below 5 % count as equal. Peers that are not
+A point of gradckpt dominates a peer's that recomputes if its peak and its time are at most the
+peer's and its error is at most the floor. Differences up to 5 % count as equal. Peers that are not
 compiled are compared with points that are not compiled.
 """
 
@@ -48,7 +48,7 @@ import gradckpt
 
 MARKS = "<!-- by benchmarks/bench_frontier.py -->", "<!-- end -->"
 MIB = 2**20
-EQUAL = 1.05  # what counts as equal
+EQUAL = 1.05  # a ratio that counts as 1
 EXACT = 1e-6  # the compiler's own rounding changes gradients by 1e-7
 WARM = 2
 COLUMNS = ("", "peak, MiB", "of none", "step, ms", "of none", "gradient error", "dominated by")
@@ -177,7 +177,7 @@ def claim(rows: list[Row], floor: float) -> list[str]:
     exactly = [row for row in won if any(b["exact"] for b in row["beside"] if b["name"] in row["dominated_by"])]
     lines = [
         f"{len(won)} of {len(points)} points of peers that recompute are dominated: gradckpt needs at most their "
-        f"memory and time (5 % counts as equal), and its gradient error is at most bf16 autocast's {floor:.2%}. "
+        f"memory and their time (5 % counts as equal), with a gradient error of at most bf16 autocast's {floor:.2%}. "
         f"{len(exactly)} of them are dominated by a point with exact gradients."
     ]
     for row in points:
@@ -240,6 +240,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--autocast", action="store_true", help="all steps under bf16 autocast")
     parser.add_argument("--quick", action="store_true", help="a tiny model, nothing compiled: a trial, no measurement")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="show the figures of an earlier --json, run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against time there (SVG)")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the tables between the marks of this page")
@@ -259,6 +260,11 @@ def main(argv: list[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
+    if options.read:
+        found = json.loads(options.read.read_text())
+        print(f"{show(found['rows'], found['floor'])}")
+        write(found, options)
+        return
     ways = [w for w in frontier_ways.all_ways() if w.group in (frontier_ways.NONE, *options.groups)]
     facts = machine.facts(options.device)
     size = f"{options.layers} layers x {options.width}, batch {options.batch} x {options.tokens}, "
@@ -268,10 +274,16 @@ def main(argv: list[str] | None = None) -> None:
     machine.print_head(f"memory, time and gradient error: Llama, {size}", facts)
     if frontier_ways.remat is None and "remat" in options.groups:
         print("  torch_remat: not installed (pip install torch_remat==0.2.2)")
-    text = show(rows, floor)
-    print(f"\n{text}")
-    found = {"benchmark": "frontier", **facts, "size": size, "floor": floor, "rounds": options.rounds, "rows": rows}
+    print(f"\n{show(rows, floor)}")
+    write(
+        {"benchmark": "frontier", **facts, "size": size, "floor": floor, "rounds": options.rounds, "rows": rows},
+        options,
+    )
+
+
+def write(found: Row, options: argparse.Namespace) -> None:
     if options.page:
+        text = show(found["rows"], found["floor"])
         options.page.write_text(page_marks.fill(options.page.read_text(), MARKS, lambda _: text))
     if options.plot:
         options.plot.write_text(frontier_picture.draw(found))

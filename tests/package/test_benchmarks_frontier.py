@@ -122,4 +122,5 @@ def test_help_and_refusal(argv, words, capsys):
 def test_the_page_has_every_way():
     start, end = bench_frontier.MARKS
     between = PAGE.partition(start)[2].partition(end)[0]
-    assert [way.name for way in frontier_ways.all_ways() if f"| {way.name} |" not in between] == []
+    shown = [way.name for way in frontier_ways.all_ways() if not way.compiled]
+    assert [name for name in shown if f"| {name} |" not in between] == []
