@@ -13,7 +13,6 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradckpt import _C
 from gradckpt._config import warn_inactive
@@ -217,7 +216,7 @@ def _is_kept(x: torch.Tensor) -> bool:
     if not isinstance(found, _Active) or found.region.made is None or type(x) is not torch.Tensor:
         return False
     index = found.region.made.save_output_persist_index
-    return x.layout is torch.strided and StorageWeakRef(x.untyped_storage()) in index
+    return x.layout is torch.strided and private.StorageWeakRef(x.untyped_storage()) in index
 
 
 def _unpack(trigger: Any, grads: Any) -> None:

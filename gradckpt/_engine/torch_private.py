@@ -252,7 +252,9 @@ tree_map = _find("torch.utils._pytree.tree_map", "torch.compile")
 tree_map_only = _find("torch.utils._pytree.tree_map_only", "negated views inside a region with a policy")
 supported_nodes = _find("torch.utils._pytree.SUPPORTED_NODES", "tensors in containers of your own", _CONTAINERS)
 HigherOrderOperator = _find("torch._ops.HigherOrderOperator", "higher order operators in policies", type(None))
-StorageWeakRef = _find("torch.multiprocessing.reductions.StorageWeakRef", "name() and torch.compile")
+StorageWeakRef = _find(
+    "torch.multiprocessing.reductions.StorageWeakRef", "name(), torch.compile and regions of torch_remat"
+)
 NormBase = _find(
     "torch.nn.modules.batchnorm._NormBase",
     "running statistics of norms that are not derived from torch's public ones",

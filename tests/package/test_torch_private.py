@@ -91,8 +91,10 @@ def names_in(tree):
 def test_python_has_no_other_private_names():
     paths = [path for path in (ROOT / "gradckpt").rglob("*.py") if path.name != "torch_private.py"]
     for path in paths:
-        names = {name for name in names_in(ast.parse(path.read_text())) if re.match(r"torch\.(\w+\.)*_(?!_)", name)}
+        everything = set(names_in(ast.parse(path.read_text())))
+        names = {name for name in everything if re.match(r"torch\.(\w+\.)*_(?!_)", name)}
         assert not [name for name in names if not re.fullmatch(ALLOWED, name)], path
+        assert everything.isdisjoint(private.NAMES), path  # also those without an underscore
 
 
 def test_c_has_no_other_private_names():
