@@ -242,7 +242,7 @@ def test_equal_arguments_do_nothing(door, options):
     assert len(handle.modules) == LAYERS
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.permutations(doors(), 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(doors(), 2)))
 def test_other_modules_take_the_place_of_the_first(first, second):
     model = llama()
     handle = gradckpt.enable(model, **doors()[first])
