@@ -56,6 +56,14 @@ def pytest_sessionstart(session):
         handler.addFilter(lambda record: record.name != "LoggingTensor")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_short():
+    """A collection in a test looks at what was made since its file began, not at the million
+    objects of the modules that were imported before."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_report_on_earlier_tests():
     """The first two steps since ``stats.reset()`` are judged by all that was counted. A test that
