@@ -1,5 +1,6 @@
 """What every test starts from, and which of the two targets of the Makefile it belongs to."""
 
+import functools
 import gc
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from built import built_once
 from checkout import ROOT, TESTS
 from targets import LEFT, is_left
 
@@ -199,30 +201,43 @@ def pytest_runtest_call(item):
     return (yield from _skip_what_it_lacks())
 
 
+# ---- libraries that gcc makes
+
+
 @pytest.fixture(scope="session")
-def avx512(tmp_path_factory):
+def avx512(request, tmp_path_factory):
     from codec_isas import EmulatedAvx512
 
-    return EmulatedAvx512(tmp_path_factory.mktemp("avx512"))
+    return EmulatedAvx512(built_once(request, tmp_path_factory, "avx512", EmulatedAvx512.build))
 
 
 @pytest.fixture(scope="session")
-def host_kernels(tmp_path_factory):
+def host_kernels(request, tmp_path_factory):
     from direct_kernels import HostKernels
 
-    return HostKernels(tmp_path_factory.mktemp("host"))
+    return HostKernels(built_once(request, tmp_path_factory, "host", HostKernels.build))
 
 
 @pytest.fixture(scope="session")
-def device_kernels(tmp_path_factory):
+def device_kernels(request, tmp_path_factory):
     from direct_kernels import DeviceKernels
 
-    return DeviceKernels(tmp_path_factory.mktemp("device"))
+    return DeviceKernels(built_once(request, tmp_path_factory, "device", DeviceKernels.build))
 
 
 @pytest.fixture(scope="session")
-def ampere_kernels(tmp_path_factory):
+def ampere_kernels(request, tmp_path_factory):
     """The same as sm_80 and later run them."""
     from direct_kernels import DeviceKernels
 
-    return DeviceKernels(tmp_path_factory.mktemp("ampere"), 800)
+    build = functools.partial(DeviceKernels.build, arch=800)
+    return DeviceKernels(built_once(request, tmp_path_factory, "ampere", build))
+
+
+@pytest.fixture(scope="module")
+def fresh_device(request, tmp_path_factory):
+    """Makes kernels whose library has a state of its own: no queue, word or error of another test."""
+    from direct_kernels import DeviceKernels
+
+    built = built_once(request, tmp_path_factory, "device", DeviceKernels.build)
+    return lambda: DeviceKernels(shutil.copytree(built, tmp_path_factory.mktemp("fresh") / "device"))

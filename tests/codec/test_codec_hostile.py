@@ -8,6 +8,7 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from built import built_once
 from codec_inputs import DTYPES, bits_of, tensor
 from codec_isas import ISAS, forced
 from codec_library import CodecLibrary
@@ -18,8 +19,8 @@ LOSSY = [c for c in gradckpt.codecs.names() if c in oracle.FORMATS]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return CodecLibrary(tmp_path_factory.mktemp("host"))
+def library(request, tmp_path_factory):
+    return CodecLibrary(built_once(request, tmp_path_factory, "codecs", CodecLibrary.build))
 
 
 # ---- one huge value ----

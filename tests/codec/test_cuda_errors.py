@@ -9,15 +9,15 @@ import ctypes
 
 import numpy as np
 import pytest
-from direct_kernels import E_DEVICE, E_DTYPE, DeviceKernels, Layout, aligned, nbytes
+from direct_kernels import E_DEVICE, E_DTYPE, Layout, aligned, nbytes
 
 INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION, NO_DEVICE, MISALIGNED = 1, 2, 9, 101, 716
 CODECS = ("bf16", "mask", "lossless")
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory):
-    return DeviceKernels(tmp_path_factory.mktemp("errors"))
+def device(fresh_device):
+    return fresh_device()
 
 
 class Work:

@@ -100,12 +100,10 @@ def test_word_of_the_host_is_no_word_of_a_device(device):
     device.library.gck_overflow_give(word)
 
 
-def test_first_word_while_capturing(tmp_path):
+def test_first_word_while_capturing(fresh_device):
     """Pinned memory may be allocated then; when there is none, there are no words,
     and it is tried again."""
-    from direct_kernels import DeviceKernels
-
-    device = DeviceKernels(tmp_path)
+    device = fresh_device()
     allocs = device.integer("emulated_host_allocs")
     allocs.value = -1
     assert device.library.gck_overflow_take(0) is None

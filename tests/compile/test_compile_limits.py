@@ -352,10 +352,11 @@ def test_a_graph_from_inductors_cache(tmp_path, code, printed):
     assert [o.stdout.strip() for o in outputs] == [f"0 {printed}", f"1 {printed}"], outputs[1].stderr
 
 
-def test_a_leaf_stays_exact_in_a_fake_quantized_region_as_without_compile():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_leaf_stays_exact_in_a_fake_quantized_region_as_without_compile(backend):
     config = CompressionConfig("int8", fake_quantize=True, include="floating", min_numel=1)
     x = torch.randn(64, 64, requires_grad=True)
-    call = torch.compile(lambda x: gradckpt.checkpoint(torch.sin, x, compress=config), fullgraph=True)
+    call = torch.compile(lambda x: gradckpt.checkpoint(torch.sin, x, compress=config), fullgraph=True, backend=backend)
     torch.testing.assert_close(call(x), gradckpt.checkpoint(torch.sin, x, compress=config), rtol=0, atol=1e-6)
 
 

@@ -467,7 +467,7 @@ def test_nothing_is_left_behind(kind):
     def grown(config):
         gc.collect()
         before = sys.getallocatedblocks()
-        for _ in range(2000):
+        for _ in range(500):
             kind(whole, x, config)
         return sys.getallocatedblocks() - before
 

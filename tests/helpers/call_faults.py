@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import gc
 import importlib.util
 import sys
 import unittest.mock
@@ -354,6 +355,8 @@ def main() -> int:
     faults = install(chosen.library)
     for codec in chaos.CODECS:
         chaos.elsewhere(codec)
+    gc.collect()
+    gc.freeze()  # a collection looks at what programs made, and at nothing else
     wrong = 0
     for name in chosen.programs or CASES:
         for line in sweep(faults, name, chosen.call, chosen.v):

@@ -67,7 +67,8 @@ class EmulatedAvx512:
     """The AVX-512 kernels against portable C (tests/helpers/emulation),
     for machines without it. Whole groups only."""
 
-    def __init__(self, folder):
+    @staticmethod
+    def build(folder):
         gcc = shutil.which("gcc")
         path = folder / "avx512.so"
         sources = [*sorted((CODEC / "portable").glob("*.c")), *sorted((CODEC / "x86").glob("*_avx512.c"))]
@@ -78,7 +79,9 @@ class EmulatedAvx512:
         ]
         assert [p.wait() for p in running] == [0] * len(sources)
         subprocess.run([gcc, "-shared", "-o", path, *objects, "-lm"], check=True)
-        self.library = ctypes.CDLL(str(path))
+
+    def __init__(self, folder):
+        self.library = ctypes.CDLL(str(folder / "avx512.so"))
         self.table = Table.in_dll(self.library, "gck_kernels_avx512")
 
     def encode_noisy(self, codec, bits, dtype, key):

@@ -56,10 +56,13 @@ class CodecLibrary:
 
     Tensor = Tensor
 
-    def __init__(self, folder):
+    @staticmethod
+    def build(folder):
         (folder / "units.c").write_text(UNITS)
         objects = compile_codecs(folder, [folder / "units.c"])
         subprocess.run(["gcc", "-shared", "-o", folder / "codecs.so", *objects, "-lm"], check=True)
+
+    def __init__(self, folder):
         self.library = ctypes.CDLL(str(folder / "codecs.so"))
         for name in ("units_size", "units_nbytes", "units_sizeof_tensor"):
             getattr(self.library, name).restype = ctypes.c_int64

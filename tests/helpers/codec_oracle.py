@@ -7,7 +7,7 @@ the bits of their dtype; noise is uint16 [G, 128], None: to nearest.
 """
 
 import importlib.util
-from fractions import Fraction
+import math
 
 import direct_oracle
 import numpy as np
@@ -109,9 +109,9 @@ def noise_of(groups, seed, step, tensor, first=0):
 
 def kind(v, dtype):
     """0 NaN, 1 +Inf, 2 -Inf, 3 +MAX, 4 -MAX, 5 another escape, -1 none."""
-    if np.isnan(v):
+    if math.isnan(v):
         return 0
-    if np.isinf(v):
+    if math.isinf(v):
         return 2 if v < 0 else 1
     if abs(v) == MAX[dtype]:
         return 4 if v < 0 else 3
@@ -125,7 +125,7 @@ def encode_table(codec, x, dtype, amax):
     scale = power(64) if amax < TINY else power(0)
     step = F32(F32(amax * scale) * F32(2.0**offset / half))
     inverse = F32(1) / F32(step * power(-offset)) if amax > 0 else F32(0)
-    kinds_of = [kind(v, dtype) for v in x]
+    kinds_of = [kind(v, dtype) for v in x.tolist()]
     others = list(dict.fromkeys(float(v) for v, k in zip(x, kinds_of, strict=True) if k >= kinds))
     table = others[:size]
     infinite = {k - 1 for k in kinds_of if k in (1, 2)}
@@ -137,7 +137,7 @@ def encode_table(codec, x, dtype, amax):
     number = as_max = 0
     for i, (v, k) in enumerate(zip(x, kinds_of, strict=True)):
         if k < 0:
-            code = round(Fraction(float(F32(v * scale))) * Fraction(float(inverse))) + half
+            code = round(float(F32(v * scale)) * float(inverse)) + half  # 24 bits by 24: exact
         elif k < kinds:
             code = special + k
         elif float(v) in table:

@@ -173,7 +173,8 @@ class HostKernels:
     isas = [isa for isa in ("scalar", "avx2") if supported(isa)] + ["avx512"]
     device = -1
 
-    def __init__(self, folder):
+    @staticmethod
+    def build(folder):
         gcc = shutil.which("gcc")
         if gcc is None:
             pytest.skip("gcc not found")
@@ -187,6 +188,8 @@ class HostKernels:
         )
         objects = [folder / f"{s.stem}.o" for s, _ in sources]
         subprocess.run([gcc, "-shared", "-o", folder / "host.so", *objects, "-lm"], check=True)
+
+    def __init__(self, folder):
         self.library = ctypes.CDLL(str(folder / "host.so"))
         self.isa = "scalar"
 
@@ -225,7 +228,8 @@ class DeviceKernels:
 
     device = 1
 
-    def __init__(self, folder, arch=750):
+    @staticmethod
+    def build(folder, arch=750):
         gxx = shutil.which("g++")
         if gxx is None:
             pytest.skip("g++ not found: the CUDA emulation is C++")
@@ -236,6 +240,8 @@ class DeviceKernels:
         compile_all([*commands, [*c, folder / "overflow.c.o"]])
         objects = [*(folder / f"{n}.cu.o" for n in names), folder / "overflow.c.o"]
         subprocess.run([gxx, "-shared", "-o", folder / "device.so", *objects, "-lm", "-lpthread"], check=True)
+
+    def __init__(self, folder):
         self.library = ctypes.CDLL(str(folder / "device.so"))
         self.library.gck_overflow_take.restype = ctypes.c_void_p
         self.library.gck_overflow_give.argtypes = [ctypes.c_void_p]
