@@ -236,7 +236,7 @@ def ampere_kernels(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fresh_device(request, tmp_path_factory):
-    """Makes kernels whose library has a state of its own: no queue, word or error of another test."""
+    """Makes kernels whose library has a state of its own: no word or error of another test."""
     from direct_kernels import DeviceKernels
 
     built = built_once(request, tmp_path_factory, "device", DeviceKernels.build)

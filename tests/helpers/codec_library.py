@@ -31,7 +31,6 @@ void units_decode(const char *name, const void *payload, const gck_tensor *x, in
 }
 int64_t units_size(const char *name) { return gck_codec_find(name)->unit; }
 int64_t units_nbytes(const char *name, int64_t n, int dtype) { return gck_nbytes(gck_codec_find(name), n, dtype); }
-int64_t units_sizeof_tensor(void) { return sizeof(gck_tensor); }
 """
 
 
@@ -64,7 +63,7 @@ class CodecLibrary:
 
     def __init__(self, folder):
         self.library = ctypes.CDLL(str(folder / "codecs.so"))
-        for name in ("units_size", "units_nbytes", "units_sizeof_tensor"):
+        for name in ("units_size", "units_nbytes"):
             getattr(self.library, name).restype = ctypes.c_int64
 
     def nbytes(self, codec, numel, dtype):
@@ -73,9 +72,6 @@ class CodecLibrary:
     def units(self, codec, numel):
         """Units of work that a tensor has, the last one perhaps not full."""
         return -(-numel // self.library.units_size(codec.encode()))
-
-    def sizeof_tensor(self):
-        return self.library.units_sizeof_tensor()
 
     def encode_units(self, codec, x, numel, dtype, payload, first, last):
         tensor = Tensor(x, numel, 0, None, None, None, NUMBERS[dtype], -1, None)

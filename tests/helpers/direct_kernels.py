@@ -67,6 +67,8 @@ void shim_isa(const char *name)
     }
 }
 
+int shim_sizeof_tensor(void) { return sizeof(gck_tensor); }
+
 /* From unit `first` on. */
 int shim_encode(const gck_codec *codec, const gck_tensor *x, void *payload, int64_t first)
 {
