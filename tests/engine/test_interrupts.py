@@ -169,7 +169,7 @@ class Tally:
 
 
 @contextlib.contextmanager
-def nobody_else(tally):
+def undisturbed(tally):
     """An interrupt in a callback of the collector (hypothesis has one) is swallowed there, and
     pytest keeps it for its report, with the traceback and so the frames of the region around.
     Here no such callback runs, and what is swallowed elsewhere (in a weak reference's callback)
@@ -250,7 +250,7 @@ def storm(ck, seed, interrupts, runs=12):
     gc.collect()
     gc.freeze()
     try:
-        with nobody_else(tally), Alarm() as alarm:
+        with undisturbed(tally), Alarm() as alarm:
             while tally.forward + tally.backward < interrupts:
                 program = Program(rng)
                 program.want = reference(program, ck, x, w)[1]

@@ -161,7 +161,7 @@ def test_a_shorter_model_is_whole_again_after_an_error():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write):
     """Eager attention keeps its weights, whose size is quadratic."""
-    source = ConfigModel(write(attn_implementation=attention, attention_dropout=0.0), dtype="fp32")
+    source = ConfigModel(write(attn_implementation=attention, attention_dropout=0.0, num_hidden_layers=5), dtype="fp32")
     source.model.config._attn_implementation = attention
     limit = 2**28
     plan = plan_source(source, 256, memory=limit)
