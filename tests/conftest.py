@@ -61,7 +61,8 @@ def pytest_sessionstart(session):
 @pytest.fixture(scope="module", autouse=True)
 def _collections_are_short():
     """A collection in a test looks at what was made since its file began, not at the million
-    objects of the modules that were imported before."""
+    objects of the modules that were imported before; nor does ``gc.get_objects()`` show those. A
+    test that wants them calls ``gc.unfreeze()``."""
     gc.collect()
     gc.freeze()
 
