@@ -6,6 +6,7 @@ C looks each of them up once (csrc/torch/objects.c, rng.c).
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,20 @@ def _find_inplace_key() -> Any:
         return None
 
 
+def _adoption_copies() -> bool:
+    """Return whether torch copies a tensor that it should take from C, so that C still has to free
+    its own: the copy stays alive. torch 2.13 does.
+    """
+    x = torch.empty((0,))
+    alive = weakref.ref(x)
+    private.adopt_tensor(private.handle_of(x))
+    del x
+    return alive() is not None
+
+
+#: Makes a Python tensor of one that C has made.
+adopt_tensor: Any = private.adopt_tensor if private.handle_of is not None else None
+adopt_copies = adopt_tensor is not None and _adoption_copies()
 dlpack = _find_dlpack()
 key, key_inplace = _find_key(), _find_inplace_key()
 default_generator = torch.default_generator
