@@ -133,6 +133,21 @@ static int is_dual(const gck_py *py, PyObject *x)
 
 /* ---- facts ---- */
 
+int gck_input_storage(const gck_py *py, const gck_input *in, const void **address)
+{
+    PyObject *value;
+    int64_t offset;
+
+    if (!(in->known & GCK_FACT_VIEW) || in->reason != GCK_COMPRESS || in->view.numel == 0) {
+        return gck_storage_of(py, in->x, address);
+    }
+    value = PyObject_CallMethodObjArgs(in->x, py->names.storage_offset, NULL);
+    offset = value != NULL ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    *address = offset >= 0 ? (const char *)in->view.data - offset * (int64_t)gck_itemsize(in->view.dtype) : NULL;
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;
+}
+
 gck_input gck_input_of(PyObject *x) { return (gck_input){.x = Py_NewRef(x)}; }
 
 void gck_input_clear(gck_input *in) { Py_CLEAR(in->x); }

@@ -52,6 +52,9 @@ int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *v
 /* The address of x's storage, NULL when it has none.  0 or -1. */
 int gck_storage_of(const gck_py *py, PyObject *x, const void **address);
 
+/* The same, faster where the view is known; then of the storage that it had at that time. */
+int gck_input_storage(const gck_py *py, const gck_input *in, const void **address);
+
 /* Version of x into *version, -1 where x has none.  0 or -1. */
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version);
 
