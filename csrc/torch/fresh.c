@@ -37,9 +37,10 @@ int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int
                      gck_fresh *fresh)
 {
     int64_t plain[GCK_MAX_DIM], numel = 1;
-    const int32_t torchs = dtype == GCK_F32 ? gck_torch.aoti_torch_dtype_float32()
-                         : dtype == GCK_F16 ? gck_torch.aoti_torch_dtype_float16()
-                         : dtype == GCK_BF16 ? gck_torch.aoti_torch_dtype_bfloat16() : gck_torch.aoti_torch_dtype_bool();
+    const int32_t torchs = dtype == GCK_F32  ? gck_torch.aoti_torch_dtype_float32()
+                         : dtype == GCK_F16  ? gck_torch.aoti_torch_dtype_float16()
+                         : dtype == GCK_BF16 ? gck_torch.aoti_torch_dtype_bfloat16()
+                                             : gck_torch.aoti_torch_dtype_bool();
 
     for (int d = ndim - 1; d >= 0; d--) {
         plain[d] = numel;                        /* of empty tensors torch counts a size of 0 as 1 */

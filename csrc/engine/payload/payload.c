@@ -23,7 +23,7 @@ static int describe(gck_payload *self, gck_input *in, int exact)
         return -1;
     }
     self->ndim = view->ndim;
-    self->sizes = malloc(sizeof(int64_t) * (size_t)(2 * view->ndim + 1));
+    self->sizes = view->ndim <= GCK_FEW_DIMS ? self->few : malloc(sizeof(int64_t) * (size_t)(2 * view->ndim));
     if (self->sizes == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -380,7 +380,9 @@ static void payload_dealloc(PyObject *op)
         PyObject_ClearWeakRefs(op);
     }
     gck_payload_uncount(self);
-    free(self->sizes);
+    if (self->sizes != self->few) {
+        free(self->sizes);
+    }
     gck_fresh_free(&self->own);
     Py_XDECREF(self->buffer);
     Py_XDECREF(self->saved);

@@ -7,6 +7,8 @@
 #include "torch/fresh.h"
 #include "engine/state.h"
 
+enum { GCK_FEW_DIMS = 4 };
+
 typedef struct gck_payload {
     PyObject_HEAD
     PyObject        *weakrefs;
@@ -28,7 +30,8 @@ typedef struct gck_payload {
     int              counted;      /* counted in stats()                                 */
     int              live;         /* counted in live_bytes: outer hooks have not taken the bytes */
     int              ndim;
-    int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
+    int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc, or those:    */
+    int64_t          few[2 * GCK_FEW_DIMS];
     int              layout;       /* see layout.h; 0: strides do not count              */
     void            *stream;       /* the stream that wrote the bytes                    */
     /* See payload_overflow.h. */

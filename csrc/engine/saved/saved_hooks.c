@@ -23,47 +23,6 @@ enum { MAX_THREADS = 64 };         /* of a pair: hooks of threads that are remem
 
 /* ---- pack ---- */
 
-/* What other hooks passed in place of a tensor, without its history: replace it by the tensor itself,
- * where that is known.  0 or -1. */
-static int find_original(gck_state *state, gck_input *in)
-{
-    PyObject *modules = PyImport_GetModuleDict(), *original;
-
-    if (PyDict_GetItemWithError(modules, state->py.names.torch_remat) == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    original = PyObject_CallFunctionObjArgs(state->py.call.original_of, in->x, NULL);
-    if (original != NULL && original != Py_None) {
-        gck_input_clear(in);
-        *in = gck_input_of(original);
-    }
-    Py_XDECREF(original);
-    return original == NULL ? -1 : gck_input_read(&state->py, in, GCK_FACT_GRAD);
-}
-
-/* New reference: the node that made the tensor, or None.  Where there is one, its tensor requires grad and
- * is no leaf. */
-static PyObject *node_of(gck_state *state, gck_input *in)
-{
-    PyObject *x = in->x, *node = NULL;
-
-    if ((PyObject *)Py_TYPE(x) == state->py.Tensor) {                /* faster: one question for three */
-        node = PyObject_GetAttr(x, state->py.names.grad_fn);
-        if (node == NULL || node != Py_None) {
-            in->requires_grad = 1;
-            in->leaf = 0;
-            in->known |= GCK_FACT_GRAD | GCK_FACT_LEAF;
-            return node;
-        }
-        Py_DECREF(node);
-    }
-    if (gck_input_read(&state->py, in, GCK_FACT_GRAD) < 0 || (!in->requires_grad && find_original(state, in) < 0)) {
-        return NULL;
-    }
-    return in->requires_grad && (node == NULL || in->x != x) ? PyObject_GetAttr(in->x, state->py.names.grad_fn)
-                                                             : Py_NewRef(Py_None);
-}
-
 /* The form of a tensor that requires grad and was made by the node with the number `made`, as far as it is
  * known while the node `number` is being made; *wait: that node has to be seen first.  A reason as below. */
 static int judge_form(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t made, int64_t number,
@@ -95,14 +54,14 @@ static int judge_form(const gck_saved_hooks *self, gck_input *in, PyObject *node
 }
 
 /* The reason why x stays uncompressed; GCK_SKIP_EXACT when that depends on *as, or on *wait;
- * GCK_COMPRESS with *as when nothing needs it exactly; -1. */
+ * GCK_COMPRESS with *as when nothing needs it exactly; -1.  tracing: as gck_tracing() said, -1: ask. */
 static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t made, int64_t number,
-                 gck_saved_as *as, int *wait)
+                 int tracing, gck_saved_as *as, int *wait)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
     const gck_codec *codec;
-    int reason, tracing, form;
+    int reason, form;
 
     if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
         return -1;
@@ -112,8 +71,8 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
         return GCK_SKIP_LEAF;
     }
     codec = in->requires_grad ? plan->codec : gck_codec_find("mask");
-    reason = gck_input_judge(py, in, codec, plan->min_numel);
-    if (reason == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
+    reason = gck_input_judge_shape(py, in, codec, plan->min_numel);
+    if (reason == GCK_COMPRESS && (tracing = tracing >= 0 ? tracing : gck_tracing(py)) != 0) {
         return tracing < 0 ? -1 : GCK_SKIP_TRACING;
     }
     if (!in->requires_grad) {
@@ -167,13 +126,14 @@ static int put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *i
 static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_tensor *to)
 {
     gck_saved_as as = {.codec = NULL};
-    const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(&self->packing.state->py, node) : -1;
-    int waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
+    const gck_py *py = &self->packing.state->py;
+    const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(py, node) : -1;
+    int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
 
     if (made >= 0 && !gck_saved_waiting_may_last(self->waiting)) {
-        status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, made, number);
+        status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, made, number, &tracing);
     }
-    reason = status < 0 ? -1 : judge(self, in, node, made, number, &as, &waits);
+    reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
     status = reason < 0 ? -1 : waits ? wait(self, in, number, to) : put(self, &as, in, to, reason);
     Py_XDECREF(as.part);
     return status;
@@ -189,7 +149,7 @@ static PyObject *pack(PyObject *op, PyObject *x)
     const int64_t number = last >= 0 && self->packing.outer && last == self->last ? self->number : last;
     gck_input in = gck_input_of(x);
     gck_saved_tensor *to = number < 0 ? NULL : gck_saved_tensor_new(state);
-    PyObject *node = to != NULL ? node_of(state, &in) : NULL;
+    PyObject *node = to != NULL ? gck_node_of(state, &in) : NULL;
 
     if (node == NULL || keep(self, &in, node, number, to) < 0) {
         Py_CLEAR(to);
@@ -469,12 +429,12 @@ static int look_behind(const gck_saved_hooks *self, PyObject *result)
 {
     gck_state *state = self->packing.state;
     PyObject *nodes = PyObject_CallFunction(state->py.call.nodes_behind, "(O)", result);
-    int status = nodes == NULL ? -1 : 0;
+    int status = nodes == NULL ? -1 : 0, tracing;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
         const int64_t made = gck_node_number(&state->py, PyList_GetItem(nodes, i));
         status = made < 0 ? -1
-               : gck_saved_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), made, INT64_MAX);
+               : gck_saved_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), made, INT64_MAX, &tracing);
     }
     Py_XDECREF(nodes);
     return status;

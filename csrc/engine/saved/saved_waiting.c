@@ -189,17 +189,20 @@ static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end
     return edges == NULL ? -1 : status;
 }
 
-int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end)
+int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end,
+                            int *tracing)
 {
     gck_saved_list *l = gck_saved_list_of(waiting);
-    const int tracing = l->waits > 0 ? gck_tracing(&state->py) : 1;
 
     gck_batch batch;
     gck_error error;
     int status;
 
-    if (tracing != 0) {                          /* values cannot be read, or nothing waits */
-        return tracing < 0 ? -1 : 0;
+    if (l->waits == 0) {
+        return 0;
+    }
+    if ((*tracing = gck_tracing(&state->py)) != 0) {     /* values cannot be read */
+        return *tracing < 0 ? -1 : 0;
     }
     gck_batch_begin(&batch, state, 0);
     status = search(l, node, number, end, 2 * GCK_WAITING_NODES, &batch);
