@@ -133,14 +133,29 @@ static int is_dual(const gck_py *py, PyObject *x)
 
 /* ---- facts ---- */
 
+int gck_input_storage(const gck_py *py, const gck_input *in, const void **address)
+{
+    PyObject *value;
+    int64_t offset;
+
+    if (!(in->known & GCK_FACT_SHAPE) || in->reason != GCK_COMPRESS || in->view.numel == 0) {
+        return gck_storage_of(py, in->x, address);
+    }
+    value = PyObject_CallMethodObjArgs(in->x, py->names.storage_offset, NULL);
+    offset = value != NULL ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    *address = offset >= 0 ? (const char *)in->view.data - offset * (int64_t)gck_itemsize(in->view.dtype) : NULL;
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;
+}
+
 gck_input gck_input_of(PyObject *x) { return (gck_input){.x = Py_NewRef(x)}; }
 
 void gck_input_clear(gck_input *in) { Py_CLEAR(in->x); }
 
-static int read_view(gck_py *py, gck_input *in)
+static int read_view(gck_py *py, gck_input *in, int shape_only)
 {
     const int exact = (PyObject *)Py_TYPE(in->x) == py->Tensor || (PyObject *)Py_TYPE(in->x) == py->Parameter;
-    const int plain = exact ? is_plain(py, in->x) : 1;
+    const int plain = exact && !shape_only ? is_plain(py, in->x) : 1;
     int reason = plain < 0 ? -1 : GCK_SKIP_LAYOUT;
 
     if (plain > 0) {
@@ -153,24 +168,31 @@ static int read_view(gck_py *py, gck_input *in)
 
 int gck_input_read(gck_py *py, gck_input *in, int facts)
 {
-    const int missing = facts & ~in->known;
+    const int missing = facts & ~in->known, view = missing & GCK_FACT_VIEW;
 
     if (((missing & GCK_FACT_GRAD) && (in->requires_grad = gck_attr_is_true(in->x, py->names.requires_grad)) < 0)
         || ((missing & GCK_FACT_LEAF) && (in->leaf = gck_attr_is_true(in->x, py->names.is_leaf)) < 0)
         || ((missing & GCK_FACT_VERSION) && gck_version_of(py, in->x, &in->version) < 0)
-        || ((missing & GCK_FACT_VIEW) && read_view(py, in) < 0)) {       /* last, because it expires */
-        return -1;
+        || ((missing & (GCK_FACT_VIEW | GCK_FACT_SHAPE)) && read_view(py, in, !view) < 0)) {
+        return -1;                               /* last, because it expires */
     }
-    in->known |= facts;
+    in->known |= facts | (view ? GCK_FACT_SHAPE : 0);
     return 0;
+}
+
+static int judge(const gck_input *in, const gck_codec *codec, int64_t min_numel)
+{
+    return in->reason != GCK_COMPRESS                     ? in->reason
+         : !(codec->dtypes & GCK_BIT(in->view.dtype)) ? GCK_SKIP_DTYPE
+         : in->view.numel < min_numel                 ? GCK_SKIP_SMALL : GCK_COMPRESS;
 }
 
 int gck_input_judge(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel)
 {
-    if (gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_VIEW) < 0) {
-        return -1;
-    }
-    return in->reason != GCK_COMPRESS                     ? in->reason
-         : !(codec->dtypes & GCK_BIT(in->view.dtype)) ? GCK_SKIP_DTYPE
-         : in->view.numel < min_numel                 ? GCK_SKIP_SMALL : GCK_COMPRESS;
+    return gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_VIEW) < 0 ? -1 : judge(in, codec, min_numel);
+}
+
+int gck_input_judge_shape(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel)
+{
+    return gck_input_read(py, in, GCK_FACT_SHAPE) < 0 ? -1 : judge(in, codec, min_numel);
 }

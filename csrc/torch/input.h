@@ -16,7 +16,9 @@
 #include "torch/objects.h"
 #include "torch/tensor.h"
 
-enum { GCK_FACT_GRAD = 1, GCK_FACT_LEAF = 2, GCK_FACT_VERSION = 4, GCK_FACT_VIEW = 8 };
+/* GCK_FACT_SHAPE: `reason` and `view` as far as they follow without asking whether the memory holds
+ * the values as they are; who reads values asks for GCK_FACT_VIEW. */
+enum { GCK_FACT_GRAD = 1, GCK_FACT_LEAF = 2, GCK_FACT_VERSION = 4, GCK_FACT_SHAPE = 8, GCK_FACT_VIEW = 16 };
 
 typedef struct {
     PyObject   *x;                 /* owned                                                */
@@ -38,6 +40,9 @@ int gck_input_read(gck_py *py, gck_input *in, int facts);
  * not; -1 with an exception. */
 int gck_input_judge(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel);
 
+/* The same by its shape alone, for a tensor that is judged again before it is encoded. */
+int gck_input_judge_shape(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel);
+
 /* Read a plain Tensor or Parameter through DLPack: 1; 0 for meta, sparse and others, which DLPack
  * cannot show; -1. */
 int gck_read_dlpack(const gck_py *py, PyObject *x, gck_dl_tensor *dl);
@@ -51,6 +56,9 @@ int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *v
 
 /* The address of x's storage, NULL when it has none.  0 or -1. */
 int gck_storage_of(const gck_py *py, PyObject *x, const void **address);
+
+/* The same, faster where the view is known; then of the storage that it had at that time. */
+int gck_input_storage(const gck_py *py, const gck_input *in, const void **address);
 
 /* Version of x into *version, -1 where x has none.  0 or -1. */
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version);

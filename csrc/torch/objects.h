@@ -72,6 +72,7 @@
     OBJECT(as_non_leaf, "gradckpt._engine.torch_objects", "as_non_leaf")                           \
     OBJECT(saved_tensor_type, "gradckpt._engine.torch_private", "SavedTensor")                     \
     OBJECT(cpu_device, "gradckpt._engine.torch_objects", "cpu_device")                             \
+    OBJECT(adopt_tensor, "gradckpt._engine.torch_objects", "adopt_tensor")                         \
     OBJECT(recompute_mark, "gradckpt._engine.torch_objects", "recompute_mark")                     \
     OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")                       \
     OBJECT(cast, "gradckpt._engine.torch_objects", "cast")                                         \
@@ -109,7 +110,8 @@
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads)                    \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                         \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
-    NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)
+    NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)                  \
+    NAME(storage_offset) NAME(_saved_exponent)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;
@@ -129,6 +131,7 @@ typedef struct {
     gck_rng rng;                    /* the CPU's generator                              */
     const gck_dl_exchange *dlpack;  /* borrowed: static in torch                        */
     int has_accelerator;            /* this torch knows a device besides the CPU        */
+    int adopt_copies;               /* adopt_tensor leaves the handle to us             */
     int cuda_checked;               /* 1 after the driver was compared with the runtime */
 } gck_py;
 

@@ -6,6 +6,7 @@ C looks each of them up once (csrc/torch/objects.c, rng.c).
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,25 @@ def _find_inplace_key() -> Any:
         return None
 
 
+def _find_adoption() -> tuple[Any, bool]:
+    """Return a function that makes a Python tensor of one that C has made, or None, and whether it
+    copies what it should take, so that C still has to free its own: torch 2.13 does.
+
+    Then a tensor outlives its last reference in Python.
+    """
+    if private.adopt_tensor is None or private.handle_of is None:
+        return None, False
+    x = torch.empty((0,))
+    alive = weakref.ref(x)
+    try:
+        private.adopt_tensor(private.handle_of(x))
+    except (RuntimeError, TypeError):  # it takes something else than a capsule
+        return None, False
+    del x
+    return private.adopt_tensor, alive() is not None
+
+
+adopt_tensor, adopt_copies = _find_adoption()
 dlpack = _find_dlpack()
 key, key_inplace = _find_key(), _find_inplace_key()
 default_generator = torch.default_generator

@@ -124,6 +124,15 @@ push_hooks = _together(
 
 module_call = _find("torch.nn.Module._call_impl", "the names of modules in residuals()", None)
 
+# ---- tensors that C made ----
+
+adopt_tensor = _find(
+    "torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr", "making small CPU tensors without torch.empty", None
+)
+handle_of = _find(
+    "torch._C._aoti.unsafe_alloc_void_ptr_from_tensor", "making small CPU tensors without torch.empty", None
+)
+
 # ---- the profiler ----
 
 record_function = _find("torch._C._profiler._RecordFunctionFast", "track_memory()")

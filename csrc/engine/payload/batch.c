@@ -14,7 +14,7 @@ int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject
     b->codec = payload->codec;
     b->payload[b->n] = (gck_payload *)Py_NewRef((PyObject *)payload);
     b->tensor[b->n] = Py_NewRef(tensor);
-    b->buffer[b->n++] = Py_NewRef(buffer);
+    b->buffer[b->n++] = Py_XNewRef(buffer);
     if (!b->decode) {
         payload->waits = b;
     }
@@ -42,7 +42,7 @@ static void let_go(gck_batch *b, int done)
     for (int i = 0; i < n; i++) {
         Py_DECREF((PyObject *)b->payload[i]);
         Py_DECREF(b->tensor[i]);
-        Py_DECREF(b->buffer[i]);
+        Py_XDECREF(b->buffer[i]);
     }
 }
 

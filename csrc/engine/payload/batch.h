@@ -21,7 +21,7 @@ typedef struct gck_batch {
     int              n;
     gck_payload     *payload[GCK_BATCH]; /* all owned:                                      */
     PyObject        *tensor[GCK_BATCH];  /* read or written                                 */
-    PyObject        *buffer[GCK_BATCH];  /* the bytes of the payload                        */
+    PyObject        *buffer[GCK_BATCH];  /* the bytes of the payload; NULL: it has them     */
     PyObject        *saved;              /* borrowed iterator: of ctx.saved_tensors; NULL: not a node */
     PyObject        *made;               /* owned dict: what payloads gave that serve two arguments; NULL: none did */
 } gck_batch;

@@ -56,6 +56,15 @@ int gck_count_uncompressed(gck_state *state, PyObject *x, int reason)
     return gck_count_bytes(&state->py, x, &s->uncompressed_bytes);
 }
 
+void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason)
+{
+    const int counts = reason != GCK_SKIP_NO_GRAD && reason != GCK_SKIP_LEAF;
+
+    state->stats.uncompressed[reason]++;
+    state->stats.eligible += counts;
+    state->stats.uncompressed_bytes += counts ? nbytes : 0;
+}
+
 /* Store in *forward what the forward gets in place of x.  0 or -1. */
 static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **forward)
 {

@@ -63,6 +63,9 @@ int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter);
 /* Count in stats() that x stays uncompressed for this reason.  0 or -1. */
 int gck_count_uncompressed(gck_state *state, PyObject *x, int reason);
 
+/* The same for a tensor of known size. */
+void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason);
+
 /* New reference: the argument for the recompute.  Its values may be deferred in `batch`.  inputs:
  * NULL, or a list to which its tensors are added, which then have no history. */
 PyObject *gck_packed_restore(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs);

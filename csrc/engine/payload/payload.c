@@ -23,7 +23,7 @@ static int describe(gck_payload *self, gck_input *in, int exact)
         return -1;
     }
     self->ndim = view->ndim;
-    self->sizes = malloc(sizeof(int64_t) * (size_t)(2 * view->ndim + 1));
+    self->sizes = view->ndim <= GCK_FEW_DIMS ? self->few : malloc(sizeof(int64_t) * (size_t)(2 * view->ndim));
     if (self->sizes == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -68,7 +68,23 @@ void gck_payload_again(gck_payload *self)
     count_use(self);
 }
 
-/* Write the bytes, or defer that.  0; 1 when the codec overflows; -1. */
+/* Make the memory for the bytes.  Only a codec that fits needs no Python tensor of them, and only
+ * where no outer hook gets it.  0 or -1. */
+static int make_bytes(gck_payload *self, const gck_tensor *view, gck_payload_use use)
+{
+    gck_py *py = &self->state->py;
+    const int64_t nbytes = gck_nbytes(self->codec, view->numel, view->dtype);
+    const int ours = view->device < 0 && !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
+    const int made = ours ? gck_fresh_bytes(py, nbytes, &self->own) : 0;
+
+    if (made == 0) {
+        self->buffer = gck_bytes_empty(py, nbytes, view->device);
+    }
+    return made > 0 || self->buffer != NULL ? 0 : -1;
+}
+
+/* Write the bytes, or defer that.  The view is as describe() has left it.  0; 1 when the codec
+ * overflows; -1. */
 static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
 {
     gck_batch own;
@@ -76,6 +92,11 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
 
     if (gck_batch_takes(batch, self->codec, &in->view)) {    /* faster: one launch for several */
         return gck_batch_add(batch, self, in->x, self->buffer);
+    }
+    if (self->own.handle != NULL) {              /* faster: no Python has run since */
+        const gck_how how = {self->stochastic ? &self->dither : NULL, NULL};
+        return self->has_values
+             ? gck_run_encode(&self->state->py, self->codec, &in->view, &self->own.data, &how, 1) : 0;
     }
     gck_batch_begin(&own, self->state, 0);
     status = gck_batch_add(&own, self, in->x, self->buffer) < 0 ? -1 : gck_batch_flush(&own);
@@ -144,8 +165,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         self->dither = first != NULL ? first->dither : *dither;
     }
     /* What the user decodes may live long, so it has no holes. */
-    if (describe(self, in, codec->max_error == 0 && use != GCK_FOR_USER) < 0
-        || (self->buffer = gck_bytes_empty(&state->py, self->nbytes, self->device)) == NULL) {
+    if (make_bytes(self, &in->view, use) < 0 || describe(self, in, codec->max_error == 0 && use != GCK_FOR_USER) < 0) {
         goto exit;
     }
     if (gck_payload_overflow_begin(self) < 0 && use != GCK_FOR_USER) {
@@ -193,6 +213,14 @@ int gck_payload_adopt(gck_payload *self, PyObject *x)
 /* New reference: the buffer, through the outer hooks when those have it. */
 static PyObject *payload_bytes(gck_payload *self)
 {
+    if (self->own.handle != NULL) {
+        PyObject *buffer = gck_fresh_alias(&self->state->py, &self->own);
+        if (buffer != NULL && self->own.handle != NULL) {    /* else another thread was faster */
+            self->buffer = Py_NewRef(buffer);
+            gck_fresh_free(&self->own);
+        }
+        return buffer;
+    }
     if (self->saved == NULL && self->buffer == NULL) {
         return PyErr_Format(PyExc_RuntimeError,
                             "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
@@ -215,13 +243,13 @@ static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 /* Decode the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
-    PyObject *buffer = payload_bytes(self), *piece = buffer;
+    PyObject *buffer = self->own.handle != NULL ? NULL : payload_bytes(self), *piece = buffer;
     gck_batch own;
     void *bytes;
-    int status = buffer == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
+    int status = buffer == NULL && self->own.handle == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
 
     gck_batch_begin(&own, self->state, 1);
-    if (status == 0 && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
+    if (status == 0 && buffer != NULL && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
         /* outer hooks returned a slice of their own memory */
         buffer = PyObject_CallMethod(piece, "clone", NULL);
         Py_DECREF(piece);
@@ -243,6 +271,29 @@ static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const
                                           self->codec->max_error > 0));
 }
 
+/* Decode a payload that has its bytes itself: nothing runs Python before its values are there.  1 and
+ * *out, NULL with an exception; 0: it takes torch.empty. */
+static int decode_fresh(gck_payload *self, PyObject **out)
+{
+    gck_py *py = &self->state->py;
+    const int64_t *strides = self->layout ? self->sizes + self->ndim : NULL;
+    gck_fresh fresh = {.handle = NULL};
+    const int made = gck_fresh_tensor(py, self->ndim, self->sizes, strides, self->dtype, &fresh);
+
+    *out = NULL;
+    if (made > 0) {
+        const int plain = strides == NULL || gck_is_contiguous(self->ndim, self->sizes, strides);
+        const gck_tensor view = {fresh.data, self->numel, self->ndim, self->sizes, plain ? NULL : strides, strides,
+                                 self->dtype, -1, NULL};
+        const void *bytes = self->own.data;
+        if (gck_run_decode(py, self->codec, &bytes, &view, 1) == 0) {
+            *out = gck_fresh_object(py, &fresh);
+        }
+        gck_fresh_free(&fresh);
+    }
+    return made != 0;
+}
+
 static PyObject *decode(gck_payload *self, gck_batch *batch)
 {
     gck_state *state = self->state;
@@ -250,6 +301,10 @@ static PyObject *decode(gck_payload *self, gck_batch *batch)
     gck_tensor view;
     int reason, ok = 0;
 
+    if (batch == NULL && self->own.handle != NULL && self->layout != GCK_LAYOUT_HOLES && self->has_values
+        && decode_fresh(self, &out)) {
+        return out;
+    }
     if (gck_payload_overflow_original(self, &original) < 0) {
         return NULL;
     }
@@ -325,7 +380,10 @@ static void payload_dealloc(PyObject *op)
         PyObject_ClearWeakRefs(op);
     }
     gck_payload_uncount(self);
-    free(self->sizes);
+    if (self->sizes != self->few) {
+        free(self->sizes);
+    }
+    gck_fresh_free(&self->own);
     Py_XDECREF(self->buffer);
     Py_XDECREF(self->saved);
     Py_XDECREF(self->original);

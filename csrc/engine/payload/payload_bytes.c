@@ -12,9 +12,15 @@
 int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
 {
     gck_dl_tensor dl;
-    const int shown = gck_read_dlpack(&self->state->py, buffer, &dl);
     PyObject *device;
+    int shown;
 
+    if (buffer == NULL && self->own.handle != NULL) {
+        *data = self->own.data;
+        return 0;
+    }
+    buffer = buffer == NULL ? self->buffer : buffer;
+    shown = gck_read_dlpack(&self->state->py, buffer, &dl);
     if (shown < 0) {
         return -1;
     }

@@ -4,14 +4,18 @@
 #define GRADCKPT_PAYLOAD_BYTES_H
 
 #include "gradckpt.h"
+#include "torch/fresh.h"
 #include "engine/state.h"
+
+enum { GCK_FEW_DIMS = 4 };
 
 typedef struct gck_payload {
     PyObject_HEAD
     PyObject        *weakrefs;
     gck_state       *state;        /* borrowed: the type keeps the module alive          */
     const gck_codec *codec;
-    PyObject        *buffer;       /* uint8 tensor; NULL when `saved` has it             */
+    PyObject        *buffer;       /* uint8 tensor; NULL when `own` or `saved` has it    */
+    gck_fresh        own;          /* the bytes, until Python asks for them; else empty  */
     PyObject        *saved;        /* torch's SavedTensor of the buffer; else NULL       */
     PyObject        *original;     /* weak reference                                     */
     int64_t          version;      /* of the original when encoded; -1: it has none and is never shared */
@@ -26,7 +30,8 @@ typedef struct gck_payload {
     int              counted;      /* counted in stats()                                 */
     int              live;         /* counted in live_bytes: outer hooks have not taken the bytes */
     int              ndim;
-    int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc              */
+    int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc, or those:    */
+    int64_t          few[2 * GCK_FEW_DIMS];
     int              layout;       /* see layout.h; 0: strides do not count              */
     void            *stream;       /* the stream that wrote the bytes                    */
     /* See payload_overflow.h. */
@@ -41,7 +46,13 @@ typedef struct gck_payload {
     int              uses, fresh;  /* regions that use it; encodes in this epoch         */
 } gck_payload;
 
-/* The memory of its bytes, which are in `buffer`.  0 or -1. */
+/* 1 when it has its bytes itself, and no outer hook. */
+static inline int gck_payload_has_bytes(const gck_payload *payload)
+{
+    return payload->buffer != NULL || payload->own.handle != NULL;
+}
+
+/* The memory of its bytes, which are in `buffer`; NULL: in the payload.  0 or -1. */
 int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);
 
 /* The operands of the codec.  Nothing may run Python between this and the work.  0 or -1. */

@@ -30,15 +30,19 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
                               gck_batch *batch)
 {
     const gck_tensor was = in->view;
-    const int seen = gck_view_again(&state->py, in->x, &was, &in->view) == 0 && in->view.device < 0;
     gck_payload *found = NULL;
+    int seen = 0;                                /* -1: it changed, with an exception */
 
-    for (int i = 0; seen && i < GCK_NRECENT && found == NULL; i++) {
+    for (int i = 0; seen >= 0 && i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
-        if (p != NULL && p->codec == codec && p->stochastic == stochastic && (p->waits == NULL || p->waits == batch)
-            && p->buffer != NULL && p->overflow == NULL && PyWeakref_GetObject(p->original) == in->x
-            && p->version == in->version && p->requires_grad == in->requires_grad && p->leaf == in->leaf
-            && same_view(p, &in->view)) {
+        if (p == NULL || p->codec != codec || p->stochastic != stochastic || (p->waits != NULL && p->waits != batch)
+            || p->device >= 0 || !gck_payload_has_bytes(p) || p->overflow != NULL
+            || PyWeakref_GetObject(p->original) != in->x || p->version != in->version
+            || p->requires_grad != in->requires_grad || p->leaf != in->leaf) {
+            continue;
+        }
+        seen = seen > 0 ? 1 : gck_view_again(&state->py, in->x, &was, &in->view) < 0 ? -1 : 1;
+        if (seen > 0 && same_view(p, &in->view)) {
             found = (gck_payload *)Py_NewRef((PyObject *)p);
             memmove(&state->recent[1], &state->recent[0], (size_t)i * sizeof p);       /* most recently used */
             state->recent[0] = p;
@@ -54,7 +58,7 @@ int gck_sharing_proof(gck_payload *a, gck_payload *b)
 {
     PyObject *x = Py_XNewRef(a->buffer), *y = Py_XNewRef(b->buffer);
     void *left, *right;
-    int same = x == NULL || y == NULL || a->overflow != NULL ? 0 : -1;
+    int same = !gck_payload_has_bytes(a) || !gck_payload_has_bytes(b) || a->overflow != NULL ? 0 : -1;
 
     if (same < 0 && gck_payload_view(a, x, &left) == 0 && gck_payload_view(b, y, &right) == 0) {
         Py_BEGIN_ALLOW_THREADS
@@ -75,7 +79,7 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
     gck_how how;
     int status;
 
-    if (first->device >= 0 || first->nbytes > SCRATCH || first->buffer == NULL || first->overflow != NULL) {
+    if (first->device >= 0 || first->nbytes > SCRATCH || !gck_payload_has_bytes(first) || first->overflow != NULL) {
         return 0;
     }
     if (gck_payload_work(first, in->x, first->buffer, &view, &bytes, &how) < 0) {

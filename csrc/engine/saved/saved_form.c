@@ -112,7 +112,7 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
         reason = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
                : gck_input_judge(py, &whole, codec, 0);
     }
-    if (reason < 0 || gck_view_again(py, in->x, &in->view, &view) < 0) {
+    if (reason < 0 || (reason == GCK_COMPRESS && gck_view_again(py, in->x, &in->view, &view) < 0)) {
         done = -1;
     } else if (reason == GCK_COMPRESS && keeps_strides(&whole.view) && lies_within(&view, &whole.view, &offset)) {
         /* One after the other: no attribute is read with an error set. */
@@ -176,10 +176,11 @@ int gck_saved_form_put(const gck_saved_hooks *self, const gck_saved_as *as, gck_
 {
     gck_state *state = self->packing.state;
     const int outer = self->packing.outer, judged = reason == GCK_SKIP_EXACT || reason == GCK_SKIP_UNKNOWN;
-    int done = gck_input_read(&state->py, in, GCK_FACT_GRAD | GCK_FACT_LEAF);
+    const int whole = as->codec != NULL && as->part == NULL;     /* then its view is needed anyway */
+    int done = gck_input_read(&state->py, in, GCK_FACT_GRAD | GCK_FACT_LEAF | (whole ? GCK_FACT_VIEW : 0));
 
     if (done == 0 && judged && self->waiting != NULL && !outer) {
-        done = gck_storage_of(&state->py, in->x, &to->storage);
+        done = gck_input_storage(&state->py, in, &to->storage);
     }
     if (done < 0 || (outer && push_outer(self) < 0)) {
         return -1;

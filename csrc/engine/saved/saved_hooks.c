@@ -23,37 +23,18 @@ enum { MAX_THREADS = 64 };         /* of a pair: hooks of threads that are remem
 
 /* ---- pack ---- */
 
-/* What other hooks passed in place of a tensor, without its history: replace it by the tensor itself,
- * where that is known.  0 or -1. */
-static int find_original(gck_state *state, gck_input *in)
-{
-    PyObject *modules = PyImport_GetModuleDict(), *original;
-
-    if (PyDict_GetItemWithError(modules, state->py.names.torch_remat) == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    original = PyObject_CallFunctionObjArgs(state->py.call.original_of, in->x, NULL);
-    if (original != NULL && original != Py_None) {
-        gck_input_clear(in);
-        *in = gck_input_of(original);
-    }
-    Py_XDECREF(original);
-    return original == NULL ? -1 : gck_input_read(&state->py, in, GCK_FACT_GRAD);
-}
-
-/* The form of a tensor that requires grad, as far as it is known while the node with this number is
- * being made; *wait: that node has to be seen first.  A reason as below. */
-static int judge_form(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_as *as,
-                      int *wait)
+/* The form of a tensor that requires grad and was made by the node with the number `made`, as far as it is
+ * known while the node `number` is being made; *wait: that node has to be seen first.  A reason as below. */
+static int judge_form(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t made, int64_t number,
+                      gck_saved_as *as, int *wait)
 {
     gck_state *state = self->packing.state;
     const int in_leaf = node == Py_None ? 0 : gck_lies_in_leaf(state, in->x, node);
-    const int64_t made = node == Py_None || in_leaf != 0 ? -1 : gck_node_number(&state->py, node);
     PyObject *index;
     long which;
 
-    if (in_leaf != 0 || PyErr_Occurred()) {
-        return in_leaf < 0 || PyErr_Occurred() ? -1 : GCK_SKIP_LEAF;
+    if (in_leaf != 0) {
+        return in_leaf < 0 ? -1 : GCK_SKIP_LEAF;
     }
     if (self->waiting == NULL || gck_packing_for_region) {
         as->codec = self->packing.plan.codec;
@@ -73,14 +54,14 @@ static int judge_form(const gck_saved_hooks *self, gck_input *in, PyObject *node
 }
 
 /* The reason why x stays uncompressed; GCK_SKIP_EXACT when that depends on *as, or on *wait;
- * GCK_COMPRESS with *as when nothing needs it exactly; -1. */
-static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_as *as,
-                 int *wait)
+ * GCK_COMPRESS with *as when nothing needs it exactly; -1.  tracing: as gck_tracing() said, -1: ask. */
+static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t made, int64_t number,
+                 int tracing, gck_saved_as *as, int *wait)
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
     const gck_codec *codec;
-    int reason, tracing, form;
+    int reason, form;
 
     if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
         return -1;
@@ -90,8 +71,8 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
         return GCK_SKIP_LEAF;
     }
     codec = in->requires_grad ? plan->codec : gck_codec_find("mask");
-    reason = gck_input_judge(py, in, codec, plan->min_numel);
-    if (reason == GCK_COMPRESS && (tracing = gck_tracing(py)) != 0) {
+    reason = gck_input_judge_shape(py, in, codec, plan->min_numel);
+    if (reason == GCK_COMPRESS && (tracing = tracing >= 0 ? tracing : gck_tracing(py)) != 0) {
         return tracing < 0 ? -1 : GCK_SKIP_TRACING;
     }
     if (!in->requires_grad) {
@@ -101,7 +82,7 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     if (reason != GCK_COMPRESS && reason != GCK_SKIP_SMALL) {
         return reason;
     }
-    form = judge_form(self, in, node, number, as, wait);
+    form = judge_form(self, in, node, made, number, as, wait);
     if (form == GCK_SKIP_EXACT && reason == GCK_SKIP_SMALL) {
         *wait = 0;
         as->codec = NULL;
@@ -116,16 +97,15 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_
 {
     gck_state *state = self->packing.state;
     gck_packing packing = self->packing;
-    const int64_t kept = state->stats.uncompressed_bytes;
 
     packing.outer = 0;                           /* outer hooks see its final form */
-    if (gck_pack_exactly(&packing, in, &to->form.entry) < 0
-        || gck_count_uncompressed(state, in->x, GCK_SKIP_UNKNOWN) < 0) {
+    if (gck_pack_exactly(&packing, in, &to->form.entry) < 0) {
         return -1;
     }
     to->number = number;
     to->on_device = in->view.device >= 0;        /* it was judged, so it has a view */
-    to->waits = state->stats.uncompressed_bytes - kept;
+    to->waits = in->view.numel * (int64_t)gck_itemsize(in->view.dtype);
+    gck_count_uncompressed_bytes(state, to->waits, GCK_SKIP_UNKNOWN);
     to->epoch = state->epoch;
     to->hooks = Py_NewRef((PyObject *)self);
     gck_count_live(state, to->waits);
@@ -146,12 +126,14 @@ static int put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *i
 static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_tensor *to)
 {
     gck_saved_as as = {.codec = NULL};
-    int waits = 0, status = 0, reason;
+    const gck_py *py = &self->packing.state->py;
+    const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(py, node) : -1;
+    int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
 
-    if (self->waiting != NULL && node != Py_None && !gck_saved_waiting_may_last(self->waiting)) {
-        status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, number);
+    if (made >= 0 && !gck_saved_waiting_may_last(self->waiting)) {
+        status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, made, number, &tracing);
     }
-    reason = status < 0 ? -1 : judge(self, in, node, number, &as, &waits);
+    reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
     status = reason < 0 ? -1 : waits ? wait(self, in, number, to) : put(self, &as, in, to, reason);
     Py_XDECREF(as.part);
     return status;
@@ -167,12 +149,8 @@ static PyObject *pack(PyObject *op, PyObject *x)
     const int64_t number = last >= 0 && self->packing.outer && last == self->last ? self->number : last;
     gck_input in = gck_input_of(x);
     gck_saved_tensor *to = number < 0 ? NULL : gck_saved_tensor_new(state);
-    PyObject *node = NULL;
+    PyObject *node = to != NULL ? gck_node_of(state, &in) : NULL;
 
-    if (to != NULL && gck_input_read(&state->py, &in, GCK_FACT_GRAD) == 0
-        && (in.requires_grad || find_original(state, &in) == 0)) {
-        node = in.requires_grad ? PyObject_GetAttr(in.x, state->py.names.grad_fn) : Py_NewRef(Py_None);
-    }
     if (node == NULL || keep(self, &in, node, number, to) < 0) {
         Py_CLEAR(to);
     }
@@ -451,10 +429,12 @@ static int look_behind(const gck_saved_hooks *self, PyObject *result)
 {
     gck_state *state = self->packing.state;
     PyObject *nodes = PyObject_CallFunction(state->py.call.nodes_behind, "(O)", result);
-    int status = nodes == NULL ? -1 : 0;
+    int status = nodes == NULL ? -1 : 0, tracing;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
-        status = gck_saved_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), INT64_MAX);
+        const int64_t made = gck_node_number(&state->py, PyList_GetItem(nodes, i));
+        status = made < 0 ? -1
+               : gck_saved_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), made, INT64_MAX, &tracing);
     }
     Py_XDECREF(nodes);
     return status;

@@ -230,6 +230,47 @@ const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **at
     return &rows[index];
 }
 
+/* ---- the node of a tensor ---- */
+
+/* What other hooks passed in place of a tensor, without its history: replace it by the tensor itself,
+ * where that is known.  0 or -1. */
+static int find_original(gck_state *state, gck_input *in)
+{
+    PyObject *modules = PyImport_GetModuleDict(), *original;
+
+    if (PyDict_GetItemWithError(modules, state->py.names.torch_remat) == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    original = PyObject_CallFunctionObjArgs(state->py.call.original_of, in->x, NULL);
+    if (original != NULL && original != Py_None) {
+        gck_input_clear(in);
+        *in = gck_input_of(original);
+    }
+    Py_XDECREF(original);
+    return original == NULL ? -1 : gck_input_read(&state->py, in, GCK_FACT_GRAD);
+}
+
+PyObject *gck_node_of(gck_state *state, gck_input *in)
+{
+    PyObject *x = in->x, *node = NULL;
+
+    if ((PyObject *)Py_TYPE(x) == state->py.Tensor) {                /* faster: one question for three */
+        node = PyObject_GetAttr(x, state->py.names.grad_fn);
+        if (node == NULL || node != Py_None) {
+            in->requires_grad = 1;
+            in->leaf = 0;
+            in->known |= GCK_FACT_GRAD | GCK_FACT_LEAF;
+            return node;
+        }
+        Py_DECREF(node);
+    }
+    if (gck_input_read(&state->py, in, GCK_FACT_GRAD) < 0 || (!in->requires_grad && find_original(state, in) < 0)) {
+        return NULL;
+    }
+    return in->requires_grad && (node == NULL || in->x != x) ? PyObject_GetAttr(in->x, state->py.names.grad_fn)
+                                                             : Py_NewRef(Py_None);
+}
+
 /* ---- numbers ---- */
 
 int64_t gck_last_node_number(const gck_py *py)

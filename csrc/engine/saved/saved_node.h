@@ -2,6 +2,7 @@
 #ifndef GRADCKPT_SAVED_NODE_H
 #define GRADCKPT_SAVED_NODE_H
 
+#include "torch/input.h"
 #include "engine/state.h"
 
 /* What a node's backward needs of a tensor that it saves.  Whatever has no role stays exact. */
@@ -45,6 +46,11 @@ const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **at
 
 /* 1 when the tensor is a result of the operator. */
 int gck_saved_row_is_result(const gck_saved_row *row);
+
+/* New reference: the node that made the tensor, or None; NULL with an exception.  Reads whether it requires
+ * grad.  What other hooks passed in place of a tensor, without its history, is replaced in *in by the
+ * tensor itself, where that is known. */
+PyObject *gck_node_of(gck_state *state, gck_input *in);
 
 /* The sequence number of a node; INT64_MAX for nodes without one; -1 with an exception.  Numbers
  * grow within a thread. */

@@ -89,9 +89,9 @@ static int64_t row_of(const gck_tensor *view)
 }
 
 /* 1 when the exponent is 2, 3 or 4. */
-static int is_small_power(PyObject *node)
+static int is_small_power(const gck_py *py, PyObject *node)
 {
-    PyObject *value = PyObject_GetAttrString(node, "_saved_exponent");
+    PyObject *value = PyObject_GetAttr(node, py->names._saved_exponent);
     const double exponent = value != NULL ? PyFloat_AsDouble(value) : -1;
 
     Py_XDECREF(value);
@@ -157,12 +157,18 @@ static int cut(gck_state *state, const gck_input *in, const gck_tensor *view, gc
          : take_part(state, in, NULL, "clamp", Py_BuildValue("(ii)", -20, 20), as);
 }
 
+/* 1 when its shape and place decide. */
+static int reads_view(gck_role role)
+{
+    return role != GCK_ROLE_VALUES && role != GCK_ROLE_ROUNDED && role != GCK_ROLE_POWER;
+}
+
 /* The form of a tensor with this role.  0 or -1, and *as is then empty. */
 static int form_of(gck_state *state, const gck_saved_formats *formats, const gck_saved_row *row, PyObject *node,
                    gck_input *in, gck_saved_as *as)
 {
     gck_tensor view = {.ndim = 0};
-    int holds = look(state, in, &view);
+    int holds = reads_view(row->role) ? look(state, in, &view) : 1;
 
     if (holds <= 0) {
         return holds;
@@ -179,7 +185,7 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
         holds = is_whole_factor(state, node, &view);
         break;
     case GCK_ROLE_POWER:
-        holds = is_small_power(node);
+        holds = is_small_power(&state->py, node);
         break;
     case GCK_ROLE_CUT:
         holds = cut(state, in, &view, as) < 0 ? -1 : 1;

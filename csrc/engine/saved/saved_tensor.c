@@ -127,18 +127,22 @@ PyObject *gck_saved_form_view(const gck_saved_form *form, PyObject *whole)
 
 PyObject *gck_saved_tensor_restore(const gck_saved_tensor *self)
 {
-    const gck_saved_form *form = &self->form;
-    PyObject *whole, *x;
+    /* A forward on another thread may give it another form meanwhile. */
+    gck_saved_form form = {.dtype = Py_XNewRef(self->form.dtype), .view = Py_XNewRef(self->form.view)};
+    PyObject *payload, *x, *whole = NULL;
 
-    if (form->entry.kind != GCK_PACKED_PAYLOAD) {
-        return gck_packed_restore(self->state, &form->entry, NULL, NULL);
+    if (self->form.entry.kind != GCK_PACKED_PAYLOAD) {
+        x = gck_packed_restore(self->state, &self->form.entry, NULL, NULL);
+    } else {
+        payload = Py_NewRef(self->form.entry.value);
+        whole = gck_payload_revive((gck_payload *)payload, NULL);
+        x = whole == NULL ? NULL
+          : form.view != NULL ? gck_saved_form_view(&form, whole)
+          : form.dtype != NULL ? PyObject_CallMethodObjArgs(whole, self->state->py.names.to, form.dtype, NULL)
+          : Py_NewRef(whole);
+        Py_XDECREF(whole);
+        Py_DECREF(payload);
     }
-    whole = gck_payload_revive((gck_payload *)form->entry.value, NULL);
-    if (whole == NULL || (form->dtype == NULL && form->view == NULL)) {
-        return whole;
-    }
-    x = form->view != NULL ? gck_saved_form_view(form, whole)
-                           : PyObject_CallMethodObjArgs(whole, self->state->py.names.to, form->dtype, NULL);
-    Py_DECREF(whole);
+    gck_saved_form_clear(&form);
     return x;
 }

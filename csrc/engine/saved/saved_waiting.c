@@ -150,10 +150,12 @@ static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, gck_batc
 {
     int status = 0;
 
-    for (int i = l->n; status == 0 && l->waits > 0 && i-- > 0;) {
+    for (int i = l->n, left = l->waits; status == 0 && left > 0 && i-- > 0;) {
+        left -= l->known[i]->hooks != NULL;
         if (l->known[i]->hooks != NULL && l->known[i]->number == number) {
             status = settle(l->known[i], node, 0, batch);
             i = l->n;                            /* Python has run: the list may have changed */
+            left = l->waits;
         }
     }
     return status;
@@ -161,10 +163,9 @@ static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, gck_batc
 
 /* As gck_saved_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that
  * are being made now. */
-static int search(gck_saved_list *l, PyObject *node, int64_t end, int depth, gck_batch *batch)
+static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end, int depth, gck_batch *batch)
 {
     const gck_py *py = &batch->state->py;
-    const int64_t number = gck_node_number(py, node);
     int64_t *seen = &l->seen[number >= 0 ? number % GCK_WAITING_NODES : 0];
     PyObject *edges;
     int status = 0;
@@ -182,26 +183,29 @@ static int search(gck_saved_list *l, PyObject *node, int64_t end, int depth, gck
     edges = PyObject_GetAttr(node, py->names.next_functions);
     for (Py_ssize_t i = 0; edges != NULL && status == 0 && l->waits > 0 && i < PyTuple_Size(edges); i++) {
         PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
-        status = next == Py_None ? 0 : search(l, next, end, depth - 1, batch);
+        status = next == Py_None ? 0 : search(l, next, gck_node_number(py, next), end, depth - 1, batch);
     }
     Py_XDECREF(edges);
     return edges == NULL ? -1 : status;
 }
 
-int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t end)
+int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end,
+                            int *tracing)
 {
     gck_saved_list *l = gck_saved_list_of(waiting);
-    const int tracing = l->waits > 0 ? gck_tracing(&state->py) : 1;
 
     gck_batch batch;
     gck_error error;
     int status;
 
-    if (tracing != 0) {                          /* values cannot be read, or nothing waits */
-        return tracing < 0 ? -1 : 0;
+    if (l->waits == 0) {
+        return 0;
+    }
+    if ((*tracing = gck_tracing(&state->py)) != 0) {     /* values cannot be read */
+        return *tracing < 0 ? -1 : 0;
     }
     gck_batch_begin(&batch, state, 0);
-    status = search(l, node, end, 2 * GCK_WAITING_NODES, &batch);
+    status = search(l, node, number, end, 2 * GCK_WAITING_NODES, &batch);
     error = gck_error_take();                    /* what was settled before needs its bytes none the less */
     if (gck_batch_flush(&batch) < 0) {
         status = -1;

@@ -18,8 +18,10 @@ int gck_saved_waiting_may_last(PyObject *waiting);
  * a result; go_on: and waits again.  0 or -1. */
 int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on);
 
-/* Settle what this node and those behind it save, if their numbers are below `end`, because the
- * node that is being made may be among them.  0 or -1. */
-int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t end);
+/* Settle what this node, which has this number, and those behind it save, if their numbers are below
+ * `end`, because the node that is being made may be among them.  *tracing: what gck_tracing() said,
+ * where it was asked.  0 or -1. */
+int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end,
+                            int *tracing);
 
 #endif

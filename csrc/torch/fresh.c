@@ -1,0 +1,90 @@
+/* fresh.c: new tensors through torch's C interface. */
+#include "torch/fresh.h"
+
+#include "torch/calls.h"
+
+enum { LARGE = 1 << 18 };   /* bytes: from here on the time of the call does not count, and a failure,
+                             * which the C interface would print, is likely */
+
+static int make(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype,
+                gck_fresh *fresh)
+{
+    const int modes = py->adopt_tensor == Py_None ? 1 : gck_ask(py->dispatch_stack_len);
+
+    if (modes != 0) {
+        return modes < 0 ? -1 : 0;
+    }
+    if (gck_torch.aoti_torch_empty_strided(ndim, sizes, strides, dtype, gck_torch.aoti_torch_device_type_cpu(), 0,
+                                           &fresh->handle) != 0) {
+        fresh->handle = NULL;
+        return 0;
+    }
+    if (gck_torch.torch_get_mutable_data_ptr(fresh->handle, &fresh->data) != 0) {
+        gck_fresh_free(fresh);
+        return 0;
+    }
+    return 1;
+}
+
+int gck_fresh_bytes(const gck_py *py, int64_t nbytes, gck_fresh *fresh)
+{
+    const int64_t stride = 1;
+
+    return nbytes >= LARGE ? 0 : make(py, 1, &nbytes, &stride, gck_torch.aoti_torch_dtype_uint8(), fresh);
+}
+
+int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype,
+                     gck_fresh *fresh)
+{
+    int64_t plain[GCK_MAX_DIM], numel = 1;
+    const int32_t torchs = dtype == GCK_F32  ? gck_torch.aoti_torch_dtype_float32()
+                         : dtype == GCK_F16  ? gck_torch.aoti_torch_dtype_float16()
+                         : dtype == GCK_BF16 ? gck_torch.aoti_torch_dtype_bfloat16()
+                                             : gck_torch.aoti_torch_dtype_bool();
+
+    for (int d = ndim - 1; d >= 0; d--) {
+        plain[d] = numel;                        /* of empty tensors torch counts a size of 0 as 1 */
+        numel *= sizes[d] > 0 ? sizes[d] : 1;
+    }
+    return numel >= LARGE / (int64_t)gck_itemsize(dtype) ? 0
+         : make(py, ndim, sizes, strides != NULL ? strides : plain, torchs, fresh);
+}
+
+/* New reference: the tensor of a handle, which is taken over. */
+static PyObject *adopt(const gck_py *py, AtenTensorHandle handle)
+{
+    PyObject *capsule = PyCapsule_New(handle, NULL, NULL);
+    PyObject *x = capsule != NULL ? PyObject_CallFunctionObjArgs(py->adopt_tensor, capsule, NULL) : NULL;
+
+    Py_XDECREF(capsule);
+    if (capsule == NULL || py->adopt_copies) {
+        gck_torch.aoti_torch_delete_tensor_object(handle);
+    }
+    return x;
+}
+
+PyObject *gck_fresh_object(const gck_py *py, gck_fresh *fresh)
+{
+    AtenTensorHandle handle = fresh->handle;
+
+    *fresh = (gck_fresh){.handle = NULL};
+    return adopt(py, handle);
+}
+
+PyObject *gck_fresh_alias(const gck_py *py, const gck_fresh *fresh)
+{
+    AtenTensorHandle handle;
+
+    if (gck_torch.aoti_torch_new_tensor_handle(fresh->handle, &handle) != 0) {
+        return PyErr_NoMemory();
+    }
+    return adopt(py, handle);
+}
+
+void gck_fresh_free(gck_fresh *fresh)
+{
+    if (fresh->handle != NULL) {
+        gck_torch.aoti_torch_delete_tensor_object(fresh->handle);
+    }
+    *fresh = (gck_fresh){.handle = NULL};
+}
