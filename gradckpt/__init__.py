@@ -24,7 +24,8 @@ from gradckpt._gradient_error import gradient_error
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import disable, enable
 from gradckpt._patching import patched
-from gradckpt._planning.plan import Plan, plan
+from gradckpt._planning.plan import plan
+from gradckpt._planning.region_plan import Plan
 from gradckpt._residuals import residuals
 from gradckpt._stats import stats
 from gradckpt._version import __version__ as __version__

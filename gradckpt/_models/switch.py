@@ -30,19 +30,19 @@ from gradckpt.integrations.transformers import models
 from gradckpt.policies import PolicyLike
 from gradckpt.selectors import Selector, Subset, describe
 
-__all__ = ["Handle", "disable", "enable"]
+__all__ = ["UNSET", "Handle", "Modules", "Unset", "disable", "enable"]
 
 logger = logging.getLogger("gradckpt")
 
 
-class _Unset(enum.Enum):
+class Unset(enum.Enum):
     UNSET = "<unset>"
 
     def __repr__(self) -> str:
         return self.value
 
 
-UNSET: Final = _Unset.UNSET
+UNSET: Final = Unset.UNSET
 
 #: One selector, a list of them, or a mapping of selectors to the settings of their modules.
 Modules = None | Selector | list[Any] | Mapping[Any, Any]
@@ -61,7 +61,7 @@ class CheckpointKeywords(TypedDict, total=False):
 
 def enable(
     model: Module,
-    compress: Compress | _Unset = UNSET,
+    compress: Compress | Unset = UNSET,
     *,
     modules: Modules = None,
     every_n_layers: int = 1,
