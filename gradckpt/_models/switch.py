@@ -35,6 +35,16 @@ __all__ = ["BUDGET", "UNSET", "Handle", "Modules", "Unset", "disable", "enable"]
 logger = logging.getLogger("gradckpt")
 
 
+#: The tables of a module's forward hooks.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
 class Unset(enum.Enum):
     UNSET = "<unset>"
 
@@ -276,7 +286,7 @@ def snapshot(model: Module) -> Callable[[], None]:
     adapters = models.adapters_in(model)
     ours = [*regions_in(model), *(adapter for _, adapter in adapters)]
     places: list[dict[Any, Any]] = [vars(each) for each in (*modules, *ours)]
-    places += [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    places += [vars(module)[name] for module in modules for name in _HOOKS]
     before = [dict(place) for place in places]
 
     def put_back() -> None:

@@ -26,7 +26,7 @@ from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
 from gradckpt._planning.blocks import find_blocks
 from gradckpt._planning.budget import parse_budget
-from gradckpt._planning.comparison import refuse_shards
+from gradckpt._planning.comparison import quiet, refuse_shards
 from gradckpt._planning.optimizers import state_bytes
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
 from gradckpt._planning.profile import Profile
@@ -48,10 +48,11 @@ class LiveBudget:
 
     def __init__(self, model: Module, budget: Any, compress: Any, modules: Any, optimizer: Any) -> None:
         self.budget, self.compress = budget, compress
-        parse_budget(budget, _device_of(model))
+        self._step_only = parse_budget(budget, _device_of(model)).step_only
         refuse_shards(model)
         self._options = allowed(compress, False)
-        self._blocks = [WeakModule(block) for block in find_blocks(model, modules)]
+        with quiet():
+            self._blocks = [WeakModule(block) for block in find_blocks(model, modules)]
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._counts_optimizer = optimizer is not None  # from the first plan on
         self.plan: Plan | None = None
@@ -67,7 +68,7 @@ class LiveBudget:
         self._known = {"input": 0, "gradients": 0, "states": 0}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("budget", "compress", "_options", "_blocks", "_counts_optimizer", "plan")
+        kept = ("budget", "compress", "_options", "_blocks", "_counts_optimizer", "_step_only", "plan")
         return {key: vars(self)[key] for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,7 +94,8 @@ class LiveBudget:
         if all(rule == KEEP.rule for rule in rules.values()):
             take_off(model)
         else:
-            enable(model, None, modules=rules)
+            with quiet():
+                enable(model, None, modules=rules)
         vars(model)[BUDGET] = self
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
@@ -144,10 +146,11 @@ class LiveBudget:
     def _grown(self, model: Module, args: Any, kwargs: Any) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""
         optimizer = self._optimizer() if self._optimizer is not None else None
+        uncounted = self._counts_optimizer or self._step_only
         sizes = {
             "input": sum(x.numel() for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor)),
             "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
-            "states": 0 if optimizer is None or self._counts_optimizer else state_bytes(optimizer),
+            "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
         }
         found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
         self._known = {key: max(size, self._known[key]) for key, size in sizes.items()}

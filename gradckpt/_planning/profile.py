@@ -90,7 +90,8 @@ class Profile:
         limits_error: bool = False,
     ) -> None:
         self.model = model
-        self.blocks = find_blocks(model, modules)
+        with quiet():
+            self.blocks = find_blocks(model, modules)
         self.options = allowed(compress, limits_error)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._run = run
