@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Union
 
@@ -22,7 +23,7 @@ from gradckpt._stats import Stats, stats, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import alone, halves_of, step_of_batch, step_of_function, tensors_in
 
-__all__ = ["gradient_error"]
+__all__ = ["StepErrors", "gradient_error"]
 
 #: One candidate, a list of them, or a mapping of names to them.
 Candidates = Union[None, Candidate, Iterable[Candidate], Mapping[str, Candidate]]
@@ -75,7 +76,7 @@ def gradient_error(
     chosen = _settings_of(candidates)
     _check(model, chosen)
     with alone(model):
-        trial = _Trial(model, batch_or_step, modules)
+        trial = Trial(model, batch_or_step, modules)
         try:
             with uncounted():
                 return _measure(trial, chosen)
@@ -110,7 +111,7 @@ def _check(model: Module, chosen: Mapping[str, Setting]) -> None:
 # ---- runs ----
 
 
-class _Trial:
+class Trial:
     """A step of a model that can be repeated in other settings."""
 
     def __init__(self, model: Module, batch_or_step: Any, modules: Modules) -> None:
@@ -195,7 +196,7 @@ class _Trial:
 _AS_IT_IS = Setting("as it is", "", "none")
 
 
-def _measure(trial: _Trial, chosen: Mapping[str, Setting]) -> GradientErrors:
+def _measure(trial: Trial, chosen: Mapping[str, Setting]) -> GradientErrors:
     name = type(trial.model).__name__
     loss = trial.run_exactly(chosen)
     exact = ExactGradients(trial.model)
@@ -211,7 +212,7 @@ def _measure(trial: _Trial, chosen: Mapping[str, Setting]) -> GradientErrors:
 
 
 def _error(
-    trial: _Trial, exact: ExactGradients, exact_loss: float | None, name: str, setting: Setting
+    trial: Trial, exact: ExactGradients, exact_loss: float | None, name: str, setting: Setting
 ) -> GradientError:
     loss, counted, patch = trial.run(setting)
     difference = None if loss is None or exact_loss is None else loss - exact_loss
@@ -227,7 +228,7 @@ def _error(
     return GradientError(name, setting.line, found.total, found.cosine, found.worst, difference, note)
 
 
-def _inactive(trial: _Trial, setting: Setting, counted: Stats, patch: patched) -> str:
+def _inactive(trial: Trial, setting: Setting, counted: Stats, patch: patched) -> str:
     """Return why a setting that should compress did not; "" if it did."""
     if not setting.compresses or counted["encoded"]:
         return ""
@@ -240,10 +241,36 @@ def _inactive(trial: _Trial, setting: Setting, counted: Stats, patch: patched) -
     return f"compressed nothing: {reason}"
 
 
+class StepErrors:
+    """The error of a step's gradients in one setting after another, which may be of any modules.
+
+    Raises:
+        ValueError: As :func:`gradient_error`.
+    """
+
+    def __init__(self, model: Module, batch_or_step: Any) -> None:
+        self._trial = Trial(model, batch_or_step, None)
+        self._exact: ExactGradients | None = None
+
+    def of(self, setting: Setting) -> float:
+        """Return the relative L2 error over all parameters; infinite where one is not finite."""
+        trial = self._trial
+        try:
+            with uncounted():
+                if self._exact is None:
+                    trial.run(EXACT)
+                    self._exact = ExactGradients(trial.model)
+                trial.run(setting)
+                found = self._exact.compare(trial.model)
+        finally:
+            trial.state.restore()
+        return math.inf if found.not_finite else found.total
+
+
 # ---- floors ----
 
 
-def _bf16_floor(trial: _Trial, exact: ExactGradients) -> Floor:
+def _bf16_floor(trial: Trial, exact: ExactGradients) -> Floor:
     """Return what bf16 autocast changes, if the step does not compute in 16 bits already."""
     what, already = FLOORS[BF16], "the step computes in 16 bits already"
     trained = [p for p in trial.model.parameters() if p.requires_grad]
@@ -267,7 +294,7 @@ def _bf16_floor(trial: _Trial, exact: ExactGradients) -> Floor:
     return Floor(BF16, what, found.total) if found.total > _SAME else Floor(BF16, what, None, already)
 
 
-def _halves_floor(trial: _Trial, exact: ExactGradients, loss: float | None) -> Floor:
+def _halves_floor(trial: Trial, exact: ExactGradients, loss: float | None) -> Floor:
     """Return how far the gradients of each half of the batch are from those of the whole."""
     if not trial.has_batch:
         return Floor(SAMPLES, FLOORS[SAMPLES], None, "a function has no batch to halve")

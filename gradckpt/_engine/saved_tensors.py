@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -93,17 +93,20 @@ class compress_saved:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         instead = "`with compress_saved(...)` around what it computes between two yields or awaits"
         check_runs_at_call(function, "compress_saved()", instead)
-        plan, formats = self._plan, self._formats
 
         @functools.wraps(function, updated=())
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
-            if plan is None:
-                return function(*args, **kwargs)
-            result: R = _C.saved_call(plan, formats, function, args, kwargs)
-            activity.note_saved()
-            return result
+            return self.call(function, args, kwargs)
 
         return within
+
+    def call(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
+        """Call a function as if it were decorated."""
+        if self._plan is None:
+            return function(*args, **kwargs)
+        result: R = _C.saved_call(self._plan, self._formats, function, args, kwargs)
+        activity.note_saved()
+        return result
 
     @property
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

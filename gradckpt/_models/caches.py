@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NO_CACHE", "Cache", "WithCaches", "is_cache", "with_caches"]
+__all__ = ["NO_CACHE", "Cache", "WithCaches", "is_cache", "snapshot", "with_caches"]
 
 #: The types of most arguments; they are tested first, for speed.
 NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
@@ -22,15 +22,15 @@ def is_cache(value: Any) -> bool:
     return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
 
 
-def _snapshot(value: Any) -> Any:
+def snapshot(value: Any) -> Any:
     """Return a copy that shares its tensors: an update replaces them."""
     if type(value) in (list, tuple):
-        return type(value)(map(_snapshot, value))
+        return type(value)(map(snapshot, value))
     if type(value) is dict:
-        return {key: _snapshot(item) for key, item in value.items()}
+        return {key: snapshot(item) for key, item in value.items()}
     if type(value).__module__.startswith("transformers.cache_utils") or is_cache(value):
         twin = copy.copy(value)
-        vars(twin).update({key: _snapshot(item) for key, item in vars(value).items()})
+        vars(twin).update({key: snapshot(item) for key, item in vars(value).items()})
         return twin
     return value
 
@@ -46,11 +46,11 @@ class Cache:
 
     def __init__(self, cache: Any) -> None:
         self.live = cache
-        self.before = _snapshot(cache)
+        self.before = snapshot(cache)
 
     def take(self) -> Any:
         live, self.live = self.live, None  # otherwise it would hold the keys of all layers until the backward
-        return live if live is not None else _snapshot(self.before)
+        return live if live is not None else snapshot(self.before)
 
     @staticmethod
     def hold(value: Any) -> Any:

@@ -96,7 +96,7 @@ class Chosen:
         label = type(self.tree.model).__name__
         uses = {name: [spell(chosen["compress"])] for name, chosen in self.settings.items()}
         for name, chosen in self.settings.items():
-            Region(modules[name], chosen, RankCheck(label, uses), self.offload).install()
+            Region(modules[name], chosen, RankCheck(label, uses), self.offload, not name).install()
         activity.register(self.tree.model)
         activity.expect(self.tree.model, _why_inactive)
 
@@ -109,11 +109,14 @@ class Region:
     ``recompute=False`` the forward under ``compress_saved``.
     """
 
-    def __init__(self, module: Module, settings: Settings, rank_check: RankCheck, offload: bool) -> None:
+    def __init__(
+        self, module: Module, settings: Settings, rank_check: RankCheck, offload: bool, is_whole: bool = False
+    ) -> None:
         self._module = WeakModule(module)
         self.settings = settings
         self.rank_check = rank_check
         self.offload = offload
+        self.is_whole = is_whole  # the model itself, whose last operators make the loss
         self.saves = compress_saved(settings["compress"]) if is_saved(settings) else None  # None: recomputed
         self.traced = False  # by torch.compile
         self.kind = type(module).__name__
@@ -165,35 +168,46 @@ class Region:
         forward = self.own or _forward_of(module)
         if not (self.active and module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        if self.saves is not None:
-            return self._save(self.saves, module, forward, args, kwargs)
-        if vars(module).get("gradient_checkpointing"):
+        if self.saves is None and vars(module).get("gradient_checkpointing"):
             raise ValueError(
                 f"gradckpt: gradient_checkpointing of this {self.kind} was turned on since gradckpt.enable, which "
                 "checkpoints it too; call model.gradient_checkpointing_disable(), or gradckpt.disable(model)"
             )
-        compiled = torch.compiler.is_compiling()
-        if not compiled and not self.rank_check.settled():
+        if not torch.compiler.is_compiling() and not self.rank_check.settled():
+            self._check_first(module)
+        return self.run(module, forward, args, kwargs)
+
+    def _check_first(self, module: Module) -> None:
+        """Check what a module's first training call can tell: who else recomputes it, and ranks."""
+        if self.saves is not None:
+            _check_not_recomputed(module)
+        else:
             check_around(module, "gradckpt.enable", "")
             activity.check_alone(f"this {self.kind}, checkpointed by gradckpt.enable,")
-            self.rank_check.compare()
+        self.rank_check.compare()
+
+    def run(self, module: Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the module's own forward as a region."""
+        compiled = torch.compiler.is_compiling()
+        if self.saves is not None:
+            return self._save(self.saves, forward, args, kwargs, compiled)
         forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
         checkpoint = offloaded if self.offload else region_checkpoint
         return checkpoint(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
 
     def _save(
-        self, saves: compress_saved, module: Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, saves: compress_saved, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], compiled: bool
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if compiled:
             self.traced = True
             return forward(*args, **kwargs)
-        if not self.rank_check.settled():
-            _check_not_recomputed(module)
-            self.rank_check.compare()
-        # A block, not a decorated function: the backward reads first what the last operators save,
-        # and compressing that would raise the peak by its payloads.
-        with to_host() if self.offload else contextlib.nullcontext(), saves:
-            return forward(*args, **kwargs)
+        with to_host() if self.offload else contextlib.nullcontext():
+            if not self.is_whole:
+                return saves.call(forward, args, kwargs)
+            # A block, not a decorated function: the backward reads first what the last operators
+            # save, and compressing that would raise the peak by its payloads.
+            with saves:
+                return forward(*args, **kwargs)
 
     def replicate(self) -> Module:
         """Make a replica for DataParallel, which copies attributes and so would share our

@@ -13,7 +13,7 @@ from gradckpt._models.switch import Handle, Modules
 from gradckpt._planning.step_trace import Segment
 from gradckpt._settings import EXACT
 
-__all__ = ["Blocks", "find_blocks", "shortened"]
+__all__ = ["Blocks", "find_blocks", "likeness", "shortened"]
 
 #: Attributes that only number a block.
 _NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
@@ -91,7 +91,7 @@ def _runs(children: list[Any], number: dict[int, int]) -> list[list[Module]]:
     runs: list[list[Module]] = []
     last = None
     for child in children:
-        likeness = _likeness(child) if id(child) in number else None
+        likeness = likeness(child) if id(child) in number else None
         if likeness is None or likeness != last:
             runs.append([])
         if likeness is not None:
@@ -100,7 +100,7 @@ def _runs(children: list[Any], number: dict[int, int]) -> list[list[Module]]:
     return runs
 
 
-def _likeness(block: Module) -> list[Any]:
+def likeness(block: Module) -> list[Any]:
     """Return what two blocks have in common that need the same memory."""
     return [
         (

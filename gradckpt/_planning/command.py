@@ -14,7 +14,7 @@ from typing import Any
 from gradckpt._planning import devices
 from gradckpt._planning.config_model import DTYPES, ConfigModel
 from gradckpt._planning.frozen_weights import FORMATS
-from gradckpt._planning.plan import plan_source
+from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.values import NotOnPaper
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
                 loss=options.loss,
                 accumulate=options.accumulate,
             )
-            found = plan_source(
+            found = compare_source(
                 source,
                 options.tokens,
                 options.batch,

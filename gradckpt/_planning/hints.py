@@ -1,10 +1,13 @@
-"""What lowers a part of a peak, in words: :data:`IN_PYTHON`, :func:`as_flags`."""
+"""What lowers a part of a peak, in words: :data:`IN_PYTHON`, :func:`as_flags`, :func:`advice`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["IN_PYTHON", "as_flags"]
+from gradckpt._planning.step_trace import GRADIENTS, KEPT, KINDS, LOSS, WORKING, Peak
+from gradckpt._stats import format_bytes
+
+__all__ = ["IN_PYTHON", "advice", "as_flags"]
 
 #: Part -> what lowers it, for ``gradckpt.plan``.
 IN_PYTHON: Mapping[str, Sequence[str]] = {
@@ -38,3 +41,20 @@ def as_flags(given: Collection[str], takes: str) -> dict[str, Sequence[str]]:
     return {
         part: [hint for flag, hint in flags.items() if flag not in given] or [less] for part, flags in _FLAGS.items()
     }
+
+
+def advice(
+    peak: Peak, fixed: Mapping[str, int], hints: Mapping[str, Sequence[str]], fixed_alone: bool = False
+) -> str:
+    """Say what the largest part of a peak is, and what would lower it.
+
+    ``fixed``: bytes that are there during the whole step; ``fixed_alone``: they alone count.
+    """
+    parts = fixed if fixed_alone else {**fixed, **peak.parts}
+    name, size = max(parts.items(), key=lambda part: part[1])
+    where = f"{peak.position.capitalize()} binds" if name in peak.parts else "What binds is there all the time"
+    is_loss = peak.position == "loss" and name in (KINDS[LOSS], KINDS[WORKING])
+    causes = {KINDS[KEPT]: "kept", KINDS[LOSS]: "loss", KINDS[WORKING]: "working", KINDS[GRADIENTS]: "trained"}
+    cause = "loss" if is_loss else "trained" if "states" in name else causes.get(name, "weights")
+    hint = ", or ".join(hints[cause])
+    return f"{where}: {name}, {format_bytes(size)}; {hint}."

@@ -1,101 +1,43 @@
-"""Will a training step fit? :func:`plan` answers for each ready setting."""
+"""Will a training step fit, and what fits a budget? :func:`plan`."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.nn import Module
 
-from gradckpt._memory import track_memory
-from gradckpt._models.switch import Modules
-from gradckpt._planning.blocks import find_blocks, shortened
-from gradckpt._planning.devices import Device
-from gradckpt._planning.hints import IN_PYTHON, as_flags
-from gradckpt._planning.sizes import parse_bytes
-from gradckpt._planning.step_trace import GRADIENTS, KEPT, KINDS, LOSS, WORKING, Peak, StepTrace, trace_step
-from gradckpt._settings import READY, Setting
-from gradckpt._stats import format_bytes, uncounted
-from gradckpt._training_state import TrainingState
-from gradckpt._training_step import StepWrites, alone, step_of_batch, step_of_function
+from gradckpt._models.switch import UNSET, Modules, Unset
+from gradckpt._planning.budget import parse_budget
+from gradckpt._planning.comparison import Comparison, compare, refuse_shards, step_of, unwrapped
+from gradckpt._planning.profile import Profile, parse_error
+from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.values import NotOnPaper
+from gradckpt._training_step import alone
 
-__all__ = ["Plan", "Row", "plan", "plan_source"]
+__all__ = ["plan"]
 
 logger = logging.getLogger("gradckpt")
 
-#: Rates that kernels reach, of a data sheet's.
-_COMPUTE, _MEMORY = 0.5, 0.8
+
+@overload
+def plan(
+    model: Module, batch: Any, *, modules: Modules = None, memory: int | str | None = None, measure: bool = False
+) -> Comparison: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One setting. ``peak``: bytes above the start of the step, and where; ``total``: with what is
-    there during the whole step. ``at_most``: ``total`` if nearly all tokens choose the same
-    experts, None if sizes do not depend on that. ``longest``: tokens of the longest sequence that
-    fits, 0 if none does, None if unknown. ``seconds``: estimate for a step. ``problem``: why there
-    are no figures.
-    """
-
-    name: str
-    line: str
-    peak: Peak | None
-    total: int | None
-    at_most: int | None = None
-    fits: bool | None = None
-    longest: int | None = None
-    seconds: float | None = None
-    problem: str | None = None
-
-    @property
-    def binds(self) -> str:
-        """What the largest part of the peak is, with its bytes."""
-        if self.peak is None:
-            return self.problem or ""
-        name, size = max(self.peak.parts.items(), key=lambda part: part[1])
-        return f"{self.peak.position}: {name} {format_bytes(size)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What each setting needs; ``print(plan)`` shows a table.
-
-    ``rows``: one :class:`Row` for each setting. ``fixed``: bytes that are there during the whole
-    step, by name. ``memory``: bytes to fit into, or None. ``about``: the assumptions, in sentences.
-    ``hints``: what lowers the parts of a peak, in the words of plan() or of the command.
-    """
-
-    rows: tuple[Row, ...]
-    fixed: dict[str, int]
-    memory: int | None
-    about: tuple[str, ...]
-    tokens: int | None = None
-    hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False)
-
-    def __getitem__(self, name: str) -> Row:
-        """Return the row of a setting."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(name)
-
-    @property
-    def verdict(self) -> str:
-        """The answer in one sentence or two."""
-        return _verdict(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, which JSON can carry."""
-        given = dataclasses.asdict(self)
-        del given["hints"]
-        return {"verdict": self.verdict, **given}
-
-    def __str__(self) -> str:
-        return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), "", *self.about])
+@overload
+def plan(
+    model: Module,
+    batch: Any,
+    *,
+    budget: int | str | None,
+    modules: Modules = None,
+    compress: Any = None,
+    error: float | str | None = None,
+    optimizer: Any = None,
+) -> Plan: ...
 
 
 def plan(
@@ -105,14 +47,22 @@ def plan(
     modules: Modules = None,
     memory: int | str | None = None,
     measure: bool = False,
-) -> Plan:
-    """Compute the memory that a training step of a model needs in each ready setting.
+    budget: int | str | None | Unset = UNSET,
+    compress: Any = None,
+    error: float | str | None = None,
+    optimizer: Any = None,
+) -> Comparison | Plan:
+    """Compute the memory that a training step of a model needs in each ready setting; or with
+    ``budget``, choose an option for each region so that the step stays within it.
 
     The step runs on paper: with the model's shapes and without values, memory or a device's time.
-    The figures are those of torch's CPU allocator, to about 0.1 %. A step that asks for values (a
-    branch on an activation, an operator without a shape function) runs for real instead, once in
-    each setting; the result says so. Parameters, buffers, gradients, random generators and
-    counters are afterwards as before.
+    The figures are those of torch's CPU allocator, to about 0.1 %. Parameters, buffers, gradients,
+    random generators and counters are afterwards as before.
+
+    Without ``budget``, a step that asks for values (a branch on an activation, an operator without
+    a shape function) runs for real instead, once in each setting; the result says so. With
+    ``budget``, three real steps with exact recomputing measure times, and each distinct region in
+    each option, one at a time.
 
     Args:
         model: A module in training mode, enabled or not.
@@ -121,291 +71,52 @@ def plan(
             that runs forward and backward.
         modules: The modules to checkpoint, as for :func:`gradckpt.enable`.
         memory: What the step may use, parameters and optimizer included: bytes, ``"24GiB"`` or
-            ``"24GB"``.
-        measure: Run real steps, and do not try on paper.
+            ``"24GB"``. The table then says which settings fit. Not with ``budget``.
+        measure: Run real steps, and do not try on paper. Not with ``budget``.
+        budget: The largest sum of bytes of tensors on the device: weights, gradients, optimizer
+            states, activations, also those of other models. ``"60GiB"``, ``"60GB"`` or bytes;
+            ``"90%"`` of the device, on the CPU of what the control group leaves; ``None``: what is
+            free now. ``"activations:6GiB"`` limits what the step adds.
+        compress: The codec, or a list of codecs, that the plan may use. ``None``: options that
+            change no gradient.
+        error: The largest relative L2 error of the gradients, ``"1%"`` or 0.01. It permits int8,
+            int6 and int4 unless ``compress`` names others, and is measured at the end.
+        optimizer: Its states, and its step, count in the budget. ``None``: no optimizer counts.
 
     Returns:
-        A :class:`Plan`, to be printed.
+        Without ``budget``, a table of settings to be printed. With it, a :class:`gradckpt.Plan`:
+        ``print`` it, ``.apply(model)``, ``.save(path)``, ``.pareto()``, ``.smallest_budget``.
 
     Raises:
-        ValueError: As :func:`gradckpt.enable`; ``memory`` is no size; the model is in eval mode;
-            its result has no scalar loss; the step changes parameters.
+        ValueError: As :func:`gradckpt.enable`; a size is none; the model is in eval mode; its
+            result has no scalar loss; the step changes parameters. With ``budget``: no plan stays
+            within it (the message has the smallest that one does), or the step asks for values.
     """
     if not model.training:
         raise ValueError("gradckpt: plan() needs a model in training mode; call model.train() first")
-    _refuse_shards(model)
-    limit = None if memory is None else parse_bytes(memory)
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel) and modules is None:
-        model = model.module  # the wrapper's forward may allocate its buckets, then on paper
-    run = _step_of(model, batch)
-    blocks = find_blocks(model, modules)
-    about = ["Peaks contain parameters, buffers and gradients that exist, and no optimizer states."]
-    if modules is not None:
-        about.append("The lines take the same modules= as this plan.")
-    fixed = {
-        "parameters and buffers": sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
-        "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
-    }
-    rows: list[Row] = []
+    refuse_shards(model)
+    if isinstance(budget, Unset):
+        for name, value in (("compress", compress), ("error", error), ("optimizer", optimizer)):
+            if value is not None:
+                raise ValueError(f'gradckpt: {name}= needs budget=; pass one, as in budget="60GiB"')
+        whole = unwrapped(model) if modules is None else model
+        return compare(whole, batch, modules, memory, measure)
+    if memory is not None or measure:
+        name = "memory" if memory is not None else "measure"
+        raise ValueError(f"gradckpt: budget= and {name}= exclude each other; leave {name}= out")
+    model = unwrapped(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    limit = parse_budget(budget, device)
+    allowed_error = None if error is None else parse_error(error)
+    run = step_of(model, batch)
+    given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
     with alone(model):
-        if not measure:
-            try:
-                with _quiet():
-                    rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
-            except StepWrites:
-                raise
-            except Exception as error:
-                reason = str(error).partition("\n")[0] or type(error).__name__
-                about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
-                logger.info("gradckpt: %s", about[-1])
-        if not rows:
-            with _quiet():
-                rows = [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
-    return Plan(tuple(rows), fixed, limit, tuple(about))
-
-
-def _refuse_shards(model: Module) -> None:
-    tensors = sys.modules.get("torch.distributed.tensor")
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if (tensors is not None and any(isinstance(p, tensors.DTensor) for p in model.parameters())) or (
-        fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
-    ):
-        raise ValueError("gradckpt: plan() cannot run a sharded model; call it before fully_shard(model)")
-
-
-def _step_of(model: Module, batch: Any) -> Callable[[Any], object]:
-    if callable(batch) and not isinstance(batch, (torch.Tensor, Mapping)):
-        step = step_of_function(model, batch)
-        return lambda _: step()
-    return lambda batch: step_of_batch(model, batch)()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Let settings that are only tried out log nothing."""
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _on_paper(
-    model: Module,
-    setting: Setting,
-    run: Callable[[Any], object],
-    batch: Any,
-    blocks: Sequence[Module],
-    modules: Modules,
-    fixed: dict[str, int],
-    limit: int | None,
-) -> Row:
-    cuda = any(p.device.type == "cuda" for p in model.parameters())
-
-    def trace(concentrated: bool) -> StepTrace:
-        with setting.active(model, modules):
-            given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
-            return trace_step(model, run, given, blocks=blocks, concentrated=concentrated, cuda=cuda)
-
-    found = trace(False)
-    peak, held = found.peak(), sum(fixed.values())
-    at_most = held + trace(True).peak().size if found.data_dependent else None
-    return _row(setting, peak, held, limit, at_most=at_most)
-
-
-def _row(setting: Setting, peak: Peak, held: int, limit: int | None, **more: Any) -> Row:
-    total = peak.size + held
-    fits = None if limit is None else (more.get("at_most") or total) <= limit
-    return Row(setting.name, setting.line, peak, total, fits=fits, **more)
-
-
-def _measured(
-    model: Module,
-    setting: Setting,
-    run: Callable[[Any], object],
-    batch: Any,
-    modules: Modules,
-    fixed: dict[str, int],
-    limit: int | None,
-) -> Row:
-    state = TrainingState(model)
-    try:
-        for p in model.parameters():
-            p.grad = None if p.grad is None else p.grad.clone()  # the step adds to it in place
-        torch.clear_autocast_cache()  # as before the first setting
-        with uncounted(), setting.active(model, modules), track_memory(model) as memory:
-            run(batch)
-        if state.leaves_changed():
-            raise StepWrites
-    except torch.OutOfMemoryError:
-        return Row(setting.name, setting.line, None, None, fits=False, problem="out of memory")
-    finally:
-        state.restore()
-    at_start = next((point.total for point in memory.timeline[:1]), 0) if memory.device != "cpu" else 0
-    region = max(memory.by_region.items(), key=lambda pair: pair[1], default=("step", 0))[0]
-    return _row(setting, Peak(memory.peak - at_start, region, dict(memory.by_kind)), sum(fixed.values()), limit)
-
-
-# ---- a model on paper ----
-
-
-def plan_source(
-    source: Any,
-    tokens: int | None,
-    batch: int = 1,
-    *,
-    memory: int | None = None,
-    device: Device | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Plan:
-    """Return the plan of a :class:`gradckpt._planning.config_model.ConfigModel`."""
-    limit = memory if memory is not None else device.memory if device is not None else None
-    fixed = {**source.fixed, **source.extra}
-    held = sum(fixed.values())
-    blocks = find_blocks(source.model)
-    lengths = [tokens] if tokens is None or limit is None or tokens < 64 else [tokens, tokens // 2, tokens // 4]
-    rows = []
-    with shortened(source.model, blocks) as short:
-
-        def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:
-            with _quiet(), setting.active(source.model):
-                found = trace_step(
-                    source.model,
-                    lambda _: source.run(length, batch),
-                    blocks=short.modules,
-                    concentrated=concentrated,
-                    cuda=True,
-                )
-            short.repeat(found.segments)
-            return found
-
-        for setting in READY:
-            progress(setting.name)
-            traces = [trace(setting, length) for length in lengths]
-            first = traces[0]
-            peak = first.peak(source.gradient_scale)
-            more: dict[str, Any] = {"seconds": _seconds(first, device, source) if device is not None else None}
-            if first.data_dependent:
-                more["at_most"] = held + trace(setting, tokens, True).peak(source.gradient_scale).size
-            if len(traces) == 3:
-                more["longest"] = _longest(lengths, traces, source, limit - held)
-            rows.append(_row(setting, peak, held, limit, **more))
-    return Plan(tuple(rows), fixed, limit, tuple(source.about), tokens, as_flags(source.flags, source.takes))
-
-
-def _longest(lengths: list[Any], traces: list[StepTrace], source: Any, limit: int) -> int | None:
-    """Return the most tokens with which no segment's peak exceeds the limit.
-
-    A segment's peak is a polynomial of degree two: of degree one, except where attention keeps its
-    weights.
-    """
-    points = [[peak.size for peak in trace.peaks(source.gradient_scale)] for trace in traces]
-    if len({len(sizes) for sizes in points}) != 1:
-        return None
-
-    def peak_at(length: int) -> float:
-        return max(_through(lengths, values, length) for values in zip(*points, strict=True))
-
-    low, high = 0, source.positions or 2**26
-    if peak_at(high) <= limit:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if peak_at(middle) <= limit else (low, middle)
-    return low
-
-
-def _through(xs: list[int], ys: Sequence[float], x: int) -> float:
-    """Return the value at x of the parabola through three points."""
-    total = 0.0
-    for i, (xi, yi) in enumerate(zip(xs, ys, strict=True)):
-        weight = 1.0
-        for j, xj in enumerate(xs):
-            if j != i:
-                weight *= (x - xj) / (xi - xj)
-        total += weight * yi
-    return total
-
-
-def _seconds(trace: StepTrace, device: Device, source: Any) -> float:
-    """Estimate the time of a step: each operator at half the device's arithmetic or at 80 % of its
-    memory's rate, whichever takes longer.
-    """
-    flops = (device.bf16 if source.computes_in_16_bits else device.fp32) * 1e12 * _COMPUTE
-    rate = device.bandwidth * 1e9 * _MEMORY
-    return sum(max(work.flop / flops, work.bytes / rate) for work in trace.work()) + trace.payload_bytes / rate
-
-
-# ---- text ----
-
-
-def _verdict(plan: Plan) -> str:
-    known = [row for row in plan.rows if row.total is not None]
-    if not known:
-        return "No setting could be computed."
-    least = min(known, key=lambda row: row.total or 0)
-    length = f" at {plan.tokens:,} tokens" if plan.tokens else ""
-    if plan.memory is None:
-        return f"The smallest peak{length} is {_size(least.total)}, with {least.name}. {_advice(plan, least)}"
-    limit = _size(plan.memory)
-    fitting = [row for row in known if row.fits]
-    if not fitting:
-        return (
-            f"Nothing fits {limit}{length}: the smallest peak is {_size(least.total)}, with {least.name}. "
-            f"{_advice(plan, least)}"
-        )
-    if fitting[0].name == "none":
-        return f"It fits {limit}{length} without checkpointing: {_size(fitting[0].total)}."
-    names = ", ".join(f"{row.name} ({_size(row.total)})" for row in fitting)
-    return f"It fits {limit}{length} with {names}."
-
-
-def _advice(plan: Plan, row: Row) -> str:
-    """Say what binds in a row, and what would move it."""
-    if row.peak is None:
-        return ""
-    alone = plan.memory is not None and sum(plan.fixed.values()) > plan.memory  # the rest does not matter yet
-    parts = plan.fixed if alone else {**plan.fixed, **row.peak.parts}
-    name, size = max(parts.items(), key=lambda part: part[1])
-    where = f"{row.peak.position.capitalize()} binds" if name in row.peak.parts else "What binds is there all the time"
-    is_loss = row.peak.position == "loss" and name in (KINDS[LOSS], KINDS[WORKING])
-    causes = {KINDS[KEPT]: "kept", KINDS[LOSS]: "loss", KINDS[WORKING]: "working", KINDS[GRADIENTS]: "trained"}
-    cause = "loss" if is_loss else "trained" if "states" in name else causes.get(name, "weights")
-    hint = ", or ".join(plan.hints[cause])
-    return f"{where}: {name}, {_size(size)}; {hint}."
-
-
-def _size(nbytes: int | None) -> str:
-    return "" if nbytes is None else format_bytes(nbytes)
-
-
-def _table(plan: Plan) -> list[str]:
-    held = sum(plan.fixed.values())
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in plan.fixed.items() if size)
-    head = ["setting", "peak"]
-    limit = plan.memory is not None
-    longest = any(row.longest is not None for row in plan.rows)
-    seconds = any(row.seconds is not None for row in plan.rows)
-    bound = any(row.at_most is not None for row in plan.rows)
-    head += ["at most"] * bound + [f"fits {_size(plan.memory)}"] * limit + ["longest"] * longest
-    head += ["estimated"] * seconds + ["what binds"]
-    cells = []
-    for row in plan.rows:
-        line = [row.name, _size(row.total)]
-        line += [_size(row.at_most)] * bound + [{True: "yes", False: "no", None: ""}[row.fits]] * limit
-        line += [f"{row.longest:,}" if row.longest is not None else ""] * longest
-        line += [f"{row.seconds:.3g} s" if row.seconds is not None else ""] * seconds
-        cells.append([*line, row.binds])
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    right = {i for i, name in enumerate(head) if name in ("peak", "at most", "longest", "estimated")}
-    rows = [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in (head, *cells)
-    ]
-    return [f"During the whole step: {_size(held)} ({parts})" if parts else "", "", *(row.rstrip() for row in rows)]
-
-
-def _lines(plan: Plan) -> list[str]:
-    width = max(len(row.name) for row in plan.rows)
-    return ["To train so:", *(f"  {row.name.ljust(width)}  {row.line}" for row in plan.rows)]
+        try:
+            profile = Profile(model, run, given, modules=modules, compress=compress, limits_error=error is not None)
+        except NotOnPaper as reason:
+            raise ValueError(
+                f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; compare settings with "
+                "plan(model, batch) instead"
+            ) from reason
+        profile.measure(batch)
+        return profile.plan(limit, error=allowed_error, optimizer=optimizer, batch=batch)

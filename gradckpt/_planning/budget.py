@@ -1,0 +1,126 @@
+"""Budgets of bytes as people write them: :func:`parse_budget`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import re
+from typing import Any
+
+import torch
+
+from gradckpt._planning.sizes import parse_bytes
+
+__all__ = ["Budget", "free_memory", "other_tensors", "parse_budget"]
+
+_ACTIVATIONS = "activations:"
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+#: Of a control group: what it may use, and what it uses; version 2, then 1.
+_CGROUP = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """``size``: bytes of tensors on the device in a step: all of them, or with ``step_only`` those
+    that the step adds. ``text``: as it was written.
+    """
+
+    size: int
+    step_only: bool
+    text: str
+
+
+def parse_budget(budget: Any, device: torch.device) -> Budget:
+    """Return the budget that a value means on a device.
+
+    ``"60GiB"``, ``"60GB"`` or a number of bytes: the largest sum of tensor bytes that are allocated
+    on the device. ``"activations:6GiB"``: what the step adds. ``"90%"``: of the device's memory; on
+    the CPU, of what the control group leaves. ``None``: what is free now, and what tensors use.
+
+    Raises:
+        ValueError: It is none of these, or a fraction.
+    """
+    if isinstance(budget, bool):
+        raise ValueError(f"gradckpt: budget={budget} is no size; write it as 60GiB, 90% or a number of bytes")
+    if isinstance(budget, (int, float)) and 0 < budget <= 1:
+        raise ValueError(
+            f'gradckpt: budget={budget!r} is a fraction, and of what is unknown; write "{budget:.0%}" for a part of '
+            "the device's memory, or a size as in 60GiB"
+        )
+    if isinstance(budget, float):
+        raise ValueError(f"gradckpt: budget={budget!r} is no whole number of bytes; write a size as in 60GiB")
+    if budget is None:
+        return Budget(free_memory(device) + _allocated(device), False, "what is free now")
+    if isinstance(budget, str):
+        text = budget.strip()
+        if text.lower().startswith(_ACTIVATIONS):
+            return Budget(parse_bytes(text[len(_ACTIVATIONS) :]), True, text)
+        if (percent := _PERCENT.fullmatch(text)) is not None:
+            share = float(percent[1])
+            if not 0 < share <= 100:
+                raise ValueError(f"gradckpt: budget={budget!r} is no part of a device; write 1% to 100%")
+            return Budget(int(_total(device) * share / 100), False, text)
+    return Budget(parse_bytes(budget), False, budget if isinstance(budget, str) else f"{budget:,} bytes")
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that new tensors can have on a device now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
+    left = [_meminfo("MemAvailable")]
+    for limit, used in _CGROUP:
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+            left.append(_number_in(limit) - _number_in(used))
+    return max(min(left), 0)
+
+
+def _total(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    totals = [_meminfo("MemTotal")]
+    for limit, _ in _CGROUP:
+        with contextlib.suppress(OSError, ValueError):
+            totals.append(_number_in(limit))
+    return min(totals)
+
+
+def _number_in(path: str) -> int:
+    with open(path) as file:
+        return int(file.read())
+
+
+def _meminfo(name: str) -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    raise ValueError(f"gradckpt: /proc/meminfo has no {name}; pass a budget in bytes")
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return sum(_storages().values())
+
+
+def _storages() -> dict[int, int]:
+    """Return the bytes of all storages in host memory that Python knows, by their addresses."""
+    found = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu" and not each.is_sparse:
+            with contextlib.suppress(Exception):  # a tensor without a storage
+                storage = each.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def other_tensors(device: torch.device, known: int) -> int:
+    """Return the bytes of tensors on the device beside ``known`` ones: of a second model, say."""
+    return max(_allocated(device) - known, 0)

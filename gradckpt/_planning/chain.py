@@ -1,0 +1,195 @@
+"""The memory of a step as a chain of regions, each in one of its options: :class:`Chain`.
+
+A trace of the step with all regions in one option tells what each region adds and how high it
+rises in that option. In a mixed step, what lies before a region depends on the options of the
+regions before it alone, and so a plan's peak is a sum along the chain. Where regions share a tensor
+this is off by that tensor; :meth:`Chain.correct` takes the difference from a trace of the plan.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from gradckpt._planning.options import RECOMPUTE, Option
+from gradckpt._planning.step_trace import Segment
+
+__all__ = ["UNAVAILABLE", "Chain", "Level"]
+
+#: ``need`` of an option that a region does not have.
+UNAVAILABLE = 2**63 - 1
+
+_FORWARD, _END, _BACKWARD = "forward", "end", "backward"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Level:
+    """The highest point of a stretch of the step: ``size`` bytes above the start of the step."""
+
+    name: str
+    size: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Stretch:
+    """The forward or the backward of a call, or what lies outside of all: one or more segments."""
+
+    phase: str  # forward, backward, or "" outside
+    call: int | None
+    segments: list[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Size:
+    """What a stretch adds, and how high it rises above its start."""
+
+    net: int
+    top: int
+
+
+def _size(segments: Sequence[Segment]) -> _Size:
+    total = top = 0
+    for segment in segments:
+        for size, _ in segment.events:
+            total += size
+            if total > top:
+                top = total
+    return _Size(total, top)
+
+
+def _stretches(segments: Sequence[Segment]) -> tuple[list[_Stretch], list[int]]:
+    """Return the stretches of a trace in order, and the block of each call."""
+    found: list[_Stretch] = []
+    calls: list[int] = []
+    open_calls: dict[int, list[int]] = {}
+    for i, segment in enumerate(segments):
+        phase, call = segment.phase, None
+        if segment.block is None:
+            phase = ""
+        elif phase == _FORWARD:
+            call = len(calls)
+            calls.append(segment.block)
+            open_calls.setdefault(segment.block, []).append(call)
+        elif phase == _END:
+            phase, call = _FORWARD, open_calls[segment.block][-1]
+        elif open_calls.get(segment.block):
+            call = open_calls[segment.block].pop()
+        else:
+            raise ValueError(f"gradckpt: the backward of region {segment.block} ran twice; such a step has no plan")
+        if found and (found[-1].phase, found[-1].call) == (phase, call):
+            found[-1].segments.append(i)
+        else:
+            found.append(_Stretch(phase, call, [i]))
+    return found, calls
+
+
+class Chain:
+    """``calls``: the number of the block that each call in the step's forward calls. ``options``:
+    their order is that of the numbers in a choice.
+    """
+
+    def __init__(self, traces: Mapping[Option, Sequence[Segment]]) -> None:
+        self.options = list(traces)
+        base = traces[RECOMPUTE]
+        shape = [(segment.phase, segment.block) for segment in base]
+        for option, segments in traces.items():
+            if [(segment.phase, segment.block) for segment in segments] != shape:
+                raise ValueError(
+                    f"gradckpt: with {option.name!r} the step calls its regions in another order; choose other "
+                    "modules="
+                )
+        self._stretches, self.calls = _stretches(base)
+        self._base = self.options.index(RECOMPUTE)
+        self._sizes = [
+            [_size([traces[option][i] for i in stretch.segments]) for option in self.options]
+            for stretch in self._stretches
+        ]
+        self._corrections = [0] * len(self._stretches)
+        self._forwards = {s.call: i for i, s in enumerate(self._stretches) if s.phase == _FORWARD}
+        self._backwards = {s.call: i for i, s in enumerate(self._stretches) if s.phase == _BACKWARD}
+
+    # ---- a plan's levels
+
+    def levels(self, choice: Sequence[int]) -> list[Level]:
+        """Return the highest point of each stretch, in order, for an option of each call."""
+        alive = 0
+        found = []
+        for i, stretch in enumerate(self._stretches):
+            size = self._sizes[i][self._base if stretch.call is None else choice[stretch.call]]
+            found.append(Level(self._name(stretch), alive + size.top + self._corrections[i]))
+            alive += size.net
+        return found
+
+    def levels_of(self, segments: Sequence[Segment]) -> list[Level]:
+        """Return the same of a trace of the step."""
+        alive = 0
+        found = []
+        for stretch in self._stretches:
+            size = _size([segments[i] for i in stretch.segments])
+            found.append(Level(self._name(stretch), alive + size.top))
+            alive += size.net
+        return found
+
+    def _name(self, stretch: _Stretch) -> str:
+        if stretch.call is None:
+            return "before the layers" if stretch is self._stretches[0] else "loss"
+        return f"{stretch.phase} of layer {self.calls[stretch.call]}"
+
+    def correct(self, choice: Sequence[int], actual: Sequence[Level]) -> None:
+        """Let the levels of a choice be those of its trace; those of others move with them."""
+        for i, (level, known) in enumerate(zip(self.levels(choice), actual, strict=True)):
+            self._corrections[i] += known.size - level.size
+
+    # ---- the planner's numbers
+
+    def kept(self, call: int, option: int) -> int:
+        """Return the bytes that a call leaves for its backward."""
+        return self._sizes[self._forwards[call]][option].net
+
+    def numbers(self, available: Callable[[int, int], bool]) -> tuple[array.array[int], array.array[int], int]:
+        """Return ``kept`` and ``need`` of each call and option, and ``need`` after the last call.
+
+        ``need``: bytes above what the calls before keep, at the highest point of the call's forward
+        and backward.
+        """
+        kept, need = array.array("q"), array.array("q")
+        before, after = self._outside()
+        for call in range(len(self.calls)):
+            forward = self._forwards[call]
+            backward = self._backwards.get(call)
+            for option in range(len(self.options)):
+                size = self._sizes[forward][option]
+                top = before + size.top + self._corrections[forward]
+                if backward is not None:
+                    above = after[call] + size.net + self._sizes[backward][option].top + self._corrections[backward]
+                    top = max(top, above)
+                kept.append(size.net)
+                need.append(top if available(call, option) else UNAVAILABLE)
+        return kept, need, self._last_need(before)
+
+    def _outside(self) -> tuple[int, dict[int, int]]:
+        """Return what is alive besides what calls keep: in the forward, and in the backward of each
+        call.
+        """
+        before = alive = 0
+        after: dict[int, int] = {}
+        for i, stretch in enumerate(self._stretches):
+            size = self._sizes[i][self._base]
+            if stretch.call is None:
+                alive += size.net
+                before = alive if i == 0 else before
+            elif stretch.phase == _BACKWARD:
+                after[stretch.call] = alive
+                alive += size.net + self._sizes[self._forwards[stretch.call]][self._base].net
+        return before, after
+
+    def _last_need(self, before: int) -> int:
+        top = alive = 0
+        for i, stretch in enumerate(self._stretches):
+            if stretch.call is not None:
+                continue
+            size = self._sizes[i][self._base]
+            top = max(top, alive + size.top + self._corrections[i])
+            alive += size.net
+        return max(top, before)

@@ -1,0 +1,258 @@
+"""Choose an option for each region, within a budget: :func:`choose`.
+
+The planner solves the chain; a trace of its plan corrects what the chain does not know (tensors
+that regions share), until a plan's trace stays within the budget and the planner knows no better.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from gradckpt import _C
+from gradckpt._planning.chain import UNAVAILABLE, Chain, Level
+from gradckpt._planning.step_trace import StepTrace
+
+__all__ = ["Chosen", "Costs", "Infeasible", "choose"]
+
+#: Traces of plans: to correct the chain, and to try what is a little over the budget by it.
+_ROUNDS, _TRIES = 8, 4
+#: Of the budget: how much higher a plan may be by the chain and still be tried.
+_NEAR = 0.015
+#: Byte buckets of the planner, when exact labels are too many.
+_BUCKETS = 16384
+
+Choice = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """``seconds[call][option]``: of forward and backward. ``errors[call][option]``: squares of
+    relative errors, or None where errors are not limited.
+    """
+
+    seconds: list[list[float]]
+    errors: list[list[float]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """``choice``: the option of each call. ``trace``: its step. ``seconds``: of all calls.
+    ``bound``: no plan is faster. ``front``: (bytes, seconds) of faster and faster plans.
+    """
+
+    choice: Choice
+    trace: StepTrace
+    seconds: float
+    bound: float
+    smallest: int
+    front: tuple[tuple[int, float], ...]
+
+
+class Infeasible(Exception):
+    """``smallest``: bytes that the best plan needs; ``trace``: its step."""
+
+    def __init__(self, smallest: int, trace: StepTrace) -> None:
+        super().__init__(smallest)
+        self.smallest = smallest
+        self.trace = trace
+
+
+@dataclasses.dataclass(frozen=True)
+class _Solution:
+    choice: Choice | None
+    seconds: float
+    bound: float
+    smallest: int
+    front: tuple[tuple[int, float], ...]
+
+
+class _Chooser:
+    def __init__(
+        self,
+        chain: Chain,
+        costs: Costs,
+        error_limit: float | None,
+        run: Callable[[Choice], StepTrace],
+    ) -> None:
+        self.chain = chain
+        self.costs = costs
+        self.error_limit = error_limit
+        self.run = run
+        self.traces: dict[Choice, StepTrace] = {}
+        seen: dict[int, int] = {}
+        for block in chain.calls:
+            seen[block] = seen.get(block, 0) + 1
+        #: Calls of blocks that the step calls several times; they share an option.
+        self.together = [call for call, block in enumerate(chain.calls) if seen[block] > 1]
+
+    # ---- the planner
+
+    def solve(self, limit: int) -> _Solution:
+        if not self.together:
+            return self._solve(limit, lambda call, option: True)
+        shared = set(self.together)
+        found = [
+            self._solve(limit, lambda call, option, chosen=each: call not in shared or option == chosen)  # type: ignore[misc]
+            for each in range(len(self.chain.options))
+        ]
+        feasible = [each for each in found if each.choice is not None]
+        best = min(feasible or found, key=lambda each: (each.seconds, each.smallest))
+        return dataclasses.replace(
+            best, bound=min(each.bound for each in found), smallest=min(each.smallest for each in found)
+        )
+
+    def _solve(self, limit: int, available: Callable[[int, int], bool]) -> _Solution:
+        kept, need, last_need = self.chain.numbers(available)
+        seconds = array.array("q", [round(s * 1e9) for row in self.costs.seconds for s in row])
+        errors, error_limit = None, 0
+        if self.costs.errors is not None and self.error_limit is not None:
+            unit = self.error_limit / _ERROR_UNITS if self.error_limit else 1.0
+            errors = array.array("q", [_units(e, unit) for row in self.costs.errors for e in row])
+            error_limit = _ERROR_UNITS if self.error_limit else 0
+        found = _C.choose_options(
+            len(self.chain.calls),
+            len(self.chain.options),
+            kept,
+            need,
+            seconds,
+            errors,
+            last_need,
+            limit,
+            error_limit,
+            _BUCKETS,
+        )
+        smallest = found["smallest_budget"]
+        return _Solution(
+            found["choices"],
+            math.inf if found["time"] is None else found["time"] / 1e9,
+            math.inf if found["lower_bound"] is None else found["lower_bound"] / 1e9,
+            UNAVAILABLE if smallest is None else smallest,
+            tuple((size, time / 1e9) for size, time, _ in found["front"]),
+        )
+
+    # ---- traces
+
+    def trace(self, choice: Choice) -> StepTrace:
+        """Return the step of a choice, after which the chain knows its levels."""
+        if choice not in self.traces:
+            self.traces[choice] = self.run(choice)
+        found = self.traces[choice]
+        self.chain.correct(choice, self._levels(found))
+        return found
+
+    def _levels(self, trace: StepTrace) -> list[Level]:
+        return self.chain.levels_of(trace.segments)
+
+    def peak(self, choice: Choice) -> int:
+        return max(level.size for level in self._levels(self.trace(choice)))
+
+    def seconds(self, choice: Choice) -> float:
+        return sum(self.costs.seconds[call][option] for call, option in enumerate(choice))
+
+    # ---- plans
+
+    def best(self, limit: int) -> tuple[Choice, _Solution] | None:
+        """Return the fastest plan whose trace stays within the limit."""
+        best: Choice | None = None
+        tried: set[Choice] = set()
+        for _ in range(_ROUNDS):
+            solution = self.solve(limit)
+            choice = solution.choice
+            if choice is None or choice in tried:
+                break
+            tried.add(choice)
+            if self.peak(choice) <= limit and (best is None or self.seconds(choice) < self.seconds(best)):
+                best = choice
+        if best is None:
+            return None
+        for _ in range(len(best)):
+            faster = self._faster(best, limit)
+            if faster is None:
+                break
+            best = faster
+        self.trace(best)  # the chain is exact around it
+        return best, self.solve(limit)
+
+    def _faster(self, choice: Choice, limit: int) -> Choice | None:
+        """Return a faster plan that differs in one block and is within the limit by its trace."""
+        tries = 0
+        for _, candidate in sorted(self._changes(choice, limit)):
+            if tries == _TRIES:
+                return None
+            if candidate not in self.traces:
+                tries += 1
+            if self.peak(candidate) <= limit:
+                return candidate
+            self.trace(choice)  # correct around the plan again
+        return None
+
+    def _changes(self, choice: Choice, limit: int) -> Iterator[tuple[float, Choice]]:
+        now, error = self.seconds(choice), self._error(choice)
+        for block in dict.fromkeys(self.chain.calls):
+            calls = [call for call, each in enumerate(self.chain.calls) if each == block]
+            for option in range(len(self.chain.options)):
+                changed = list(choice)
+                for call in calls:
+                    changed[call] = option
+                candidate = tuple(changed)
+                seconds = self.seconds(candidate)
+                if seconds >= now or (error is not None and self._error(candidate) > self.error_limit):  # type: ignore[operator]
+                    continue
+                if max(level.size for level in self.chain.levels(candidate)) <= limit * (1 + _NEAR):
+                    yield seconds, candidate
+
+    def _error(self, choice: Choice) -> float | None:
+        if self.costs.errors is None or self.error_limit is None:
+            return None
+        return sum(self.costs.errors[call][option] for call, option in enumerate(choice))
+
+    def smallest(self) -> tuple[int, Choice]:
+        """Return the least bytes that a plan needs by its trace, and that plan."""
+        found: dict[Choice, int] = {}
+        for _ in range(_ROUNDS):
+            choice = self.solve(self.solve(0).smallest).choice
+            if choice is None or choice in found:
+                break
+            found[choice] = self.peak(choice)
+        best = min(found, key=lambda each: (found[each], each))
+        return found[best], best
+
+
+#: Squares of errors are counted in this many units of the limit.
+_ERROR_UNITS = 1 << 20
+
+
+def _units(error: float, unit: float) -> int:
+    return min(-int(-error / unit // 1), 1 << 40)  # rounded up
+
+
+def choose(
+    chain: Chain, costs: Costs, limit: int, error_limit: float | None, run: Callable[[Choice], StepTrace]
+) -> Chosen:
+    """Return the fastest plan whose step stays within ``limit`` bytes above its start.
+
+    Args:
+        chain: The regions; it is corrected by the traces of plans.
+        costs: Of each call and option.
+        limit: In bytes.
+        error_limit: The sum of squares of the calls' relative errors, or None.
+        run: Return the trace of a plan's step.
+
+    Raises:
+        Infeasible: No plan stays within the limit.
+    """
+    chooser = _Chooser(chain, costs, error_limit, run)
+    found = chooser.best(limit)
+    if found is None:
+        size, choice = chooser.smallest()
+        if size > limit:
+            raise Infeasible(size, chooser.trace(choice))
+        solution = chooser.solve(size)
+        return Chosen(choice, chooser.trace(choice), chooser.seconds(choice), solution.bound, size, solution.front)
+    choice, solution = found
+    size, _ = chooser.smallest()
+    trace = chooser.trace(choice)
+    return Chosen(choice, trace, chooser.seconds(choice), min(solution.bound, chooser.seconds(choice)), size, solution.front)

@@ -1,0 +1,378 @@
+"""Will a training step fit? :func:`compare` answers for each ready setting."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from gradckpt._memory import track_memory
+from gradckpt._models.switch import Modules
+from gradckpt._planning.blocks import find_blocks, shortened
+from gradckpt._planning.devices import Device
+from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
+from gradckpt._planning.sizes import parse_bytes
+from gradckpt._planning.step_trace import Peak, StepTrace, trace_step
+from gradckpt._settings import READY, Setting
+from gradckpt._stats import format_bytes, uncounted
+from gradckpt._training_state import TrainingState
+from gradckpt._training_step import StepWrites, alone, step_of_batch, step_of_function
+
+__all__ = ["Comparison", "Row", "compare", "compare_source", "fixed_bytes", "quiet", "refuse_shards", "step_of", "unwrapped"]
+
+logger = logging.getLogger("gradckpt")
+
+#: Rates that kernels reach, of a data sheet's.
+_COMPUTE, _MEMORY = 0.5, 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One setting. ``peak``: bytes above the start of the step, and where; ``total``: with what is
+    there during the whole step. ``at_most``: ``total`` if nearly all tokens choose the same
+    experts, None if sizes do not depend on that. ``longest``: tokens of the longest sequence that
+    fits, 0 if none does, None if unknown. ``seconds``: estimate for a step. ``problem``: why there
+    are no figures.
+    """
+
+    name: str
+    line: str
+    peak: Peak | None
+    total: int | None
+    at_most: int | None = None
+    fits: bool | None = None
+    longest: int | None = None
+    seconds: float | None = None
+    problem: str | None = None
+
+    @property
+    def binds(self) -> str:
+        """What the largest part of the peak is, with its bytes."""
+        if self.peak is None:
+            return self.problem or ""
+        name, size = max(self.peak.parts.items(), key=lambda part: part[1])
+        return f"{self.peak.position}: {name} {format_bytes(size)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What each setting needs; ``print(plan)`` shows a table.
+
+    ``rows``: one :class:`Row` for each setting. ``fixed``: bytes that are there during the whole
+    step, by name. ``memory``: bytes to fit into, or None. ``about``: the assumptions, in sentences.
+    ``hints``: what lowers the parts of a peak, in the words of plan() or of the command.
+    """
+
+    rows: tuple[Row, ...]
+    fixed: dict[str, int]
+    memory: int | None
+    about: tuple[str, ...]
+    tokens: int | None = None
+    hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False)
+
+    def __getitem__(self, name: str) -> Row:
+        """Return the row of a setting."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one sentence or two."""
+        return _verdict(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, which JSON can carry."""
+        given = dataclasses.asdict(self)
+        del given["hints"]
+        return {"verdict": self.verdict, **given}
+
+    def __str__(self) -> str:
+        return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), "", *self.about])
+
+
+def compare(model: Module, batch: Any, modules: Modules, memory: int | str | None, measure: bool) -> Comparison:
+    """Return what a step needs in each ready setting; :func:`gradckpt.plan` describes it."""
+    limit = None if memory is None else parse_bytes(memory)
+    run = step_of(model, batch)
+    blocks = find_blocks(model, modules)
+    about = ["Peaks contain parameters, buffers and gradients that exist, and no optimizer states."]
+    if modules is not None:
+        about.append("The lines take the same modules= as this plan.")
+    fixed = fixed_bytes(model)
+    rows: list[Row] = []
+    with alone(model):
+        if not measure:
+            try:
+                with quiet():
+                    rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
+            except StepWrites:
+                raise
+            except Exception as error:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
+                logger.info("gradckpt: %s", about[-1])
+        if not rows:
+            with quiet():
+                rows = [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
+    return Comparison(tuple(rows), fixed, limit, tuple(about))
+
+
+def fixed_bytes(model: Module) -> dict[str, int]:
+    """Return the bytes that a model has before the step, by name."""
+    return {
+        "parameters and buffers": sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
+        "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+    }
+
+
+def unwrapped(model: Module) -> Module:
+    """Return the module of DistributedDataParallel, whose forward may allocate its buckets."""
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model  # type: ignore[no-any-return]
+
+
+def refuse_shards(model: Module) -> None:
+    tensors = sys.modules.get("torch.distributed.tensor")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if (tensors is not None and any(isinstance(p, tensors.DTensor) for p in model.parameters())) or (
+        fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
+    ):
+        raise ValueError("gradckpt: plan() cannot run a sharded model; call it before fully_shard(model)")
+
+
+def step_of(model: Module, batch: Any) -> Callable[[Any], object]:
+    if callable(batch) and not isinstance(batch, (torch.Tensor, Mapping)):
+        step = step_of_function(model, batch)
+        return lambda _: step()
+    return lambda batch: step_of_batch(model, batch)()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let settings that are only tried out log nothing."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _on_paper(
+    model: Module,
+    setting: Setting,
+    run: Callable[[Any], object],
+    batch: Any,
+    blocks: Sequence[Module],
+    modules: Modules,
+    fixed: dict[str, int],
+    limit: int | None,
+) -> Row:
+    cuda = any(p.device.type == "cuda" for p in model.parameters())
+
+    def trace(concentrated: bool) -> StepTrace:
+        with setting.active(model, modules):
+            given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
+            return trace_step(model, run, given, blocks=blocks, concentrated=concentrated, cuda=cuda)
+
+    found = trace(False)
+    peak, held = found.peak(), sum(fixed.values())
+    at_most = held + trace(True).peak().size if found.data_dependent else None
+    return _row(setting, peak, held, limit, at_most=at_most)
+
+
+def _row(setting: Setting, peak: Peak, held: int, limit: int | None, **more: Any) -> Row:
+    total = peak.size + held
+    fits = None if limit is None else (more.get("at_most") or total) <= limit
+    return Row(setting.name, setting.line, peak, total, fits=fits, **more)
+
+
+def _measured(
+    model: Module,
+    setting: Setting,
+    run: Callable[[Any], object],
+    batch: Any,
+    modules: Modules,
+    fixed: dict[str, int],
+    limit: int | None,
+) -> Row:
+    state = TrainingState(model)
+    try:
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad.clone()  # the step adds to it in place
+        torch.clear_autocast_cache()  # as before the first setting
+        with uncounted(), setting.active(model, modules), track_memory(model) as memory:
+            run(batch)
+        if state.leaves_changed():
+            raise StepWrites
+    except torch.OutOfMemoryError:
+        return Row(setting.name, setting.line, None, None, fits=False, problem="out of memory")
+    finally:
+        state.restore()
+    at_start = next((point.total for point in memory.timeline[:1]), 0) if memory.device != "cpu" else 0
+    region = max(memory.by_region.items(), key=lambda pair: pair[1], default=("step", 0))[0]
+    return _row(setting, Peak(memory.peak - at_start, region, dict(memory.by_kind)), sum(fixed.values()), limit)
+
+
+# ---- a model on paper ----
+
+
+def compare_source(
+    source: Any,
+    tokens: int | None,
+    batch: int = 1,
+    *,
+    memory: int | None = None,
+    device: Device | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Comparison:
+    """Return the plan of a :class:`gradckpt._planning.config_model.ConfigModel`."""
+    limit = memory if memory is not None else device.memory if device is not None else None
+    fixed = {**source.fixed, **source.extra}
+    held = sum(fixed.values())
+    blocks = find_blocks(source.model)
+    lengths = [tokens] if tokens is None or limit is None or tokens < 64 else [tokens, tokens // 2, tokens // 4]
+    rows = []
+    with shortened(source.model, blocks) as short:
+
+        def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:
+            with quiet(), setting.active(source.model):
+                found = trace_step(
+                    source.model,
+                    lambda _: source.run(length, batch),
+                    blocks=short.modules,
+                    concentrated=concentrated,
+                    cuda=True,
+                )
+            short.repeat(found.segments)
+            return found
+
+        for setting in READY:
+            progress(setting.name)
+            traces = [trace(setting, length) for length in lengths]
+            first = traces[0]
+            peak = first.peak(source.gradient_scale)
+            more: dict[str, Any] = {"seconds": _seconds(first, device, source) if device is not None else None}
+            if first.data_dependent:
+                more["at_most"] = held + trace(setting, tokens, True).peak(source.gradient_scale).size
+            if len(traces) == 3:
+                more["longest"] = _longest(lengths, traces, source, limit - held)
+            rows.append(_row(setting, peak, held, limit, **more))
+    return Comparison(tuple(rows), fixed, limit, tuple(source.about), tokens, as_flags(source.flags, source.takes))
+
+
+def _longest(lengths: list[Any], traces: list[StepTrace], source: Any, limit: int) -> int | None:
+    """Return the most tokens with which no segment's peak exceeds the limit.
+
+    A segment's peak is a polynomial of degree two: of degree one, except where attention keeps its
+    weights.
+    """
+    points = [[peak.size for peak in trace.peaks(source.gradient_scale)] for trace in traces]
+    if len({len(sizes) for sizes in points}) != 1:
+        return None
+
+    def peak_at(length: int) -> float:
+        return max(_through(lengths, values, length) for values in zip(*points, strict=True))
+
+    low, high = 0, source.positions or 2**26
+    if peak_at(high) <= limit:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if peak_at(middle) <= limit else (low, middle)
+    return low
+
+
+def _through(xs: list[int], ys: Sequence[float], x: int) -> float:
+    """Return the value at x of the parabola through three points."""
+    total = 0.0
+    for i, (xi, yi) in enumerate(zip(xs, ys, strict=True)):
+        weight = 1.0
+        for j, xj in enumerate(xs):
+            if j != i:
+                weight *= (x - xj) / (xi - xj)
+        total += weight * yi
+    return total
+
+
+def _seconds(trace: StepTrace, device: Device, source: Any) -> float:
+    """Estimate the time of a step: each operator at half the device's arithmetic or at 80 % of its
+    memory's rate, whichever takes longer.
+    """
+    flops = (device.bf16 if source.computes_in_16_bits else device.fp32) * 1e12 * _COMPUTE
+    rate = device.bandwidth * 1e9 * _MEMORY
+    return sum(max(work.flop / flops, work.bytes / rate) for work in trace.work()) + trace.payload_bytes / rate
+
+
+# ---- text ----
+
+
+def _verdict(plan: Comparison) -> str:
+    known = [row for row in plan.rows if row.total is not None]
+    if not known:
+        return "No setting could be computed."
+    least = min(known, key=lambda row: row.total or 0)
+    length = f" at {plan.tokens:,} tokens" if plan.tokens else ""
+    if plan.memory is None:
+        return f"The smallest peak{length} is {_size(least.total)}, with {least.name}. {_advice(plan, least)}"
+    limit = _size(plan.memory)
+    fitting = [row for row in known if row.fits]
+    if not fitting:
+        return (
+            f"Nothing fits {limit}{length}: the smallest peak is {_size(least.total)}, with {least.name}. "
+            f"{_advice(plan, least)}"
+        )
+    if fitting[0].name == "none":
+        return f"It fits {limit}{length} without checkpointing: {_size(fitting[0].total)}."
+    names = ", ".join(f"{row.name} ({_size(row.total)})" for row in fitting)
+    return f"It fits {limit}{length} with {names}."
+
+
+def _advice(plan: Comparison, row: Row) -> str:
+    """Say what binds in a row, and what would move it."""
+    if row.peak is None:
+        return ""
+    alone = plan.memory is not None and sum(plan.fixed.values()) > plan.memory  # the rest does not matter yet
+    return advice(row.peak, plan.fixed, plan.hints, fixed_alone=alone)
+
+
+def _size(nbytes: int | None) -> str:
+    return "" if nbytes is None else format_bytes(nbytes)
+
+
+def _table(plan: Comparison) -> list[str]:
+    held = sum(plan.fixed.values())
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in plan.fixed.items() if size)
+    head = ["setting", "peak"]
+    limit = plan.memory is not None
+    longest = any(row.longest is not None for row in plan.rows)
+    seconds = any(row.seconds is not None for row in plan.rows)
+    bound = any(row.at_most is not None for row in plan.rows)
+    head += ["at most"] * bound + [f"fits {_size(plan.memory)}"] * limit + ["longest"] * longest
+    head += ["estimated"] * seconds + ["what binds"]
+    cells = []
+    for row in plan.rows:
+        line = [row.name, _size(row.total)]
+        line += [_size(row.at_most)] * bound + [{True: "yes", False: "no", None: ""}[row.fits]] * limit
+        line += [f"{row.longest:,}" if row.longest is not None else ""] * longest
+        line += [f"{row.seconds:.3g} s" if row.seconds is not None else ""] * seconds
+        cells.append([*line, row.binds])
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    right = {i for i, name in enumerate(head) if name in ("peak", "at most", "longest", "estimated")}
+    rows = [
+        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in (head, *cells)
+    ]
+    return [f"During the whole step: {_size(held)} ({parts})" if parts else "", "", *(row.rstrip() for row in rows)]
+
+
+def _lines(plan: Comparison) -> list[str]:
+    width = max(len(row.name) for row in plan.rows)
+    return ["To train so:", *(f"  {row.name.ljust(width)}  {row.line}" for row in plan.rows)]

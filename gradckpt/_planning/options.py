@@ -1,0 +1,111 @@
+"""What can be done with a region: keep, compress or recompute what its backward needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradckpt import _C
+from gradckpt._codec_names import resolve_codec
+from gradckpt._config import CompressionConfig, parse_compress
+from gradckpt._engine.saved_tensors import compress_saved
+from gradckpt._models.rules import Settings, parse_options
+
+__all__ = ["KEEP", "RECOMPUTE", "Option", "allowed", "find_option"]
+
+#: Of policies: those that keep least first.
+_POLICIES = ("save_attention", "every_other_matmul", "save_matmuls", "save_attention|save_matmuls")
+
+#: Codecs that ``error=`` permits where ``compress=`` says nothing.
+_LOSSY = ("int8", "int6", "int4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One way to treat a region. ``name``: as tables print it. ``rule``: the value for the region
+    in ``modules=`` of :func:`gradckpt.enable`. ``codec``: the lossy codec, or None.
+    """
+
+    name: str
+    rule: Any = dataclasses.field(compare=False)
+    codec: str | None = None
+
+    def settings(self) -> Settings | None:
+        """Return the keywords of :func:`gradckpt.checkpoint`; None: the region stays as it is."""
+        if self.rule == "skip":
+            return None
+        return parse_options(self.rule, {}, ("recompute",))
+
+
+#: As autograd does it.
+KEEP = Option("keep", "skip")
+
+#: Checkpointing with the uncompressed input.
+RECOMPUTE = Option("recompute", {"compress": None})
+
+
+def _compress(codec: str) -> Option:
+    return Option(f"compress {codec}", {"compress": codec, "recompute": False}, _lossy(codec))
+
+
+def _recompute(codec: str | None, policy: str | None = None) -> Option:
+    words = ["recompute", *([codec] if codec else [])]
+    rule: dict[str, Any] = {"compress": codec}
+    if policy is not None:
+        rule["policy"] = policy
+        words.append(f"({policy})")
+    return Option(" ".join(words), rule, _lossy(codec) if codec else None)
+
+
+def _lossy(codec: str) -> str | None:
+    return codec if _C.codec_info(codec)["max_error"] else None
+
+
+def allowed(compress: Any, error: bool) -> list[Option]:
+    """Return the options that a plan may choose from, in a fixed order.
+
+    ``compress``: the codec or codecs that the user permits; ``None``: exact options alone, or with
+    an ``error`` budget the codecs int8, int6 and int4.
+
+    Raises:
+        ValueError, TypeError: A codec is unknown or not for activations.
+    """
+    codecs = _codecs(compress, error)
+    found = [KEEP, RECOMPUTE, _recompute("lossless"), _compress("lossless")]
+    found += [_recompute(None, policy) for policy in _POLICIES]
+    for codec in codecs:
+        found += [_compress(codec), _recompute(codec), _recompute(codec, f"save_matmuls:{codec}")]
+    return found
+
+
+def _codecs(compress: Any, error: bool) -> list[str]:
+    if compress is None or compress is False:
+        return list(_LOSSY) if error else []
+    listed: Iterable[Any] = compress if isinstance(compress, (tuple, list)) else [compress]
+    names = []
+    for each in listed:
+        config = parse_compress(each)
+        if config is None:
+            continue
+        if config != CompressionConfig(config.codec):
+            raise ValueError(
+                "gradckpt: with budget=, compress= names the permitted codecs alone; pass a name or a list of names"
+            )
+        compress_saved(config.codec)  # raises for a codec that is not for activations
+        name = resolve_codec(config.codec)
+        if name not in ("raw", "lossless") and name not in names:
+            names.append(name)
+    return names
+
+
+def find_option(name: str, rule: Mapping[str, Any] | str) -> Option:
+    """Return the option of a plan file, whose name and rule were stored.
+
+    Raises:
+        ValueError: The rule is not one of :func:`gradckpt.enable`.
+    """
+    option = Option(name, rule if isinstance(rule, str) else dict(rule))
+    settings = option.settings()
+    config = settings["compress"] if settings is not None else None
+    return dataclasses.replace(option, codec=_lossy(config.codec) if config is not None else None)

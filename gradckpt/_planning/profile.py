@@ -1,0 +1,330 @@
+"""What a model's step needs in each option of each region: :class:`Profile`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from gradckpt._gradient_error import StepErrors
+from gradckpt._models.switch import Modules
+from gradckpt._planning.block_times import Cost, RegionCosts, measure_regions, wait
+from gradckpt._planning.blocks import find_blocks, shortened
+from gradckpt._planning.budget import Budget, other_tensors
+from gradckpt._planning.chain import Chain
+from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose
+from gradckpt._planning.comparison import fixed_bytes, quiet
+from gradckpt._planning.hints import IN_PYTHON, advice
+from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
+from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
+from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of
+from gradckpt._planning.step_trace import Segment, StepTrace, trace_step
+from gradckpt._settings import EXACT, Setting
+from gradckpt._stats import format_bytes, uncounted
+from gradckpt._training_state import TrainingState
+from gradckpt._training_step import StepWrites
+
+__all__ = ["Profile", "parse_error"]
+
+logger = logging.getLogger("gradckpt")
+
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+#: Steps that are measured, after one that warms up.
+_STEPS = 2
+
+#: How often an error is measured, and the share of the error budget that is enough.
+_ERROR_ROUNDS, _ENOUGH = 4, 0.6
+
+Run = Callable[[Any], object]
+
+
+def parse_error(error: float | str) -> float:
+    """Return the relative error that ``"1%"`` or 0.01 means.
+
+    Raises:
+        ValueError: It is neither, or not between 0 and 1.
+    """
+    parsed: float | None = None
+    if isinstance(error, str) and (match := _PERCENT.fullmatch(error.strip())) is not None:
+        parsed = float(match[1]) / 100
+    elif isinstance(error, (int, float)) and not isinstance(error, bool):
+        parsed = float(error)
+    if parsed is None or not 0 < parsed < 1:
+        raise ValueError(f'gradckpt: error={error!r} is no relative error; write "1%" or 0.01')
+    return parsed
+
+
+class Profile:
+    """The memory of a step on paper in each option, and the times of its regions.
+
+    Args:
+        model: A module in training mode.
+        run: Runs forward and backward on the batch that it is given.
+        batch: As for ``run``.
+        modules: As for :func:`gradckpt.enable`.
+        compress: The codecs that a plan may use.
+        limits_error: Plans will have an error budget, which permits lossy codecs.
+
+    Raises:
+        NotOnPaper: The step asks for values.
+        ValueError: As :func:`gradckpt.enable`.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        run: Run,
+        batch: Any,
+        *,
+        modules: Modules = None,
+        compress: Any = None,
+        limits_error: bool = False,
+    ) -> None:
+        self.model = model
+        with quiet():
+            self.blocks = find_blocks(model, modules)
+        self.options = allowed(compress, limits_error)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._run = run
+        self._batch = batch
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.plain: StepTrace | None = None
+        traces = {option: self._trace([option] * len(self.blocks)) for option in self.options}
+        self._all = traces
+        self._traces: dict[Option, Sequence[Segment]] = {o: trace.segments for o, trace in traces.items()}
+        self.plain = traces[KEEP]
+        self.data_dependent = any(trace.data_dependent for trace in traces.values())
+        self.calls = Chain(self._traces).calls
+        self.costs: RegionCosts | None = None
+        self.step_seconds = 0.0  # with exact recomputing
+
+    # ---- on paper
+
+    def setting(self, options: Sequence[Option]) -> Setting:
+        """Return the setting of the model with an option for each block."""
+        if all(option == KEEP for option in options):
+            return Setting("plan", "", "none")
+        rules = {block: option.rule for block, option in zip(self.blocks, options, strict=True)}
+        return Setting("plan", "", options={"compress": None, "modules": rules})
+
+    def _trace(self, options: Sequence[Option]) -> StepTrace:
+        with quiet(), self.setting(options).active(self.model):
+            return trace_step(self.model, self._run, self._batch, blocks=self.blocks, cuda=self.device.type == "cuda")
+
+    def of_choice(self, choice: Choice) -> list[Option]:
+        """Return the option of each block; blocks that the step does not call are recomputed."""
+        found = [RECOMPUTE] * len(self.blocks)
+        for block, option in zip(self.calls, choice, strict=True):
+            found[block] = self.options[option]
+        return found
+
+    # ---- real steps
+
+    def measure(self, batch: Any) -> None:
+        """Measure the step with exact recomputing, and each distinct region in each option.
+
+        Raises:
+            StepWrites: The step changes parameters.
+        """
+        seconds = []
+        state = TrainingState(self.model)
+        setting = self.setting([RECOMPUTE] * len(self.blocks))
+        try:
+            with quiet(), uncounted():
+                with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
+                    self._run(batch)
+                for _ in range(_STEPS):
+                    state.rewind()
+                    with setting.active(self.model):
+                        seconds.append(self._timed(batch))
+            if state.leaves_changed():
+                raise StepWrites
+        finally:
+            state.restore()
+        self.costs = costs
+        self.step_seconds = min(seconds)
+
+    def _timed(self, batch: Any) -> float:
+        wait(self.device)
+        began = time.perf_counter()
+        self._run(batch)
+        wait(self.device)
+        return time.perf_counter() - began
+
+    def cost(self, block: int, option: Option) -> Cost:
+        """Return the cost of a block in an option."""
+        found = self.costs.of(self.blocks[block], option) if self.costs is not None else None
+        return found if found is not None else Cost(0.0, 0.0)
+
+    def _costs(self, scale: float | None) -> Costs:
+        """Return the costs of all calls; ``scale``: of squares of errors."""
+        seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
+        if scale is None:
+            return Costs(seconds)
+        errors = [[scale * self.cost(block, option).error ** 2 for option in self.options] for block in self.calls]
+        return Costs(seconds, errors)
+
+    # ---- plans
+
+    def plan(self, budget: Budget, *, error: float | None = None, optimizer: Any = None, batch: Any = None) -> Plan:
+        """Return the fastest plan within the budgets.
+
+        Raises:
+            ValueError: There is none.
+        """
+        about = [
+            "No optimizer states are counted; pass optimizer= to count them."
+            if optimizer is None
+            else "Optimizer states count as after the first step."
+        ]
+        fixed, memory = self._fixed(optimizer)
+        held = sum(fixed.values())
+        limit = budget.size if budget.step_only else budget.size - held
+        self._check_optimizer(budget, fixed, memory, held)
+        chosen, measured = self._choose(limit, error, batch, budget, fixed)
+        return self._result(chosen, measured, budget, fixed, error, about)
+
+    def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
+        """Return the bytes that are there during the whole step, and the optimizer's."""
+        fixed = fixed_bytes(self.model)
+        memory = OptimizerMemory(0, 0, 0)
+        if optimizer is not None:
+            memory = optimizer_memory(self.model, optimizer)
+            fixed["optimizer states"] = memory.states + memory.new
+        fixed["other tensors"] = other_tensors(self.device, sum(fixed.values()) - memory.new)
+        return fixed, memory
+
+    def held(self, optimizer: Any) -> int:
+        """Return the bytes that are there during the whole step."""
+        return sum(self._fixed(optimizer)[0].values())
+
+    def smallest_peak(self) -> int:
+        """Return about the least bytes that a step adds."""
+        return min(trace.peak().size for trace in self._all.values())
+
+    def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory, held: int) -> None:
+        """Check that the optimizer's step, which no option of a region changes, is within the
+        budget.
+        """
+        gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad and p.grad is None)
+        working = memory.working - memory.new
+        needed = gradients + working if budget.step_only else held + gradients + working
+        if memory.working and needed > budget.size:
+            raise ValueError(
+                f"gradckpt: the optimizer's step alone needs {format_bytes(needed)}, more than {budget.text}; take "
+                "an optimizer with smaller states, or a larger budget"
+            )
+
+    def _choose(
+        self, limit: int, error: float | None, batch: Any, budget: Budget, fixed: dict[str, int]
+    ) -> tuple[Chosen, float | None]:
+        """Return the fastest plan and its measured error."""
+
+        def run(choice: Choice) -> StepTrace:
+            return self._trace(self.of_choice(choice))
+
+        chain = Chain(self._traces)
+
+        def fastest(scale: float | None) -> Chosen:
+            try:
+                return choose(chain, self._costs(scale), limit, None if error is None else error**2, run)
+            except Infeasible as found:
+                held = 0 if budget.step_only else sum(fixed.values())
+                hint = advice(found.trace.peak(), fixed, IN_PYTHON)
+                raise ValueError(
+                    f"gradckpt: no plan stays within {budget.text}; the smallest budget is "
+                    f"{format_bytes(found.smallest + held)} ({found.smallest + held} bytes). {hint}"
+                ) from None
+
+        if error is None:
+            chosen = fastest(None)
+            lossy = any(self.options[option].codec for option in chosen.choice)
+            return chosen, StepErrors(self.model, batch).of(self._setting_of(chosen)) if lossy else None
+        errors = StepErrors(self.model, batch)
+        scale, best = 1.0, None
+        for _ in range(_ERROR_ROUNDS):
+            chosen = fastest(scale)
+            expected = math.sqrt(scale * sum(self._squares(chosen.choice)))
+            if not expected:
+                return (chosen, 0.0) if best is None or chosen.seconds < best[0].seconds else best
+            measured = errors.of(self._setting_of(chosen))
+            if measured <= error and (best is None or chosen.seconds < best[0].seconds):
+                best = chosen, measured
+            if _ENOUGH * error <= measured <= error or (measured <= error and expected < _ENOUGH * error):
+                break
+            scale *= (measured / expected) ** 2 * 1.05
+        if best is None:
+            chosen = fastest(math.inf)
+            best = chosen, 0.0
+        return best
+
+    def _squares(self, choice: Choice) -> Iterator[float]:
+        for block, option in zip(self.calls, choice, strict=True):
+            yield self.cost(block, self.options[option]).error ** 2
+
+    def _setting_of(self, chosen: Chosen) -> Setting:
+        return self.setting(self.of_choice(chosen.choice))
+
+    def _result(
+        self,
+        chosen: Chosen,
+        measured: float | None,
+        budget: Budget,
+        fixed: dict[str, int],
+        error: float | None,
+        about: list[str],
+    ) -> Plan:
+        held = sum(fixed.values())
+        base = self.step_seconds - sum(self.cost(block, RECOMPUTE).seconds for block in self.calls)
+        base = max(base, 0.0)
+        plain = base + sum(self.cost(block, KEEP).seconds for block in self.calls)
+        peak = chosen.trace.peak()
+        chain = Chain(self._traces)
+        regions = []
+        options = self.of_choice(chosen.choice)
+        first_call = {block: call for call, block in reversed(list(enumerate(self.calls)))}
+        for i, block in enumerate(self.blocks):
+            cost, keep = self.cost(i, options[i]), self.cost(i, KEEP)
+            times = self.calls.count(i)
+            kept = chain.kept(first_call[i], self.options.index(options[i])) if i in first_call else 0
+            regions.append(
+                PlannedRegion(
+                    self._names[id(block)],
+                    type(block).__name__,
+                    options[i],
+                    kept,
+                    (cost.seconds - keep.seconds) * times,
+                    cost.error,
+                    digest_of(block),
+                )
+            )
+        assert self.plain is not None
+        if self.data_dependent:
+            about.append("Experts are assumed to be chosen equally often.")
+        return Plan(
+            model=type(self.model).__name__,
+            regions=tuple(regions),
+            budget=budget.size + (held if budget.step_only else 0),
+            budget_text=budget.text,
+            peak=peak.size + held,
+            plain=self.plain.peak().size + held,
+            binds=peak,
+            fixed=fixed,
+            seconds=base + chosen.seconds,
+            plain_seconds=plain,
+            bound=base + chosen.bound,
+            smallest_budget=chosen.smallest + held,
+            error=measured,
+            error_budget=error,
+            front=tuple((size, base + seconds) for size, seconds in chosen.front),
+            about=tuple(about),
+        )

@@ -1,0 +1,261 @@
+"""What is done with each region of a model, to stay within a budget: :class:`Plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+from gradckpt._models.switch import Handle, disable, enable
+from gradckpt._planning.hints import IN_PYTHON, advice
+from gradckpt._planning.options import KEEP, Option, find_option
+from gradckpt._planning.step_trace import Peak
+from gradckpt._stats import format_bytes
+
+__all__ = ["Plan", "PlannedRegion", "digest_of", "is_applied"]
+
+#: Of plan files.
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRegion:
+    """One region. ``name``, ``kind``: of its module. ``kept``: bytes from its forward to its
+    backward. ``seconds``: more than without checkpointing. ``error``: the relative L2 error of the
+    region's own gradients. ``digest``: of what the module must look like.
+    """
+
+    name: str
+    kind: str
+    option: Option
+    kept: int
+    seconds: float
+    error: float
+    digest: str = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An option for each region of a model, within a budget; ``print(plan)`` shows a table.
+
+    ``regions``: one :class:`PlannedRegion` for each module. ``budget``: bytes, of all tensors on
+    the device, and ``budget_text`` as it was written. ``peak``: bytes that the step reaches;
+    ``plain``: without checkpointing. ``binds``: where the peak is. ``fixed``: bytes that are there
+    during the whole step, by name. ``seconds``: of the step; ``plain_seconds``: without
+    checkpointing; ``bound``: no plan within the budget is faster. ``estimated``: times come from a
+    data sheet. ``smallest_budget``: bytes; none below it has a plan. ``error``: the measured
+    relative L2 error of the step's gradients, None if all options are exact; ``error_budget``.
+    ``about``: the assumptions, in sentences.
+    """
+
+    model: str
+    regions: tuple[PlannedRegion, ...]
+    budget: int
+    budget_text: str
+    peak: int
+    plain: int
+    binds: Peak
+    fixed: Mapping[str, int]
+    seconds: float
+    plain_seconds: float
+    bound: float
+    smallest_budget: int
+    estimated: bool = False
+    error: float | None = None
+    error_budget: float | None = None
+    front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
+    about: tuple[str, ...] = ()
+    hints: Mapping[str, Sequence[str]] = dataclasses.field(
+        default_factory=lambda: IN_PYTHON, repr=False, compare=False
+    )
+
+    # ---- use
+
+    def apply(self, model: Module) -> Handle:
+        """Checkpoint the model as planned, instead of how it is now.
+
+        Returns:
+            As :func:`gradckpt.enable`.
+
+        Raises:
+            ValueError: The model is another one than the plan was made for; the message says what
+                differs first.
+        """
+        rules = self.rules_for(model)
+        if all(rule == KEEP.rule for rule in rules.values()):
+            disable(model)
+            return Handle(model)
+        return enable(model, None, modules=rules)
+
+    def rules_for(self, model: Module) -> dict[Module, Any]:
+        """Return ``modules=`` of :func:`gradckpt.enable` for a model.
+
+        Raises:
+            ValueError: As :meth:`apply`.
+        """
+        modules = dict(model.named_modules())
+        rules = {}
+        for region in self.regions:
+            module = modules.get(region.name)
+            if module is None:
+                raise ValueError(
+                    f"gradckpt: this plan is for another model: {type(model).__name__} has no module {region.name!r}; "
+                    "make a new plan"
+                )
+            if type(module).__name__ != region.kind or digest_of(module) != region.digest:
+                what = f"is {type(module).__name__}, not {region.kind}"
+                what = what if type(module).__name__ != region.kind else "has other parameters"
+                raise ValueError(
+                    f"gradckpt: this plan is for another model: {region.name!r} {what}; make a new plan"
+                )
+            rules[module] = region.option.rule
+        return rules
+
+    def pareto(self) -> list[dict[str, float]]:
+        """Return budgets in bytes and the step's seconds of the best plan for each, by bytes."""
+        fixed = sum(self.fixed.values())
+        return [{"budget": size + fixed, "seconds": seconds} for size, seconds in self.front]
+
+    # ---- files
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, which JSON can carry."""
+        given = dataclasses.asdict(self)
+        del given["hints"]
+        for region, entry in zip(self.regions, given["regions"], strict=True):
+            entry["option"] = {"name": region.option.name, "rule": region.option.rule}
+        return {"version": _VERSION, **given}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, which :meth:`load` and ``enable(model, plan=path)`` read."""
+        text = json.dumps(self.to_dict(), indent=1, sort_keys=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no plan, or one of another version.
+        """
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        try:
+            given = json.loads(text)
+            version = given.pop("version")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"gradckpt: {os.fspath(path)} is no plan; write one with plan.save(path)") from None
+        if version != _VERSION:
+            raise ValueError(
+                f"gradckpt: {os.fspath(path)} is a plan of version {version}, and this gradckpt reads version "
+                f"{_VERSION}; make a new plan"
+            )
+        try:
+            return cls.from_dict({"version": version, **given})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"gradckpt: {os.fspath(path)} is an incomplete plan ({error}); make a new plan") from None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Return the plan whose :meth:`to_dict` this is."""
+        given = {key: value for key, value in data.items() if key != "version"}
+        regions = tuple(
+            PlannedRegion(**{**each, "option": find_option(**each["option"])}) for each in given.pop("regions")
+        )
+        front = tuple((size, seconds) for size, seconds in given.pop("front"))
+        binds, about = Peak(**given.pop("binds")), tuple(given.pop("about"))
+        return cls(regions=regions, front=front, binds=binds, about=about, **given)
+
+    # ---- text
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing needs to be done: the step fits as it is."""
+        return all(region.option == KEEP for region in self.regions)
+
+    @property
+    def gap(self) -> float:
+        """How much faster the best possible plan could be, as a part of this one's step."""
+        return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a few sentences."""
+        limit = f"{format_bytes(self.budget)} ({self.budget_text})"
+        if self.is_plain:
+            return f"It fits {limit} without checkpointing: {format_bytes(self.peak)}. Nothing is done."
+        slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
+        times = "by estimate" if self.estimated else "as measured"
+        said = [
+            f"Peak {format_bytes(self.peak)} of {limit}; without checkpointing {format_bytes(self.plain)}.",
+            f"The step takes {slower:.1%} more time than without, {times}; {self._certificate()}.",
+        ]
+        if self.error is not None:
+            allowed = f" of {self.error_budget:.2%}" if self.error_budget is not None else ""
+            said.append(f"Gradients differ by {self.error:.2%}{allowed}, measured on this batch.")
+        return " ".join(said)
+
+    def _certificate(self) -> str:
+        return "no plan is faster" if self.gap < 5e-5 else f"within {self.gap:.2%} of the best possible"
+
+    def __str__(self) -> str:
+        hint = advice(self.binds, self.fixed, self.hints)
+        lines = [self.verdict, "", *_table(self.regions), "", f"What binds: {hint}"]
+        lines.append(f"Smallest budget: {format_bytes(self.smallest_budget)}.")
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.fixed.items() if size)
+        lines.append(f"During the whole step: {format_bytes(sum(self.fixed.values()))} ({parts}).")
+        return "\n".join([*lines, *self.about])
+
+
+def digest_of(module: Module) -> str:
+    """Return a digest of a module's parts: their names, classes, and shapes of parameters."""
+    parts = [
+        (name, type(part).__name__, [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()])
+        for name, part in module.named_modules()
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def is_applied(plan: Plan, model: Module) -> bool:
+    """Return whether exactly the plan's regions are enabled in the model."""
+    wanted = {region.name for region in plan.regions if region.option != KEEP}
+    return set(Handle(model).modules) == wanted
+
+
+def _table(regions: Sequence[PlannedRegion]) -> list[str]:
+    rows = [["regions", "option", "kept each", "time each", "error each"]]
+    for first, last, n in _runs(regions):
+        name = first.name if n == 1 else f"{first.name} to {last.name}"
+        rows.append(
+            [
+                f"{name} ({n} {first.kind})" if n > 1 else f"{name} ({first.kind})",
+                first.option.name,
+                format_bytes(max(first.kept, 0)),
+                f"+{first.seconds * 1e3:.3g} ms" if first.seconds > 0 else "",
+                f"{first.error:.2%}" if first.error else "",
+            ]
+        )
+    if not any(row[4] for row in rows[1:]):
+        rows = [row[:4] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    just: Callable[[int, str], str] = lambda i, cell: cell.ljust(widths[i]) if i < 2 else cell.rjust(widths[i])
+    return ["  ".join(just(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def _runs(regions: Sequence[PlannedRegion]) -> list[tuple[PlannedRegion, PlannedRegion, int]]:
+    """Return the first, the last and the number of neighbours with the same option."""
+    found: list[tuple[PlannedRegion, PlannedRegion, int]] = []
+    for region in regions:
+        if found and (found[-1][0].option, found[-1][0].digest) == (region.option, region.digest):
+            first, _, n = found[-1]
+            found[-1] = first, region, n + 1
+        else:
+            found.append((region, region, 1))
+    return found
