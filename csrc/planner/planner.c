@@ -60,7 +60,7 @@ static int begin_to_thin(gck_front *front, solver *s, int64_t l)
     s->thinned = 1;
     return front->chain->error != NULL
                ? gck_error_grid_init(&s->errors, front->chain, front->buckets / 4, s->range)
-               : gck_slack_grid_init(&s->slack, front->buckets, s->range / front->buckets + 1);
+               : gck_slack_grid_init(&s->slack, front->chain->options, front->buckets, s->range / front->buckets + 1);
 }
 
 /* Set s->labels to those of region l. */
