@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum { KEPT, NEED, TIME, ERROR, TABLES };
-enum { SHOWN = 4096 };                       /* points of a front that Python gets */
+enum { SHOWN = 1024 };                       /* points of a front that Python gets */
 
 /* One call: what was asked, and what the planner found. */
 typedef struct {

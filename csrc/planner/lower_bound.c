@@ -10,16 +10,12 @@
 #include "planner/lower_bound.h"
 
 #include "planner/buckets.h"
+#include "planner/prices.h"
 
 #include <stdlib.h>
 
+enum { OCTAVES = 21 };                       /* of prices that are tried */
 #define ENOUGH (INT64_C(1) << 60)            /* a budget beyond all sums */
-
-/* A price of error in ns: mantissa * 2**exponent. */
-typedef struct {
-    int64_t mantissa;
-    int     exponent;
-} price;
 
 typedef struct {
     const gck_front *front;
@@ -34,34 +30,6 @@ typedef struct {
     gck_buckets      now, next;              /* the bounds of this region and of the next */
 } bounds;
 
-
-/* The price of so much error, rounded down or up; at most GCK_NEVER. */
-static int64_t priced(price p, int64_t error, int up)
-{
-    const __int128 product = (__int128)error * p.mantissa;
-    const int down = p.exponent < 0 ? -p.exponent : 0;
-    const __int128 rest = up ? ((__int128)1 << down) - 1 : 0;
-    const __int128 value = p.exponent > 0 ? product << p.exponent : (product + rest) >> down;
-
-    return value > GCK_NEVER ? GCK_NEVER : (int64_t)value;
-}
-
-/* The region's options at this price, without errors. */
-static int options_of(const bounds *b, int64_t region, price p)
-{
-    const gck_chain *chain = b->front->chain;
-    int n = 0;
-
-    for (int64_t o = 0; o < chain->options; o++) {
-        const int64_t at = region * chain->options + o;
-        const int64_t error = chain->error != NULL ? chain->error[at] : 0;
-        const gck_option option = {chain->kept[at], chain->need[at], chain->time[at] + priced(p, error, 0), 0, 0};
-        if (option.need != GCK_UNAVAILABLE && error <= b->error_budget) {
-            n = gck_options_add(b->options, n, &option);
-        }
-    }
-    return n;
-}
 
 /* Set the slack that plans may have within the budget, before each region and after the last. */
 static void find_slack(bounds *b)
@@ -85,7 +53,7 @@ static void find_slack(bounds *b)
 
 /* Set the slack between which the grid of each region up to `from` lies, and the width of a
  * bucket. */
-static void find_grids(bounds *b, const gck_labels *labels, int64_t from, price p)
+static void find_grids(bounds *b, const gck_labels *labels, int64_t from, gck_price price)
 {
     int64_t first = labels->at[0].bytes, last = labels->at[labels->n - 1].bytes, range = 0;
 
@@ -96,7 +64,7 @@ static void find_grids(bounds *b, const gck_labels *labels, int64_t from, price 
         if (l == 0) {
             break;
         }
-        const int n = options_of(b, l - 1, p);
+        const int n = gck_priced_options(b->front->chain, l - 1, price, b->error_budget, b->options);
         int64_t new_first = INT64_MAX, new_last = INT64_MAX, time = INT64_MAX;
         for (int o = 0; o < n; o++) {
             const gck_option *option = &b->options[o];
@@ -124,9 +92,9 @@ static void lay(const bounds *b, int64_t region, gck_buckets *buckets)
 }
 
 /* The bound at a price, from the labels of region `from` on; GCK_NEVER: no plan. */
-static int64_t bound_at(bounds *b, const gck_labels *labels, int64_t from, price p)
+static int64_t bound_at(bounds *b, const gck_labels *labels, int64_t from, gck_price price)
 {
-    find_grids(b, labels, from, p);
+    find_grids(b, labels, from, price);
     lay(b, from, &b->next);
     b->next.time[0] = GCK_NEVER;
     for (int64_t i = 0, at = 0; i < b->next.n; i++) {
@@ -138,7 +106,7 @@ static int64_t bound_at(bounds *b, const gck_labels *labels, int64_t from, price
     for (int64_t l = from - 1; l >= 0; l--) {
         const gck_buckets done = b->next;
         lay(b, l, &b->now);
-        gck_buckets_extend(&b->next, b->options, options_of(b, l, p), b->width, b->moves, &b->now, NULL);
+        gck_buckets_extend(&b->next, b->options, gck_priced_options(b->front->chain, l, price, b->error_budget, b->options), b->width, b->moves, &b->now, NULL);
         b->next = b->now;
         b->now = done;
     }
@@ -146,38 +114,32 @@ static int64_t bound_at(bounds *b, const gck_labels *labels, int64_t from, price
 }
 
 /* The bound of a price, when the price of the error budget is taken off. */
-static int64_t bound_with_errors(bounds *b, price p)
+static int64_t bound_with_errors(bounds *b, gck_price price)
 {
     const gck_label end = {.bytes = b->front->chain->last_need};
     const gck_labels labels = {(gck_label *)&end, 1, 1};
-    const int64_t time = bound_at(b, &labels, b->front->chain->regions, p);
+    const int64_t time = bound_at(b, &labels, b->front->chain->regions, price);
 
-    return time - priced(p, b->error_budget, 1);
-}
-
-/* The price number k: eight in each octave. */
-static price price_of(int64_t k)
-{
-    return (price){8 + (k & 7), (int)gck_floor_div(k, 8) - 3};
+    return time - gck_priced(price, b->error_budget, 1);
 }
 
 /* The best bound over prices, by golden section: it rises and then falls with the price. */
 static int64_t best_bound(bounds *b, int64_t time)
 {
-    int64_t best = bound_with_errors(b, (price){0, 0}), steps = 0;
+    int64_t best = bound_with_errors(b, (gck_price){0, 0}), steps = 0;
     int64_t last = 0, first, sizes[2] = {1, 2};
 
     if (b->error_budget <= 0) {              /* options with an error are left out */
         return best;
     }
     /* A price at which the error budget is worth more than the plan bounds nothing. */
-    while (priced(price_of(last), b->error_budget, 0) > time) {
-        last -= 8;
+    while (gck_priced(gck_price_of(last), b->error_budget, 0) > time) {
+        last -= GCK_PRICES_IN_OCTAVE;
     }
-    while (priced(price_of(last), b->error_budget, 0) <= time) {
-        last += 8;
+    while (gck_priced(gck_price_of(last), b->error_budget, 0) <= time) {
+        last += GCK_PRICES_IN_OCTAVE;
     }
-    first = last - 8 * 21;
+    first = last - OCTAVES * GCK_PRICES_IN_OCTAVE;
     while (sizes[1] < last - first) {        /* Fibonacci numbers, so that a step needs one new bound */
         const int64_t sum = sizes[0] + sizes[1];
         sizes[0] = sizes[1];
@@ -185,7 +147,7 @@ static int64_t best_bound(bounds *b, int64_t time)
         steps++;
     }
     int64_t at[2] = {first + sizes[1] - sizes[0], first + sizes[0]};
-    int64_t found[2] = {bound_with_errors(b, price_of(at[0])), bound_with_errors(b, price_of(at[1]))};
+    int64_t found[2] = {bound_with_errors(b, gck_price_of(at[0])), bound_with_errors(b, gck_price_of(at[1]))};
     for (;;) {
         best = gck_larger(best, gck_larger(found[0], found[1]));
         if (steps-- <= 0) {
@@ -198,13 +160,13 @@ static int64_t best_bound(bounds *b, int64_t time)
             at[1] = at[0];
             found[1] = found[0];
             at[0] = first + sizes[1] - sizes[0];
-            found[0] = bound_with_errors(b, price_of(at[0]));
+            found[0] = bound_with_errors(b, gck_price_of(at[0]));
         } else {
             first = at[0];
             at[0] = at[1];
             found[0] = found[1];
             at[1] = first + sizes[0];
-            found[1] = bound_with_errors(b, price_of(at[1]));
+            found[1] = bound_with_errors(b, gck_price_of(at[1]));
         }
     }
 }
@@ -241,7 +203,7 @@ int gck_lower_bound(const gck_front *front, int64_t plan, int64_t budget, int64_
     find_slack(&b);
     *bound = gck_smaller(time, front->chain->error != NULL ? best_bound(&b, time)
                                                        : bound_at(&b, &front->exact, front->exact_from,
-                                                                  (price){0, 0}));
+                                                                  (gck_price){0, 0}));
 exit:
     free(memory);
     free(b.choices);

@@ -30,38 +30,12 @@
 #ifndef GRADCKPT_PLANNER_H
 #define GRADCKPT_PLANNER_H
 
-#include "planner/labels.h"
+#include "planner/front.h"
 
 enum { GCK_LEAST_BUCKETS = 64, GCK_MOST_BUCKETS = 1 << 18 };
 
-/* The option that a label takes, and the label of the next region that it extends. */
-typedef struct {
-    uint32_t from, option;
-} gck_step;
-
-/* All plans of a chain that are worth having. */
-typedef struct {
-    const gck_chain *chain;                  /* borrowed                                              */
-    int64_t          buckets;
-    gck_labels       plans;                  /* of region 0; none if no budget is large enough        */
-    gck_step       **steps;                  /* for each region after the first, those of its labels  */
-    gck_labels       exact;                  /* the last labels of which none is missing              */
-    int64_t          exact_from;             /* their region; 0: the front is exact                   */
-} gck_front;
-
 /* GCK_OK, GCK_E_RANGE or GCK_E_MEMORY; front is NULL unless GCK_OK.  The chain and its tables must
  * outlive the front. */
-int  gck_front_new(const gck_chain *chain, int64_t buckets, gck_front **front);
-void gck_front_free(gck_front *front);       /* NULL: nothing */
-
-/* The index of the fastest plan within both budgets, or -1. */
-int64_t gck_front_find(const gck_front *front, int64_t budget, int64_t error_budget);
-
-/* The smallest budget for which there is a plan within the error budget: exact if the front is, or
- * without errors; else sound.  GCK_UNAVAILABLE: none. */
-int64_t gck_front_least(const gck_front *front, int64_t error_budget);
-
-/* The option of each region, for the plan of this index. */
-void gck_front_choices(const gck_front *front, int64_t plan, uint32_t *choices);
+int gck_front_new(const gck_chain *chain, int64_t buckets, gck_front **front);
 
 #endif

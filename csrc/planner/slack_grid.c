@@ -12,8 +12,9 @@ int gck_slack_grid_init(gck_slack_grid *grid, int64_t options, int64_t buckets, 
     grid->label = gck_planner_memory(buckets, sizeof *grid->label);
     grid->ways = gck_planner_memory(buckets, sizeof *grid->ways);
     grid->moves = gck_planner_memory(options, sizeof *grid->moves);
+    grid->shifts = gck_planner_memory(options, sizeof *grid->shifts);
     return grid->next.time == NULL || grid->next.bytes == NULL || grid->now.time == NULL || grid->label == NULL
-           || grid->ways == NULL || grid->moves == NULL ? GCK_E_MEMORY : GCK_OK;
+           || grid->ways == NULL || grid->moves == NULL || grid->shifts == NULL ? GCK_E_MEMORY : GCK_OK;
 }
 
 void gck_slack_grid_free(gck_slack_grid *grid)
@@ -24,6 +25,7 @@ void gck_slack_grid_free(gck_slack_grid *grid)
     free(grid->label);
     free(grid->ways);
     free(grid->moves);
+    free(grid->shifts);
     *grid = (gck_slack_grid){.width = 0};
 }
 
@@ -89,14 +91,16 @@ int gck_slack_grid_extend(gck_slack_grid *grid, const gck_labels *next, const gc
     }
     fill(grid, next);
     gck_buckets_extend(&grid->next, options, n, grid->width, grid->moves, &grid->now, grid->ways);
+    for (int o = 0; o < n; o++) {            /* the moves are sorted by time now */
+        grid->shifts[grid->moves[o].option] = grid->moves[o].shift;
+    }
     out->n = 0;
     out->at[out->n++] = first;
     for (int64_t b = 0; b < now->n; b++) {
         const gck_label *before = &out->at[out->n - 1];
         if (now->time[b + 1] < before->time) {
             const gck_option *option = &options[grid->ways[b] / 2];
-            const int64_t room = now->first + (b + 1) * grid->width - 1 - option->kept;
-            const int64_t to = gck_smaller(gck_floor_div(room - grid->next.first, grid->width), grid->next.n);
+            const int64_t to = gck_smaller(b + grid->shifts[grid->ways[b] / 2], grid->next.n);
             const uint32_t from = grid->label[to - grid->ways[b] % 2];
             const gck_label new = now->time[b + 1] > last.time ? gck_label_extend(&next->at[from], from, option)
                                                                : last;

@@ -11,6 +11,7 @@ typedef struct {
     uint32_t   *label;                       /* for each bucket of `next` the number of its label; malloc */
     uint32_t   *ways;                        /* for each bucket of `now`; malloc */
     gck_move   *moves;                       /* malloc */
+    int64_t    *shifts;                      /* of each option's move; malloc */
     int64_t     width;                       /* bytes of a bucket */
 } gck_slack_grid;
 
