@@ -121,12 +121,13 @@ int gck_front_new(const gck_chain *chain, int64_t buckets, gck_front **out)
         goto exit;
     }
     status = GCK_E_MEMORY;
-    s.options = gck_planner_memory(chain->options, sizeof *s.options);
-    front = gck_planner_memory(1, sizeof *front);
-    if (s.options == NULL || front == NULL) {
+    if ((front = gck_planner_memory(1, sizeof *front)) == NULL) {
         goto exit;
     }
     *front = (gck_front){.chain = chain, .buckets = buckets};
+    if ((s.options = gck_planner_memory(chain->options, sizeof *s.options)) == NULL) {
+        goto exit;
+    }
     status = find_range(chain, &s) ? solve(front, &s) : GCK_OK;
     if (status == GCK_OK) {
         *out = front;
