@@ -106,7 +106,8 @@ static int64_t bound_at(bounds *b, const gck_labels *labels, int64_t from, gck_p
     for (int64_t l = from - 1; l >= 0; l--) {
         const gck_buckets done = b->next;
         lay(b, l, &b->now);
-        gck_buckets_extend(&b->next, b->options, gck_priced_options(b->front->chain, l, price, b->error_budget, b->options), b->width, b->moves, &b->now, NULL);
+        const int n = gck_priced_options(b->front->chain, l, price, b->error_budget, b->options);
+        gck_buckets_bound(&b->next, b->options, n, b->width, b->moves, &b->now);
         b->next = b->now;
         b->now = done;
     }
@@ -175,7 +176,7 @@ int gck_lower_bound(const gck_front *front, int64_t plan, int64_t budget, int64_
 {
     const int64_t regions = front->chain->regions, time = front->plans.at[plan].time;
     bounds b = {.front = front, .budget = gck_smaller(budget, ENOUGH), .error_budget = error_budget,
-                .most = front->buckets};
+                .most = front->buckets + front->buckets / 2};
     int64_t *memory = NULL;
     int status = GCK_OK;
 

@@ -56,7 +56,7 @@ static int begin_to_thin(gck_front *front, solver *s, int64_t l)
     front->exact.n = s->next.n;
     front->exact_from = l + 1;
     s->thinned = 1;
-    return gck_slack_grid_init(&s->grid, front->chain->options, front->buckets, s->range / front->buckets + 1);
+    return gck_slack_grid_init(&s->grid, front->chain->options, front->buckets, s->range);
 }
 
 /* Set s->labels to those of region l. */

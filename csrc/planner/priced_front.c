@@ -211,9 +211,9 @@ static int run_all(solver *s)
 
 int gck_priced_front_solve(gck_front *front, int64_t range)
 {
-    const int64_t buckets = front->buckets / 4, most = gck_larger(buckets + 1, front->exact.n);
+    const int64_t buckets = front->buckets / 4, most = gck_larger(buckets + 2, front->exact.n);
     solver s = {.front = front};
-    int status = gck_slack_grid_init(&s.grid, front->chain->options, most, range / buckets + 1);
+    int status = gck_slack_grid_init(&s.grid, front->chain->options, buckets, range);
 
     if (status != GCK_OK || (status = stage_init(&s.start, most)) != GCK_OK
         || (status = stage_init(&s.next, most)) != GCK_OK || (status = stage_init(&s.now, most)) != GCK_OK) {

@@ -3,43 +3,53 @@
 
 #include <stdlib.h>
 
-int gck_slack_grid_init(gck_slack_grid *grid, int64_t options, int64_t buckets, int64_t width)
+enum { AROUND = 8 };                         /* buckets on each side between which times are seen to fall */
+#define MOST_FALL (INT64_C(1) << 50)         /* so that it can be multiplied by a part of a bucket */
+
+int gck_slack_grid_init(gck_slack_grid *grid, int64_t options, int64_t buckets, int64_t range)
 {
-    *grid = (gck_slack_grid){.width = width};
+    *grid = (gck_slack_grid){.shift = 0};
+    while (range >> grid->shift >= buckets) {
+        grid->shift++;
+    }
     grid->next.time = gck_planner_memory(buckets + 1, sizeof *grid->next.time);
     grid->next.bytes = gck_planner_memory(buckets + 1, sizeof *grid->next.bytes);
+    grid->next.fall = gck_planner_memory(buckets + 1, sizeof *grid->next.fall);
     grid->now.time = gck_planner_memory(buckets + 1, sizeof *grid->now.time);
     grid->label = gck_planner_memory(buckets, sizeof *grid->label);
     grid->ways = gck_planner_memory(buckets, sizeof *grid->ways);
     grid->moves = gck_planner_memory(options, sizeof *grid->moves);
     grid->shifts = gck_planner_memory(options, sizeof *grid->shifts);
-    return grid->next.time == NULL || grid->next.bytes == NULL || grid->now.time == NULL || grid->label == NULL
-           || grid->ways == NULL || grid->moves == NULL || grid->shifts == NULL ? GCK_E_MEMORY : GCK_OK;
+    return grid->next.time == NULL || grid->next.bytes == NULL || grid->next.fall == NULL
+           || grid->now.time == NULL || grid->label == NULL || grid->ways == NULL
+           || grid->moves == NULL || grid->shifts == NULL ? GCK_E_MEMORY : GCK_OK;
 }
 
 void gck_slack_grid_free(gck_slack_grid *grid)
 {
     free(grid->next.time);
     free(grid->next.bytes);
+    free(grid->next.fall);
     free(grid->now.time);
     free(grid->label);
     free(grid->ways);
     free(grid->moves);
     free(grid->shifts);
-    *grid = (gck_slack_grid){.width = 0};
+    *grid = (gck_slack_grid){.shift = 0};
 }
 
 /* Set the buckets of the next region: the fastest label up to the end of each. */
 static void fill(gck_slack_grid *grid, const gck_labels *labels)
 {
+    const int64_t width = INT64_C(1) << grid->shift;
     gck_buckets *next = &grid->next;
-    int64_t i = 0;
+    int64_t i = 0, most = 0;
 
     next->first = labels->at[0].bytes;
     next->n = 0;
     next->time[0] = GCK_NEVER;
     next->bytes[0] = INT64_MIN;
-    for (int64_t end = next->first + grid->width; i < labels->n; end += grid->width) {
+    for (int64_t end = next->first + width; i < labels->n; end += width) {
         while (i < labels->n && labels->at[i].bytes < end) {
             i++;
         }
@@ -47,6 +57,12 @@ static void fill(gck_slack_grid *grid, const gck_labels *labels)
         next->time[next->n] = labels->at[i - 1].time;
         next->bytes[next->n] = labels->at[i - 1].bytes;
     }
+    for (int64_t b = next->n; b > 0; b--) {
+        const int64_t low = gck_larger(b - AROUND, 1), high = gck_smaller(b + AROUND, next->n);
+        const int64_t fall = high > low ? (next->time[low] - next->time[high]) / (high - low) : 0;
+        next->fall[b] = most = gck_larger(most, gck_smaller(fall, MOST_FALL));
+    }
+    next->fall[0] = most;
 }
 
 /* The extension of fewest bytes, of these the fastest. */
@@ -77,6 +93,18 @@ static gck_label last_of(const gck_labels *next, const gck_option *options, int 
     return last;
 }
 
+/* Append a label that is faster than those before, and remove those that need as much; not what is
+ * as fast as the last one, which is appended itself. */
+static void add(gck_label label, const gck_label *last, gck_labels *out)
+{
+    if (label.time > last->time && label.time < out->at[out->n - 1].time) {
+        while (out->n > 0 && out->at[out->n - 1].bytes >= label.bytes) {
+            out->n--;
+        }
+        out->at[out->n++] = label;
+    }
+}
+
 int gck_slack_grid_extend(gck_slack_grid *grid, const gck_labels *next, const gck_option *options, int n,
                           gck_labels *out)
 {
@@ -85,28 +113,25 @@ int gck_slack_grid_extend(gck_slack_grid *grid, const gck_labels *next, const gc
     int status;
 
     grid->now.first = first.bytes;
-    grid->now.n = (last.bytes - first.bytes) / grid->width + 1;
-    if ((status = gck_labels_reserve(out, now->n + 1)) != GCK_OK) {
+    grid->now.n = ((last.bytes - first.bytes) >> grid->shift) + 1;
+    if ((status = gck_labels_reserve(out, now->n + 2)) != GCK_OK) {
         return status;
     }
     fill(grid, next);
-    gck_buckets_extend(&grid->next, options, n, grid->width, grid->moves, &grid->now, grid->ways);
+    gck_buckets_choose(&grid->next, options, n, grid->shift, grid->moves, &grid->now, grid->ways);
     for (int o = 0; o < n; o++) {            /* the moves are sorted by time now */
         grid->shifts[grid->moves[o].option] = grid->moves[o].shift;
     }
     out->n = 0;
     out->at[out->n++] = first;
     for (int64_t b = 0; b < now->n; b++) {
-        const gck_label *before = &out->at[out->n - 1];
-        if (now->time[b + 1] < before->time) {
-            const gck_option *option = &options[grid->ways[b] / 2];
-            const int64_t to = gck_smaller(b + grid->shifts[grid->ways[b] / 2], grid->next.n);
+        if (now->time[b + 1] != GCK_NEVER) {
+            const uint32_t option = grid->ways[b] / 2;
+            const int64_t to = gck_smaller(b + grid->shifts[option], grid->next.n);
             const uint32_t from = grid->label[to - grid->ways[b] % 2];
-            const gck_label new = now->time[b + 1] > last.time ? gck_label_extend(&next->at[from], from, option)
-                                                               : last;
-            out->n -= new.bytes == before->bytes;
-            out->at[out->n++] = new;
+            add(gck_label_extend(&next->at[from], from, &options[option]), &last, out);
         }
     }
+    add(last, &(gck_label){.time = -1}, out);
     return GCK_OK;
 }
