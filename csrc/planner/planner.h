@@ -11,22 +11,23 @@
  *     f(l, s) = min over o with need <= s of time + f(l + 1, s - kept)
  * and f(1, M) is the answer for every budget M.  f is a step function, so a list of labels (bytes,
  * time) holds it: the true bytes that a choice of options needs, and its time.  Solving goes from
- * the last region to the first and depends on neither budget, therefore a larger budget never gives
- * a slower plan.
+ * the last region to the first and looks at neither budget, so the plans for all budgets are found
+ * in one front, and a larger budget never gives a slower plan.
  *
- * While a region has at most `buckets` labels, all of them are kept and the front is exact.  After
- * that labels are thinned to one per bucket of slack.  A label holds true bytes and a true error, so
- * each remaining plan is realisable as it stands; gck_lower_bound() says how far it may be from the
- * best.
+ * While a region has at most `buckets` labels, all of them are kept and the front is exact; with
+ * errors a label has its error, too.  After that labels are thinned to one per bucket of slack, and
+ * with errors solved for some prices of error (priced_front.h).  A label holds true bytes and a true
+ * error, so each remaining plan is realisable as it stands, and the one of fewest bytes always
+ * remains; gck_lower_bound() says how far a plan may be from the best.
  *
  * Cost, with R regions, N options and B buckets:
- *     bytes alone   at most R * N * B steps, 8 * R * B bytes; the bound another R * N * 2B steps
- *     with errors   B / 4 buckets of slack times at most 64 of error: R * N * 16 B steps and
- *                   128 * R * B bytes; the bound a dozen of those for bytes alone
+ *     bytes alone   at most R * N * B steps, 8 * R * B bytes; a bound as many as 1.5 times the steps
+ *     with errors   about 65 passes of B / 4 buckets: 16 * R * N * B steps, 100 * R * B bytes; a
+ *                   bound 16 of those for bytes alone
  *
- * Integers only.  Among plans of equal time the one that needs fewer bytes wins, then the one of
- * smaller error, then that with the earlier option in the earlier region that was compared: the same
- * plan on every machine.  No state outlives a call, and threads do not share any. */
+ * Integers only.  Among equally fast plans of the front the one that needs fewest bytes wins;
+ * labels that are equal in all take the earlier option.  The same tables give the same plan on every
+ * machine.  No state outlives a call, and threads share none. */
 #ifndef GRADCKPT_PLANNER_H
 #define GRADCKPT_PLANNER_H
 

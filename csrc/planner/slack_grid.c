@@ -48,7 +48,7 @@ static void fill(gck_slack_grid *grid, const gck_labels *labels)
     next->first = labels->at[0].bytes;
     next->n = 0;
     next->time[0] = GCK_NEVER;
-    next->bytes[0] = INT64_MIN;
+    next->bytes[0] = -GCK_NEVER;
     for (int64_t end = next->first + width; i < labels->n; end += width) {
         while (i < labels->n && labels->at[i].bytes < end) {
             i++;
@@ -62,7 +62,7 @@ static void fill(gck_slack_grid *grid, const gck_labels *labels)
         const int64_t fall = high > low ? (next->time[low] - next->time[high]) / (high - low) : 0;
         next->fall[b] = most = gck_larger(most, gck_smaller(fall, MOST_FALL));
     }
-    next->fall[0] = most;
+    next->fall[0] = 0;                       /* so that no label stays none */
 }
 
 /* The extension of fewest bytes, of these the fastest. */
