@@ -59,7 +59,7 @@ def replay(chain, choices):
 
 
 def plans(chain):
-    """(peak, time, error) of every plan that there is."""
+    """(peak, time, error) of every plan."""
     ways = itertools.product(*(range(len(options)) for options in chain.regions))
     return [found for found in (replay(chain, choices) for choices in ways) if found is not None]
 
@@ -95,7 +95,7 @@ def _option(rng, region, choice, held, most, errors):
 
 
 def random_chain(rng, errors, most_plans=800, most=40):
-    """Up to 6 regions with up to 6 options each, but no more plans than so many."""
+    """Up to 6 regions with up to 6 options each, and at most so many plans."""
     count = rng.randint(1, 6)
     while True:
         n = rng.choices((0, 1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 6, 8, 8))[0]

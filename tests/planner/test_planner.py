@@ -298,18 +298,18 @@ def test_wrong_arguments():
     row = array.array("q", [1, 2])
     with pytest.raises(ValueError, match=r"^gradckpt: kept has 16 bytes; pass regions \* options \* 8 = 32$"):
         _C.choose_options(2, 2, row, row, row, None, 0, 1)
-    with pytest.raises(ValueError, match="^gradckpt: error has 8 bytes"):
+    with pytest.raises(ValueError, match=r"^gradckpt: error has 8 bytes"):
         _C.choose_options(1, 2, row, row, row, array.array("q", [1]), 0, 1)
-    with pytest.raises(ValueError, match="^gradckpt: time is not of 64-bit integers; pass"):
+    with pytest.raises(ValueError, match=r"^gradckpt: time is not of 64-bit integers; pass"):
         _C.choose_options(1, 2, row, row, array.array("d", [1, 2]), None, 0, 1)
-    with pytest.raises(ValueError, match="^gradckpt: -1 regions with 2 options; pass"):
+    with pytest.raises(ValueError, match=r"^gradckpt: -1 regions with 2 options; pass"):
         _C.choose_options(-1, 2, row, row, row, None, 0, 1)
-    with pytest.raises(ValueError, match="^gradckpt: 1 regions with 0 options; pass"):
+    with pytest.raises(ValueError, match=r"^gradckpt: 1 regions with 0 options; pass"):
         _C.choose_options(1, 0, b"", b"", b"", None, 0, 1)
-    with pytest.raises(ValueError, match="^gradckpt: 4294967296 regions"):
+    with pytest.raises(ValueError, match=r"^gradckpt: 4294967296 regions"):
         _C.choose_options(2**32, 2**32, b"", b"", b"", None, 0, 1)
     for buckets in (0, -5, 63, 2**18 + 1):
-        with pytest.raises(ValueError, match=f"^gradckpt: buckets={buckets}; pass 64 to"):
+        with pytest.raises(ValueError, match=rf"^gradckpt: buckets={buckets}; pass 64 to"):
             _C.choose_options(1, 2, row, row, row, None, 0, 1, buckets=buckets)
     with pytest.raises(TypeError):
         _C.choose_options(1, 2, [1, 2], row, row, None, 0, 1)
@@ -334,7 +334,7 @@ def test_memory_may_fail(tmp_path):
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("gcc not found")
-    flags = "-std=c11 -O1 -g -D_GNU_SOURCE -Wall -Wextra -Werror -Wno-missing-field-initializers".split()
+    flags = ["-std=c11", "-O1", "-g", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
     flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC}"]
     objects = []
     for path in sorted((CSRC / "planner").glob("*.c")):
