@@ -61,7 +61,7 @@ class Choice(TypedDict):
     error: int | None  # the sum over the choices; 0 without errors
     lower_bound: int | None  # no plan within the budgets takes less time; equals time if exact
     smallest_budget: int | None  # for this error budget; None: no budget is enough
-    front: list[tuple[int, int, int]]  # (budget, time, error), at most 4,096, by ascending budget
+    front: list[tuple[int, int, int]]  # (budget, time, error), at most 1,024, by ascending budget
     exact: bool  # nothing was thinned: all of the above is optimal
 
 @disjoint_base

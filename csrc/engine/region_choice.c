@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum { KEPT, NEED, TIME, ERROR, TABLES };
-enum { SHOWN = 4096 };                       /* points of a front that Python gets */
+enum { SHOWN = 1024 };                       /* points of a front that Python gets */
 
 /* One call: what was asked, and what the planner found. */
 typedef struct {
@@ -65,8 +65,8 @@ static int parse(choice *c, PyObject *args, PyObject *keywords)
         return -1;
     }
     if (regions < 0 || regions > GCK_MAX_REGIONS || options < 1 || options > GCK_MAX_OPTIONS) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: %lld regions with %lld options; pass 0 to %d regions, 1 to %d options",
-                     regions, options, GCK_MAX_REGIONS, GCK_MAX_OPTIONS);
+        PyErr_Format(PyExc_ValueError, "gradckpt: %lld regions with %lld options; pass 0 to %d regions, "
+                     "1 to %d options", regions, options, GCK_MAX_REGIONS, GCK_MAX_OPTIONS);
         return -1;
     }
     if (buckets < GCK_LEAST_BUCKETS || buckets > GCK_MOST_BUCKETS) {

@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_LOWER_BOUND_H
 #define GRADCKPT_LOWER_BOUND_H
 
-#include "planner/planner.h"
+#include "planner/front.h"
 
 /* No plan within both budgets takes less time than *bound.  `plan` is what gck_front_find() found
  * for them, and any plan is good: the bound is tighter the better it is.  GCK_OK or

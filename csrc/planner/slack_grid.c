@@ -3,70 +3,66 @@
 
 #include <stdlib.h>
 
-#define NEVER (INT64_C(1) << 61)             /* a time beyond all sums, which may be added to */
+enum { AROUND = 8 };                         /* buckets on each side between which times are seen to fall */
+#define MOST_FALL (INT64_C(1) << 50)         /* so that it can be multiplied by a part of a bucket */
 
-int gck_slack_grid_init(gck_slack_grid *grid, int64_t buckets, int64_t width)
+int gck_slack_grid_init(gck_slack_grid *grid, int64_t options, int64_t buckets, int64_t range)
 {
-    *grid = (gck_slack_grid){.buckets = buckets, .width = width};
-    grid->bytes = gck_planner_memory(buckets + 2, sizeof *grid->bytes);
-    grid->time = gck_planner_memory(buckets + 2, sizeof *grid->time);
-    grid->label = gck_planner_memory(buckets + 2, sizeof *grid->label);
-    grid->best = gck_planner_memory(buckets, sizeof *grid->best);
-    grid->way = gck_planner_memory(buckets, sizeof *grid->way);
-    return grid->bytes == NULL || grid->time == NULL || grid->label == NULL || grid->best == NULL
-           || grid->way == NULL ? GCK_E_MEMORY : GCK_OK;
+    *grid = (gck_slack_grid){.shift = 0};
+    while (range >> grid->shift >= buckets) {
+        grid->shift++;
+    }
+    grid->next.time = gck_planner_memory(buckets + 1, sizeof *grid->next.time);
+    grid->next.bytes = gck_planner_memory(buckets + 1, sizeof *grid->next.bytes);
+    grid->next.fall = gck_planner_memory(buckets + 1, sizeof *grid->next.fall);
+    grid->now.time = gck_planner_memory(buckets + 1, sizeof *grid->now.time);
+    grid->label = gck_planner_memory(buckets, sizeof *grid->label);
+    grid->ways = gck_planner_memory(buckets, sizeof *grid->ways);
+    grid->moves = gck_planner_memory(options, sizeof *grid->moves);
+    grid->shifts = gck_planner_memory(options, sizeof *grid->shifts);
+    return grid->next.time == NULL || grid->next.bytes == NULL || grid->next.fall == NULL
+           || grid->now.time == NULL || grid->label == NULL || grid->ways == NULL
+           || grid->moves == NULL || grid->shifts == NULL ? GCK_E_MEMORY : GCK_OK;
 }
 
 void gck_slack_grid_free(gck_slack_grid *grid)
 {
-    free(grid->bytes);
-    free(grid->time);
+    free(grid->next.time);
+    free(grid->next.bytes);
+    free(grid->next.fall);
+    free(grid->now.time);
     free(grid->label);
-    free(grid->best);
-    free(grid->way);
-    *grid = (gck_slack_grid){.bytes = NULL};
+    free(grid->ways);
+    free(grid->moves);
+    free(grid->shifts);
+    *grid = (gck_slack_grid){.shift = 0};
 }
 
-static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
-
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Let entry j + 1 be the fastest of `next` up to the end of bucket j; entry 0 never fits in time,
- * the last one never in bytes.  Returns the number of buckets. */
-static int64_t fill(gck_slack_grid *grid, const gck_labels *next)
+/* Set the buckets of the next region: the fastest label up to the end of each. */
+static void fill(gck_slack_grid *grid, const gck_labels *labels)
 {
-    const int64_t first = next->at[0].bytes;
-    int64_t i = 0, n = 0;
+    const int64_t width = INT64_C(1) << grid->shift;
+    gck_buckets *next = &grid->next;
+    int64_t i = 0, most = 0;
 
-    grid->bytes[0] = INT64_MIN;
-    grid->time[0] = NEVER;
-    for (int64_t end = first + grid->width; i < next->n; end += grid->width) {
-        while (i < next->n && next->at[i].bytes < end) {
+    next->first = labels->at[0].bytes;
+    next->n = 0;
+    next->time[0] = GCK_NEVER;
+    next->bytes[0] = -GCK_NEVER;
+    for (int64_t end = next->first + width; i < labels->n; end += width) {
+        while (i < labels->n && labels->at[i].bytes < end) {
             i++;
         }
-        n++;
-        grid->bytes[n] = next->at[i - 1].bytes;
-        grid->time[n] = next->at[i - 1].time;
-        grid->label[n] = (uint32_t)(i - 1);
+        grid->label[next->n++] = (uint32_t)(i - 1);
+        next->time[next->n] = labels->at[i - 1].time;
+        next->bytes[next->n] = labels->at[i - 1].bytes;
     }
-    grid->bytes[n + 1] = INT64_MAX;
-    grid->time[n + 1] = NEVER;
-    return n;
-}
-
-/* For `count` buckets: take the fastest label that fits `room`, which grows with each, if it makes
- * the bucket's best faster.  It is this bucket's of the next region or the one before. */
-static void take(const int64_t *bytes, const int64_t *time, int64_t room, int64_t width, int64_t cost, uint32_t way,
-                 int64_t *best, uint32_t *ways, int64_t count)
-{
-    for (int64_t b = 0; b < count; b++, room += width) {
-        const int before = bytes[b] > room;
-        const int64_t new = (before ? time[b - 1] : time[b]) + cost;
-        const int faster = new < best[b];
-        best[b] = faster ? new : best[b];
-        ways[b] = faster ? way + (uint32_t)before : ways[b];
+    for (int64_t b = next->n; b > 0; b--) {
+        const int64_t low = gck_larger(b - AROUND, 1), high = gck_smaller(b + AROUND, next->n);
+        const int64_t fall = high > low ? (next->time[low] - next->time[high]) / (high - low) : 0;
+        next->fall[b] = most = gck_larger(most, gck_smaller(fall, MOST_FALL));
     }
+    next->fall[0] = 0;                       /* so that no label stays none */
 }
 
 /* The extension of fewest bytes, of these the fastest. */
@@ -97,49 +93,45 @@ static gck_label last_of(const gck_labels *next, const gck_option *options, int 
     return last;
 }
 
+/* Append a label that is faster than those before, and remove those that need as much; not what is
+ * as fast as the last one, which is appended itself. */
+static void add(gck_label label, const gck_label *last, gck_labels *out)
+{
+    if (label.time > last->time && label.time < out->at[out->n - 1].time) {
+        while (out->n > 0 && out->at[out->n - 1].bytes >= label.bytes) {
+            out->n--;
+        }
+        out->at[out->n++] = label;
+    }
+}
+
 int gck_slack_grid_extend(gck_slack_grid *grid, const gck_labels *next, const gck_option *options, int n,
                           gck_labels *out)
 {
-    enum { TILE = 1024 };                    /* buckets whose memory stays in the first cache */
-    const int64_t width = grid->width, known = fill(grid, next);
     const gck_label first = first_of(next, options, n), last = last_of(next, options, n);
-    const int64_t buckets = (last.bytes - first.bytes) / width + 1;
-    const int status = gck_labels_reserve(out, buckets + 1);
+    const gck_buckets *now = &grid->now;
+    int status;
 
-    if (status != GCK_OK) {
+    grid->now.first = first.bytes;
+    grid->now.n = ((last.bytes - first.bytes) >> grid->shift) + 1;
+    if ((status = gck_labels_reserve(out, now->n + 2)) != GCK_OK) {
         return status;
     }
-    for (int64_t b = 0; b < buckets; b++) {
-        grid->best[b] = NEVER;
-    }
-    for (int64_t tile = 0; tile < buckets; tile += TILE) {
-        for (int o = 0; o < n; o++) {
-            /* Room for the next region at the end of this one's bucket 0, and the bucket there. */
-            const int64_t room = first.bytes + width - 1 - options[o].kept;
-            const int64_t shift = floor_div(room - next->at[0].bytes, width);
-            const int64_t begin = larger(floor_div(options[o].need - first.bytes, width), larger(-shift, 0));
-            /* Beyond the next region's last bucket its last label stays the fastest. */
-            const int64_t end = larger(known - shift, begin) + 1;
-            const int64_t from = larger(begin, tile), to = smaller(smaller(end, buckets), tile + TILE);
-            const int64_t at = smaller(from + shift, known);
-            if (from < to) {
-                take(grid->bytes + at + 1, grid->time + at + 1, room + from * width, width, options[o].time,
-                     (uint32_t)o * 2, grid->best + from, grid->way + from, to - from);
-            }
-        }
+    fill(grid, next);
+    gck_buckets_choose(&grid->next, options, n, grid->shift, grid->moves, &grid->now, grid->ways);
+    for (int o = 0; o < n; o++) {            /* the moves are sorted by time now */
+        grid->shifts[grid->moves[o].option] = grid->moves[o].shift;
     }
     out->n = 0;
     out->at[out->n++] = first;
-    for (int64_t b = 0; b < buckets; b++) {
-        if (grid->best[b] < out->at[out->n - 1].time) {
-            const gck_option *option = &options[grid->way[b] / 2];
-            const int64_t room = first.bytes + width - 1 - option->kept;
-            const int64_t at = smaller(b + floor_div(room - next->at[0].bytes, width), known) - grid->way[b] % 2;
-            const uint32_t from = grid->label[at + 1];
-            const gck_label new = grid->best[b] > last.time ? gck_label_extend(&next->at[from], from, option) : last;
-            out->n -= new.bytes == out->at[out->n - 1].bytes;
-            out->at[out->n++] = new;
+    for (int64_t b = 0; b < now->n; b++) {
+        if (now->time[b + 1] != GCK_NEVER) {
+            const uint32_t option = grid->ways[b] / 2;
+            const int64_t to = gck_smaller(b + grid->shifts[option], grid->next.n);
+            const uint32_t from = grid->label[to - grid->ways[b] % 2];
+            add(gck_label_extend(&next->at[from], from, &options[option]), &last, out);
         }
     }
+    add(last, &(gck_label){.time = -1}, out);
     return GCK_OK;
 }

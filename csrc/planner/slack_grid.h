@@ -2,24 +2,26 @@
 #ifndef GRADCKPT_SLACK_GRID_H
 #define GRADCKPT_SLACK_GRID_H
 
+#include "planner/buckets.h"
 #include "planner/labels.h"
 
 /* Memory to work in: the next region's fastest label for each bucket, and this region's. */
 typedef struct {
-    int64_t  *bytes, *time;                  /* buckets + 2; malloc */
-    uint32_t *label;                         /* the same; malloc    */
-    int64_t  *best;                          /* buckets; malloc     */
-    uint32_t *way;                           /* the same; malloc    */
-    int64_t   buckets, width;                /* a bucket is `width` bytes of slack */
+    gck_buckets next, now;                   /* malloc */
+    uint32_t   *label;                       /* for each bucket of `next` the number of its label; malloc */
+    uint32_t   *ways;                        /* for each bucket of `now`; malloc */
+    gck_move   *moves;                       /* malloc */
+    int64_t    *shifts;                      /* of each option's move; malloc */
+    int         shift;                       /* a bucket is 2**shift bytes */
 } gck_slack_grid;
 
-/* GCK_OK or GCK_E_MEMORY.  Give it back in either case. */
-int  gck_slack_grid_init(gck_slack_grid *grid, int64_t buckets, int64_t width);
+/* For `buckets` buckets at most, and labels that lie at most `range` bytes apart.  GCK_OK or
+ * GCK_E_MEMORY.  Give it back in either case. */
+int  gck_slack_grid_init(gck_slack_grid *grid, int64_t options, int64_t buckets, int64_t range);
 void gck_slack_grid_free(gck_slack_grid *grid);
 
-/* Set `out` to the fastest extension of `next` in each bucket, to the one of fewest bytes, and to
- * the one of fewest bytes among the fastest of all: by ascending bytes and descending times.
- * Neither next's labels nor these lie further apart than `buckets` times `width`. */
+/* Set `out` to an extension of `next` for each bucket, to the one of fewest bytes, and to the one of
+ * fewest bytes among the fastest of all: by ascending bytes and descending times. */
 int gck_slack_grid_extend(gck_slack_grid *grid, const gck_labels *next, const gck_option *options, int n,
                           gck_labels *out);
 
