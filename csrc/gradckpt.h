@@ -21,6 +21,8 @@ enum {
     GCK_E_DRIVER = -3,    /* the CUDA driver is older than the built-in runtime */
     GCK_E_OVERFLOW = -4,  /* overflow: the codec cannot hold these values  */
     GCK_E_DITHER = -5,    /* stochastic rounding was requested of a codec that never rounds */
+    GCK_E_RANGE = -6,     /* a number is too large, or negative where it must not be */
+    GCK_E_MEMORY = -7,    /* malloc had no memory */
 };
 
 /* Floating dtypes come first, because tables of kernels are indexed by them. */

@@ -6,6 +6,7 @@
 #include "torch/ops.h"
 #include "torch/paper.h"
 #include "torch/tensor.h"
+#include "engine/region_choice.h"
 #include "engine/state.h"
 #include "engine/payload/eligible.h"
 #include "engine/payload/encode.h"
@@ -286,6 +287,9 @@ static PyMethodDef methods[] = {
      "restart_peak()\n--\n\nReturn peak_live_bytes and begin it anew."},
     {"on_paper", gck_on_paper_py, METH_NOARGS,
      "on_paper()\n--\n\nReturn whether this thread runs a step on paper."},
+    {"choose_options", (PyCFunction)(void (*)(void))gck_choose_options_py, METH_VARARGS | METH_KEYWORDS,
+     "choose_options(regions, options, kept, need, time, error, last_need, budget, error_budget=0, buckets=4096)\n"
+     "--\n\nChoose an option for each region of a chain; csrc/planner/planner.h describes the problem."},
     {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
      "set_on_paper(first, end, /)\n--\n\nLeave memory at these addresses untouched in this thread; 0, 0: none."},
     {NULL, NULL, 0, NULL},

@@ -1,9 +1,9 @@
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, final, overload, type_check_only
+from typing import Any, ParamSpec, TypedDict, TypeVar, final, overload, type_check_only
 
 import torch
 from torch.nn import Module
-from typing_extensions import disjoint_base
+from typing_extensions import Buffer, disjoint_base
 
 from gradckpt._config import Compress
 from gradckpt.policies import PolicyLike
@@ -50,6 +50,19 @@ class OpOutput:
 class OpStorage:
     @property
     def storage(self) -> dict[Any, dict[int, Any]]: ...
+
+@type_check_only
+class Choice(TypedDict):
+    """The result of choose_options()."""
+
+    choices: tuple[int, ...] | None  # an option per region; None: no plan, or no budget was given
+    time: int | None  # the sum over the choices
+    peak: int | None  # the smallest budget that these choices fit, in true bytes
+    error: int | None  # the sum over the choices; 0 without errors
+    lower_bound: int | None  # no plan within the budgets takes less time; equals time if exact
+    smallest_budget: int | None  # for this error budget; None: no budget is enough
+    front: list[tuple[int, int, int]]  # (budget, time, error), at most 4,096, by ascending budget
+    exact: bool  # nothing was thinned: all of the above is optimal
 
 @disjoint_base
 class Context:
@@ -119,6 +132,24 @@ def hide_operators(by: int, /) -> bool: ...
 def eligible(requires_grad: bool, is_leaf: bool, floating: bool, fake_quantize: bool, /) -> bool: ...
 def on_paper() -> bool: ...
 def set_on_paper(first: int, end: int, /) -> None: ...
+
+# The problem and what thinning means: csrc/planner/planner.h. Tables are row-major, of native
+# 64-bit integers: array('q') or its bytes. need = 2**63 - 1: the region has no such option.
+# smallest_budget is optimal without errors, and with errors if exact; else some plan fits it, but
+# an even smaller budget might do. The front is solved without looking at the budgets, so a larger
+# budget, or error budget, is never slower.
+def choose_options(
+    regions: int,
+    options: int,
+    kept: Buffer,
+    need: Buffer,
+    time: Buffer,
+    error: Buffer | None,
+    last_need: int,
+    budget: int | None,
+    error_budget: int = 0,
+    buckets: int = 4096,
+) -> Choice: ...
 def forget_types() -> None: ...
 def guard_hooks(hooks: dict[int, Any], type: type, kind: type, /) -> None: ...
 def encode(x: Any, codec: str, dither: tuple[int, int, int] | None = None, /) -> Payload: ...

@@ -238,6 +238,8 @@ const char *gck_status_text(int status)
     case GCK_E_DRIVER: return "the CUDA driver is older than the CUDA runtime built into gradckpt";
     case GCK_E_OVERFLOW:    return "it cannot hold these values";
     case GCK_E_DITHER: return "this codec never rounds, so there is no stochastic rounding";
+    case GCK_E_RANGE:  return "a number is too large or negative";
+    case GCK_E_MEMORY: return "out of memory";
     default:           return status > 0 ? "CUDA error" : "unknown status";
     }
 }

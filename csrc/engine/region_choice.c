@@ -1,0 +1,188 @@
+/* region_choice.c: tables from Python for the planner, and its plans as a dict. */
+#include "engine/region_choice.h"
+
+#include "planner/lower_bound.h"
+#include "planner/planner.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { KEPT, NEED, TIME, ERROR, TABLES };
+enum { SHOWN = 4096 };                       /* points of a front that Python gets */
+
+/* One call: what was asked, and what the planner found. */
+typedef struct {
+    gck_chain  chain;
+    int64_t   *tables;                       /* TABLES of them; malloc */
+    int        has_budget;
+    int64_t    budget, error_budget, buckets;
+    gck_front *front;
+    int64_t    plan, bound;                  /* -1: none within the budgets */
+    uint32_t  *choices;                      /* of the plan; malloc */
+} choice;
+
+static int is_int64(const Py_buffer *view)
+{
+    const char *format = view->format != NULL ? view->format : "B";
+
+    format += format[0] == '@' || format[0] == '=';
+    return view->itemsize == 1 || (view->itemsize == 8 && (strcmp(format, "q") == 0 || strcmp(format, "l") == 0));
+}
+
+/* Copy a table: it may be written to, or lie at any address.  0 or -1 with ValueError. */
+static int copy_table(PyObject *object, const char *name, int64_t count, int64_t *table)
+{
+    Py_buffer view;
+    int status = -1;
+
+    if (PyObject_GetBuffer(object, &view, PyBUF_ND | PyBUF_FORMAT) < 0) {
+        return -1;
+    }
+    if (!is_int64(&view)) {
+        PyErr_Format(PyExc_ValueError, "gradckpt: %s is not of 64-bit integers; pass an array('q') or bytes", name);
+    } else if (view.len != count * (int64_t)sizeof *table) {
+        PyErr_Format(PyExc_ValueError, "gradckpt: %s has %zd bytes; pass regions * options * 8 = %lld", name, view.len,
+                     (long long)count * 8);
+    } else {
+        memcpy(table, view.buf, (size_t)view.len);
+        status = 0;
+    }
+    PyBuffer_Release(&view);
+    return status;
+}
+
+/* 0 or -1 with an exception. */
+static int parse(choice *c, PyObject *args, PyObject *keywords)
+{
+    static const char *const names[] = {"regions",   "options", "kept",         "need",    "time", "error",
+                                        "last_need", "budget",  "error_budget", "buckets", NULL};
+    long long regions, options, last_need, error_budget = 0, buckets = 4096;
+    PyObject *objects[TABLES], *budget;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLOOOOLO|LL:choose_options", (char **)names, &regions, &options,
+                                     &objects[KEPT], &objects[NEED], &objects[TIME], &objects[ERROR], &last_need,
+                                     &budget, &error_budget, &buckets)) {
+        return -1;
+    }
+    if (regions < 0 || regions > GCK_MAX_REGIONS || options < 1 || options > GCK_MAX_OPTIONS) {
+        PyErr_Format(PyExc_ValueError, "gradckpt: %lld regions with %lld options; pass 0 to %d regions, 1 to %d options",
+                     regions, options, GCK_MAX_REGIONS, GCK_MAX_OPTIONS);
+        return -1;
+    }
+    if (buckets < GCK_LEAST_BUCKETS || buckets > GCK_MOST_BUCKETS) {
+        PyErr_Format(PyExc_ValueError, "gradckpt: buckets=%lld; pass %d to %d", buckets, GCK_LEAST_BUCKETS,
+                     GCK_MOST_BUCKETS);
+        return -1;
+    }
+    c->has_budget = budget != Py_None;
+    if (c->has_budget && (c->budget = PyLong_AsLongLong(budget)) == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    const int64_t count = regions * options;
+    if ((c->tables = malloc((size_t)(TABLES * count + 1) * sizeof *c->tables)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int i = 0; i < TABLES; i++) {
+        if ((i != ERROR || objects[i] != Py_None)
+            && copy_table(objects[i], names[2 + i], count, c->tables + i * count) < 0) {
+            return -1;
+        }
+    }
+    c->error_budget = error_budget;
+    c->buckets = buckets;
+    c->chain = (gck_chain){regions, options, c->tables, c->tables + NEED * count, c->tables + TIME * count,
+                           objects[ERROR] != Py_None ? c->tables + ERROR * count : NULL, last_need};
+    return 0;
+}
+
+/* All that needs no Python; a status. */
+static int solve(choice *c)
+{
+    int status = gck_front_new(&c->chain, c->buckets, &c->front);
+
+    if (status != GCK_OK || !c->has_budget
+        || (c->plan = gck_front_find(c->front, c->budget, c->error_budget)) < 0) {
+        return status;
+    }
+    if ((c->choices = malloc((size_t)(c->chain.regions + 1) * sizeof *c->choices)) == NULL) {
+        return GCK_E_MEMORY;
+    }
+    gck_front_choices(c->front, c->plan, c->choices);
+    return gck_lower_bound(c->front, c->plan, c->budget, c->error_budget, &c->bound);
+}
+
+static PyObject *choices_of(const choice *c)
+{
+    PyObject *choices = PyTuple_New(c->chain.regions);
+
+    for (int64_t l = 0; choices != NULL && l < c->chain.regions; l++) {
+        PyObject *option = PyLong_FromUnsignedLong(c->choices[l]);
+        if (option == NULL || PyTuple_SetItem(choices, l, option) < 0) {
+            Py_CLEAR(choices);
+        }
+    }
+    return choices;
+}
+
+/* Plans of the front as (budget, time, error): all, or SHOWN of them at equal distances. */
+static PyObject *front_of(const choice *c)
+{
+    const gck_labels *plans = &c->front->plans;
+    const int64_t n = plans->n < SHOWN ? plans->n : SHOWN;
+    PyObject *points = PyList_New(n);
+
+    for (int64_t i = 0; points != NULL && i < n; i++) {
+        const gck_label *plan = &plans->at[n > 1 ? i * (plans->n - 1) / (n - 1) : 0];
+        PyObject *point = Py_BuildValue("LLL", (long long)plan->bytes, (long long)plan->time, (long long)plan->error);
+        if (point == NULL || PyList_SetItem(points, i, point) < 0) {
+            Py_CLEAR(points);
+        }
+    }
+    return points;
+}
+
+static PyObject *dict_of(const choice *c)
+{
+    const int64_t least = gck_front_least(c->front, c->error_budget);
+    const int exact = c->front->exact_from == 0;
+    PyObject *smallest = least != GCK_UNAVAILABLE ? PyLong_FromLongLong(least) : Py_NewRef(Py_None);
+
+    if (c->plan < 0) {
+        return Py_BuildValue("{sO sO sO sO sO sN sN sO}", "choices", Py_None, "time", Py_None, "peak", Py_None,
+                             "error", Py_None, "lower_bound", Py_None, "smallest_budget", smallest, "front",
+                             front_of(c), "exact", exact ? Py_True : Py_False);
+    }
+    const gck_label *plan = &c->front->plans.at[c->plan];
+    return Py_BuildValue("{sN sL sL sL sL sN sN sO}", "choices", choices_of(c), "time", (long long)plan->time, "peak",
+                         (long long)plan->bytes, "error", (long long)plan->error, "lower_bound", (long long)c->bound,
+                         "smallest_budget", smallest, "front", front_of(c), "exact", exact ? Py_True : Py_False);
+}
+
+PyObject *gck_choose_options_py(PyObject *module, PyObject *args, PyObject *keywords)
+{
+    choice c = {.plan = -1};
+    PyObject *result = NULL;
+    int status = GCK_OK;
+
+    (void)module;
+    if (parse(&c, args, keywords) < 0) {
+        goto exit;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = solve(&c);
+    Py_END_ALLOW_THREADS
+    if (status == GCK_E_MEMORY) {
+        PyErr_NoMemory();
+    } else if (status != GCK_OK) {
+        PyErr_SetString(PyExc_ValueError, "gradckpt: a time or an error is negative, or a sum reaches 2**60; pass "
+                                          "smaller numbers");
+    } else {
+        result = dict_of(&c);
+    }
+exit:
+    gck_front_free(c.front);
+    free(c.choices);
+    free(c.tables);
+    return result;
+}
