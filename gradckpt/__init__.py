@@ -16,13 +16,14 @@ except (ImportError, OSError) as _error:
 from gradckpt import _C, codecs, compat, config, integrations, policies, selectors
 from gradckpt._compile import dynamo as _compile
 from gradckpt._config import CompressionConfig, GradckptInactiveWarning
+from gradckpt._enable import enable
 from gradckpt._engine import callbacks as _callbacks
 from gradckpt._engine import custom_ops as _custom_ops  # noqa: F401  registers torch.ops.gradckpt
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._engine.sequential import checkpoint_sequential
 from gradckpt._gradient_error import gradient_error
 from gradckpt._memory import track_memory
-from gradckpt._models.switch import disable, enable
+from gradckpt._models.switch import disable
 from gradckpt._patching import patched
 from gradckpt._planning.plan import plan
 from gradckpt._planning.region_plan import Plan

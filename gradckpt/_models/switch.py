@@ -30,9 +30,19 @@ from gradckpt.integrations.transformers import models
 from gradckpt.policies import PolicyLike
 from gradckpt.selectors import Selector, Subset, describe
 
-__all__ = ["UNSET", "Handle", "Modules", "Unset", "disable", "enable"]
+__all__ = ["BUDGET", "UNSET", "Handle", "Modules", "Unset", "disable", "enable"]
 
 logger = logging.getLogger("gradckpt")
+
+
+#: The tables of a module's forward hooks.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 class Unset(enum.Enum):
@@ -43,6 +53,9 @@ class Unset(enum.Enum):
 
 
 UNSET: Final = Unset.UNSET
+
+#: The attribute of a model that a budget plans: an object with ``remove(model)``.
+BUDGET: Final = "_gradckpt_budget"
 
 #: One selector, a list of them, or a mapping of selectors to the settings of their modules.
 Modules = None | Selector | list[Any] | Mapping[Any, Any]
@@ -127,7 +140,7 @@ def enable(
             the message gives the fix.
         TypeError: ``model`` is not a module, or a selector or an option has another type.
     """
-    _check_model(model, "enable")
+    check_model(model, "enable")
     given: dict[str, Any] = {**keywords} if policy is None else {**keywords, "policy": policy}
     if not check_bool("recompute", recompute):
         given["recompute"] = False
@@ -175,11 +188,11 @@ def disable(model: Module) -> None:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    _check_model(model, "disable")
+    check_model(model, "disable")
     take_off(model)
 
 
-def _check_model(model: Any, name: str) -> None:
+def check_model(model: Any, name: str) -> None:
     if isinstance(model, type):
         raise TypeError(
             f"gradckpt: {name}() takes a model, not its class {model.__name__}; make one first: "
@@ -255,6 +268,10 @@ def is_enabled(model: Module) -> bool:
 
 def take_off(model: Module) -> None:
     """Undo everything that is enabled in a model."""
+    for module in model.modules():
+        budget = vars(module).pop(BUDGET, None)
+        if budget is not None:
+            budget.remove(module)
     for region in regions_in(model):
         region.remove()
     for whole, adapter in models.adapters_in(model):
@@ -269,7 +286,7 @@ def snapshot(model: Module) -> Callable[[], None]:
     adapters = models.adapters_in(model)
     ours = [*regions_in(model), *(adapter for _, adapter in adapters)]
     places: list[dict[Any, Any]] = [vars(each) for each in (*modules, *ours)]
-    places += [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    places += [vars(module)[name] for module in modules for name in _HOOKS]
     before = [dict(place) for place in places]
 
     def put_back() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,8 +28,8 @@ from gradckpt._stats import uncounted
 
 __all__ = ["Cost", "RegionCosts", "measure_regions", "wait"]
 
-#: A measurement is repeated for this many seconds, and this often at least and at most.
-_SECONDS, _LEAST, _MOST = 0.05, 3, 15
+#: Options are measured for about so many seconds each, and so often at least and at most.
+_SECONDS, _LEAST, _MOST = 0.2, 3, 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,26 +99,31 @@ def _shapes(tree: Any) -> list[Any]:
 
 
 def _measure(block: Module, options: Sequence[Option], args: Any, kwargs: Any) -> dict[Option, Cost]:
+    """Run a block in all options in turn, several times; the fastest of each counts.
+
+    In turn, so that what else the machine does meets all options alike.
+    """
     forward = _own_forward(block)
-    found: dict[Option, Cost] = {}
+    ordered = [KEEP, *(each for each in options if each != KEEP)]
+    calls = {option: _caller(block, option, forward) for option in ordered}
+    seconds = dict.fromkeys(ordered, math.inf)
+    errors = dict.fromkeys(ordered, 0.0)
     exact: list[Tensor | None] = []
+    began = time.perf_counter()
     with _put_back(block) as rewind:
-        for option in [KEEP, *(each for each in options if each != KEEP)]:
-            call = _caller(block, option, forward)
-            seconds: list[float] = []
-            gradients: list[Tensor | None] = []
-            began = time.perf_counter()
-            while len(seconds) < 1 + _LEAST or (
-                len(seconds) < 1 + _MOST and time.perf_counter() - began < _SECONDS * (1 + _LEAST)
-            ):
+        for turn in range(1 + _MOST):
+            for option in ordered:
                 rewind()
-                gradients, elapsed = _timed(block, call, args, kwargs)
-                seconds.append(elapsed)
-            if option == KEEP:
-                exact = gradients
-            error = _error(exact, gradients) if option.codec else 0.0
-            found[option] = Cost(statistics.median(seconds[1:]), error)
-    return found
+                gradients, elapsed = _timed(block, calls[option], args, kwargs)
+                if turn:  # the first one warms up
+                    seconds[option] = min(seconds[option], elapsed)
+                elif option == KEEP:
+                    exact = gradients
+                elif option.codec:
+                    errors[option] = _error(exact, gradients)
+            if turn >= _LEAST and time.perf_counter() - began > _SECONDS * len(ordered):
+                break
+    return {option: Cost(seconds[option], errors[option]) for option in ordered}
 
 
 def _own_forward(block: Module) -> Callable[..., Any]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from gradckpt import _C
-from gradckpt._planning.chain import Chain, Level
+from gradckpt._planning.chain import UNAVAILABLE, Chain, Level
 from gradckpt._planning.step_trace import StepTrace
 
 __all__ = ["Chosen", "Costs", "Infeasible", "choose"]
@@ -123,12 +124,13 @@ class _Chooser:
             error_limit,
             _BUCKETS,
         )
+        smallest = found["smallest_budget"]
         return _Solution(
-            tuple(found["choices"]) if found["choices"] is not None else None,
-            found["time"] / 1e9,
-            found["lower_bound"] / 1e9,
-            found["smallest_budget"],
-            tuple((size, time / 1e9) for size, time, *_ in found["front"]),
+            found["choices"],
+            math.inf if found["time"] is None else found["time"] / 1e9,
+            math.inf if found["lower_bound"] is None else found["lower_bound"] / 1e9,
+            UNAVAILABLE if smallest is None else smallest,
+            tuple((size, time / 1e9) for size, time, _ in found["front"]),
         )
 
     # ---- traces

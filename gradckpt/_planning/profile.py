@@ -90,7 +90,8 @@ class Profile:
         limits_error: bool = False,
     ) -> None:
         self.model = model
-        self.blocks = find_blocks(model, modules)
+        with quiet():
+            self.blocks = find_blocks(model, modules)
         self.options = allowed(compress, limits_error)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._run = run
@@ -98,6 +99,7 @@ class Profile:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.plain: StepTrace | None = None
         traces = {option: self._trace([option] * len(self.blocks)) for option in self.options}
+        self._all = traces
         self._traces: dict[Option, Sequence[Segment]] = {o: trace.segments for o, trace in traces.items()}
         self.plain = traces[KEEP]
         self.data_dependent = any(trace.data_dependent for trace in traces.values())
@@ -179,21 +181,35 @@ class Profile:
         Raises:
             ValueError: There is none.
         """
-        fixed = fixed_bytes(self.model)
-        about = []
-        memory = OptimizerMemory(0, 0, 0)
-        if optimizer is not None:
-            memory = optimizer_memory(self.model, optimizer)
-            fixed["optimizer states"] = memory.states + memory.new
-            about.append("Optimizer states count as after the first step.")
-        else:
-            about.append("No optimizer states are counted; pass optimizer= to count them.")
-        fixed["other tensors"] = other_tensors(self.device, sum(fixed.values()) - memory.new)
+        about = [
+            "No optimizer states are counted; pass optimizer= to count them."
+            if optimizer is None
+            else "Optimizer states count as after the first step."
+        ]
+        fixed, memory = self._fixed(optimizer)
         held = sum(fixed.values())
         limit = budget.size if budget.step_only else budget.size - held
         self._check_optimizer(budget, fixed, memory, held)
         chosen, measured = self._choose(limit, error, batch, budget, fixed)
         return self._result(chosen, measured, budget, fixed, error, about)
+
+    def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
+        """Return the bytes that are there during the whole step, and the optimizer's."""
+        fixed = fixed_bytes(self.model)
+        memory = OptimizerMemory(0, 0, 0)
+        if optimizer is not None:
+            memory = optimizer_memory(self.model, optimizer)
+            fixed["optimizer states"] = memory.states + memory.new
+        fixed["other tensors"] = other_tensors(self.device, sum(fixed.values()) - memory.new)
+        return fixed, memory
+
+    def held(self, optimizer: Any) -> int:
+        """Return the bytes that are there during the whole step."""
+        return sum(self._fixed(optimizer)[0].values())
+
+    def smallest_peak(self) -> int:
+        """Return about the least bytes that a step adds."""
+        return min(trace.peak().size for trace in self._all.values())
 
     def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory, held: int) -> None:
         """Check that the optimizer's step, which no option of a region changes, is within the

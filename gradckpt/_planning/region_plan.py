@@ -158,14 +158,20 @@ class Plan:
                 f"{_VERSION}; make a new plan"
             )
         try:
-            regions = tuple(
-                PlannedRegion(**{**each, "option": find_option(**each["option"])}) for each in given.pop("regions")
-            )
-            front = tuple((size, seconds) for size, seconds in given.pop("front"))
-            binds, about = Peak(**given.pop("binds")), tuple(given.pop("about"))
-            return cls(regions=regions, front=front, binds=binds, about=about, **given)
+            return cls.from_dict({"version": version, **given})
         except (TypeError, KeyError) as error:
             raise ValueError(f"gradckpt: {os.fspath(path)} is an incomplete plan ({error}); make a new plan") from None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Return the plan whose :meth:`to_dict` this is."""
+        given = {key: value for key, value in data.items() if key != "version"}
+        regions = tuple(
+            PlannedRegion(**{**each, "option": find_option(**each["option"])}) for each in given.pop("regions")
+        )
+        front = tuple((size, seconds) for size, seconds in given.pop("front"))
+        binds, about = Peak(**given.pop("binds")), tuple(given.pop("about"))
+        return cls(regions=regions, front=front, binds=binds, about=about, **given)
 
     # ---- text
 

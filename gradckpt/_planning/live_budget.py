@@ -1,0 +1,244 @@
+"""A budget that is planned while a model trains: :class:`LiveBudget`.
+
+The first training call runs with exact recomputing. Before it, the step runs on paper in each
+option; in it, each distinct region is measured. The second call runs as planned. The plan is made
+again when more is alive than it knew: larger inputs, gradients that exist when the forward begins,
+states of the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradckpt._engine import torch_private as private
+from gradckpt._models.switch import BUDGET, enable, take_off
+from gradckpt._models.weak import WeakModule
+from gradckpt._planning.agreement import agreed
+from gradckpt._planning.block_times import RegionCosts, measure_regions
+from gradckpt._planning.blocks import find_blocks
+from gradckpt._planning.budget import parse_budget
+from gradckpt._planning.comparison import quiet, refuse_shards
+from gradckpt._planning.optimizers import state_bytes
+from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
+from gradckpt._planning.profile import Profile
+from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.values import NotOnPaper
+from gradckpt._training_step import alone, loss_of
+
+__all__ = ["LiveBudget"]
+
+logger = logging.getLogger("gradckpt")
+
+
+class LiveBudget:
+    """The plan of a model for a budget, from its first training call on.
+
+    ``budget``, ``compress``, ``optimizer``: as for :func:`gradckpt.plan`. ``modules``: as for
+    :func:`gradckpt.enable`. ``plan``: the present one; None until the first call.
+    """
+
+    def __init__(self, model: Module, budget: Any, compress: Any, modules: Any, optimizer: Any) -> None:
+        self.budget, self.compress = budget, compress
+        self._step_only = parse_budget(budget, _device_of(model)).step_only
+        refuse_shards(model)
+        self._options = allowed(compress, False)
+        with quiet():
+            self._blocks = [WeakModule(block) for block in find_blocks(model, modules)]
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._counts_optimizer = optimizer is not None  # from the first plan on
+        self.plan: Plan | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._profile: Profile | None = None
+        self._costs: RegionCosts | None = None
+        self._pending: Plan | None = None  # for the next call
+        self._measuring: contextlib.ExitStack | None = None
+        self._busy = False
+        #: What the plan knows: elements of the inputs, bytes of gradients and of optimizer states.
+        self._known = {"input": 0, "gradients": 0, "states": 0}
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("budget", "compress", "_options", "_blocks", "_counts_optimizer", "_step_only", "plan")
+        return {key: vars(self)[key] for key in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._optimizer = None
+        self._forget()
+
+    @property
+    def modules(self) -> list[Module]:
+        return [block() for block in self._blocks]
+
+    def is_same(self, other: LiveBudget) -> bool:
+        """Return whether both plan the same modules for the same budget."""
+        return (self.budget, self.compress, self.modules) == (other.budget, other.compress, other.modules)
+
+    # ---- on the model
+
+    def install(self, model: Module) -> None:
+        """Let the model's training calls be planned; until then its regions are recomputed."""
+        self._set(model, dict.fromkeys(self.modules, RECOMPUTE.rule))
+
+    def _set(self, model: Module, rules: dict[Module, Any]) -> None:
+        if all(rule == KEEP.rule for rule in rules.values()):
+            take_off(model)
+        else:
+            with quiet():
+                enable(model, None, modules=rules)
+        vars(model)[BUDGET] = self
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def remove(self, model: Module) -> None:
+        """Take the hooks off the model."""
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
+                model._forward_pre_hooks_with_kwargs.pop(key, None)
+                model._forward_hooks_always_called.pop(key, None)
+
+    # ---- training calls
+
+    def _before(self, model: Module, args: Any, kwargs: Any) -> None:
+        if self._busy or not (model.training and torch.is_grad_enabled()) or private.graph_task_id() != -1:
+            return
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "gradckpt: a budget cannot be planned in torch.compile; call gradckpt.plan(model, batch, budget=...), "
+                "plan.apply(model), and compile then"
+            )
+        grown = self._grown(model, args, kwargs)
+        self._busy = True
+        try:
+            if "input" in grown:
+                self._begin(model, args, kwargs)
+            elif grown:
+                if "gradients" in grown:
+                    self._profile = self._trace(model, args, kwargs)
+                self._pending = self._make_plan(model)
+                logger.info("gradckpt: planned again, since %s: %s", " and ".join(grown.values()), self._pending.verdict)
+            if self._pending is not None and self._measuring is None:
+                self.plan, self._pending = self._pending, None
+                self._set(model, self.plan.rules_for(model))
+        finally:
+            self._busy = False
+
+    def _after(self, model: Module, args: Any, output: Any) -> None:
+        measuring, self._measuring = self._measuring, None
+        if measuring is None or self._busy:
+            self._measuring = measuring
+            return
+        measuring.close()
+        self._pending = self._make_plan(model)
+        logger.info("gradckpt: from the next training call on: %s", self._pending.verdict)
+
+    def _grown(self, model: Module, args: Any, kwargs: Any) -> dict[str, str]:
+        """Return what is more than the plan knows, each with a sentence about it; know it now."""
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        uncounted = self._counts_optimizer or self._step_only
+        sizes = {
+            "input": sum(x.numel() for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor)),
+            "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+            "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
+        }
+        found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
+        self._known = {key: max(size, self._known[key]) for key, size in sizes.items()}
+        return found
+
+    def _begin(self, model: Module, args: Any, kwargs: Any) -> None:
+        """Trace the step, and measure regions in the call that now begins, with exact
+        recomputing.
+        """
+        again = self._profile is not None
+        logger.info(
+            "gradckpt: planning %s for %s%s: this call measures each distinct region in %d options",
+            type(model).__name__,
+            self.budget,
+            ", since the input is larger" if again else "",
+            len(self._options),
+        )
+        self._profile = self._trace(model, args, kwargs)
+        self._pending = None
+        if again:
+            self.install(model)
+        self._measuring = contextlib.ExitStack()
+        self._costs = self._measuring.enter_context(measure_regions(self.modules, self._options))
+        if self._optimizer is None:
+            _watch_optimizers(self, model)
+
+    def _trace(self, model: Module, args: Any, kwargs: Any) -> Profile:
+        try:
+            with alone(model):
+                return Profile(model, _step_of(model), (args, kwargs), modules=self.modules, compress=self.compress)
+        except NotOnPaper as reason:
+            raise ValueError(
+                f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; leave budget= out and "
+                "compare settings with gradckpt.plan(model, batch)"
+            ) from reason
+
+    def _make_plan(self, model: Module) -> Plan:
+        assert self._profile is not None
+        self._profile.costs = self._costs
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        budget = parse_budget(self.budget, _device_of(model))
+        with alone(model):
+            return agreed(self._profile, budget, optimizer)
+
+    def note_optimizer(self, model: Module, optimizer: Any) -> None:
+        """Count the states of an optimizer that has stepped, if it trains the model."""
+        own = {id(p) for p in model.parameters()}
+        if self._optimizer is None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self._optimizer = weakref.ref(optimizer)
+
+
+_SENTENCES = {
+    "input": "the input is larger",
+    "gradients": "gradients exist before the forward",
+    "states": "the optimizer has states now",
+}
+
+
+def _device_of(model: Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _step_of(model: Module) -> Callable[[Any], None]:
+    """Return forward and backward as far as the model's arguments tell: a loss outside of it is not
+    known.
+    """
+
+    def step(batch: Any) -> None:
+        args, kwargs = batch
+        result = model.forward(*args, **kwargs)
+        loss = loss_of(result)
+        leaves = [loss] if loss is not None else private.tree_leaves(result if loss is None else loss)
+        roots = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        del result, loss, leaves
+        torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+
+    return step
+
+
+def _watch_optimizers(live: LiveBudget, model: Module) -> None:
+    """Tell a budget of the first optimizer that trains its model."""
+    budget, whole = weakref.ref(live), weakref.ref(model)
+
+    def after(optimizer: Any, *_: object) -> None:
+        found, trained = budget(), whole()
+        if found is not None and trained is not None:
+            found.note_optimizer(trained, optimizer)
+        if found is None or trained is None or found._optimizer is not None:
+            handle.remove()
+
+    handle = register_optimizer_step_post_hook(after)
