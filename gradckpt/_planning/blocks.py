@@ -91,12 +91,12 @@ def _runs(children: list[Any], number: dict[int, int]) -> list[list[Module]]:
     runs: list[list[Module]] = []
     last = None
     for child in children:
-        likeness = likeness(child) if id(child) in number else None
-        if likeness is None or likeness != last:
+        kind = likeness(child) if id(child) in number else None
+        if kind is None or kind != last:
             runs.append([])
-        if likeness is not None:
+        if kind is not None:
             runs[-1].append(child)
-        last = likeness
+        last = kind
     return runs
 
 
