@@ -25,7 +25,7 @@ from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
 from gradckpt._training_step import StepWrites
 
-__all__ = ["Peak", "Segment", "StepTrace", "on_paper", "trace_step"]
+__all__ = ["Peak", "Segment", "StepTrace", "on_paper", "scaled", "trace_step"]
 
 #: What an allocation is for; the first two by when it was made.
 KEPT, LOSS, GRADIENTS, WORKING = range(4)
@@ -59,6 +59,19 @@ class Segment:
     @property
     def name(self) -> str:
         return self.phase if self.block is None else f"{self.phase} of layer {self.block}"
+
+
+def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
+    """Return the segments with gradients of other sizes: ``gradients`` of their bytes stay."""
+    if gradients == 1:
+        return list(segments)
+    return [
+        dataclasses.replace(
+            each,
+            events=[(round(size * gradients) if kind == GRADIENTS else size, kind) for size, kind in each.events],
+        )
+        for each in segments
+    ]
 
 
 class _Up:
