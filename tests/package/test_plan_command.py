@@ -9,7 +9,7 @@ import transformers
 from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
 
 from gradckpt.__main__ import main
-from gradckpt._planning import plan as planning
+from gradckpt._planning import comparison as planning
 from gradckpt._planning.devices import DEVICES
 from gradckpt._settings import READY
 
