@@ -125,7 +125,7 @@ class StepProfile(abc.ABC):
             return self.trace(self.of_choice(choice))
 
         try:
-            return choose(chain, self._costs(scale), budget.size - held, squares, run)
+            return choose(chain, self._costs(scale), budget.size - held, squares, run, list(self.traces.values()))
         except Infeasible as found:
             hint = advice(found.trace.peak(), fixed, self.hints)
             raise NoPlan(
