@@ -73,6 +73,7 @@ class ConfigProfile(StepProfile):
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._source, self._tokens, self._batch, self._progress = source, tokens, batch, progress
+        self._rates = rates
         self.hints = as_flags(source.flags, source.takes)
         with quiet():
             blocks = find_blocks(source.model)
