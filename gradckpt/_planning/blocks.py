@@ -45,7 +45,7 @@ def unrolled(segments: Sequence[Segment]) -> list[Segment]:
     """Return one segment for each that counts several times, in the order of the step: the blocks
     that it stands for run forward by their numbers, and backward from the last.
     """
-    found = []
+    found: list[Segment] = []
     for (block, times), cycle in itertools.groupby(segments, lambda segment: (segment.block, segment.times)):
         if block is None or times == 1:
             found += cycle

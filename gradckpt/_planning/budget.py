@@ -52,7 +52,7 @@ def size_budget(budget: Any, total: Callable[[], int]) -> Budget:
     on the device. ``"activations:6GiB"``: what the step adds. ``"90%"``: of the device's memory.
 
     Raises:
-        ValueError: It is none of these, or a fraction.
+        ValueError: It is no size, or a fraction.
     """
     if isinstance(budget, bool):
         raise ValueError(f"gradckpt: budget={budget} is no size; write it as 60GiB, 90% or a number of bytes")

@@ -3,8 +3,8 @@
 A trace of the step with all regions in one option tells what each region adds and how high it
 rises in that option. In a mixed step, what lies before a region depends on the options of the
 regions before it alone, and so a plan's peak is a sum along the chain. The loss is as in a step
-with the option of the last region, whose input may be freed in it. Where regions share a tensor this
-is off by that tensor; :meth:`Chain.correct` takes the difference from a trace of the plan.
+with the option of the last region, whose input may be freed in it. Where regions share a tensor
+this is off by that tensor; :meth:`Chain.correct` takes the difference from a trace of the plan.
 """
 
 from __future__ import annotations

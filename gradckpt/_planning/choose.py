@@ -150,7 +150,10 @@ class _Chooser:
         return self.chain.levels_of(trace.segments)
 
     def peak(self, choice: Choice) -> int:
-        return max(level.size for level in self._levels(self.trace(choice)))
+        return self._peak_of(self.trace(choice))
+
+    def _peak_of(self, trace: StepTrace) -> int:
+        return max(level.size for level in self._levels(trace))
 
     def seconds(self, choice: Choice) -> float:
         return sum(self.costs.seconds[call][option] for call, option in enumerate(choice))
@@ -158,32 +161,46 @@ class _Chooser:
     # ---- plans
 
     def best(self, limit: int) -> tuple[Choice, _Solution] | None:
-        """Return the fastest plan whose trace stays within the limit."""
-        best: Choice | None = None
-        tried: set[Choice] = set()
+        """Return the fastest plan whose trace stays within the limit.
+
+        The bound is the least that any state of the chain gave: each leaves out other tensors that
+        regions share.
+        """
+        tried: dict[Choice, None] = {}
+        bounds: list[float] = []
         for _ in range(_ROUNDS):
-            solution = self.solve(limit)
-            choice = solution.choice
-            if choice is None or choice in tried:
+            if not self._try(limit, tried, bounds):
                 break
-            tried.add(choice)
-            if self.peak(choice) <= limit and (best is None or self.seconds(choice) < self.seconds(best)):
-                best = choice
-        for choice in self.uniform:
-            if self._permits(choice) and self.peak(choice) <= limit and (
-                best is None or self.seconds(choice) < self.seconds(best)
-            ):
-                best = choice
-        if best is None:
+        for option in sorted({option for choice in tried for option in choice}):
+            if self.uniform:  # the chain is exact around it, and has no plan's corrections
+                self.trace(self.uniform[option])
+                self._try(limit, tried, bounds)
+        candidates = [*tried, *(choice for choice in self.uniform if self._permits(choice))]
+        within = [choice for choice in dict.fromkeys(candidates) if self._peak_of(self.traces[choice]) <= limit]
+        if not within:
             return None
+        best = min(within, key=lambda choice: (self.seconds(choice), choice))
         self.trace(best)  # correct around it
         for _ in range(len(best)):
             faster = self._faster(best, limit)
             if faster is None:
                 break
             best = faster
-        self.trace(best)  # the chain is exact around it
-        return best, self.solve(limit)
+        self.trace(best)
+        solution = self.solve(limit)
+        return best, dataclasses.replace(solution, bound=min([*bounds, solution.bound]))
+
+    def _try(self, limit: int, tried: dict[Choice, None], bounds: list[float]) -> bool:
+        """Trace the planner's present choice; return whether it is a new one."""
+        solution = self.solve(limit)
+        if solution.choice is None:
+            return False
+        bounds.append(solution.bound)
+        if solution.choice in tried:
+            return False
+        self.trace(solution.choice)
+        tried[solution.choice] = None
+        return True
 
     def _faster(self, choice: Choice, limit: int) -> Choice | None:
         """Return a faster plan that differs in one block and is within the limit by its trace."""

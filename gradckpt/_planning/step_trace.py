@@ -259,7 +259,7 @@ def _payload_bytes() -> int:
     included.
     """
     stats = _C.stats()
-    return 2 * (stats["bytes_in"] + stats["bytes_out"])
+    return int(2 * (stats["bytes_in"] + stats["bytes_out"]))
 
 
 @contextlib.contextmanager
