@@ -127,7 +127,7 @@ class StepProfile(abc.ABC):
         try:
             return choose(chain, self._costs(scale), budget.size - held, squares, run, list(self.traces.values()))
         except Infeasible as found:
-            hint = advice(found.trace.peak(), fixed, self.hints)
+            hint = advice(found.trace.peak(), {} if budget.step_only else fixed, self.hints)
             raise NoPlan(
                 f"gradckpt: no plan stays within {budget.text}; the smallest budget is "
                 f"{format_bytes(found.smallest + held)} ({found.smallest + held} bytes). {hint}",
