@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from torch.nn import Module, ModuleList, Sequential
@@ -13,7 +14,7 @@ from gradckpt._models.switch import Handle, Modules
 from gradckpt._planning.step_trace import Segment
 from gradckpt._settings import EXACT
 
-__all__ = ["Blocks", "find_blocks", "likeness", "shortened"]
+__all__ = ["Blocks", "find_blocks", "likeness", "shortened", "unrolled"]
 
 #: Attributes that only number a block.
 _NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
@@ -25,7 +26,7 @@ _ENDS = 2
 @dataclasses.dataclass
 class Blocks:
     """``modules``: those to run. ``numbers``: each one's number in the whole model. ``times``: how
-    many blocks each stands for.
+    many blocks each stands for, itself and those that follow it.
     """
 
     modules: list[Module]
@@ -40,6 +41,22 @@ class Blocks:
                 segment.block = self.numbers[segment.block]
 
 
+def unrolled(segments: Sequence[Segment]) -> list[Segment]:
+    """Return one segment for each that counts several times, in the order of the step: the blocks
+    that it stands for run forward by their numbers, and backward from the last.
+    """
+    found: list[Segment] = []
+    for (block, times), cycle in itertools.groupby(segments, lambda segment: (segment.block, segment.times)):
+        if block is None or times == 1:
+            found += cycle
+            continue
+        repeated = list(cycle)
+        blocks = range(block, block + times)
+        for each in reversed(blocks) if repeated[0].phase == "backward" else blocks:
+            found += [dataclasses.replace(segment, block=each, times=1) for segment in repeated]
+    return found
+
+
 def find_blocks(model: Module, modules: Modules = None) -> list[Module]:
     """Return the modules that ``gradckpt.enable`` would checkpoint, in the model's order.
 
@@ -52,10 +69,11 @@ def find_blocks(model: Module, modules: Modules = None) -> list[Module]:
 
 
 @contextlib.contextmanager
-def shortened(model: Module, blocks: list[Module]) -> Iterator[Blocks]:
+def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] | None = None) -> Iterator[Blocks]:
     """Take out of the model most blocks of each run of equal ones, for a ``with`` block.
 
-    A model whose blocks differ in what its config lists for each (``layer_types``) stays whole.
+    ``options``: what is done with each block; blocks with different options are not equal. A model
+    whose blocks differ in what its config lists for each (``layer_types``) stays whole.
     """
     whole = Blocks(blocks, list(range(len(blocks))), [1] * len(blocks))
     types = getattr(getattr(model, "config", None), "layer_types", None)
@@ -63,11 +81,12 @@ def shortened(model: Module, blocks: list[Module]) -> Iterator[Blocks]:
         yield whole
         return
     number = {id(block): i for i, block in enumerate(blocks)}
+    option = {id(block): option for block, option in zip(blocks, options or [None] * len(blocks), strict=True)}
     dropped: dict[int, int] = {}  # number of a block that is left out: of the one that stands for it
     with contextlib.ExitStack() as stack:
         for container in [m for m in model.modules() if type(m) in (ModuleList, Sequential)]:
             children = list(container._modules.values())
-            runs = [run for run in _runs(children, number) if len(run) > 2 * _ENDS + 1]
+            runs = [run for run in _runs(children, option) if len(run) > 2 * _ENDS + 1]
             for run in runs:
                 middle = run[_ENDS:-_ENDS]
                 dropped.update({number[id(block)]: number[id(run[_ENDS - 1])] for block in middle})
@@ -86,17 +105,19 @@ def _put_back(container: Module) -> Callable[[], None]:
     return lambda: setattr(container, "_modules", before)
 
 
-def _runs(children: list[Any], number: dict[int, int]) -> list[list[Module]]:
-    """Return the longest runs of equal blocks among the children."""
+def _runs(children: list[Any], options: dict[int, Hashable]) -> list[list[Module]]:
+    """Return the longest runs of equal blocks among the children, of which ``options`` has the
+    blocks.
+    """
     runs: list[list[Module]] = []
     last = None
     for child in children:
-        likeness = likeness(child) if id(child) in number else None
-        if likeness is None or likeness != last:
+        kind = (likeness(child), options[id(child)]) if id(child) in options else None
+        if kind is None or kind != last:
             runs.append([])
-        if likeness is not None:
+        if kind is not None:
             runs[-1].append(child)
-        last = likeness
+        last = kind
     return runs
 
 

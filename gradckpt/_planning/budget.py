@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import gc
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gradckpt._planning.sizes import parse_bytes
 
-__all__ = ["Budget", "free_memory", "other_tensors", "parse_budget"]
+__all__ = ["Budget", "free_memory", "other_tensors", "parse_budget", "size_budget"]
 
 _ACTIVATIONS = "activations:"
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -36,14 +37,22 @@ class Budget:
 
 
 def parse_budget(budget: Any, device: torch.device) -> Budget:
-    """Return the budget that a value means on a device.
+    """Return the budget that a value means on a device, as :func:`size_budget`; ``None``: what is
+    free now, and what tensors use. ``"90%"`` on the CPU: of what the control group leaves.
+    """
+    if budget is None:
+        return Budget(free_memory(device) + _allocated(device), False, "what is free now")
+    return size_budget(budget, lambda: _total(device))
+
+
+def size_budget(budget: Any, total: Callable[[], int]) -> Budget:
+    """Return the budget that a value means; ``total`` returns the bytes of the device.
 
     ``"60GiB"``, ``"60GB"`` or a number of bytes: the largest sum of tensor bytes that are allocated
-    on the device. ``"activations:6GiB"``: what the step adds. ``"90%"``: of the device's memory; on
-    the CPU, of what the control group leaves. ``None``: what is free now, and what tensors use.
+    on the device. ``"activations:6GiB"``: what the step adds. ``"90%"``: of the device's memory.
 
     Raises:
-        ValueError: It is none of these, or a fraction.
+        ValueError: It is no size, or a fraction.
     """
     if isinstance(budget, bool):
         raise ValueError(f"gradckpt: budget={budget} is no size; write it as 60GiB, 90% or a number of bytes")
@@ -54,8 +63,6 @@ def parse_budget(budget: Any, device: torch.device) -> Budget:
         )
     if isinstance(budget, float):
         raise ValueError(f"gradckpt: budget={budget!r} is no whole number of bytes; write a size as in 60GiB")
-    if budget is None:
-        return Budget(free_memory(device) + _allocated(device), False, "what is free now")
     if isinstance(budget, str):
         text = budget.strip()
         if text.lower().startswith(_ACTIVATIONS):
@@ -64,8 +71,11 @@ def parse_budget(budget: Any, device: torch.device) -> Budget:
             share = float(percent[1])
             if not 0 < share <= 100:
                 raise ValueError(f"gradckpt: budget={budget!r} is no part of a device; write 1% to 100%")
-            return Budget(int(_total(device) * share / 100), False, text)
-    return Budget(parse_bytes(budget), False, budget if isinstance(budget, str) else f"{budget:,} bytes")
+            return Budget(int(total() * share / 100), False, text)
+        if not text.isdecimal():
+            return Budget(parse_bytes(text), False, text)
+    size = parse_bytes(budget)
+    return Budget(size, False, f"{size:,} bytes")
 
 
 def free_memory(device: torch.device) -> int:

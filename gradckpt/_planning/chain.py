@@ -2,7 +2,8 @@
 
 A trace of the step with all regions in one option tells what each region adds and how high it
 rises in that option. In a mixed step, what lies before a region depends on the options of the
-regions before it alone, and so a plan's peak is a sum along the chain. Where regions share a tensor
+regions before it alone, and so a plan's peak is a sum along the chain. The loss is as in a step
+with the option of the last region, whose input may be freed in it. Where regions share a tensor
 this is off by that tensor; :meth:`Chain.correct` takes the difference from a trace of the plan.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from gradckpt._planning.options import RECOMPUTE, Option
@@ -106,8 +108,15 @@ class Chain:
             for stretch in self._stretches
         ]
         self._corrections = [0] * len(self._stretches)
+        self._reference = [self._base] * len(self.calls)  # the other calls, in a call's numbers
         self._forwards = {s.call: i for i, s in enumerate(self._stretches) if s.phase == _FORWARD}
         self._backwards = {s.call: i for i, s in enumerate(self._stretches) if s.phase == _BACKWARD}
+        #: The loss, by the call before it, which its size depends on.
+        self._losses = {
+            before.call: i
+            for i, (before, stretch) in enumerate(itertools.pairwise(self._stretches), 1)
+            if stretch.call is None and before.call is not None
+        }
 
     # ---- a plan's levels
 
@@ -116,10 +125,17 @@ class Chain:
         alive = 0
         found = []
         for i, stretch in enumerate(self._stretches):
-            size = self._sizes[i][self._base if stretch.call is None else choice[stretch.call]]
+            size = self._sizes[i][self._option(i, choice)]
             found.append(Level(self._name(stretch), alive + size.top + self._corrections[i]))
             alive += size.net
         return found
+
+    def _option(self, stretch: int, choice: Sequence[int]) -> int:
+        """Return the option of a stretch; the loss has that of the call before it."""
+        call = self._stretches[stretch].call
+        if call is None and stretch:
+            call = self._stretches[stretch - 1].call
+        return self._base if call is None else choice[call]
 
     def levels_of(self, segments: Sequence[Segment]) -> list[Level]:
         """Return the same of a trace of the step."""
@@ -137,7 +153,10 @@ class Chain:
         return f"{stretch.phase} of layer {self.calls[stretch.call]}"
 
     def correct(self, choice: Sequence[int], actual: Sequence[Level]) -> None:
-        """Let the levels of a choice be those of its trace; those of others move with them."""
+        """Let the levels of a choice be those of its trace; those of others move with them, and the
+        planner's numbers are exact for it.
+        """
+        self._reference = list(choice)
         for i, (level, known) in enumerate(zip(self.levels(choice), actual, strict=True)):
             self._corrections[i] += known.size - level.size
 
@@ -156,13 +175,18 @@ class Chain:
         kept, need = array.array("q"), array.array("q")
         before, after = self._outside()
         for call in range(len(self.calls)):
-            forward = self._forwards[call]
-            backward = self._backwards.get(call)
+            forward, backward = self._forwards[call], self._backwards.get(call)
+            loss = self._losses.get(call)
             for option in range(len(self.options)):
                 size = self._sizes[forward][option]
                 top = before + size.top + self._corrections[forward]
+                kept_here = size.net
+                if loss is not None:
+                    in_loss = self._sizes[loss][option]
+                    top = max(top, before + size.net + in_loss.top + self._corrections[loss])
+                    kept_here += in_loss.net - self._sizes[loss][self._reference[call]].net
                 if backward is not None:
-                    above = after[call] + size.net + self._sizes[backward][option].top + self._corrections[backward]
+                    above = after[call] + kept_here + self._sizes[backward][option].top + self._corrections[backward]
                     top = max(top, above)
                 kept.append(size.net)
                 need.append(top if available(call, option) else UNAVAILABLE)
@@ -175,19 +199,20 @@ class Chain:
         before = alive = 0
         after: dict[int, int] = {}
         for i, stretch in enumerate(self._stretches):
-            size = self._sizes[i][self._base]
+            size = self._sizes[i][self._option(i, self._reference)]
             if stretch.call is None:
                 alive += size.net
                 before = alive if i == 0 else before
             elif stretch.phase == _BACKWARD:
                 after[stretch.call] = alive
-                alive += size.net + self._sizes[self._forwards[stretch.call]][self._base].net
+                alive += size.net + self._sizes[self._forwards[stretch.call]][self._reference[stretch.call]].net
         return before, after
 
     def _last_need(self, before: int) -> int:
         top = alive = 0
+        losses = set(self._losses.values())
         for i, stretch in enumerate(self._stretches):
-            if stretch.call is not None:
+            if stretch.call is not None or i in losses:
                 continue
             size = self._sizes[i][self._base]
             top = max(top, alive + size.top + self._corrections[i])

@@ -76,12 +76,15 @@ class _Chooser:
         costs: Costs,
         error_limit: float | None,
         run: Callable[[Choice], StepTrace],
+        uniform: Sequence[StepTrace] = (),
     ) -> None:
         self.chain = chain
         self.costs = costs
         self.error_limit = error_limit
         self.run = run
-        self.traces: dict[Choice, StepTrace] = {}
+        #: Steps with one option in all calls, by its number.
+        self.uniform = [(option,) * len(chain.calls) for option in range(len(uniform))]
+        self.traces: dict[Choice, StepTrace] = dict(zip(self.uniform, uniform, strict=True))
         seen: dict[int, int] = {}
         for block in chain.calls:
             seen[block] = seen.get(block, 0) + 1
@@ -147,7 +150,10 @@ class _Chooser:
         return self.chain.levels_of(trace.segments)
 
     def peak(self, choice: Choice) -> int:
-        return max(level.size for level in self._levels(self.trace(choice)))
+        return self._peak_of(self.trace(choice))
+
+    def _peak_of(self, trace: StepTrace) -> int:
+        return max(level.size for level in self._levels(trace))
 
     def seconds(self, choice: Choice) -> float:
         return sum(self.costs.seconds[call][option] for call, option in enumerate(choice))
@@ -155,26 +161,46 @@ class _Chooser:
     # ---- plans
 
     def best(self, limit: int) -> tuple[Choice, _Solution] | None:
-        """Return the fastest plan whose trace stays within the limit."""
-        best: Choice | None = None
-        tried: set[Choice] = set()
+        """Return the fastest plan whose trace stays within the limit.
+
+        The bound is the least that any state of the chain gave: each leaves out other tensors that
+        regions share.
+        """
+        tried: dict[Choice, None] = {}
+        bounds: list[float] = []
         for _ in range(_ROUNDS):
-            solution = self.solve(limit)
-            choice = solution.choice
-            if choice is None or choice in tried:
+            if not self._try(limit, tried, bounds):
                 break
-            tried.add(choice)
-            if self.peak(choice) <= limit and (best is None or self.seconds(choice) < self.seconds(best)):
-                best = choice
-        if best is None:
+        for option in sorted({option for choice in tried for option in choice}):
+            if self.uniform:  # the chain is exact around it, and has no plan's corrections
+                self.trace(self.uniform[option])
+                self._try(limit, tried, bounds)
+        candidates = [*tried, *(choice for choice in self.uniform if self._permits(choice))]
+        within = [choice for choice in dict.fromkeys(candidates) if self._peak_of(self.traces[choice]) <= limit]
+        if not within:
             return None
+        best = min(within, key=lambda choice: (self.seconds(choice), choice))
+        self.trace(best)  # correct around it
         for _ in range(len(best)):
             faster = self._faster(best, limit)
             if faster is None:
                 break
             best = faster
-        self.trace(best)  # the chain is exact around it
-        return best, self.solve(limit)
+        self.trace(best)
+        solution = self.solve(limit)
+        return best, dataclasses.replace(solution, bound=min([*bounds, solution.bound]))
+
+    def _try(self, limit: int, tried: dict[Choice, None], bounds: list[float]) -> bool:
+        """Trace the planner's present choice; return whether it is a new one."""
+        solution = self.solve(limit)
+        if solution.choice is None:
+            return False
+        bounds.append(solution.bound)
+        if solution.choice in tried:
+            return False
+        self.trace(solution.choice)
+        tried[solution.choice] = None
+        return True
 
     def _faster(self, choice: Choice, limit: int) -> Choice | None:
         """Return a faster plan that differs in one block and is within the limit by its trace."""
@@ -190,7 +216,7 @@ class _Chooser:
         return None
 
     def _changes(self, choice: Choice, limit: int) -> Iterator[tuple[float, Choice]]:
-        now, error = self.seconds(choice), self._error(choice)
+        now = self.seconds(choice)
         for block in dict.fromkeys(self.chain.calls):
             calls = [call for call, each in enumerate(self.chain.calls) if each == block]
             for option in range(len(self.chain.options)):
@@ -199,19 +225,22 @@ class _Chooser:
                     changed[call] = option
                 candidate = tuple(changed)
                 seconds = self.seconds(candidate)
-                if seconds >= now or (error is not None and self._error(candidate) > self.error_limit):  # type: ignore[operator]
+                if seconds >= now or not self._permits(candidate):
                     continue
                 if max(level.size for level in self.chain.levels(candidate)) <= limit * (1 + _NEAR):
                     yield seconds, candidate
 
-    def _error(self, choice: Choice) -> float | None:
+    def _permits(self, choice: Choice) -> bool:
+        """Return whether the error of a choice is within its limit."""
         if self.costs.errors is None or self.error_limit is None:
-            return None
-        return sum(self.costs.errors[call][option] for call, option in enumerate(choice))
+            return True
+        return sum(self.costs.errors[call][option] for call, option in enumerate(choice)) <= self.error_limit
 
     def smallest(self) -> tuple[int, Choice]:
         """Return the least bytes that a plan needs by its trace, and that plan."""
-        found: dict[Choice, int] = {}
+        found = {choice: self.peak(choice) for choice in self.uniform if self._permits(choice)}
+        if found:
+            self.trace(min(found, key=lambda each: found[each]))  # correct around it
         for _ in range(_ROUNDS):
             choice = self.solve(self.solve(0).smallest).choice
             if choice is None or choice in found:
@@ -230,7 +259,12 @@ def _units(error: float, unit: float) -> int:
 
 
 def choose(
-    chain: Chain, costs: Costs, limit: int, error_limit: float | None, run: Callable[[Choice], StepTrace]
+    chain: Chain,
+    costs: Costs,
+    limit: int,
+    error_limit: float | None,
+    run: Callable[[Choice], StepTrace],
+    uniform: Sequence[StepTrace] = (),
 ) -> Chosen:
     """Return the fastest plan whose step stays within ``limit`` bytes above its start.
 
@@ -240,11 +274,12 @@ def choose(
         limit: In bytes.
         error_limit: The sum of squares of the calls' relative errors, or None.
         run: Return the trace of a plan's step.
+        uniform: Known traces: for each option of the chain, with that option in all calls.
 
     Raises:
         Infeasible: No plan stays within the limit.
     """
-    chooser = _Chooser(chain, costs, error_limit, run)
+    chooser = _Chooser(chain, costs, error_limit, run, uniform)
     found = chooser.best(limit)
     if found is None:
         size, choice = chooser.smallest()

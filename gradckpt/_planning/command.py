@@ -12,25 +12,31 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradckpt._planning import devices
-from gradckpt._planning.config_model import DTYPES, ConfigModel
-from gradckpt._planning.frozen_weights import FORMATS
+from gradckpt._planning.budget import Budget, size_budget
 from gradckpt._planning.comparison import compare_source
+from gradckpt._planning.config_model import DTYPES, ConfigModel
+from gradckpt._planning.config_profile import plan_source
+from gradckpt._planning.frozen_weights import FORMATS
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
 from gradckpt._planning.sizes import parse_bytes
+from gradckpt._planning.step_profile import NoPlan
 from gradckpt._planning.values import NotOnPaper
 
 __all__ = ["main", "parser"]
 
 _DESCRIPTION = """Compute what a training step of a model needs, without weights and without a GPU:
-the peak in each ready setting, what binds, and the longest sequence that fits."""
+the peak in each ready setting, what binds, and the longest sequence that fits. With --budget,
+choose for each region what is kept, compressed or recomputed, so that the step stays within it."""
 
 _EPILOG = """examples:
   gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 32768 --lora r=16 --device RTX-4090
   gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss chunked --memory 80GB
+  gradckpt plan ./config.json --tokens 8192 --device H100-SXM --budget 90% --compress int8,int4 --save plan.json
 
 A hub id needs a network, once. Peaks are what torch's allocator hands out. Not counted: the CUDA
-context, libraries' workspaces (about 1 GiB together) and fragmentation. Times are estimates. Exit
-status: 0 some setting fits or no memory was given, 1 none fits, 2 wrong usage."""
+context, libraries' workspaces (about 1 GiB together) and fragmentation. A budget is for all tensors
+of the device. Times are estimates. Exit status: 0 some setting or plan fits or no memory was given,
+1 none fits, 2 wrong usage."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     add("--loss", choices=("model", "chunked"), default="model", help="the model's own, or in chunks of tokens")
     add("--accumulate", action="store_true", help="gradients of earlier batches exist when the step begins")
     add("--memory", type=_size, metavar="SIZE", help="of one device: 24GiB, 24GB or bytes")
+    add("--budget", metavar="SIZE", help="choose an option for each region: 60GiB, 90%% or activations:6GiB")
+    add("--compress", metavar="CODECS", help="lossy codecs that --budget may use, as in int8,int4; default none")
+    add("--save", metavar="FILE", help="write the plan of --budget, for gradckpt.enable(model, plan=FILE)")
     add("--device", type=_device, metavar="NAME", help="one of: " + ", ".join(d.name for d in devices.DEVICES))
     add("--json", action="store_true", help="print one JSON document on stdout, nothing else")
     return made
@@ -95,6 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     made = parser()
     options = made.parse_args(arguments)
     try:
+        budget = _budget(options)
         with _progress(options) as progress:
             progress("building the model")
             source = ConfigModel(
@@ -108,20 +118,79 @@ def main(arguments: Sequence[str]) -> int:
                 loss=options.loss,
                 accumulate=options.accumulate,
             )
-            found = compare_source(
-                source,
-                options.tokens,
-                options.batch,
-                memory=options.memory,
-                device=options.device,
-                progress=progress,
+            data, text, status = (
+                _compare(options, source, progress) if budget is None else _plan(options, source, budget, progress)
             )
     except (ValueError, ImportError, OSError) as error:
         made.error(str(error).removeprefix("gradckpt: "))
     except NotOnPaper as error:
         made.error(f"this model asks for values ({error}); call gradckpt.plan(model, batch) in your script instead")
-    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
-    return 1 if found.memory is not None and not any(row.fits for row in found.rows) else 0
+    print(json.dumps(data, indent=2) if options.json else text)
+    return status
+
+
+#: What is printed as JSON or as text, and the exit status.
+_Answer = tuple[dict[str, Any], str, int]
+
+
+def _compare(options: argparse.Namespace, source: ConfigModel, progress: Any) -> _Answer:
+    """Answer which ready settings fit."""
+    found = compare_source(
+        source, options.tokens, options.batch, memory=options.memory, device=options.device, progress=progress
+    )
+    fits = found.memory is None or any(row.fits for row in found.rows)
+    return found.to_dict(), str(found), 0 if fits else 1
+
+
+def _plan(options: argparse.Namespace, source: ConfigModel, budget: Budget, progress: Any) -> _Answer:
+    """Answer how the step stays within a budget."""
+    compress = None if options.compress is None else options.compress.split(",")
+    try:
+        found = plan_source(
+            source,
+            options.tokens,
+            options.batch,
+            budget,
+            compress=compress,
+            device=options.device,
+            progress=progress,
+        )
+    except NoPlan as error:
+        text = str(error).removeprefix("gradckpt: ")
+        text = text[0].upper() + text[1:]
+        return {"verdict": text, "budget": budget.size, "smallest_budget": error.smallest_budget}, text, 1
+    if options.save is not None:
+        found.save(options.save)
+    return {"verdict": found.verdict, **found.to_dict()}, str(found), 0
+
+
+def _budget(options: argparse.Namespace) -> Budget | None:
+    """Return the budget that was given.
+
+    Raises:
+        ValueError: It is none, or excludes another option.
+    """
+    if options.budget is None:
+        for flag, value in (("--compress", options.compress), ("--save", options.save)):
+            if value is not None:
+                raise ValueError(f"gradckpt: {flag} needs a budget; add one, as in --budget 60GiB")
+        return None
+    if options.memory is not None:
+        raise ValueError("gradckpt: --budget and --memory exclude each other; leave --memory out")
+    if options.save is not None and options.lora is not None:
+        raise ValueError(
+            "gradckpt: --save needs the plain model, since PEFT gives modules other names; plan the live model with "
+            "gradckpt.plan(model, batch, budget=...)"
+        )
+
+    def total() -> int:
+        if options.device is None:
+            raise ValueError(
+                f"gradckpt: {options.budget} of which device is unknown; add --device, as in --device H200"
+            )
+        return int(options.device.memory)
+
+    return size_budget(options.budget, total)
 
 
 @contextlib.contextmanager

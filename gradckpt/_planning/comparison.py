@@ -16,6 +16,7 @@ from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._planning.blocks import find_blocks, shortened
 from gradckpt._planning.devices import Device
+from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import Peak, StepTrace, trace_step
@@ -27,9 +28,6 @@ from gradckpt._training_step import StepWrites, alone, step_of_batch, step_of_fu
 __all__ = ["Comparison", "Row", "compare", "compare_source", "fixed_bytes", "quiet", "refuse_shards", "step_of", "unwrapped"]
 
 logger = logging.getLogger("gradckpt")
-
-#: Rates that kernels reach, of a data sheet's.
-_COMPUTE, _MEMORY = 0.5, 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +237,7 @@ def compare_source(
     held = sum(fixed.values())
     blocks = find_blocks(source.model)
     lengths = [tokens] if tokens is None or limit is None or tokens < 64 else [tokens, tokens // 2, tokens // 4]
+    rates = None if device is None else rates_of(device, source.computes_in_16_bits)
     rows = []
     with shortened(source.model, blocks) as short:
 
@@ -259,7 +258,7 @@ def compare_source(
             traces = [trace(setting, length) for length in lengths]
             first = traces[0]
             peak = first.peak(source.gradient_scale)
-            more: dict[str, Any] = {"seconds": _seconds(first, device, source) if device is not None else None}
+            more: dict[str, Any] = {"seconds": None if rates is None else rates.of_step(first)}
             if first.data_dependent:
                 more["at_most"] = held + trace(setting, tokens, True).peak(source.gradient_scale).size
             if len(traces) == 3:
@@ -300,15 +299,6 @@ def _through(xs: list[int], ys: Sequence[float], x: int) -> float:
                 weight *= (x - xj) / (xi - xj)
         total += weight * yi
     return total
-
-
-def _seconds(trace: StepTrace, device: Device, source: Any) -> float:
-    """Estimate the time of a step: each operator at half the device's arithmetic or at 80 % of its
-    memory's rate, whichever takes longer.
-    """
-    flops = (device.bf16 if source.computes_in_16_bits else device.fp32) * 1e12 * _COMPUTE
-    rate = device.bandwidth * 1e9 * _MEMORY
-    return sum(max(work.flop / flops, work.bytes / rate) for work in trace.work()) + trace.payload_bytes / rate
 
 
 # ---- text ----

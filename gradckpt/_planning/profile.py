@@ -1,9 +1,7 @@
-"""What a model's step needs in each option of each region: :class:`Profile`."""
+"""What a live model's step needs in each option of each region: :class:`Profile`."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import math
 import re
@@ -16,18 +14,17 @@ from torch.nn import Module
 
 from gradckpt._gradient_error import StepErrors
 from gradckpt._models.switch import Modules
-from gradckpt._planning.block_times import Cost, RegionCosts, measure_regions, wait
-from gradckpt._planning.blocks import find_blocks, shortened
+from gradckpt._planning.block_times import measure_regions, wait
+from gradckpt._planning.blocks import find_blocks
 from gradckpt._planning.budget import Budget, other_tensors
-from gradckpt._planning.chain import Chain
-from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose
+from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, quiet
-from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
-from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
-from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of
-from gradckpt._planning.step_trace import Segment, StepTrace, trace_step
-from gradckpt._settings import EXACT, Setting
+from gradckpt._planning.options import RECOMPUTE, Option, allowed
+from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.step_profile import StepProfile
+from gradckpt._planning.step_trace import StepTrace, trace_step
+from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import StepWrites
@@ -63,8 +60,8 @@ def parse_error(error: float | str) -> float:
     return parsed
 
 
-class Profile:
-    """The memory of a step on paper in each option, and the times of its regions.
+class Profile(StepProfile):
+    """The profile of a live model, whose regions are measured.
 
     Args:
         model: A module in training mode.
@@ -89,43 +86,17 @@ class Profile:
         compress: Any = None,
         limits_error: bool = False,
     ) -> None:
-        self.model = model
-        with quiet():
-            self.blocks = find_blocks(model, modules)
-        self.options = allowed(compress, limits_error)
-        self._names = {id(module): name for name, module in model.named_modules()}
         self._run = run
         self._batch = batch
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.plain: StepTrace | None = None
-        traces = {option: self._trace([option] * len(self.blocks)) for option in self.options}
-        self._all = traces
-        self._traces: dict[Option, Sequence[Segment]] = {o: trace.segments for o, trace in traces.items()}
-        self.plain = traces[KEEP]
-        self.data_dependent = any(trace.data_dependent for trace in traces.values())
-        self.calls = Chain(self._traces).calls
-        self.costs: RegionCosts | None = None
-        self.step_seconds = 0.0  # with exact recomputing
+        with quiet():
+            blocks = find_blocks(model, modules)
+        super().__init__(model, blocks, allowed(compress, limits_error))
 
-    # ---- on paper
-
-    def setting(self, options: Sequence[Option]) -> Setting:
-        """Return the setting of the model with an option for each block."""
-        if all(option == KEEP for option in options):
-            return Setting("plan", "", "none")
-        rules = {block: option.rule for block, option in zip(self.blocks, options, strict=True)}
-        return Setting("plan", "", options={"compress": None, "modules": rules})
-
-    def _trace(self, options: Sequence[Option]) -> StepTrace:
+    def trace(self, options: Sequence[Option]) -> StepTrace:
+        """Return the step on paper with an option for each block."""
         with quiet(), self.setting(options).active(self.model):
             return trace_step(self.model, self._run, self._batch, blocks=self.blocks, cuda=self.device.type == "cuda")
-
-    def of_choice(self, choice: Choice) -> list[Option]:
-        """Return the option of each block; blocks that the step does not call are recomputed."""
-        found = [RECOMPUTE] * len(self.blocks)
-        for block, option in zip(self.calls, choice, strict=True):
-            found[block] = self.options[option]
-        return found
 
     # ---- real steps
 
@@ -160,19 +131,6 @@ class Profile:
         wait(self.device)
         return time.perf_counter() - began
 
-    def cost(self, block: int, option: Option) -> Cost:
-        """Return the cost of a block in an option."""
-        found = self.costs.of(self.blocks[block], option) if self.costs is not None else None
-        return found if found is not None else Cost(0.0, 0.0)
-
-    def _costs(self, scale: float | None) -> Costs:
-        """Return the costs of all calls; ``scale``: of squares of errors."""
-        seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
-        if scale is None:
-            return Costs(seconds)
-        errors = [[scale * self.cost(block, option).error ** 2 for option in self.options] for block in self.calls]
-        return Costs(seconds, errors)
-
     # ---- plans
 
     def plan(self, budget: Budget, *, error: float | None = None, optimizer: Any = None, batch: Any = None) -> Plan:
@@ -188,10 +146,9 @@ class Profile:
         ]
         fixed, memory = self._fixed(optimizer)
         held = sum(fixed.values())
-        limit = budget.size if budget.step_only else budget.size - held
         self._check_optimizer(budget, fixed, memory, held)
-        chosen, measured = self._choose(limit, error, batch, budget, fixed)
-        return self._result(chosen, measured, budget, fixed, error, about)
+        chosen, measured = self._choose(error, batch, budget, fixed)
+        return self.result(chosen, budget, fixed, about, measured=measured, error=error)
 
     def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         """Return the bytes that are there during the whole step, and the optimizer's."""
@@ -209,7 +166,7 @@ class Profile:
 
     def smallest_peak(self) -> int:
         """Return about the least bytes that a step adds."""
-        return min(trace.peak().size for trace in self._all.values())
+        return min(trace.peak().size for trace in self.traces.values())
 
     def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory, held: int) -> None:
         """Check that the optimizer's step, which no option of a region changes, is within the
@@ -225,34 +182,18 @@ class Profile:
             )
 
     def _choose(
-        self, limit: int, error: float | None, batch: Any, budget: Budget, fixed: dict[str, int]
+        self, error: float | None, batch: Any, budget: Budget, fixed: dict[str, int]
     ) -> tuple[Chosen, float | None]:
         """Return the fastest plan and its measured error."""
-
-        def run(choice: Choice) -> StepTrace:
-            return self._trace(self.of_choice(choice))
-
-        chain = Chain(self._traces)
-
-        def fastest(scale: float | None) -> Chosen:
-            try:
-                return choose(chain, self._costs(scale), limit, None if error is None else error**2, run)
-            except Infeasible as found:
-                held = 0 if budget.step_only else sum(fixed.values())
-                hint = advice(found.trace.peak(), fixed, IN_PYTHON)
-                raise ValueError(
-                    f"gradckpt: no plan stays within {budget.text}; the smallest budget is "
-                    f"{format_bytes(found.smallest + held)} ({found.smallest + held} bytes). {hint}"
-                ) from None
-
+        chain = self.chain()
         if error is None:
-            chosen = fastest(None)
+            chosen = self.fastest(chain, budget, fixed)
             lossy = any(self.options[option].codec for option in chosen.choice)
             return chosen, StepErrors(self.model, batch).of(self._setting_of(chosen)) if lossy else None
         errors = StepErrors(self.model, batch)
         scale, best = 1.0, None
         for _ in range(_ERROR_ROUNDS):
-            chosen = fastest(scale)
+            chosen = self.fastest(chain, budget, fixed, error, scale)
             expected = math.sqrt(scale * sum(self._squares(chosen.choice)))
             if not expected:
                 return (chosen, 0.0) if best is None or chosen.seconds < best[0].seconds else best
@@ -263,7 +204,7 @@ class Profile:
                 break
             scale *= (measured / expected) ** 2 * 1.05
         if best is None:
-            chosen = fastest(math.inf)
+            chosen = self.fastest(chain, budget, fixed, error, math.inf)
             best = chosen, 0.0
         return best
 
@@ -273,58 +214,3 @@ class Profile:
 
     def _setting_of(self, chosen: Chosen) -> Setting:
         return self.setting(self.of_choice(chosen.choice))
-
-    def _result(
-        self,
-        chosen: Chosen,
-        measured: float | None,
-        budget: Budget,
-        fixed: dict[str, int],
-        error: float | None,
-        about: list[str],
-    ) -> Plan:
-        held = sum(fixed.values())
-        base = self.step_seconds - sum(self.cost(block, RECOMPUTE).seconds for block in self.calls)
-        base = max(base, 0.0)
-        plain = base + sum(self.cost(block, KEEP).seconds for block in self.calls)
-        peak = chosen.trace.peak()
-        chain = Chain(self._traces)
-        regions = []
-        options = self.of_choice(chosen.choice)
-        first_call = {block: call for call, block in reversed(list(enumerate(self.calls)))}
-        for i, block in enumerate(self.blocks):
-            cost, keep = self.cost(i, options[i]), self.cost(i, KEEP)
-            times = self.calls.count(i)
-            kept = chain.kept(first_call[i], self.options.index(options[i])) if i in first_call else 0
-            regions.append(
-                PlannedRegion(
-                    self._names[id(block)],
-                    type(block).__name__,
-                    options[i],
-                    kept,
-                    (cost.seconds - keep.seconds) * times,
-                    cost.error,
-                    digest_of(block),
-                )
-            )
-        assert self.plain is not None
-        if self.data_dependent:
-            about.append("Experts are assumed to be chosen equally often.")
-        return Plan(
-            model=type(self.model).__name__,
-            regions=tuple(regions),
-            budget=budget.size + (held if budget.step_only else 0),
-            budget_text=budget.text,
-            peak=peak.size + held,
-            plain=self.plain.peak().size + held,
-            binds=peak,
-            fixed=fixed,
-            seconds=base + chosen.seconds,
-            plain_seconds=plain,
-            bound=base + chosen.bound,
-            smallest_budget=chosen.smallest + held,
-            error=measured,
-            error_budget=error,
-            front=tuple((size, base + seconds) for size, seconds in chosen.front),
-            about=tuple(about),
-        )

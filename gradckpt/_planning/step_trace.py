@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
@@ -25,7 +25,7 @@ from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
 from gradckpt._training_step import StepWrites
 
-__all__ = ["Peak", "Segment", "StepTrace", "on_paper", "trace_step"]
+__all__ = ["Peak", "Segment", "StepTrace", "on_paper", "scaled", "trace_step"]
 
 #: What an allocation is for; the first two by when it was made.
 KEPT, LOSS, GRADIENTS, WORKING = range(4)
@@ -45,19 +45,33 @@ class Peak:
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind); it counts ``times``
-    times.
+    """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind). ``payload_bytes``:
+    codecs read and write them for what they encode here. It counts ``times`` times.
     """
 
     phase: str
     block: int | None
     events: list[tuple[int, int]]
     work: list[Work]
+    payload_bytes: int = 0
     times: int = 1
 
     @property
     def name(self) -> str:
         return self.phase if self.block is None else f"{self.phase} of layer {self.block}"
+
+
+def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
+    """Return the segments with gradients of other sizes: ``gradients`` of their bytes stay."""
+    if gradients == 1:
+        return list(segments)
+    return [
+        dataclasses.replace(
+            each,
+            events=[(round(size * gradients) if kind == GRADIENTS else size, kind) for size, kind in each.events],
+        )
+        for each in segments
+    ]
 
 
 class _Up:
@@ -86,12 +100,9 @@ class _Up:
 
 @dataclasses.dataclass(slots=True)
 class StepTrace:
-    """One step. ``payload_bytes``: read and written by codecs. ``data_dependent``: sizes depended
-    on which experts tokens choose.
-    """
+    """One step. ``data_dependent``: sizes depended on which experts tokens choose."""
 
     segments: list[Segment]
-    payload_bytes: int
     data_dependent: bool
 
     def peaks(self, gradient_scale: float = 1.0) -> list[Peak]:
@@ -117,12 +128,6 @@ class StepTrace:
     def peak(self, gradient_scale: float = 1.0) -> Peak:
         """Return the highest peak, the first of equal ones."""
         return max(self.peaks(gradient_scale), key=lambda peak: peak.size)
-
-    def work(self) -> Iterator[Work]:
-        """Yield the operators, each as often as it runs."""
-        for segment in self.segments:
-            for _ in range(segment.times):
-                yield from segment.work
 
 
 def trace_step(
@@ -155,11 +160,11 @@ def trace_step(
     generator = torch.get_rng_state()
     torch.default_generator.manual_seed(next(_seeds))  # no region shares a state of before the step
     originals = [p for p in model.parameters() if type(p) is Parameter]
-    marks: list[tuple[int, str, int]] = []
+    marks: list[_Mark] = []
     try:
         with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
             batch = _map(lambda x: _batch_on_paper(mode, x), batch)
-            before = _C.stats()
+            before = _payload_bytes()
             with refuse_reads(mode), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 try:
                     run(batch)
@@ -169,16 +174,16 @@ def trace_step(
             _refuse_writes(mode, originals)
             if not mode.work:
                 raise NotOnPaper(ELSEWHERE)
-            after = _C.stats()
+            after = _payload_bytes()
             gradients = {
                 number for p in parameters if p.grad is not None and (number := mode.number_of(p.grad)) is not None
             }
-        moved = 2 * (after["bytes_in"] - before["bytes_in"] + after["bytes_out"] - before["bytes_out"])
     finally:
         torch.clear_autocast_cache()  # of casts on paper
         torch.set_rng_state(generator)
     events = mode.events[:]
-    return StepTrace(_segments(events, mode.work, marks, gradients), moved, mode.data_dependent)
+    bounds = [_Mark(0, before, "", -1), *marks, _Mark(len(events), after, "", -1)]
+    return StepTrace(_segments(events, mode.work, bounds, gradients), mode.data_dependent)
 
 
 def _refuse_writes(mode: PaperMode, parameters: list[Parameter]) -> None:
@@ -240,12 +245,29 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 _FORWARD, _BETWEEN, _BACKWARD = "forward", "end", "backward"
 
 
+class _Mark(NamedTuple):
+    """Where a segment begins: the number of events and the codecs' bytes until there."""
+
+    events: int
+    payload_bytes: int
+    phase: str
+    block: int
+
+
+def _payload_bytes() -> int:
+    """Return the bytes that codecs read and write for all that was encoded so far, decoding
+    included.
+    """
+    stats = _C.stats()
+    return int(2 * (stats["bytes_in"] + stats["bytes_out"]))
+
+
 @contextlib.contextmanager
-def _marked(blocks: Sequence[Module], mode: PaperMode, marks: list[tuple[int, str, int]]) -> Iterator[None]:
-    """Note the number of events at which each block's forward and backward begin."""
+def _marked(blocks: Sequence[Module], mode: PaperMode, marks: list[_Mark]) -> Iterator[None]:
+    """Note where each block's forward and backward begin."""
 
     def mark(phase: str, block: int) -> None:
-        marks.append((len(mode.events), phase, block))
+        marks.append(_Mark(len(mode.events), _payload_bytes(), phase, block))
 
     def before(block: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -273,18 +295,18 @@ def _marked(blocks: Sequence[Module], mode: PaperMode, marks: list[tuple[int, st
 
 
 def _segments(
-    events: list[Event], work: list[tuple[int, Work]], marks: list[tuple[int, str, int]], gradients: set[int]
+    events: list[Event], work: list[tuple[int, Work]], marks: list[_Mark], gradients: set[int]
 ) -> list[Segment]:
-    bounds = [(0, "", -1), *marks, (len(events), "", -1)]
-    last = max((i for i, (_, phase, _) in enumerate(marks) if phase == _BETWEEN), default=-1)
+    last = max((i for i, mark in enumerate(marks) if mark.phase == _BETWEEN), default=None)
     kinds: dict[int, int] = {}
     segments = []
     works = iter(work)
     pending = next(works, None)
     backward = False
-    for index, ((begin, phase, block), (end, _, _)) in enumerate(itertools.pairwise(bounds)):
+    for index, ((begin, payload_bytes, phase, block), after) in enumerate(itertools.pairwise(marks)):
+        end = after.events
         backward = backward or phase == _BACKWARD
-        is_loss = index - 1 == last and phase == _BETWEEN
+        is_loss = index == last
         inside = []
         for event in events[begin:end]:
             if event.storage not in kinds:
@@ -300,5 +322,6 @@ def _segments(
             done.append(pending[1])
             pending = next(works, None)
         name = "loss" if is_loss else phase or "before the layers"
-        segments.append(Segment(name, None if is_loss or not phase else block, inside, done))
+        moved = after.payload_bytes - payload_bytes
+        segments.append(Segment(name, None if is_loss or not phase else block, inside, done, moved))
     return segments

@@ -23,8 +23,9 @@ from gradckpt.__main__ import main
 
 MARKS = r"<!-- of its output, by tests/helpers/plan_pages\.py: (?P<parts>[a-z ,]+) -->", "<!-- end -->"
 
-#: In the order in which the command prints them, with empty lines between.
+#: In the order in which the command prints them, with empty lines between; and with --budget.
 PARTS = ("verdict", "fixed", "table", "lines", "about")
+PARTS_OF_BUDGET = ("verdict", "table", "about")
 
 COMMAND = re.compile(r"^```console\n\$ gradckpt (plan .*?)^```$", re.M | re.S)
 
@@ -86,7 +87,8 @@ def output_of(command):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main(shlex.split(command))
-    return dict(zip(PARTS, printed.getvalue().strip().split("\n\n"), strict=True))
+    names = PARTS_OF_BUDGET if "--budget" in command else PARTS
+    return dict(zip(names, printed.getvalue().strip().split("\n\n"), strict=True))
 
 
 def shown(parts, names):

@@ -12,11 +12,11 @@ import torch
 import transformers
 
 import gradckpt
-from gradckpt._planning import plan as planning
+from gradckpt._planning import comparison as planning
 from gradckpt._planning.blocks import find_blocks, shortened
 from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.hints import IN_PYTHON, as_flags
-from gradckpt._planning.plan import Plan, Row, plan_source
+from gradckpt._planning.comparison import Comparison, Row, compare_source
 from gradckpt._planning.step_trace import KINDS, Peak, trace_step
 from gradckpt._settings import READY
 
@@ -164,7 +164,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write):
     source = ConfigModel(write(attn_implementation=attention, attention_dropout=0.0, num_hidden_layers=5), dtype="fp32")
     source.model.config._attn_implementation = attention
     limit = 2**28
-    plan = plan_source(source, 256, memory=limit)
+    plan = compare_source(source, 256, memory=limit)
     held = sum(plan.fixed.values())
     for setting in READY:
         longest = plan[setting.name].longest
@@ -180,7 +180,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write):
 
 
 def test_nothing_fits_beside_the_weights(write):
-    plan = plan_source(ConfigModel(write()), 256, memory=2**16)
+    plan = compare_source(ConfigModel(write()), 256, memory=2**16)
     assert {row.longest for row in plan.rows} == {0}
     assert not any(row.fits for row in plan.rows)
 
@@ -395,7 +395,7 @@ def advice(position, hints=IN_PYTHON, fixed=None, **parts):
     names = {"kept": KINDS[0], "logits": KINDS[1], "gradients": KINDS[2], "working": KINDS[3]}
     sizes = {names[name]: size * GIB for name, size in parts.items()}
     row = Row("int8", "", Peak(sum(sizes.values()), position, sizes), 99 * GIB)
-    return Plan((row,), {name: size * GIB for name, size in (fixed or {}).items()}, None, (), hints=hints).verdict
+    return Comparison((row,), {name: size * GIB for name, size in (fixed or {}).items()}, None, (), hints=hints).verdict
 
 
 def test_advice_is_about_what_binds():

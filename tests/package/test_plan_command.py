@@ -9,7 +9,7 @@ import transformers
 from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
 
 from gradckpt.__main__ import main
-from gradckpt._planning import plan as planning
+from gradckpt._planning import comparison as planning
 from gradckpt._planning.devices import DEVICES
 from gradckpt._settings import READY
 
@@ -60,7 +60,8 @@ def test_help(run):
     status, text, errors = run("--help")
     assert (status, errors) == (0, "")
     assert text.startswith("usage: gradckpt plan")
-    for flag in ("--tokens", "--batch", "--lora", "--weights", "--shard", "--loss", "--memory", "--device", "--json"):
+    flags = ("--tokens", "--batch", "--lora", "--weights", "--shard", "--loss", "--memory", "--device", "--json")
+    for flag in (*flags, "--budget", "--compress", "--save"):
         assert flag in text
     assert "Exit status" in " ".join(text.split())
 

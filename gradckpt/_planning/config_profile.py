@@ -1,0 +1,131 @@
+"""A plan of a model's config for a budget, with estimated times: :func:`plan_source`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+from gradckpt._planning.block_times import Cost
+from gradckpt._planning.blocks import find_blocks, shortened, unrolled
+from gradckpt._planning.budget import Budget
+from gradckpt._planning.comparison import quiet
+from gradckpt._planning.devices import Device, find
+from gradckpt._planning.estimates import Rates, rates_of
+from gradckpt._planning.hints import as_flags
+from gradckpt._planning.options import RECOMPUTE, Option, allowed
+from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.step_profile import StepProfile
+from gradckpt._planning.step_trace import StepTrace, scaled, trace_step
+
+__all__ = ["ConfigProfile", "plan_source"]
+
+#: Whose rates compare options if no device is named.
+_USUAL_DEVICE = "A100-80GB"
+
+
+class _Estimates:
+    """The costs of regions by the work that traces of the step have in them."""
+
+    def __init__(self, profile: StepProfile, rates: Rates) -> None:
+        self._seconds: dict[tuple[int, Option], float] = {}
+        for option, trace in profile.traces.items():
+            for segment in trace.segments:
+                if segment.block is not None:
+                    key = id(profile.blocks[segment.block]), option
+                    calls = profile.calls.count(segment.block)
+                    self._seconds[key] = self._seconds.get(key, 0.0) + rates.of_segment(segment) / calls
+
+    def of(self, block: Module, option: Option) -> Cost | None:
+        seconds = self._seconds.get((id(block), option))
+        return None if seconds is None else Cost(seconds, 0.0)
+
+
+class ConfigProfile(StepProfile):
+    """The profile of a :class:`gradckpt._planning.config_model.ConfigModel`.
+
+    Of each run of equal blocks with equal options, four run; the others are like them.
+
+    Args:
+        source: The model.
+        tokens: The length of a sequence, None for other models.
+        batch: Sequences or images.
+        compress: The codecs that a plan may use.
+        rates: Of the device that times are estimated for.
+        progress: Is told what is being computed.
+
+    Raises:
+        NotOnPaper: The step asks for values.
+        ValueError: As :func:`gradckpt.enable`, or the source refuses the batch.
+    """
+
+    estimated = True
+
+    def __init__(
+        self,
+        source: Any,
+        tokens: int | None,
+        batch: int = 1,
+        *,
+        compress: Any = None,
+        rates: Rates,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._source, self._tokens, self._batch, self._progress = source, tokens, batch, progress
+        self._rates = rates
+        self.hints = as_flags(source.flags, source.takes)
+        with quiet():
+            blocks = find_blocks(source.model)
+        super().__init__(source.model, blocks, allowed(compress, False))
+        self.costs = _Estimates(self, rates)
+        self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
+
+    def trace(self, options: Sequence[Option]) -> StepTrace:
+        """Return the step on paper with an option for each block."""
+        names = {option.name for option in options}
+        self._progress(names.pop() if len(names) == 1 else "choosing")
+        with shortened(self.model, self.blocks, options) as short:
+            setting = self.setting([options[i] for i in short.numbers], short.modules)
+            with quiet(), setting.active(self.model):
+                found = trace_step(
+                    self.model,
+                    lambda _: self._source.run(self._tokens, self._batch),
+                    blocks=short.modules,
+                    cuda=True,
+                )
+            short.repeat(found.segments)
+        return StepTrace(scaled(unrolled(found.segments), self._source.gradient_scale), found.data_dependent)
+
+
+def plan_source(
+    source: Any,
+    tokens: int | None,
+    batch: int,
+    budget: Budget,
+    *,
+    compress: Any = None,
+    device: Device | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Return the fastest plan of a :class:`gradckpt._planning.config_model.ConfigModel` within a
+    budget.
+
+    Raises:
+        NoPlan: There is none.
+        NotOnPaper, ValueError: As :class:`ConfigProfile`.
+    """
+    rated = find(_USUAL_DEVICE) if device is None else device
+    rates = rates_of(rated, source.computes_in_16_bits)
+    profile = ConfigProfile(source, tokens, batch, compress=compress, rates=rates, progress=progress)
+    fixed = {**source.fixed, **source.extra}
+    chosen = profile.fastest(profile.chain(), budget, fixed)
+    about = [*source.about, _times(rated, device is None)]
+    if any(profile.options[option].codec for option in chosen.choice):
+        about.append("Errors of gradients need weights: gradckpt.gradient_error(model, batch) measures them.")
+    return profile.result(chosen, budget, fixed, about)
+
+
+def _times(device: Device, is_usual: bool) -> str:
+    text = f"Times are estimates by the data sheet of {device.name}"
+    return f"{text}; name another device with --device." if is_usual else f"{text}."

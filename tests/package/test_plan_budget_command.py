@@ -1,0 +1,275 @@
+"""gradckpt plan --budget: the command chooses an option for each region."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from plan_shapes import TINY
+
+import gradckpt
+from gradckpt.__main__ import main
+from gradckpt._planning.blocks import find_blocks, shortened, unrolled
+from gradckpt._planning.budget import size_budget
+from gradckpt._planning.comparison import compare_source
+from gradckpt._planning.config_model import ConfigModel
+from gradckpt._planning.config_profile import ConfigProfile
+from gradckpt._planning.devices import find
+from gradckpt._planning.estimates import rates_of
+from gradckpt._planning.step_trace import trace_step
+
+LAYERS = 9
+CONFIG = transformers.LlamaConfig(**{**TINY, "num_hidden_layers": LAYERS})
+STEP = ("--tokens", 256, "--batch", 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    text = json.dumps({**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"]}, default=str)
+    (path / "config.json").write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def run(capsys, folder):
+    """Runs the command, and returns its status, what it printed, and its errors."""
+
+    def run(*arguments):
+        try:
+            status = main(["plan", folder, *map(str, arguments)])
+        except SystemExit as error:
+            status = error.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def profile(folder):
+    return ConfigProfile(
+        ConfigModel(folder), 256, 2, compress=["int8"], rates=rates_of(find("A100-80GB"), in_16_bits=True)
+    )
+
+
+_smallest = {}
+
+
+def smallest(run, *arguments):
+    """The smallest budget, from the refusal of a smaller one."""
+    if arguments not in _smallest:
+        status, text, _ = run(*STEP, "--budget", 2000, "--json", *arguments)
+        assert status == 1
+        _smallest[arguments] = json.loads(text)["smallest_budget"]
+    return _smallest[arguments]
+
+
+# ---- usage
+
+
+def wrong(run, *arguments):
+    status, text, errors = run(*arguments)
+    assert (status, text) == (2, "")
+    assert "Traceback" not in errors
+    return errors.splitlines()[-1]
+
+
+def test_wrong_usage(run):
+    assert "--budget and --memory exclude each other" in wrong(run, *STEP, "--budget", "1GiB", "--memory", "1GiB")
+    assert "--compress needs a budget" in wrong(run, *STEP, "--compress", "int8")
+    assert "--save needs a budget" in wrong(run, *STEP, "--save", "plan.json")
+    assert "90% of which device is unknown; add --device" in wrong(run, *STEP, "--budget", "90%")
+    assert "'much' is not a size" in wrong(run, *STEP, "--budget", "much")
+    assert "'0.9' is less than one byte" in wrong(run, *STEP, "--budget", "0.9")
+    assert "is no part of a device" in wrong(run, *STEP, "--budget", "101%", "--device", "4090")
+    assert "unknown codec" in wrong(run, *STEP, "--budget", "1GiB", "--compress", "int9")
+    saved = wrong(run, *STEP, "--budget", "1GiB", "--lora", "r=4", "--save", "plan.json")
+    assert "--save needs the plain model" in saved
+
+
+@pytest.mark.parametrize(
+    ("budget", "size", "step_only"),
+    [
+        ("60GiB", 60 * 2**30, False),
+        ("60GB", 60 * 10**9, False),
+        ("60000000000", 60 * 10**9, False),
+        ("50%", 500, False),
+        ("activations:6GiB", 6 * 2**30, True),
+    ],
+)
+def test_sizes(budget, size, step_only):
+    found = size_budget(budget, lambda: 1000)
+    assert (found.size, found.step_only) == (size, step_only)
+    assert found.text == ("60,000,000,000 bytes" if budget.isdecimal() else budget)
+
+
+# ---- the answer
+
+
+def test_a_large_budget_needs_nothing(run):
+    status, text, errors = run(*STEP, "--budget", "90%", "--device", "4090")
+    assert (status, errors) == (0, "")
+    assert text.startswith("It fits 21.15 GiB (90%) without checkpointing")
+    assert "Times are estimates by the data sheet of RTX-4090." in text
+
+
+def test_a_small_budget(run):
+    least = smallest(run)
+    status, text, errors = run(*STEP, "--budget", least)
+    assert (status, errors) == (0, "")
+    for words in ("by estimate", "regions", "What binds:", "Smallest budget:", "During the whole step:"):
+        assert words in text
+    assert "model.layers.0" in text
+    assert "name another device with --device" in text
+    status, text, errors = run(*STEP, "--budget", least - 1)
+    assert (status, errors) == (1, "")
+    assert text.startswith(f"No plan stays within {least - 1:,} bytes; the smallest budget is")
+    assert f"({least} bytes)" in text
+
+
+def test_codecs_are_permitted_one_by_one(run):
+    exact, int8, both = smallest(run), smallest(run, "--compress", "int8"), smallest(run, "--compress", "int8,int4")
+    assert both <= int8 < exact
+    _, text, _ = run(*STEP, "--budget", int8, "--compress", "int8")
+    assert "int8" in text
+    assert "Errors of gradients need weights" in text
+    _, text, _ = run(*STEP, "--budget", exact)
+    assert "int8" not in text
+    assert "int4" not in text
+    assert "Errors of gradients" not in text
+
+
+def test_no_ready_setting_needs_less(run, folder):
+    table = compare_source(ConfigModel(folder), 256, 2)
+    exact = [row.total for row in table.rows if row.name in ("none", "torch", "lossless")]
+    assert smallest(run) <= min(exact)
+    assert smallest(run, "--compress", "int8,int4") <= min(row.total for row in table.rows)
+
+
+def test_activations_alone(run):
+    least = smallest(run)
+    _, text, _ = run(*STEP, "--budget", "1GiB", "--json")
+    held = sum(json.loads(text)["fixed"].values())
+    status, text, _ = run(*STEP, "--budget", f"activations:{least - held}", "--json")
+    data = json.loads(text)
+    assert (status, data["budget"]) == (0, least)
+    assert data["peak"] <= least
+
+
+def test_json(run):
+    status, text, _ = run(*STEP, "--budget", smallest(run), "--json")
+    data = json.loads(text)
+    assert status == 0
+    assert data["estimated"] is True
+    assert data["peak"] <= data["budget"]
+    assert data["verdict"].startswith("Peak ")
+    assert len(data["regions"]) == LAYERS
+    status, text, _ = run(*STEP, "--budget", 2000, "--json")
+    assert (status, json.loads(text)["verdict"].startswith("No plan stays within")) == (1, True)
+
+
+def test_a_faster_device_changes_times_alone(run):
+    budget = smallest(run) * 11 // 10
+    slow, fast = (json.loads(run(*STEP, "--budget", budget, "--device", name, "--json")[1]) for name in ("T4", "B200"))
+    assert slow["seconds"] > 5 * fast["seconds"]
+    assert slow["smallest_budget"] == fast["smallest_budget"]
+    assert slow["plain"] == fast["plain"]
+
+
+def test_shared_gradients_count_in_part(run):
+    sharded = ("--gpus", 8, "--shard", "zero2")
+    _, text, _ = run(*STEP, "--budget", "1GiB", "--json")
+    _, shared, _ = run(*STEP, "--budget", "1GiB", "--json", *sharded)
+    assert json.loads(shared)["plain"] < json.loads(text)["plain"]
+
+
+def test_a_saved_plan_is_applied_to_the_live_model(run, tmp_path):
+    path = tmp_path / "plan.json"
+    status, _, _ = run(*STEP, "--budget", smallest(run), "--save", path)
+    assert status == 0
+    plan = gradckpt.Plan.load(path)
+    model = transformers.LlamaForCausalLM(CONFIG).train()
+    ids = torch.randint(0, CONFIG.vocab_size, (2, 16))
+    expected = model(input_ids=ids, labels=ids).loss
+    expected.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    names = list(plan.apply(model).modules)
+    assert names == [region.name for region in plan.regions if region.option.name != "keep"]
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    model = transformers.LlamaForCausalLM(CONFIG).train()
+    gradckpt.enable(model, plan=str(path))
+    assert list(gradckpt.config.Handle(model).modules) == names
+
+
+# ---- fewer blocks stand for all
+
+
+def whole(profile, source, options):
+    with profile.setting(options).active(source.model):
+        return trace_step(source.model, lambda _: source.run(256, 2), blocks=profile.blocks, cuda=True)
+
+
+def check_like_whole(profile, options):
+    actual, found = whole(profile, profile._source, options), profile.trace(options)
+    assert [(s.phase, s.block) for s in found.segments] == [(s.phase, s.block) for s in actual.segments]
+    assert [peak.size for peak in found.peaks()] == [peak.size for peak in actual.peaks()]
+    assert [s.payload_bytes for s in found.segments] == [s.payload_bytes for s in actual.segments]
+    assert found.peak() == actual.peak()
+
+
+def test_unrolled_segments_are_those_of_the_whole_step(profile):
+    for option in profile.options:
+        check_like_whole(profile, [option] * LAYERS)
+
+
+def test_unrolled_segments_of_mixed_options(profile):
+    first, second, third = profile.options[0], profile.options[1], profile.options[-2]
+    check_like_whole(profile, [first] + [second] * (LAYERS - 1))
+    check_like_whole(profile, [third] * (LAYERS - 1) + [first])
+    check_like_whole(profile, [profile.options[i % len(profile.options)] for i in range(LAYERS)])
+
+
+def test_unrolling_keeps_peaks(profile):
+    source = profile._source
+    blocks = find_blocks(source.model)
+    with shortened(source.model, blocks) as short:
+        assert len(short.modules) == 4
+        trace = trace_step(source.model, lambda _: source.run(256, 2), blocks=short.modules, cuda=True)
+        short.repeat(trace.segments)
+    assert type(trace)(unrolled(trace.segments), False).peak() == trace.peak()
+
+
+def test_blocks_with_other_options_are_not_equal(profile):
+    source = profile._source
+    blocks = find_blocks(source.model)
+    with shortened(source.model, blocks, ["a"] * 7 + ["b"] * 2) as short:
+        assert short.numbers == [0, 1, 5, 6, 7, 8]
+        assert short.times == [1, 4, 1, 1, 1, 1]
+    assert len(source.model.model.layers) == LAYERS
+
+
+def test_estimates_add_up(profile):
+    for option in profile.options:
+        regions = sum(profile.cost(block, option).seconds for block in range(LAYERS))
+        outside = sum(
+            profile._rates.of_segment(segment) for segment in profile.traces[option].segments if segment.block is None
+        )
+        assert profile._rates.of_step(profile.traces[option]) == pytest.approx(regions + outside)
+
+
+def test_the_planners_numbers_are_exact_around_a_traced_plan(profile):
+    chain = profile.chain()
+    n = len(profile.options)
+    for choice in ([1] * LAYERS, [2] * LAYERS, [0] * 2 + [2] * (LAYERS - 2), [i % n for i in range(LAYERS)]):
+        trace = profile.trace(profile.of_choice(choice))
+        chain.correct(choice, chain.levels_of(trace.segments))
+        kept, need, last_need = chain.numbers(lambda call, option: True)
+        before, highest = 0, 0
+        for call, option in enumerate(choice):
+            highest = max(highest, before + need[call * n + option])
+            before += kept[call * n + option]
+        assert max(highest, before + last_need) == trace.peak().size
