@@ -91,12 +91,12 @@ def _runs(children: list[Any], number: dict[int, int]) -> list[list[Module]]:
     runs: list[list[Module]] = []
     last = None
     for child in children:
-        likeness = likeness(child) if id(child) in number else None
-        if likeness is None or likeness != last:
+        this = likeness(child) if id(child) in number else None
+        if this is None or this != last:
             runs.append([])
-        if likeness is not None:
+        if this is not None:
             runs[-1].append(child)
-        last = likeness
+        last = this
     return runs
 
 
