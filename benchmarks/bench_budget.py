@@ -39,6 +39,7 @@ from gradckpt._planning.chain import Chain
 from gradckpt._planning.options import RECOMPUTE
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
+from gradckpt._settings import Setting
 from gradckpt._training_step import alone
 
 MIB = 2**20
@@ -132,7 +133,7 @@ def peaks(o: argparse.Namespace) -> None:
             all_errors[key] += found
         rows.append([case.name, str(n), str(len(profile.blocks)), *_spread(errors)])
     rows.append(["all", str(sum(int(row[1]) for row in rows)), "", *_spread(all_errors)])
-    heads = [f"{key}, {what}" for key in all_errors for what in ("median", "least", "most")]
+    heads = [f"{key}: median |error|; range" for key in all_errors]
     machine.print_table("peak: predicted against measured", ["model", "plans", "regions", *heads], rows)
 
 
@@ -140,7 +141,7 @@ def _spread(errors: dict[str, list[float]]) -> list[str]:
     cells = []
     for found in errors.values():
         median = statistics.median(map(abs, found)) if found else 0
-        cells += [f"{median:.3%}", f"{min(found, default=0):+.3%}", f"{max(found, default=0):+.3%}"]
+        cells.append(f"{median:.3%}; {min(found, default=0):+.3%} {max(found, default=0):+.3%}")
     return cells
 
 
@@ -282,18 +283,15 @@ def error(o: argparse.Namespace) -> None:
 def measured_error(case: Case, setting: Any, seed: int) -> float:
     """The relative L2 error of the step's gradients, over all parameters."""
     state, found = _config.get_rounding_state(), []
-    for each in (profile_exact(setting), setting):
+    for each in (Setting("none", "", "none"), setting):
         torch.manual_seed(seed)
         _config.set_rounding_state(state)
         with each.active(case.model, case.modules):
             case.step()
         found.append([p.grad.double() for p in case.model.parameters() if p.grad is not None])
+        case.model.zero_grad()
     wrong = sum(float((a - b).square().sum()) for a, b in zip(*found, strict=True))
     return (wrong / sum(float(a.square().sum()) for a in found[0])) ** 0.5
-
-
-def profile_exact(setting: Any) -> Any:
-    return budget_models.Setting("none", "", "none")
 
 
 def monotone(o: argparse.Namespace) -> None:

@@ -87,6 +87,7 @@ class Case:
             self.model.zero_grad()
             with gradckpt.track_memory() as memory:
                 step_of_batch(self.model, self.batch)()
+        self.model.zero_grad()
         return memory.peak
 
     def seconds(self, setting: Any) -> float:
@@ -94,7 +95,9 @@ class Case:
             self.model.zero_grad()
             began = clock()
             step_of_batch(self.model, self.batch)()
-            return clock() - began
+            elapsed = clock() - began
+        self.model.zero_grad()
+        return elapsed
 
 
 # ---- models
