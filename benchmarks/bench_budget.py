@@ -165,7 +165,8 @@ def times(o: argparse.Namespace) -> None:
             row.append(f"{rank_correlation(predicted, measured):.3f}" if n > 2 else "")
         rows.append(row)
     row = ["all", str(sum(int(row[1]) for row in rows)), ""]
-    rows.append(row + [cell for found in ratios.values() for cell in (f"{statistics.median(map(abs, found)):.1%}", "", "")])
+    medians = [f"{statistics.median(map(abs, found)):.1%}" for found in ratios.values()]
+    rows.append(row + [cell for median in medians for cell in (median, "", "")])
     heads = [f"{what}, {key}" for key in ratios for what in ("error", "bias", "rank correlation")]
     machine.print_table("step: predicted against measured", ["model", "plans", "recompute, ms", *heads], rows)
 
@@ -312,11 +313,11 @@ def monotone(o: argparse.Namespace) -> None:
                 torch.manual_seed(0)
                 row.append(plan_of(profile, case, budget, limit).seconds)
             seconds.append(row)
-        by_bytes = sum(b > a * (1 + 1e-9) for row in seconds for a, b in zip(row, row[1:], strict=False))
-        by_error = sum(b > a * (1 + 1e-9) for x, y in zip(seconds, seconds[1:], strict=False) for a, b in zip(x, y, strict=True))
-        worst = max(b / a - 1 for row in seconds for a, b in zip(row, row[1:], strict=False))
-        worst_error = max(b / a - 1 for x, y in zip(seconds, seconds[1:], strict=False) for a, b in zip(x, y, strict=True))
-        larger = sum(b > a for a, b in zip(smallest, smallest[1:], strict=False))
+        by_bytes = sum(b > a * (1 + 1e-9) for row in seconds for a, b in itertools.pairwise(row))
+        by_error = sum(b > a * (1 + 1e-9) for x, y in itertools.pairwise(seconds) for a, b in zip(x, y, strict=True))
+        worst = max(b / a - 1 for row in seconds for a, b in itertools.pairwise(row))
+        worst_error = max(b / a - 1 for x, y in itertools.pairwise(seconds) for a, b in zip(x, y, strict=True))
+        larger = sum(b > a for a, b in itertools.pairwise(smallest))
         rows.append(
             [case.name, str(len(limits) * o.budgets), f"{by_bytes} ({worst:+.2%})", f"{by_error} ({worst_error:+.2%})"]
         )

@@ -21,7 +21,7 @@ PERMITTED = 0.02  # error of the lossy plans
 
 
 class Peer:
-    """torch's checkpoint around each region, or its selective one that keeps results of operators."""
+    """torch's checkpoint around each region, or its selective one."""
 
     def __init__(self, name: str, blocks: list[Any], operators: list[Any] | None) -> None:
         self.name, self.blocks = name, blocks

@@ -26,7 +26,7 @@ def enable(
     policy: PolicyLike = None,
     recompute: bool = True,
     offload: bool = False,
-    budget: int | str | None | Unset = UNSET,
+    budget: int | str | Unset | None = UNSET,
     plan: Plan | str | os.PathLike[str] | None = None,
     optimizer: Any = None,
     **keywords: Unpack[CheckpointKeywords],

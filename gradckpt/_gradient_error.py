@@ -211,9 +211,7 @@ def _measure(trial: Trial, chosen: Mapping[str, Setting]) -> GradientErrors:
     return GradientErrors(name, loss, errors, floors)
 
 
-def _error(
-    trial: Trial, exact: ExactGradients, exact_loss: float | None, name: str, setting: Setting
-) -> GradientError:
+def _error(trial: Trial, exact: ExactGradients, exact_loss: float | None, name: str, setting: Setting) -> GradientError:
     loss, counted, patch = trial.run(setting)
     difference = None if loss is None or exact_loss is None else loss - exact_loss
     found = exact.compare(trial.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -100,7 +100,7 @@ class compress_saved:
 
         return within
 
-    def call(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
+    def call(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Call a function as if it were decorated."""
         if self._plan is None:
             return function(*args, **kwargs)

@@ -141,9 +141,7 @@ def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> Calla
     return lambda *args, **kwargs: region.run(block, forward, args, kwargs)
 
 
-def _timed(
-    block: Module, call: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[list[Tensor | None], float]:
+def _timed(block: Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Tensor | None], float]:
     inputs: list[Tensor] = []
 
     def fresh(x: Any) -> Any:
@@ -189,7 +187,7 @@ def _error(exact: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> fl
 
 @contextlib.contextmanager
 def _put_back(block: Module) -> Iterator[Callable[[], None]]:
-    """Yield a function that restores generators and the block's buffers; restore them at the end."""
+    """Yield a function that restores generators and the block's buffers; call it at the end."""
     cpu = torch.get_rng_state()
     devices = {p.device for p in block.parameters() if p.device.type not in ("cpu", "meta")}
     states = [(device, torch.get_device_module(device.type).get_rng_state(device)) for device in devices]

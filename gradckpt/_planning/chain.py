@@ -98,8 +98,7 @@ class Chain:
         for option, segments in traces.items():
             if [(segment.phase, segment.block) for segment in segments] != shape:
                 raise ValueError(
-                    f"gradckpt: with {option.name!r} the step calls its regions in another order; choose other "
-                    "modules="
+                    f"gradckpt: with {option.name!r} the step calls its regions in another order; choose other modules="
                 )
         self._stretches, self.calls = _stretches(base)
         self._base = self.options.index(RECOMPUTE)

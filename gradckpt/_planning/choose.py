@@ -255,7 +255,7 @@ _ERROR_UNITS = 1 << 20
 
 
 def _units(error: float, unit: float) -> int:
-    return min(-int(-error / unit // 1), 1 << 40)  # rounded up
+    return 1 << 40 if error > unit * (1 << 40) else math.ceil(error / unit)
 
 
 def choose(
@@ -289,5 +289,5 @@ def choose(
         return Chosen(choice, chooser.trace(choice), chooser.seconds(choice), solution.bound, size, solution.front)
     choice, solution = found
     size, _ = chooser.smallest()
-    trace = chooser.trace(choice)
-    return Chosen(choice, trace, chooser.seconds(choice), min(solution.bound, chooser.seconds(choice)), size, solution.front)
+    seconds = chooser.seconds(choice)
+    return Chosen(choice, chooser.trace(choice), seconds, min(solution.bound, seconds), size, solution.front)

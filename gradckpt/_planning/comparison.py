@@ -25,7 +25,17 @@ from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import StepWrites, alone, step_of_batch, step_of_function
 
-__all__ = ["Comparison", "Row", "compare", "compare_source", "fixed_bytes", "quiet", "refuse_shards", "step_of", "unwrapped"]
+__all__ = [
+    "Comparison",
+    "Row",
+    "compare",
+    "compare_source",
+    "fixed_bytes",
+    "quiet",
+    "refuse_shards",
+    "step_of",
+    "unwrapped",
+]
 
 logger = logging.getLogger("gradckpt")
 
@@ -133,7 +143,7 @@ def fixed_bytes(model: Module) -> dict[str, int]:
 
 def unwrapped(model: Module) -> Module:
     """Return the module of DistributedDataParallel, whose forward may allocate its buckets."""
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model  # type: ignore[no-any-return]
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def refuse_shards(model: Module) -> None:

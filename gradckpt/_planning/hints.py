@@ -43,9 +43,7 @@ def as_flags(given: Collection[str], takes: str) -> dict[str, Sequence[str]]:
     }
 
 
-def advice(
-    peak: Peak, fixed: Mapping[str, int], hints: Mapping[str, Sequence[str]], fixed_alone: bool = False
-) -> str:
+def advice(peak: Peak, fixed: Mapping[str, int], hints: Mapping[str, Sequence[str]], fixed_alone: bool = False) -> str:
     """Say what the largest part of a peak is, and what would lower it.
 
     ``fixed``: bytes that are there during the whole step; ``fixed_alone``: they alone count.

@@ -127,7 +127,8 @@ class LiveBudget:
                 if "gradients" in grown:
                     self._profile = self._trace(model, args, kwargs)
                 self._pending = self._make_plan(model)
-                logger.info("gradckpt: planned again, since %s: %s", " and ".join(grown.values()), self._pending.verdict)
+                reasons = " and ".join(grown.values())
+                logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending.verdict)
             if self._pending is not None and self._measuring is None:
                 self.plan, self._pending = self._pending, None
                 self._set(model, self.plan.rules_for(model))

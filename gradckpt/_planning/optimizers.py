@@ -19,8 +19,8 @@ __all__ = ["OptimizerMemory", "optimizer_memory", "state_bytes"]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes. ``states``: those that exist; ``new``: those that the next step makes; ``working``: the
-    highest point of the next step above its start, its new states included.
+    """Bytes. ``states``: those that exist; ``new``: those that the next step makes; ``working``:
+    the highest point of the next step above its start, its new states included.
     """
 
     states: int
@@ -60,7 +60,7 @@ def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
                 twins[id(p)].grad = mode.like(p)
         groups.append({**group, "params": [twins[id(p)] for p in group["params"]]})
     twin = copy.copy(inner)
-    vars(twin).update(param_groups=groups, state=type(inner.state)(inner.state.default_factory))  # type: ignore[attr-defined]
+    vars(twin).update(param_groups=groups, state=type(inner.state)(inner.state.default_factory))
     for p, state in inner.state.items():
         if id(p) in twins:
             twin.state[twins[id(p)]] = private.tree_map(lambda x: _twin(mode, x), state)

@@ -47,7 +47,7 @@ def plan(
     modules: Modules = None,
     memory: int | str | None = None,
     measure: bool = False,
-    budget: int | str | None | Unset = UNSET,
+    budget: int | str | Unset | None = UNSET,
     compress: Any = None,
     error: float | str | None = None,
     optimizer: Any = None,

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -70,9 +70,7 @@ class Plan:
     error_budget: float | None = None
     front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
     about: tuple[str, ...] = ()
-    hints: Mapping[str, Sequence[str]] = dataclasses.field(
-        default_factory=lambda: IN_PYTHON, repr=False, compare=False
-    )
+    hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
 
     # ---- use
 
@@ -110,9 +108,7 @@ class Plan:
             if type(module).__name__ != region.kind or digest_of(module) != region.digest:
                 what = f"is {type(module).__name__}, not {region.kind}"
                 what = what if type(module).__name__ != region.kind else "has other parameters"
-                raise ValueError(
-                    f"gradckpt: this plan is for another model: {region.name!r} {what}; make a new plan"
-                )
+                raise ValueError(f"gradckpt: this plan is for another model: {region.name!r} {what}; make a new plan")
             rules[module] = region.option.rule
         return rules
 
@@ -132,7 +128,7 @@ class Plan:
         return {"version": _VERSION, **given}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, which :meth:`load` and ``enable(model, plan=path)`` read."""
+        """Write the plan to a JSON file, for :meth:`load` and ``enable(model, plan=path)``."""
         text = json.dumps(self.to_dict(), indent=1, sort_keys=True)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -245,7 +241,10 @@ def _table(regions: Sequence[PlannedRegion]) -> list[str]:
     if not any(row[4] for row in rows[1:]):
         rows = [row[:4] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    just: Callable[[int, str], str] = lambda i, cell: cell.ljust(widths[i]) if i < 2 else cell.rjust(widths[i])
+
+    def just(i: int, cell: str) -> str:
+        return cell.ljust(widths[i]) if i < 2 else cell.rjust(widths[i])
+
     return ["  ".join(just(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
 
 

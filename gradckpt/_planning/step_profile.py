@@ -92,7 +92,8 @@ class StepProfile(abc.ABC):
         seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
         if scale is None:
             return Costs(seconds)
-        errors = [[scale * self.cost(block, option).error ** 2 for option in self.options] for block in self.calls]
+        squares = [[self.cost(block, option).error ** 2 for option in self.options] for block in self.calls]
+        errors = [[scale * square if square else 0.0 for square in row] for row in squares]  # the scale may be infinite
         return Costs(seconds, errors)
 
     # ---- plans

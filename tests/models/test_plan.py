@@ -14,9 +14,9 @@ import transformers
 import gradckpt
 from gradckpt._planning import comparison as planning
 from gradckpt._planning.blocks import find_blocks, shortened
+from gradckpt._planning.comparison import Comparison, Row, compare_source
 from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.hints import IN_PYTHON, as_flags
-from gradckpt._planning.comparison import Comparison, Row, compare_source
 from gradckpt._planning.step_trace import KINDS, Peak, trace_step
 from gradckpt._settings import READY
 
