@@ -31,7 +31,77 @@ def enable(
     optimizer: Any = None,
     **keywords: Unpack[CheckpointKeywords],
 ) -> Handle:
-    """DOC"""
+    """Turn on activation checkpointing of a model, with compressed checkpoints; or with
+    ``recompute=False``, the compression of what autograd saves; or within a budget of bytes, which
+    decides for each region.
+
+    In training, with grad enabled, each call of a chosen module is one region of
+    :func:`gradckpt.checkpoint`, or runs under :class:`gradckpt.compress_saved`. In eval mode and
+    under ``no_grad`` it runs unchanged. Only this instance changes; no class is patched. A second
+    call with equal arguments does nothing; with others, it changes the settings.
+
+    Args:
+        model: Any module; a transformers model also inside PEFT, DDP or ``torch.compile``.
+        compress: How the inputs of the modules are stored: ``None`` (torch's checkpointing, bit for
+            bit), ``True``, a codec's name, a :class:`gradckpt.CompressionConfig` or its dict. Unset
+            means int8; with ``policy`` or ``context_fn`` it means ``None``. With
+            ``recompute=False``: how saved activations are stored, as for
+            :class:`gradckpt.compress_saved`, also by operator:
+            ``{"linear": "int8", "attention": "fp8"}``.
+        modules: The modules to checkpoint. ``None``: the layers that a transformers model
+            checkpoints itself; in any other model the repeated block with most parameters, whose
+            class is logged; with ``recompute=False`` the model as a whole.
+
+            A selector, or a list of them: a module class or a tuple of them; a pattern for the
+            whole dotted name, ``"*.layers.*.mlp"`` (fnmatch; ``*`` also matches dots) or a compiled
+            regular expression (fullmatch); a kind, ``"layer"``, ``"attention"``, ``"mlp"``,
+            ``"moe"`` or ``"norm"``; a module; a ModuleList or a slice of one, for the modules in
+            it; a function of (name, module);
+            :func:`gradckpt.selectors.every`, :func:`gradckpt.selectors.m_of_n`.
+
+            Or a mapping from selectors to settings: a value for ``compress``, a dict of
+            ``compress``, ``policy``, ``recompute`` and the keywords below, or ``"skip"``. The first
+            selector that matches a module wins, so narrow ones come first; the other arguments are
+            the defaults.
+        every_n_layers: Of each selector's modules, in the model's order, checkpoint numbers 1, 1 +
+            n, ...; for the layers of transformers, from 5.17 on.
+        policy: The outputs inside a module that are kept instead of recomputed: a name
+            (``"save_attention"``, ``"save_attention|save_matmuls:int8"``), a
+            :class:`gradckpt.policies.Policy`, or the argument of
+            :func:`gradckpt.compat.create_selective_checkpoint_contexts`. It costs memory and saves
+            time.
+        recompute: ``False``: nothing is recomputed. The forward is exact, every operator runs once,
+            and the backward computes with restored values; it takes more memory than checkpoints
+            and less time. ``policy`` and the keywords below do not apply.
+        offload: Keep the inputs (the payloads, with ``recompute=False``) in host memory, compressed
+            first; pinned if there is a device.
+        budget: The largest sum of bytes of tensors on the device in a step, as for
+            :func:`gradckpt.plan`: ``"60GiB"``, bytes, ``"90%"``, ``"activations:6GiB"``, or
+            ``None`` for what is free now. The first training call recomputes all regions and
+            measures each distinct one in each option; from the second on, each region has the
+            option that the plan gives it. ``compress`` then names the codecs that the plan may use
+            (unset: options that change no gradient), ``modules`` the regions; all other keywords
+            are the plan's to decide. It is planned again, and logged, when inputs are larger, when
+            gradients exist before the forward, and when the optimizer has got its states. A loss
+            that is computed outside of the model is not counted.
+        plan: A :class:`gradckpt.Plan`, or the path of its file. It decides everything.
+        optimizer: With ``budget``: its states and its step count from the first plan on.
+        **keywords: ``context_fn``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
+            ``early_stop`` and ``buffers``, as for :func:`gradckpt.checkpoint`.
+
+    Returns:
+        A :class:`Handle`, whose ``remove()`` undoes all of it. It need not be kept; :func:`disable`
+        does the same.
+
+    Raises:
+        ValueError: A codec, policy or keyword is unknown; a selector matches nothing; without
+            ``modules``, the model has no repeated block or several; a module is checkpointed
+            already, lies in another chosen one or has no forward; ``budget`` or ``plan`` is given
+            beside what it decides; the plan is for another model. The model is then unchanged, and
+            the message gives the fix. From the first training call: no plan stays within the
+            budget (the message has the smallest one that does), or the step asks for values.
+        TypeError: ``model`` is not a module, or a selector or an option has another type.
+    """
     if isinstance(budget, Unset) and plan is None:
         if optimizer is not None:
             raise ValueError('gradckpt: optimizer= needs budget=; pass one, as in budget="60GiB"')

@@ -15,7 +15,7 @@ from gradckpt._engine import saved_roles
 from gradckpt._engine.decorator import check_runs_at_call
 from gradckpt._models import activity
 
-__all__ = ["compress_saved"]
+__all__ = ["call_saved", "compress_saved"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +33,15 @@ def _config(compress: Compress) -> CompressionConfig | None:
             "it out"
         )
     return config
+
+
+def call_saved(saves: compress_saved, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    """Call a function as if it were decorated."""
+    if saves._plan is None:
+        return function(*args, **kwargs)
+    result: R = _C.saved_call(saves._plan, saves._formats, function, args, kwargs)
+    activity.note_saved()
+    return result
 
 
 @explains_keywords
@@ -96,17 +105,9 @@ class compress_saved:
 
         @functools.wraps(function, updated=())
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
-            return self.call(function, args, kwargs)
+            return call_saved(self, function, args, kwargs)
 
         return within
-
-    def call(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Call a function as if it were decorated."""
-        if self._plan is None:
-            return function(*args, **kwargs)
-        result: R = _C.saved_call(self._plan, self._formats, function, args, kwargs)
-        activity.note_saved()
-        return result
 
     @property
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

@@ -161,12 +161,14 @@ class Adapter(_Replacement):
         if given.args or not (base in _KNOWN or offloads):
             return _Choice(_foreign(func, base, settings), False, settings)
         check_torchs(keywords)
-        if not settings.recompute and self.by_flag:  # the next Trainer's flag takes this adapter off
+        replaced = not settings.recompute or settings.planned
+        if replaced and self.by_flag:  # the next Trainer's flag takes this adapter off
             return _Choice(func, False, Settings(every_n_layers=every_n_layers))
-        if not settings.recompute:
+        if replaced:
+            key = "budget=" if settings.planned else "recompute=False"
             raise ValueError(
-                "gradckpt: recompute=False among the checkpointing kwargs cannot change a model that checkpoints; call "
-                "gradckpt.enable(model, recompute=False)"
+                f"gradckpt: {key} among the checkpointing kwargs cannot change a model that checkpoints; pass it to "
+                "gradckpt.enable(model)"
             )
         if keywords.get("use_reentrant") is None or is_old_default(
             {k: v for k, v in given.keywords.items() if k != "compress"}

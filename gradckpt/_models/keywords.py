@@ -23,10 +23,10 @@ from gradckpt._models.rules import saved_settings
 from gradckpt.policies import is_known
 
 #: Our keys; transformers 5.17 and later take the last two, which are its own, out of the dict.
-OURS = ("compress", "fake_quantize", "min_numel", "recompute", "policy", "every_n_layers", "offload")
+OURS = ("compress", "fake_quantize", "min_numel", "recompute", "budget", "plan", "policy", "every_n_layers", "offload")
 
 #: Keys that only we use. Others use ``policy`` as well.
-_MARKS = frozenset(OURS[:5])
+_MARKS = frozenset(OURS[:7])
 
 #: torch's keywords, in any version.
 TORCHS = (
@@ -45,6 +45,7 @@ class Settings:
     every_n_layers: int = 1
     offload: bool = False
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other keywords of gradckpt.checkpoint
+    planned: bool = False  # a budget or a plan decides all of it
 
 
 def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
@@ -53,6 +54,10 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
     Raises:
         ValueError, TypeError: A value is unknown; the message names the key and the known values.
     """
+    if is_planned(keywords):
+        plan_keywords(keywords)
+        keywords.clear()
+        return Settings(planned=True)
     ours = {key: keywords.pop(key) for key in OURS if key in keywords}
     every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
     offload = check_bool("offload", ours.get("offload", base.offload))
@@ -64,6 +69,30 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
     if recompute:
         check_no_operators(config)
     return Settings(config, context_fn, recompute, every_n_layers, offload, base.keywords)
+
+
+#: The keys that let a plan decide, and those that may stand beside each.
+_PLANNED = {"budget": {"compress", "use_reentrant"}, "plan": {"use_reentrant"}}
+
+
+def is_planned(keywords: Any) -> bool:
+    """Return whether the kwargs ask for a budget or a plan."""
+    return isinstance(keywords, Mapping) and not _PLANNED.keys().isdisjoint(keywords)
+
+
+def plan_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of :func:`gradckpt.enable` that kwargs with a budget or a plan mean.
+
+    Raises:
+        ValueError: Another key says what to do, too.
+    """
+    key = next(key for key in _PLANNED if key in keywords)
+    for other, value in keywords.items():
+        if other != key and (other not in _PLANNED[key] or (other == "use_reentrant" and value)):
+            raise ValueError(
+                f"gradckpt: {key}= and {other}= exclude each other, since the {key} decides; leave one of them out"
+            )
+    return {name: value for name, value in keywords.items() if name != "use_reentrant"}
 
 
 def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None:

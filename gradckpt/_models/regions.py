@@ -29,7 +29,7 @@ from gradckpt._C import eligible
 from gradckpt._config import CompressionConfig
 from gradckpt._engine.arguments import own_keywords
 from gradckpt._engine.decorator import Decorated, check_runs_at_call
-from gradckpt._engine.saved_tensors import compress_saved
+from gradckpt._engine.saved_tensors import call_saved, compress_saved
 from gradckpt._models import activity
 from gradckpt._models.caches import with_caches
 from gradckpt._models.dtensors import localized
@@ -203,7 +203,7 @@ class Region:
             return forward(*args, **kwargs)
         with to_host() if self.offload else contextlib.nullcontext():
             if not self.is_whole:
-                return saves.call(forward, args, kwargs)
+                return call_saved(saves, forward, args, kwargs)
             # A block, not a decorated function: the backward reads first what the last operators
             # save, and compressing that would raise the peak by its payloads.
             with saves:

@@ -152,7 +152,7 @@ def refuse_shards(model: Module) -> None:
     if (tensors is not None and any(isinstance(p, tensors.DTensor) for p in model.parameters())) or (
         fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
     ):
-        raise ValueError("gradckpt: plan() cannot run a sharded model; call it before fully_shard(model)")
+        raise ValueError("gradckpt: a sharded model cannot be planned; call plan() before fully_shard(model)")
 
 
 def step_of(model: Module, batch: Any) -> Callable[[Any], object]:

@@ -167,6 +167,9 @@ VALUES = {
     "debug": True,
     "early_stop": False,
     "buffers": "torch",
+    "budget": "8GiB",
+    "plan": "plan.json",
+    "optimizer": None,  # of each model its own
 }
 
 
@@ -175,7 +178,8 @@ def documented():
     section = DOC.read_text().split("## Keywords together")[1].split("\n## ")[0]
     rows = [row for row in section.splitlines() if row.startswith("| `")]
     cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
-    return {frozenset(re.findall(r"`(\w+)`", pair)): said for pair, said in cells}
+    names = [(re.findall(r"`(\w+)`", pair), said) for pair, said in cells]
+    return {frozenset((first, other)): said for (first, *others), said in names for other in others}
 
 
 def test_the_values_are_of_all_keywords():
@@ -192,11 +196,20 @@ def test_every_pair_of_keywords(door):
     for pair in map(frozenset, itertools.combinations(VALUES, 2)):
         model = make()
         keywords = {key: modules if key == "modules" else VALUES[key] for key in pair}
+        if "optimizer" in pair:
+            keywords["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        if "optimizer" in pair and not {"budget", "plan"} & pair:
+            with pytest.raises(ValueError, match="^gradckpt: optimizer= needs budget=; "):
+                gradckpt.enable(model, **keywords)
+            continue
         if pair in refused:
             with pytest.raises(ValueError, match=r"^gradckpt: [^.]*exclude each other[^.]*$"):
                 gradckpt.enable(model, **keywords)
             continue
         handle = gradckpt.enable(model, **keywords)
+        if "budget" in pair:  # its plans are tested in test_budget.py
+            assert len(handle.modules) == 4, pair
+            continue
         (model(torch.randn(32, 64)).sum() if door == "own" else model(input_ids=IDS, labels=IDS).loss).backward()
         assert all(parameter.grad is not None for parameter in model.parameters()), pair
         count = 1 if "recompute" in pair and "modules" not in pair else 2 if "every_n_layers" in pair else 4

@@ -14,10 +14,12 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.trainer_callback import TrainerCallback
 
 from gradckpt._config import warn_inactive
+from gradckpt._enable import enable
 from gradckpt._models.adapter import ADAPTERS, Adapter, adapter_of, adapter_over, held_function, original
 from gradckpt._models.keywords import (
     OURS,
@@ -25,12 +27,14 @@ from gradckpt._models.keywords import (
     check_alone,
     check_together,
     check_torchs,
+    is_planned,
     means_ours,
     misspelt,
+    plan_keywords,
     pop_our_keys,
 )
 from gradckpt._models.regions import Region, region_of, regions_in
-from gradckpt._models.switch import enable, log_larger_errors
+from gradckpt._models.switch import log_larger_errors, take_off
 from gradckpt.integrations.transformers.models import (
     carry_input_grads,
     enable_from_kwargs,
@@ -45,7 +49,10 @@ __all__ = ["GradckptFlag"]
 logger = logging.getLogger("gradckpt")
 
 #: What a Trainer's flag put in place of forwards, with ``recompute=False``.
-SAVED_BY_FLAG: weakref.WeakSet[Region] = weakref.WeakSet()
+BY_FLAG: weakref.WeakSet[Region] = weakref.WeakSet()
+
+#: Models that a Trainer's flag plans.
+PLANNED_BY_FLAG: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class GradckptFlag(TrainerCallback):  # type: ignore[misc]
@@ -56,10 +63,12 @@ class GradckptFlag(TrainerCallback):  # type: ignore[misc]
         if model is not None:
             _check(args, model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Enable the model of this training, which ``model_init`` may just have made."""
         if model is not None:
-            _act(args, model)
+            _act(args, model, optimizer)
 
 
 def _read(args: Any) -> tuple[str, Any]:
@@ -88,7 +97,7 @@ def _check(args: Any, model: Any) -> None:
         )
 
 
-def _act(args: Any, model: Any) -> None:
+def _act(args: Any, model: Any, optimizer: Any) -> None:
     """Prepare the training of ``model``, whose activation_checkpointing_enable the Trainer has
     called.
 
@@ -97,16 +106,20 @@ def _act(args: Any, model: Any) -> None:
     name, kwargs = _read(args)
     ours = means_ours(kwargs)
     near = None if ours else misspelt(kwargs)
-    if not ours and not ADAPTERS and not SAVED_BY_FLAG and near is None:
+    if not ours and not (ADAPTERS or BY_FLAG or PLANNED_BY_FLAG) and near is None:
         return
     on = bool(getattr(args, name, False))
     models = models_in(model)
     if near is not None:
         _warn_misspelt(name, *near, models)
-    for region in list(SAVED_BY_FLAG):
+    for region in list(BY_FLAG):
         if any(region_of(part) is region for each in models for part in each.modules()):
             region.remove()
-            SAVED_BY_FLAG.discard(region)
+            BY_FLAG.discard(region)
+    for each in list(PLANNED_BY_FLAG):
+        if any(part is each for whole in models for part in whole.modules()):
+            take_off(each)
+            PLANNED_BY_FLAG.discard(each)
     for adapter in list(ADAPTERS):
         if adapter.model is not None:
             _settle(adapter, adapter.model, models, replaced=ours and on)
@@ -116,6 +129,8 @@ def _act(args: Any, model: Any) -> None:
             f"{name}_kwargs has {key}={kwargs[key]!r}, but {name} is not True, so the Trainer does not pass them on; "
             f"set {name}=True",
         )
+    elif ours and on and is_planned(kwargs):
+        _plan_from_flag(models, kwargs, optimizer)
     elif ours and on and not kwargs.get("recompute", True):
         _save_from_flag(models, kwargs)
     elif ours and on:
@@ -153,7 +168,19 @@ def _save_from_flag(models: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
         original(each)(enable=False)
         carry_input_grads(each)
         enable(each, settings.config, recompute=False, offload=settings.offload)
-        SAVED_BY_FLAG.update(regions_in(each))
+        BY_FLAG.update(regions_in(each))
+
+
+def _plan_from_flag(models: Iterable[Any], kwargs: Mapping[str, Any], optimizer: Any) -> None:
+    """Let a budget or a plan decide in models whose layers were given torch's checkpoint for it."""
+    keywords = plan_keywords(kwargs)
+    if "budget" in keywords and isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.Optimizer):
+        keywords["optimizer"] = optimizer
+    for each in models:
+        original(each)(enable=False)
+        carry_input_grads(each)
+        enable(each, **keywords)
+        PLANNED_BY_FLAG.add(each)
 
 
 def _enable_from_flag(model: Any, models: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
