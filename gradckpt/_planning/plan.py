@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.nn import Module
@@ -21,23 +21,24 @@ __all__ = ["plan"]
 logger = logging.getLogger("gradckpt")
 
 
-@overload
-def plan(
-    model: Module, batch: Any, *, modules: Modules = None, memory: int | str | None = None, measure: bool = False
-) -> Comparison: ...
+if TYPE_CHECKING:  # typing keeps overloads that it meets at run time
 
+    @overload
+    def plan(
+        model: Module, batch: Any, *, modules: Modules = None, memory: int | str | None = None, measure: bool = False
+    ) -> Comparison: ...
 
-@overload
-def plan(
-    model: Module,
-    batch: Any,
-    *,
-    budget: int | str | None,
-    modules: Modules = None,
-    compress: Any = None,
-    error: float | str | None = None,
-    optimizer: Any = None,
-) -> Plan: ...
+    @overload
+    def plan(
+        model: Module,
+        batch: Any,
+        *,
+        budget: int | str | None,
+        modules: Modules = None,
+        compress: Any = None,
+        error: float | str | None = None,
+        optimizer: Any = None,
+    ) -> Plan: ...
 
 
 def plan(

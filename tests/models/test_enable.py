@@ -199,7 +199,7 @@ def test_every_pair_of_keywords(door):
         if "optimizer" in pair:
             keywords["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
         if "optimizer" in pair and not {"budget", "plan"} & pair:
-            with pytest.raises(ValueError, match="^gradckpt: optimizer= needs budget=; "):
+            with pytest.raises(ValueError, match=r"^gradckpt: optimizer= needs budget=; "):
                 gradckpt.enable(model, **keywords)
             continue
         if pair in refused:
