@@ -56,7 +56,7 @@ def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
     text = ""
     try:
         made = profile.plan(Budget(limit + fixed, budget.step_only, budget.text), optimizer=optimizer)
-        text = json.dumps(made.to_dict(), sort_keys=True)
+        text = json.dumps(made.to_dict())
     except ValueError as error:
         text = json.dumps({"error": str(error)})
         raise

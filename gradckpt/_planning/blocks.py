@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.nn import Module, ModuleList, Sequential
 
-from gradckpt._models.switch import Handle, Modules
+from gradckpt._models.switch import Handle, Modules, snapshot, take_off
 from gradckpt._planning.step_trace import Segment
 from gradckpt._settings import EXACT
 
-__all__ = ["Blocks", "find_blocks", "likeness", "shortened", "unrolled"]
+__all__ = ["Blocks", "find_blocks", "likeness", "regions_to_plan", "shortened", "unrolled"]
 
 #: Attributes that only number a block.
 _NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
@@ -66,6 +66,16 @@ def find_blocks(model: Module, modules: Modules = None) -> list[Module]:
     with EXACT.active(model, modules):
         names = set(Handle(model).modules)
     return [module for name, module in model.named_modules() if name in names]
+
+
+def regions_to_plan(model: Module, modules: Modules = None) -> list[Module]:
+    """Return the same of a model in which nothing is enabled, whatever is enabled now."""
+    put_back = snapshot(model)
+    take_off(model)
+    try:
+        return find_blocks(model, modules)
+    finally:
+        put_back()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from gradckpt._models.switch import BUDGET, enable, take_off
 from gradckpt._models.weak import WeakModule
 from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
-from gradckpt._planning.blocks import find_blocks
+from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import parse_budget
 from gradckpt._planning.comparison import quiet, refuse_shards
 from gradckpt._planning.optimizers import state_bytes
@@ -52,7 +52,7 @@ class LiveBudget:
         refuse_shards(model)
         self._options = allowed(compress, False)
         with quiet():
-            self._blocks = [WeakModule(block) for block in find_blocks(model, modules)]
+            self._blocks = [WeakModule(block) for block in regions_to_plan(model, modules)]
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._counts_optimizer = optimizer is not None  # from the first plan on
         self.plan: Plan | None = None
@@ -64,6 +64,7 @@ class LiveBudget:
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
         self._busy = False
+        self._watch: Any = None  # the handle of a hook on optimizers
         #: What the plan knows: elements of the inputs, bytes of gradients and of optimizer states.
         self._known = {"input": 0, "gradients": 0, "states": 0}
 
@@ -99,6 +100,11 @@ class LiveBudget:
         vars(model)[BUDGET] = self
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
     def remove(self, model: Module) -> None:
         """Take the hooks off the model."""
@@ -136,17 +142,21 @@ class LiveBudget:
             self._busy = False
 
     def _after(self, model: Module, args: Any, output: Any) -> None:
-        measuring, self._measuring = self._measuring, None
-        if measuring is None or self._busy:
-            self._measuring = measuring
+        if self._measuring is None or self._busy:
             return
-        measuring.close()
+        self._measuring.close()
+        self._measuring = None
+        if output is None:  # the forward raised
+            self._forget()
+            return
         self._pending = self._make_plan(model)
         logger.info("gradckpt: from the next training call on: %s", self._pending.verdict)
 
     def _grown(self, model: Module, args: Any, kwargs: Any) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""
         optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is not None:
+            self._unwatch()
         uncounted = self._counts_optimizer or self._step_only
         sizes = {
             "input": sum(x.numel() for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor)),
@@ -175,8 +185,8 @@ class LiveBudget:
             self.install(model)
         self._measuring = contextlib.ExitStack()
         self._costs = self._measuring.enter_context(measure_regions(self.modules, self._options))
-        if self._optimizer is None:
-            _watch_optimizers(self, model)
+        if self._optimizer is None and self._watch is None:
+            self._watch = _watch_optimizers(self, model)
 
     def _trace(self, model: Module, args: Any, kwargs: Any) -> Profile:
         try:
@@ -231,7 +241,7 @@ def _step_of(model: Module) -> Callable[[Any], None]:
     return step
 
 
-def _watch_optimizers(live: LiveBudget, model: Module) -> None:
+def _watch_optimizers(live: LiveBudget, model: Module) -> Any:
     """Tell a budget of the first optimizer that trains its model."""
     budget, whole = weakref.ref(live), weakref.ref(model)
 
@@ -239,7 +249,5 @@ def _watch_optimizers(live: LiveBudget, model: Module) -> None:
         found, trained = budget(), whole()
         if found is not None and trained is not None:
             found.note_optimizer(trained, optimizer)
-        if found is None or trained is None or found._optimizer is not None:
-            handle.remove()
 
-    handle = register_optimizer_step_post_hook(after)
+    return register_optimizer_step_post_hook(after)

@@ -15,7 +15,7 @@ from torch.nn import Module
 from gradckpt._gradient_error import StepErrors
 from gradckpt._models.switch import Modules
 from gradckpt._planning.block_times import measure_regions, wait
-from gradckpt._planning.blocks import find_blocks
+from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import Budget, other_tensors
 from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, quiet
@@ -90,7 +90,7 @@ class Profile(StepProfile):
         self._batch = batch
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         with quiet():
-            blocks = find_blocks(model, modules)
+            blocks = regions_to_plan(model, modules)
         super().__init__(model, blocks, allowed(compress, limits_error))
 
     def trace(self, options: Sequence[Option]) -> StepTrace:
@@ -110,6 +110,7 @@ class Profile(StepProfile):
         state = TrainingState(self.model)
         setting = self.setting([RECOMPUTE] * len(self.blocks))
         try:
+            state.rewind()  # a step would add to the gradients in place
             with quiet(), uncounted():
                 with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
                     self._run(batch)
@@ -134,7 +135,8 @@ class Profile(StepProfile):
     # ---- plans
 
     def plan(self, budget: Budget, *, error: float | None = None, optimizer: Any = None, batch: Any = None) -> Plan:
-        """Return the fastest plan within the budgets.
+        """Return the fastest plan within the budgets; ``batch``: to measure the error of lossy
+        options on.
 
         Raises:
             ValueError: There is none.
@@ -189,7 +191,10 @@ class Profile(StepProfile):
         if error is None:
             chosen = self.fastest(chain, budget, fixed)
             lossy = any(self.options[option].codec for option in chosen.choice)
-            return chosen, StepErrors(self.model, batch).of(self._setting_of(chosen)) if lossy else None
+            measured = (
+                StepErrors(self.model, batch).of(self._setting_of(chosen)) if lossy and batch is not None else None
+            )
+            return chosen, measured
         errors = StepErrors(self.model, batch)
         scale, best = 1.0, None
         for _ in range(_ERROR_ROUNDS):

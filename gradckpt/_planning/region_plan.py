@@ -129,7 +129,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for :meth:`load` and ``enable(model, plan=path)``."""
-        text = json.dumps(self.to_dict(), indent=1, sort_keys=True)
+        text = json.dumps(self.to_dict(), indent=1)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
 

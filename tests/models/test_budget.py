@@ -1,0 +1,507 @@
+"""plan(model, batch, budget=...) and enable(model, budget=...): what fits, and what is done for it."""
+
+import json
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+import logging
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkout import ROOT
+from torch import nn
+
+import gradckpt
+from gradckpt._planning import block_times
+from gradckpt._planning.budget import parse_budget
+from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
+from gradckpt._planning.profile import Profile
+from gradckpt._training_step import alone
+
+WIDTH, LAYERS, ROWS = 128, 12, 256
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers=LAYERS):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch):
+    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(block_times, "_LEAST", 1)
+
+
+def fixed_costs(monkeypatch):
+    """Times that do not depend on the machine: recomputing costs a third, codecs a little."""
+
+    def measured(block, options, args, kwargs):
+        seconds = {
+            option: 3.0 + (option.name != "keep") * 0.2 + option.name.startswith("recompute") for option in options
+        }
+        errors = {option: {"int8": 0.01, "int6": 0.03, "int4": 0.1}.get(option.codec, 0.0) for option in options}
+        return {option: block_times.Cost(seconds[option], errors[option]) for option in (KEEP, *options)}
+
+    monkeypatch.setattr(block_times, "_measure", measured)
+
+
+def net(layers=LAYERS):
+    torch.manual_seed(0)
+    return Net(layers).train()
+
+
+def step_peak(model, batch):
+    model(batch).backward()  # gradients exist, as plan() is told by the model
+    with gradckpt.track_memory() as memory:
+        model(batch).backward()
+    return memory.peak
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    model(batch).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+BATCH = torch.randn(ROWS, WIDTH)
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize(
+    ("budget", "size", "step_only"),
+    [
+        ("60GiB", 60 * 2**30, False),
+        ("60GB", 60 * 10**9, False),
+        (5_000_000, 5_000_000, False),
+        ("activations:6GiB", 6 * 2**30, True),
+        ("Activations: 6 GB", 6 * 10**9, True),
+    ],
+)
+def test_forms_of_a_budget(budget, size, step_only):
+    found = parse_budget(budget, CPU)
+    assert (found.size, found.step_only) == (size, step_only)
+
+
+def test_a_part_of_the_device_and_what_is_free():
+    whole = parse_budget("100%", CPU).size
+    assert parse_budget("50%", CPU).size == pytest.approx(whole / 2, rel=1e-6)
+    kept = torch.zeros(2**24)
+    free = parse_budget(None, CPU)
+    assert kept.nbytes < free.size <= whole + kept.nbytes
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (0.5, 'budget=0.5 is a fraction, and of what is unknown; write "50%"'),
+        (1, "is a fraction"),
+        ("0.5", "is less than one byte|is not a size"),
+        ("120%", "is no part of a device"),
+        ("0%", "is no part of a device"),
+        ("many", "is not a size"),
+        (True, "is no size"),
+        (3.5, "is no whole number of bytes"),
+        (-1, "."),
+    ],
+)
+def test_what_is_no_budget(budget, said):
+    with pytest.raises(ValueError, match=rf"^gradckpt: .*({said})"):
+        gradckpt.enable(net(2), budget=budget)
+    with pytest.raises(ValueError, match=rf"^gradckpt: .*({said})"):
+        gradckpt.plan(net(2), BATCH, budget=budget)
+
+
+@pytest.mark.parametrize("name", ["compress", "error", "optimizer"])
+def test_keywords_that_need_a_budget(name):
+    with pytest.raises(ValueError, match=f"^gradckpt: {name}= needs budget="):
+        gradckpt.plan(net(2), BATCH, **{name: "int8"})
+
+
+@pytest.mark.parametrize(("name", "value"), [("memory", "1GiB"), ("measure", True)])
+def test_keywords_that_exclude_a_budget(name, value):
+    with pytest.raises(ValueError, match=f"^gradckpt: budget= and {name}= exclude each other"):
+        gradckpt.plan(net(2), BATCH, budget="1GiB", **{name: value})
+
+
+@pytest.mark.parametrize("error", ["1", "110%", 0, 1.5, True, "x"])
+def test_what_is_no_error(error):
+    with pytest.raises(ValueError, match="is no relative error"):
+        gradckpt.plan(net(2), BATCH, budget="1GiB", error=error)
+
+
+# ---- plans
+
+
+def test_options_change_no_gradient_unless_permitted():
+    assert not any(option.codec for option in allowed(None, False))
+    assert {option.codec for option in allowed("int4", False)} == {None, "int4"}
+    assert {option.codec for option in allowed(["fp8", "int4"], True)} == {None, "fp8_e4m3", "int4"}
+    assert {option.codec for option in allowed(None, True)} == {None, "int8", "int6", "int4"}
+    with pytest.raises(ValueError, match="names the permitted codecs alone"):
+        allowed({"codec": "int8", "min_numel": 1}, False)
+    with pytest.raises(ValueError, match="holds booleans"):
+        allowed("mask", False)
+
+
+@pytest.mark.parametrize("compress", [None, ("int8", "int4")])
+def test_a_step_stays_within_the_budget(compress, monkeypatch):
+    """By the allocator; and no single faster option would."""
+    fixed_costs(monkeypatch)
+    model = net()
+    model(BATCH).backward()
+    plain = gradckpt.plan(model, BATCH, budget="1GiB", compress=compress)
+    assert plain.is_plain
+    assert "It fits 1.00 GiB (1GiB) without checkpointing" in str(plain)
+    held = sum(plain.fixed.values())
+    seconds = []
+    for part in (0.0, 0.1, 0.3, 0.6, 0.9):
+        size = int(plain.smallest_budget + part * (plain.peak - plain.smallest_budget))
+        plan = gradckpt.plan(model, BATCH, budget=size, compress=compress)
+        plan.apply(model)
+        peak = step_peak(model, BATCH)
+        gradckpt.disable(model)
+        assert plan.peak <= size
+        assert plan.peak - held == pytest.approx(peak, rel=0.01)
+        assert peak <= size - held
+        assert plan.bound <= plan.seconds <= plain.seconds * 1.5
+        seconds.append(plan.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) > 3
+    assert not any(region.option.codec for region in plan.regions) or compress
+
+
+def test_a_budget_that_is_too_small(monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net()
+    with pytest.raises(
+        ValueError, match=r"^gradckpt: no plan stays within 2MiB; the smallest budget is .* bytes"
+    ) as said:
+        gradckpt.plan(model, BATCH, budget="2MiB")
+    smallest = int(re.search(r"\((\d+) bytes\)", str(said.value))[1])
+    plan = gradckpt.plan(model, BATCH, budget=smallest)
+    assert plan.peak <= smallest
+    with pytest.raises(ValueError, match="no plan stays within"):
+        gradckpt.plan(model, BATCH, budget=smallest - 1)
+
+
+def test_nothing_of_the_model_changes():
+    model = net(3)
+    model.blocks.append(nn.Dropout(0.5))
+    model.norm = nn.BatchNorm1d(WIDTH)
+    model.forward = lambda x: model.norm(Net.forward.__get__(model)(x) * x).square().mean()
+    handle = gradckpt.enable(model, "int8", modules=Block)
+    model(BATCH).backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    grads = [p.grad for p in model.parameters()]
+    values, generator, kept = [g.clone() for g in grads], torch.get_rng_state(), handle.modules
+    counted = gradckpt.stats()
+    gradckpt.plan(model, BATCH, budget="1GiB", modules=Block)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert all(p.grad is g and torch.equal(g, v) for p, g, v in zip(model.parameters(), grads, values, strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+    assert handle.modules == kept
+    assert gradckpt.stats() == counted
+
+
+def test_gradients_of_an_exact_plan(monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net()
+    exact = gradients(model, BATCH)
+    model.zero_grad()
+    plain = gradckpt.plan(model, BATCH, budget="1GiB")
+    plan = gradckpt.plan(model, BATCH, budget=(plain.smallest_budget + plain.peak) // 2)
+    assert len({region.option for region in plan.regions}) > 1
+    assert plan.error is None
+    plan.apply(model)
+    assert all(torch.equal(a, b) for a, b in zip(exact, gradients(model, BATCH), strict=True))
+
+
+def test_an_error_budget(monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net()
+    model(BATCH).backward()
+    plain = gradckpt.plan(model, BATCH, budget="1GiB")
+    size = plain.smallest_budget + (plain.peak - plain.smallest_budget) // 5
+    found = [gradckpt.plan(model, BATCH, budget=size, error=error) for error in ("0.01%", "0.3%", "3%")]
+    for plan, error in zip(found, (1e-4, 3e-3, 3e-2), strict=True):
+        assert plan.error <= error
+        plan.apply(model)
+        measured = gradckpt.gradient_error(model, BATCH, {"plan": {"modules": plan.rules_for(model), "compress": None}})
+        assert measured.errors[0].total == pytest.approx(plan.error, rel=0.05, abs=1e-6)
+        gradckpt.disable(model)
+    assert found[0].seconds >= found[1].seconds >= found[2].seconds
+    assert found[0].seconds > found[2].seconds
+    assert "Gradients differ by" in str(found[2])
+
+
+def test_the_optimizer_counts(monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights = sum(p.nbytes for p in model.parameters())
+    without = gradckpt.plan(model, BATCH, budget="1GiB")
+    counted = gradckpt.plan(model, BATCH, budget="1GiB", optimizer=optimizer)
+    assert counted.fixed["optimizer states"] == pytest.approx(2 * weights, rel=0.01)
+    assert counted.peak - without.peak == pytest.approx(2 * weights, rel=0.05)
+    assert not optimizer.state
+    with pytest.raises(ValueError, match="the optimizer's step alone needs"):
+        gradckpt.plan(model, BATCH, budget=4 * weights, optimizer=optimizer)
+    with pytest.raises(ValueError, match="has no parameter of this model"):
+        gradckpt.plan(model, BATCH, budget="1GiB", optimizer=torch.optim.SGD(net(1).parameters(), lr=1))
+    with pytest.raises(TypeError, match="takes a torch optimizer"):
+        gradckpt.plan(model, BATCH, budget="1GiB", optimizer="adamw")
+
+
+def test_other_tensors_count():
+    model = net(2)
+    alone_ = gradckpt.plan(model, BATCH, budget="1GiB")
+    second = torch.zeros(2**22)
+    beside = gradckpt.plan(model, BATCH, budget="1GiB")
+    assert beside.fixed["other tensors"] - alone_.fixed["other tensors"] == second.nbytes
+
+
+def test_a_block_that_is_called_twice_has_one_option(monkeypatch):
+    fixed_costs(monkeypatch)
+
+    class Twice(Net):
+        def forward(self, x):
+            for block in (*self.blocks, *self.blocks):
+                x = block(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model = Twice(4).train()
+    model(BATCH).backward()
+    plain = gradckpt.plan(model, BATCH, budget="1GiB")
+    plan = gradckpt.plan(model, BATCH, budget=(plain.smallest_budget + plain.peak) // 2)
+    plan.apply(model)
+    assert step_peak(model, BATCH) <= plan.budget - sum(plan.fixed.values())
+
+
+def test_a_block_that_is_not_called(monkeypatch):
+    fixed_costs(monkeypatch)
+
+    class Skips(Net):
+        def forward(self, x):
+            for block in self.blocks[:-1]:
+                x = block(x)
+            return x.square().mean()
+
+    model = Skips(4).train()
+    plan = gradckpt.plan(model, BATCH, budget="1GiB")
+    assert plan.regions[-1].option == RECOMPUTE
+
+
+def test_a_frozen_half(monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net()
+    for block in (model.embed, *model.blocks[:6]):
+        block.requires_grad_(False)
+    model(BATCH).backward()
+    plain = gradckpt.plan(model, BATCH, budget="1GiB")
+    plan = gradckpt.plan(model, BATCH, budget=(plain.smallest_budget + plain.peak) // 2)
+    plan.apply(model)
+    assert step_peak(model, BATCH) <= plan.budget - sum(plan.fixed.values())
+
+
+# ---- files
+
+
+def test_a_plan_in_a_file(tmp_path, monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net()
+    plan = gradckpt.plan(model, BATCH, budget="1GiB", compress="int8")
+    size = (plan.smallest_budget + plan.peak) // 2
+    plan = gradckpt.plan(model, BATCH, budget=size, compress="int8")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = gradckpt.Plan.load(path)
+    assert loaded == plan
+    assert str(loaded) == str(plan)
+    assert json.loads(path.read_text())["version"] == 1
+    other = net()
+    first, second = gradckpt.enable(model, plan=plan), gradckpt.enable(other, plan=str(path))
+    assert first.modules.keys() == second.modules.keys()
+    budgets = [point["budget"] for point in plan.pareto()]
+    assert budgets == sorted(budgets)
+
+
+def test_a_plan_for_another_model(tmp_path):
+    plan = gradckpt.plan(net(3), BATCH, budget="1GiB")
+    with pytest.raises(ValueError, match=r"another model: Net has no module 'blocks\.2'"):
+        plan.apply(net(2))
+    wide = net(3)
+    wide.blocks[1] = Block(2 * WIDTH)
+    with pytest.raises(ValueError, match=r"another model: 'blocks\.1' has other parameters"):
+        gradckpt.enable(wide, plan=plan)
+    wide.blocks[1] = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(ValueError, match=r"another model: 'blocks\.1' is Linear, not Block"):
+        gradckpt.enable(wide, plan=plan)
+    for text, said in (
+        ("{", "is no plan"),
+        ('{"version": 9}', "version 9"),
+        ('{"version": 1}', "is an incomplete plan"),
+    ):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            gradckpt.enable(net(3), plan=tmp_path / "x.json")
+
+
+def test_the_same_profile_gives_the_same_plan(tmp_path, monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net()
+
+    def made():
+        with alone(model):
+            profile = Profile(model, lambda x: model(x).backward(), BATCH, compress=("int8", "int4"))
+            profile.measure(BATCH)
+            profile.step_seconds = 40.0
+            return profile.plan(parse_budget("activations:9MiB", CPU)).to_dict()
+
+    first = made()
+    assert len({region["option"]["name"] for region in first["regions"]}) > 1
+    program = (
+        "import json, sys, pytest, torch; sys.path[:0] = ['tests/models', 'tests/helpers']; torch.set_num_threads(2)\n"
+        "import test_budget as t\n"
+        "with pytest.MonkeyPatch.context() as patch:\n"
+        "    t.fixed_costs(patch); model = t.net(); batch = t.BATCH\n"
+        "    with t.alone(model):\n"
+        "        p = t.Profile(model, lambda x: model(x).backward(), batch, compress=('int8', 'int4'))\n"
+        "        p.measure(batch); p.step_seconds = 40.0\n"
+        "        found = p.plan(t.parse_budget('activations:9MiB', t.CPU)).to_dict()\n"
+        "del found['fixed'], found['peak'], found['plain'], found['budget'], found['smallest_budget'], found['error']\n"
+        "print(json.dumps(found, sort_keys=True))"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    for key in ("fixed", "peak", "plain", "budget", "smallest_budget", "error"):  # hold other tensors of the process
+        del first[key]
+    assert out.stdout.splitlines()[-1] == json.dumps(first, sort_keys=True)
+
+
+# ---- a model that trains
+
+
+class Training:
+    def __init__(self, model, optimizer=None):
+        self.model = model
+        self.optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(self, batch=BATCH, parts=1):
+        for _ in range(parts):
+            self.model(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def test_enable_plans_in_the_first_step(monkeypatch, caplog):
+    fixed_costs(monkeypatch)
+    model, twin = net(), net()
+    trained, plain = Training(model), Training(twin)
+    probe = gradckpt.plan(model, BATCH, budget="activations:1GiB")
+    held = sum(probe.fixed.values())
+    size = (probe.smallest_budget + probe.peak) // 2 - held
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        handle = gradckpt.enable(model, budget=f"activations:{size}")
+        assert {str(s["compress"]) for s in handle.modules.values()} == {"None"}
+        assert len(handle.modules) == LAYERS
+        trained.step()
+        plain.step()
+        assert len(handle.modules) == LAYERS, "the first step recomputes everything"
+        with gradckpt.track_memory() as memory:
+            trained.step()
+        plain.step()
+    assert memory.peak <= size
+    assert 0 < len(handle.modules) < LAYERS
+    assert "gradckpt: from the next training call on: Peak" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert gradckpt.enable(model, budget=f"activations:{size}").modules.keys() == handle.modules.keys()
+    trained.step()
+    assert caplog.text.count("planning Net") == 1, "again with equal settings: nothing"
+    gradckpt.disable(model)
+    assert not handle.modules
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_budget_that_no_plan_keeps_stops_before_the_optimizer(monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net()
+    before = [p.clone() for p in model.parameters()]
+    gradckpt.enable(model, budget="activations:100KiB")
+    with pytest.raises(ValueError, match="no plan stays within activations:100KiB; the smallest budget is"):
+        Training(model).step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_it_is_planned_again_for_more(monkeypatch, caplog):
+    """Larger inputs, gradients that exist, states of the optimizer; and never for less."""
+    fixed_costs(monkeypatch)
+    model = net()
+    training = Training(model, torch.optim.AdamW(model.parameters()))
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        gradckpt.enable(model, budget="200MiB")
+        training.step()
+        training.step()
+        assert "planned again, since the optimizer has states now" in caplog.text
+        training.step(parts=2)
+        assert "planned again, since gradients exist before the forward" in caplog.text
+        training.step(torch.randn(2 * ROWS, WIDTH))
+        assert "since the input is larger" in caplog.text
+        said = len(caplog.records)
+        training.step(parts=2)
+        training.step(BATCH[:16])
+        with torch.no_grad():
+            model(torch.randn(4 * ROWS, WIDTH))
+        model.eval()
+        model(torch.randn(4 * ROWS, WIDTH))
+        model.train()
+        assert len(caplog.records) <= said + 1  # of the first call with the larger input
+
+
+def test_one_token(monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net(3)
+    gradckpt.enable(model, budget="1GiB")
+    for _ in range(3):
+        Training(model).step(torch.randn(1, WIDTH))
+
+
+def test_a_copy_plans_by_itself(monkeypatch):
+    fixed_costs(monkeypatch)
+    model = net(3)
+    gradckpt.enable(model, budget="1GiB")
+    Training(model).step()
+    twin = pickle.loads(pickle.dumps(model))
+    for _ in range(2):
+        Training(twin).step()
+    gradckpt.disable(twin)
+    assert not twin._forward_hooks
+    Training(model).step()
