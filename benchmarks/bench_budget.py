@@ -36,8 +36,7 @@ from budget_models import MODELS, Case, Size, balanced, case_of
 
 from gradckpt import _config
 from gradckpt._planning.budget import Budget
-from gradckpt._planning.chain import Chain
-from gradckpt._planning.options import RECOMPUTE
+from gradckpt._planning.options import KEEP, RECOMPUTE
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
 from gradckpt._settings import Setting
@@ -119,12 +118,12 @@ def peaks(o: argparse.Namespace) -> None:
         for _ in range(n):
             choice = random_choice(profile, rng)
             near = neighbour(profile, choice, rng)
-            chain = Chain(profile._traces)
+            chain = profile.chain()
             found = {"chain": highest(chain.levels(choice))}
             with alone(case.model):
-                chain.correct(near, chain.levels_of(profile._trace(profile.of_choice(near)).segments))
+                chain.correct(near, chain.levels_of(profile.trace(profile.of_choice(near)).segments))
                 found["neighbour"] = highest(chain.levels(choice))
-                found["paper"] = profile._trace(profile.of_choice(choice)).peak().size
+                found["paper"] = profile.trace(profile.of_choice(choice)).peak().size
             measured = case.peak(setting_of(profile, choice))
             for key, size in found.items():
                 errors[key].append(size / measured - 1)
@@ -182,7 +181,7 @@ def holds(o: argparse.Namespace) -> None:
     rows = []
     for case, _ in cases(o):
         profile = case.profile(CODECS if o.lossy else None)
-        plain = profile.plain.peak().size
+        plain = profile.traces[KEEP].peak().size
         smallest = smallest_of(profile, case)
         for i in range(o.budgets):
             budget = smallest + (plain - smallest) * i // o.budgets
@@ -228,20 +227,20 @@ def plan_applied(case: Case, plan: Plan) -> Iterator[None]:
     try:
         yield
     finally:
-        handle.disable()
+        handle.remove()
 
 
 def smallest_of(profile: Profile, case: Case, error: float | None = None) -> int:
     """The bytes above the step's start of the smallest budget."""
-    plan = plan_of(profile, case, profile.plain.peak().size * 2, error)
+    plan = plan_of(profile, case, profile.traces[KEEP].peak().size * 2, error)
     return plan.smallest_budget - sum(plan.fixed.values())
 
 
 def faster(profile: Profile, case: Case, choice: Choice, budget: int) -> list[tuple[float, Choice]]:
     """Plans that differ in one block and are faster: those of the lowest predicted peaks."""
-    chain = Chain(profile._traces)
+    chain = profile.chain()
     with alone(case.model):
-        chain.correct(choice, chain.levels_of(profile._trace(profile.of_choice(choice)).segments))
+        chain.correct(choice, chain.levels_of(profile.trace(profile.of_choice(choice)).segments))
     now, found = step_seconds(profile, choice), []
     for block in sorted(set(profile.calls)):
         for option in range(len(profile.options)):
@@ -256,7 +255,7 @@ def error(o: argparse.Namespace) -> None:
     for case, _ in cases(o):
         profile = case.profile(LOSSY, limits_error=True)
         exact = smallest_of(profile, case, min(ERRORS) / 100)
-        budget = round(exact + o.tight * (profile.plain.peak().size - exact))
+        budget = round(exact + o.tight * (profile.traces[KEEP].peak().size - exact))
         plans = {}
         for limit in (*ERRORS, 0.9):
             torch.manual_seed(0)
@@ -300,7 +299,7 @@ def monotone(o: argparse.Namespace) -> None:
     rows = []
     for case, _ in cases(o):
         profile = case.profile(LOSSY, limits_error=True)
-        plain = profile.plain.peak().size
+        plain = profile.traces[KEEP].peak().size
         limits = [ERRORS[i] for i in (0, 2, 4, 5)]
         smallest = []
         seconds: list[list[float]] = []

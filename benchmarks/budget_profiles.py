@@ -20,6 +20,7 @@ from budget_models import Case, Size, balanced, case_of
 
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.budget import Budget
+from gradckpt._planning.options import KEEP
 from gradckpt._planning.profile import Profile
 from gradckpt._training_step import alone
 
@@ -53,7 +54,7 @@ def plan_from(case: Case, numbers: dict[str, Any], path: str) -> None:
     profile = case.profile(CODECS, measure=False)
     profile.step_seconds = numbers["step_seconds"]
     profile.costs = SavedCosts(profile, numbers["costs"])  # type: ignore[assignment]
-    peak = profile.plain.peak().size
+    peak = profile.traces[KEEP].peak().size
     with alone(case.model):
         torch.manual_seed(0)
         profile.plan(Budget(peak * 6 // 10, True, "60%"), batch=case.batch).save(path)
