@@ -69,7 +69,7 @@ def _planner() -> Any:
 def _unknown(command: str) -> str:
     if os.path.exists(command):
         return f"{command!r} is no command; to run it: gradckpt run {command}"
-    for name, parser in (("doctor", _doctor_parser()), ("plan", _planner().parser()), ("run", run.parser())):
+    for name, parser in (("doctor", _doctor_parser()), ("run", run.parser()), ("plan", _planner().parser())):
         if command.partition("=")[0] in parser._option_string_actions:
             return f"{command} is an option of {name}; write gradckpt {name} {command} ..."
     near = difflib.get_close_matches(command, ("doctor", "plan", "run"), 1)

@@ -31,7 +31,7 @@ choose for each region what is kept, compressed or recomputed, so that the step 
 _EPILOG = """examples:
   gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 32768 --lora r=16 --device RTX-4090
   gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss chunked --memory 80GB
-  gradckpt plan ./config.json --tokens 8192 --device H100-SXM --budget 90% --compress int8,int4 --save plan.json
+  gradckpt plan ./config.json --tokens 8192 --device H100-SXM --budget 90% --compress int8 --save plan.json
 
 A hub id needs a network, once. Peaks are what torch's allocator hands out. Not counted: the CUDA
 context, libraries' workspaces (about 1 GiB together) and fragmentation. A budget is for all tensors

@@ -19,7 +19,7 @@ PACKAGE = os.path.dirname(gradckpt.__file__)
 
 FACTS = ["requires_grad", "is_leaf", "_version", "layout", "is_neg"]
 KEPT = ["is_leaf", "_version"]
-ENCODED = [*FACTS, "empty", "_version"]  # at the end: was it written to?
+ENCODED = [*FACTS, "_version"]  # at the end: was it written to?
 
 #: The region, what the forward asks, and what the recompute.
 REGIONS = {
