@@ -203,7 +203,7 @@ class Plan:
 
     def __str__(self) -> str:
         hint = advice(self.binds, self.fixed, self.hints)
-        lines = [self.verdict, "", *_table(self.regions), "", f"What binds: {hint}"]
+        lines = [self.verdict, "", *_table(self.regions), "", hint]
         lines.append(f"Smallest budget: {format_bytes(self.smallest_budget)}.")
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.fixed.items() if size)
         lines.append(f"During the whole step: {format_bytes(sum(self.fixed.values()))} ({parts}).")
