@@ -16,7 +16,10 @@ from frontier_ways import SAC
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
+from gradckpt._planning.step_profile import NoPlan
+
 EQUAL = 0.05  # a difference that is not claimed
+STATE = torch.get_rng_state().nbytes  # of which a first step may need one more than a later one
 PERMITTED = 0.02  # error of the lossy plans
 
 
@@ -45,6 +48,14 @@ def peers_of(blocks: list[Any]) -> list[Peer]:
     return found + [Peer(f"SAC {{{name}}}", blocks, operators) for name, operators in SAC.items()]
 
 
+def _plan(profile: Any, case: Any, budget: int, error: float | None, plan_of: Callable[..., Any]) -> Any:
+    """A plan for the budget, or for the smallest one if that is a random state more."""
+    for size in (budget, budget + STATE):
+        with contextlib.suppress(NoPlan):
+            return plan_of(profile, case, size, error)
+    return None
+
+
 def beside_torch(o: argparse.Namespace, cases: Callable[..., Any], plan_of: Callable[..., Any]) -> None:
     rows = []
     for case, _ in cases(o):
@@ -55,10 +66,9 @@ def beside_torch(o: argparse.Namespace, cases: Callable[..., Any], plan_of: Call
             ways[peer.name, "torch"] = peer
             budget = sizes[peer.name, "torch"] = case.peak(peer)
             for kind, profile in profiles.items():
-                try:
-                    plan = plan_of(profile, case, budget, PERMITTED if kind == "lossy" else None)
-                except ValueError as error:
-                    print(f"  {case.name}, {peer.name}, {kind}: {error}")
+                plan = _plan(profile, case, budget, PERMITTED if kind == "lossy" else None, plan_of)
+                if plan is None:
+                    rows.append([f"{case.name}, {peer.name}", kind, f"{budget / 2**20:.2f}", *[""] * 4, "NO PLAN"])
                     continue
                 ways[peer.name, kind] = profile.setting([region.option for region in plan.regions])
                 sizes[peer.name, kind] = case.peak(ways[peer.name, kind])

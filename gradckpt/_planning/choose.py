@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from gradckpt import _C
 from gradckpt._planning.chain import UNAVAILABLE, Chain, Level
@@ -21,6 +23,8 @@ __all__ = ["Chosen", "Costs", "Infeasible", "choose"]
 _ROUNDS, _TRIES = 8, 4
 #: Of the budget: how much higher a plan may be by the chain and still be tried.
 _NEAR = 0.015
+#: Options of all blocks that are called several times: if there are more, not all are tried.
+_COMBINATIONS = 256
 #: Byte buckets of the planner, when exact labels are too many.
 _BUCKETS = 16384
 
@@ -85,27 +89,51 @@ class _Chooser:
         #: Steps with one option in all calls, by its number.
         self.uniform = [(option,) * len(chain.calls) for option in range(len(uniform))]
         self.traces: dict[Choice, StepTrace] = dict(zip(self.uniform, uniform, strict=True))
-        seen: dict[int, int] = {}
-        for block in chain.calls:
-            seen[block] = seen.get(block, 0) + 1
-        #: Calls of blocks that the step calls several times; they share an option.
-        self.together = [call for call, block in enumerate(chain.calls) if seen[block] > 1]
+        #: Blocks that the step calls several times; their calls share an option.
+        self.shared = [block for block in dict.fromkeys(chain.calls) if chain.calls.count(block) > 1]
 
     # ---- the planner
 
     def solve(self, limit: int) -> _Solution:
-        if not self.together:
+        """Return the planner's choice; calls of one block have the same option in it."""
+        if not self.shared:
             return self._solve(limit, lambda call, option: True)
-        shared = set(self.together)
-        found = [
-            self._solve(limit, lambda call, option, chosen=each: call not in shared or option == chosen)  # type: ignore[misc]
-            for each in range(len(self.chain.options))
-        ]
-        feasible = [each for each in found if each.choice is not None]
-        best = min(feasible or found, key=lambda each: (each.seconds, each.smallest))
+        found: dict[Choice, _Solution] = {}
+
+        def of(options: Choice) -> _Solution:
+            """Solve with these options of the shared blocks."""
+            if options not in found:
+                given = dict(zip(self.shared, options, strict=True))
+                found[options] = self._solve(limit, lambda call, o: given.get(self.chain.calls[call], o) == o)
+            return found[options]
+
+        def rank(options: Choice) -> tuple[float, int, Choice]:
+            return of(options).seconds, of(options).smallest, options
+
+        every = range(len(self.chain.options))
+        if len(every) ** len(self.shared) <= _COMBINATIONS:
+            best = min(itertools.product(every, repeat=len(self.shared)), key=rank)
+            bound = min(each.bound for each in found.values())
+        else:
+            best = self._improve(min(((option,) * len(self.shared) for option in every), key=rank), rank)
+            bound = self._solve(limit, lambda call, option: True).bound  # where each call chooses
         return dataclasses.replace(
-            best, bound=min(each.bound for each in found), smallest=min(each.smallest for each in found)
+            found[best],
+            bound=bound,
+            smallest=min(each.smallest for each in found.values()),
+            front=_lowest(point for each in found.values() for point in each.front),
         )
+
+    def _improve(self, options: Choice, rank: Callable[[Choice], Any]) -> Choice:
+        """Change the options of one or two neighbouring shared blocks, until no change is better."""
+        every = range(len(self.chain.options))
+        before = None
+        while options != before:
+            before = options
+            for i in range(max(len(options) - 1, 1)):
+                pairs = itertools.product(every, repeat=2)
+                options = min(((*options[:i], *pair, *options[i + 2 :]) for pair in pairs), key=rank)
+        return options
 
     def _solve(self, limit: int, available: Callable[[int, int], bool]) -> _Solution:
         kept, need, last_need = self.chain.numbers(available)
@@ -248,6 +276,15 @@ class _Chooser:
             found[choice] = self.peak(choice)
         best = min(found, key=lambda each: (found[each], each))
         return found[best], best
+
+
+def _lowest(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return those that are faster than all of fewer bytes, by bytes."""
+    front: list[tuple[int, float]] = []
+    for size, seconds in sorted(points):
+        if not front or seconds < front[-1][1]:
+            front.append((size, seconds))
+    return tuple(front)
 
 
 #: Squares of errors are counted in this many units of the limit.
