@@ -136,7 +136,9 @@ def peaks(o: argparse.Namespace) -> None:
         rows.append([case.name, str(n), str(len(profile.blocks)), *_spread(errors), str(max(over, default=0))])
     rows.append(["all", str(sum(int(row[1]) for row in rows)), "", *_spread(all_errors), ""])
     heads = [f"{key}: median |error|; range" for key in all_errors]
-    machine.print_table("peak: predicted against measured", ["model", "plans", "regions", *heads, "bytes over paper"], rows)
+    machine.print_table(
+        "peak: predicted against measured", ["model", "plans", "regions", *heads, "bytes over paper"], rows
+    )
 
 
 def _spread(errors: dict[str, list[float]]) -> list[str]:

@@ -23,11 +23,12 @@ __all__ = ["agreed"]
 
 logger = logging.getLogger("gradckpt")
 
+#: How often each model was planned so in this process.
 _rounds: dict[str, int] = {}
 
 
 def agreed(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
-    """Return the plan of a profile; in a process group, the one for all ranks with this model.
+    """Return the first plan of a budget; in a process group, the one for all ranks with this model.
 
     Raises:
         ValueError: No plan stays within the budget; the same on all ranks.
@@ -41,34 +42,33 @@ def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
     rank, world = dist.get_rank(), dist.get_world_size()
     digest = digest_of(profile.model)
     number = _rounds[digest] = _rounds.get(digest, 0) + 1
-    store: Any = dist.distributed_c10d.PrefixStore("gradckpt/budget", private.default_store())
-    if number > 1:
-        return profile.plan(budget, optimizer=optimizer)  # for what this rank alone has met
+    store: Any = dist.distributed_c10d.PrefixStore(f"gradckpt/budget/{number}", private.default_store())
     fixed = 0 if budget.step_only else profile.held(optimizer)
-    note = {"digest": digest, "limit": budget.size - fixed, "need": profile.smallest_peak()}
-    store.set(f"{rank}", json.dumps(note))
+    store.set(f"{rank}", json.dumps({"digest": digest, "limit": budget.size - fixed, "need": profile.smallest_peak()}))
     notes = [json.loads(store.get(f"{each}")) for each in range(world)]
-    peers = [each for each, note in enumerate(notes) if note["digest"] == digest]
+    peers = [each for each in range(world) if notes[each]["digest"] == digest]
     leader = max(peers, key=lambda each: (notes[each]["need"], -each))
-    limit = min(notes[each]["limit"] for each in peers)
     if rank != leader:
-        return _taken(store.get(f"plan/{leader}").decode(), profile)
-    text = ""
+        return _taken(store.get(f"plan/{leader}").decode())
+    limit = min(notes[each]["limit"] for each in peers)
+    answer: dict[str, Any] = {
+        "refused": f"gradckpt: the rank that plans for all failed; see the error of rank {leader}"
+    }
     try:
         made = profile.plan(Budget(limit + fixed, budget.step_only, budget.text), optimizer=optimizer)
-        text = json.dumps(made.to_dict())
+        answer = {"plan": made.to_dict()}
     except ValueError as error:
-        text = json.dumps({"error": str(error)})
+        answer = {"refused": str(error)}
         raise
     finally:
-        store.set(f"plan/{leader}", text or json.dumps({"error": "gradckpt: the planning rank failed; see its error"}))
+        store.set(f"plan/{leader}", json.dumps(answer))
     return made
 
 
-def _taken(text: str, profile: Profile) -> Plan:
-    given = json.loads(text)
-    if "error" in given:
-        raise ValueError(given["error"])
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    logger.info("gradckpt: the plan %s of another rank is used", digest)
-    return Plan.from_dict(given)
+def _taken(text: str) -> Plan:
+    """Return the plan that another rank made, or raise its error."""
+    answer = json.loads(text)
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    logger.info("gradckpt: the plan %s of another rank is used", hashlib.sha256(text.encode()).hexdigest()[:8])
+    return Plan.from_dict(answer["plan"])

@@ -125,7 +125,7 @@ class _Chooser:
         )
 
     def _improve(self, options: Choice, rank: Callable[[Choice], Any]) -> Choice:
-        """Change the options of one or two neighbouring shared blocks, until no change is better."""
+        """Change options of one or two neighbouring shared blocks, until no change is better."""
         every = range(len(self.chain.options))
         before = None
         while options != before:

@@ -204,7 +204,9 @@ class LiveBudget:
         optimizer = self._optimizer() if self._optimizer is not None else None
         budget = parse_budget(self.budget, _device_of(model))
         with alone(model):
-            return agreed(self._profile, budget, optimizer)
+            if self.plan is None and self._pending is None:  # the first, which all ranks make
+                return agreed(self._profile, budget, optimizer)
+            return self._profile.plan(budget, optimizer=optimizer)
 
     def note_optimizer(self, model: Module, optimizer: Any) -> None:
         """Count the states of an optimizer that has stepped, if it trains the model."""

@@ -1,4 +1,4 @@
-"""gradckpt.plan(budget=) of models that call regions never or often, share, freeze, draw or write."""
+"""plan(budget=) of models that call regions never or often, share, freeze, draw or write."""
 
 import os
 
@@ -235,7 +235,7 @@ def test_accumulation_in_a_function():
 def test_a_budget_below_the_weights():
     model = Model()
     weights = sum(p.nbytes for p in model.parameters())
-    with pytest.raises(ValueError, match="no plan stays within .*; the smallest budget is") as error:
+    with pytest.raises(ValueError, match=r"no plan stays within .*; the smallest budget is") as error:
         gradckpt.plan(model, (X,), budget=weights // 2, modules=Block)
     assert int(re.search(r"\((\d+) bytes\)", str(error.value))[1]) > weights
 
@@ -301,7 +301,10 @@ class Costs:
 
     def __init__(self, profile, seed):
         draw = random.Random(seed)
-        row = lambda: {o: Cost(draw.random() + (o.name != "keep"), 0.0) for o in profile.options}
+
+        def row():
+            return {o: Cost(draw.random() + (o.name != "keep"), 0.0) for o in profile.options}
+
         self._of = {id(block): row() for block in profile.blocks}
 
     def of(self, block, option):

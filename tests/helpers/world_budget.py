@@ -1,0 +1,36 @@
+"""Two ranks that plan for a budget; the ranks of test_budget_ranks.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from planned_nets import ROWS, WIDTH, fixed_costs, net
+from torch.nn.parallel import DistributedDataParallel
+
+import gradckpt
+
+
+def train(ddp, rows, steps=2):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(steps):
+        ddp(torch.randn(rows, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def planned():
+    """Rank 0 has more rows, rank 1 the smaller budget."""
+    with pytest.MonkeyPatch.context() as patch:
+        fixed_costs(patch)
+        ddp = DistributedDataParallel(net())
+        rank = dist.get_rank()
+        gradckpt.enable(ddp, budget=f"activations:{13 - 2 * rank}MiB")
+        train(ddp, ROWS // (1 + rank))
+        live = vars(ddp)["_gradckpt_budget"]
+        options, peak = [region.option.name for region in live.plan.regions], live.plan.peak
+        held = sum(live.plan.fixed.values())
+        equal = torch.cat([p.detach().flatten() for p in ddp.parameters()]).sum().item()
+        gradckpt.enable(ddp, budget="activations:1MiB")
+        try:
+            train(ddp, ROWS)
+        except ValueError as error:
+            return options, peak - held, equal, str(error)
