@@ -251,7 +251,9 @@ class StepErrors:
         self._exact: ExactGradients | None = None
 
     def of(self, setting: Setting) -> float:
-        """Return the relative L2 error over all parameters; infinite where one is not finite."""
+        """Return the relative L2 error over all parameters, to six digits; infinite where one is not
+        finite.
+        """
         trial = self._trial
         try:
             with uncounted():
@@ -262,7 +264,7 @@ class StepErrors:
                 found = self._exact.compare(trial.model)
         finally:
             trial.state.restore()
-        return math.inf if found.not_finite else found.total
+        return math.inf if found.not_finite else float(f"{found.total:.6g}")  # threads sum in other orders
 
 
 # ---- floors ----

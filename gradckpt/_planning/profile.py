@@ -17,12 +17,13 @@ from gradckpt._models.switch import Modules
 from gradckpt._planning.block_times import measure_regions, wait
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import Budget, other_tensors
+from gradckpt._planning.chain import Chain
 from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, quiet
 from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
 from gradckpt._planning.options import RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.step_profile import StepProfile
+from gradckpt._planning.step_profile import NoPlan, StepProfile
 from gradckpt._planning.step_trace import StepTrace, trace_step
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes, uncounted
@@ -39,7 +40,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _STEPS = 2
 
 #: How often an error is measured, and the share of the error budget that is enough.
-_ERROR_ROUNDS, _ENOUGH = 4, 0.6
+_ERROR_ROUNDS, _ENOUGH = 5, 0.6
 
 Run = Callable[[Any], object]
 
@@ -191,26 +192,38 @@ class Profile(StepProfile):
         if error is None:
             chosen = self.fastest(chain, budget, fixed)
             lossy = any(self.options[option].codec for option in chosen.choice)
-            measured = (
-                StepErrors(self.model, batch).of(self._setting_of(chosen)) if lossy and batch is not None else None
-            )
-            return chosen, measured
-        errors = StepErrors(self.model, batch)
-        scale, best = 1.0, None
+            if not lossy or batch is None:
+                return chosen, None
+            return chosen, StepErrors(self.model, batch).of(self._setting_of(chosen))
+        return self._within_error(error, StepErrors(self.model, batch), chain, budget, fixed)
+
+    def _within_error(
+        self, error: float, errors: StepErrors, chain: Chain, budget: Budget, fixed: dict[str, int]
+    ) -> tuple[Chosen, float | None]:
+        """Return the fastest plan whose measured error is within a budget.
+
+        Squares of regions' errors are summed, and scaled so that the sum is what was measured of
+        the last plan; first, of the one without a limit.
+        """
+        best: tuple[Chosen, float] | None = None
+        scale: float | None = None
         for _ in range(_ERROR_ROUNDS):
-            chosen = self.fastest(chain, budget, fixed, error, scale)
-            expected = math.sqrt(scale * sum(self._squares(chosen.choice)))
-            if not expected:
-                return (chosen, 0.0) if best is None or chosen.seconds < best[0].seconds else best
-            measured = errors.of(self._setting_of(chosen))
+            try:
+                chosen = self.fastest(chain, budget, fixed, None if scale is None else error, scale)
+            except NoPlan:
+                if best is None:
+                    raise
+                break
+            expected = math.sqrt(sum(self._squares(chosen.choice)))
+            measured = errors.of(self._setting_of(chosen)) if expected else 0.0
             if measured <= error and (best is None or chosen.seconds < best[0].seconds):
                 best = chosen, measured
-            if _ENOUGH * error <= measured <= error or (measured <= error and expected < _ENOUGH * error):
+            limited = scale is not None and math.sqrt(scale) * expected >= _ENOUGH * error
+            if not expected or (measured <= error and (measured >= _ENOUGH * error or not limited)):
                 break
-            scale *= (measured / expected) ** 2 * 1.05
+            scale = (measured / expected) ** 2 * 1.05
         if best is None:
-            chosen = self.fastest(chain, budget, fixed, error, math.inf)
-            best = chosen, 0.0
+            best = self.fastest(chain, budget, fixed, error, math.inf), 0.0
         return best
 
     def _squares(self, choice: Choice) -> Iterator[float]:

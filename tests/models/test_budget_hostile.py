@@ -352,3 +352,29 @@ def test_no_plan_is_faster(name):
             assert chosen.smallest == least
             if name != "three shared blocks":
                 assert seconds[chosen.choice] == pytest.approx(best)
+
+
+# ---- errors
+
+
+class TooLarge:
+    """Compressing is fast, and its region's errors say far too much."""
+
+    def of(self, block, option):
+        return Cost(0.1, 0.5) if option.name == "compress int8" else Cost(1.0, 0.5 if option.codec else 0.0)
+
+
+def test_errors_of_regions_are_scaled_to_what_is_measured():
+    torch.manual_seed(0)
+    model = Model().train()
+    run = lambda batch: step_of_batch(model, batch)()
+    profile = Profile(model, run, (X,), modules=Block, compress="int8", limits_error=True)
+    profile.costs = TooLarge()
+    budget = Budget(2**30, True, "")
+    most = profile.plan(budget, error=0.5, batch=(X,))
+    assert {region.option.name for region in most.regions} == {"compress int8"}
+    half = profile.plan(budget, error=most.error / 2, batch=(X,))
+    assert 0.3 * most.error / 2 <= half.error <= most.error / 2
+    assert most.seconds < half.seconds < 6
+    none = profile.plan(budget, error=1e-9, batch=(X,))
+    assert none.error == 0
