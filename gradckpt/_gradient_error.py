@@ -251,9 +251,7 @@ class StepErrors:
         self._exact: ExactGradients | None = None
 
     def of(self, setting: Setting) -> float:
-        """Return the relative L2 error over all parameters, to six digits; infinite where one is not
-        finite.
-        """
+        """Return the relative L2 error over all parameters, to six digits; infinite if one is."""
         trial = self._trial
         try:
             with uncounted():

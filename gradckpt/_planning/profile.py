@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,10 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _STEPS = 2
 
 #: How often an error is measured, and the share of the error budget that is enough.
-_ERROR_ROUNDS, _ENOUGH = 5, 0.6
+_ERROR_ROUNDS, _ENOUGH = 8, 0.6
+
+#: A weight of a region that a plan leaves exact becomes smaller by this factor at most.
+_LESS = 0.25
 
 Run = Callable[[Any], object]
 
@@ -202,33 +205,41 @@ class Profile(StepProfile):
     ) -> tuple[Chosen, float | None]:
         """Return the fastest plan whose measured error is within a budget.
 
-        Squares of regions' errors are summed, and scaled so that the sum is what was measured of
-        the last plan; first, of the one without a limit.
+        Squares of regions' errors are summed, each with a weight. The first plan is that without a
+        limit. If a plan's error is larger than its sum, its lossy regions get larger weights; if it
+        is smaller, these get smaller ones, and the other regions too, which may have got their
+        weights beside a worse region.
         """
         best: tuple[Chosen, float] | None = None
-        scale: float | None = None
-        for _ in range(_ERROR_ROUNDS):
+        weights = [1.0] * len(self.blocks)
+        known: dict[Choice, float] = {}
+        for turn in range(_ERROR_ROUNDS):
             try:
-                chosen = self.fastest(chain, budget, fixed, None if scale is None else error, scale)
+                chosen = self.fastest(chain, budget, fixed, *((error, weights) if turn else ()))
             except NoPlan:
                 if best is None:
                     raise
                 break
-            expected = math.sqrt(sum(self._squares(chosen.choice)))
-            measured = errors.of(self._setting_of(chosen)) if expected else 0.0
+            options = self.of_choice(chosen.choice)
+            squares = [self.square(block, options[block], weights) for block in self.calls]
+            expected = math.sqrt(sum(squares))
+            if chosen.choice not in known:
+                known[chosen.choice] = errors.of(self._setting_of(chosen)) if expected else 0.0
+            measured = known[chosen.choice]
             if measured <= error and (best is None or chosen.seconds < best[0].seconds):
                 best = chosen, measured
-            limited = scale is not None and math.sqrt(scale) * expected >= _ENOUGH * error
-            if not expected or (measured <= error and (measured >= _ENOUGH * error or not limited)):
+            if measured <= error and (measured >= _ENOUGH * error or not turn):
                 break
-            scale = (measured / expected) ** 2 * 1.05
+            lossy = {block for block, square in zip(self.calls, squares, strict=True) if square}
+            ratio = (measured / expected) ** 2 * 1.05 if expected else _LESS
+            for block in range(len(weights)):
+                if block in lossy or not turn:
+                    weights[block] *= ratio
+                elif ratio < 1:
+                    weights[block] *= max(math.sqrt(ratio), _LESS)
         if best is None:
-            best = self.fastest(chain, budget, fixed, error, math.inf), 0.0
+            best = self.fastest(chain, budget, fixed, error, [math.inf] * len(self.blocks)), 0.0
         return best
-
-    def _squares(self, choice: Choice) -> Iterator[float]:
-        for block, option in zip(self.calls, choice, strict=True):
-            yield self.cost(block, self.options[option]).error ** 2
 
     def _setting_of(self, chosen: Chosen) -> Setting:
         return self.setting(self.of_choice(chosen.choice))

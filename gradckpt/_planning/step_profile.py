@@ -23,6 +23,10 @@ from gradckpt._stats import format_bytes
 __all__ = ["NoPlan", "StepProfile"]
 
 
+#: Bytes that a step may need beyond its trace: of numbers that operators turn into tensors.
+_SCALARS = 1024
+
+
 class NoPlan(ValueError):
     """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least."""
 
@@ -87,14 +91,19 @@ class StepProfile(abc.ABC):
         found = self.costs.of(self.blocks[block], option) if self.costs is not None else None
         return found if found is not None else Cost(0.0, 0.0)
 
-    def _costs(self, scale: float | None) -> Costs:
-        """Return the costs of all calls; ``scale``: of squares of errors."""
+    def _costs(self, weights: Sequence[float] | None) -> Costs:
+        """Return the costs of all calls; ``weights``: as for :meth:`fastest`."""
         seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
-        if scale is None:
+        if weights is None:
             return Costs(seconds)
-        squares = [[self.cost(block, option).error ** 2 for option in self.options] for block in self.calls]
-        errors = [[scale * square if square else 0.0 for square in row] for row in squares]  # the scale may be infinite
-        return Costs(seconds, errors)
+        return Costs(
+            seconds, [[self.square(block, option, weights) for option in self.options] for block in self.calls]
+        )
+
+    def square(self, block: int, option: Option, weights: Sequence[float]) -> float:
+        """Return what a call of a block adds to the square of the step's error."""
+        error = self.cost(block, option).error
+        return weights[block] * error**2 if error else 0.0  # a weight may be infinite
 
     # ---- plans
 
@@ -108,25 +117,25 @@ class StepProfile(abc.ABC):
         budget: Budget,
         fixed: Mapping[str, int],
         error: float | None = None,
-        scale: float | None = None,
+        weights: Sequence[float] | None = None,
     ) -> Chosen:
         """Return the fastest choice within the budgets.
 
         ``chain``: traces of plans correct it. ``fixed``: bytes that are there during the whole
-        step, by name. ``scale``: what the squares of the regions' errors are multiplied by, None
+        step, by name. ``weights``: what the square of each block's error is multiplied by, None
         without an ``error`` budget.
 
         Raises:
             NoPlan: There is none.
         """
-        held = 0 if budget.step_only else sum(fixed.values())
+        held = _SCALARS + (0 if budget.step_only else sum(fixed.values()))
         squares = None if error is None else error**2
 
         def run(choice: Choice) -> StepTrace:
             return self.trace(self.of_choice(choice))
 
         try:
-            return choose(chain, self._costs(scale), budget.size - held, squares, run, list(self.traces.values()))
+            return choose(chain, self._costs(weights), budget.size - held, squares, run, list(self.traces.values()))
         except Infeasible as found:
             hint = advice(found.trace.peak(), {} if budget.step_only else fixed, self.hints)
             raise NoPlan(
@@ -163,7 +172,7 @@ class StepProfile(abc.ABC):
             seconds=base + chosen.seconds,
             plain_seconds=base + sum(self.cost(block, KEEP).seconds for block in self.calls),
             bound=base + chosen.bound,
-            smallest_budget=chosen.smallest + held,
+            smallest_budget=chosen.smallest + held + _SCALARS,
             estimated=self.estimated,
             error=measured,
             error_budget=error,
