@@ -367,7 +367,10 @@ class TooLarge:
 def test_errors_of_regions_are_scaled_to_what_is_measured():
     torch.manual_seed(0)
     model = Model().train()
-    run = lambda batch: step_of_batch(model, batch)()
+
+    def run(batch):
+        step_of_batch(model, batch)()
+
     profile = Profile(model, run, (X,), modules=Block, compress="int8", limits_error=True)
     profile.costs = TooLarge()
     budget = Budget(2**30, True, "")
