@@ -251,7 +251,10 @@ class StepErrors:
         self._exact: ExactGradients | None = None
 
     def of(self, setting: Setting) -> float:
-        """Return the relative L2 error over all parameters, to six digits; infinite if one is."""
+        """Return the relative L2 error over all parameters, to six digits.
+
+        It is infinite where a gradient is not finite.
+        """
         trial = self._trial
         try:
             with uncounted():

@@ -368,9 +368,11 @@ class TooLarge:
 def test_errors_of_regions_are_scaled_to_what_is_measured():
     torch.manual_seed(0)
     model = Model().train()
-    profile = Profile(
-        model, lambda batch: step_of_batch(model, batch)(), (X,), modules=Block, compress="int8", limits_error=True
-    )
+
+    def run(batch):
+        step_of_batch(model, batch)()
+
+    profile = Profile(model, run, (X,), modules=Block, compress="int8", limits_error=True)
     profile.costs = TooLarge()
     budget = Budget(2**30, True, "")
     most = profile.plan(budget, error=0.5, batch=(X,))
