@@ -69,8 +69,10 @@ def test_an_interpreter_that_does_not_start_is_not_checked(release, tmp_path):
     ]
 
 
-def test_a_torch_that_cannot_be_had_is_not_checked(release, tmp_path):
+def test_a_torch_that_cannot_be_had_is_not_checked(release, tmp_path, monkeypatch):
     """The index has torch, in no such version; and there is no index."""
+    (tmp_path / "constraints.txt").touch()
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))  # a machine's own name other reasons
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "index.html").write_text("<!DOCTYPE html><html><body></body></html>")
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
