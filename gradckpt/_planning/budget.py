@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from gradckpt._planning.sizes import parse_bytes
 
-__all__ = ["Budget", "free_memory", "other_tensors", "parse_budget", "size_budget"]
+__all__ = ["Budget", "device_of", "free_memory", "other_tensors", "parse_budget", "size_budget"]
 
 _ACTIVATIONS = "activations:"
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -76,6 +77,11 @@ def size_budget(budget: Any, total: Callable[[], int]) -> Budget:
             return Budget(parse_bytes(text), False, text)
     size = parse_bytes(budget)
     return Budget(size, False, f"{size:,} bytes")
+
+
+def device_of(model: Module) -> torch.device:
+    """Return the device of a model's parameters."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def free_memory(device: torch.device) -> int:

@@ -25,7 +25,7 @@ from gradckpt._models.weak import WeakModule
 from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
 from gradckpt._planning.blocks import regions_to_plan
-from gradckpt._planning.budget import parse_budget
+from gradckpt._planning.budget import device_of, parse_budget
 from gradckpt._planning.comparison import quiet, refuse_shards
 from gradckpt._planning.optimizers import state_bytes
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
@@ -48,7 +48,7 @@ class LiveBudget:
 
     def __init__(self, model: Module, budget: Any, compress: Any, modules: Any, optimizer: Any) -> None:
         self.budget, self.compress = budget, compress
-        self._step_only = parse_budget(budget, _device_of(model)).step_only
+        self._step_only = parse_budget(budget, device_of(model)).step_only
         refuse_shards(model)
         self._options = allowed(compress, False)
         with quiet():
@@ -202,7 +202,7 @@ class LiveBudget:
         assert self._profile is not None
         self._profile.costs = self._costs
         optimizer = self._optimizer() if self._optimizer is not None else None
-        budget = parse_budget(self.budget, _device_of(model))
+        budget = parse_budget(self.budget, device_of(model))
         with alone(model):
             if self.plan is None and self._pending is None:  # the first, which all ranks make
                 return agreed(self._profile, budget, optimizer)
@@ -222,10 +222,6 @@ _SENTENCES = {
 }
 
 
-def _device_of(model: Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
 def _step_of(model: Module) -> Callable[[Any], None]:
     """Return forward and backward as far as the model's arguments tell: a loss outside of it is not
     known.
@@ -235,7 +231,7 @@ def _step_of(model: Module) -> Callable[[Any], None]:
         args, kwargs = batch
         result = model.forward(*args, **kwargs)
         loss = loss_of(result)
-        leaves = [loss] if loss is not None else private.tree_leaves(result if loss is None else loss)
+        leaves = [loss] if loss is not None else private.tree_leaves(result)
         roots = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         del result, loss, leaves
         torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from gradckpt._models.switch import UNSET, Modules, Unset
-from gradckpt._planning.budget import parse_budget
+from gradckpt._planning.budget import device_of, parse_budget
 from gradckpt._planning.comparison import Comparison, compare, refuse_shards, step_of, unwrapped
 from gradckpt._planning.profile import Profile, parse_error
 from gradckpt._planning.region_plan import Plan
@@ -106,8 +106,7 @@ def plan(
         name = "memory" if memory is not None else "measure"
         raise ValueError(f"gradckpt: budget= and {name}= exclude each other; leave {name}= out")
     model = unwrapped(model)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    limit = parse_budget(budget, device)
+    limit = parse_budget(budget, device_of(model))
     allowed_error = None if error is None else parse_error(error)
     run = step_of(model, batch)
     given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch

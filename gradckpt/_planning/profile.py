@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.nn import Module
 
 from gradckpt._gradient_error import StepErrors
 from gradckpt._models.switch import Modules
 from gradckpt._planning.block_times import measure_regions, wait
 from gradckpt._planning.blocks import regions_to_plan
-from gradckpt._planning.budget import Budget, other_tensors
+from gradckpt._planning.budget import Budget, device_of, other_tensors
 from gradckpt._planning.chain import Chain
 from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, quiet
@@ -92,7 +91,7 @@ class Profile(StepProfile):
     ) -> None:
         self._run = run
         self._batch = batch
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = device_of(model)
         with quiet():
             blocks = regions_to_plan(model, modules)
         super().__init__(model, blocks, allowed(compress, limits_error))

@@ -17,7 +17,7 @@ from gradckpt._planning.options import KEEP, Option, find_option
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
-__all__ = ["Plan", "PlannedRegion", "digest_of", "is_applied"]
+__all__ = ["Plan", "PlannedRegion", "digest_of"]
 
 #: Of plan files.
 _VERSION = 1
@@ -217,12 +217,6 @@ def digest_of(module: Module) -> str:
         for name, part in module.named_modules()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def is_applied(plan: Plan, model: Module) -> bool:
-    """Return whether exactly the plan's regions are enabled in the model."""
-    wanted = {region.name for region in plan.regions if region.option != KEEP}
-    return set(Handle(model).modules) == wanted
 
 
 def _table(regions: Sequence[PlannedRegion]) -> list[str]:
