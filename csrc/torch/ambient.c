@@ -172,13 +172,12 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
         gck_error_keep(&error);
     }
     if (s->cpu_rng != NULL) {
-        gck_rng_put(&py->rng, s->cpu_rng);
+        gck_rng_put_back(&py->rng, &s->cpu_rng);
     }
     gck_error_keep(&error);
     Py_CLEAR(s->leave);
     Py_CLEAR(s->modes);
     Py_CLEAR(s->device_rng);
-    Py_CLEAR(s->cpu_rng);
     return gck_error_return(&error);
 }
 

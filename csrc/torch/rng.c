@@ -75,6 +75,17 @@ int gck_rng_put(gck_rng *rng, PyObject *state)
     return 0;
 }
 
+int gck_rng_put_back(gck_rng *rng, PyObject **state)
+{
+    const int status = gck_rng_put(rng, *state);
+
+    if (rng->latest == *state && Py_REFCNT(*state) == 2) {
+        Py_CLEAR(rng->latest);
+    }
+    Py_CLEAR(*state);
+    return status;
+}
+
 /* ---- lifetime ---- */
 
 int gck_rng_load(gck_rng *rng)
