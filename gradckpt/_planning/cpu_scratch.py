@@ -19,8 +19,9 @@ aten = torch.ops.aten
 
 #: Channels that fill a block of a layout. With fewer, oneDNN reads the operand where it lies.
 _BLOCK = 8
-#: Its scratchpad for operands in channels_last.
-_PAD = 12336
+#: Its scratchpad for operands in channels_last; about that of a strided backward, beside one
+#: sample's gradient.
+_PAD, _STRIDED_PAD = 12336, 53272
 
 
 class Scratch(NamedTuple):
@@ -61,7 +62,11 @@ def _backward(results: Any, gradient: Any, x: Any, w: Any, bias: Any, *rest: Any
         if for_w:
             sizes += [w.nbytes, side, w.nbytes, None, *[None] * bool(for_bias), -w.nbytes, -w.nbytes, -side]
         return Scratch(tuple(map(_in_channels_last, results)), [*sizes, -copy, -w.nbytes])
-    if for_x:
+    if for_x and max(how[0]) > 1:
+        pad = gradient.nbytes // gradient.shape[0] + _STRIDED_PAD
+        sizes += [gradient.nbytes, w.nbytes, x.nbytes, pad, -pad, -w.nbytes, -gradient.nbytes]
+        sizes += [None, x.nbytes, -x.nbytes, -x.nbytes]
+    elif for_x:
         sizes += [gradient.nbytes, w.nbytes, x.nbytes, -w.nbytes, -gradient.nbytes, None, -x.nbytes]
     if for_w:
         operand = _operand(x)

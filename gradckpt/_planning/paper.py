@@ -51,6 +51,12 @@ _SMALL = {True: 2**16, False: 2**26}  # floating point, others
 #: dimension.
 _CHOICES = {aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort.stable}
 
+#: Autograd keeps their second operand for the backward of the first.
+_KEEP_FACTORS = {aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor}
+
+#: Their kernels make a tensor of the number, as for a wrapped one.
+_WRAP = {getattr(aten, name).Scalar for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "rsub")}
+
 #: Their kernels return the operand's memory, although their schemas do not say so.
 _ALIASING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach_.default}
 
@@ -114,6 +120,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.events: list[Event] = []
         self.work: list[tuple[int, Work]] = []
         self.operator = ""
+        self._factors: list[Event] = []  # numbers that autograd keeps
         self.wrote: set[int] = set()  # storages that the step writes and has not made
 
     # ---- storages ----
@@ -179,7 +186,41 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        args = _with_tensors(func, args)
+        if numbers := _numbers(func, args):
+            args = tuple(numbers.get(i, x) for i, x in enumerate(args))
+        if self.device_is_cpu and (numbers or func in _WRAP or self._takes_factor(func, args)):
+            return self._with_numbers(func, args, kwargs, list(numbers.values()) or [torch.as_tensor(args[1])])
+        return self._run(func, args, kwargs)
+
+    def _takes_factor(self, func: Any, args: Any) -> bool:
+        """Return whether a backward multiplies by a number that a region has kept, as a tensor."""
+        if func not in _KEEP_FACTORS or args[1].dim() or torch.is_grad_enabled():
+            return False
+        return private.graph_task_id() != -1 and args[1].untyped_storage()._cdata not in self._live
+
+    def _with_numbers(self, func: Any, args: Any, kwargs: Any, numbers: list[torch.Tensor]) -> Any:
+        """Run an operator whose kernel makes tensors of numbers, and casts them. Autograd may keep
+        a factor until the backward has multiplied by it.
+        """
+        with_grad = torch.is_grad_enabled()
+        in_backward = private.graph_task_id() != -1 and not with_grad
+        types = [torch.float64 if x.is_floating_point() else x.dtype for x in numbers]
+        kept = in_backward and func not in _WRAP
+        made = Event(0 if kept else sum(dtype.itemsize for dtype in types), self._count)
+        cast = sum(args[0].itemsize for dtype in types if dtype != args[0].dtype)
+        self._count += 1
+        self.events += [made, Event(cast, -1)]
+        result = self._run(func, args, kwargs)
+        self.events.append(Event(-cast, -1))
+        if func in _KEEP_FACTORS and with_grad and args[0].requires_grad and not _in_region():
+            self._factors.append(made)
+            return result
+        if func in _KEEP_FACTORS and in_backward and self._factors:
+            made = self._factors.pop()
+        self.events.append(Event(-made.size, made.storage))
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.operator = func.name()
         if (key := _composite_key(func)) is not None:
             try:
@@ -345,15 +386,24 @@ def _tensor_places(func: Any) -> frozenset[int]:
     return frozenset(i for i, a in enumerate(func._schema.arguments) if str(a.type) == "Tensor")
 
 
-def _with_tensors(func: Any, args: Any) -> Any:
-    """Make tensors of the numbers that a dispatch mode gets for wrapped ones."""
-    if not any(isinstance(x, (bool, int, float)) and i in _tensor_places(func) for i, x in enumerate(args)):
-        return args
+def _in_region() -> bool:
+    """Return whether a region without a policy runs its forward: it keeps no number."""
+    hooks = private.top_hooks(False)
+    if hooks is None or type(getattr(hooks[0], "__self__", None)).__name__ != "Frame":
+        return False
+    return not private.is_included(_C.selective_key())
+
+
+def _numbers(func: Any, args: Any) -> dict[int, torch.Tensor]:
+    """Return tensors for the numbers that a mode gets for wrapped ones, by their places."""
+    if not any(isinstance(x, (bool, int, float)) for x in args):
+        return {}
     places = _tensor_places(func)
-    return tuple(
-        torch.scalar_tensor(x, dtype=torch.tensor(x).dtype) if i in places and isinstance(x, (bool, int, float)) else x
+    return {
+        i: torch.scalar_tensor(x, dtype=torch.tensor(x).dtype)
         for i, x in enumerate(args)
-    )
+        if isinstance(x, (bool, int, float)) and i in places
+    }
 
 
 @functools.cache

@@ -23,8 +23,13 @@ from gradckpt._stats import format_bytes
 __all__ = ["NoPlan", "StepProfile"]
 
 
-#: Bytes that a step may need beyond its trace: of numbers that operators turn into tensors.
-_SCALARS = 1024
+#: Smallest budgets are in whole KiB: a step may need a few bytes beyond its trace, of a number that
+#: a recompute stops at.
+_WHOLE = 1024
+
+
+def _whole(size: int) -> int:
+    return -(-size // _WHOLE) * _WHOLE
 
 
 class NoPlan(ValueError):
@@ -128,7 +133,7 @@ class StepProfile(abc.ABC):
         Raises:
             NoPlan: There is none.
         """
-        held = _SCALARS + (0 if budget.step_only else sum(fixed.values()))
+        held = 0 if budget.step_only else sum(fixed.values())
         squares = None if error is None else error**2
 
         def run(choice: Choice) -> StepTrace:
@@ -138,10 +143,11 @@ class StepProfile(abc.ABC):
             return choose(chain, self._costs(weights), budget.size - held, squares, run, list(self.traces.values()))
         except Infeasible as found:
             hint = advice(found.trace.peak(), {} if budget.step_only else fixed, self.hints)
+            smallest = _whole(found.smallest + held)
             raise NoPlan(
-                f"gradckpt: no plan stays within {budget.text}; the smallest budget is "
-                f"{format_bytes(found.smallest + held)} ({found.smallest + held} bytes). {hint}",
-                found.smallest + held,
+                f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
+                f"({smallest} bytes). {hint}",
+                smallest,
             ) from None
 
     def result(
@@ -172,7 +178,7 @@ class StepProfile(abc.ABC):
             seconds=base + chosen.seconds,
             plain_seconds=base + sum(self.cost(block, KEEP).seconds for block in self.calls),
             bound=base + chosen.bound,
-            smallest_budget=chosen.smallest + held + _SCALARS,
+            smallest_budget=_whole(chosen.smallest + held),
             estimated=self.estimated,
             error=measured,
             error_budget=error,
