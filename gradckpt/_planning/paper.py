@@ -387,7 +387,7 @@ def _tensor_places(func: Any) -> frozenset[int]:
 
 
 def _in_region() -> bool:
-    """Return whether a region without a policy runs its forward: it keeps no number."""
+    """Return whether an exact region without a policy runs its forward, which keeps no number."""
     hooks = private.top_hooks(False)
     if hooks is None or type(getattr(hooks[0], "__self__", None)).__name__ != "Frame":
         return False

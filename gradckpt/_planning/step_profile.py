@@ -23,15 +23,6 @@ from gradckpt._stats import format_bytes
 __all__ = ["NoPlan", "StepProfile"]
 
 
-#: Smallest budgets are in whole KiB: a step may need a few bytes beyond its trace, of a number that
-#: a recompute stops at.
-_WHOLE = 1024
-
-
-def _whole(size: int) -> int:
-    return -(-size // _WHOLE) * _WHOLE
-
-
 class NoPlan(ValueError):
     """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least."""
 
@@ -143,7 +134,7 @@ class StepProfile(abc.ABC):
             return choose(chain, self._costs(weights), budget.size - held, squares, run, list(self.traces.values()))
         except Infeasible as found:
             hint = advice(found.trace.peak(), {} if budget.step_only else fixed, self.hints)
-            smallest = _whole(found.smallest + held)
+            smallest = found.smallest + held
             raise NoPlan(
                 f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
                 f"({smallest} bytes). {hint}",
@@ -178,7 +169,7 @@ class StepProfile(abc.ABC):
             seconds=base + chosen.seconds,
             plain_seconds=base + sum(self.cost(block, KEEP).seconds for block in self.calls),
             bound=base + chosen.bound,
-            smallest_budget=_whole(chosen.smallest + held),
+            smallest_budget=chosen.smallest + held,
             estimated=self.estimated,
             error=measured,
             error_budget=error,
