@@ -66,6 +66,7 @@ class LiveBudget:
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
         self._busy = False
+        self._first = True  # no plan was made yet
         self._watch: Any = None  # the handle of a hook on optimizers
         #: What the plan knows: bytes of gradients and of optimizer states.
         self._known = {"gradients": 0, "states": 0}
@@ -99,6 +100,7 @@ class LiveBudget:
         else:
             with quiet():
                 enable(model, None, modules=rules)
+        self.remove(model)  # equal rules leave everything as it is
         vars(model)[BUDGET] = self
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
@@ -138,11 +140,11 @@ class LiveBudget:
                 if "gradients" in grown:
                     self._profile, self._shapes = self._trace(model, args, kwargs), shapes
                 self._pending = self._make_plan(model)
+                self._note(self._pending)
                 reasons = " and ".join(grown.values())
                 logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending.verdict)
             if self._pending is not None and self._measuring is None:
                 self.plan, self._pending = self._pending, None
-                self._note_plan(self.plan)
                 self._set(model, self.plan.rules_for(model))
         finally:
             self._busy = False
@@ -156,8 +158,10 @@ class LiveBudget:
             self._forget()
             return
         self._pending = self._make_plan(model)
-        words = " ".join([self._pending.verdict, *self._profile.notes]) if self._profile is not None else ""
-        logger.info("gradckpt: from the next training call on: %s", words)
+        self._note(self._pending)
+        assert self._profile is not None
+        said = " ".join([self._pending.verdict, *self._profile.notes])
+        logger.info("gradckpt: from the next training call on: %s", said)
 
     def _knows(self, shapes: Shapes) -> bool:
         """Return whether a plan is for inputs that are as large; it is then the present or the
@@ -172,11 +176,11 @@ class LiveBudget:
         self._pending, self._profile = self._plans[found]
         return True
 
-    def _note_plan(self, plan: Plan) -> None:
-        """Keep the plan, in place of those for smaller inputs."""
-        assert self._shapes is not None
-        assert self._profile is not None
+    def _note(self, plan: Plan) -> None:
+        """Keep a plan for the present shapes, in place of those for smaller inputs."""
         shapes = self._shapes
+        assert shapes is not None
+        assert self._profile is not None
         self._plans = {known: made for known, made in self._plans.items() if not _covers(shapes, known)}
         self._plans[shapes] = plan, self._profile
 
@@ -235,7 +239,8 @@ class LiveBudget:
         optimizer = self._optimizer() if self._optimizer is not None else None
         budget = parse_budget(self.budget, device_of(model))
         with alone(model):
-            if self.plan is None and self._pending is None:  # the first, which all ranks make
+            if self._first:  # which all ranks make
+                self._first = False
                 return agreed(self._profile, budget, optimizer)
             return self._profile.plan(budget, optimizer=optimizer)
 
@@ -283,8 +288,8 @@ class _Step:
         if loss is not None:
             del result
         else:
-            outputs = [x for x in private.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
-            loss = sum(map(_cross_entropy, outputs))
+            leaves = [x for x in private.tree_leaves(result) if isinstance(x, Tensor)]
+            loss = sum(_cross_entropy(x) for x in leaves if x.requires_grad and x.numel())
             self.loss_outside = True
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss.backward()
@@ -292,7 +297,7 @@ class _Step:
 
 def _cross_entropy(x: Tensor) -> Tensor:
     """Return the cross entropy of numbers over their last dimension, computed in float32."""
-    rows = (x.abs() if x.is_complex() else x).float().reshape(-1, x.shape[-1])
+    rows = (x.abs() if x.is_complex() else x).float().reshape(-1, x.shape[-1] if x.dim() else 1)
     return torch.nn.functional.cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.long))
 
 
