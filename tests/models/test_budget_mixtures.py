@@ -19,7 +19,7 @@ from gradckpt._training_step import step_of_batch
 
 transformers.utils.logging.set_verbosity_error()
 
-EXPERTS, CHOSEN, TOKENS = 4, 2, 128
+CHOSEN, TOKENS = 2, 128
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -31,13 +31,13 @@ SHAPE = {
 }
 
 
-def mixtral():
-    config = transformers.MixtralConfig(**SHAPE, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN)
+def mixtral(experts=4, **shape):
+    config = transformers.MixtralConfig(**{**SHAPE, **shape}, num_local_experts=experts, num_experts_per_tok=CHOSEN)
     return transformers.MixtralForCausalLM(config)
 
 
 def frozen_experts():
-    model = mixtral()
+    model = mixtral(8, hidden_size=128, intermediate_size=256)
     for layer in model.model.layers:
         layer.mlp.experts.requires_grad_(False)
     return model
@@ -45,7 +45,7 @@ def frozen_experts():
 
 def qwen():
     own = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-    config = transformers.Qwen2MoeConfig(**SHAPE, **own, num_experts=EXPERTS, num_experts_per_tok=CHOSEN)
+    config = transformers.Qwen2MoeConfig(**SHAPE, **own, num_experts=4, num_experts_per_tok=CHOSEN)
     return transformers.Qwen2MoeForCausalLM(config)
 
 
@@ -58,24 +58,24 @@ def _few_options(monkeypatch):
 # ---- what tokens choose: experts of each token
 
 
-def equally_often(tokens):
-    return (torch.arange(tokens * CHOSEN) % EXPERTS).view(tokens, CHOSEN)
+def equally_often(tokens, experts):
+    return (torch.arange(tokens * CHOSEN) % experts).view(tokens, CHOSEN)
 
 
-def the_same(tokens):
+def the_same(tokens, experts):
     return torch.arange(CHOSEN).repeat(tokens, 1)
 
 
-def nearly_the_same(tokens):
+def nearly_the_same(tokens, experts):
     """Once each of the others, which need gradients then."""
-    chosen = the_same(tokens)
-    chosen[: EXPERTS - CHOSEN, 0] = torch.arange(CHOSEN, EXPERTS)
+    chosen = the_same(tokens, experts)
+    chosen[: experts - CHOSEN, 0] = torch.arange(CHOSEN, experts)
     return chosen
 
 
-def one_other(tokens):
-    chosen = the_same(tokens)
-    chosen[0, 0] = EXPERTS - 1
+def one_other(tokens, experts):
+    chosen = the_same(tokens, experts)
+    chosen[0, 0] = experts - 1
     return chosen
 
 
@@ -87,7 +87,7 @@ _topk = torch.topk
 def force(monkeypatch, choose):
     def topk(x, k, dim=-1):
         values, indices = _topk(x, k, dim)
-        indices.data.copy_(choose(indices.numel() // k).view_as(indices))
+        indices.data.copy_(choose(indices.numel() // k, x.shape[dim]).view_as(indices))
         return values, indices
 
     monkeypatch.setattr(torch, "topk", topk)
