@@ -61,14 +61,15 @@ class LiveBudget:
     def _forget(self) -> None:
         self._profile: Profile | None = None
         self._shapes: Shapes | None = None  # of the inputs that the present or pending plan is for
-        self._plans: dict[Shapes, tuple[Plan, Profile]] = {}  # none of these shapes covers another
+        #: Of shapes of which none covers another; with the bytes of gradients that each plan knows.
+        self._plans: dict[Shapes, tuple[Plan, Profile, int]] = {}
         self._costs: RegionCosts | None = None
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
         self._busy = False
         self._first = True  # no plan was made yet
         self._watch: Any = None  # the handle of a hook on optimizers
-        #: What the plan knows: bytes of gradients and of optimizer states.
+        #: What the present plan knows: bytes of gradients and of optimizer states.
         self._known = {"gradients": 0, "states": 0}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,13 +129,14 @@ class LiveBudget:
                 "gradckpt: a budget cannot be planned in torch.compile; call gradckpt.plan(model, batch, budget=...), "
                 "plan.apply(model), and compile then"
             )
-        grown = self._grown(model)
         shapes = _shapes_of(args, kwargs)
+        is_known = self._knows(shapes)
+        grown = self._grown(model)
         self._busy = True
         try:
-            if grown:
+            if "states" in grown:
                 self._plans.clear()
-            if not self._knows(shapes):
+            if not is_known:
                 self._begin(model, args, kwargs)
             elif grown:
                 if "gradients" in grown:
@@ -164,16 +166,17 @@ class LiveBudget:
         logger.info("gradckpt: from the next training call on: %s", said)
 
     def _knows(self, shapes: Shapes) -> bool:
-        """Return whether a plan is for inputs that are as large; it is then the present or the
-        pending one.
+        """Return whether a plan is for inputs that are as large. It is then the present or the
+        pending one, and else one that knows no gradients is to be made.
         """
         if self._shapes is not None and _covers(self._shapes, shapes):
             return True
         found = next((known for known in self._plans if _covers(known, shapes)), None)
         if found is None:
+            self._known["gradients"] = 0
             return False
         self._shapes = found
-        self._pending, self._profile = self._plans[found]
+        self._pending, self._profile, self._known["gradients"] = self._plans[found]
         return True
 
     def _note(self, plan: Plan) -> None:
@@ -182,7 +185,7 @@ class LiveBudget:
         assert shapes is not None
         assert self._profile is not None
         self._plans = {known: made for known, made in self._plans.items() if not _covers(shapes, known)}
-        self._plans[shapes] = plan, self._profile
+        self._plans[shapes] = plan, self._profile, self._known["gradients"]
 
     def _grown(self, model: Module) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""

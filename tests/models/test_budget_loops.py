@@ -157,3 +157,17 @@ def test_an_input_that_is_larger_in_all_dimensions(caplog):
             model(torch.randn(*shape, WIDTH)).square().mean().backward()
             model.zero_grad()
     assert caplog.text.count("planning Net") == 3
+
+
+def test_gradients_of_each_shape_count(caplog):
+    """A plan for other inputs, made when no gradients exist, is made again when some do."""
+    model = net()
+    gradckpt.enable(model, budget="1GiB")
+    many, long = torch.randn(4, 16, WIDTH), torch.randn(1, 32, WIDTH)
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        for x in 3 * (many, long):
+            for _ in range(2):
+                model(x).square().mean().backward()
+            model.zero_grad()
+    assert caplog.text.count("planning Net") == 2
+    assert caplog.text.count("planned again, since gradients exist") == 2
