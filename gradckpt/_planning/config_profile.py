@@ -81,7 +81,7 @@ class ConfigProfile(StepProfile):
         self.costs = _Estimates(self, rates)
         self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
 
-    def trace(self, options: Sequence[Option]) -> StepTrace:
+    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
         names = {option.name for option in options}
         self._progress(names.pop() if len(names) == 1 else "choosing")
@@ -92,6 +92,7 @@ class ConfigProfile(StepProfile):
                     self.model,
                     lambda _: self._source.run(self._tokens, self._batch),
                     blocks=short.modules,
+                    concentrated=concentrated,
                     cuda=True,
                 )
             short.repeat(found.segments)

@@ -92,14 +92,23 @@ class Profile(StepProfile):
         self._run = run
         self._batch = batch
         self.device = device_of(model)
+        #: Assumptions that plans say.
+        self.notes: list[str] = []
         with quiet():
             blocks = regions_to_plan(model, modules)
         super().__init__(model, blocks, allowed(compress, limits_error))
 
-    def trace(self, options: Sequence[Option]) -> StepTrace:
+    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
         with quiet(), self.setting(options).active(self.model):
-            return trace_step(self.model, self._run, self._batch, blocks=self.blocks, cuda=self.device.type == "cuda")
+            return trace_step(
+                self.model,
+                self._run,
+                self._batch,
+                blocks=self.blocks,
+                concentrated=concentrated,
+                cuda=self.device.type == "cuda",
+            )
 
     # ---- real steps
 
@@ -147,7 +156,8 @@ class Profile(StepProfile):
         about = [
             "No optimizer states are counted; pass optimizer= to count them."
             if optimizer is None
-            else "Optimizer states count as after the first step."
+            else "Optimizer states count as after the first step.",
+            *self.notes,
         ]
         fixed, memory = self._fixed(optimizer)
         held = sum(fixed.values())
@@ -171,7 +181,7 @@ class Profile(StepProfile):
 
     def smallest_peak(self) -> int:
         """Return about the least bytes that a step adds."""
-        return min(trace.peak().size for trace in self.traces.values())
+        return min(trace.peak().size for trace in self.largest.values())
 
     def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory, held: int) -> None:
         """Check that the optimizer's step, which no option of a region changes, is within the

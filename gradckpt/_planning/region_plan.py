@@ -45,7 +45,9 @@ class Plan:
 
     ``regions``: one :class:`PlannedRegion` for each module. ``budget``: bytes, of all tensors on
     the device, and ``budget_text`` as it was written. ``peak``: bytes that the step reaches;
-    ``plain``: without checkpointing. ``binds``: where the peak is. ``fixed``: bytes that are there
+    ``at_most``: the same if nearly all tokens choose the same experts, None if sizes do not depend
+    on that; the budget is kept by it. ``plain``: the peak without checkpointing. ``binds``: where
+    the larger peak is. ``fixed``: bytes that are there
     during the whole step, by name. ``seconds``: of the step; ``plain_seconds``: without
     checkpointing; ``bound``: no plan within the budget is faster. ``estimated``: times come from a
     data sheet. ``smallest_budget``: bytes; none below it has a plan. ``error``: the measured
@@ -70,6 +72,7 @@ class Plan:
     error_budget: float | None = None
     front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
     about: tuple[str, ...] = ()
+    at_most: int | None = None
     hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
 
     # ---- use
@@ -186,17 +189,22 @@ class Plan:
         """The answer in a few sentences."""
         limit = f"{format_bytes(self.budget)} ({self.budget_text})"
         if self.is_plain:
-            return f"It fits {limit} without checkpointing: {format_bytes(self.peak)}. Nothing is done."
+            return f"It fits {limit} without checkpointing: {self._peak()}. Nothing is done."
         slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         times = "by estimate" if self.estimated else "as measured"
         said = [
-            f"Peak {format_bytes(self.peak)} of {limit}; without checkpointing {format_bytes(self.plain)}.",
+            f"Peak {self._peak()} of {limit}; without checkpointing {format_bytes(self.plain)}.",
             f"The step takes {slower:.1%} more time than without, {times}; {self._certificate()}.",
         ]
         if self.error is not None:
             allowed = f" of {self.error_budget:.2%}" if self.error_budget is not None else ""
             said.append(f"Gradients differ by {self.error:.2%}{allowed}, measured on this batch.")
         return " ".join(said)
+
+    def _peak(self) -> str:
+        if self.at_most is None:
+            return format_bytes(self.peak)
+        return f"{format_bytes(self.peak)} (at most {format_bytes(self.at_most)}, if tokens choose the same experts)"
 
     def _certificate(self) -> str:
         return "no plan is faster" if self.gap < 5e-5 else f"within {self.gap:.2%} of the best possible"

@@ -16,7 +16,7 @@ from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
 from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of
-from gradckpt._planning.step_trace import Segment, StepTrace
+from gradckpt._planning.step_trace import StepTrace
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
 
@@ -41,6 +41,9 @@ class CostSource(Protocol):
 class StepProfile(abc.ABC):
     """The memory of a step on paper in each option, and the times of its regions.
 
+    ``traces``: by option, with all regions in it; ``largest``: the same if nearly all tokens choose
+    the same experts, where sizes depend on that. Budgets are kept by the latter.
+
     ``blocks``: the model's regions. ``options``: those that a plan may choose from. ``costs``: of
     the regions, and ``step_seconds``: of the step with exact recomputing; set before a plan is
     made. ``estimated``: these times come from a data sheet. ``hints``: as in :class:`Plan`.
@@ -55,7 +58,10 @@ class StepProfile(abc.ABC):
         self.options = list(options)
         self._names = {id(module): name for name, module in model.named_modules()}
         self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
-        self._segments: dict[Option, Sequence[Segment]] = {o: trace.segments for o, trace in self.traces.items()}
+        self.largest = {
+            option: self.largest_of([option] * len(self.blocks)) if trace.data_dependent else trace
+            for option, trace in self.traces.items()
+        }
         self.calls = self.chain().calls
         self.costs: CostSource | None = None
         self.step_seconds = 0.0
@@ -63,8 +69,14 @@ class StepProfile(abc.ABC):
     # ---- on paper
 
     @abc.abstractmethod
-    def trace(self, options: Sequence[Option]) -> StepTrace:
-        """Return the step on paper with an option for each block; no segment stands for others."""
+    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
+        """Return the step on paper with an option for each block; no segment stands for others.
+        ``concentrated``: as for :func:`gradckpt._planning.step_trace.trace_step`.
+        """
+
+    def largest_of(self, options: Sequence[Option]) -> StepTrace:
+        """Return the step that needs most, whatever experts tokens choose."""
+        return self.trace(options, concentrated=True)
 
     def setting(self, options: Sequence[Option], blocks: Sequence[Module] | None = None) -> Setting:
         """Return the setting of the model with an option for each block."""
@@ -105,7 +117,7 @@ class StepProfile(abc.ABC):
 
     def chain(self) -> Chain:
         """Return the chain of the step's calls, which knows no plan yet."""
-        return Chain(self._segments)
+        return Chain({option: trace.segments for option, trace in self.largest.items()})
 
     def fastest(
         self,
@@ -128,10 +140,10 @@ class StepProfile(abc.ABC):
         squares = None if error is None else error**2
 
         def run(choice: Choice) -> StepTrace:
-            return self.trace(self.of_choice(choice))
+            return self.largest_of(self.of_choice(choice))
 
         try:
-            return choose(chain, self._costs(weights), budget.size - held, squares, run, list(self.traces.values()))
+            return choose(chain, self._costs(weights), budget.size - held, squares, run, list(self.largest.values()))
         except Infeasible as found:
             hint = advice(found.trace.peak(), {} if budget.step_only else fixed, self.hints)
             smallest = found.smallest + held
@@ -154,17 +166,20 @@ class StepProfile(abc.ABC):
         """Return the plan of a choice; ``measured``: its error, of the budget ``error``."""
         held = sum(fixed.values())
         base = max(self.step_seconds - math.fsum(self.cost(block, RECOMPUTE).seconds for block in self.calls), 0.0)
-        peak = chosen.trace.peak()
-        if any(trace.data_dependent for trace in self.traces.values()):
-            about = [*about, "Experts are assumed to be chosen equally often."]
+        options = self.of_choice(chosen.choice)
+        binds = chosen.trace.peak()
+        peak, at_most = binds.size + held, None
+        if chosen.trace.data_dependent:
+            peak, at_most = self.trace(options).peak().size + held, peak
+            about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
         return Plan(
             model=type(self.model).__name__,
-            regions=tuple(self._planned(self.of_choice(chosen.choice))),
+            regions=tuple(self._planned(options)),
             budget=budget.size + (held if budget.step_only else 0),
             budget_text=budget.text,
-            peak=peak.size + held,
+            peak=peak,
             plain=self.traces[KEEP].peak().size + held,
-            binds=peak,
+            binds=binds,
             fixed=dict(fixed),
             seconds=base + chosen.seconds,
             plain_seconds=base + sum(self.cost(block, KEEP).seconds for block in self.calls),
@@ -175,6 +190,7 @@ class StepProfile(abc.ABC):
             error_budget=error,
             front=tuple((size, base + seconds) for size, seconds in chosen.front),
             about=tuple(about),
+            at_most=at_most,
             hints=self.hints,
         )
 

@@ -149,7 +149,9 @@ def trace_step(
         run: Runs forward and backward on the batch that it is given.
         batch: Tensors in containers; floating point ones lose their values.
         blocks: The repeated modules that name the segments.
-        concentrated: Let nearly every token choose the same experts.
+        concentrated: Let nearly every token choose the same experts. Few tokens must choose the
+            others, since these get gradients then; sizes are larger by these tokens' part, so that
+            no other choice needs more.
         cuda: Count what CUDA's kernels save, instead of the CPU's.
 
     Raises:
@@ -183,7 +185,16 @@ def trace_step(
         torch.set_rng_state(generator)
     events = mode.events[:]
     bounds = [_Mark(0, before, "", -1), *marks, _Mark(len(events), after, "", -1)]
-    return StepTrace(_segments(events, mode.work, bounds, gradients), mode.data_dependent)
+    segments = _segments(events, mode.work, bounds, gradients)
+    return StepTrace(_enlarged(segments, mode.rest) if mode.data_dependent else segments, mode.data_dependent)
+
+
+def _enlarged(segments: Sequence[Segment], part: float) -> list[Segment]:
+    """Return the segments with all sizes larger by a part of them."""
+    return [
+        dataclasses.replace(each, events=[(round(size * (1 + part)), kind) for size, kind in each.events])
+        for each in segments
+    ]
 
 
 def _refuse_writes(mode: PaperMode, parameters: list[Parameter]) -> None:

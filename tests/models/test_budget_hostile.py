@@ -330,8 +330,7 @@ def test_no_plan_is_faster(name):
     profile = Profile(model, lambda batch: step_of_batch(model, batch)(), (X,), modules=Block)
     if name != "three shared blocks":
         profile.options = [each for each in profile.options if "lossless" not in each.name][:4]
-    profile.traces = {option: profile.traces[option] for option in profile.options}
-    profile._segments = {option: trace.segments for option, trace in profile.traces.items()}
+    profile.largest = {option: profile.largest[option] for option in profile.options}
     peaks = {}
     for options in itertools.product(range(len(profile.options)), repeat=len(profile.blocks)):
         choice = tuple(options[block] for block in profile.calls)
