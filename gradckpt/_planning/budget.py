@@ -1,4 +1,6 @@
-"""Budgets of bytes and of errors, as people write them: :func:`parse_budget`, :func:`parse_error`."""
+"""Budgets as people write them: of bytes, :func:`parse_budget`, and of errors,
+:func:`parse_error`.
+"""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class Profile(StepProfile):
         saved = plan.profile
         if saved is None:
             raise ValueError(
-                "gradckpt: profile= has a plan with estimated times; measure with gradckpt.plan(model, batch, budget=...)"
+                "gradckpt: profile= is a plan with estimated times; leave it out, and this plan will be a profile"
             )
         plan.rules_for(self.model)
         self._check(saved, [region.name for region in plan.regions])
@@ -300,8 +300,8 @@ class Profile(StepProfile):
             if (option in options) != (option in allowed_here):
                 what = "with" if option in options else "without"
                 raise ValueError(
-                    f"gradckpt: profile= was measured {what} the option {option['name']!r}; pass the same compress= and "
-                    "error= as there, or leave profile= out"
+                    f"gradckpt: profile= was measured {what} the option {option['name']!r}; pass the same compress= "
+                    "and error=, or leave profile= out"
                 )
         for i, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
             then, now = saved.of(i).like, self._likeness(block)

@@ -148,7 +148,7 @@ class StepProfile(abc.ABC):
         return smallest(chain, self._costs(squares is not None), squares, self.trace_of, [*self.traces.values()])[1]
 
     def no_plan(self, budget: Budget, fixed: Mapping[str, int], choice: Choice, trace: StepTrace) -> NoPlan:
-        """Return the error of a budget that is smaller than what this choice needs, the smallest."""
+        """Return the error of a budget that is too small for this choice, which needs least."""
         peak = trace.peak()
         size = peak.size + budget.size - self.limit(budget, fixed)
         hint = advice(peak, {} if budget.step_only else fixed, self.hints)
