@@ -15,6 +15,9 @@ _AIM, _ENOUGH = 0.95, 0.9
 #: Limits that are tried, beside those whose choices are measured anyway.
 _TURNS = 12
 
+#: What is expected to have so many times the error budget is not measured.
+_FAR = 2.0
+
 #: Limits whose ratio is smaller are not told apart; a limit is not below this part of the last one.
 _SAME, _LEAST = 1.01, 0.05
 
@@ -29,9 +32,9 @@ def approach(
 ) -> None:
     """Measure the errors of choices until one is a little below the error budget.
 
-    Errors of regions, added as squares, order choices and say little of the whole error. So what is
-    looked for is the limit of that sum, between one whose choice is within the budget and one whose
-    choice is not.
+    Errors of regions, added as squares, order choices, and say about what the whole error is. So
+    what is looked for is the limit of that sum, between one whose choice is within the budget and
+    one whose choice is not.
 
     Args:
         error: The budget.
@@ -51,10 +54,14 @@ def approach(
         return known[choice]
 
     choice = pick(None)
-    if choice is None or error_of(choice) <= error:
+    if choice is None:
         return
     below, within = 0.0, 0.0  # a limit, and the error of its choice
-    above, over = expected(choice), error_of(choice)
+    above, over = expected(choice), expected(choice)
+    if choice in known or over <= _FAR * error:
+        over = error_of(choice)
+        if over <= error:
+            return
     for _ in range(_TURNS):
         if steps < 1 or within >= _ENOUGH * error or above < below * _SAME:
             break

@@ -34,7 +34,10 @@ __all__ = ["Profile"]
 _STEPS = 2
 
 #: Choices whose errors are measured at most: to find the smallest budget, and the fastest plan.
-_FOR_SMALLEST, _FOR_FASTEST = 3, 5
+_FOR_SMALLEST, _FOR_FASTEST = 3, 4
+
+#: If there are more kinds of regions, what their errors weigh is measured of all together.
+_KINDS = 4
 
 Run = Callable[[Any], object]
 
@@ -72,6 +75,7 @@ class Profile(StepProfile):
         self._traced: dict[tuple[Option, ...], StepTrace] = {}
         self._errors: dict[Choice, float] = {}  # of those that are exact, or were measured
         self._peaks: dict[Choice, int] = {}  # bytes that known choices add
+        self._is_weighed = False
         with quiet():
             blocks = regions_to_plan(model, modules)
         super().__init__(model, blocks, allowed(compress, limits_error))
@@ -181,11 +185,13 @@ class Profile(StepProfile):
         """Return the fastest of all known choices within the budgets, and its measured error."""
         errors: list[StepErrors] = []
 
-        def measure(choice: Choice) -> float:
+        def measure(options: Sequence[Option]) -> float:
             if not errors:
                 errors.append(StepErrors(self.model, batch))
-            return errors[0].of(self.setting(self.of_choice(choice)))
+            return errors[0].of(self.setting(options))
 
+        if error is not None and not self._is_weighed:
+            self._weigh(measure)
         found = self._find(error, measure, budget, fixed)
         permitted = [each for each in self._peaks if error is None or self._errors.get(each, math.inf) <= error]
         least = min(permitted, key=lambda each: (self._peaks[each], each))
@@ -194,7 +200,7 @@ class Profile(StepProfile):
             raise self.no_plan(budget, fixed, least, self.trace_of(least))
         best = min((self.seconds(each), each) for each in permitted if self._peaks[each] <= limit)[1]
         if self._is_lossy(best) and best not in self._errors and batch is not None:
-            self._errors[best] = measure(best)
+            self._errors[best] = measure(self.of_choice(best))
         seconds = self.seconds(best)
         nearest = min((each for each in found if each.choice in permitted), key=lambda each: each.seconds, default=None)
         bound, front = (nearest.bound, nearest.front) if nearest is not None else (0.0, ())
@@ -202,7 +208,7 @@ class Profile(StepProfile):
         return chosen, None if error is None and not self._is_lossy(best) else self._errors.get(best)
 
     def _find(
-        self, error: float | None, measure: Callable[[Choice], float], budget: Budget, fixed: dict[str, int]
+        self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget, fixed: dict[str, int]
     ) -> list[Chosen]:
         """Look for the smallest and the fastest choice within the budgets, which then are known."""
         found: list[Chosen] = []
@@ -226,9 +232,32 @@ class Profile(StepProfile):
         if error is None:
             fastest(None)
         else:
-            approach(error, smallest, self.expected, self._errors, measure, _FOR_SMALLEST)
-            approach(error, fastest, self.expected, self._errors, measure, _FOR_FASTEST)
+            for pick, steps in ((smallest, _FOR_SMALLEST), (fastest, _FOR_FASTEST)):
+                approach(error, pick, self.expected, self._errors, lambda each: measure(self.of_choice(each)), steps)
         return found
+
+    def _weigh(self, measure: Callable[[Sequence[Option]], float]) -> None:
+        """Measure what errors of each kind of region add to the step's: all of the kind have their
+        least one.
+        """
+        kinds: dict[Any, list[int]] = {}
+        for block in dict.fromkeys(self.calls):
+            kinds.setdefault(self._measured(block), []).append(block)
+        for blocks in kinds.values() if len(kinds) <= _KINDS else [list(dict.fromkeys(self.calls))]:
+            options = [RECOMPUTE] * len(self.blocks)
+            for block in blocks:
+                lossy = [each for each in self.options if self.cost(block, each).error]
+                options[block] = min(lossy, key=lambda each: self.cost(block, each).error, default=RECOMPUTE)
+            expected = math.hypot(*(self.cost(block, options[block]).error for block in self.calls))
+            weight = (measure(options) / expected) ** 2 if expected else 0.0
+            for block in blocks:
+                self.weights[block] = weight if 0 < weight < math.inf else 1.0
+        self._is_weighed = True
+
+    def _measured(self, block: int) -> Measured:
+        """Return what is known of a region alone."""
+        costs = tuple(self.cost(block, option) for option in self.options)
+        return Measured(self._likeness(self.blocks[block]), costs, self.weights[block] if self._is_weighed else None)
 
     def _note(self, choice: Choice) -> Choice:
         """Let a choice be known."""
@@ -249,10 +278,7 @@ class Profile(StepProfile):
             self.step_seconds,
             self.traces[KEEP].peak().size,
             self.options,
-            [
-                Measured(self._likeness(block), tuple(self.cost(i, option) for option in self.options))
-                for i, block in enumerate(self.blocks)
-            ],
+            [self._measured(block) for block in range(len(self.blocks))],
             [
                 KnownPlan(tuple(map(self.options.index, self.of_choice(each))), peak, self._errors.get(each))
                 for each, peak in self._peaks.items()
@@ -278,6 +304,9 @@ class Profile(StepProfile):
         self._check(saved, [region.name for region in plan.regions])
         self.costs = SavedCosts(self.blocks, saved)
         self.step_seconds = saved.step_seconds
+        weights = [saved.of(i).weight for i in range(len(self.blocks))]
+        self._is_weighed = None not in weights
+        self.weights = [1.0 if weight is None else weight for weight in weights]
         same = saved.plain == self.traces[KEEP].peak().size
         for each in saved.known:
             choice = tuple(each.options[block] for block in self.calls)

@@ -20,11 +20,12 @@ __all__ = ["KnownPlan", "Measured", "SavedCosts", "SavedProfile", "inputs_noted"
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """Regions that are alike. ``like``: their parameters and inputs, in words. ``costs``: of each
-    option.
+    option. ``weight``: what a region's squared error adds to that of the step, None if unknown.
     """
 
     like: str
     costs: tuple[Cost, ...]
+    weight: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class SavedProfile:
                     "like": each.like,
                     "seconds": [cost.seconds for cost in each.costs],
                     "errors": [cost.error for cost in each.costs],
+                    "weight": each.weight,
                 }
                 for each in self.measured
             ],
@@ -82,7 +84,8 @@ class SavedProfile:
             data["plain"],
             tuple(find_option(**each) for each in data["options"]),
             tuple(
-                Measured(each["like"], tuple(map(Cost, each["seconds"], each["errors"]))) for each in data["measured"]
+                Measured(each["like"], tuple(map(Cost, each["seconds"], each["errors"])), each["weight"])
+                for each in data["measured"]
             ),
             tuple(data["regions"]),
             tuple(KnownPlan(**{**each, "options": tuple(each["options"])}) for each in data["known"]),

@@ -50,7 +50,8 @@ class StepProfile(abc.ABC):
 
     ``blocks``: the model's regions. ``options``: those that a plan may choose from. ``costs``: of
     the regions, and ``step_seconds``: of the step with exact recomputing; set before a plan is
-    made. ``estimated``: these times come from a data sheet. ``hints``: as in :class:`Plan`.
+    made. ``weights``: of the squares of the blocks' errors, which sum up to that of the step's.
+    ``estimated``: these times come from a data sheet. ``hints``: as in :class:`Plan`.
     """
 
     estimated = False
@@ -66,6 +67,7 @@ class StepProfile(abc.ABC):
         self.calls = self.chain().calls
         self.costs: CostSource | None = None
         self.step_seconds = 0.0
+        self.weights = [1.0] * len(self.blocks)
 
     # ---- on paper
 
@@ -103,14 +105,19 @@ class StepProfile(abc.ABC):
         return sum(self.cost(block, self.options[o]).seconds for block, o in zip(self.calls, choice, strict=True))
 
     def expected(self, choice: Choice) -> float:
-        """Return the error of the step's gradients if those of its calls added up as squares."""
-        return math.hypot(*(self.cost(b, self.options[o]).error for b, o in zip(self.calls, choice, strict=True)))
+        """Return the error of the step's gradients if those of its calls add up as squares."""
+        squares = (self._square(block, self.options[o]) for block, o in zip(self.calls, choice, strict=True))
+        return math.sqrt(sum(squares))
+
+    def _square(self, block: int, option: Option) -> float:
+        return self.weights[block] * self.cost(block, option).error ** 2
 
     def _costs(self, limits_error: bool) -> Costs:
-        """Return the costs of all calls; squares of errors add up."""
-        costs = [[self.cost(block, option) for option in self.options] for block in self.calls]
-        seconds = [[cost.seconds for cost in row] for row in costs]
-        return Costs(seconds, [[cost.error**2 for cost in row] for row in costs] if limits_error else None)
+        """Return the costs of all calls."""
+        seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
+        if not limits_error:
+            return Costs(seconds)
+        return Costs(seconds, [[self._square(block, option) for option in self.options] for block in self.calls])
 
     # ---- plans
 
