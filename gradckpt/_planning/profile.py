@@ -286,7 +286,7 @@ class Profile(StepProfile):
         )
 
     def _likeness(self, block: Module) -> str:
-        return f"{parameters_of(block)}; called with {self._inputs.get(id(block), 'nothing')}"
+        return f"{parameters_of(block)}, called with {self._inputs.get(id(block), 'nothing')}"
 
     def load(self, plan: Plan) -> None:
         """Take what was measured for a plan, instead of measuring it.
@@ -336,6 +336,6 @@ class Profile(StepProfile):
             then, now = saved.of(i).like, self._likeness(block)
             if then != now:
                 raise ValueError(
-                    f"gradckpt: profile= was measured in another step: {name!r} had {then}; now it has {now}; leave "
-                    "profile= out"
+                    f"gradckpt: profile= was measured in another step, where {name!r} had {then}, and now has {now}; "
+                    "leave profile= out"
                 )
