@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import Module
 from gradckpt._models.switch import Handle, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, Option, find_option
+from gradckpt._planning.saved_profile import SavedProfile
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
@@ -21,6 +23,9 @@ __all__ = ["Plan", "PlannedRegion", "digest_of"]
 
 #: Of plan files.
 _VERSION = 1
+
+#: A list of numbers, which takes one line of a file.
+_NUMBERS = re.compile(r"\[\n[-+.,\w\s]+\n\s*\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,8 @@ class Plan:
     checkpointing; ``bound``: no plan within the budget is faster. ``estimated``: times come from a
     data sheet. ``smallest_budget``: bytes; none below it has a plan. ``error``: the measured
     relative L2 error of the step's gradients, None if all options are exact; ``error_budget``.
-    ``about``: the assumptions, in sentences.
+    ``about``: the assumptions, in sentences. ``profile``: what was measured for it, with which
+    ``gradckpt.plan(..., profile=plan)`` plans for another budget; None with estimated times.
     """
 
     model: str
@@ -73,6 +79,7 @@ class Plan:
     front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
     about: tuple[str, ...] = ()
     at_most: int | None = None
+    profile: SavedProfile | None = dataclasses.field(default=None, repr=False)
     hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
 
     # ---- use
@@ -124,15 +131,16 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, which JSON can carry."""
-        given = dataclasses.asdict(self)
+        given = dataclasses.asdict(dataclasses.replace(self, profile=None))
         del given["hints"]
         for region, entry in zip(self.regions, given["regions"], strict=True):
-            entry["option"] = {"name": region.option.name, "rule": region.option.rule}
+            entry["option"] = region.option.to_dict()
+        given["profile"] = self.profile.to_dict() if self.profile is not None else None
         return {"version": _VERSION, **given}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for :meth:`load` and ``enable(model, plan=path)``."""
-        text = json.dumps(self.to_dict(), indent=1)
+        text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(self.to_dict(), indent=1))
         with open(path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -170,7 +178,9 @@ class Plan:
         )
         front = tuple((size, seconds) for size, seconds in given.pop("front"))
         binds, about = Peak(**given.pop("binds")), tuple(given.pop("about"))
-        return cls(regions=regions, front=front, binds=binds, about=about, **given)
+        measured = given.pop("profile", None)
+        profile = None if measured is None else SavedProfile.from_dict(measured)
+        return cls(regions=regions, front=front, binds=binds, about=about, profile=profile, **given)
 
     # ---- text
 

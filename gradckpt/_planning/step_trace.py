@@ -25,7 +25,7 @@ from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
 from gradckpt._training_step import StepWrites
 
-__all__ = ["Peak", "Segment", "StepTrace", "on_paper", "scaled", "trace_step"]
+__all__ = ["Peak", "Segment", "StepTrace", "condensed", "on_paper", "scaled", "trace_step"]
 
 #: What an allocation is for; the first two by when it was made.
 KEPT, LOSS, GRADIENTS, WORKING = range(4)
@@ -72,6 +72,25 @@ def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
         )
         for each in segments
     ]
+
+
+def condensed(trace: StepTrace) -> StepTrace:
+    """Return a trace with the same peaks and a few events in each segment; its work is left out."""
+    segments = [dataclasses.replace(each, events=_condensed(each.events), work=[]) for each in trace.segments]
+    return StepTrace(segments, trace.data_dependent)
+
+
+def _condensed(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the sums of all events up to the highest point by kind, and of those after it."""
+    sizes = list(itertools.accumulate(size for size, _ in events))
+    end = sizes.index(max(sizes)) + 1 if max(sizes, default=0) > 0 else 0
+    found = []
+    for part in (events[:end], events[end:]):
+        sums = dict.fromkeys(range(len(KINDS)), 0)
+        for size, kind in part:
+            sums[kind] += size
+        found += sorted((size, kind) for kind, size in sums.items() if size)  # releases first
+    return found
 
 
 class _Up:
