@@ -26,11 +26,12 @@ from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import device_of, parse_budget
-from gradckpt._planning.comparison import quiet, refuse_shards
+from gradckpt._planning.comparison import quiet
 from gradckpt._planning.optimizers import state_bytes
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.sharded import gradient_bytes, is_sharded, refuse_shards, trained_parts
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone, loss_of
 
@@ -149,7 +150,11 @@ class LiveBudget:
         if output is None:  # the forward raised
             self._forget()
             return
-        self._pending = self._make_plan(model)
+        self._busy = True
+        try:
+            self._pending = self._make_plan(model)
+        finally:
+            self._busy = False
         logger.info("gradckpt: from the next training call on: %s", self._pending.verdict)
 
     def _grown(self, model: Module, args: Any, kwargs: Any) -> dict[str, str]:
@@ -160,7 +165,7 @@ class LiveBudget:
         uncounted = self._counts_optimizer or self._step_only
         sizes = {
             "input": sum(x.numel() for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor)),
-            "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+            "gradients": gradient_bytes(model),
             "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
         }
         found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
@@ -210,7 +215,7 @@ class LiveBudget:
 
     def note_optimizer(self, model: Module, optimizer: Any) -> None:
         """Count the states of an optimizer that has stepped, if it trains the model."""
-        own = {id(p) for p in model.parameters()}
+        own = trained_parts(model)
         if self._optimizer is None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             self._optimizer = weakref.ref(optimizer)
 
@@ -229,7 +234,8 @@ def _step_of(model: Module) -> Callable[[Any], None]:
 
     def step(batch: Any) -> None:
         args, kwargs = batch
-        result = model.forward(*args, **kwargs)
+        call = model if is_sharded(model) else model.forward  # FSDP's hooks gather weights
+        result = call(*args, **kwargs)
         loss = loss_of(result)
         leaves = [loss] if loss is not None else private.tree_leaves(result)
         roots = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]

@@ -9,10 +9,12 @@ import torch
 from torch.nn import Module
 
 from gradckpt._models.switch import UNSET, Modules, Unset
+from gradckpt._planning.agreement import agreed
 from gradckpt._planning.budget import device_of, parse_budget
-from gradckpt._planning.comparison import Comparison, compare, refuse_shards, step_of, unwrapped
+from gradckpt._planning.comparison import Comparison, compare, step_of, unwrapped
 from gradckpt._planning.profile import Profile, parse_error
 from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.sharded import is_sharded, refuse_shards
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone
 
@@ -119,4 +121,6 @@ def plan(
                 "plan(model, batch) instead"
             ) from reason
         profile.measure(batch)
+        if is_sharded(model):
+            return agreed(profile, limit, optimizer)
         return profile.plan(limit, error=allowed_error, optimizer=optimizer, batch=batch)

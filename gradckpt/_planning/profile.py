@@ -22,6 +22,7 @@ from gradckpt._planning.comparison import fixed_bytes, quiet
 from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
 from gradckpt._planning.options import RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, refuse_shards
 from gradckpt._planning.step_profile import NoPlan, StepProfile
 from gradckpt._planning.step_trace import StepTrace, trace_step
 from gradckpt._settings import Setting
@@ -94,6 +95,7 @@ class Profile(StepProfile):
         self.device = device_of(model)
         with quiet():
             blocks = regions_to_plan(model, modules)
+        refuse_shards(model, blocks)
         super().__init__(model, blocks, allowed(compress, limits_error))
 
     def trace(self, options: Sequence[Option]) -> StepTrace:
@@ -162,7 +164,8 @@ class Profile(StepProfile):
         if optimizer is not None:
             memory = optimizer_memory(self.model, optimizer)
             fixed["optimizer states"] = memory.states + memory.new
-        fixed["other tensors"] = other_tensors(self.device, sum(fixed.values()) - memory.new)
+        known = sum(fixed.values()) - memory.new + gathered_bytes(self.model)  # a trace has the latter
+        fixed["other tensors"] = other_tensors(self.device, known)
         return fixed, memory
 
     def held(self, optimizer: Any) -> int:
@@ -177,7 +180,7 @@ class Profile(StepProfile):
         """Check that the optimizer's step, which no option of a region changes, is within the
         budget.
         """
-        gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad and p.grad is None)
+        gradients = missing_gradient_bytes(self.model)
         working = memory.working - memory.new
         needed = gradients + working if budget.step_only else held + gradients + working
         if memory.working and needed > budget.size:

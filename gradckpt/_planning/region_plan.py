@@ -14,6 +14,7 @@ from torch.nn import Module
 from gradckpt._models.switch import Handle, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, Option, find_option
+from gradckpt._planning.sharded import class_of
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
@@ -105,9 +106,9 @@ class Plan:
                     f"gradckpt: this plan is for another model: {type(model).__name__} has no module {region.name!r}; "
                     "make a new plan"
                 )
-            if type(module).__name__ != region.kind or digest_of(module) != region.digest:
-                what = f"is {type(module).__name__}, not {region.kind}"
-                what = what if type(module).__name__ != region.kind else "has other parameters"
+            kind = class_of(module).__name__
+            if kind != region.kind or digest_of(module) != region.digest:
+                what = f"is {kind}, not {region.kind}" if kind != region.kind else "has other parameters"
                 raise ValueError(f"gradckpt: this plan is for another model: {region.name!r} {what}; make a new plan")
             rules[module] = region.option.rule
         return rules
@@ -213,7 +214,7 @@ class Plan:
 def digest_of(module: Module) -> str:
     """Return a digest of a module's parts: their names, classes, and shapes of parameters."""
     parts = [
-        (name, type(part).__name__, [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()])
+        (name, class_of(part).__name__, [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()])
         for name, part in module.named_modules()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
