@@ -133,6 +133,7 @@ class LiveBudget:
             elif grown:
                 if "gradients" in grown:
                     self._profile = self._trace(model, args, kwargs)
+                self._note_others()
                 self._pending = self._make_plan(model)
                 reasons = " and ".join(grown.values())
                 logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending.verdict)
@@ -185,6 +186,7 @@ class LiveBudget:
             len(self._options),
         )
         self._profile = self._trace(model, args, kwargs)
+        self._note_others()
         self._pending = None
         if again:
             self.install(model)
@@ -212,6 +214,10 @@ class LiveBudget:
             if self.plan is None and self._pending is None:  # the first, which all ranks make
                 return agreed(self._profile, budget, optimizer)
             return self._profile.plan(budget, optimizer=optimizer)
+
+    def _note_others(self) -> None:
+        assert self._profile is not None
+        self._profile.note_others(self._optimizer() if self._optimizer is not None else None)
 
     def note_optimizer(self, model: Module, optimizer: Any) -> None:
         """Count the states of an optimizer that has stepped, if it trains the model."""

@@ -92,6 +92,7 @@ class Profile(StepProfile):
     ) -> None:
         self._run = run
         self._batch = batch
+        self._others: int | None = None
         self.device = device_of(model)
         with quiet():
             blocks = regions_to_plan(model, modules)
@@ -159,14 +160,26 @@ class Profile(StepProfile):
 
     def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         """Return the bytes that are there during the whole step, and the optimizer's."""
+        fixed, memory = self._own(optimizer)
+        others = self._others if self._others is not None else self._others_now(fixed, memory)
+        return {**fixed, "other tensors": others}, memory
+
+    def _own(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         fixed = fixed_bytes(self.model)
-        memory = OptimizerMemory(0, 0, 0)
-        if optimizer is not None:
-            memory = optimizer_memory(self.model, optimizer)
-            fixed["optimizer states"] = memory.states + memory.new
-        known = sum(fixed.values()) - memory.new + gathered_bytes(self.model)  # a trace has the latter
-        fixed["other tensors"] = other_tensors(self.device, known)
-        return fixed, memory
+        if optimizer is None:
+            return fixed, OptimizerMemory(0, 0, 0)
+        memory = optimizer_memory(self.model, optimizer)
+        return {**fixed, "optimizer states": memory.states + memory.new}, memory
+
+    def _others_now(self, fixed: dict[str, int], memory: OptimizerMemory) -> int:
+        known = sum(fixed.values()) - memory.new
+        return other_tensors(self.device, known + gathered_bytes(self.model))  # traces have what is gathered
+
+    def note_others(self, optimizer: Any) -> None:
+        """Note the tensors that are not the model's or the optimizer's, for plans that are made
+        while a step runs.
+        """
+        self._others = self._others_now(*self._own(optimizer))
 
     def held(self, optimizer: Any) -> int:
         """Return the bytes that are there during the whole step."""
