@@ -64,6 +64,9 @@ class State:
         if "torch.distributed.fsdp" in sys.modules:
             find = private.fsdp2_state()
             found = {id(state): state for m in model.modules() if (state := find(m)) is not None}
+        self._outside = False
+        for context in {id(state._state_ctx): state._state_ctx for state in found.values()}.values():
+            self._outside |= any(id(state) not in found for state in context.all_states)
         self.states = list(found.values())
         self.groups = [group for state in self.states for group in _groups(state)]
         self.parameters = [param for group in self.groups for param in group.fsdp_params]
@@ -103,13 +106,14 @@ class State:
 
     def refusal(self) -> str | None:
         """Return what of this cannot be planned, with the way out."""
-        for p in self.parameters:
-            if p.is_dtensor:
-                return f"{p._module_info.param_name} is a DTensor of another mesh, too; plan before parallelize_module()"
-            if p.offload_to_cpu:
-                return "its weights are offloaded to the host; plan before fully_shard(model)"
-            if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather"):
-                return f"{p._module_info.param_name} is gathered in a format of its own; plan before fully_shard(model)"
+        if self._outside:
+            return "it is a part of a model that is sharded; pass the whole model"
+        if any(p.is_dtensor for p in self.parameters):
+            return "it is parallelized in another way, too; call plan() before parallelize_module()"
+        if any(p.offload_to_cpu for p in self.parameters):
+            return "its weights are offloaded to the host; call plan() before fully_shard(model)"
+        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in self.parameters):
+            return "its weights are gathered in a format of their own; call plan() before fully_shard(model)"
         return None
 
     def initialize(self) -> None:

@@ -31,7 +31,7 @@ from gradckpt._planning.optimizers import state_bytes
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.sharded import gradient_bytes, is_sharded, refuse_shards, trained_parts
+from gradckpt._planning.sharded import gradient_bytes, is_sharded, reduces, refuse_shards, trained_parts
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone, loss_of
 
@@ -67,7 +67,7 @@ class LiveBudget:
         self._busy = False
         self._watch: Any = None  # the handle of a hook on optimizers
         #: What the plan knows: elements of the inputs, bytes of gradients and of optimizer states.
-        self._known = {"input": 0, "gradients": 0, "states": 0}
+        self._known = {"input": 0, "gradients": 0, "reductions": 0, "states": 0}
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("budget", "compress", "_options", "_blocks", "_counts_optimizer", "_step_only", "plan")
@@ -131,7 +131,7 @@ class LiveBudget:
             if "input" in grown:
                 self._begin(model, args, kwargs)
             elif grown:
-                if "gradients" in grown:
+                if {"gradients", "reductions"} & grown.keys():
                     self._profile = self._trace(model, args, kwargs)
                 self._note_others()
                 self._pending = self._make_plan(model)
@@ -167,6 +167,7 @@ class LiveBudget:
         sizes = {
             "input": sum(x.numel() for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor)),
             "gradients": gradient_bytes(model),
+            "reductions": int(reduces(model)),
             "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
         }
         found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
@@ -229,6 +230,7 @@ class LiveBudget:
 _SENTENCES = {
     "input": "the input is larger",
     "gradients": "gradients exist before the forward",
+    "reductions": "gradients are reduced",
     "states": "the optimizer has states now",
 }
 

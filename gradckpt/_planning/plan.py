@@ -14,7 +14,7 @@ from gradckpt._planning.budget import device_of, parse_budget
 from gradckpt._planning.comparison import Comparison, compare, step_of, unwrapped
 from gradckpt._planning.profile import Profile, parse_error
 from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.sharded import is_sharded, refuse_shards
+from gradckpt._planning.sharded import is_sharded, reduces, refuse_shards
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone
 
@@ -112,6 +112,8 @@ def plan(
     allowed_error = None if error is None else parse_error(error)
     run = step_of(model, batch)
     given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
+    if is_sharded(model):
+        _check_sharded(model, allowed_error)
     with alone(model):
         try:
             profile = Profile(model, run, given, modules=modules, compress=compress, limits_error=error is not None)
@@ -124,3 +126,16 @@ def plan(
         if is_sharded(model):
             return agreed(profile, limit, optimizer)
         return profile.plan(limit, error=allowed_error, optimizer=optimizer, batch=batch)
+
+
+def _check_sharded(model: Module, error: float | None) -> None:
+    if error is not None:
+        raise ValueError(
+            "gradckpt: error= cannot be measured on a sharded model, since each rank has a part of the gradients; call "
+            "plan() before fully_shard(model)"
+        )
+    if not reduces(model):
+        raise ValueError(
+            "gradckpt: plan() runs whole steps, and this sharded model is to reduce no gradients; call "
+            "set_requires_gradient_sync(True) first"
+        )

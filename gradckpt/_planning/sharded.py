@@ -17,6 +17,8 @@ __all__ = [
     "is_sharded",
     "local",
     "parameter_bytes",
+    "missing_gradient_bytes",
+    "reduces",
     "refuse_shards",
     "trained_parts",
 ]
@@ -24,6 +26,11 @@ __all__ = [
 
 def is_sharded(model: Module) -> bool:
     return bool(State(model).parameters)
+
+
+def reduces(model: Module) -> bool:
+    """Return whether a backward reduces the gradients of a sharded model now."""
+    return State(model).reduces()
 
 
 def class_of(module: Module) -> type[Module]:
@@ -88,13 +95,13 @@ def refuse_shards(model: Module, blocks: Sequence[Module] = ()) -> None:
     known = state.registered()
     reason = state.refusal()
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
-        reason = "it is in FullyShardedDataParallel; plan before that, or use fully_shard(model)"
+        reason = "FullyShardedDataParallel has it; call plan() before that, or use fully_shard(model)"
     elif tensors is not None and any(
         isinstance(p, tensors.DTensor) and id(p) not in known for p in model.parameters()
     ):
-        reason = "it has DTensors that fully_shard() did not make; plan before parallelize_module()"
+        reason = "it has DTensors that fully_shard() did not make; call plan() before parallelize_module()"
     for block in blocks:
         if any(State(part).states for part in block.children()):
-            reason = f"parts of {class_of(block).__name__} are sharded by themselves; choose them with modules="
+            reason = f"parts of its {class_of(block).__name__} are sharded alone; choose these parts with modules="
     if reason is not None:
         raise ValueError(f"gradckpt: this sharded model cannot be planned: {reason}")
