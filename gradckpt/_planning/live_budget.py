@@ -131,8 +131,7 @@ class LiveBudget:
             if "input" in grown:
                 self._begin(model, args, kwargs)
             elif grown:
-                if {"gradients", "reductions"} & grown.keys():
-                    self._profile = self._trace(model, args, kwargs)
+                self._profile = self._trace(model, args, kwargs)
                 self._note_others()
                 self._pending = self._make_plan(model)
                 reasons = " and ".join(grown.values())
@@ -171,6 +170,8 @@ class LiveBudget:
             "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
         }
         found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
+        if "states" in found:  # plans for gradients, too, will have to count these
+            self._known["gradients"] = self._known["reductions"] = 0
         self._known = {key: max(size, self._known[key]) for key, size in sizes.items()}
         return found
 

@@ -214,7 +214,11 @@ class Plan:
 def digest_of(module: Module) -> str:
     """Return a digest of a module's parts: their names, classes, and shapes of parameters."""
     parts = [
-        (name, class_of(part).__name__, [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()])
+        (
+            name,
+            class_of(part).__name__,
+            [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()],
+        )
         for name, part in module.named_modules()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -69,7 +69,11 @@ def missing_gradient_bytes(model: Module) -> int:
     state = State(model)
     gathered = state.registered()
     missing = [p for p in model.parameters() if p.requires_grad and p.grad is None and id(p) not in gathered]
-    missing += [p._sharded_param_data for p in state.parameters if p.sharded_param.requires_grad and p.sharded_param.grad is None]
+    missing += [
+        p._sharded_param_data
+        for p in state.parameters
+        if p.sharded_param.requires_grad and p.sharded_param.grad is None
+    ]
     return sum(x.nbytes for x in missing)
 
 
@@ -96,9 +100,7 @@ def refuse_shards(model: Module, blocks: Sequence[Module] = ()) -> None:
     reason = state.refusal()
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
         reason = "FullyShardedDataParallel has it; call plan() before that, or use fully_shard(model)"
-    elif tensors is not None and any(
-        isinstance(p, tensors.DTensor) and id(p) not in known for p in model.parameters()
-    ):
+    elif tensors is not None and any(isinstance(p, tensors.DTensor) and id(p) not in known for p in model.parameters()):
         reason = "it has DTensors that fully_shard() did not make; call plan() before parallelize_module()"
     for block in blocks:
         if any(State(part).states for part in block.children()):
