@@ -42,10 +42,8 @@ def scratch_of(func: Any, args: Any, results: Any) -> Scratch | None:
 def gloo_bytes(func: Any, args: Any) -> int:
     """Return the bytes that a collective allocates and releases while it runs."""
     if func == torch.ops.c10d._allgather_base_.default:
-        return 2 * args[0].nbytes  # its caller's, and its thread's
-    if func == torch.ops.c10d.allgather_.default:
-        return sum(x.nbytes for outputs in args[0] for x in outputs)
-    return args[1].nbytes if func == torch.ops.c10d._reduce_scatter_base_.default else 0
+        return int(2 * args[0].nbytes)  # its caller's, and its thread's
+    return int(args[1].nbytes) if func == torch.ops.c10d._reduce_scatter_base_.default else 0
 
 
 def _forward(result: Any, x: Any, w: Any, bias: Any, *how: Any) -> Scratch | None:

@@ -20,10 +20,10 @@ from torch.nn import Module, Parameter
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.paper import PaperMode
 
-__all__ = ["KeptAttributes", "State"]
+__all__ = ["State"]
 
 
-class KeptAttributes:
+class _KeptAttributes:
     """The attributes of an object, and what is in its containers, to be put back."""
 
     def __init__(self, owner: Any) -> None:
@@ -129,7 +129,7 @@ class State:
         """
         contexts = {id(x): x for state in self.states for x in (state._state_ctx, state._comm_ctx)}
         stepping = [*self.states, *self.groups, *contexts.values()]
-        kept = [KeptAttributes(x) for x in (*stepping, *self.parameters)]
+        kept = [_KeptAttributes(x) for x in (*stepping, *self.parameters)]
         try:
             for each in stepping:
                 _begin(each)
@@ -180,8 +180,8 @@ def _shard_on_paper(p: Any, mode: PaperMode) -> Parameter:
     p._sharded_param_data = mode.like(p._sharded_param_data)
     p.unsharded_accumulated_grad = None if unreduced is None else mode.like(unreduced)
     local = p._sharded_param_data.as_strided(p.sharded_size, p.contiguous_sharded_stride)
-    p.sharded_param = Parameter(p.to_sharded_dtensor(local), requires_grad=old.requires_grad)
+    new = p.sharded_param = Parameter(p.to_sharded_dtensor(local), requires_grad=old.requires_grad)
     if old.grad is not None:
-        p.sharded_param.grad = p.to_sharded_dtensor(mode.like(old.grad._local_tensor))
-    p._setattr_on_modules(p.sharded_param)
-    return p.sharded_param
+        new.grad = p.to_sharded_dtensor(mode.like(old.grad._local_tensor))
+    p._setattr_on_modules(new)
+    return new

@@ -30,6 +30,8 @@ from gradckpt._planning.values import RECURRENT, NotOnPaper
 __all__ = ["Event", "PaperMode"]
 
 aten = torch.ops.aten
+_Storage: Any = torch.UntypedStorage
+_StorageBase: Any = torch._C.StorageBase
 
 #: Addresses, of which no memory is ever touched; storages take them in turn.
 _ADDRESSES = 2**44
@@ -164,25 +166,25 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         _C.set_on_paper(first, first + _ADDRESSES)
         self._get_rng_state = torch.get_rng_state
         torch.get_rng_state = lambda: self._get_rng_state().clone()  # which this mode sees
-        torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)  # type: ignore[method-assign]
-        torch.UntypedStorage.nbytes = lambda storage: self._nbytes(storage)  # type: ignore[method-assign]
+        _Storage.resize_ = lambda storage, size: self._resize(storage, size)
+        _Storage.nbytes = lambda storage: self._nbytes(storage)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.get_rng_state = self._get_rng_state
-        del torch.UntypedStorage.resize_, torch.UntypedStorage.nbytes  # those of the class above
+        del _Storage.resize_, _Storage.nbytes  # those of its base are back
         _C.set_on_paper(0, 0)
 
     def _nbytes(self, storage: Any) -> int:
-        return 0 if storage._cdata in self._emptied else torch._C.StorageBase.nbytes(storage)
+        return 0 if storage._cdata in self._emptied else int(_StorageBase.nbytes(storage))
 
     def _resize(self, storage: Any, size: int) -> Any:
         """Note that a storage is emptied or filled again, as FSDP does with gathered weights."""
         key = storage._cdata
-        whole = torch._C.StorageBase.nbytes(storage)
+        whole = _StorageBase.nbytes(storage)
         if key not in self._live:
-            return torch._C.StorageBase.resize_(storage, size)
+            return _StorageBase.resize_(storage, size)
         if size not in (0, whole):
             raise NotOnPaper("a storage changes its size")
         if (key in self._emptied) != (size == 0):

@@ -131,11 +131,10 @@ def plan(
 def _check_sharded(model: Module, error: float | None) -> None:
     if error is not None:
         raise ValueError(
-            "gradckpt: error= cannot be measured on a sharded model, since each rank has a part of the gradients; call "
-            "plan() before fully_shard(model)"
+            "gradckpt: error= cannot be measured on a sharded model; call plan() before fully_shard(model)"
         )
     if not reduces(model):
         raise ValueError(
-            "gradckpt: plan() runs whole steps, and this sharded model is to reduce no gradients; call "
-            "set_requires_gradient_sync(True) first"
+            "gradckpt: this sharded model does not reduce its gradients now; call set_requires_gradient_sync(True) "
+            "before plan()"
         )

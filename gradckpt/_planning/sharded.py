@@ -16,8 +16,8 @@ __all__ = [
     "gradient_bytes",
     "is_sharded",
     "local",
-    "parameter_bytes",
     "missing_gradient_bytes",
+    "parameter_bytes",
     "reduces",
     "refuse_shards",
     "trained_parts",
@@ -68,13 +68,9 @@ def missing_gradient_bytes(model: Module) -> int:
     """Return the bytes of gradients that a step makes."""
     state = State(model)
     gathered = state.registered()
-    missing = [p for p in model.parameters() if p.requires_grad and p.grad is None and id(p) not in gathered]
-    missing += [
-        p._sharded_param_data
-        for p in state.parameters
-        if p.sharded_param.requires_grad and p.sharded_param.grad is None
-    ]
-    return sum(x.nbytes for x in missing)
+    parts = [(p, p) for p in model.parameters() if id(p) not in gathered]
+    parts += [(p.sharded_param, p._sharded_param_data) for p in state.parameters]
+    return sum(part.nbytes for p, part in parts if p.requires_grad and p.grad is None)
 
 
 def gathered_bytes(model: Module) -> int:

@@ -53,8 +53,11 @@ def test_all_ranks_refuse_a_budget_that_is_too_small(ranks):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("unreduced", "gradckpt: plan() runs whole steps, and this sharded model is to reduce no gradients; call "),
-        ("error", "gradckpt: error= cannot be measured on a sharded model, since each rank has a part of the "),
+        (
+            "unreduced",
+            "gradckpt: this sharded model does not reduce its gradients now; call set_requires_gradient_sync(",
+        ),
+        ("error", "gradckpt: error= cannot be measured on a sharded model; call plan() before fully_shard(model)"),
         ("parts", f"{_REFUSED}parts of its Block are sharded alone; choose these parts with modules="),
         ("two dimensions", f"{_REFUSED}it has DTensors that fully_shard() did not make; call plan() before "),
         ("a part", f"{_REFUSED}it is a part of a model that is sharded; pass the whole model"),
