@@ -25,13 +25,12 @@ from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
 from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
-from gradckpt._planning.values import RECURRENT, NotOnPaper
+from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
 
 __all__ = ["Event", "PaperMode"]
 
 aten = torch.ops.aten
 _Storage: Any = torch.UntypedStorage
-_StorageBase: Any = torch._C.StorageBase
 
 #: Addresses, of which no memory is ever touched; storages take them in turn.
 _ADDRESSES = 2**44
@@ -177,16 +176,16 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         _C.set_on_paper(0, 0)
 
     def _nbytes(self, storage: Any) -> int:
-        return 0 if storage._cdata in self._emptied else int(_StorageBase.nbytes(storage))
+        return 0 if storage._cdata in self._emptied else int(private.StorageBase.nbytes(storage))
 
     def _resize(self, storage: Any, size: int) -> Any:
         """Note that a storage is emptied or filled again, as FSDP does with gathered weights."""
         key = storage._cdata
-        whole = _StorageBase.nbytes(storage)
+        whole = private.StorageBase.nbytes(storage)
         if key not in self._live:
-            return _StorageBase.resize_(storage, size)
+            return private.StorageBase.resize_(storage, size)
         if size not in (0, whole):
-            raise NotOnPaper("a storage changes its size")
+            raise NotOnPaper(RESIZED)
         if (key in self._emptied) != (size == 0):
             self.events.append(Event(size or -whole, self._live[key][0]))
             (self._emptied.discard if size else self._emptied.add)(key)

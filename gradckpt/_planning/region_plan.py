@@ -103,8 +103,8 @@ class Plan:
             module = modules.get(region.name)
             if module is None:
                 raise ValueError(
-                    f"gradckpt: this plan is for another model: {type(model).__name__} has no module {region.name!r}; "
-                    "make a new plan"
+                    f"gradckpt: this plan is for another model: {class_of(model).__name__} has no module "
+                    f"{region.name!r}; make a new plan"
                 )
             kind = class_of(module).__name__
             if kind != region.kind or digest_of(module) != region.digest:

@@ -28,6 +28,10 @@ def test_ranks_have_one_plan(ranks):
     assert [plan[:2] for plan in first["plans"]] == [plan[:2] for plan in second["plans"]]
 
 
+def test_a_second_model_has_a_plan_of_its_own(ranks):
+    assert [rank["another model"] for rank in ranks] == [2, 2]
+
+
 def test_a_budget_while_training(ranks):
     """Whole gradients of the first batch of each step, and shards of the states, count."""
     for rank in ranks:

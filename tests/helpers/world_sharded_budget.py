@@ -23,8 +23,8 @@ def whole():
     return Net(LAYERS)
 
 
-def sharded(**options):
-    net = whole()
+def sharded(net=None, **options):
+    net = net or whole()
     for block in net.blocks:
         fully_shard(block, **options)
     return fully_shard(net, **options)
@@ -152,6 +152,7 @@ def fully_sharded():
                 *planned(("11MiB",), mesh=mesh),
             ],
             "trained": trained("12MiB"),
+            "another model": len(gradckpt.plan(sharded(Net(2)), (X,), budget="1GiB").regions),
             "before and after": before_and_after(),
             "refusals": refusals(),
         }
