@@ -22,6 +22,7 @@ from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
+from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, refuse_shards
 from gradckpt._planning.step_profile import NoPlan, StepProfile
 from gradckpt._planning.step_trace import StepTrace, condensed, trace_step
 from gradckpt._stats import format_bytes, uncounted
@@ -70,6 +71,7 @@ class Profile(StepProfile):
     ) -> None:
         self._step = run
         self._batch = batch
+        self._others: int | None = None
         self.device = device_of(model)
         #: Assumptions that plans say.
         self.notes: list[str] = []
@@ -80,6 +82,7 @@ class Profile(StepProfile):
         self._is_weighed = False
         with quiet():
             blocks = regions_to_plan(model, modules)
+        refuse_shards(model, blocks)
         super().__init__(model, blocks, allowed(compress, limits_error))
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
@@ -160,13 +163,26 @@ class Profile(StepProfile):
 
     def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         """Return the bytes that are there during the whole step, and the optimizer's."""
+        fixed, memory = self._own(optimizer)
+        others = self._others if self._others is not None else self._others_now(fixed, memory)
+        return {**fixed, "other tensors": others}, memory
+
+    def _own(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         fixed = fixed_bytes(self.model)
-        memory = OptimizerMemory(0, 0, 0)
-        if optimizer is not None:
-            memory = optimizer_memory(self.model, optimizer)
-            fixed["optimizer states"] = memory.states + memory.new
-        fixed["other tensors"] = other_tensors(self.device, sum(fixed.values()) - memory.new)
-        return fixed, memory
+        if optimizer is None:
+            return fixed, OptimizerMemory(0, 0, 0)
+        memory = optimizer_memory(self.model, optimizer)
+        return {**fixed, "optimizer states": memory.states + memory.new}, memory
+
+    def _others_now(self, fixed: dict[str, int], memory: OptimizerMemory) -> int:
+        known = sum(fixed.values()) - memory.new
+        return other_tensors(self.device, known + gathered_bytes(self.model))  # traces have what is gathered
+
+    def note_others(self, optimizer: Any) -> None:
+        """Note the tensors that are not the model's or the optimizer's, for plans that are made
+        while a step runs.
+        """
+        self._others = self._others_now(*self._own(optimizer))
 
     def held(self, optimizer: Any) -> int:
         """Return the bytes that are there during the whole step."""
@@ -180,7 +196,7 @@ class Profile(StepProfile):
         """Check that the optimizer's step, which no option of a region changes, is within the
         budget.
         """
-        gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad and p.grad is None)
+        gradients = missing_gradient_bytes(self.model)
         working = memory.working - memory.new
         needed = gradients + working if budget.step_only else held + gradients + working
         if memory.working and needed > budget.size:

@@ -16,6 +16,7 @@ from gradckpt._models.switch import Handle, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, Option, find_option
 from gradckpt._planning.saved_profile import SavedProfile
+from gradckpt._planning.sharded import class_of
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
@@ -112,12 +113,12 @@ class Plan:
             module = modules.get(region.name)
             if module is None:
                 raise ValueError(
-                    f"gradckpt: this plan is for another model: {type(model).__name__} has no module {region.name!r}; "
-                    "make a new plan"
+                    f"gradckpt: this plan is for another model: {class_of(model).__name__} has no module "
+                    f"{region.name!r}; make a new plan"
                 )
-            if type(module).__name__ != region.kind or digest_of(module) != region.digest:
-                what = f"is {type(module).__name__}, not {region.kind}"
-                what = what if type(module).__name__ != region.kind else "has other parameters"
+            kind = class_of(module).__name__
+            if kind != region.kind or digest_of(module) != region.digest:
+                what = f"is {kind}, not {region.kind}" if kind != region.kind else "has other parameters"
                 raise ValueError(f"gradckpt: this plan is for another model: {region.name!r} {what}; make a new plan")
             rules[module] = region.option.rule
         return rules
@@ -231,7 +232,11 @@ class Plan:
 def digest_of(module: Module) -> str:
     """Return a digest of a module's parts: their names, classes, and shapes of parameters."""
     parts = [
-        (name, type(part).__name__, [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()])
+        (
+            name,
+            class_of(part).__name__,
+            [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()],
+        )
         for name, part in module.named_modules()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -16,6 +16,7 @@ from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose,
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
 from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of
+from gradckpt._planning.sharded import class_of
 from gradckpt._planning.step_trace import StepTrace
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
@@ -193,7 +194,7 @@ class StepProfile(abc.ABC):
             peak, at_most = self.trace(options).peak().size + held, peak
             about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
         return Plan(
-            model=type(self.model).__name__,
+            model=class_of(self.model).__name__,
             regions=tuple(self._planned(options)),
             budget=budget.size + (held if budget.step_only else 0),
             budget_text=budget.text,
@@ -223,5 +224,5 @@ class StepProfile(abc.ABC):
             kept = chain.kept(first_call[i], self.options.index(option)) if i in first_call else 0
             seconds = (cost.seconds - keep.seconds) * self.calls.count(i)
             name, digest = self._names[id(block)], digest_of(block)
-            regions.append(PlannedRegion(name, type(block).__name__, option, kept, seconds, cost.error, digest))
+            regions.append(PlannedRegion(name, class_of(block).__name__, option, kept, seconds, cost.error, digest))
         return regions
