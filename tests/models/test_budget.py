@@ -9,12 +9,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import logging
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from checkout import ROOT
 from planned_nets import LAYERS, ROWS, WIDTH, Block, Net, fixed_costs, net
 from torch import nn
 
@@ -22,8 +19,6 @@ import gradckpt
 from gradckpt._planning import block_times
 from gradckpt._planning.budget import parse_budget
 from gradckpt._planning.options import RECOMPUTE, allowed
-from gradckpt._planning.profile import Profile
-from gradckpt._training_step import alone
 
 CPU = torch.device("cpu")
 
@@ -336,39 +331,6 @@ def test_a_plan_for_another_model(tmp_path):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ValueError, match=said):
             gradckpt.enable(net(3), plan=tmp_path / "x.json")
-
-
-def test_the_same_profile_gives_the_same_plan(tmp_path, monkeypatch):
-    fixed_costs(monkeypatch)
-    model = net()
-
-    def made():
-        with alone(model):
-            profile = Profile(model, lambda x: model(x).backward(), BATCH, compress=("int8", "int4"))
-            profile.measure(BATCH)
-            profile.step_seconds = 40.0
-            return profile.plan(parse_budget("activations:9MiB", CPU)).to_dict()
-
-    first = made()
-    assert len({region["option"]["name"] for region in first["regions"]}) > 1
-    program = (
-        "import json, sys, pytest, torch; sys.path[:0] = ['tests/models', 'tests/helpers']; torch.set_num_threads(2)\n"
-        "import test_budget as t\n"
-        "with pytest.MonkeyPatch.context() as patch:\n"
-        "    t.fixed_costs(patch); model = t.net(); batch = t.BATCH\n"
-        "    with t.alone(model):\n"
-        "        p = t.Profile(model, lambda x: model(x).backward(), batch, compress=('int8', 'int4'))\n"
-        "        p.measure(batch); p.step_seconds = 40.0\n"
-        "        found = p.plan(t.parse_budget('activations:9MiB', t.CPU)).to_dict()\n"
-        "del found['fixed'], found['peak'], found['plain'], found['budget'], found['smallest_budget'], found['error']\n"
-        "print(json.dumps(found, sort_keys=True))"
-    )
-    env = {**os.environ, "PYTHONHASHSEED": "7"}
-    out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    for key in ("fixed", "peak", "plain", "budget", "smallest_budget", "error"):  # hold other tensors of the process
-        del first[key]
-    assert out.stdout.splitlines()[-1] == json.dumps(first, sort_keys=True)
 
 
 # ---- a model that trains
