@@ -20,7 +20,7 @@ from gradckpt._planning.sharded import class_of
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
-__all__ = ["Plan", "PlannedRegion", "digest_of"]
+__all__ = ["Plan", "PlannedRegion", "digest_of", "outside_of"]
 
 #: Of plan files.
 _VERSION = 1
@@ -58,7 +58,8 @@ class Plan:
     checkpointing; ``bound``: no plan within the budget is faster. ``estimated``: times come from a
     data sheet. ``smallest_budget``: bytes; none below it has a plan. ``error``: the measured
     relative L2 error of the step's gradients, None if all options are exact; ``error_budget``.
-    ``about``: the assumptions, in sentences. ``profile``: what was measured for it, with which
+    ``about``: the assumptions, in sentences. ``outside``: the shapes of the parameters that no
+    region has, by name. ``profile``: what was measured for it, with which
     ``gradckpt.plan(..., profile=plan)`` plans for another budget; None with estimated times.
     """
 
@@ -80,6 +81,7 @@ class Plan:
     front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
     about: tuple[str, ...] = ()
     at_most: int | None = None
+    outside: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
     profile: SavedProfile | None = dataclasses.field(default=None, repr=False)
     hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
 
@@ -121,6 +123,12 @@ class Plan:
                 what = f"is {kind}, not {region.kind}" if kind != region.kind else "has other parameters"
                 raise ValueError(f"gradckpt: this plan is for another model: {region.name!r} {what}; make a new plan")
             rules[module] = region.option.rule
+        for name, shape in outside_of(model, list(rules)).items():
+            if self.outside.get(name) != shape:
+                was = "is not in it" if name not in self.outside else f"was {_size_of(self.outside[name])}"
+                raise ValueError(
+                    f"gradckpt: this plan is for another model: {name!r}, {_size_of(shape)}, {was}; make a new plan"
+                )
         return rules
 
     def pareto(self) -> list[dict[str, float]]:
@@ -179,9 +187,10 @@ class Plan:
         )
         front = tuple((size, seconds) for size, seconds in given.pop("front"))
         binds, about = Peak(**given.pop("binds")), tuple(given.pop("about"))
+        outside = {name: tuple(shape) for name, shape in given.pop("outside").items()}
         measured = given.pop("profile", None)
         profile = None if measured is None else SavedProfile.from_dict(measured)
-        return cls(regions=regions, front=front, binds=binds, about=about, profile=profile, **given)
+        return cls(regions=regions, front=front, binds=binds, about=about, outside=outside, profile=profile, **given)
 
     # ---- text
 
@@ -240,6 +249,16 @@ def digest_of(module: Module) -> str:
         for name, part in module.named_modules()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def outside_of(model: Module, regions: Sequence[Module]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters that are not of these modules, by name."""
+    inside = {id(p) for region in regions for p in region.parameters()}
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in inside}
+
+
+def _size_of(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
 
 
 def _table(regions: Sequence[PlannedRegion]) -> list[str]:

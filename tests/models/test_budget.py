@@ -310,6 +310,8 @@ def test_a_plan_in_a_file(tmp_path, monkeypatch):
     assert first.modules.keys() == second.modules.keys()
     budgets = [point["budget"] for point in plan.pareto()]
     assert budgets == sorted(budgets)
+    assert budgets[0] == plan.smallest_budget
+    assert {"budget": plan.peak, "seconds": plan.seconds} in plan.pareto()
 
 
 def test_a_plan_for_another_model(tmp_path):
@@ -323,6 +325,13 @@ def test_a_plan_for_another_model(tmp_path):
     wide.blocks[1] = nn.Linear(WIDTH, WIDTH)
     with pytest.raises(ValueError, match=r"another model: 'blocks\.1' is Linear, not Block"):
         gradckpt.enable(wide, plan=plan)
+    with pytest.raises(ValueError, match=r"another model: 'blocks\.3\.norm\.weight', 128, is not in it"):
+        gradckpt.enable(net(4), plan=plan)
+    other = net(3)
+    other.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+    other.embed.weight = nn.Parameter(torch.zeros(WIDTH, 64))
+    with pytest.raises(ValueError, match=r"another model: 'embed\.weight', 128 x 64, was 128 x 128; make a new plan"):
+        gradckpt.enable(other, plan=plan)
     for text, said in (
         ("{", "is no plan"),
         ('{"version": 9}', "version 9"),
