@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from gradckpt._config import Compress
 from gradckpt._models import switch
+from gradckpt._models.keywords import beside_plan
 from gradckpt._models.switch import BUDGET, UNSET, CheckpointKeywords, Handle, Modules, Unset
 from gradckpt._planning.live_budget import LiveBudget
 from gradckpt._planning.region_plan import Plan
@@ -97,9 +98,10 @@ def enable(
         ValueError: A codec, policy or keyword is unknown; a selector matches nothing; without
             ``modules``, the model has no repeated block or several; a module is checkpointed
             already, lies in another chosen one or has no forward; ``budget`` or ``plan`` is given
-            beside what it decides; the plan is for another model. The model is then unchanged, and
-            the message gives the fix. From the first training call: no plan stays within the
-            budget (the message has the smallest one that does), or the step asks for values.
+            beside what it decides; the plan is for another model, or its file cannot be read. The
+            model is then unchanged, and the message gives the fix. From the first training call: no
+            plan stays within the budget (the message has the smallest one that does), or the step
+            asks for values.
         TypeError: ``model`` is not a module, or a selector or an option has another type.
     """
     if isinstance(budget, Unset) and plan is None:
@@ -130,12 +132,32 @@ def enable(
     }
     for name, is_given in others.items():
         if is_given:
-            raise ValueError(
-                f"gradckpt: {given}= and {name}= exclude each other, since the {given} decides; leave one of them out"
-            )
+            raise beside_plan(given, name)
     if plan is not None:
-        return (plan if isinstance(plan, Plan) else Plan.load(plan)).apply(model)
+        return _plan_of(plan).apply(model)
     return _plan_live(model, budget, None if compress is UNSET else compress, modules, optimizer)
+
+
+def _plan_of(plan: Any) -> Plan:
+    """Return the plan that ``plan=`` is, or that its file has.
+
+    Raises:
+        TypeError: It is neither a plan nor a path.
+        ValueError: Its file cannot be read, or has no plan.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, os.PathLike)):
+        raise TypeError(
+            f"gradckpt: plan= takes a Plan or the path of its file, not {type(plan).__name__}; write a file with "
+            "plan.save(path)"
+        )
+    try:
+        return Plan.load(plan)
+    except OSError as error:
+        raise ValueError(
+            f"gradckpt: plan={os.fspath(plan)!r} cannot be read ({error.strerror}); write it with plan.save(path)"
+        ) from error
 
 
 def _plan_live(model: Module, budget: Any, compress: Compress, modules: Modules, optimizer: Any) -> Handle:

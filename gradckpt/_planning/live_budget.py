@@ -134,7 +134,7 @@ class LiveBudget:
                     self._profile = self._trace(model, args, kwargs)
                 self._pending = self._make_plan(model)
                 reasons = " and ".join(grown.values())
-                logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending.verdict)
+                logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending)
             if self._pending is not None and self._measuring is None:
                 self.plan, self._pending = self._pending, None
                 self._set(model, self.plan.rules_for(model))
@@ -150,7 +150,7 @@ class LiveBudget:
             self._forget()
             return
         self._pending = self._make_plan(model)
-        logger.info("gradckpt: from the next training call on: %s", self._pending.verdict)
+        logger.info("gradckpt: from the next training call on: %s", self._pending)
 
     def _grown(self, model: Module, args: Any, kwargs: Any) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""

@@ -118,5 +118,6 @@ def plan(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; compare settings with "
                 "plan(model, batch) instead"
             ) from reason
+        profile.check_optimizer(limit, optimizer)  # before steps that take long
         profile.measure(batch)
         return profile.plan(limit, error=allowed_error, optimizer=optimizer, batch=batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
@@ -22,7 +23,7 @@ from gradckpt._planning.comparison import fixed_bytes, quiet
 from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
 from gradckpt._planning.options import RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.step_profile import NoPlan, StepProfile
+from gradckpt._planning.step_profile import NoPlan, StepProfile, whole_kib
 from gradckpt._planning.step_trace import StepTrace, trace_step
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes, uncounted
@@ -150,10 +151,19 @@ class Profile(StepProfile):
             else "Optimizer states count as after the first step."
         ]
         fixed, memory = self._fixed(optimizer)
-        held = sum(fixed.values())
-        self._check_optimizer(budget, fixed, memory, held)
+        needed = self._check_optimizer(budget, fixed, memory)
         chosen, measured = self._choose(error, batch, budget, fixed)
-        return self.result(chosen, budget, fixed, about, measured=measured, error=error)
+        made = self.result(chosen, budget, fixed, about, measured=measured, error=error)
+        smallest = whole_kib(needed + (sum(fixed.values()) if budget.step_only else 0))
+        return dataclasses.replace(made, smallest_budget=max(made.smallest_budget, smallest))
+
+    def check_optimizer(self, budget: Budget, optimizer: Any) -> None:
+        """Check that the optimizer's step is within the budget.
+
+        Raises:
+            NoPlan: It is not.
+        """
+        self._check_optimizer(budget, *self._fixed(optimizer))
 
     def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         """Return the bytes that are there during the whole step, and the optimizer's."""
@@ -173,18 +183,25 @@ class Profile(StepProfile):
         """Return about the least bytes that a step adds."""
         return min(trace.peak().size for trace in self.traces.values())
 
-    def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory, held: int) -> None:
-        """Check that the optimizer's step, which no option of a region changes, is within the
-        budget.
+    def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory) -> int:
+        """Return the smallest budget for the optimizer's step, which no option of a region changes.
+
+        Raises:
+            NoPlan: It is larger than the budget.
         """
+        if not memory.working:
+            return 0
         gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad and p.grad is None)
-        working = memory.working - memory.new
-        needed = gradients + working if budget.step_only else held + gradients + working
-        if memory.working and needed > budget.size:
-            raise ValueError(
-                f"gradckpt: the optimizer's step alone needs {format_bytes(needed)}, more than {budget.text}; take "
-                "an optimizer with smaller states, or a larger budget"
-            )
+        needed = gradients + memory.working - memory.new + (0 if budget.step_only else sum(fixed.values()))
+        if needed > budget.size:
+            smallest = whole_kib(needed)
+            try:
+                self.fastest(self.chain(), dataclasses.replace(budget, size=smallest), fixed)
+            except NoPlan as error:
+                smallest = error.smallest_budget
+            hint = f"The optimizer's step alone needs {format_bytes(needed)}; take one with smaller states."
+            raise NoPlan.within(budget, smallest, hint)
+        return needed
 
     def _choose(
         self, error: float | None, batch: Any, budget: Budget, fixed: dict[str, int]

@@ -20,7 +20,7 @@ from gradckpt._planning.step_trace import Segment, StepTrace
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
 
-__all__ = ["NoPlan", "StepProfile"]
+__all__ = ["NoPlan", "StepProfile", "whole_kib"]
 
 
 #: Smallest budgets are in whole KiB: a step may need a few bytes beyond its trace, of a number that
@@ -28,7 +28,8 @@ __all__ = ["NoPlan", "StepProfile"]
 _WHOLE = 1024
 
 
-def _whole(size: int) -> int:
+def whole_kib(size: int) -> int:
+    """Return a number of bytes, rounded up."""
     return -(-size // _WHOLE) * _WHOLE
 
 
@@ -38,6 +39,15 @@ class NoPlan(ValueError):
     def __init__(self, message: str, smallest_budget: int) -> None:
         super().__init__(message)
         self.smallest_budget = smallest_budget
+
+    @classmethod
+    def within(cls, budget: Budget, smallest: int, hint: str) -> NoPlan:
+        """Return the error of a budget; ``smallest``: bytes; ``hint``: a sentence."""
+        return cls(
+            f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
+            f"({smallest} bytes). {hint}",
+            smallest,
+        )
 
 
 class CostSource(Protocol):
@@ -143,12 +153,7 @@ class StepProfile(abc.ABC):
             return choose(chain, self._costs(weights), budget.size - held, squares, run, list(self.traces.values()))
         except Infeasible as found:
             hint = advice(found.trace.peak(), {} if budget.step_only else fixed, self.hints)
-            smallest = _whole(found.smallest + held)
-            raise NoPlan(
-                f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
-                f"({smallest} bytes). {hint}",
-                smallest,
-            ) from None
+            raise NoPlan.within(budget, whole_kib(found.smallest + held), hint) from None
 
     def result(
         self,
@@ -178,7 +183,7 @@ class StepProfile(abc.ABC):
             seconds=base + chosen.seconds,
             plain_seconds=base + sum(self.cost(block, KEEP).seconds for block in self.calls),
             bound=base + chosen.bound,
-            smallest_budget=_whole(chosen.smallest + held),
+            smallest_budget=whole_kib(chosen.smallest + held),
             estimated=self.estimated,
             error=measured,
             error_budget=error,
