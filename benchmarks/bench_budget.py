@@ -300,23 +300,24 @@ def measured_error(case: Case, setting: Any, seed: int) -> float:
 
 
 def monotone(o: argparse.Namespace) -> None:
+    """Each plan is the profile of the next."""
     rows = []
     for case, _ in cases(o):
-        profile = case.profile(LOSSY, limits_error=True)
-        plain = profile.traces[KEEP].peak().size
         limits = [ERRORS[i] for i in (0, 2, 4, 5)]
-        smallest = []
-        seconds: list[list[float]] = []
-        for limit in limits:
-            torch.manual_seed(0)
-            smallest.append(smallest_of(profile, case, limit))
+        torch.manual_seed(0)
+        made = case.plan(2**50, error=limits[0])
+        held = sum(made.fixed.values())
+        least, plain = made.smallest_budget - held, made.plain - held
+        smallest, seconds = [], []
         for limit in limits:
             row = []
             for i in range(o.budgets):
-                budget = smallest[0] + (plain - smallest[0]) * i // o.budgets
+                budget = least + (plain - least) * i // o.budgets
                 torch.manual_seed(0)
-                row.append(plan_of(profile, case, budget, limit).seconds)
+                made = case.plan(f"activations:{budget}", error=limit, profile=made)
+                row.append(made.seconds)
             seconds.append(row)
+            smallest.append(made.smallest_budget - sum(made.fixed.values()))
         by_bytes = sum(b > a * (1 + 1e-9) for row in seconds for a, b in itertools.pairwise(row))
         by_error = sum(b > a * (1 + 1e-9) for x, y in itertools.pairwise(seconds) for a, b in zip(x, y, strict=True))
         worst = max(b / a - 1 for row in seconds for a, b in itertools.pairwise(row))

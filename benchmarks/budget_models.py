@@ -81,6 +81,11 @@ class Case:
                 found.measure(self.batch)
         return found
 
+    def plan(self, budget: int | str, **keywords: Any) -> gradckpt.Plan:
+        """As a user makes one; gradients do not exist."""
+        self.model.zero_grad()
+        return gradckpt.plan(self.model, self.batch, modules=self.modules, budget=budget, **keywords)
+
     def peak(self, setting: Setting) -> int:
         """Measured bytes above the step's start; gradients do not exist then."""
         with setting.active(self.model, self.modules):

@@ -18,54 +18,25 @@ import torch
 import transformers
 from budget_models import Case, Size, balanced, case_of
 
-from gradckpt._planning.block_times import Cost
-from gradckpt._planning.budget import Budget
-from gradckpt._planning.options import KEEP
-from gradckpt._planning.profile import Profile
-from gradckpt._training_step import alone
+import gradckpt
 
-CODECS = ("int8", "int4")
+CODECS = ["int8", "int4"]
 
 
-class SavedCosts:
-    """Costs of regions from a file, in place of measured ones."""
-
-    def __init__(self, profile: Profile, numbers: list[list[list[float]]]) -> None:
-        self._of = {
-            (id(block), option): Cost(*cost)
-            for block, row in zip(profile.blocks, numbers, strict=True)
-            for option, cost in zip(profile.options, row, strict=True)
-        }
-
-    def of(self, block: Any, option: Any) -> Cost | None:
-        return self._of.get((id(block), option))
-
-
-def numbers_of(profile: Profile) -> dict[str, Any]:
-    """What is measured of a profile; the rest is arithmetic on the model's shapes."""
-    costs = [[profile.cost(i, option) for option in profile.options] for i in range(len(profile.blocks))]
-    return {
-        "step_seconds": profile.step_seconds,
-        "costs": [[[cost.seconds, cost.error] for cost in row] for row in costs],
-    }
-
-
-def plan_from(case: Case, numbers: dict[str, Any], path: str) -> None:
-    profile = case.profile(CODECS, measure=False)
-    profile.step_seconds = numbers["step_seconds"]
-    profile.costs = SavedCosts(profile, numbers["costs"])  # type: ignore[assignment]
-    peak = profile.traces[KEEP].peak().size
-    with alone(case.model):
-        torch.manual_seed(0)
-        profile.plan(Budget(peak * 6 // 10, True, "60%"), batch=case.batch).save(path)
+def plan_from(case: Case, saved: str, path: str) -> None:
+    """Plan from a saved plan for 60 % of what the step takes without checkpointing."""
+    first = gradckpt.Plan.load(saved)
+    budget = f"activations:{(first.plain - sum(first.fixed.values())) * 6 // 10}"
+    torch.manual_seed(0)
+    case.plan(budget, compress=CODECS, profile=first).save(path)
 
 
 def deterministic(o: argparse.Namespace, cases: Callable[..., Any]) -> None:
     rows = []
     for case, _ in cases(o):
         with tempfile.TemporaryDirectory() as folder:
-            saved = Path(folder, "profile.json")
-            saved.write_text(json.dumps(numbers_of(case.profile(CODECS))))
+            saved = Path(folder, "saved.json")
+            case.plan(2**50, compress=CODECS).save(saved)
             seen = {}
             for seed, threads in ((0, 1), (1, 1), (2, 2), (3, 2)):
                 path = Path(folder, f"plan{seed}.json")
@@ -74,7 +45,7 @@ def deterministic(o: argparse.Namespace, cases: Callable[..., Any]) -> None:
                 subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": str(seed)})
                 seen[seed, threads] = path.read_bytes()
             here = Path(folder, "here.json")
-            plan_from(case, json.loads(saved.read_text()), str(here))
+            plan_from(case, str(saved), str(here))
             seen["here", o.threads] = here.read_bytes()
             if len(set(seen.values())) > 1:
                 _explain(list(seen.values()))
@@ -100,7 +71,7 @@ def main() -> None:
     case = case_of(name, Size(*map(int, size)))
     assert case is not None
     with balanced(case):
-        plan_from(case, json.loads(Path(saved).read_text()), path)
+        plan_from(case, saved, path)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from gradckpt._models import switch
 from gradckpt._models.keywords import beside_plan
 from gradckpt._models.switch import BUDGET, UNSET, CheckpointKeywords, Handle, Modules, Unset
 from gradckpt._planning.live_budget import LiveBudget
-from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.region_plan import Plan, plan_of
 from gradckpt.policies import PolicyLike
 
 __all__ = ["enable"]
@@ -82,9 +82,9 @@ def enable(
             measures each distinct one in each option; from the second on, each region has the
             option that the plan gives it. ``compress`` then names the codecs that the plan may use
             (unset: options that change no gradient), ``modules`` the regions; all other keywords
-            are the plan's to decide. It is planned again, and logged, when inputs are larger, when
-            gradients exist before the forward, and when the optimizer has got its states. A loss
-            that is computed outside of the model is not counted.
+            are the plan's to decide. It is planned again, and logged, when an input is larger in a
+            dimension, when gradients exist before the forward, and when the optimizer has got its
+            states. A loss outside of the model counts as cross entropy of the model's outputs.
         plan: A :class:`gradckpt.Plan`, or the path of its file. It decides everything.
         optimizer: With ``budget``: its states and its step count from the first plan on.
         **keywords: ``context_fn``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
@@ -134,30 +134,8 @@ def enable(
         if is_given:
             raise beside_plan(given, name)
     if plan is not None:
-        return _plan_of(plan).apply(model)
+        return plan_of(plan, "plan").apply(model)
     return _plan_live(model, budget, None if compress is UNSET else compress, modules, optimizer)
-
-
-def _plan_of(plan: Any) -> Plan:
-    """Return the plan that ``plan=`` is, or that its file has.
-
-    Raises:
-        TypeError: It is neither a plan nor a path.
-        ValueError: Its file cannot be read, or has no plan.
-    """
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, (str, os.PathLike)):
-        raise TypeError(
-            f"gradckpt: plan= takes a Plan or the path of its file, not {type(plan).__name__}; write a file with "
-            "plan.save(path)"
-        )
-    try:
-        return Plan.load(plan)
-    except OSError as error:
-        raise ValueError(
-            f"gradckpt: plan={os.fspath(plan)!r} cannot be read ({error.strerror}); write it with plan.save(path)"
-        ) from error
 
 
 def _plan_live(model: Module, budget: Any, compress: Compress, modules: Modules, optimizer: Any) -> Handle:

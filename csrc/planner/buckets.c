@@ -3,41 +3,62 @@
 
 enum { BLOCK = 8, TILE = 512 };              /* buckets that are skipped together; for which options are sorted */
 
+#define INLINE static inline __attribute__((always_inline))
+
 /* Take a move for `count` buckets, all of which lead to one of the next region's: a bound. */
-static void take_bound(const int64_t *time, int64_t cost, int64_t *best, int64_t count)
+INLINE void take_bounds(const int64_t *restrict time, int64_t cost, int64_t *restrict best, int64_t count)
 {
-    for (int64_t block = 0; block < count; block += BLOCK) {
-        const int64_t end = gck_smaller(block + BLOCK, count);
-        if (time[end - 1] + cost >= best[block]) {
-            continue;                        /* faster: times descend, so none of these is better */
-        }
-        for (int64_t b = block; b < end; b++) {
-            const int64_t new = time[b] + cost;
-            best[b] = new < best[b] ? new : best[b];
-        }
+    for (int64_t b = 0; b < count; b++) {
+        best[b] = gck_smaller(time[b] + cost, best[b]);
     }
 }
 
-/* The same, for labels.  `room` is what the first bucket leaves. */
-static void take_label(const gck_buckets *next, int64_t first, int64_t room, int shift, const gck_move *move,
-                       int64_t *best, uint32_t *ways, int64_t count)
+/* The same, for labels.  `room` is what the first bucket leaves.  No branches: vector code. */
+INLINE void take_labels(const int64_t *restrict time, const int64_t *restrict bytes, const int64_t *restrict fall,
+                        const gck_move *move, int64_t room, int shift, int64_t *restrict best, int64_t *restrict ways,
+                        int64_t count)
 {
-    const int64_t *time = next->time + first + 1, *bytes = next->bytes + first + 1, *fall = next->fall + first + 1;
-    const int64_t width = INT64_C(1) << shift;
+    const int64_t width = INT64_C(1) << shift, cost = move->time, way = 2 * (int64_t)move->option;
     const int coarse = shift > 6 ? shift - 6 : 0, fine = shift - coarse;
 
-    for (int64_t block = 0; block < count; block += BLOCK) {
-        const int64_t end = gck_smaller(block + BLOCK, count);
-        if (time[end - 1] + move->time - fall[block] >= best[block]) {
-            continue;                        /* faster: none of these is much better */
+    for (int64_t b = 0; b < count; b++) {
+        const int64_t end = room + (b << shift), before = bytes[b] > end ? 1 : 0;
+        const int64_t left = gck_smaller(end - (before ? bytes[b - 1] : bytes[b]), width);
+        const uint64_t most = (uint64_t)(before ? fall[b - 1] : fall[b]), part = (uint32_t)((uint64_t)left >> coarse);
+        const int64_t new = (before ? time[b - 1] : time[b]) + cost - (int64_t)((most * part) >> fine);
+        const int64_t old = best[b], old_way = ways[b];
+        best[b] = new < old ? new : old;
+        ways[b] = new < old ? way + before : old_way;
+    }
+}
+
+/* Take a move for `count` buckets from b on; a bound if `ways` is NULL. */
+INLINE void take_block(const gck_buckets *next, const gck_move *move, int shift, const gck_buckets *now, int64_t *ways,
+                       int64_t b, int64_t count)
+{
+    const int64_t to = 1 + b + move->shift;
+
+    if (ways == NULL) {
+        take_bounds(next->time + to, move->time, now->time + 1 + b, count);
+    } else {
+        take_labels(next->time + to, next->bytes + to, next->fall + to, move, move->room + (b << shift), shift,
+                    now->time + 1 + b, ways + b, count);
+    }
+}
+
+/* Take a move for buckets [from, to). */
+INLINE void take(const gck_buckets *next, const gck_move *move, int shift, const gck_buckets *now, int64_t *ways,
+                 int64_t from, int64_t to)
+{
+    for (int64_t b = from; b < to; b += BLOCK) {
+        const int64_t count = gck_smaller(to - b, BLOCK), fall = ways != NULL ? next->fall[1 + b + move->shift] : 0;
+        if (next->time[b + count + move->shift] + move->time - fall >= now->time[1 + b]) {
+            continue;                        /* faster: times descend, so none of these is (much) better */
         }
-        for (int64_t b = block; b < end; b++) {
-            const int before = bytes[b] > room + (b << shift);
-            const int64_t left = gck_smaller(room + (b << shift) - bytes[b - before], width);
-            const int64_t new = time[b - before] + move->time - ((fall[b - before] * (left >> coarse)) >> fine);
-            const int better = new < best[b];
-            best[b] = better ? new : best[b];
-            ways[b] = better ? move->option * 2 + (uint32_t)before : ways[b];
+        if (count == BLOCK) {                /* faster: the count is known */
+            take_block(next, move, shift, now, ways, b, BLOCK);
+        } else {
+            take_block(next, move, shift, now, ways, b, count);
         }
     }
 }
@@ -77,45 +98,64 @@ static void prepare(const gck_buckets *next, const gck_option *options, int n, i
     }
 }
 
-void gck_buckets_bound(const gck_buckets *next, const gck_option *options, int n, int64_t width, gck_move *moves,
-                       gck_buckets *now)
+INLINE void take_all(const gck_buckets *next, gck_move *moves, int n, int shift, const gck_buckets *now, int64_t *ways)
 {
-    prepare(next, options, n, width, moves, now);
     for (int64_t tile = 0; tile < now->n; tile += TILE) {
         const int64_t end = gck_smaller(now->n, tile + TILE);
         sort(moves, n, next, (tile + end) / 2);
         for (const gck_move *move = moves; move < moves + n; move++) {
             const int64_t from = gck_larger(move->begin, tile), to = gck_smaller(next->n - move->shift, end);
             const int64_t last = next->time[next->n] + move->time;
-            if (from < to) {
-                take_bound(next->time + 1 + from + move->shift, move->time, now->time + 1 + from, to - from);
-            }
+            take(next, move, shift, now, ways, from, to);
             /* Beyond the next region's last bucket its time holds. */
             for (int64_t b = gck_larger(from, to); b < end && last < now->time[b + 1]; b++) {
                 now->time[b + 1] = last;
+                if (ways != NULL) {
+                    ways[b] = 2 * (int64_t)move->option + 1;
+                }
             }
         }
     }
 }
 
+#if defined(__x86_64__)
+/* take_all(), four buckets at a time. */
+__attribute__((target("avx2")))
+static void bound_avx2(const gck_buckets *next, gck_move *moves, int n, const gck_buckets *now)
+{
+    take_all(next, moves, n, 0, now, NULL);
+}
+
+__attribute__((target("avx2")))
+static void choose_avx2(const gck_buckets *next, gck_move *moves, int n, int shift, const gck_buckets *now,
+                        int64_t *ways)
+{
+    take_all(next, moves, n, shift, now, ways);
+}
+#endif
+
+void gck_buckets_bound(const gck_buckets *next, const gck_option *options, int n, int64_t width, gck_move *moves,
+                       gck_buckets *now)
+{
+    prepare(next, options, n, width, moves, now);
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {    /* faster */
+        bound_avx2(next, moves, n, now);
+        return;
+    }
+#endif
+    take_all(next, moves, n, 0, now, NULL);
+}
+
 void gck_buckets_choose(const gck_buckets *next, const gck_option *options, int n, int shift, gck_move *moves,
-                        gck_buckets *now, uint32_t *ways)
+                        gck_buckets *now, int64_t *ways)
 {
     prepare(next, options, n, INT64_C(1) << shift, moves, now);
-    for (int64_t tile = 0; tile < now->n; tile += TILE) {
-        const int64_t end = gck_smaller(now->n, tile + TILE);
-        sort(moves, n, next, (tile + end) / 2);
-        for (const gck_move *move = moves; move < moves + n; move++) {
-            const int64_t from = gck_larger(move->begin, tile), to = gck_smaller(next->n - move->shift, end);
-            const int64_t last = next->time[next->n] + move->time;
-            if (from < to) {
-                take_label(next, from + move->shift, move->room + (from << shift), shift, move, now->time + 1 + from,
-                           ways + from, to - from);
-            }
-            for (int64_t b = gck_larger(from, to); b < end && last < now->time[b + 1]; b++) {
-                now->time[b + 1] = last;
-                ways[b] = move->option * 2 + 1;
-            }
-        }
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {    /* faster */
+        choose_avx2(next, moves, n, shift, now, ways);
+        return;
     }
+#endif
+    take_all(next, moves, n, shift, now, ways);
 }

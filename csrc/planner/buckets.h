@@ -36,7 +36,7 @@ void gck_buckets_bound(const gck_buckets *next, const gck_option *options, int n
  * as next's times fall, else labels would need a little more from region to region.  now->time is
  * GCK_NEVER where there is no label.  A bucket is 2**shift wide. */
 void gck_buckets_choose(const gck_buckets *next, const gck_option *options, int n, int shift, gck_move *moves,
-                        gck_buckets *now, uint32_t *ways);
+                        gck_buckets *now, int64_t *ways);
 
 /* Round down and up. */
 static inline int64_t gck_floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }

@@ -11,6 +11,9 @@ int gck_labels_reserve(gck_labels *labels, int64_t capacity)
     if (capacity <= labels->capacity) {
         return GCK_OK;
     }
+    if (capacity < 2 * labels->capacity) {
+        capacity = 2 * labels->capacity;     /* faster: lists grow a little from region to region */
+    }
     if ((at = gck_planner_memory(capacity, sizeof *at)) == NULL) {
         return GCK_E_MEMORY;
     }
@@ -50,13 +53,16 @@ static int64_t merge(const gck_labels *sorted, const gck_labels *next, const gck
     }
     i -= i > 0;
     for (; i < next->n; i++) {
+        if (next->at[i].time + option->time >= time) {
+            continue;                        /* faster: most are no better than the last one written */
+        }
         const gck_label new = gck_label_extend(&next->at[i], i, option);
-        while (a < end && (a->bytes < new.bytes || (a->bytes == new.bytes && a->time <= new.time))) {
-            if (a->time < time) {
-                time = a->time;
-                out[n++] = *a;
-            }
+        while (a < end && a->time >= time) {
             a++;
+        }
+        while (a < end && (a->bytes < new.bytes || (a->bytes == new.bytes && a->time <= new.time))) {
+            time = a->time;
+            out[n++] = *a++;
         }
         if (new.time < time) {
             time = new.time;

@@ -22,7 +22,7 @@
  *
  * Cost, with R regions, N options and B buckets:
  *     bytes alone   at most R * N * B steps, 8 * R * B bytes; a bound as many as 1.5 times the steps
- *     with errors   about 65 passes of B / 4 buckets: 16 * R * N * B steps, 100 * R * B bytes; a
+ *     with errors   about 95 passes of B / 4 buckets: 24 * R * N * B steps, 150 * R * B bytes; a
  *                   bound 16 of those for bytes alone
  *
  * Integers only.  Among equally fast plans of the front the one that needs fewest bytes wins;

@@ -9,7 +9,8 @@
 
 enum {
     OCTAVES = 7,                             /* of prices below and above the typical one */
-    BETWEEN = 6,                             /* passes between two prices */
+    STAGES = 32,                             /* regions of a price's pass where others may go on */
+    LEAST = 4, MORE = 60,                    /* passes between two prices: where plans are alike, and beyond that */
     MAX_PRICES = 2 * OCTAVES + 3,
 };
 
@@ -27,7 +28,7 @@ typedef struct {
     gck_option    *options;
     stage          start, next, now;
     uint32_t      *origins;                  /* of next's labels at the pass's end; malloc */
-    stage          left[BETWEEN];            /* of the last price's pass, where others go on */
+    stage          left[2][STAGES];          /* of the passes of the last two prices, where others go on */
     gck_labels     plans;                    /* of all passes, with true times; `from` is a place in `ends` */
     gck_end       *ends;                     /* plans.capacity; malloc */
 } solver;
@@ -112,8 +113,9 @@ static int add_plans(solver *s)
     return GCK_OK;
 }
 
-/* Solve regions before start->region at a price.  `leave`: copy labels to s->left. */
-static int run(solver *s, const stage *start, gck_price price, int leave)
+/* Solve regions before start->region at a price.  `left`: STAGES, to which labels are copied; or
+ * NULL. */
+static int run(solver *s, const stage *start, gck_price price, stage *left)
 {
     gck_front *front = s->front;
     const gck_chain *chain = front->chain;
@@ -142,9 +144,9 @@ static int run(solver *s, const stage *start, gck_price price, int leave)
         s->now = used;
         s->next.region = l;
         s->next.pass = (uint32_t)front->n_passes - 1;
-        for (int i = 0; leave && i < BETWEEN && l > 0; i++) {
-            if (l == end * (i + 1) / (BETWEEN + 1)) {
-                stage_copy(&s->left[i], &s->next);
+        for (int i = 0; left != NULL && i < STAGES && l > 0; i++) {
+            if (l == end * (i + 1) / (STAGES + 1)) {
+                stage_copy(&left[i], &s->next);
             }
         }
     }
@@ -152,8 +154,8 @@ static int run(solver *s, const stage *start, gck_price price, int leave)
 }
 
 /* Choose prices by octaves about the ratio of all times to all errors; return how many.  The first
- * is 0, the last leaves out all avoidable errors. */
-static int choose_prices(const gck_chain *chain, gck_price *prices)
+ * is 0, the last leaves out all avoidable errors.  Also set the sum of the largest errors. */
+static int choose_prices(const gck_chain *chain, gck_price *prices, int64_t *most_error)
 {
     int64_t times = 0, errors = 0, k = 0;
     int n = 0;
@@ -169,6 +171,7 @@ static int choose_prices(const gck_chain *chain, gck_price *prices)
         times += time;
         errors += error;
     }
+    *most_error = errors;
     prices[n++] = (gck_price){0, 0};
     if (errors == 0) {
         return n;
@@ -189,22 +192,45 @@ static int choose_prices(const gck_chain *chain, gck_price *prices)
     return n;
 }
 
+/* How many passes there should be between two prices, whose passes found n_low and n_high plans:
+ * the more, the larger the share of error is that the higher price takes from plans of as many bytes. */
+static int64_t count_between(const gck_label *low, int64_t n_low, const gck_label *high, int64_t n_high,
+                             int64_t most_error)
+{
+    int64_t taken = 0;                       /* in 256ths */
+
+    for (int64_t i = 0, at = 0; i < n_high; i++) {
+        while (at + 1 < n_low && low[at + 1].bytes <= high[i].bytes) {
+            at++;
+        }
+        /* Errors far below the largest hardly count. */
+        taken += gck_larger(low[at].error - high[i].error, 0) / ((low[at].error + most_error / 64) / 256 + 1);
+    }
+    return gck_smaller(LEAST + MORE * (taken / n_high) / 256, STAGES);
+}
+
 /* All passes. */
 static int run_all(solver *s)
 {
     gck_price prices[MAX_PRICES];
-    const int n = choose_prices(s->front->chain, prices);
+    int64_t most_error, low = 0, n_low = 0;
+    const int n = choose_prices(s->front->chain, prices, &most_error);
     int status = GCK_OK;
 
     for (int k = 0; k < n && status == GCK_OK; k++) {
-        for (int i = 0; k > 0 && i < BETWEEN && status == GCK_OK; i++) {
-            if (s->left[i].region > 0) {
-                status = run(s, &s->left[i], prices[k], 0);
-            }
+        const int64_t high = s->plans.n;
+        if ((status = run(s, &s->start, prices[k], s->left[k % 2])) != GCK_OK) {
+            return status;
         }
-        if (status == GCK_OK) {
-            status = run(s, &s->start, prices[k], 1);
+        const gck_label *plans = s->plans.at;
+        const int64_t n_high = s->plans.n - high;
+        const int64_t between = k > 0 ? count_between(plans + low, n_low, plans + high, n_high, most_error) : 0;
+        for (int64_t i = 1; i <= between && status == GCK_OK; i++) {
+            const stage *left = &s->left[1 - k % 2][i * (STAGES + 1) / (between + 1) - 1];
+            status = left->region > 0 ? run(s, left, prices[k], NULL) : GCK_OK;
         }
+        low = high;
+        n_low = n_high;
     }
     return status;
 }
@@ -219,8 +245,8 @@ int gck_priced_front_solve(gck_front *front, int64_t range)
         || (status = stage_init(&s.next, most)) != GCK_OK || (status = stage_init(&s.now, most)) != GCK_OK) {
         goto exit;
     }
-    for (int i = 0; i < BETWEEN; i++) {
-        if ((status = stage_init(&s.left[i], most)) != GCK_OK) {
+    for (int i = 0; i < 2 * STAGES; i++) {
+        if ((status = stage_init(&s.left[i / STAGES][i % STAGES], most)) != GCK_OK) {
             goto exit;
         }
     }
@@ -248,8 +274,8 @@ exit:
     stage_free(&s.start);
     stage_free(&s.next);
     stage_free(&s.now);
-    for (int i = 0; i < BETWEEN; i++) {
-        stage_free(&s.left[i]);
+    for (int i = 0; i < 2 * STAGES; i++) {
+        stage_free(&s.left[i / STAGES][i % STAGES]);
     }
     free(s.options);
     free(s.origins);

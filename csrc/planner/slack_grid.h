@@ -9,7 +9,7 @@
 typedef struct {
     gck_buckets next, now;                   /* malloc */
     uint32_t   *label;                       /* for each bucket of `next` the number of its label; malloc */
-    uint32_t   *ways;                        /* for each bucket of `now`; malloc */
+    int64_t    *ways;                        /* for each bucket of `now`; malloc */
     gck_move   *moves;                       /* malloc */
     int64_t    *shifts;                      /* of each option's move; malloc */
     int         shift;                       /* a bucket is 2**shift bytes */

@@ -29,7 +29,7 @@ PyObject *gck_rng_stash(gck_rng *rng);
 /* Set the generator to `state`, unless it is there already.  0 or -1. */
 int gck_rng_put(gck_rng *rng, PyObject *state);
 
-/* The same, and give back the reference in *state: a state that nobody else has is freed. */
+/* The same, and give back the reference in *state: a state without another one is freed. */
 int gck_rng_put_back(gck_rng *rng, PyObject **state);
 
 #endif

@@ -20,8 +20,8 @@ __all__ = ["accumulates_in_place", "uses_of_one"]
 
 aten = torch.ops.aten
 
-#: Files of torch that keep Dynamo away from a mode's handler.
-_WRAPS_HANDLERS = re.compile(r"torch.(_compile\.py|_dynamo.eval_frame\.py)$")
+#: Files of a mode's handler, and of torch that keep Dynamo away from it.
+_WRAPS_HANDLERS = re.compile(r"(torch.(_compile\.py|_dynamo.eval_frame\.py)|_planning.paper\.py)$")
 
 
 def accumulates_in_place(func: Any, args: Any) -> bool:

@@ -113,12 +113,13 @@ def _measure(block: Module, options: Sequence[Option], args: Any, kwargs: Any) -
     seconds = dict.fromkeys(ordered, math.inf)
     errors = dict.fromkeys(ordered, 0.0)
     exact: list[Tensor | None] = []
+    upstream: list[Tensor] = []
     began = time.perf_counter()
     with _put_back(block) as rewind:
         for turn in range(1 + _MOST):
             for option in ordered:
                 rewind()
-                gradients, elapsed = _timed(block, calls[option], args, kwargs)
+                gradients, elapsed = _timed(block, calls[option], args, kwargs, upstream)
                 if turn:  # the first one warms up
                     seconds[option] = min(seconds[option], elapsed)
                 elif option == KEEP:
@@ -146,7 +147,13 @@ def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> Calla
     return lambda *args, **kwargs: region.run(block, forward, args, kwargs)
 
 
-def _timed(block: Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Tensor | None], float]:
+def _timed(
+    block: Module, call: Callable[..., Any], args: Any, kwargs: Any, upstream: list[Tensor]
+) -> tuple[list[Tensor | None], float]:
+    """Return the gradients of a block's inputs and parameters, and the seconds.
+
+    ``upstream``: the gradients of its outputs, which the first call of all draws.
+    """
     inputs: list[Tensor] = []
 
     def fresh(x: Any) -> Any:
@@ -167,11 +174,18 @@ def _timed(block: Module, call: Callable[..., Any], args: Any, kwargs: Any) -> t
     outputs = [x for x in private.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if outputs:
-        gradients = torch.autograd.grad(
-            outputs, [*inputs, *trained], [torch.ones_like(x) for x in outputs], allow_unused=True
-        )
+        upstream.extend(_noise_like(x) for x in outputs[len(upstream) :])
+        gradients = torch.autograd.grad(outputs, [*inputs, *trained], upstream, allow_unused=True)
     wait(device)
     return list(gradients), time.perf_counter() - began
+
+
+def _noise_like(x: Tensor) -> Tensor:
+    """Return a gradient for an output: the same at each call, and like no constant, which
+    normalizations ignore.
+    """
+    generator = torch.Generator(x.device).manual_seed(0)
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
 def wait(device: torch.device) -> None:

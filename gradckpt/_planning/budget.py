@@ -1,4 +1,6 @@
-"""Budgets of bytes as people write them: :func:`parse_budget`."""
+"""Budgets as people write them: of bytes, :func:`parse_budget`, and of errors,
+:func:`parse_error`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch.nn import Module
 
 from gradckpt._planning.sizes import parse_bytes
 
-__all__ = ["Budget", "device_of", "free_memory", "other_tensors", "parse_budget", "size_budget"]
+__all__ = ["Budget", "device_of", "free_memory", "other_tensors", "parse_budget", "parse_error", "size_budget"]
 
 _ACTIVATIONS = "activations:"
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -86,6 +88,22 @@ def _fraction(budget: Any) -> float | None:
     if isinstance(budget, str):
         return float(budget) if _NUMBER.fullmatch(budget.strip()) else None
     return budget if isinstance(budget, (int, float)) and not isinstance(budget, bool) else None
+
+
+def parse_error(error: float | str) -> float:
+    """Return the relative error that ``"1%"`` or 0.01 means.
+
+    Raises:
+        ValueError: It is neither, or not between 0 and 1.
+    """
+    parsed: float | None = None
+    if isinstance(error, str) and (match := _PERCENT.fullmatch(error.strip())) is not None:
+        parsed = float(match[1]) / 100
+    elif isinstance(error, (int, float)) and not isinstance(error, bool):
+        parsed = float(error)
+    if parsed is None or not 0 < parsed < 1:
+        raise ValueError(f'gradckpt: error={error!r} is no relative error; write "1%" or 0.01')
+    return parsed
 
 
 def device_of(model: Module) -> torch.device:

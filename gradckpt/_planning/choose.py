@@ -17,7 +17,7 @@ from gradckpt import _C
 from gradckpt._planning.chain import UNAVAILABLE, Chain, Level
 from gradckpt._planning.step_trace import StepTrace
 
-__all__ = ["Chosen", "Costs", "Infeasible", "choose"]
+__all__ = ["Choice", "Chosen", "Costs", "Infeasible", "choose", "smallest"]
 
 #: Traces of plans: to correct the chain, and to try what is a little over the budget by it.
 _ROUNDS, _TRIES = 8, 4
@@ -44,21 +44,22 @@ class Costs:
 @dataclasses.dataclass(frozen=True)
 class Chosen:
     """``choice``: the option of each call. ``trace``: its step. ``seconds``: of all calls.
-    ``bound``: no plan is faster. ``front``: (bytes, seconds) of faster and faster plans.
+    ``bound``: no plan is faster. ``smallest``: the least bytes of a plan, and that plan. ``front``:
+    (bytes, seconds) of faster and faster plans.
     """
 
     choice: Choice
     trace: StepTrace
     seconds: float
     bound: float
-    smallest: int
+    smallest: tuple[int, Choice]
     front: tuple[tuple[int, float], ...]
 
 
 class Infeasible(Exception):
-    """``smallest``: bytes that the best plan needs; ``trace``: its step."""
+    """``smallest``: the least bytes of a plan, and that plan; ``trace``: its step."""
 
-    def __init__(self, smallest: int, trace: StepTrace) -> None:
+    def __init__(self, smallest: tuple[int, Choice], trace: StepTrace) -> None:
         super().__init__(smallest)
         self.smallest = smallest
         self.trace = trace
@@ -318,13 +319,23 @@ def choose(
     """
     chooser = _Chooser(chain, costs, error_limit, run, uniform)
     found = chooser.best(limit)
+    least = chooser.smallest()
     if found is None:
-        size, choice = chooser.smallest()
+        size, choice = least
         if size > limit:
-            raise Infeasible(size, chooser.trace(choice))
-        solution = chooser.solve(size)
-        return Chosen(choice, chooser.trace(choice), chooser.seconds(choice), solution.bound, size, solution.front)
+            raise Infeasible(least, chooser.trace(choice))
+        found = choice, chooser.solve(size)
     choice, solution = found
-    size, _ = chooser.smallest()
     seconds = chooser.seconds(choice)
-    return Chosen(choice, chooser.trace(choice), seconds, min(solution.bound, seconds), size, solution.front)
+    return Chosen(choice, chooser.trace(choice), seconds, min(solution.bound, seconds), least, solution.front)
+
+
+def smallest(
+    chain: Chain,
+    costs: Costs,
+    error_limit: float | None,
+    run: Callable[[Choice], StepTrace],
+    uniform: Sequence[StepTrace] = (),
+) -> tuple[int, Choice]:
+    """Return the least bytes that a plan needs, and that plan; as :func:`choose`."""
+    return _Chooser(chain, costs, error_limit, run, uniform).smallest()

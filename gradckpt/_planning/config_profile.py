@@ -83,7 +83,7 @@ class ConfigProfile(StepProfile):
         self.costs = _Estimates(self, rates)
         self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
 
-    def trace(self, options: Sequence[Option]) -> StepTrace:
+    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
         first = options[0]
         number = f"option {self.options.index(first) + 1} of {len(self.options)}: {first.name}"
@@ -95,6 +95,7 @@ class ConfigProfile(StepProfile):
                     self.model,
                     lambda _: self._source.run(self._tokens, self._batch),
                     blocks=short.modules,
+                    concentrated=concentrated,
                     cuda=True,
                 )
             short.repeat(found.segments)

@@ -3,7 +3,8 @@
 The first training call runs with exact recomputing. Before it, the step runs on paper in each
 option; in it, each distinct region is measured. The second call runs as planned. The plan is made
 again when more is alive than it knew: larger inputs, gradients that exist when the forward begins,
-states of the optimizer.
+states of the optimizer. Inputs of which each is larger in a dimension (few long sequences, many
+short ones) have a plan each.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,13 +60,17 @@ class LiveBudget:
 
     def _forget(self) -> None:
         self._profile: Profile | None = None
+        self._shapes: Shapes | None = None  # of the inputs that the present or pending plan is for
+        #: Of shapes of which none covers another; with the bytes of gradients that each plan knows.
+        self._plans: dict[Shapes, tuple[Plan, Profile, int]] = {}
         self._costs: RegionCosts | None = None
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
         self._busy = False
+        self._first = True  # no plan was made yet
         self._watch: Any = None  # the handle of a hook on optimizers
-        #: What the plan knows: elements of the inputs, bytes of gradients and of optimizer states.
-        self._known = {"input": 0, "gradients": 0, "states": 0}
+        #: What the present plan knows: bytes of gradients and of optimizer states.
+        self._known = {"gradients": 0, "states": 0}
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("budget", "compress", "_options", "_blocks", "_counts_optimizer", "_step_only", "plan")
@@ -97,6 +101,7 @@ class LiveBudget:
         else:
             with quiet():
                 enable(model, None, modules=rules)
+        self.remove(model)  # equal rules leave everything as it is
         vars(model)[BUDGET] = self
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
@@ -124,15 +129,20 @@ class LiveBudget:
                 "gradckpt: a budget cannot be planned in torch.compile; call gradckpt.plan(model, batch, budget=...), "
                 "plan.apply(model), and compile then"
             )
-        grown = self._grown(model, args, kwargs)
+        shapes = _shapes_of(args, kwargs)
+        is_known = self._knows(shapes)
+        grown = self._grown(model)
         self._busy = True
         try:
-            if "input" in grown:
+            if "states" in grown:
+                self._plans.clear()
+            if not is_known:
                 self._begin(model, args, kwargs)
             elif grown:
                 if "gradients" in grown:
-                    self._profile = self._trace(model, args, kwargs)
+                    self._profile, self._shapes = self._trace(model, args, kwargs), shapes
                 self._pending = self._make_plan(model)
+                self._note(self._pending)
                 reasons = " and ".join(grown.values())
                 logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending)
             if self._pending is not None and self._measuring is None:
@@ -150,16 +160,38 @@ class LiveBudget:
             self._forget()
             return
         self._pending = self._make_plan(model)
+        self._note(self._pending)
         logger.info("gradckpt: from the next training call on: %s", self._pending)
 
-    def _grown(self, model: Module, args: Any, kwargs: Any) -> dict[str, str]:
+    def _knows(self, shapes: Shapes) -> bool:
+        """Return whether a plan is for inputs that are as large. It is then the present or the
+        pending one, and else one that knows no gradients is to be made.
+        """
+        if self._shapes is not None and _covers(self._shapes, shapes):
+            return True
+        found = next((known for known in self._plans if _covers(known, shapes)), None)
+        if found is None:
+            self._known["gradients"] = 0
+            return False
+        self._shapes = found
+        self._pending, self._profile, self._known["gradients"] = self._plans[found]
+        return True
+
+    def _note(self, plan: Plan) -> None:
+        """Keep a plan for the present shapes, in place of those for smaller inputs."""
+        shapes = self._shapes
+        assert shapes is not None
+        assert self._profile is not None
+        self._plans = {known: made for known, made in self._plans.items() if not _covers(shapes, known)}
+        self._plans[shapes] = plan, self._profile, self._known["gradients"]
+
+    def _grown(self, model: Module) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
             self._unwatch()
         uncounted = self._counts_optimizer or self._step_only
         sizes = {
-            "input": sum(x.numel() for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor)),
             "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
             "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
         }
@@ -179,7 +211,7 @@ class LiveBudget:
             ", since the input is larger" if again else "",
             len(self._options),
         )
-        self._profile = self._trace(model, args, kwargs)
+        self._profile, self._shapes = self._trace(model, args, kwargs), _shapes_of(args, kwargs)
         self._pending = None
         if again:
             self.install(model)
@@ -189,14 +221,18 @@ class LiveBudget:
             self._watch = _watch_optimizers(self, model)
 
     def _trace(self, model: Module, args: Any, kwargs: Any) -> Profile:
+        step = _Step(model)
         try:
             with alone(model):
-                return Profile(model, _step_of(model), (args, kwargs), modules=self.modules, compress=self.compress)
+                profile = Profile(model, step, (args, kwargs), modules=self.modules, compress=self.compress)
         except NotOnPaper as reason:
             raise ValueError(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; leave budget= out and "
                 "compare settings with gradckpt.plan(model, batch)"
             ) from reason
+        if step.loss_outside:
+            profile.notes.append("A loss outside of the model counts as cross entropy of the model's outputs.")
+        return profile
 
     def _make_plan(self, model: Module) -> Plan:
         assert self._profile is not None
@@ -204,7 +240,8 @@ class LiveBudget:
         optimizer = self._optimizer() if self._optimizer is not None else None
         budget = parse_budget(self.budget, device_of(model))
         with alone(model):
-            if self.plan is None and self._pending is None:  # the first, which all ranks make
+            if self._first:  # which all ranks make
+                self._first = False
                 return agreed(self._profile, budget, optimizer)
             return self._profile.plan(budget, optimizer=optimizer)
 
@@ -216,27 +253,53 @@ class LiveBudget:
 
 
 _SENTENCES = {
-    "input": "the input is larger",
     "gradients": "gradients exist before the forward",
     "states": "the optimizer has states now",
 }
 
 
-def _step_of(model: Module) -> Callable[[Any], None]:
-    """Return forward and backward as far as the model's arguments tell: a loss outside of it is not
-    known.
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _shapes_of(args: Any, kwargs: Any) -> Shapes:
+    return tuple(tuple(x.shape) for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+
+
+def _covers(large: Shapes, small: Shapes) -> bool:
+    """Return whether no tensor is larger in any dimension."""
+    return [len(shape) for shape in large] == [len(shape) for shape in small] and all(
+        m <= n for a, b in zip(large, small, strict=True) for n, m in zip(a, b, strict=True)
+    )
+
+
+class _Step:
+    """Forward and backward of a model's arguments. If the result has no loss, cross entropy of each
+    output stands for what is computed outside of the model, and ``loss_outside`` is True; the
+    outputs live until the end, as in a loop that has a name for them.
     """
 
-    def step(batch: Any) -> None:
-        args, kwargs = batch
-        result = model.forward(*args, **kwargs)
-        loss = loss_of(result)
-        leaves = [loss] if loss is not None else private.tree_leaves(result)
-        roots = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-        del result, loss, leaves
-        torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+    def __init__(self, model: Module) -> None:
+        self._model = model
+        self.loss_outside = False
 
-    return step
+    def __call__(self, batch: Any) -> None:
+        args, kwargs = batch
+        result = self._model.forward(*args, **kwargs)
+        loss: Any = loss_of(result)
+        if loss is not None:
+            del result
+        else:
+            leaves = [x for x in private.tree_leaves(result) if isinstance(x, Tensor)]
+            loss = sum(_cross_entropy(x) for x in leaves if x.requires_grad and x.numel())
+            self.loss_outside = True
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.backward()
+
+
+def _cross_entropy(x: Tensor) -> Tensor:
+    """Return the cross entropy of numbers over their last dimension, computed in float32."""
+    rows = (x.abs() if x.is_complex() else x).float().reshape(-1, x.shape[-1] if x.dim() else 1)
+    return torch.nn.functional.cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.long))
 
 
 def _watch_optimizers(live: LiveBudget, model: Module) -> Any:

@@ -37,6 +37,10 @@ class Option:
             return None
         return parse_options(self.rule, {}, ("recompute",))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, of which :func:`find_option` makes the option."""
+        return {"name": self.name, "rule": self.rule}
+
 
 #: As autograd does it.
 KEEP = Option("keep", "skip")
@@ -100,7 +104,7 @@ def _codecs(compress: Any, error: bool) -> list[str]:
 
 
 def find_option(name: str, rule: Mapping[str, Any] | str) -> Option:
-    """Return the option of a plan file, whose name and rule were stored.
+    """Return the option of a plan file, which has its name and rule.
 
     Raises:
         ValueError: The rule is not one of :func:`gradckpt.enable`.

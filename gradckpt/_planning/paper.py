@@ -105,7 +105,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     ``device_is_cpu``: count what the CPU's convolutions allocate. ``concentrated``: routers choose
     by values that do not exist; ``False`` lets them choose all experts equally often, ``True`` the
-    first ones for nearly every token, which needs most memory.
+    first ones for nearly every token, which needs most memory. ``rest``: the others' choices, as a
+    part of those of the first.
     """
 
     def __init__(self, concentrated: bool = False, *, device_is_cpu: bool = True) -> None:
@@ -113,6 +114,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.device_is_cpu = device_is_cpu
         self._concentrated = concentrated
         self.data_dependent = False
+        self.rest = 0.0
         self._space = _shared_space()
         self._paper: set[int] = set()  # storages without values, by their addresses in C++
         self._live: dict[int, tuple[int, Any]] = {}  # number and weak reference of every recorded storage
@@ -257,8 +259,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         return self.empty(shape, torch.empty(shape, device="meta").stride(), dtype)
 
     def _choose(self, outputs: Any, choices: int) -> Any:
-        """Give indices values: 0, 1, ... in turn; or the same ones for most rows, once each of the
-        others, whose part of the backward then comes first.
+        """Give indices values: 0, 1, ... in turn; or the same ones in all rows, except that each of
+        the others, whose part of the backward comes first, is chosen once in place of the first.
         """
         found = outputs if isinstance(outputs, torch.Tensor) else outputs[-1]
         if not _is_small(found):
@@ -266,9 +268,10 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         count = torch.arange(found.numel())
         if self._concentrated:
             chosen = found.shape[-1] if found is not outputs and found.dim() else 1
-            others = choices - chosen
-            count[others:] %= chosen
-            count[:others] += chosen
+            others = min(choices - chosen, found.numel() // (2 * chosen))
+            count %= chosen
+            count[: others * chosen : chosen] = chosen + torch.arange(others)
+            self.rest = max(self.rest, others / max(found.numel() - others, 1))
         indices = self._followed((count % choices).reshape(found.shape))
         return indices if found is outputs else (*_map(self._like_meta, outputs[:-1]), indices)
 
@@ -387,7 +390,7 @@ def _tensor_places(func: Any) -> frozenset[int]:
 
 
 def _in_region() -> bool:
-    """Return whether a region without a policy runs its forward: it keeps no number."""
+    """Return whether an exact region without a policy runs its forward, which keeps no number."""
     hooks = private.top_hooks(False)
     if hooks is None or type(getattr(hooks[0], "__self__", None)).__name__ != "Frame":
         return False

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.nn import Module
 
 from gradckpt._models.switch import UNSET, Modules, Unset
-from gradckpt._planning.budget import device_of, parse_budget
+from gradckpt._planning.budget import device_of, parse_budget, parse_error
 from gradckpt._planning.comparison import Comparison, compare, refuse_shards, step_of, unwrapped
-from gradckpt._planning.profile import Profile, parse_error
-from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.profile import Profile
+from gradckpt._planning.region_plan import Plan, plan_of
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # typing keeps overloads that it meets at run time
         compress: Any = None,
         error: float | str | None = None,
         optimizer: Any = None,
+        profile: Plan | str | os.PathLike[str] | None = None,
     ) -> Plan: ...
 
 
@@ -52,6 +54,7 @@ def plan(
     compress: Any = None,
     error: float | str | None = None,
     optimizer: Any = None,
+    profile: Plan | str | os.PathLike[str] | None = None,
 ) -> Comparison | Plan:
     """Compute the memory that a training step of a model needs in each ready setting; or with
     ``budget``, choose an option for each region so that the step stays within it.
@@ -83,6 +86,9 @@ def plan(
         error: The largest relative L2 error of the gradients, ``"1%"`` or 0.01. It permits int8,
             int6 and int4 unless ``compress`` names others, and is measured at the end.
         optimizer: Its states, and its step, count in the budget. ``None``: no optimizer counts.
+        profile: An earlier plan of this step, or the path of its file: what was measured for it
+            counts instead of new times, and all plans that it knew are considered, too. So a larger
+            budget, or error, never gives a slower plan.
 
     Returns:
         Without ``budget``, a table of settings to be printed. With it, a :class:`gradckpt.Plan`:
@@ -97,7 +103,8 @@ def plan(
         raise ValueError("gradckpt: plan() needs a model in training mode; call model.train() first")
     refuse_shards(model)
     if isinstance(budget, Unset):
-        for name, value in (("compress", compress), ("error", error), ("optimizer", optimizer)):
+        others = {"compress": compress, "error": error, "optimizer": optimizer, "profile": profile}
+        for name, value in others.items():
             if value is not None:
                 raise ValueError(f'gradckpt: {name}= needs budget=; pass one, as in budget="60GiB"')
         whole = unwrapped(model) if modules is None else model
@@ -110,14 +117,18 @@ def plan(
     allowed_error = None if error is None else parse_error(error)
     run = step_of(model, batch)
     given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
+    earlier = None if profile is None else plan_of(profile, "profile")
     with alone(model):
         try:
-            profile = Profile(model, run, given, modules=modules, compress=compress, limits_error=error is not None)
+            found = Profile(model, run, given, modules=modules, compress=compress, limits_error=error is not None)
         except NotOnPaper as reason:
             raise ValueError(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; compare settings with "
                 "plan(model, batch) instead"
             ) from reason
-        profile.check_optimizer(limit, optimizer)  # before steps that take long
-        profile.measure(batch)
-        return profile.plan(limit, error=allowed_error, optimizer=optimizer, batch=batch)
+        found.check_optimizer(limit, optimizer)  # before steps that take long
+        if earlier is None:
+            found.measure(batch)
+        else:
+            found.load(earlier)
+        return found.plan(limit, error=allowed_error, optimizer=optimizer, batch=batch)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,51 +15,31 @@ from gradckpt._models.switch import Modules
 from gradckpt._planning.block_times import measure_regions, wait
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import Budget, device_of, other_tensors
-from gradckpt._planning.chain import Chain
 from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, quiet
+from gradckpt._planning.error_search import approach
 from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
-from gradckpt._planning.options import RECOMPUTE, Option, allowed
+from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.step_profile import NoPlan, StepProfile, whole_kib
-from gradckpt._planning.step_trace import StepTrace, trace_step
-from gradckpt._settings import Setting
+from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
+from gradckpt._planning.step_profile import NoPlan, StepProfile
+from gradckpt._planning.step_trace import StepTrace, condensed, trace_step
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import StepWrites
 
-__all__ = ["Profile", "parse_error"]
-
-logger = logging.getLogger("gradckpt")
-
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+__all__ = ["Profile"]
 
 #: Steps that are measured, after one that warms up.
 _STEPS = 2
 
-#: How often an error is measured, and the share of the error budget that is enough.
-_ERROR_ROUNDS, _ENOUGH = 8, 0.6
+#: Choices whose errors are measured at most: to find the smallest budget, and the fastest plan.
+_FOR_SMALLEST, _FOR_FASTEST = 3, 4
 
-#: A weight of a region that a plan leaves exact becomes smaller by this factor at most.
-_LESS = 0.25
+#: If there are more kinds of regions, what their errors weigh is measured of all together.
+_KINDS = 4
 
 Run = Callable[[Any], object]
-
-
-def parse_error(error: float | str) -> float:
-    """Return the relative error that ``"1%"`` or 0.01 means.
-
-    Raises:
-        ValueError: It is neither, or not between 0 and 1.
-    """
-    parsed: float | None = None
-    if isinstance(error, str) and (match := _PERCENT.fullmatch(error.strip())) is not None:
-        parsed = float(match[1]) / 100
-    elif isinstance(error, (int, float)) and not isinstance(error, bool):
-        parsed = float(error)
-    if parsed is None or not 0 < parsed < 1:
-        raise ValueError(f'gradckpt: error={error!r} is no relative error; write "1%" or 0.01')
-    return parsed
 
 
 class Profile(StepProfile):
@@ -90,17 +68,39 @@ class Profile(StepProfile):
         compress: Any = None,
         limits_error: bool = False,
     ) -> None:
-        self._run = run
+        self._step = run
         self._batch = batch
         self.device = device_of(model)
+        #: Assumptions that plans say.
+        self.notes: list[str] = []
+        self._inputs: dict[int, str] = {}
+        self._traced: dict[tuple[tuple[Option, ...], bool], StepTrace] = {}
+        self._errors: dict[Choice, float] = {}  # of those that are exact, or were measured
+        self._peaks: dict[Choice, int] = {}  # bytes that known choices add
+        self._is_weighed = False
         with quiet():
             blocks = regions_to_plan(model, modules)
         super().__init__(model, blocks, allowed(compress, limits_error))
 
-    def trace(self, options: Sequence[Option]) -> StepTrace:
+    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
-        with quiet(), self.setting(options).active(self.model):
-            return trace_step(self.model, self._run, self._batch, blocks=self.blocks, cuda=self.device.type == "cuda")
+        key = tuple(options), concentrated
+        if key not in self._traced:
+            self._traced[key] = condensed(self._trace(*key))
+        return self._traced[key]
+
+    def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:
+        with quiet(), self.setting(options).active(self.model), inputs_noted(self.blocks) as inputs:
+            found = trace_step(
+                self.model,
+                self._step,
+                self._batch,
+                blocks=self.blocks,
+                concentrated=concentrated,
+                cuda=self.device.type == "cuda",
+            )
+        self._inputs = self._inputs or inputs
+        return found
 
     # ---- real steps
 
@@ -117,7 +117,7 @@ class Profile(StepProfile):
             state.rewind()  # a step would add to the gradients in place
             with quiet(), uncounted():
                 with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
-                    self._run(batch)
+                    self._step(batch)
                 for _ in range(_STEPS):
                     state.rewind()
                     with setting.active(self.model):
@@ -132,7 +132,7 @@ class Profile(StepProfile):
     def _timed(self, batch: Any) -> float:
         wait(self.device)
         began = time.perf_counter()
-        self._run(batch)
+        self._step(batch)
         wait(self.device)
         return time.perf_counter() - began
 
@@ -148,14 +148,15 @@ class Profile(StepProfile):
         about = [
             "No optimizer states are counted; pass optimizer= to count them."
             if optimizer is None
-            else "Optimizer states count as after the first step."
+            else "Optimizer states count as after the first step.",
+            *self.notes,
         ]
         fixed, memory = self._fixed(optimizer)
         needed = self._check_optimizer(budget, fixed, memory)
         chosen, measured = self._choose(error, batch, budget, fixed)
         made = self.result(chosen, budget, fixed, about, measured=measured, error=error)
-        smallest = whole_kib(needed + (sum(fixed.values()) if budget.step_only else 0))
-        return dataclasses.replace(made, smallest_budget=max(made.smallest_budget, smallest))
+        smallest = max(made.smallest_budget, needed + sum(fixed.values()) - budget.size + self.limit(budget, fixed))
+        return dataclasses.replace(made, smallest_budget=smallest, profile=self._saved())
 
     def check_optimizer(self, budget: Budget, optimizer: Any) -> None:
         """Check that the optimizer's step is within the budget.
@@ -181,7 +182,7 @@ class Profile(StepProfile):
 
     def smallest_peak(self) -> int:
         """Return about the least bytes that a step adds."""
-        return min(trace.peak().size for trace in self.traces.values())
+        return min(trace.peak().size for trace in self.largest.values())
 
     def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory) -> int:
         """Return the smallest budget for the optimizer's step, which no option of a region changes.
@@ -194,68 +195,168 @@ class Profile(StepProfile):
         gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad and p.grad is None)
         needed = gradients + memory.working - memory.new + (0 if budget.step_only else sum(fixed.values()))
         if needed > budget.size:
-            smallest = whole_kib(needed)
-            try:
-                self.fastest(self.chain(), dataclasses.replace(budget, size=smallest), fixed)
-            except NoPlan as error:
-                smallest = error.smallest_budget
+            found = self.fastest(self.chain(), dataclasses.replace(budget, size=needed), fixed)  # or regions need more
             hint = f"The optimizer's step alone needs {format_bytes(needed)}; take one with smaller states."
-            raise NoPlan.within(budget, smallest, hint)
+            raise NoPlan.within(budget, needed, found.choice, hint)
         return needed
 
     def _choose(
         self, error: float | None, batch: Any, budget: Budget, fixed: dict[str, int]
     ) -> tuple[Chosen, float | None]:
-        """Return the fastest plan and its measured error."""
-        chain = self.chain()
-        if error is None:
-            chosen = self.fastest(chain, budget, fixed)
-            lossy = any(self.options[option].codec for option in chosen.choice)
-            if not lossy or batch is None:
-                return chosen, None
-            return chosen, StepErrors(self.model, batch).of(self._setting_of(chosen))
-        return self._within_error(error, StepErrors(self.model, batch), chain, budget, fixed)
+        """Return the fastest of all known choices within the budgets, and its measured error."""
+        errors: list[StepErrors] = []
 
-    def _within_error(
-        self, error: float, errors: StepErrors, chain: Chain, budget: Budget, fixed: dict[str, int]
-    ) -> tuple[Chosen, float | None]:
-        """Return the fastest plan whose measured error is within a budget.
+        def measure(options: Sequence[Option]) -> float:
+            if not errors:
+                errors.append(StepErrors(self.model, batch))
+            return errors[0].of(self.setting(options))
 
-        Squares of regions' errors are summed, each with a weight. The first plan is that without a
-        limit. If a plan's error is larger than its sum, its lossy regions get larger weights; if it
-        is smaller, these get smaller ones, and the other regions too, which may have got their
-        weights beside a worse region.
-        """
-        best: tuple[Chosen, float] | None = None
-        weights = [1.0] * len(self.blocks)
-        known: dict[Choice, float] = {}
-        for turn in range(_ERROR_ROUNDS):
+        if error is not None and not self._is_weighed:
+            self._weigh(measure)
+        found = self._find(error, measure, budget, fixed)
+        permitted = [each for each in self._peaks if error is None or self._errors.get(each, math.inf) <= error]
+        least = min(permitted, key=lambda each: (self._peaks[each], each))
+        limit = self.limit(budget, fixed)
+        if self._peaks[least] > limit:
+            raise self.no_plan(budget, fixed, least, self.trace_of(least))
+        best = min((self.seconds(each), each) for each in permitted if self._peaks[each] <= limit)[1]
+        if self._is_lossy(best) and best not in self._errors and batch is not None:
+            self._errors[best] = measure(self.of_choice(best))
+        seconds = self.seconds(best)
+        nearest = min((each for each in found if each.choice in permitted), key=lambda each: each.seconds, default=None)
+        bound, front = (nearest.bound, nearest.front) if nearest is not None else (0.0, ())
+        chosen = Chosen(best, self.trace_of(best), seconds, min(bound, seconds), (self._peaks[least], least), front)
+        return chosen, None if error is None and not self._is_lossy(best) else self._errors.get(best)
+
+    def _find(
+        self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget, fixed: dict[str, int]
+    ) -> list[Chosen]:
+        """Look for the smallest and the fastest choice within the budgets, which then are known."""
+        found: list[Chosen] = []
+        chain, other = self.chain(), self.chain()
+
+        def fastest(limit: float | None) -> Choice | None:
             try:
-                chosen = self.fastest(chain, budget, fixed, *((error, weights) if turn else ()))
-            except NoPlan:
-                if best is None:
-                    raise
-                break
-            options = self.of_choice(chosen.choice)
-            squares = [self.square(block, options[block], weights) for block in self.calls]
-            expected = math.sqrt(sum(squares))
-            if chosen.choice not in known:
-                known[chosen.choice] = errors.of(self._setting_of(chosen)) if expected else 0.0
-            measured = known[chosen.choice]
-            if measured <= error and (best is None or chosen.seconds < best[0].seconds):
-                best = chosen, measured
-            if measured <= error and (measured >= _ENOUGH * error or not turn):
-                break
-            lossy = {block for block, square in zip(self.calls, squares, strict=True) if square}
-            ratio = (measured / expected) ** 2 * 1.05 if expected else _LESS
-            for block in range(len(weights)):
-                if block in lossy or not turn:
-                    weights[block] *= ratio
-                elif ratio < 1:
-                    weights[block] *= max(math.sqrt(ratio), _LESS)
-        if best is None:
-            best = self.fastest(chain, budget, fixed, error, [math.inf] * len(self.blocks)), 0.0
-        return best
+                chosen = self.fastest(chain, budget, fixed, limit)
+            except NoPlan as none:
+                if error is None:
+                    self._note(none.choice)
+                return None
+            found.append(chosen)
+            if error is None:
+                self._note(chosen.smallest[1])
+            return self._note(chosen.choice)
 
-    def _setting_of(self, chosen: Chosen) -> Setting:
-        return self.setting(self.of_choice(chosen.choice))
+        def smallest(limit: float | None) -> Choice | None:
+            return self._note(self.smallest(other, limit))
+
+        if error is None:
+            fastest(None)
+        else:
+            for pick, steps in ((smallest, _FOR_SMALLEST), (fastest, _FOR_FASTEST)):
+                approach(error, pick, self.expected, self._errors, lambda each: measure(self.of_choice(each)), steps)
+        return found
+
+    def _weigh(self, measure: Callable[[Sequence[Option]], float]) -> None:
+        """Measure what errors of each kind of region add to the step's: all of the kind have their
+        least one.
+        """
+        kinds: dict[Any, list[int]] = {}
+        for block in dict.fromkeys(self.calls):
+            kinds.setdefault(self._measured(block), []).append(block)
+        for blocks in kinds.values() if len(kinds) <= _KINDS else [list(dict.fromkeys(self.calls))]:
+            options = [RECOMPUTE] * len(self.blocks)
+            for block in blocks:
+                lossy = [each for each in self.options if self.cost(block, each).error]
+                options[block] = min(lossy, key=lambda each: self.cost(block, each).error, default=RECOMPUTE)
+            expected = math.hypot(*(self.cost(block, options[block]).error for block in self.calls))
+            weight = (measure(options) / expected) ** 2 if expected else 0.0
+            for block in blocks:
+                self.weights[block] = weight if 0 < weight < math.inf else 1.0
+        self._is_weighed = True
+
+    def _measured(self, block: int) -> Measured:
+        """Return what is known of a region alone."""
+        costs = tuple(self.cost(block, option) for option in self.options)
+        return Measured(self._likeness(self.blocks[block]), costs, self.weights[block] if self._is_weighed else None)
+
+    def _note(self, choice: Choice) -> Choice:
+        """Let a choice be known."""
+        if choice not in self._peaks:
+            self._peaks[choice] = self.trace_of(choice).peak().size
+        if not self._is_lossy(choice):
+            self._errors[choice] = 0.0
+        return choice
+
+    def _is_lossy(self, choice: Choice) -> bool:
+        return any(self.options[option].codec for option in choice)
+
+    # ---- in files
+
+    def _saved(self) -> SavedProfile:
+        """Return what is known, for the file of a plan."""
+        return SavedProfile.of_regions(
+            self.step_seconds,
+            self.traces[KEEP].peak().size,
+            self.options,
+            [self._measured(block) for block in range(len(self.blocks))],
+            [
+                KnownPlan(tuple(map(self.options.index, self.of_choice(each))), peak, self._errors.get(each))
+                for each, peak in self._peaks.items()
+            ],
+        )
+
+    def _likeness(self, block: Module) -> str:
+        return f"{parameters_of(block)}, called with {self._inputs.get(id(block), 'nothing')}"
+
+    def load(self, plan: Plan) -> None:
+        """Take what was measured for a plan, instead of measuring it.
+
+        Raises:
+            ValueError: It was measured in another step, or the plan has estimates; the message says
+                what differs first.
+        """
+        saved = plan.profile
+        if saved is None:
+            raise ValueError(
+                "gradckpt: profile= is a plan with estimated times; leave it out, and this plan will be a profile"
+            )
+        plan.rules_for(self.model)
+        self._check(saved, [region.name for region in plan.regions])
+        self.costs = SavedCosts(self.blocks, saved)
+        self.step_seconds = saved.step_seconds
+        weights = [saved.of(i).weight for i in range(len(self.blocks))]
+        self._is_weighed = None not in weights
+        self.weights = [1.0 if weight is None else weight for weight in weights]
+        same = saved.plain == self.traces[KEEP].peak().size
+        for each in saved.known:
+            choice = tuple(each.options[block] for block in self.calls)
+            self._peaks[choice] = each.peak if same else self.trace_of(choice).peak().size
+            if each.error is not None:
+                self._errors[choice] = each.error
+
+    def _check(self, saved: SavedProfile, names: Sequence[str]) -> None:
+        """Check that a profile with regions of these names was measured in a step like this one."""
+        own = [self._names[id(block)] for block in self.blocks]
+        for name in [*names, *own]:
+            if (name in names) != (name in own):
+                where = "is no region here" if name in names else "is a region here alone"
+                raise ValueError(
+                    f"gradckpt: profile= was measured with other modules: {name!r} {where}; pass the same modules=, or "
+                    "leave profile= out"
+                )
+        options, allowed_here = ([each.to_dict() for each in these] for these in (saved.options, self.options))
+        for option in [*options, *allowed_here]:
+            if (option in options) != (option in allowed_here):
+                what = "with" if option in options else "without"
+                raise ValueError(
+                    f"gradckpt: profile= was measured {what} the option {option['name']!r}; pass the same compress= "
+                    "and error=, or leave profile= out"
+                )
+        for i, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
+            then, now = saved.of(i).like, self._likeness(block)
+            if then != now:
+                raise ValueError(
+                    f"gradckpt: profile= was measured in another step, where {name!r} had {then}, and now has {now}; "
+                    "leave profile= out"
+                )

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,17 @@ from torch.nn import Module
 from gradckpt._models.switch import Handle, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, Option, find_option
+from gradckpt._planning.saved_profile import SavedProfile
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
-__all__ = ["Plan", "PlannedRegion", "digest_of"]
+__all__ = ["Plan", "PlannedRegion", "digest_of", "plan_of"]
 
 #: Of plan files.
 _VERSION = 1
+
+#: A list of numbers, which takes one line of a file.
+_NUMBERS = re.compile(r"\[\n[-+.,\w\s]+\n\s*\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +50,15 @@ class Plan:
 
     ``regions``: one :class:`PlannedRegion` for each module. ``budget``: bytes, of all tensors on
     the device, and ``budget_text`` as it was written. ``peak``: bytes that the step reaches;
-    ``plain``: without checkpointing. ``binds``: where the peak is. ``fixed``: bytes that are there
+    ``at_most``: the same if nearly all tokens choose the same experts, None if sizes do not depend
+    on that; the budget is kept by it. ``plain``: the peak without checkpointing. ``binds``: where
+    the larger peak is. ``fixed``: bytes that are there
     during the whole step, by name. ``seconds``: of the step; ``plain_seconds``: without
     checkpointing; ``bound``: no plan within the budget is faster. ``estimated``: times come from a
     data sheet. ``smallest_budget``: bytes; none below it has a plan. ``error``: the measured
     relative L2 error of the step's gradients, None if all options are exact; ``error_budget``.
-    ``about``: the assumptions, in sentences.
+    ``about``: the assumptions, in sentences. ``profile``: what was measured for it, with which
+    ``gradckpt.plan(..., profile=plan)`` plans for another budget; None with estimated times.
     """
 
     model: str
@@ -70,6 +78,8 @@ class Plan:
     error_budget: float | None = None
     front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
     about: tuple[str, ...] = ()
+    at_most: int | None = None
+    profile: SavedProfile | None = dataclasses.field(default=None, repr=False)
     hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
 
     # ---- use
@@ -121,15 +131,16 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, which JSON can carry."""
-        given = dataclasses.asdict(self)
+        given = dataclasses.asdict(dataclasses.replace(self, profile=None))
         del given["hints"]
         for region, entry in zip(self.regions, given["regions"], strict=True):
-            entry["option"] = {"name": region.option.name, "rule": region.option.rule}
+            entry["option"] = region.option.to_dict()
+        given["profile"] = self.profile.to_dict() if self.profile is not None else None
         return {"version": _VERSION, **given}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for :meth:`load` and ``enable(model, plan=path)``."""
-        text = json.dumps(self.to_dict(), indent=1)
+        text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(self.to_dict(), indent=1))
         with open(path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -168,7 +179,9 @@ class Plan:
         )
         front = tuple((size, seconds) for size, seconds in given.pop("front"))
         binds, about = Peak(**given.pop("binds")), tuple(given.pop("about"))
-        return cls(regions=regions, front=front, binds=binds, about=about, **given)
+        measured = given.pop("profile", None)
+        profile = None if measured is None else SavedProfile.from_dict(measured)
+        return cls(regions=regions, front=front, binds=binds, about=about, profile=profile, **given)
 
     # ---- text
 
@@ -187,11 +200,11 @@ class Plan:
         """The answer in a few sentences."""
         limit = self._limit()
         if self.is_plain:
-            return f"It fits {limit} without checkpointing: {format_bytes(self.peak)}. Nothing is done."
+            return f"It fits {limit} without checkpointing: {self._peak()}. Nothing is done."
         slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         times = "by estimate" if self.estimated else "as measured"
         said = [
-            f"Peak {format_bytes(self.peak)} of {limit}; without checkpointing {format_bytes(self.plain)}.",
+            f"Peak {self._peak()} of {limit}; without checkpointing {format_bytes(self.plain)}.",
             f"The step takes {slower:.1%} more time than without, {times}; {self._certificate()}.",
         ]
         if self.error is not None:
@@ -206,6 +219,11 @@ class Plan:
         same = f"{float(number):g}{unit}".lower() == self.budget_text.replace(" ", "").lower()
         return size if same else f"{size} ({self.budget_text})"
 
+    def _peak(self) -> str:
+        if self.at_most is None:
+            return format_bytes(self.peak)
+        return f"{format_bytes(self.peak)} (at most {format_bytes(self.at_most)}, if tokens choose the same experts)"
+
     def _certificate(self) -> str:
         return "no plan is faster" if self.gap < 5e-5 else f"within {self.gap:.2%} of the best possible"
 
@@ -217,6 +235,28 @@ class Plan:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.fixed.items() if size)
         lines.append(f"During the whole step: {format_bytes(sum(self.fixed.values()))} ({parts}).")
         return "\n".join([*lines, *self.about])
+
+
+def plan_of(plan: Any, keyword: str) -> Plan:
+    """Return the plan that a keyword has, or whose file it names.
+
+    Raises:
+        TypeError: It is neither a plan nor a path.
+        ValueError: The file cannot be read, or has no plan.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, os.PathLike)):
+        raise TypeError(
+            f"gradckpt: {keyword}= takes a Plan or the path of its file, not {type(plan).__name__}; write a file with "
+            "plan.save(path)"
+        )
+    try:
+        return Plan.load(plan)
+    except OSError as error:
+        raise ValueError(
+            f"gradckpt: {keyword}={os.fspath(plan)!r} cannot be read ({error.strerror}); write it with plan.save(path)"
+        ) from error
 
 
 def digest_of(module: Module) -> str:

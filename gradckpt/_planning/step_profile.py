@@ -12,41 +12,35 @@ from torch.nn import Module
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.chain import Chain
-from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose
+from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose, smallest
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
 from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of
-from gradckpt._planning.step_trace import Segment, StepTrace
+from gradckpt._planning.step_trace import StepTrace
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
 
-__all__ = ["NoPlan", "StepProfile", "whole_kib"]
-
-
-#: Smallest budgets are in whole KiB: a step may need a few bytes beyond its trace, of a number that
-#: a recompute stops at.
-_WHOLE = 1024
-
-
-def whole_kib(size: int) -> int:
-    """Return a number of bytes, rounded up."""
-    return -(-size // _WHOLE) * _WHOLE
+__all__ = ["NoPlan", "StepProfile"]
 
 
 class NoPlan(ValueError):
-    """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least."""
+    """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, and
+    ``choice``, that one.
+    """
 
-    def __init__(self, message: str, smallest_budget: int) -> None:
+    def __init__(self, message: str, smallest_budget: int, choice: Choice) -> None:
         super().__init__(message)
         self.smallest_budget = smallest_budget
+        self.choice = choice
 
     @classmethod
-    def within(cls, budget: Budget, smallest: int, hint: str) -> NoPlan:
+    def within(cls, budget: Budget, smallest: int, choice: Choice, hint: str) -> NoPlan:
         """Return the error of a budget; ``smallest``: bytes; ``hint``: a sentence."""
         return cls(
             f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
             f"({smallest} bytes). {hint}",
             smallest,
+            choice,
         )
 
 
@@ -60,9 +54,13 @@ class CostSource(Protocol):
 class StepProfile(abc.ABC):
     """The memory of a step on paper in each option, and the times of its regions.
 
+    ``traces``: by option, with all regions in it; ``largest``: the same if nearly all tokens choose
+    the same experts, where sizes depend on that. Budgets are kept by the latter.
+
     ``blocks``: the model's regions. ``options``: those that a plan may choose from. ``costs``: of
     the regions, and ``step_seconds``: of the step with exact recomputing; set before a plan is
-    made. ``estimated``: these times come from a data sheet. ``hints``: as in :class:`Plan`.
+    made. ``weights``: of the squares of the blocks' errors, which sum up to that of the step's.
+    ``estimated``: these times come from a data sheet. ``hints``: as in :class:`Plan`.
     """
 
     estimated = False
@@ -74,16 +72,26 @@ class StepProfile(abc.ABC):
         self.options = list(options)
         self._names = {id(module): name for name, module in model.named_modules()}
         self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
-        self._segments: dict[Option, Sequence[Segment]] = {o: trace.segments for o, trace in self.traces.items()}
+        self._depends = any(trace.data_dependent for trace in self.traces.values())
+        self.largest = self.traces
+        if self._depends:
+            self.largest = {option: self.largest_of([option] * len(self.blocks)) for option in self.options}
         self.calls = self.chain().calls
         self.costs: CostSource | None = None
         self.step_seconds = 0.0
+        self.weights = [1.0] * len(self.blocks)
 
     # ---- on paper
 
     @abc.abstractmethod
-    def trace(self, options: Sequence[Option]) -> StepTrace:
-        """Return the step on paper with an option for each block; no segment stands for others."""
+    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
+        """Return the step on paper with an option for each block; no segment stands for others.
+        ``concentrated``: as for :func:`gradckpt._planning.step_trace.trace_step`.
+        """
+
+    def largest_of(self, options: Sequence[Option]) -> StepTrace:
+        """Return the step that needs most, whatever experts tokens choose."""
+        return self.trace(options, concentrated=self._depends)
 
     def setting(self, options: Sequence[Option], blocks: Sequence[Module] | None = None) -> Setting:
         """Return the setting of the model with an option for each block."""
@@ -99,6 +107,10 @@ class StepProfile(abc.ABC):
             found[block] = self.options[option]
         return found
 
+    def trace_of(self, choice: Choice) -> StepTrace:
+        """Return the step on paper with an option for each call, that which needs most."""
+        return self.largest_of(self.of_choice(choice))
+
     # ---- costs
 
     def cost(self, block: int, option: Option) -> Cost:
@@ -106,54 +118,65 @@ class StepProfile(abc.ABC):
         found = self.costs.of(self.blocks[block], option) if self.costs is not None else None
         return found if found is not None else Cost(0.0, 0.0)
 
-    def _costs(self, weights: Sequence[float] | None) -> Costs:
-        """Return the costs of all calls; ``weights``: as for :meth:`fastest`."""
-        seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
-        if weights is None:
-            return Costs(seconds)
-        return Costs(
-            seconds, [[self.square(block, option, weights) for option in self.options] for block in self.calls]
-        )
+    def seconds(self, choice: Choice) -> float:
+        """Return the seconds of all calls."""
+        return sum(self.cost(block, self.options[o]).seconds for block, o in zip(self.calls, choice, strict=True))
 
-    def square(self, block: int, option: Option, weights: Sequence[float]) -> float:
-        """Return what a call of a block adds to the square of the step's error."""
-        error = self.cost(block, option).error
-        return weights[block] * error**2 if error else 0.0  # a weight may be infinite
+    def expected(self, choice: Choice) -> float:
+        """Return the error of the step's gradients if those of its calls add up as squares."""
+        squares = (self._square(block, self.options[o]) for block, o in zip(self.calls, choice, strict=True))
+        return math.sqrt(sum(squares))
+
+    def _square(self, block: int, option: Option) -> float:
+        return self.weights[block] * self.cost(block, option).error ** 2
+
+    def _costs(self, limits_error: bool) -> Costs:
+        """Return the costs of all calls."""
+        seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
+        if not limits_error:
+            return Costs(seconds)
+        return Costs(seconds, [[self._square(block, option) for option in self.options] for block in self.calls])
 
     # ---- plans
 
     def chain(self) -> Chain:
         """Return the chain of the step's calls, which knows no plan yet."""
-        return Chain(self._segments)
+        return Chain({option: trace.segments for option, trace in self.largest.items()})
 
-    def fastest(
-        self,
-        chain: Chain,
-        budget: Budget,
-        fixed: Mapping[str, int],
-        error: float | None = None,
-        weights: Sequence[float] | None = None,
-    ) -> Chosen:
+    def limit(self, budget: Budget, fixed: Mapping[str, int]) -> int:
+        """Return the bytes that the step on paper may add.
+
+        ``fixed``: bytes that are there during the whole step, by name.
+        """
+        return budget.size - (0 if budget.step_only else sum(fixed.values()))
+
+    def fastest(self, chain: Chain, budget: Budget, fixed: Mapping[str, int], error: float | None = None) -> Chosen:
         """Return the fastest choice within the budgets.
 
-        ``chain``: traces of plans correct it. ``fixed``: bytes that are there during the whole
-        step, by name. ``weights``: what the square of each block's error is multiplied by, None
-        without an ``error`` budget.
+        ``chain``: traces of plans correct it. ``error``: the largest root of the sum of the
+        regions' squared errors, or None.
 
         Raises:
             NoPlan: There is none.
         """
-        held = 0 if budget.step_only else sum(fixed.values())
-        squares = None if error is None else error**2
-
-        def run(choice: Choice) -> StepTrace:
-            return self.trace(self.of_choice(choice))
-
+        limit, squares = self.limit(budget, fixed), None if error is None else error**2
+        costs = self._costs(squares is not None)
         try:
-            return choose(chain, self._costs(weights), budget.size - held, squares, run, list(self.traces.values()))
+            return choose(chain, costs, limit, squares, self.trace_of, [*self.largest.values()])
         except Infeasible as found:
-            hint = advice(found.trace.peak(), {} if budget.step_only else fixed, self.hints)
-            raise NoPlan.within(budget, whole_kib(found.smallest + held), hint) from None
+            raise self.no_plan(budget, fixed, found.smallest[1], found.trace) from None
+
+    def smallest(self, chain: Chain, error: float | None = None) -> Choice:
+        """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
+        squares = None if error is None else error**2
+        return smallest(chain, self._costs(squares is not None), squares, self.trace_of, [*self.largest.values()])[1]
+
+    def no_plan(self, budget: Budget, fixed: Mapping[str, int], choice: Choice, trace: StepTrace) -> NoPlan:
+        """Return the error of a budget that is too small for this choice, which needs least."""
+        peak = trace.peak()
+        size = peak.size + budget.size - self.limit(budget, fixed)
+        hint = advice(peak, {} if budget.step_only else fixed, self.hints)
+        return NoPlan.within(budget, size, choice, hint)
 
     def result(
         self,
@@ -168,27 +191,31 @@ class StepProfile(abc.ABC):
         """Return the plan of a choice; ``measured``: its error, of the budget ``error``."""
         held = sum(fixed.values())
         base = max(self.step_seconds - math.fsum(self.cost(block, RECOMPUTE).seconds for block in self.calls), 0.0)
-        peak = chosen.trace.peak()
-        if any(trace.data_dependent for trace in self.traces.values()):
-            about = [*about, "Experts are assumed to be chosen equally often."]
+        options = self.of_choice(chosen.choice)
+        binds = chosen.trace.peak()
+        peak, at_most = binds.size + held, None
+        if chosen.trace.data_dependent:
+            peak, at_most = self.trace(options).peak().size + held, peak
+            about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
         return Plan(
             model=type(self.model).__name__,
-            regions=tuple(self._planned(self.of_choice(chosen.choice))),
+            regions=tuple(self._planned(options)),
             budget=budget.size + (held if budget.step_only else 0),
             budget_text=budget.text,
-            peak=peak.size + held,
+            peak=peak,
             plain=self.traces[KEEP].peak().size + held,
-            binds=peak,
+            binds=binds,
             fixed=dict(fixed),
             seconds=base + chosen.seconds,
             plain_seconds=base + sum(self.cost(block, KEEP).seconds for block in self.calls),
             bound=base + chosen.bound,
-            smallest_budget=whole_kib(chosen.smallest + held),
+            smallest_budget=chosen.smallest[0] + held,
             estimated=self.estimated,
             error=measured,
             error_budget=error,
             front=tuple((size, base + seconds) for size, seconds in chosen.front),
             about=tuple(about),
+            at_most=at_most,
             hints=self.hints,
         )
 

@@ -25,7 +25,7 @@ from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
 from gradckpt._training_step import StepWrites
 
-__all__ = ["Peak", "Segment", "StepTrace", "on_paper", "scaled", "trace_step"]
+__all__ = ["Peak", "Segment", "StepTrace", "condensed", "on_paper", "scaled", "trace_step"]
 
 #: What an allocation is for; the first two by when it was made.
 KEPT, LOSS, GRADIENTS, WORKING = range(4)
@@ -72,6 +72,25 @@ def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
         )
         for each in segments
     ]
+
+
+def condensed(trace: StepTrace) -> StepTrace:
+    """Return a trace with the same peaks and a few events in each segment; its work is left out."""
+    segments = [dataclasses.replace(each, events=_condensed(each.events), work=[]) for each in trace.segments]
+    return StepTrace(segments, trace.data_dependent)
+
+
+def _condensed(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the sums of all events up to the highest point by kind, and of those after it."""
+    sizes = list(itertools.accumulate(size for size, _ in events))
+    end = sizes.index(max(sizes)) + 1 if max(sizes, default=0) > 0 else 0
+    found = []
+    for part in (events[:end], events[end:]):
+        sums = dict.fromkeys(range(len(KINDS)), 0)
+        for size, kind in part:
+            sums[kind] += size
+        found += sorted((size, kind) for kind, size in sums.items() if size)  # releases first
+    return found
 
 
 class _Up:
@@ -149,7 +168,9 @@ def trace_step(
         run: Runs forward and backward on the batch that it is given.
         batch: Tensors in containers; floating point ones lose their values.
         blocks: The repeated modules that name the segments.
-        concentrated: Let nearly every token choose the same experts.
+        concentrated: Let nearly every token choose the same experts. Few tokens must choose the
+            others, since these get gradients then; sizes are larger by these tokens' part, so that
+            no other choice needs more.
         cuda: Count what CUDA's kernels save, instead of the CPU's.
 
     Raises:
@@ -183,7 +204,16 @@ def trace_step(
         torch.set_rng_state(generator)
     events = mode.events[:]
     bounds = [_Mark(0, before, "", -1), *marks, _Mark(len(events), after, "", -1)]
-    return StepTrace(_segments(events, mode.work, bounds, gradients), mode.data_dependent)
+    segments = _segments(events, mode.work, bounds, gradients)
+    return StepTrace(_enlarged(segments, mode.rest) if mode.data_dependent else segments, mode.data_dependent)
+
+
+def _enlarged(segments: Sequence[Segment], part: float) -> list[Segment]:
+    """Return the segments with all sizes larger by a part of them."""
+    return [
+        dataclasses.replace(each, events=[(round(size * (1 + part)), kind) for size, kind in each.events])
+        for each in segments
+    ]
 
 
 def _refuse_writes(mode: PaperMode, parameters: list[Parameter]) -> None:

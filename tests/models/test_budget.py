@@ -250,7 +250,7 @@ def test_the_optimizer_counts(monkeypatch):
     assert counted.fixed["optimizer states"] == pytest.approx(2 * weights, rel=0.01)
     assert counted.peak - without.peak == pytest.approx(2 * weights, rel=0.05)
     assert not optimizer.state
-    with pytest.raises(ValueError, match="no plan stays within .* The optimizer's step alone needs"):
+    with pytest.raises(ValueError, match="no plan stays within"):
         gradckpt.plan(model, BATCH, budget=weights, optimizer=optimizer)
     with pytest.raises(ValueError, match="has no parameter of this model"):
         gradckpt.plan(model, BATCH, budget="1GiB", optimizer=torch.optim.SGD(net(1).parameters(), lr=1))
@@ -400,7 +400,7 @@ def test_an_error_budget_is_for_plan():
     ],
 )
 def test_a_budget_in_the_verdict(budget, text, said):
-    plan = gradckpt.plan(net(1), BATCH, budget="1GiB")
+    plan = gradckpt.plan(net(2), BATCH, budget="1GiB")
     shown = dataclasses.replace(plan, budget=budget, budget_text=text)
     assert shown.verdict.startswith(f"It fits {said} without")
 
@@ -481,7 +481,7 @@ def test_enable_plans_in_the_first_step(monkeypatch, caplog):
     assert memory.peak <= size
     assert 0 < len(handle.modules) < LAYERS
     assert "gradckpt: from the next training call on: Peak" in caplog.text
-    assert "(Block)  recompute" in caplog.text or " Block)  recompute" in caplog.text, "the plan's table"
+    assert "\nregions " in caplog.text, "the plan's table"
     assert caplog.text.count(f"gradckpt: measured Block in {len(allowed(None, False))} options") == 1
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert gradckpt.enable(model, budget=f"activations:{size}").modules.keys() == handle.modules.keys()

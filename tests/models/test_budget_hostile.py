@@ -246,7 +246,7 @@ def test_the_optimizer_is_the_peak():
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     weights = sum(p.nbytes for p in model.parameters())
     for budget in (2**10, 4 * weights + 2**17):
-        with pytest.raises(NoPlan, match="The optimizer's step alone needs .*; take one with smaller states") as error:
+        with pytest.raises(NoPlan, match=r"The optimizer's step alone needs .*; take one with smaller states") as error:
             gradckpt.plan(model, (X[:1],), budget=budget, modules=Block, optimizer=optimizer)
         assert not optimizer.state
     smallest = error.value.smallest_budget
@@ -263,14 +263,13 @@ def test_a_step_that_needs_more_than_its_optimizer():
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     batch = X.repeat(64, 1)
-    with pytest.raises(NoPlan, match="The optimizer's step alone needs") as error:
+    with pytest.raises(NoPlan, match=r"Backward of .* binds") as error:
         gradckpt.plan(model, (batch,), budget="100KiB", modules=Block, optimizer=optimizer)
     smallest = error.value.smallest_budget
     plan = gradckpt.plan(model, (batch,), budget=smallest + 2**16, modules=Block, optimizer=optimizer)
     assert plan.smallest_budget == pytest.approx(smallest, abs=2**16)
-    with pytest.raises(NoPlan, match="no plan stays within") as error:
+    with pytest.raises(NoPlan, match="no plan stays within"):
         gradckpt.plan(model, (batch,), budget=smallest - 2**17, modules=Block, optimizer=optimizer)
-    assert "optimizer" not in str(error.value).partition("bytes)")[2]
 
 
 def test_a_second_model_counts():
@@ -352,8 +351,7 @@ def test_no_plan_is_faster(name):
     profile = Profile(model, lambda batch: step_of_batch(model, batch)(), (X,), modules=Block)
     if name != "three shared blocks":
         profile.options = [each for each in profile.options if "lossless" not in each.name][:4]
-    profile.traces = {option: profile.traces[option] for option in profile.options}
-    profile._segments = {option: trace.segments for option, trace in profile.traces.items()}
+    profile.largest = {option: profile.largest[option] for option in profile.options}
     peaks = {}
     for options in itertools.product(range(len(profile.options)), repeat=len(profile.blocks)):
         choice = tuple(options[block] for block in profile.calls)
@@ -371,7 +369,7 @@ def test_no_plan_is_faster(name):
             chosen = profile.fastest(profile.chain(), Budget(limit, True, ""), {})
             assert peaks[chosen.choice] <= limit
             assert chosen.bound <= best + 1e-9
-            assert chosen.smallest == least
+            assert chosen.smallest[0] == least
             if name != "three shared blocks":
                 assert seconds[chosen.choice] == pytest.approx(best)
 

@@ -89,9 +89,8 @@ def measure(step, batch):
 
 
 def assert_equal(planned, measured):
-    """They differ by random states, and by what is far less than a layer's input in int4."""
-    assert planned == pytest.approx(measured, rel=0.01)
-    assert -1e-4 * measured <= measured - planned <= STATES + 0.001 * measured
+    """To the byte, but for the numbers by which a layer multiplies: 8 bytes each, 3 in GPT-2's."""
+    assert 0 <= planned - measured <= 3 * 8 * (LAYERS + 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,6 +129,21 @@ def test_peaks_of_accumulation(family):
         planned = trace_step(model, lambda _: steps()).peak().size
         assert all(p.grad is None for p in model.parameters())
         assert_equal(planned, measure(lambda _: steps(), None))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_peaks_of_convolutions(stride):
+    """oneDNN copies the gradient of a strided one's operand once more."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3, stride, 1), torch.nn.Conv2d(16, 32, 3, stride, 1)).train()
+
+    def step(x):
+        (model[1](model[0](x)) / 2.0).square().mean().backward()
+
+    x = torch.randn(2, 16, 32, 32, requires_grad=True)
+    step(x)
+    planned = trace_step(model, step, x).peak().size
+    assert_equal(planned, measure(step, x))
 
 
 # ---- experts

@@ -1,0 +1,158 @@
+"""What was measured for a plan, as its file carries it: :class:`SavedProfile`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from gradckpt._engine import torch_private as private
+from gradckpt._planning.block_times import Cost
+from gradckpt._planning.options import Option, find_option
+
+__all__ = ["KnownPlan", "Measured", "SavedCosts", "SavedProfile", "inputs_noted", "parameters_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Regions that are alike. ``like``: their parameters and inputs, in words. ``costs``: of each
+    option. ``weight``: what a region's squared error adds to that of the step, None if unknown.
+    """
+
+    like: str
+    costs: tuple[Cost, ...]
+    weight: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownPlan:
+    """An option for each region, by number. ``peak``: bytes above the start of the step. ``error``:
+    of the step's gradients, None if it was not measured.
+    """
+
+    options: tuple[int, ...]
+    peak: int
+    error: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedProfile:
+    """``step_seconds``: of the step with exact recomputing. ``plain``: bytes that the step adds
+    without checkpointing; while these are the same, the peaks of ``known`` are. ``options``: those
+    that plans may choose from. ``measured``: what was, and ``regions``: which of it each region is.
+    """
+
+    step_seconds: float
+    plain: int
+    options: tuple[Option, ...]
+    measured: tuple[Measured, ...]
+    regions: tuple[int, ...]
+    known: tuple[KnownPlan, ...]
+
+    def of(self, region: int) -> Measured:
+        """Return what was measured of a region."""
+        return self.measured[self.regions[region]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, which JSON can carry."""
+        return {
+            "step_seconds": self.step_seconds,
+            "plain": self.plain,
+            "options": [option.to_dict() for option in self.options],
+            "measured": [
+                {
+                    "like": each.like,
+                    "seconds": [cost.seconds for cost in each.costs],
+                    "errors": [cost.error for cost in each.costs],
+                    "weight": each.weight,
+                }
+                for each in self.measured
+            ],
+            "regions": list(self.regions),
+            "known": [dataclasses.asdict(each) for each in self.known],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SavedProfile:
+        """Return the profile whose :meth:`to_dict` this is."""
+        return cls(
+            data["step_seconds"],
+            data["plain"],
+            tuple(find_option(**each) for each in data["options"]),
+            tuple(
+                Measured(each["like"], tuple(map(Cost, each["seconds"], each["errors"])), each["weight"])
+                for each in data["measured"]
+            ),
+            tuple(data["regions"]),
+            tuple(KnownPlan(**{**each, "options": tuple(each["options"])}) for each in data["known"]),
+        )
+
+    @classmethod
+    def of_regions(
+        cls,
+        step_seconds: float,
+        plain: int,
+        options: Sequence[Option],
+        regions: Sequence[Measured],
+        known: Sequence[KnownPlan],
+    ) -> SavedProfile:
+        """Return the profile of these regions, in the order of a plan's."""
+        distinct = {each: i for i, each in enumerate(dict.fromkeys(regions))}
+        return cls(
+            step_seconds,
+            plain,
+            tuple(options),
+            tuple(distinct),
+            tuple(distinct[each] for each in regions),
+            tuple(known),
+        )
+
+
+class SavedCosts:
+    """The costs of regions, in the order of a plan's, from its profile."""
+
+    def __init__(self, regions: Sequence[Module], saved: SavedProfile) -> None:
+        self._of = {
+            (id(region), option): cost
+            for i, region in enumerate(regions)
+            for option, cost in zip(saved.options, saved.of(i).costs, strict=True)
+        }
+
+    def of(self, block: Module, option: Option) -> Cost | None:
+        """Return the cost of a region in an option."""
+        return self._of.get((id(block), option))
+
+
+# ---- what regions are like
+
+
+def parameters_of(region: Module) -> str:
+    """Return what a region's parameters are, in words."""
+    parameters = list(region.parameters())
+    kinds = sorted({f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in parameters})
+    return f"{sum(p.requires_grad for p in parameters)} of {len(parameters)} parameters trained, {', '.join(kinds)}"
+
+
+@contextlib.contextmanager
+def inputs_noted(regions: Sequence[Module]) -> Iterator[dict[int, str]]:
+    """Yield what the first call of each region in the ``with`` block gets, in words, by id."""
+    found: dict[int, str] = {}
+
+    def hook(region: Module, args: Any, kwargs: Any) -> None:
+        if id(region) not in found:
+            leaves = private.tree_leaves((args, kwargs))
+            found[id(region)] = ", ".join(_words(x) for x in leaves if isinstance(x, Tensor))
+
+    with contextlib.ExitStack() as stack:
+        for region in regions:
+            stack.callback(region.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield found
+
+
+def _words(x: Tensor) -> str:
+    size = "x".join(map(str, x.shape))
+    return f"{size} {str(x.dtype).removeprefix('torch.')}{' with a gradient' if x.requires_grad else ''}"

@@ -1,0 +1,173 @@
+"""enable(budget=) in loops: losses outside of the model, and inputs whose shapes change."""
+
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+import gc
+import logging
+import re
+
+import pytest
+import torch
+from planned_nets import fixed_costs
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import gradckpt
+from gradckpt._planning import block_times, options
+
+WIDTH, LAYERS, TOKENS, VOCABULARY = 32, 4, 64, 2048
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    gc.collect()  # what earlier tests left would count
+    fixed_costs(monkeypatch)
+    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
+
+
+class Block(nn.Module):
+    """Attention that keeps its weights, of tokens times tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+class Net(nn.Module):
+    """``head``: of many words, or None to return what comes before it."""
+
+    def __init__(self, vocabulary=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, vocabulary) if vocabulary else nn.Identity()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net(vocabulary=None):
+    torch.manual_seed(0)
+    return Net(vocabulary).train()
+
+
+def peak(step):
+    with gradckpt.track_memory() as memory:
+        step()
+    return memory.peak
+
+
+def smallest(model, step):
+    """The smallest budget of what the step adds, from the refusal of a smaller one."""
+    gradckpt.enable(model, budget="activations:1KiB")
+    with pytest.raises(ValueError, match="no plan stays within") as error:
+        step()
+    gradckpt.disable(model)
+    model.zero_grad()
+    return int(re.search(r"\((\d+) bytes\)", str(error.value))[1])
+
+
+# ---- a loss outside of the model
+
+
+def words(model, x, labels):
+    logits = model(x).flatten(0, 1)
+    loss = cross_entropy(logits.float(), labels)
+    loss.backward()
+
+
+def last_token(model, x, _):
+    hidden = model(x)
+    hidden[:, -1].square().mean().backward()
+
+
+def squares(model, x, _):
+    out = model(x)
+    nn.functional.mse_loss(out, out.detach()).backward()
+
+
+@pytest.mark.parametrize(
+    ("loop", "vocabulary", "dtype"),
+    [
+        (words, VOCABULARY, torch.float32),
+        (words, VOCABULARY, torch.bfloat16),
+        (last_token, None, torch.float32),
+        (squares, VOCABULARY, torch.float32),
+    ],
+)
+def test_a_loss_outside_of_the_model_counts(loop, vocabulary, dtype, caplog):
+    model = net(vocabulary).to(dtype)
+    x, labels = torch.randn(2, TOKENS, WIDTH, dtype=dtype), torch.zeros(2 * TOKENS, dtype=torch.long)
+
+    def step():
+        loop(model, x, labels)
+        model.zero_grad()
+
+    plain, least = peak(step), smallest(model, step)
+    for budget in (least, max(least, (least + plain) // 2)):
+        with caplog.at_level(logging.INFO, "gradckpt"):
+            gradckpt.enable(model, budget=f"activations:{budget}")
+            step()
+        assert "A loss outside of the model counts as cross entropy" in caplog.text
+        assert peak(step) <= budget
+        gradckpt.disable(model)
+    assert loop is last_token or least <= 1.5 * plain, "and is no more than it needs"
+
+
+# ---- shapes that change
+
+
+def test_inputs_that_are_larger_in_another_dimension(caplog):
+    """A long sequence has fewer tokens than many short ones, and attention needs more for it."""
+    model = net()
+    many, long, small = (torch.randn(n, tokens, WIDTH) for n, tokens in ((16, 32), (1, 384), (1, 32)))
+
+    def step(x):
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    least = {x: smallest(model, lambda x=x: step(x)) for x in (many, long)}
+    budget = max(least.values())
+    handle = gradckpt.enable(model, budget=f"activations:{budget}")
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        step(many)
+        step(long)
+        assert caplog.text.count("since the input is larger") == 1
+        for x in (many, long, many):
+            assert peak(lambda x=x: step(x)) <= budget
+        planned = dict(handle.modules)
+        assert peak(lambda: step(small)) <= budget
+        assert dict(handle.modules) == planned, "what is smaller keeps the plan"
+        assert caplog.text.count("planning Net") == 2, "each shape is planned once"
+
+
+def test_an_input_that_is_larger_in_all_dimensions(caplog):
+    model = net()
+    gradckpt.enable(model, budget="1GiB")
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        for shape in ((2, 32), (1, 48), (2, 48), (2, 32), (1, 48), (1, 1)):
+            model(torch.randn(*shape, WIDTH)).square().mean().backward()
+            model.zero_grad()
+    assert caplog.text.count("planning Net") == 3
+
+
+def test_gradients_of_each_shape_count(caplog):
+    """A plan for other inputs, made when no gradients exist, is made again when some do."""
+    model = net()
+    gradckpt.enable(model, budget="1GiB")
+    many, long = torch.randn(4, 16, WIDTH), torch.randn(1, 32, WIDTH)
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        for x in 3 * (many, long):
+            for _ in range(2):
+                model(x).square().mean().backward()
+            model.zero_grad()
+    assert caplog.text.count("planning Net") == 2
+    assert caplog.text.count("planned again, since gradients exist") == 2
