@@ -9,9 +9,10 @@ from torch.nn import Module
 
 from gradckpt._config import Compress
 from gradckpt._models import switch
+from gradckpt._models.keywords import beside_plan
 from gradckpt._models.switch import BUDGET, UNSET, CheckpointKeywords, Handle, Modules, Unset
 from gradckpt._planning.live_budget import LiveBudget
-from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.region_plan import Plan, plan_of
 from gradckpt.policies import PolicyLike
 
 __all__ = ["enable"]
@@ -97,9 +98,10 @@ def enable(
         ValueError: A codec, policy or keyword is unknown; a selector matches nothing; without
             ``modules``, the model has no repeated block or several; a module is checkpointed
             already, lies in another chosen one or has no forward; ``budget`` or ``plan`` is given
-            beside what it decides; the plan is for another model. The model is then unchanged, and
-            the message gives the fix. From the first training call: no plan stays within the
-            budget (the message has the smallest one that does), or the step asks for values.
+            beside what it decides; the plan is for another model, or its file cannot be read. The
+            model is then unchanged, and the message gives the fix. From the first training call: no
+            plan stays within the budget (the message has the smallest one that does), or the step
+            asks for values.
         TypeError: ``model`` is not a module, or a selector or an option has another type.
     """
     if isinstance(budget, Unset) and plan is None:
@@ -130,11 +132,9 @@ def enable(
     }
     for name, is_given in others.items():
         if is_given:
-            raise ValueError(
-                f"gradckpt: {given}= and {name}= exclude each other, since the {given} decides; leave one of them out"
-            )
+            raise beside_plan(given, name)
     if plan is not None:
-        return (plan if isinstance(plan, Plan) else Plan.load(plan)).apply(model)
+        return plan_of(plan, "plan").apply(model)
     return _plan_live(model, budget, None if compress is UNSET else compress, modules, optimizer)
 
 

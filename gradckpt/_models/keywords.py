@@ -89,10 +89,17 @@ def plan_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     key = next(key for key in _PLANNED if key in keywords)
     for other, value in keywords.items():
         if other != key and (other not in _PLANNED[key] or (other == "use_reentrant" and value)):
-            raise ValueError(
-                f"gradckpt: {key}= and {other}= exclude each other, since the {key} decides; leave one of them out"
-            )
+            raise beside_plan(key, other)
     return {name: value for name, value in keywords.items() if name != "use_reentrant"}
+
+
+def beside_plan(key: str, other: str) -> ValueError:
+    """Return the error of another keyword beside ``key``, which is budget or plan."""
+    if other == "error":
+        return ValueError("gradckpt: error= is for gradckpt.plan(model, batch, budget=..., error=...); apply its plan")
+    return ValueError(
+        f"gradckpt: {key}= and {other}= exclude each other, since the {key} decides; leave one of them out"
+    )
 
 
 def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None:

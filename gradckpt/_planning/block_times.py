@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ from gradckpt._planning.options import KEEP, Option
 from gradckpt._stats import uncounted
 
 __all__ = ["Cost", "RegionCosts", "measure_regions", "wait"]
+
+logger = logging.getLogger("gradckpt")
 
 #: Options are measured for about so many seconds each, and so often at least and at most.
 _SECONDS, _LEAST, _MOST = 0.2, 3, 15
@@ -84,6 +87,7 @@ def measure_regions(blocks: Sequence[Module], options: Sequence[Option]) -> Iter
         try:
             with uncounted():
                 costs.add(block, call, _measure(block, options, args, kwargs))
+            logger.info("gradckpt: measured %s in %d options", type(block).__name__, len(options))
         finally:
             busy = False
 

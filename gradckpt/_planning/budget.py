@@ -20,6 +20,10 @@ __all__ = ["Budget", "device_of", "free_memory", "other_tensors", "parse_budget"
 
 _ACTIVATIONS = "activations:"
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_NUMBER = re.compile(r"\d+\.\d*|\.\d+|1")
+
+#: What a budget may be, as messages list it.
+_FORMS = '"60GiB", "60GB", "90%", "activations:6GiB" or a number of bytes'
 
 #: Of a control group: what it may use, and what it uses; version 2, then 1.
 _CGROUP = (
@@ -57,28 +61,33 @@ def size_budget(budget: Any, total: Callable[[], int]) -> Budget:
     Raises:
         ValueError: It is no size, or a fraction.
     """
-    if isinstance(budget, bool):
-        raise ValueError(f"gradckpt: budget={budget} is no size; write it as 60GiB, 90% or a number of bytes")
-    if isinstance(budget, (int, float)) and 0 < budget <= 1:
+    given = f"budget={budget!r}"
+    fraction = _fraction(budget)
+    if fraction is not None and 0 < fraction <= 1:
         raise ValueError(
-            f'gradckpt: budget={budget!r} is a fraction, and of what is unknown; write "{budget:.0%}" for a part of '
+            f'gradckpt: {given} is a fraction, and of what is unknown; write "{fraction:.0%}" for a part of '
             "the device's memory, or a size as in 60GiB"
         )
-    if isinstance(budget, float):
-        raise ValueError(f"gradckpt: budget={budget!r} is no whole number of bytes; write a size as in 60GiB")
     if isinstance(budget, str):
         text = budget.strip()
         if text.lower().startswith(_ACTIVATIONS):
-            return Budget(parse_bytes(text[len(_ACTIVATIONS) :]), True, text)
+            return Budget(parse_bytes(text[len(_ACTIVATIONS) :], given, _FORMS), True, text)
         if (percent := _PERCENT.fullmatch(text)) is not None:
             share = float(percent[1])
             if not 0 < share <= 100:
-                raise ValueError(f"gradckpt: budget={budget!r} is no part of a device; write 1% to 100%")
+                raise ValueError(f"gradckpt: {given} is no part of a device; write 1% to 100%")
             return Budget(int(total() * share / 100), False, text)
         if not text.isdecimal():
-            return Budget(parse_bytes(text), False, text)
-    size = parse_bytes(budget)
+            return Budget(parse_bytes(text, given, _FORMS), False, text)
+    size = parse_bytes(budget, given, _FORMS)
     return Budget(size, False, f"{size:,} bytes")
+
+
+def _fraction(budget: Any) -> float | None:
+    """Return the number that a value is or is written as, without a unit; None if it is none."""
+    if isinstance(budget, str):
+        return float(budget) if _NUMBER.fullmatch(budget.strip()) else None
+    return budget if isinstance(budget, (int, float)) and not isinstance(budget, bool) else None
 
 
 def parse_error(error: float | str) -> float:
@@ -156,5 +165,9 @@ def _storages() -> dict[int, int]:
 
 
 def other_tensors(device: torch.device, known: int) -> int:
-    """Return the bytes of tensors on the device beside ``known`` ones: of a second model, say."""
+    """Return the bytes of tensors on the device beside ``known`` ones: of a second model, say.
+
+    Tensors that nothing uses any more do not count.
+    """
+    gc.collect()
     return max(_allocated(device) - known, 0)

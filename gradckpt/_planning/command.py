@@ -17,6 +17,7 @@ from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import DTYPES, ConfigModel
 from gradckpt._planning.config_profile import plan_source
 from gradckpt._planning.frozen_weights import FORMATS
+from gradckpt._planning.options import allowed
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_profile import NoPlan
@@ -64,7 +65,12 @@ def parser() -> argparse.ArgumentParser:
     add("--accumulate", action="store_true", help="gradients of earlier batches exist when the step begins")
     add("--memory", type=_size, metavar="SIZE", help="of one device: 24GiB, 24GB or bytes")
     add("--budget", metavar="SIZE", help="choose an option for each region: 60GiB, 90%% or activations:6GiB")
-    add("--compress", metavar="CODECS", help="lossy codecs that --budget may use, as in int8,int4; default none")
+    add(
+        "--compress",
+        type=_codecs,
+        metavar="CODECS",
+        help="lossy codecs that --budget may use, as in int8,int4; default none",
+    )
     add("--save", metavar="FILE", help="write the plan of --budget, for gradckpt.enable(model, plan=FILE)")
     add("--device", type=_device, metavar="NAME", help="one of: " + ", ".join(d.name for d in devices.DEVICES))
     add("--json", action="store_true", help="print one JSON document on stdout, nothing else")
@@ -86,6 +92,16 @@ def _parse_number(text: str) -> int:
 
 def _size(text: str) -> int:
     return _or_usage(parse_bytes, text)  # type: ignore[no-any-return]
+
+
+def _codecs(text: str) -> list[str]:
+    return _or_usage(_parse_codecs, text)  # type: ignore[no-any-return]
+
+
+def _parse_codecs(text: str) -> list[str]:
+    codecs = [name.strip() for name in text.split(",")]
+    allowed(codecs, False)  # unknown codecs raise
+    return codecs
 
 
 def _device(text: str) -> devices.Device:
@@ -143,15 +159,14 @@ def _compare(options: argparse.Namespace, source: ConfigModel, progress: Any) ->
 
 
 def _plan(options: argparse.Namespace, source: ConfigModel, budget: Budget, progress: Any) -> _Answer:
-    """Answer how the step stays within a budget."""
-    compress = None if options.compress is None else options.compress.split(",")
+    """Answer how the step stays within a budget; write the plan."""
     try:
         found = plan_source(
             source,
             options.tokens,
             options.batch,
             budget,
-            compress=compress,
+            compress=options.compress,
             device=options.device,
             progress=progress,
         )
@@ -159,9 +174,15 @@ def _plan(options: argparse.Namespace, source: ConfigModel, budget: Budget, prog
         text = str(error).removeprefix("gradckpt: ")
         text = text[0].upper() + text[1:]
         return {"verdict": text, "budget": budget.size, "smallest_budget": error.smallest_budget}, text, 1
+    text, status = str(found), 0
     if options.save is not None:
-        found.save(options.save)
-    return {"verdict": found.verdict, **found.to_dict()}, str(found), 0
+        try:
+            found.save(options.save)
+            text += f"\nSaved to {options.save}, for gradckpt.enable(model, plan={json.dumps(options.save)})."
+        except OSError as error:  # the plan took long, so it is printed
+            print(f"gradckpt plan: error: {options.save} cannot be written: {error.strerror}", file=sys.stderr)
+            status = 2
+    return {"verdict": found.verdict, **found.to_dict()}, text, status
 
 
 def _budget(options: argparse.Namespace) -> Budget | None:
@@ -177,11 +198,8 @@ def _budget(options: argparse.Namespace) -> Budget | None:
         return None
     if options.memory is not None:
         raise ValueError("gradckpt: --budget and --memory exclude each other; leave --memory out")
-    if options.save is not None and options.lora is not None:
-        raise ValueError(
-            "gradckpt: --save needs the plain model, since PEFT gives modules other names; plan the live model with "
-            "gradckpt.plan(model, batch, budget=...)"
-        )
+    if options.save is not None:
+        _check_save(options)
 
     def total() -> int:
         if options.device is None:
@@ -191,6 +209,26 @@ def _budget(options: argparse.Namespace) -> Budget | None:
         return int(options.device.memory)
 
     return size_budget(options.budget, total)
+
+
+def _check_save(options: argparse.Namespace) -> None:
+    """Check that a plan can be saved, before it is made.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if options.lora is not None:
+        raise ValueError(
+            "gradckpt: --save needs the plain model, since PEFT gives modules other names; plan the live model with "
+            "gradckpt.plan(model, batch, budget=...)"
+        )
+    folder = os.path.dirname(options.save) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"gradckpt: --save has no folder {folder!r} to write to; make it first")
+    if os.path.isdir(options.save):
+        raise ValueError(f"gradckpt: --save={options.save} is a folder; add the name of a file, as in plan.json")
+    if not os.access(options.save if os.path.exists(options.save) else folder, os.W_OK):
+        raise ValueError(f"gradckpt: --save={options.save} cannot be written; choose another folder")
 
 
 @contextlib.contextmanager

@@ -74,17 +74,20 @@ class ConfigProfile(StepProfile):
     ) -> None:
         self._source, self._tokens, self._batch, self._progress = source, tokens, batch, progress
         self._rates = rates
+        self._profiled = False
         self.hints = as_flags(source.flags, source.takes)
         with quiet():
             blocks = find_blocks(source.model)
         super().__init__(source.model, blocks, allowed(compress, False))
+        self._profiled = True
         self.costs = _Estimates(self, rates)
         self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
-        names = {option.name for option in options}
-        self._progress(names.pop() if len(names) == 1 else "choosing")
+        first = options[0]
+        number = f"option {self.options.index(first) + 1} of {len(self.options)}: {first.name}"
+        self._progress("choosing" if self._profiled else number)
         with shortened(self.model, self.blocks, options) as short:
             setting = self.setting([options[i] for i in short.numbers], short.modules)
             with quiet(), setting.active(self.model):

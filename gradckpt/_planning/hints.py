@@ -16,6 +16,7 @@ IN_PYTHON: Mapping[str, Sequence[str]] = {
     "working": ("checkpoint smaller modules (modules=)", "train on a smaller batch"),
     "trained": ("train adapters alone", "shard the model"),
     "weights": ("freeze the weights in 4 bits and train adapters", "shard the model"),
+    "other": ("they are of this process and not of this model: delete other models",),
 }
 
 #: Part -> flags of the command, each with what it does.
@@ -52,7 +53,13 @@ def advice(peak: Peak, fixed: Mapping[str, int], hints: Mapping[str, Sequence[st
     name, size = max(parts.items(), key=lambda part: part[1])
     where = f"{peak.position.capitalize()} binds" if name in peak.parts else "What binds is there all the time"
     is_loss = peak.position == "loss" and name in (KINDS[LOSS], KINDS[WORKING])
-    causes = {KINDS[KEPT]: "kept", KINDS[LOSS]: "loss", KINDS[WORKING]: "working", KINDS[GRADIENTS]: "trained"}
+    causes = {
+        KINDS[KEPT]: "kept",
+        KINDS[LOSS]: "loss",
+        KINDS[WORKING]: "working",
+        KINDS[GRADIENTS]: "trained",
+        "other tensors": "other",
+    }
     cause = "loss" if is_loss else "trained" if "states" in name else causes.get(name, "weights")
     hint = ", or ".join(hints[cause])
     return f"{where}: {name}, {format_bytes(size)}; {hint}."

@@ -146,7 +146,7 @@ class LiveBudget:
                 self._pending = self._make_plan(model)
                 self._note(self._pending)
                 reasons = " and ".join(grown.values())
-                logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending.verdict)
+                logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending)
             if self._pending is not None and self._measuring is None:
                 self.plan, self._pending = self._pending, None
                 self._set(model, self.plan.rules_for(model))
@@ -167,9 +167,7 @@ class LiveBudget:
         finally:
             self._busy = False
         self._note(self._pending)
-        assert self._profile is not None
-        said = " ".join([self._pending.verdict, *self._profile.notes])
-        logger.info("gradckpt: from the next training call on: %s", said)
+        logger.info("gradckpt: from the next training call on: %s", self._pending)
 
     def _knows(self, shapes: Shapes) -> bool:
         """Return whether a plan is for inputs that are as large. It is then the present or the

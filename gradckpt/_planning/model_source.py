@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import os
 import re
 import sys
@@ -119,6 +120,12 @@ def _read(source: str) -> dict[str, Any]:
     if not os.path.exists(path):
         if os.path.isdir(source) or source.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
             raise ValueError(f"gradckpt: there is no file {path!r}; give a config.json, its folder or a hub id")
+        folder, _, name = source.partition("/")
+        if name and os.path.isdir(folder):
+            raise ValueError(
+                f"gradckpt: the folder {folder!r} has no {name!r}; correct the path, or leave this directory for a "
+                "model of the hub"
+            )
         path = _download(source)
     with open(path, encoding="utf-8") as file:
         try:
@@ -134,11 +141,16 @@ def _download(name: str) -> str:
     """Return the path of a hub model's config.json in the local cache."""
     from transformers.utils import cached_file
 
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)  # it warns of each retry
     try:
         path: str = cached_file(name, "config.json")
     except OSError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(f"gradckpt: no config.json of {name!r} on the hub ({reason}); give a local path") from error
+    finally:
+        hub.setLevel(level)
     return path
 
 

@@ -14,7 +14,7 @@ from gradckpt._planning.agreement import agreed
 from gradckpt._planning.budget import device_of, parse_budget, parse_error
 from gradckpt._planning.comparison import Comparison, compare, step_of, unwrapped
 from gradckpt._planning.profile import Profile
-from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.region_plan import Plan, plan_of
 from gradckpt._planning.sharded import is_sharded, reduces, refuse_shards
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone
@@ -119,7 +119,7 @@ def plan(
     allowed_error = None if error is None else parse_error(error)
     run = step_of(model, batch)
     given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
-    earlier = profile if profile is None or isinstance(profile, Plan) else Plan.load(profile)
+    earlier = None if profile is None else plan_of(profile, "profile")
     if is_sharded(model):
         _check_sharded(model, allowed_error)
     with alone(model):
@@ -130,6 +130,7 @@ def plan(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; compare settings with "
                 "plan(model, batch) instead"
             ) from reason
+        found.check_optimizer(limit, optimizer)  # before steps that take long
         if earlier is None:
             found.measure(batch)
         else:

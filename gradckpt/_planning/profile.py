@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from gradckpt._gradient_error import StepErrors
@@ -31,8 +32,9 @@ from gradckpt._training_step import StepWrites
 
 __all__ = ["Profile"]
 
-#: Steps that are measured, after one that warms up.
-_STEPS = 2
+#: Steps are measured for about so many seconds, and so often at least and at most, after one that
+#: warms up; the least among ranks, which may have to run equally many.
+_SECONDS, _LEAST, _MOST = 2.0, 2, 6
 
 #: Choices whose errors are measured at most: to find the smallest budget, and the fastest plan.
 _FOR_SMALLEST, _FOR_FASTEST = 3, 4
@@ -113,7 +115,8 @@ class Profile(StepProfile):
         Raises:
             StepWrites: The step changes parameters.
         """
-        seconds = []
+        seconds: list[float] = []
+        most = _LEAST if torch.distributed.is_available() and torch.distributed.is_initialized() else _MOST
         state = TrainingState(self.model)
         setting = self.setting([RECOMPUTE] * len(self.blocks))
         try:
@@ -121,7 +124,7 @@ class Profile(StepProfile):
             with quiet(), uncounted():
                 with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
                     self._step(batch)
-                for _ in range(_STEPS):
+                while len(seconds) < _LEAST or (len(seconds) < most and sum(seconds) < _SECONDS):
                     state.rewind()
                     with setting.active(self.model):
                         seconds.append(self._timed(batch))
@@ -155,11 +158,19 @@ class Profile(StepProfile):
             *self.notes,
         ]
         fixed, memory = self._fixed(optimizer)
-        held = sum(fixed.values())
-        self._check_optimizer(budget, fixed, memory, held)
+        needed = self._check_optimizer(budget, fixed, memory)
         chosen, measured = self._choose(error, batch, budget, fixed)
         made = self.result(chosen, budget, fixed, about, measured=measured, error=error)
-        return dataclasses.replace(made, profile=self._saved())
+        smallest = max(made.smallest_budget, needed + sum(fixed.values()) - budget.size + self.limit(budget, fixed))
+        return dataclasses.replace(made, smallest_budget=smallest, profile=self._saved())
+
+    def check_optimizer(self, budget: Budget, optimizer: Any) -> None:
+        """Check that the optimizer's step is within the budget.
+
+        Raises:
+            NoPlan: It is not.
+        """
+        self._check_optimizer(budget, *self._fixed(optimizer))
 
     def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         """Return the bytes that are there during the whole step, and the optimizer's."""
@@ -192,18 +203,21 @@ class Profile(StepProfile):
         """Return about the least bytes that a step adds."""
         return min(trace.peak().size for trace in self.largest.values())
 
-    def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory, held: int) -> None:
-        """Check that the optimizer's step, which no option of a region changes, is within the
-        budget.
+    def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory) -> int:
+        """Return the smallest budget for the optimizer's step, which no option of a region changes.
+
+        Raises:
+            NoPlan: It is larger than the budget.
         """
+        if not memory.working:
+            return 0
         gradients = missing_gradient_bytes(self.model)
-        working = memory.working - memory.new
-        needed = gradients + working if budget.step_only else held + gradients + working
-        if memory.working and needed > budget.size:
-            raise ValueError(
-                f"gradckpt: the optimizer's step alone needs {format_bytes(needed)}, more than {budget.text}; take "
-                "an optimizer with smaller states, or a larger budget"
-            )
+        needed = gradients + memory.working - memory.new + (0 if budget.step_only else sum(fixed.values()))
+        if needed > budget.size:
+            found = self.fastest(self.chain(), dataclasses.replace(budget, size=needed), fixed)  # or regions need more
+            hint = f"The optimizer's step alone needs {format_bytes(needed)}; take one with smaller states."
+            raise NoPlan.within(budget, needed, found.choice, hint)
+        return needed
 
     def _choose(
         self, error: float | None, batch: Any, budget: Budget, fixed: dict[str, int]

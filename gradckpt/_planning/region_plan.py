@@ -20,7 +20,7 @@ from gradckpt._planning.sharded import class_of
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
-__all__ = ["Plan", "PlannedRegion", "digest_of", "outside_of"]
+__all__ = ["Plan", "PlannedRegion", "digest_of", "outside_of", "plan_of"]
 
 #: Of plan files.
 _VERSION = 1
@@ -134,7 +134,8 @@ class Plan:
     def pareto(self) -> list[dict[str, float]]:
         """Return budgets in bytes and the step's seconds of the best plan for each, by bytes."""
         fixed = sum(self.fixed.values())
-        return [{"budget": size + fixed, "seconds": seconds} for size, seconds in self.front]
+        found = {max(size + fixed, self.smallest_budget): seconds for size, seconds in self.front}
+        return [{"budget": size, "seconds": seconds} for size, seconds in found.items()]
 
     # ---- files
 
@@ -159,9 +160,10 @@ class Plan:
 
         Raises:
             OSError: The file cannot be read.
+            TypeError: It is no path.
             ValueError: It is no plan, or one of another version.
         """
-        with open(path, encoding="utf-8") as file:
+        with open(os.fspath(path), encoding="utf-8") as file:
             text = file.read()
         try:
             given = json.loads(text)
@@ -207,7 +209,7 @@ class Plan:
     @property
     def verdict(self) -> str:
         """The answer in a few sentences."""
-        limit = f"{format_bytes(self.budget)} ({self.budget_text})"
+        limit = self._limit()
         if self.is_plain:
             return f"It fits {limit} without checkpointing: {self._peak()}. Nothing is done."
         slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
@@ -221,6 +223,13 @@ class Plan:
             said.append(f"Gradients differ by {self.error:.2%}{allowed}, measured on this batch.")
         return " ".join(said)
 
+    def _limit(self) -> str:
+        """Return the budget in bytes, and as it was written if that says more."""
+        size = format_bytes(self.budget)
+        number, unit = size.split()
+        same = f"{float(number):g}{unit}".lower() == self.budget_text.replace(" ", "").lower()
+        return size if same else f"{size} ({self.budget_text})"
+
     def _peak(self) -> str:
         if self.at_most is None:
             return format_bytes(self.peak)
@@ -230,12 +239,35 @@ class Plan:
         return "no plan is faster" if self.gap < 5e-5 else f"within {self.gap:.2%} of the best possible"
 
     def __str__(self) -> str:
-        hint = advice(self.binds, self.fixed, self.hints)
-        lines = [self.verdict, "", *_table(self.regions), "", hint]
+        lines = [self.verdict, "", *_table(self.regions), ""]
+        if not self.is_plain:
+            lines.append(advice(self.binds, self.fixed, self.hints))
         lines.append(f"Smallest budget: {format_bytes(self.smallest_budget)}.")
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.fixed.items() if size)
         lines.append(f"During the whole step: {format_bytes(sum(self.fixed.values()))} ({parts}).")
         return "\n".join([*lines, *self.about])
+
+
+def plan_of(plan: Any, keyword: str) -> Plan:
+    """Return the plan that a keyword has, or whose file it names.
+
+    Raises:
+        TypeError: It is neither a plan nor a path.
+        ValueError: The file cannot be read, or has no plan.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, os.PathLike)):
+        raise TypeError(
+            f"gradckpt: {keyword}= takes a Plan or the path of its file, not {type(plan).__name__}; write a file with "
+            "plan.save(path)"
+        )
+    try:
+        return Plan.load(plan)
+    except OSError as error:
+        raise ValueError(
+            f"gradckpt: {keyword}={os.fspath(plan)!r} cannot be read ({error.strerror}); write it with plan.save(path)"
+        ) from error
 
 
 def digest_of(module: Module) -> str:
@@ -264,7 +296,7 @@ def _size_of(shape: Sequence[int]) -> str:
 def _table(regions: Sequence[PlannedRegion]) -> list[str]:
     rows = [["regions", "option", "kept each", "time each", "error each"]]
     for first, last, n in _runs(regions):
-        name = first.name if n == 1 else f"{first.name} to {last.name}"
+        name = first.name if n == 1 else f"{first.name} to {_rest(first.name, last.name)}"
         rows.append(
             [
                 f"{name} ({n} {first.kind})" if n > 1 else f"{name} ({first.kind})",
@@ -282,6 +314,13 @@ def _table(regions: Sequence[PlannedRegion]) -> list[str]:
         return cell.ljust(widths[i]) if i < 2 else cell.rjust(widths[i])
 
     return ["  ".join(just(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def _rest(first: str, last: str) -> str:
+    """Return a module's name from where it differs from another one's."""
+    ours, theirs = last.split("."), first.split(".")
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+    return ".".join(ours[same:])
 
 
 def _runs(regions: Sequence[PlannedRegion]) -> list[tuple[PlannedRegion, PlannedRegion, int]]:

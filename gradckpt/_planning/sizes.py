@@ -11,33 +11,29 @@ _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?:(?P<prefix>[KMGTP])(?P
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
-def parse_bytes(size: str | int) -> int:
+def parse_bytes(size: Any, given: str | None = None, forms: str = "24GiB, 24GB or a number of bytes") -> int:
     """Return the bytes of ``"24GiB"`` (binary units), ``"24GB"`` (decimal), or a number of bytes.
 
-    Case and spaces have no meaning; ``"24G"`` is decimal, too.
+    Case and spaces have no meaning; ``"24G"`` is decimal, too. ``given``: what messages call the
+    size, if not by its value; ``forms``: what they list as possible.
 
     Raises:
-        ValueError: The text is not a size, or less than one byte.
+        ValueError: It is not a size, or less than one byte, or a unit was forgotten.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        return _whole(size, size)
+    given = repr(size) if given is None else given
+    bare = isinstance(size, int) and not isinstance(size, bool)
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if match is None:
-        raise ValueError(f"gradckpt: {size!r} is not a size; write it as 24GiB, 24GB or a number of bytes")
-    whole, _, decimals = match["number"].partition(".")
-    unit: int = (1024 if match["binary"] else 1000) ** _POWERS[(match["prefix"] or "").lower()]
-    parsed: int = int(whole + decimals) * unit // 10 ** len(decimals)  # exact, unlike a float
-    return _whole(parsed, size) if str(size).strip().isdecimal() else _at_least_one(parsed, size)
-
-
-def _at_least_one(parsed: int, size: Any) -> int:
+    if match is not None:
+        whole, _, decimals = match["number"].partition(".")
+        unit: int = (1024 if match["binary"] else 1000) ** _POWERS[(match["prefix"] or "").lower()]
+        parsed: int = int(whole + decimals) * unit // 10 ** len(decimals)  # exact, unlike a float
+        bare = size.strip()[-1] in "0123456789."
+    elif bare:
+        parsed = size
+    else:
+        raise ValueError(f"gradckpt: {given} is not a size; write it as {forms}")
     if parsed < 1:
-        raise ValueError(f"gradckpt: {size!r} is less than one byte; give a unit, as in 24GiB")
+        raise ValueError(f"gradckpt: {given} is less than one byte; write it as {forms}")
+    if bare and parsed < 1024:
+        raise ValueError(f"gradckpt: {given} is {parsed} bytes; give a unit, as in 24GiB")
     return parsed
-
-
-def _whole(parsed: int, size: Any) -> int:
-    """Return a number of bytes that was given without a unit, unless a unit was forgotten."""
-    if 1 <= parsed < 1024:
-        raise ValueError(f"gradckpt: {size!r} is {parsed} bytes; give a unit, as in 24GiB")
-    return _at_least_one(parsed, size)

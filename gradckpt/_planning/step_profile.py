@@ -34,6 +34,16 @@ class NoPlan(ValueError):
         self.smallest_budget = smallest_budget
         self.choice = choice
 
+    @classmethod
+    def within(cls, budget: Budget, smallest: int, choice: Choice, hint: str) -> NoPlan:
+        """Return the error of a budget; ``smallest``: bytes; ``hint``: a sentence."""
+        return cls(
+            f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
+            f"({smallest} bytes). {hint}",
+            smallest,
+            choice,
+        )
+
 
 class CostSource(Protocol):
     """Measured or estimated costs of regions."""
@@ -167,12 +177,7 @@ class StepProfile(abc.ABC):
         peak = trace.peak()
         size = peak.size + budget.size - self.limit(budget, fixed)
         hint = advice(peak, {} if budget.step_only else fixed, self.hints)
-        return NoPlan(
-            f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(size)} ({size} "
-            f"bytes). {hint}",
-            size,
-            choice,
-        )
+        return NoPlan.within(budget, size, choice, hint)
 
     def result(
         self,

@@ -1,5 +1,6 @@
 """plan() and enable() with a budget: what fits, and what is done for it."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -79,21 +80,33 @@ def test_a_part_of_the_device_and_what_is_free():
     assert kept.nbytes < free.size <= whole + kept.nbytes
 
 
+#: Of the message about other values.
+LISTED = (
+    r'budget=BUDGET is (not a size|less than one byte); write it as "60GiB", "60GB", "90%", "activations:6GiB" or a '
+    "number of bytes"
+)
+
+
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
         (0.5, 'budget=0.5 is a fraction, and of what is unknown; write "50%"'),
         (1, "is a fraction"),
-        ("0.5", "is less than one byte|is not a size"),
+        ("0.5", 'is a fraction, and of what is unknown; write "50%"'),
         ("120%", "is no part of a device"),
         ("0%", "is no part of a device"),
-        ("many", "is not a size"),
-        (True, "is no size"),
-        (3.5, "is no whole number of bytes"),
-        (-1, "."),
+        ("512", "budget='512' is 512 bytes; give a unit"),
+        ("24.5", "budget='24.5' is 24 bytes; give a unit"),
+        ("many", LISTED),
+        ("activations:30MiBB", LISTED),
+        ("activations:50%", LISTED),
+        (True, LISTED),
+        (3.5, LISTED),
+        (-1, LISTED),
     ],
 )
 def test_what_is_no_budget(budget, said):
+    said = said.replace("BUDGET", re.escape(repr(budget)))
     with pytest.raises(ValueError, match=rf"^gradckpt: .*({said})"):
         gradckpt.enable(net(2), budget=budget)
     with pytest.raises(ValueError, match=rf"^gradckpt: .*({said})"):
@@ -140,7 +153,8 @@ def test_a_step_stays_within_the_budget(compress, monkeypatch):
     model(BATCH).backward()
     plain = gradckpt.plan(model, BATCH, budget="1GiB", compress=compress)
     assert plain.is_plain
-    assert "It fits 1.00 GiB (1GiB) without checkpointing" in str(plain)
+    assert "It fits 1.00 GiB without checkpointing" in str(plain)
+    assert "binds" not in str(plain)
     seconds = []
     for part in (0.0, 0.1, 0.3, 0.6, 0.9):
         plan = gradckpt.plan(model, BATCH, budget=between(plain, part), compress=compress)
@@ -231,8 +245,8 @@ def test_the_optimizer_counts(monkeypatch):
     assert counted.fixed["optimizer states"] == pytest.approx(2 * weights, rel=0.01)
     assert counted.peak - without.peak == pytest.approx(2 * weights, rel=0.05)
     assert not optimizer.state
-    with pytest.raises(ValueError, match="the optimizer's step alone needs"):
-        gradckpt.plan(model, BATCH, budget=4 * weights, optimizer=optimizer)
+    with pytest.raises(ValueError, match="no plan stays within"):
+        gradckpt.plan(model, BATCH, budget=weights, optimizer=optimizer)
     with pytest.raises(ValueError, match="has no parameter of this model"):
         gradckpt.plan(model, BATCH, budget="1GiB", optimizer=torch.optim.SGD(net(1).parameters(), lr=1))
     with pytest.raises(TypeError, match="takes a torch optimizer"):
@@ -245,6 +259,27 @@ def test_other_tensors_count():
     second = torch.zeros(2**22)  # 16 MiB
     beside = gradckpt.plan(model, BATCH, budget="1GiB")
     assert beside.fixed["other tensors"] - alone_.fixed["other tensors"] == pytest.approx(second.nbytes, rel=0.1)
+    assert "other tensors, 16.0" in refusal(model)
+    assert "they are of this process and not of this model: delete other models" in refusal(model)
+
+
+def refusal(model, **options):
+    with pytest.raises(ValueError, match="no plan stays within") as said:
+        gradckpt.plan(model, BATCH, budget="1MiB", **options)
+    return str(said.value)
+
+
+def test_tensors_of_garbage_do_not_count():
+    model = net(2)
+    before = gradckpt.plan(model, BATCH, budget="1GiB").fixed["other tensors"]
+    gc.disable()
+    try:
+        cycle = [torch.zeros(2**22)]
+        cycle.append(cycle)
+        del cycle
+        assert gradckpt.plan(model, BATCH, budget="1GiB").fixed["other tensors"] == pytest.approx(before, abs=2**20)
+    finally:
+        gc.enable()
 
 
 def test_a_block_that_is_called_twice_has_one_option(monkeypatch):
@@ -342,6 +377,47 @@ def test_a_plan_for_another_model(tmp_path):
             gradckpt.enable(net(3), plan=tmp_path / "x.json")
 
 
+def test_what_is_no_plan(tmp_path):
+    with pytest.raises(ValueError, match=r"^gradckpt: plan='.*/no\.json' cannot be read .*; write it with plan\.save"):
+        gradckpt.enable(net(2), plan=str(tmp_path / "no.json"))
+    for value in ({"version": 1}, 3, True):
+        with pytest.raises(TypeError, match=r"^gradckpt: plan= takes a Plan or the path of its file, not .*plan\.save"):
+            gradckpt.enable(net(2), plan=value)
+    with pytest.raises(TypeError):
+        gradckpt.Plan.load(3)
+
+
+def test_an_error_budget_is_for_plan():
+    with pytest.raises(ValueError, match=r"^gradckpt: error= is for gradckpt\.plan\(.*; apply its plan"):
+        gradckpt.enable(net(2), budget="1GiB", error="1%")
+
+
+@pytest.mark.parametrize(
+    ("budget", "text", "said"),
+    [
+        (30 * 2**20, "30MiB", "30.00 MiB"),
+        (3 * 2**29, "1.5 GiB", "1.50 GiB"),
+        (60 * 10**9, "60GB", "55.88 GiB (60GB)"),
+        (2**30, "90%", "1.00 GiB (90%)"),
+        (2**30, "activations:1GiB", "1.00 GiB (activations:1GiB)"),
+        (2**30, "1,073,741,824 bytes", "1.00 GiB (1,073,741,824 bytes)"),
+    ],
+)
+def test_a_budget_in_the_verdict(budget, text, said):
+    plan = gradckpt.plan(net(2), BATCH, budget="1GiB")
+    shown = dataclasses.replace(plan, budget=budget, budget_text=text)
+    assert shown.verdict.startswith(f"It fits {said} without")
+
+
+def test_names_in_a_table():
+    plan = gradckpt.plan(net(3), BATCH, budget="1GiB")
+    long = [dataclasses.replace(r, name=f"base_model.model.layers.{i}.inner") for i, r in enumerate(plan.regions)]
+    assert "\nbase_model.model.layers.0.inner to 2.inner (3 Block)  keep" in str(
+        dataclasses.replace(plan, regions=tuple(long))
+    )
+    assert "\nblocks.0 to 2 (3 Block)  keep" in str(plan)
+
+
 # ---- a model that trains
 
 
@@ -376,6 +452,8 @@ def test_enable_plans_in_the_first_step(monkeypatch, caplog):
     assert memory.peak <= size
     assert 0 < len(handle.modules) < LAYERS
     assert "gradckpt: from the next training call on: Peak" in caplog.text
+    assert "\nregions " in caplog.text, "the plan's table"
+    assert caplog.text.count(f"gradckpt: measured Block in {len(allowed(None, False))} options") == 1
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert gradckpt.enable(model, budget=f"activations:{size}").modules.keys() == handle.modules.keys()
     trained.step()

@@ -17,6 +17,7 @@ import gradckpt
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.profile import Profile
+from gradckpt._planning.step_profile import NoPlan
 from gradckpt._training_step import step_of_batch
 
 WIDTH = 32
@@ -244,11 +245,31 @@ def test_the_optimizer_is_the_peak():
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     weights = sum(p.nbytes for p in model.parameters())
-    with pytest.raises(ValueError, match="the optimizer's step alone needs"):
-        gradckpt.plan(model, (X[:1],), budget=4 * weights + 2**17, modules=Block, optimizer=optimizer)
-    assert not optimizer.state
+    for budget in (2**10, 4 * weights + 2**17):
+        with pytest.raises(NoPlan, match=r"The optimizer's step alone needs .*; take one with smaller states") as error:
+            gradckpt.plan(model, (X[:1],), budget=budget, modules=Block, optimizer=optimizer)
+        assert not optimizer.state
+    smallest = error.value.smallest_budget
+    plan = gradckpt.plan(model, (X[:1],), budget=smallest, modules=Block, optimizer=optimizer)
+    assert plan.smallest_budget == pytest.approx(smallest, abs=2**16)
+    with pytest.raises(NoPlan):
+        gradckpt.plan(model, (X[:1],), budget=smallest - 2**17, modules=Block, optimizer=optimizer)
     plan = gradckpt.plan(model, (X[:1],), budget=16 * weights, modules=Block, optimizer=optimizer)
     assert plan.fixed["optimizer states"] >= 2 * weights
+
+
+def test_a_step_that_needs_more_than_its_optimizer():
+    """A budget that is too small for both: the error has the smallest one for both."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    batch = X.repeat(64, 1)
+    with pytest.raises(NoPlan, match=r"Backward of .* binds") as error:
+        gradckpt.plan(model, (batch,), budget="100KiB", modules=Block, optimizer=optimizer)
+    smallest = error.value.smallest_budget
+    plan = gradckpt.plan(model, (batch,), budget=smallest + 2**16, modules=Block, optimizer=optimizer)
+    assert plan.smallest_budget == pytest.approx(smallest, abs=2**16)
+    with pytest.raises(NoPlan, match="no plan stays within"):
+        gradckpt.plan(model, (batch,), budget=smallest - 2**17, modules=Block, optimizer=optimizer)
 
 
 def test_a_second_model_counts():

@@ -37,6 +37,16 @@ def turn_on(model, name, given, **own):
 
 
 class TestKeys:
+    def test_beside_a_budget_or_a_plan(self):
+        for given in ({"budget": "1GiB", "compress": "int8"}, {"plan": "plan.json"}):
+            assert keys.plan_keywords({**given, "use_reentrant": False}) == given
+            keys.check_alone({**given, "use_reentrant": False})
+            for key, value in (("use_reentrant", True), ("policy", "save_attention"), ("offload", True)):
+                with pytest.raises(ValueError, match=f"and {key}= exclude each other, since the (budget|plan) decides"):
+                    keys.check_alone({**given, key: value})
+            with pytest.raises(ValueError, match=r"^gradckpt: error= is for gradckpt\.plan\(.*; apply its plan"):
+                keys.check_alone({**given, "error": "1%"})
+
     def test_torchs_are_those_of_this_torch(self):
         signature = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
         assert set(signature) - {"function", "args", "kwargs"} | {"preserve_rng_state"} == set(keys.TORCHS)

@@ -1,6 +1,8 @@
 """gradckpt plan --budget: the command chooses an option for each region."""
 
 import json
+import logging
+import re
 
 import pytest
 import torch
@@ -9,13 +11,15 @@ from plan_shapes import TINY
 
 import gradckpt
 from gradckpt.__main__ import main
+from gradckpt._planning import command, model_source
 from gradckpt._planning.blocks import find_blocks, shortened, unrolled
-from gradckpt._planning.budget import size_budget
+from gradckpt._planning.budget import Budget, size_budget
 from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import ConfigModel
-from gradckpt._planning.config_profile import ConfigProfile
+from gradckpt._planning.config_profile import ConfigProfile, plan_source
 from gradckpt._planning.devices import find
 from gradckpt._planning.estimates import rates_of
+from gradckpt._planning.options import allowed
 from gradckpt._planning.step_trace import trace_step
 
 LAYERS = 9
@@ -80,11 +84,52 @@ def test_wrong_usage(run):
     assert "--save needs a budget" in wrong(run, *STEP, "--save", "plan.json")
     assert "90% of which device is unknown; add --device" in wrong(run, *STEP, "--budget", "90%")
     assert "'much' is not a size" in wrong(run, *STEP, "--budget", "much")
-    assert "'0.9' is less than one byte" in wrong(run, *STEP, "--budget", "0.9")
+    assert "budget='0.9' is a fraction, and of what is unknown; write \"90%\"" in wrong(run, *STEP, "--budget", "0.9")
     assert "is no part of a device" in wrong(run, *STEP, "--budget", "101%", "--device", "4090")
-    assert "unknown codec" in wrong(run, *STEP, "--budget", "1GiB", "--compress", "int9")
     saved = wrong(run, *STEP, "--budget", "1GiB", "--lora", "r=4", "--save", "plan.json")
     assert "--save needs the plain model" in saved
+
+
+@pytest.fixture
+def unplanned(monkeypatch):
+    """Fails a test that builds a model."""
+
+    def build(*arguments, **options):
+        raise AssertionError("the model was built")
+
+    monkeypatch.setattr(command, "ConfigModel", build)
+
+
+def test_wrong_usage_is_found_before_the_model_is_built(run, tmp_path, unplanned):
+    budget = (*STEP, "--budget", "1GiB")
+    assert "unknown codec 'int9'" in wrong(run, *budget, "--compress", "int8,int9")
+    assert "holds booleans" in wrong(run, *budget, "--compress", "mask")
+    assert f"--save has no folder '{tmp_path / 'no'}'" in wrong(run, *budget, "--save", tmp_path / "no" / "plan.json")
+    assert "is a folder; add the name of a file" in wrong(run, *budget, "--save", tmp_path)
+    with pytest.raises(AssertionError, match="the model was built"):
+        run(*budget, "--save", tmp_path / "plan.json", "--compress", "int8")
+
+
+def test_a_wrong_path_is_not_looked_up_on_the_hub(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cfg").mkdir()
+    monkeypatch.setattr(model_source, "_download", None)
+    for name in ("cfg/nothere", "./nothere", "../nothere/config.json"):
+        with pytest.raises(SystemExit):
+            main(["plan", name, "--tokens", "64"])
+        assert re.search(r"the folder 'cfg' has no 'nothere'|there is no file", capsys.readouterr()[1])
+
+
+def test_the_hub_is_asked_in_silence(capsys, caplog, monkeypatch):
+    def cached_file(*arguments):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 8s [Retry 5/5].")
+        raise OSError("no connection")
+
+    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
+    with pytest.raises(SystemExit):
+        main(["plan", "someone/nothing", "--tokens", "64"])
+    assert "no config.json of 'someone/nothing' on the hub (no connection)" in capsys.readouterr()[1]
+    assert "Retrying" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -110,6 +155,7 @@ def test_a_large_budget_needs_nothing(run):
     status, text, errors = run(*STEP, "--budget", "90%", "--device", "4090")
     assert (status, errors) == (0, "")
     assert text.startswith("It fits 21.15 GiB (90%) without checkpointing")
+    assert "binds" not in text
     assert "Times are estimates by the data sheet of RTX-4090." in text
 
 
@@ -119,7 +165,7 @@ def test_a_small_budget(run):
     assert (status, errors) == (0, "")
     for words in ("by estimate", "regions", " binds", "Smallest budget:", "During the whole step:"):
         assert words in text
-    assert "model.layers.0" in text
+    assert "model.layers.0 to 8 (9 LlamaDecoderLayer)" in text or "model.layers.0 (LlamaDecoderLayer)" in text
     assert "name another device with --device" in text
     status, text, errors = run(*STEP, "--budget", least - 1)
     assert (status, errors) == (1, "")
@@ -185,8 +231,9 @@ def test_shared_gradients_count_in_part(run):
 
 def test_a_saved_plan_is_applied_to_the_live_model(run, tmp_path):
     path = tmp_path / "plan.json"
-    status, _, _ = run(*STEP, "--budget", smallest(run), "--save", path)
+    status, text, _ = run(*STEP, "--budget", smallest(run), "--save", path)
     assert status == 0
+    assert text.endswith(f'Saved to {path}, for gradckpt.enable(model, plan="{path}").\n')
     plan = gradckpt.Plan.load(path)
     model = transformers.LlamaForCausalLM(CONFIG).train()
     ids = torch.randint(0, CONFIG.vocab_size, (2, 16))
@@ -203,6 +250,25 @@ def test_a_saved_plan_is_applied_to_the_live_model(run, tmp_path):
     model = transformers.LlamaForCausalLM(CONFIG).train()
     gradckpt.enable(model, plan=str(path))
     assert list(gradckpt.config.Handle(model).modules) == names
+
+
+def test_a_plan_that_cannot_be_saved_is_printed(run, tmp_path, monkeypatch):
+    def save(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gradckpt.Plan, "save", save)
+    status, text, errors = run(*STEP, "--budget", "1GiB", "--save", tmp_path / "plan.json")
+    assert (status, text.startswith("It fits 1.00 GiB without")) == (2, True)
+    assert "plan.json cannot be written: No space left on device" in errors
+
+
+def test_progress_counts_options(folder):
+    said = []
+    source = ConfigModel(folder)
+    plan_source(source, 256, 2, Budget(2**30, False, "1GiB"), progress=said.append)
+    count = len(allowed(None, False))
+    assert said[:count] == [f"option {i + 1} of {count}: {each.name}" for i, each in enumerate(allowed(None, False))]
+    assert set(said[count:]) <= {"choosing"}
 
 
 # ---- fewer blocks stand for all
