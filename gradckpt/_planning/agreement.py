@@ -8,6 +8,7 @@ other models (stages of a pipeline) plan by themselves.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from typing import Any
@@ -23,8 +24,8 @@ __all__ = ["agreed"]
 
 logger = logging.getLogger("gradckpt")
 
-#: How often each model was planned so in this process.
-_rounds: dict[str, int] = {}
+#: All ranks make plans in the same order, so that each has a number, also those of two models.
+_rounds = itertools.count(1)
 
 
 def agreed(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
@@ -41,8 +42,7 @@ def agreed(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
 def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
     rank, world = dist.get_rank(), dist.get_world_size()
     digest = digest_of(profile.model)
-    number = _rounds[digest] = _rounds.get(digest, 0) + 1
-    store: Any = dist.distributed_c10d.PrefixStore(f"gradckpt/budget/{number}", private.default_store())
+    store: Any = dist.distributed_c10d.PrefixStore(f"gradckpt/budget/{next(_rounds)}", private.default_store())
     fixed = 0 if budget.step_only else profile.held(optimizer)
     store.set(f"{rank}", json.dumps({"digest": digest, "limit": budget.size - fixed, "need": profile.smallest_peak()}))
     notes = [json.loads(store.get(f"{each}")) for each in range(world)]

@@ -17,7 +17,7 @@ from gradckpt import _C
 from gradckpt._planning.chain import UNAVAILABLE, Chain, Level
 from gradckpt._planning.step_trace import StepTrace
 
-__all__ = ["Choice", "Chosen", "Costs", "Infeasible", "choose", "smallest"]
+__all__ = ["Choice", "Chosen", "Costs", "Infeasible", "choose", "fastest_by_bytes", "smallest"]
 
 #: Traces of plans: to correct the chain, and to try what is a little over the budget by it.
 _ROUNDS, _TRIES = 8, 4
@@ -122,7 +122,7 @@ class _Chooser:
             found[best],
             bound=bound,
             smallest=min(each.smallest for each in found.values()),
-            front=_lowest(point for each in found.values() for point in each.front),
+            front=fastest_by_bytes(point for each in found.values() for point in each.front),
         )
 
     def _improve(self, options: Choice, rank: Callable[[Choice], Any]) -> Choice:
@@ -279,7 +279,7 @@ class _Chooser:
         return found[best], best
 
 
-def _lowest(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def fastest_by_bytes(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Return those that are faster than all of fewer bytes, by bytes."""
     front: list[tuple[int, float]] = []
     for size, seconds in sorted(points):

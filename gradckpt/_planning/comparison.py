@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from gradckpt._planning.blocks import find_blocks, shortened
 from gradckpt._planning.devices import Device
 from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
+from gradckpt._planning.sharded import gradient_bytes, parameter_bytes
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import Peak, StepTrace, trace_step
 from gradckpt._settings import READY, Setting
@@ -32,7 +32,6 @@ __all__ = [
     "compare_source",
     "fixed_bytes",
     "quiet",
-    "refuse_shards",
     "step_of",
     "unwrapped",
 ]
@@ -134,25 +133,16 @@ def compare(model: Module, batch: Any, modules: Modules, memory: int | str | Non
 
 
 def fixed_bytes(model: Module) -> dict[str, int]:
-    """Return the bytes that a model has before the step, by name."""
+    """Return the bytes that this rank has of a model before the step, by name."""
     return {
-        "parameters and buffers": sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
-        "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+        "parameters and buffers": parameter_bytes(model) + sum(x.nbytes for x in model.buffers()),
+        "gradients": gradient_bytes(model),
     }
 
 
 def unwrapped(model: Module) -> Module:
     """Return the module of DistributedDataParallel, whose forward may allocate its buckets."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-
-
-def refuse_shards(model: Module) -> None:
-    tensors = sys.modules.get("torch.distributed.tensor")
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if (tensors is not None and any(isinstance(p, tensors.DTensor) for p in model.parameters())) or (
-        fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
-    ):
-        raise ValueError("gradckpt: a sharded model cannot be planned; call plan() before fully_shard(model)")
 
 
 def step_of(model: Module, batch: Any) -> Callable[[Any], object]:

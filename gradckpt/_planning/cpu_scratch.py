@@ -1,7 +1,8 @@
-"""What convolutions and attention of the CPU allocate while they run: :func:`scratch_of`.
+"""What convolutions, attention and collectives of the CPU allocate while they run:
+:func:`scratch_of`, :func:`gloo_bytes`.
 
-oneDNN copies operands into its own layouts and results out of them. The order and the sizes are
-those that torch 2.13's CPU allocator reports.
+oneDNN copies operands into its own layouts and results out of them; gloo gathers into a flat tensor
+and reduces a copy. The order and the sizes are those that torch 2.13's CPU allocator reports.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from gradckpt._engine import torch_private as private
 
-__all__ = ["Scratch", "scratch_of"]
+__all__ = ["Scratch", "gloo_bytes", "scratch_of"]
 
 aten = torch.ops.aten
 
@@ -37,6 +38,13 @@ def scratch_of(func: Any, args: Any, results: Any) -> Scratch | None:
     """Return what an operator allocates and releases, None if it allocates its results alone."""
     found: Callable[..., Scratch | None] | None = _SCRATCH.get(func)
     return found(results, *args) if found is not None else None
+
+
+def gloo_bytes(func: Any, args: Any) -> int:
+    """Return the bytes that a collective allocates and releases while it runs."""
+    if func == torch.ops.c10d._allgather_base_.default:
+        return int(2 * args[0].nbytes)  # its caller's, and its thread's
+    return int(args[1].nbytes) if func == torch.ops.c10d._reduce_scatter_base_.default else 0
 
 
 def _forward(result: Any, x: Any, w: Any, bias: Any, *how: Any) -> Scratch | None:

@@ -26,11 +26,12 @@ from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import device_of, parse_budget
-from gradckpt._planning.comparison import quiet, refuse_shards
+from gradckpt._planning.comparison import quiet
 from gradckpt._planning.optimizers import state_bytes
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.sharded import gradient_bytes, is_sharded, reduces, refuse_shards, trained_parts
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone, loss_of
 
@@ -61,16 +62,17 @@ class LiveBudget:
     def _forget(self) -> None:
         self._profile: Profile | None = None
         self._shapes: Shapes | None = None  # of the inputs that the present or pending plan is for
-        #: Of shapes of which none covers another; with the bytes of gradients that each plan knows.
-        self._plans: dict[Shapes, tuple[Plan, Profile, int]] = {}
+        #: Of shapes of which none covers another; with what each plan knows.
+        self._plans: dict[Shapes, tuple[Plan, Profile, dict[str, int]]] = {}
         self._costs: RegionCosts | None = None
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
         self._busy = False
         self._first = True  # no plan was made yet
         self._watch: Any = None  # the handle of a hook on optimizers
-        #: What the present plan knows: bytes of gradients and of optimizer states.
-        self._known = {"gradients": 0, "states": 0}
+        #: What the present plan knows: bytes of gradients and of optimizer states, and whether
+        #: gradients are reduced.
+        self._known = {"gradients": 0, "reductions": 0, "states": 0}
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("budget", "compress", "_options", "_blocks", "_counts_optimizer", "_step_only", "plan")
@@ -139,8 +141,8 @@ class LiveBudget:
             if not is_known:
                 self._begin(model, args, kwargs)
             elif grown:
-                if "gradients" in grown:
-                    self._profile, self._shapes = self._trace(model, args, kwargs), shapes
+                self._profile, self._shapes = self._trace(model, args, kwargs), shapes
+                self._note_others()
                 self._pending = self._make_plan(model)
                 self._note(self._pending)
                 reasons = " and ".join(grown.values())
@@ -159,7 +161,11 @@ class LiveBudget:
         if output is None:  # the forward raised
             self._forget()
             return
-        self._pending = self._make_plan(model)
+        self._busy = True
+        try:
+            self._pending = self._make_plan(model)
+        finally:
+            self._busy = False
         self._note(self._pending)
         logger.info("gradckpt: from the next training call on: %s", self._pending)
 
@@ -171,11 +177,15 @@ class LiveBudget:
             return True
         found = next((known for known in self._plans if _covers(known, shapes)), None)
         if found is None:
-            self._known["gradients"] = 0
+            self._know_no_gradients()
             return False
         self._shapes = found
-        self._pending, self._profile, self._known["gradients"] = self._plans[found]
+        self._pending, self._profile, known = self._plans[found]
+        self._known = {**known, "states": self._known["states"]}
         return True
+
+    def _know_no_gradients(self) -> None:
+        self._known = {**self._known, "gradients": 0, "reductions": 0}
 
     def _note(self, plan: Plan) -> None:
         """Keep a plan for the present shapes, in place of those for smaller inputs."""
@@ -183,7 +193,7 @@ class LiveBudget:
         assert shapes is not None
         assert self._profile is not None
         self._plans = {known: made for known, made in self._plans.items() if not _covers(shapes, known)}
-        self._plans[shapes] = plan, self._profile, self._known["gradients"]
+        self._plans[shapes] = plan, self._profile, self._known
 
     def _grown(self, model: Module) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""
@@ -192,10 +202,13 @@ class LiveBudget:
             self._unwatch()
         uncounted = self._counts_optimizer or self._step_only
         sizes = {
-            "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+            "gradients": gradient_bytes(model),
+            "reductions": int(reduces(model)),
             "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
         }
         found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
+        if "states" in found:  # plans for gradients, too, will have to count these
+            self._know_no_gradients()
         self._known = {key: max(size, self._known[key]) for key, size in sizes.items()}
         return found
 
@@ -212,6 +225,7 @@ class LiveBudget:
             len(self._options),
         )
         self._profile, self._shapes = self._trace(model, args, kwargs), _shapes_of(args, kwargs)
+        self._note_others()
         self._pending = None
         if again:
             self.install(model)
@@ -245,15 +259,20 @@ class LiveBudget:
                 return agreed(self._profile, budget, optimizer)
             return self._profile.plan(budget, optimizer=optimizer)
 
+    def _note_others(self) -> None:
+        assert self._profile is not None
+        self._profile.note_others(self._optimizer() if self._optimizer is not None else None)
+
     def note_optimizer(self, model: Module, optimizer: Any) -> None:
         """Count the states of an optimizer that has stepped, if it trains the model."""
-        own = {id(p) for p in model.parameters()}
+        own = trained_parts(model)
         if self._optimizer is None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             self._optimizer = weakref.ref(optimizer)
 
 
 _SENTENCES = {
     "gradients": "gradients exist before the forward",
+    "reductions": "gradients are reduced",
     "states": "the optimizer has states now",
 }
 
@@ -284,7 +303,8 @@ class _Step:
 
     def __call__(self, batch: Any) -> None:
         args, kwargs = batch
-        result = self._model.forward(*args, **kwargs)
+        call = self._model if is_sharded(self._model) else self._model.forward  # FSDP's hooks gather weights
+        result = call(*args, **kwargs)
         loss: Any = loss_of(result)
         if loss is not None:
             del result

@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.paper import PaperMode
+from gradckpt._planning.sharded import local, trained_parts
 
 __all__ = ["OptimizerMemory", "optimizer_memory", "state_bytes"]
 
@@ -30,7 +31,7 @@ class OptimizerMemory:
 
 def state_bytes(optimizer: Any) -> int:
     """Return the bytes of an optimizer's states."""
-    return sum(x.nbytes for x in _tensors_of(optimizer.state.values()))
+    return sum(local(x).nbytes for x in _tensors_of(optimizer.state.values()))
 
 
 def _tensors_of(tree: Iterable[Any]) -> list[Tensor]:
@@ -47,7 +48,7 @@ def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"gradckpt: optimizer= takes a torch optimizer, not {type(optimizer).__name__}")
-    own = {id(p) for p in model.parameters()}
+    own = trained_parts(model)
     if not any(id(p) in own for group in inner.param_groups for p in group["params"]):
         raise ValueError("gradckpt: optimizer= has no parameter of this model; pass the one that trains it")
     mode = _OptimizerMode()
@@ -55,9 +56,9 @@ def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
     groups = []
     for group in inner.param_groups:
         for p in group["params"]:
-            twins[id(p)] = Parameter(mode.like(p), requires_grad=p.requires_grad)
+            twins[id(p)] = Parameter(mode.like(local(p)), requires_grad=p.requires_grad)
             if p.requires_grad:
-                twins[id(p)].grad = mode.like(p)
+                twins[id(p)].grad = mode.like(local(p))
         groups.append({**group, "params": [twins[id(p)] for p in group["params"]]})
     twin = copy.copy(inner)
     vars(twin).update(param_groups=groups, state=type(inner.state)(inner.state.default_factory))
@@ -92,4 +93,4 @@ class _OptimizerMode(PaperMode):
 def _twin(mode: PaperMode, x: Any) -> Any:
     if not isinstance(x, Tensor):
         return copy.copy(x)
-    return mode.like(x) if x.numel() > 1 else x.detach().cpu().clone()
+    return mode.like(local(x)) if x.numel() > 1 else x.detach().cpu().clone()

@@ -24,12 +24,13 @@ import torch
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
-from gradckpt._planning.cpu_scratch import scratch_of
-from gradckpt._planning.values import RECURRENT, NotOnPaper
+from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
+from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
 
 __all__ = ["Event", "PaperMode"]
 
 aten = torch.ops.aten
+_Storage: Any = torch.UntypedStorage
 
 #: Addresses, of which no memory is ever touched; storages take them in turn.
 _ADDRESSES = 2**44
@@ -118,6 +119,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self._space = _shared_space()
         self._paper: set[int] = set()  # storages without values, by their addresses in C++
         self._live: dict[int, tuple[int, Any]] = {}  # number and weak reference of every recorded storage
+        self._emptied: set[int] = set()  # storages that were resized to nothing
         self._count = 0
         self.events: list[Event] = []
         self.work: list[tuple[int, Work]] = []
@@ -157,7 +159,10 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         def freed(_: Any) -> None:
             if (self := mode()) is not None and self._live.pop(key, None) is not None:
                 self._paper.discard(key)
-                self.events.append(Event(-nbytes, number))
+                if key in self._emptied:
+                    self._emptied.discard(key)
+                else:
+                    self.events.append(Event(-nbytes, number))
 
         self._live[key] = number, weakref.ref(storage, freed)
         if record:
@@ -169,12 +174,31 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         _C.set_on_paper(first, first + _ADDRESSES)
         self._get_rng_state = torch.get_rng_state
         torch.get_rng_state = lambda: self._get_rng_state().clone()  # which this mode sees
+        _Storage.resize_ = lambda storage, size: self._resize(storage, size)
+        _Storage.nbytes = lambda storage: self._nbytes(storage)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.get_rng_state = self._get_rng_state
+        del _Storage.resize_, _Storage.nbytes  # those of its base are back
         _C.set_on_paper(0, 0)
+
+    def _nbytes(self, storage: Any) -> int:
+        return 0 if storage._cdata in self._emptied else int(private.StorageBase.nbytes(storage))
+
+    def _resize(self, storage: Any, size: int) -> Any:
+        """Note that a storage is emptied or filled again, as FSDP does with gathered weights."""
+        key = storage._cdata
+        whole = private.StorageBase.nbytes(storage)
+        if key not in self._live:
+            return private.StorageBase.resize_(storage, size)
+        if size not in (0, whole):
+            raise NotOnPaper(RESIZED)
+        if (key in self._emptied) != (size == 0):
+            self.events.append(Event(size or -whole, self._live[key][0]))
+            (self._emptied.discard if size else self._emptied.add)(key)
+        return storage
 
     def number_of(self, x: torch.Tensor) -> int | None:
         """Return the number of the tensor's storage, None if this mode did not make it."""
@@ -224,6 +248,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.operator = func.name()
+        if func.namespace == "c10d":
+            return self._communicated(func, args)
         if (key := _composite_key(func)) is not None:
             try:
                 with _Again(self):
@@ -254,6 +280,15 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             outputs = self._results(func, outputs, args, kwargs, known)
         self._count_work(func, args, kwargs, outputs)
         return outputs
+
+    def _communicated(self, func: Any, args: Any) -> Any:
+        """Answer a collective, which moves nothing: its tensors have no values afterwards."""
+        self._paper.update(x.untyped_storage()._cdata for x in _tensors(args))
+        if self.device_is_cpu and (size := gloo_bytes(func, args)):
+            self.events += [Event(size, -1), Event(-size, -1)]
+        work = private.boxed_work(private.FakeWork())
+        count = len(func._schema.returns)
+        return (args[0], work) if count == 2 else work if count else None
 
     def _contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.empty(shape, torch.empty(shape, device="meta").stride(), dtype)
@@ -414,6 +449,8 @@ def _composite_key(func: Any) -> Any:
     """Return where the kernel lies that only calls other operators; below autograd, a mode gets the
     operators that autograd would have taken apart.
     """
+    if func.namespace == "fsdp":  # its operators call others in Python
+        return private.DispatchKey.CPU
     implicit = private.has_kernel_for_key(func.name(), "CompositeImplicitAutograd")
     if implicit and not private.has_kernel_for_key(func.name(), "CPU"):
         return private.DispatchKey.CompositeImplicitAutograd

@@ -10,10 +10,12 @@ import torch
 from torch.nn import Module
 
 from gradckpt._models.switch import UNSET, Modules, Unset
+from gradckpt._planning.agreement import agreed
 from gradckpt._planning.budget import device_of, parse_budget, parse_error
-from gradckpt._planning.comparison import Comparison, compare, refuse_shards, step_of, unwrapped
+from gradckpt._planning.comparison import Comparison, compare, step_of, unwrapped
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan, plan_of
+from gradckpt._planning.sharded import is_sharded, reduces, refuse_shards
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone
 
@@ -118,6 +120,8 @@ def plan(
     run = step_of(model, batch)
     given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
     earlier = None if profile is None else plan_of(profile, "profile")
+    if is_sharded(model):
+        _check_sharded(model, allowed_error)
     with alone(model):
         try:
             found = Profile(model, run, given, modules=modules, compress=compress, limits_error=error is not None)
@@ -131,4 +135,18 @@ def plan(
             found.measure(batch)
         else:
             found.load(earlier)
+        if is_sharded(model):
+            return agreed(found, limit, optimizer)
         return found.plan(limit, error=allowed_error, optimizer=optimizer, batch=batch)
+
+
+def _check_sharded(model: Module, error: float | None) -> None:
+    if error is not None:
+        raise ValueError(
+            "gradckpt: error= cannot be measured on a sharded model; call plan() before fully_shard(model)"
+        )
+    if not reduces(model):
+        raise ValueError(
+            "gradckpt: this sharded model does not reduce its gradients now; call set_requires_gradient_sync(True) "
+            "before plan()"
+        )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from gradckpt._gradient_error import StepErrors
@@ -22,6 +23,7 @@ from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
+from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, refuse_shards
 from gradckpt._planning.step_profile import NoPlan, StepProfile
 from gradckpt._planning.step_trace import StepTrace, condensed, trace_step
 from gradckpt._stats import format_bytes, uncounted
@@ -30,8 +32,9 @@ from gradckpt._training_step import StepWrites
 
 __all__ = ["Profile"]
 
-#: Steps that are measured, after one that warms up.
-_STEPS = 2
+#: Steps are measured for about so many seconds, and so often at least and at most, after one that
+#: warms up; the least among ranks, which may have to run equally many.
+_SECONDS, _LEAST, _MOST = 2.0, 2, 6
 
 #: Choices whose errors are measured at most: to find the smallest budget, and the fastest plan.
 _FOR_SMALLEST, _FOR_FASTEST = 3, 4
@@ -70,6 +73,7 @@ class Profile(StepProfile):
     ) -> None:
         self._step = run
         self._batch = batch
+        self._others: int | None = None
         self.device = device_of(model)
         #: Assumptions that plans say.
         self.notes: list[str] = []
@@ -80,6 +84,7 @@ class Profile(StepProfile):
         self._is_weighed = False
         with quiet():
             blocks = regions_to_plan(model, modules)
+        refuse_shards(model, blocks)
         super().__init__(model, blocks, allowed(compress, limits_error))
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
@@ -110,7 +115,8 @@ class Profile(StepProfile):
         Raises:
             StepWrites: The step changes parameters.
         """
-        seconds = []
+        seconds: list[float] = []
+        most = _LEAST if torch.distributed.is_available() and torch.distributed.is_initialized() else _MOST
         state = TrainingState(self.model)
         setting = self.setting([RECOMPUTE] * len(self.blocks))
         try:
@@ -118,7 +124,7 @@ class Profile(StepProfile):
             with quiet(), uncounted():
                 with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
                     self._step(batch)
-                for _ in range(_STEPS):
+                while len(seconds) < _LEAST or (len(seconds) < most and sum(seconds) < _SECONDS):
                     state.rewind()
                     with setting.active(self.model):
                         seconds.append(self._timed(batch))
@@ -168,13 +174,26 @@ class Profile(StepProfile):
 
     def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         """Return the bytes that are there during the whole step, and the optimizer's."""
+        fixed, memory = self._own(optimizer)
+        others = self._others if self._others is not None else self._others_now(fixed, memory)
+        return {**fixed, "other tensors": others}, memory
+
+    def _own(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
         fixed = fixed_bytes(self.model)
-        memory = OptimizerMemory(0, 0, 0)
-        if optimizer is not None:
-            memory = optimizer_memory(self.model, optimizer)
-            fixed["optimizer states"] = memory.states + memory.new
-        fixed["other tensors"] = other_tensors(self.device, sum(fixed.values()) - memory.new)
-        return fixed, memory
+        if optimizer is None:
+            return fixed, OptimizerMemory(0, 0, 0)
+        memory = optimizer_memory(self.model, optimizer)
+        return {**fixed, "optimizer states": memory.states + memory.new}, memory
+
+    def _others_now(self, fixed: dict[str, int], memory: OptimizerMemory) -> int:
+        known = sum(fixed.values()) - memory.new
+        return other_tensors(self.device, known + gathered_bytes(self.model))  # traces have what is gathered
+
+    def note_others(self, optimizer: Any) -> None:
+        """Note the tensors that are not the model's or the optimizer's, for plans that are made
+        while a step runs.
+        """
+        self._others = self._others_now(*self._own(optimizer))
 
     def held(self, optimizer: Any) -> int:
         """Return the bytes that are there during the whole step."""
@@ -192,7 +211,7 @@ class Profile(StepProfile):
         """
         if not memory.working:
             return 0
-        gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad and p.grad is None)
+        gradients = missing_gradient_bytes(self.model)
         needed = gradients + memory.working - memory.new + (0 if budget.step_only else sum(fixed.values()))
         if needed > budget.size:
             found = self.fastest(self.chain(), dataclasses.replace(budget, size=needed), fixed)  # or regions need more

@@ -16,10 +16,11 @@ from gradckpt._models.switch import Handle, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, Option, find_option
 from gradckpt._planning.saved_profile import SavedProfile
+from gradckpt._planning.sharded import class_of
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
-__all__ = ["Plan", "PlannedRegion", "digest_of", "plan_of"]
+__all__ = ["Plan", "PlannedRegion", "digest_of", "outside_of", "plan_of"]
 
 #: Of plan files.
 _VERSION = 1
@@ -57,7 +58,8 @@ class Plan:
     checkpointing; ``bound``: no plan within the budget is faster. ``estimated``: times come from a
     data sheet. ``smallest_budget``: bytes; none below it has a plan. ``error``: the measured
     relative L2 error of the step's gradients, None if all options are exact; ``error_budget``.
-    ``about``: the assumptions, in sentences. ``profile``: what was measured for it, with which
+    ``about``: the assumptions, in sentences. ``outside``: the shapes of the parameters that no
+    region has, by name. ``profile``: what was measured for it, with which
     ``gradckpt.plan(..., profile=plan)`` plans for another budget; None with estimated times.
     """
 
@@ -79,6 +81,7 @@ class Plan:
     front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
     about: tuple[str, ...] = ()
     at_most: int | None = None
+    outside: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
     profile: SavedProfile | None = dataclasses.field(default=None, repr=False)
     hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
 
@@ -112,20 +115,27 @@ class Plan:
             module = modules.get(region.name)
             if module is None:
                 raise ValueError(
-                    f"gradckpt: this plan is for another model: {type(model).__name__} has no module {region.name!r}; "
-                    "make a new plan"
+                    f"gradckpt: this plan is for another model: {class_of(model).__name__} has no module "
+                    f"{region.name!r}; make a new plan"
                 )
-            if type(module).__name__ != region.kind or digest_of(module) != region.digest:
-                what = f"is {type(module).__name__}, not {region.kind}"
-                what = what if type(module).__name__ != region.kind else "has other parameters"
+            kind = class_of(module).__name__
+            if kind != region.kind or digest_of(module) != region.digest:
+                what = f"is {kind}, not {region.kind}" if kind != region.kind else "has other parameters"
                 raise ValueError(f"gradckpt: this plan is for another model: {region.name!r} {what}; make a new plan")
             rules[module] = region.option.rule
+        for name, shape in outside_of(model, list(rules)).items():
+            if self.outside.get(name) != shape:
+                was = "is not in it" if name not in self.outside else f"was {_size_of(self.outside[name])}"
+                raise ValueError(
+                    f"gradckpt: this plan is for another model: {name!r}, {_size_of(shape)}, {was}; make a new plan"
+                )
         return rules
 
     def pareto(self) -> list[dict[str, float]]:
         """Return budgets in bytes and the step's seconds of the best plan for each, by bytes."""
         fixed = sum(self.fixed.values())
-        return [{"budget": size + fixed, "seconds": seconds} for size, seconds in self.front]
+        found = {max(size + fixed, self.smallest_budget): seconds for size, seconds in self.front}
+        return [{"budget": size, "seconds": seconds} for size, seconds in found.items()]
 
     # ---- files
 
@@ -179,9 +189,10 @@ class Plan:
         )
         front = tuple((size, seconds) for size, seconds in given.pop("front"))
         binds, about = Peak(**given.pop("binds")), tuple(given.pop("about"))
+        outside = {name: tuple(shape) for name, shape in given.pop("outside").items()}
         measured = given.pop("profile", None)
         profile = None if measured is None else SavedProfile.from_dict(measured)
-        return cls(regions=regions, front=front, binds=binds, about=about, profile=profile, **given)
+        return cls(regions=regions, front=front, binds=binds, about=about, outside=outside, profile=profile, **given)
 
     # ---- text
 
@@ -262,10 +273,24 @@ def plan_of(plan: Any, keyword: str) -> Plan:
 def digest_of(module: Module) -> str:
     """Return a digest of a module's parts: their names, classes, and shapes of parameters."""
     parts = [
-        (name, type(part).__name__, [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()])
+        (
+            name,
+            class_of(part).__name__,
+            [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()],
+        )
         for name, part in module.named_modules()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def outside_of(model: Module, regions: Sequence[Module]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters that are not of these modules, by name."""
+    inside = {id(p) for region in regions for p in region.parameters()}
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in inside}
+
+
+def _size_of(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
 
 
 def _table(regions: Sequence[PlannedRegion]) -> list[str]:

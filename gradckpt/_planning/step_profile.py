@@ -12,10 +12,11 @@ from torch.nn import Module
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.chain import Chain
-from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose, smallest
+from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose, fastest_by_bytes, smallest
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
-from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of
+from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of, outside_of
+from gradckpt._planning.sharded import class_of
 from gradckpt._planning.step_trace import StepTrace
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
@@ -198,7 +199,7 @@ class StepProfile(abc.ABC):
             peak, at_most = self.trace(options).peak().size + held, peak
             about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
         return Plan(
-            model=type(self.model).__name__,
+            model=class_of(self.model).__name__,
             regions=tuple(self._planned(options)),
             budget=budget.size + (held if budget.step_only else 0),
             budget_text=budget.text,
@@ -213,11 +214,20 @@ class StepProfile(abc.ABC):
             estimated=self.estimated,
             error=measured,
             error_budget=error,
-            front=tuple((size, base + seconds) for size, seconds in chosen.front),
+            front=tuple((size, base + seconds) for size, seconds in self._front(chosen)),
             about=tuple(about),
             at_most=at_most,
+            outside=outside_of(self.model, self.blocks),
             hints=self.hints,
         )
+
+    def _front(self, chosen: Chosen) -> tuple[tuple[int, float], ...]:
+        """Return bytes and seconds of plans, from the smallest one on; the planner's, and those two
+        that were traced.
+        """
+        size, choice = chosen.smallest
+        traced = [(size, self.seconds(choice)), (chosen.trace.peak().size, chosen.seconds)]
+        return fastest_by_bytes([*traced, *(point for point in chosen.front if point[0] >= size)])
 
     def _planned(self, options: Sequence[Option]) -> list[PlannedRegion]:
         chain = self.chain()
@@ -228,5 +238,5 @@ class StepProfile(abc.ABC):
             kept = chain.kept(first_call[i], self.options.index(option)) if i in first_call else 0
             seconds = (cost.seconds - keep.seconds) * self.calls.count(i)
             name, digest = self._names[id(block)], digest_of(block)
-            regions.append(PlannedRegion(name, type(block).__name__, option, kept, seconds, cost.error, digest))
+            regions.append(PlannedRegion(name, class_of(block).__name__, option, kept, seconds, cost.error, digest))
         return regions

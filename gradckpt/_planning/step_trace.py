@@ -18,8 +18,10 @@ from torch.nn import Module, Parameter
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._planning.fsdp2 import State
 from gradckpt._planning.paper import Event, PaperMode, Work
 from gradckpt._planning.reads import refuse_reads
+from gradckpt._planning.sharded import local
 from gradckpt._planning.target_kernels import cuda_kernels
 from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
@@ -197,7 +199,9 @@ def trace_step(
                 raise NotOnPaper(ELSEWHERE)
             after = _payload_bytes()
             gradients = {
-                number for p in parameters if p.grad is not None and (number := mode.number_of(p.grad)) is not None
+                number
+                for p in parameters
+                if p.grad is not None and (number := mode.number_of(local(p.grad))) is not None
             }
     finally:
         torch.clear_autocast_cache()  # of casts on paper
@@ -235,18 +239,24 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
     old: list[tuple[dict[str, Any], str, Any]] = []
     new: dict[int, Any] = {}
     gradients = [(p, p.grad) for p in model.parameters()]  # a step may know these without the model
+    state = State(model)
+    state.initialize()
+    sharded = state.registered()
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, x in table.items():
                 if x is None:
                     continue
-                if id(x) not in new:
+                if id(x) in sharded:
+                    new[id(x)] = x  # until the shards are on paper
+                elif id(x) not in new:
                     new[id(x)] = _parameter_or_buffer(mode, x)
                 old.append((table, name, x))
     try:
         for table, name, x in old:
             table[name] = new[id(x)]
-        yield [x for x in new.values() if isinstance(x, Parameter)]
+        with state.on_paper(mode) as shards:
+            yield [*shards, *(x for key, x in new.items() if isinstance(x, Parameter) and key not in sharded)]
     finally:
         for table, name, x in old:
             table[name] = x

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["ELSEWHERE", "RECURRENT", "NotOnPaper"]
+__all__ = ["ELSEWHERE", "RECURRENT", "RESIZED", "NotOnPaper"]
 
 RECURRENT = "the size of what it keeps is unknown"
 ELSEWHERE = "it ran in another thread"
+RESIZED = "a storage gets another size"
 
 
 class NotOnPaper(RuntimeError):

@@ -171,3 +171,43 @@ def test_gradients_of_each_shape_count(caplog):
             model.zero_grad()
     assert caplog.text.count("planning Net") == 2
     assert caplog.text.count("planned again, since gradients exist") == 2
+
+
+# ---- several backwards before the optimizer steps
+
+
+@pytest.mark.parametrize("is_passed", [False, True], ids=["optimizer seen", "optimizer passed"])
+def test_accumulation_counts_states_and_gradients_together(is_passed):
+    """Gradients do not exist in the first backward after a step, and states do not in the first
+    step: the plan of the later ones counts both.
+    """
+    model, x = Wide().train(), torch.randn(2, TOKENS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = 3 * weights + 1_400_000  # gradients, states, a new gradient, and a part of the activations
+    gradckpt.enable(model, budget=budget, **({"optimizer": optimizer} if is_passed else {}))
+    for step in range(4):
+        states = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v is not None)
+
+        def backwards():
+            for _ in range(3):
+                model(x).square().mean().backward()
+
+        measured = weights + states + peak(backwards)
+        if step > 0:  # the first one measures
+            assert measured <= budget
+            assert measured >= 0.8 * budget
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Wide(Net):
+    """Its weights are much of what a step needs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Linear(WIDTH, 4 * VOCABULARY)
+
+    def forward(self, x):
+        return self.wide(super().forward(x)[:, :1])

@@ -1,0 +1,187 @@
+"""Models that ``fully_shard`` (FSDP2) has sharded: what a rank has of them, and their step on
+paper.
+
+On paper FSDP's own hooks and states run, from where a step begins, and collectives move nothing. So
+a trace has what they gather, keep and free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from gradckpt._engine import torch_private as private
+from gradckpt._planning.paper import PaperMode
+
+__all__ = ["State"]
+
+
+class _KeptAttributes:
+    """The attributes of an object, and what is in its containers, to be put back."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner, self._attributes = owner, dict(vars(owner))
+        self._contents = [(x, copy.copy(x)) for x in vars(owner).values() if isinstance(x, (list, dict, set))]
+
+    def put_back(self) -> None:
+        vars(self._owner).clear()
+        vars(self._owner).update(self._attributes)
+        for container, content in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+#: The attributes of states, groups and their contexts where a step begins; containers are empty.
+_AT_START: dict[str, Any] = {
+    "iter_forward_root": None,
+    "post_backward_final_callback_queued": False,
+    "_last_post_reduce_events": {},
+    "all_gather_state": None,
+    "reduce_scatter_state": None,
+    "reduce_scatter_states": [],
+    "post_forward_order": [],
+    "_modules_to_run_forward": set(),
+    "_all_gather_result": None,
+    "_post_forward_indices": [],
+    "_reshard_after_forward_event": None,
+    "_post_reduce_event": None,
+    "_all_reduce_state": None,
+}
+
+
+class State:
+    """What FSDP2 knows of a model. ``parameters``: one object for each that it has sharded."""
+
+    def __init__(self, model: Module) -> None:
+        found: dict[int, Any] = {}
+        if "torch.distributed.fsdp" in sys.modules:
+            find = private.fsdp2_state()
+            found = {id(state): state for m in model.modules() if (state := find(m)) is not None}
+        self._outside = False
+        for context in {id(state._state_ctx): state._state_ctx for state in found.values()}.values():
+            self._outside |= any(id(state) not in found for state in context.all_states)
+        self.states = list(found.values())
+        self.groups = [group for state in self.states for group in _groups(state)]
+        self.parameters = [param for group in self.groups for param in group.fsdp_params]
+
+    def registered(self) -> set[int]:
+        """Return the ids of parameters that modules have when sharded and when gathered."""
+        return {id(x) for p in self.parameters for x in (p.sharded_param, _whole(p)) if x is not None}
+
+    def trained(self) -> dict[int, Tensor]:
+        """Return the part of this rank of each parameter, by the id of what optimizers have."""
+        return {id(p.sharded_param): p._sharded_param_data for p in self.parameters}
+
+    def gradients(self) -> list[Tensor]:
+        """Return the parts of gradients that exist."""
+        reduced = [p.sharded_param.grad for p in self.parameters]
+        return [x._local_tensor for x in reduced if x is not None] + self.unreduced()
+
+    def unreduced(self) -> list[Tensor]:
+        """Return gradients that no collective has reduced yet."""
+        found = [group._partial_reduce_output for group in self.groups]
+        for p in self.parameters:
+            found += [p.unsharded_accumulated_grad, None if (whole := _whole(p)) is None else whole.grad]
+        return [x for x in found if x is not None]
+
+    def reduces(self) -> bool:
+        """Return whether a backward reduces the gradients."""
+        return all(group.reduce_grads and group.all_reduce_grads for group in self.groups)
+
+    def gathered(self) -> list[Tensor]:
+        """Return what lies gathered now."""
+        results = [group._all_gather_result for group in self.groups]
+        for state in self.states:
+            if (held := getattr(state._comm_ctx, "all_gather_state", None)) is not None:
+                results.append(held.all_gather_result)
+        found = [result.all_gather_output for result in results if result is not None]
+        return found + [x for p in self.parameters for x in p.all_gather_outputs]
+
+    def refusal(self) -> str | None:
+        """Return what of this cannot be planned, with the way out."""
+        if self._outside:
+            return "it is a part of a model that is sharded; pass the whole model"
+        if any(p.is_dtensor for p in self.parameters):
+            return "it is parallelized in another way, too; call plan() before parallelize_module()"
+        if any(p.offload_to_cpu for p in self.parameters):
+            return "its weights are offloaded to the host; call plan() before fully_shard(model)"
+        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in self.parameters):
+            return "its weights are gathered in a format of their own; call plan() before fully_shard(model)"
+        return None
+
+    def initialize(self) -> None:
+        """Let FSDP find the root, as its first step does."""
+        for state in self.states:
+            state._lazy_init()
+
+    @contextlib.contextmanager
+    def on_paper(self, mode: PaperMode) -> Iterator[list[Parameter]]:
+        """Let all be as where a step begins, with shards on paper, which this yields.
+
+        The caller puts back the modules' parameters.
+        """
+        contexts = {id(x): x for state in self.states for x in (state._state_ctx, state._comm_ctx)}
+        stepping = [*self.states, *self.groups, *contexts.values()]
+        kept = [_KeptAttributes(x) for x in (*stepping, *self.parameters)]
+        try:
+            for each in stepping:
+                _begin(each)
+            for group in self.groups:
+                partial = group._partial_reduce_output
+                group._partial_reduce_output = None if partial is None else mode.like(partial)
+            yield [_shard_on_paper(p, mode) for p in self.parameters]
+        finally:
+            for attributes in kept:
+                attributes.put_back()
+
+
+def _groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):  # newer than torch 2.10
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _whole(p: Any) -> Any:
+    return getattr(p, "_unsharded_param", None)
+
+
+def _begin(x: Any) -> None:
+    attributes = vars(x)
+    for name, value in _AT_START.items():
+        if name in attributes and isinstance(value, (list, dict, set)):
+            attributes[name].clear()
+        elif name in attributes:
+            attributes[name] = value
+    if "_training_state" in attributes:
+        x._training_state = type(x._training_state).IDLE
+    if "_sharded_state" in attributes:
+        x._sharded_state = type(x._sharded_state).SHARDED
+    for name in ("_device", "device"):
+        if name in attributes:
+            attributes[name] = torch.device("cpu")
+
+
+def _shard_on_paper(p: Any, mode: PaperMode) -> Parameter:
+    old, whole, unreduced = p.sharded_param, _whole(p), p.unsharded_accumulated_grad
+    if unreduced is None and whole is not None:
+        unreduced = whole.grad
+    vars(p).pop("_unsharded_param", None)
+    p.device = torch.device("cpu")
+    p.sharded_state = type(p.sharded_state).SHARDED
+    p.all_gather_outputs = []
+    p._sharded_post_forward_param_data = p._sharded_post_forward_param = None
+    p._sharded_param_data = mode.like(p._sharded_param_data)
+    p.unsharded_accumulated_grad = None if unreduced is None else mode.like(unreduced)
+    local = p._sharded_param_data.as_strided(p.sharded_size, p.contiguous_sharded_stride)
+    new = p.sharded_param = Parameter(p.to_sharded_dtensor(local), requires_grad=old.requires_grad)
+    if old.grad is not None:
+        new.grad = p.to_sharded_dtensor(mode.like(old.grad._local_tensor))
+    p._setattr_on_modules(new)
+    return new
