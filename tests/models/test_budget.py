@@ -26,7 +26,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch):
-    gc.collect()  # what earlier tests left would count
     monkeypatch.setattr(block_times, "_SECONDS", 0.0)
     monkeypatch.setattr(block_times, "_LEAST", 1)
 

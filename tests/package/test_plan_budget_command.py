@@ -100,14 +100,16 @@ def unplanned(monkeypatch):
     monkeypatch.setattr(command, "ConfigModel", build)
 
 
-def test_wrong_usage_is_found_before_the_model_is_built(run, tmp_path, unplanned):
+def test_wrong_usage_is_found_before_the_model_is_built(run, tmp_path, monkeypatch, unplanned):
     budget = (*STEP, "--budget", "1GiB")
     assert "unknown codec 'int9'" in wrong(run, *budget, "--compress", "int8,int9")
     assert "holds booleans" in wrong(run, *budget, "--compress", "mask")
     assert f"--save has no folder '{tmp_path / 'no'}'" in wrong(run, *budget, "--save", tmp_path / "no" / "plan.json")
     assert "is a folder; add the name of a file" in wrong(run, *budget, "--save", tmp_path)
     with pytest.raises(AssertionError, match="the model was built"):
-        run(*budget, "--save", tmp_path / "plan.json", "--compress", "int8")
+        run(*budget, "--save", tmp_path / "plan.json", "--compress", "int8, int4")
+    monkeypatch.setattr(command.os, "access", lambda path, mode: False)
+    assert "cannot be written; choose another folder" in wrong(run, *budget, "--save", tmp_path / "plan.json")
 
 
 def test_a_wrong_path_is_not_looked_up_on_the_hub(capsys, tmp_path, monkeypatch):
