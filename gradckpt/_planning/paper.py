@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import mmap
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
 from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
+from gradckpt._planning.meta_results import map_tensors, meta_results, tensors_in
 from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
+from gradckpt._planning.wrapped_numbers import KEEP_FACTORS, WRAP, in_exact_region, wrapped_numbers
 
 __all__ = ["Event", "PaperMode"]
 
@@ -51,12 +52,6 @@ _SMALL = {True: 2**16, False: 2**26}  # floating point, others
 #: Operators that routers choose experts by: their last result is indices into the operand's last
 #: dimension.
 _CHOICES = {aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort.stable}
-
-#: Autograd keeps their second operand for the backward of the first.
-_KEEP_FACTORS = {aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor}
-
-#: Their kernels make a tensor of the number, as for a wrapped one.
-_WRAP = {getattr(aten, name).Scalar for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "rsub")}
 
 #: Their kernels return the operand's memory, although their schemas do not say so.
 _ALIASING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach_.default}
@@ -212,15 +207,15 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if numbers := _numbers(func, args):
+        if numbers := wrapped_numbers(func, args):
             args = tuple(numbers.get(i, x) for i, x in enumerate(args))
-        if self.device_is_cpu and (numbers or func in _WRAP or self._takes_factor(func, args)):
+        if self.device_is_cpu and (numbers or func in WRAP or self._takes_factor(func, args)):
             return self._with_numbers(func, args, kwargs, list(numbers.values()) or [torch.as_tensor(args[1])])
         return self._run(func, args, kwargs)
 
     def _takes_factor(self, func: Any, args: Any) -> bool:
         """Return whether a backward multiplies by a number that a region has kept, as a tensor."""
-        if func not in _KEEP_FACTORS or args[1].dim() or torch.is_grad_enabled():
+        if func not in KEEP_FACTORS or args[1].dim() or torch.is_grad_enabled():
             return False
         return private.graph_task_id() != -1 and args[1].untyped_storage()._cdata not in self._live
 
@@ -231,17 +226,18 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         with_grad = torch.is_grad_enabled()
         in_backward = private.graph_task_id() != -1 and not with_grad
         types = [torch.float64 if x.is_floating_point() else x.dtype for x in numbers]
-        kept = in_backward and func not in _WRAP
+        operand = next(tensors_in(args))
+        kept = in_backward and func not in WRAP
         made = Event(0 if kept else sum(dtype.itemsize for dtype in types), self._count)
-        cast = sum(args[0].itemsize for dtype in types if dtype != args[0].dtype)
+        cast = sum(operand.itemsize for dtype in types if dtype != operand.dtype)
         self._count += 1
         self.events += [made, Event(cast, -1)]
         result = self._run(func, args, kwargs)
         self.events.append(Event(-cast, -1))
-        if func in _KEEP_FACTORS and with_grad and args[0].requires_grad and not _in_region():
+        if func in KEEP_FACTORS and with_grad and operand.requires_grad and not in_exact_region():
             self._factors.append(made)
             return result
-        if func in _KEEP_FACTORS and in_backward and self._factors:
+        if func in KEEP_FACTORS and in_backward and self._factors:
             made = self._factors.pop()
         self.events.append(Event(-made.size, made.storage))
         return result
@@ -258,7 +254,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
                 self.operator = func.name()
         elif func.is_view or func in _ALIASING:
             return func(*args, **kwargs)
-        known = all(map(self.has_values, _tensors((args, kwargs))))
+        known = all(map(self.has_values, tensors_in((args, kwargs))))
         if func is aten._local_scalar_dense.default and known:
             return func(*args, **kwargs)
         if func._schema.is_mutable and known and self._made_here(func, args, kwargs):
@@ -273,7 +269,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.rand(())  # so that each region has a state of its own to keep
         try:
-            outputs = _meta_results(func, args, kwargs)
+            outputs = meta_results(func, args, kwargs)
         except Exception as error:
             outputs = self._without_meta(func, args, kwargs, known, error)
         else:
@@ -283,7 +279,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def _communicated(self, func: Any, args: Any) -> Any:
         """Answer a collective, which moves nothing: its tensors have no values afterwards."""
-        self._paper.update(x.untyped_storage()._cdata for x in _tensors(args))
+        self._paper.update(x.untyped_storage()._cdata for x in tensors_in(args))
         if self.device_is_cpu and (size := gloo_bytes(func, args)):
             self.events += [Event(size, -1), Event(-size, -1)]
         work = private.boxed_work(private.FakeWork())
@@ -299,7 +295,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         """
         found = outputs if isinstance(outputs, torch.Tensor) else outputs[-1]
         if not _is_small(found):
-            return _map(self._like_meta, outputs)
+            return map_tensors(self._like_meta, outputs)
         count = torch.arange(found.numel())
         if self._concentrated:
             chosen = found.shape[-1] if found is not outputs and found.dim() else 1
@@ -308,7 +304,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             count[: others * chosen : chosen] = chosen + torch.arange(others)
             self.rest = max(self.rest, others / max(found.numel() - others, 1))
         indices = self._followed((count % choices).reshape(found.shape))
-        return indices if found is outputs else (*_map(self._like_meta, outputs[:-1]), indices)
+        return indices if found is outputs else (*map_tensors(self._like_meta, outputs[:-1]), indices)
 
     def _made_here(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an in-place operator writes only small tensors that the step made."""
@@ -318,7 +314,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         )
 
     def _results(self, func: Any, outputs: Any, args: Any, kwargs: Any, known: bool) -> Any:
-        if known and not func._schema.is_mutable and all(map(_is_small, _tensors(outputs))):
+        if known and not func._schema.is_mutable and all(map(_is_small, tensors_in(outputs))):
             with contextlib.suppress(NotImplementedError):  # an operator of CUDA alone
                 return self._followed(func(*args, **kwargs))
         written = _written(func, args, kwargs)
@@ -338,14 +334,15 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             return self._choose(outputs, args[0].shape[-1] if args[0].dim() else 1)
         if not aliases:
             scratch = scratch_of(func, args, outputs) if self.device_is_cpu else None
-            return _map(self._like_meta, outputs) if scratch is None else self._with_scratch(*scratch)
+            return map_tensors(self._like_meta, outputs) if scratch is None else self._with_scratch(*scratch)
         named = {
             next(iter(a.alias_info.before_set)): (args[i] if i < len(args) else kwargs.get(a.name))
             for i, a in enumerate(func._schema.arguments)
             if a.alias_info is not None and a.alias_info.before_set
         }
         return type(outputs)(
-            named[next(iter(aliases[i]))] if i in aliases else _map(self._like_meta, x) for i, x in enumerate(outputs)
+            named[next(iter(aliases[i]))] if i in aliases else map_tensors(self._like_meta, x)
+            for i, x in enumerate(outputs)
         )
 
     def _with_scratch(self, outputs: Any, sizes: list[int | None]) -> Any:
@@ -358,13 +355,13 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             elif len(made) < len(results):
                 x = results[len(made)]
                 made[id(x)] = self.like(x, record=True)
-        return _map(lambda x: made[id(x)] if id(x) in made else self.like(x, record=True), outputs)
+        return map_tensors(lambda x: made[id(x)] if id(x) in made else self.like(x, record=True), outputs)
 
     def _like_meta(self, x: torch.Tensor) -> torch.Tensor:
         return self.like(x, record=True)
 
     def _followed(self, outputs: Any) -> Any:
-        for x in _tensors(outputs):
+        for x in tensors_in(outputs):
             if x.untyped_storage().nbytes():
                 self._follow(x.untyped_storage())
         return outputs
@@ -390,7 +387,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         flop = formula(*args, **kwargs, out_val=outputs) if formula is not None else 0
         if flop and (causal := _causal_place(func)) is not None and len(args) > causal and args[causal]:
             flop //= 2  # half of the scores are skipped
-        moved = sum(x.numel() * x.element_size() for x in (*_tensors((args, kwargs)), *_tensors(outputs)))
+        moved = sum(x.numel() * x.element_size() for x in (*tensors_in((args, kwargs)), *tensors_in(outputs)))
         self.work.append((len(self.events), Work(flop, moved)))
 
 
@@ -417,31 +414,6 @@ class _Again:
             private.set_included(self._key, self._included)
             private.set_excluded(self._key, self._excluded)
         private.pop_dispatch_mode(None)
-
-
-@functools.cache
-def _tensor_places(func: Any) -> frozenset[int]:
-    return frozenset(i for i, a in enumerate(func._schema.arguments) if str(a.type) == "Tensor")
-
-
-def _in_region() -> bool:
-    """Return whether an exact region without a policy runs its forward, which keeps no number."""
-    hooks = private.top_hooks(False)
-    if hooks is None or type(getattr(hooks[0], "__self__", None)).__name__ != "Frame":
-        return False
-    return not private.is_included(_C.selective_key())
-
-
-def _numbers(func: Any, args: Any) -> dict[int, torch.Tensor]:
-    """Return tensors for the numbers that a mode gets for wrapped ones, by their places."""
-    if not any(isinstance(x, (bool, int, float)) for x in args):
-        return {}
-    places = _tensor_places(func)
-    return {
-        i: torch.scalar_tensor(x, dtype=torch.tensor(x).dtype)
-        for i, x in enumerate(args)
-        if isinstance(x, (bool, int, float)) and i in places
-    }
 
 
 @functools.cache
@@ -475,67 +447,9 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, 
     return (*a.shape[:-1], b.shape[-1]) if a.dim() != 3 or b.dim() == 3 else (a.shape[1], b.shape[1])
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for x in tree:
-            yield from _tensors(x)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
-
-
-def _map(function: Any, tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_map(function, x) for x in tree)
-    if isinstance(tree, dict):
-        return {key: _map(function, x) for key, x in tree.items()}
-    return tree
-
-
-def _meta(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
-
-
-#: What operators returned on meta, by their operands' shapes: blocks of a model repeat them.
-_seen: dict[Any, Any] = {}
-_MOST_SEEN = 2**14
-
-
-def _meta_results(func: Any, args: Any, kwargs: Any) -> Any:
-    key: Any = func, _frozen(args), _frozen(kwargs)
-    try:
-        found = _seen.get(key, _seen)
-    except TypeError:  # an argument that has no hash
-        return func(*_map(_meta, args), **_meta_options(_map(_meta, kwargs)))
-    if found is _seen:
-        found = func(*_map(_meta, args), **_meta_options(_map(_meta, kwargs)))
-        if len(_seen) >= _MOST_SEEN:
-            _seen.clear()
-        _seen[key] = found
-    return found
-
-
-def _frozen(tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.size(), tree.stride(), tree.dtype
-    if isinstance(tree, (tuple, list)):
-        return tuple([_frozen(x) for x in tree])
-    if isinstance(tree, dict):
-        return tuple([(key, _frozen(x)) for key, x in tree.items()])
-    return type(tree), tree  # 1, 1.0 and True are equal
-
-
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Everything is on the CPU on paper, whatever device the model names."""
     return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
-
-
-def _meta_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    changed = {"device": torch.device("meta"), "pin_memory": False, "generator": None}
-    return {name: changed.get(name, value) if value is not None else None for name, value in kwargs.items()}
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -544,7 +458,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
         for i, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return list(_tensors(found))
+    return list(tensors_in(found))
 
 
 def _is_small(x: torch.Tensor) -> bool:
