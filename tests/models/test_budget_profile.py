@@ -122,7 +122,7 @@ def other_blocks():
 @pytest.mark.parametrize(
     ("model", "batch", "keywords", "said"),
     [
-        (lambda: net(3), BATCH, {}, "with other modules: 'blocks.2' is a region here alone; pass the same modules="),
+        (lambda: net(3), BATCH, {}, "another model: 'blocks.2.norm.weight', 128, is not in it; make a new plan"),
         (lambda: net(2), BATCH, {"modules": "blocks.0"}, "with other modules: 'blocks.1' is no region here"),
         (other_blocks, BATCH, {"modules": Block}, "another model: 'blocks.1' has other parameters; make a new plan"),
         (

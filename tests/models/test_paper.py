@@ -165,7 +165,8 @@ def test_parameters_in_place_and_views(mode):
         x[1:].transpose(0, 1)
         torch.mul(x, 2, out=x)
         assert x.data_ptr() == address
-        assert mode.events[before:] == []
+        assert sum(event.size for event in mode.events[before:]) == 0
+        assert max(event.size for event in mode.events[before:]) == 8  # of a number
         out = torch.empty(0)
         torch.mul(x, 2, out=out)
         assert out.shape == x.shape
