@@ -19,6 +19,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan, digest_of
+from gradckpt._planning.step_profile import NoPlan
 
 __all__ = ["agreed"]
 
@@ -32,7 +33,7 @@ def agreed(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
     """Return the first plan of a budget; in a process group, the one for all ranks with this model.
 
     Raises:
-        ValueError: No plan stays within the budget; the same on all ranks.
+        NoPlan: No plan stays within the budget; the same on all ranks.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return profile.plan(budget, optimizer=optimizer)
@@ -57,6 +58,9 @@ def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
     try:
         made = profile.plan(Budget(limit + fixed, budget.step_only, budget.text), optimizer=optimizer)
         answer = {"plan": made.to_dict()}
+    except NoPlan as error:
+        answer = {"refused": str(error), "smallest": error.smallest_budget, "choice": error.choice}
+        raise
     except ValueError as error:
         answer = {"refused": str(error)}
         raise
@@ -68,6 +72,8 @@ def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
 def _taken(text: str) -> Plan:
     """Return the plan that another rank made, or raise its error."""
     answer = json.loads(text)
+    if "smallest" in answer:
+        raise NoPlan(answer["refused"], answer["smallest"], tuple(answer["choice"]))
     if "refused" in answer:
         raise ValueError(answer["refused"])
     logger.info("gradckpt: the plan %s of another rank is used", hashlib.sha256(text.encode()).hexdigest()[:8])
