@@ -56,7 +56,8 @@ def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
         "refused": f"gradckpt: the rank that plans for all failed; see the error of rank {leader}"
     }
     try:
-        made = profile.plan(Budget(limit + fixed, budget.step_only, budget.text), optimizer=optimizer)
+        text = budget.text if limit == notes[rank]["limit"] else f"the smallest budget of the ranks, {budget.text}"
+        made = profile.plan(Budget(limit + fixed, budget.step_only, text), optimizer=optimizer)
         answer = {"plan": made.to_dict()}
     except NoPlan as error:
         answer = {"refused": str(error), "smallest": error.smallest_budget, "choice": error.choice}

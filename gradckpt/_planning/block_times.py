@@ -211,11 +211,14 @@ def _put_back(block: Module) -> Iterator[Callable[[], None]]:
     devices = {p.device for p in block.parameters() if p.device.type not in ("cpu", "meta")}
     states = [(device, torch.get_device_module(device.type).get_rng_state(device)) for device in devices]
     buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    tables = [(module._buffers, dict(module._buffers)) for module in block.modules()]
 
     def rewind() -> None:
         torch.set_rng_state(cpu)
         for device, state in states:
             torch.get_device_module(device.type).set_rng_state(state, device)
+        for table, old in tables:  # a forward may assign them
+            table.update(old)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.data.copy_(value)

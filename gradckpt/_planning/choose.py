@@ -28,6 +28,9 @@ _COMBINATIONS = 256
 #: Byte buckets of the planner, when exact labels are too many.
 _BUCKETS = 16384
 
+#: Bytes that no step needs, and that the planner can count.
+_LARGEST = 1 << 60
+
 Choice = tuple[int, ...]
 
 
@@ -152,7 +155,7 @@ class _Chooser:
             seconds,
             errors,
             last_need,
-            limit,
+            min(limit, _LARGEST),
             error_limit,
             _BUCKETS,
         )

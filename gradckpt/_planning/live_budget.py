@@ -26,8 +26,8 @@ from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import device_of, parse_budget
-from gradckpt._planning.comparison import quiet
-from gradckpt._planning.optimizers import state_bytes
+from gradckpt._planning.comparison import quiet, unwrapped
+from gradckpt._planning.optimizers import state_bytes, torch_optimizer
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
@@ -54,9 +54,10 @@ class LiveBudget:
         self._options = allowed(compress, False)
         with quiet():
             self._blocks = [WeakModule(block) for block in regions_to_plan(model, modules)]
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._optimizer = None if optimizer is None else weakref.ref(torch_optimizer(optimizer))
         self._counts_optimizer = optimizer is not None  # from the first plan on
         self.plan: Plan | None = None
+        self._first = True  # no plan was made yet
         self._forget()
 
     def _forget(self) -> None:
@@ -68,11 +69,11 @@ class LiveBudget:
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
         self._busy = False
-        self._first = True  # no plan was made yet
-        self._watch: Any = None  # the handle of a hook on optimizers
+        self._setup: Any = None  # of the model and autocast, that plans are for
+        self._holds_outputs = 0  # 1: the loop has them in the backward
         #: What the present plan knows: bytes of gradients and of optimizer states, and whether
-        #: gradients are reduced.
-        self._known = {"gradients": 0, "reductions": 0, "states": 0}
+        #: gradients are reduced and outputs held.
+        self._known = {"gradients": 0, "reductions": 0, "states": 0, "outputs": 0}
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("budget", "compress", "_options", "_blocks", "_counts_optimizer", "_step_only", "plan")
@@ -81,6 +82,7 @@ class LiveBudget:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._optimizer = None
+        self._first = True
         self._forget()
 
     @property
@@ -98,20 +100,17 @@ class LiveBudget:
         self._set(model, dict.fromkeys(self.modules, RECOMPUTE.rule))
 
     def _set(self, model: Module, rules: dict[Module, Any]) -> None:
+        if (present := vars(model).get(BUDGET)) is not None:  # equal rules would leave its hooks
+            present.remove(model)
         if all(rule == KEEP.rule for rule in rules.values()):
             take_off(model)
         else:
             with quiet():
                 enable(model, None, modules=rules)
-        self.remove(model)  # equal rules leave everything as it is
         vars(model)[BUDGET] = self
         model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after, always_call=True)
-
-    def _unwatch(self) -> None:
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        model.register_forward_hook(self._after)
+        model.register_forward_hook(self._failed, always_call=True)
 
     def remove(self, model: Module) -> None:
         """Take the hooks off the model."""
@@ -131,43 +130,81 @@ class LiveBudget:
                 "gradckpt: a budget cannot be planned in torch.compile; call gradckpt.plan(model, batch, budget=...), "
                 "plan.apply(model), and compile then"
             )
+        self._busy = True
+        try:
+            self._prepare(model, args, kwargs)
+        except BaseException:
+            self._start_over()  # the next call plans again
+            raise
+        finally:
+            self._busy = False
+
+    def _prepare(self, model: Module, args: Any, kwargs: Any) -> None:
+        """Plan for this call if need be, and set the plan that it runs with."""
+        setup = _setup_of(model)
+        if self._setup not in (None, setup):
+            self._start_over()
+        self._setup = setup
         shapes = _shapes_of(args, kwargs)
         is_known = self._knows(shapes)
         grown = self._grown(model)
-        self._busy = True
-        try:
-            if "states" in grown:
-                self._plans.clear()
-            if not is_known:
-                self._begin(model, args, kwargs)
-            elif grown:
-                self._profile, self._shapes = self._trace(model, args, kwargs), shapes
-                self._note_others()
-                self._pending = self._make_plan(model)
-                self._note(self._pending)
-                reasons = " and ".join(grown.values())
-                logger.info("gradckpt: planned again, since %s: %s", reasons, self._pending)
-            if self._pending is not None and self._measuring is None:
-                self.plan, self._pending = self._pending, None
-                self._set(model, self.plan.rules_for(model))
-        finally:
-            self._busy = False
+        if "states" in grown:
+            self._plans.clear()
+        if not is_known:
+            self._begin(model, args, kwargs)
+        elif grown:
+            self._profile, self._shapes = self._trace(model, args, kwargs), shapes
+            self._note_others()
+            self._pending = self._make_plan(model)
+            self._note(self._pending)
+            logger.info("gradckpt: planned again, since %s: %s", " and ".join(grown.values()), self._pending)
+        if self._pending is not None and self._measuring is None:
+            self.plan, self._pending = self._pending, None
+            self._set(model, self.plan.rules_for(model))
+
+    def _start_over(self) -> None:
+        """Forget all that is planned, so that the next training call measures."""
+        if self._measuring is not None:
+            self._measuring.close()
+        self._forget()
+
+    def _failed(self, model: Module, args: Any, output: Any) -> None:
+        """Stop measuring in a call that raised."""
+        if self._measuring is not None and not self._busy:
+            self._start_over()
 
     def _after(self, model: Module, args: Any, output: Any) -> None:
         if self._measuring is None or self._busy:
             return
         self._measuring.close()
         self._measuring = None
-        if output is None:  # the forward raised
-            self._forget()
-            return
+        self._see_outputs(output)
         self._busy = True
         try:
             self._pending = self._make_plan(model)
+            self._note(self._pending)
+        except BaseException:
+            self._start_over()
+            raise
         finally:
             self._busy = False
-        self._note(self._pending)
-        logger.info("gradckpt: from the next training call on: %s", self._pending)
+        assert self._profile is not None
+        said = " ".join([str(self._pending), *self._profile.notes])
+        logger.info("gradckpt: from the next training call on: %s", said)
+
+    def _see_outputs(self, output: Any) -> None:
+        """Note, when the backward begins, whether the loop still has outputs beside the loss."""
+        loss = loss_of(output)
+        if loss is None or not loss.requires_grad:
+            return
+        others = [weakref.ref(x) for x in private.tree_leaves(output) if isinstance(x, Tensor) and x is not loss]
+        live = weakref.ref(self)
+
+        def begins(gradient: Tensor) -> None:
+            if (found := live()) is not None and any(x() is not None for x in others):
+                found._holds_outputs = 1
+
+        loss.register_hook(begins)
 
     def _knows(self, shapes: Shapes) -> bool:
         """Return whether a plan is for inputs that are as large. It is then the present or the
@@ -199,12 +236,16 @@ class LiveBudget:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
-            self._unwatch()
+            _watching.pop(self, None)
+        elif self._optimizer is not None:  # another one may take its place
+            self._optimizer, self._counts_optimizer = None, False
+            _watch_optimizers(self, model)
         uncounted = self._counts_optimizer or self._step_only
         sizes = {
             "gradients": gradient_bytes(model),
             "reductions": int(reduces(model)),
             "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
+            "outputs": self._holds_outputs,
         }
         found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
         if "states" in found:  # plans for gradients, too, will have to count these
@@ -216,26 +257,26 @@ class LiveBudget:
         """Trace the step, and measure regions in the call that now begins, with exact
         recomputing.
         """
-        again = self._profile is not None
+        is_larger = self._profile is not None
         logger.info(
             "gradckpt: planning %s for %s%s: this call measures each distinct region in %d options",
             type(model).__name__,
             self.budget,
-            ", since the input is larger" if again else "",
+            ", since the input is larger" if is_larger else "",
             len(self._options),
         )
         self._profile, self._shapes = self._trace(model, args, kwargs), _shapes_of(args, kwargs)
         self._note_others()
         self._pending = None
-        if again:
+        if self.plan is not None:
             self.install(model)
         self._measuring = contextlib.ExitStack()
         self._costs = self._measuring.enter_context(measure_regions(self.modules, self._options))
-        if self._optimizer is None and self._watch is None:
-            self._watch = _watch_optimizers(self, model)
+        if self._optimizer is None:
+            _watch_optimizers(self, model)
 
     def _trace(self, model: Module, args: Any, kwargs: Any) -> Profile:
-        step = _Step(model)
+        step = _Step(model, bool(self._holds_outputs))
         try:
             with alone(model):
                 profile = Profile(model, step, (args, kwargs), modules=self.modules, compress=self.compress)
@@ -255,8 +296,9 @@ class LiveBudget:
         budget = parse_budget(self.budget, device_of(model))
         with alone(model):
             if self._first:  # which all ranks make
+                made = agreed(self._profile, budget, optimizer)
                 self._first = False
-                return agreed(self._profile, budget, optimizer)
+                return made
             return self._profile.plan(budget, optimizer=optimizer)
 
     def _note_others(self) -> None:
@@ -274,6 +316,7 @@ _SENTENCES = {
     "gradients": "gradients exist before the forward",
     "reductions": "gradients are reduced",
     "states": "the optimizer has states now",
+    "outputs": "the loop has the model's outputs in the backward",
 }
 
 
@@ -284,6 +327,14 @@ def _shapes_of(args: Any, kwargs: Any) -> Shapes:
     return tuple(tuple(x.shape) for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
 
 
+def _setup_of(model: Module) -> Any:
+    """Return what a plan depends on beside sizes: what is trained, and autocast."""
+    device = device_of(model).type
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return trained, autocast
+
+
 def _covers(large: Shapes, small: Shapes) -> bool:
     """Return whether no tensor is larger in any dimension."""
     return [len(shape) for shape in large] == [len(shape) for shape in small] and all(
@@ -292,13 +343,14 @@ def _covers(large: Shapes, small: Shapes) -> bool:
 
 
 class _Step:
-    """Forward and backward of a model's arguments. If the result has no loss, cross entropy of each
-    output stands for what is computed outside of the model, and ``loss_outside`` is True; the
-    outputs live until the end, as in a loop that has a name for them.
+    """Forward and backward of a model's arguments. ``holds_outputs``: these live until the end, as
+    in a loop that has a name for them. If the result has no loss, they do, too: cross entropy of
+    each output stands for what is computed outside of the model, and ``loss_outside`` is True.
     """
 
-    def __init__(self, model: Module) -> None:
-        self._model = model
+    def __init__(self, model: Module, holds_outputs: bool) -> None:
+        self._model = unwrapped(model)  # DistributedDataParallel's forward would communicate
+        self._holds_outputs = holds_outputs
         self.loss_outside = False
 
     def __call__(self, batch: Any) -> None:
@@ -306,9 +358,9 @@ class _Step:
         call = self._model if is_sharded(self._model) else self._model.forward  # FSDP's hooks gather weights
         result = call(*args, **kwargs)
         loss: Any = loss_of(result)
-        if loss is not None:
+        if loss is not None and not self._holds_outputs:
             del result
-        else:
+        elif loss is None:
             leaves = [x for x in private.tree_leaves(result) if isinstance(x, Tensor)]
             loss = sum(_cross_entropy(x) for x in leaves if x.requires_grad and x.numel())
             self.loss_outside = True
@@ -322,13 +374,20 @@ def _cross_entropy(x: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.long))
 
 
-def _watch_optimizers(live: LiveBudget, model: Module) -> Any:
+#: Budgets that wait for the first step of an optimizer, with their models.
+_watching: weakref.WeakKeyDictionary[LiveBudget, weakref.ref[Module]] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []  # one on all optimizers, from the first budget on
+
+
+def _watch_optimizers(live: LiveBudget, model: Module) -> None:
     """Tell a budget of the first optimizer that trains its model."""
-    budget, whole = weakref.ref(live), weakref.ref(model)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    _watching[live] = weakref.ref(model)
 
-    def after(optimizer: Any, *_: object) -> None:
-        found, trained = budget(), whole()
-        if found is not None and trained is not None:
-            found.note_optimizer(trained, optimizer)
 
-    return register_optimizer_step_post_hook(after)
+def _after_step(optimizer: Any, *_: object) -> None:
+    for live, whole in list(_watching.items()):
+        model = whole()
+        if model is not None and vars(model).get(BUDGET) is live:
+            live.note_optimizer(model, optimizer)

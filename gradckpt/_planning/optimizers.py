@@ -15,7 +15,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._planning.paper import PaperMode
 from gradckpt._planning.sharded import local, trained_parts
 
-__all__ = ["OptimizerMemory", "optimizer_memory", "state_bytes"]
+__all__ = ["OptimizerMemory", "optimizer_memory", "state_bytes", "torch_optimizer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,18 @@ def _tensors_of(tree: Iterable[Any]) -> list[Tensor]:
     return [x for x in private.tree_leaves([dict(each) for each in tree]) if isinstance(x, Tensor)]
 
 
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that accelerate may have wrapped.
+
+    Raises:
+        TypeError: It is none.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(f"gradckpt: optimizer= takes a torch optimizer, not {type(optimizer).__name__}")
+    return inner
+
+
 def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
     """Run an optimizer's next step on paper.
 
@@ -45,9 +57,7 @@ def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
         TypeError: It is no torch optimizer.
         ValueError: Its step cannot be run on paper, or it trains other parameters.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise TypeError(f"gradckpt: optimizer= takes a torch optimizer, not {type(optimizer).__name__}")
+    inner = torch_optimizer(optimizer)
     own = trained_parts(model)
     if not any(id(p) in own for group in inner.param_groups for p in group["params"]):
         raise ValueError("gradckpt: optimizer= has no parameter of this model; pass the one that trains it")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch.nn import Module
 
-from gradckpt._models.switch import UNSET, Modules, Unset
+from gradckpt._models.switch import UNSET, Modules, Unset, check_model
 from gradckpt._planning.agreement import agreed
 from gradckpt._planning.budget import device_of, parse_budget, parse_error
 from gradckpt._planning.comparison import Comparison, compare, step_of, unwrapped
@@ -101,6 +101,7 @@ def plan(
             result has no scalar loss; the step changes parameters. With ``budget``: no plan stays
             within it (the message has the smallest that one does), or the step asks for values.
     """
+    check_model(model, "plan")
     if not model.training:
         raise ValueError("gradckpt: plan() needs a model in training mode; call model.train() first")
     refuse_shards(model)

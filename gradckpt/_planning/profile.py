@@ -234,11 +234,11 @@ class Profile(StepProfile):
             self._weigh(measure)
         found = self._find(error, measure, budget, fixed)
         permitted = [each for each in self._peaks if error is None or self._errors.get(each, math.inf) <= error]
-        least = min(permitted, key=lambda each: (self._peaks[each], each))
         limit = self.limit(budget, fixed)
+        least = self._traced_first(permitted, lambda each: (self._peaks[each], each))
         if self._peaks[least] > limit:
             raise self.no_plan(budget, fixed, least, self.trace_of(least))
-        best = min((self.seconds(each), each) for each in permitted if self._peaks[each] <= limit)[1]
+        best = self._traced_first(permitted, lambda each: (self._peaks[each] > limit, self.seconds(each), each))
         if self._is_lossy(best) and best not in self._errors and batch is not None:
             self._errors[best] = measure(self.of_choice(best))
         seconds = self.seconds(best)
@@ -246,6 +246,15 @@ class Profile(StepProfile):
         bound, front = (nearest.bound, nearest.front) if nearest is not None else (0.0, ())
         chosen = Chosen(best, self.trace_of(best), seconds, min(bound, seconds), (self._peaks[least], least), front)
         return chosen, None if error is None and not self._is_lossy(best) else self._errors.get(best)
+
+    def _traced_first(self, choices: Sequence[Choice], rank: Callable[[Choice], Any]) -> Choice:
+        """Return the choice of the lowest rank, whose peak is that of its trace."""
+        while True:
+            first = min(choices, key=rank)
+            peak = self.trace_of(first).peak().size
+            if self._peaks[first] == peak:
+                return first
+            self._peaks[first] = peak
 
     def _find(
         self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget, fixed: dict[str, int]

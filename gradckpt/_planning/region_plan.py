@@ -177,7 +177,7 @@ class Plan:
             )
         try:
             return cls.from_dict({"version": version, **given})
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"gradckpt: {os.fspath(path)} is an incomplete plan ({error}); make a new plan") from None
 
     @classmethod

@@ -18,6 +18,17 @@ def train(ddp, rows, steps=2):
         optimizer.zero_grad()
 
 
+def larger_on_one_rank():
+    """In the second call rank 1 alone has more rows, and plans alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        fixed_costs(patch)
+        ddp = DistributedDataParallel(net())
+        gradckpt.enable(ddp, budget="activations:64MiB")
+        for rows in (ROWS // 2, ROWS // 2 * (1 + dist.get_rank()), ROWS // 2):
+            train(ddp, rows, steps=1)
+        return torch.cat([p.detach().flatten() for p in ddp.parameters()]).sum().item()
+
+
 def planned():
     """Rank 0 has more rows, rank 1 the smaller budget."""
     with pytest.MonkeyPatch.context() as patch:

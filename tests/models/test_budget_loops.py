@@ -7,6 +7,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import gc
 import logging
 import re
+import sys
 
 import pytest
 import torch
@@ -211,3 +212,134 @@ class Wide(Net):
 
     def forward(self, x):
         return self.wide(super().forward(x)[:, :1])
+
+
+# ---- what a loop does beside steps
+
+
+class WithLoss(Net):
+    """Returns its loss and what the loss is of."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+def test_a_loop_that_has_the_outputs_in_the_backward():
+    torch.manual_seed(0)
+    model, x = WithLoss(VOCABULARY).train(), torch.randn(2, TOKENS, WIDTH)
+
+    def step():
+        out = model(x)
+        out["loss"].backward()
+        model.zero_grad()
+
+    least = smallest(model, step)
+    logits = 2 * TOKENS * VOCABULARY * 4
+    gradckpt.enable(model, budget=f"activations:{least + logits}")
+    step()
+    assert peak(step) <= least + logits
+
+
+def test_another_budget_takes_the_place_of_the_first():
+    model, x = net(), torch.randn(2, TOKENS, WIDTH)
+    for calls in range(3):
+        for budget in ("1GiB", "2GiB"):
+            gradckpt.enable(model, budget=budget)
+            for _ in range(calls):
+                model(x).square().mean().backward()
+    assert vars(model)["_gradckpt_budget"].plan.budget == 2 * 2**30
+
+
+def test_each_call_is_refused():
+    model, x = net(), torch.randn(2, TOKENS, WIDTH)
+    gradckpt.enable(model, budget="activations:1KiB")
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no plan stays within"):
+            model(x)
+    gradckpt.disable(model)
+    gradckpt.enable(model, budget="activations:1MiB")
+    for _ in range(2):
+        model(x).square().mean().backward()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no plan stays within"):
+            model(torch.randn(64, TOKENS, WIDTH))
+
+
+def test_layers_that_are_trained_later():
+    model, x = net(), torch.randn(4, TOKENS, WIDTH)
+    model.blocks[:3].requires_grad_(False)
+    model(x).square().mean().backward()
+    model.zero_grad()
+
+    def step():
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    gradckpt.enable(model, budget="activations:700KiB")
+    step()
+    step()
+    model.requires_grad_(True)
+    step()  # measures
+    assert peak(step) <= 700 * 1024
+
+
+def test_a_forward_that_runs_the_backward():
+    class Own(Net):
+        def forward(self, x):
+            super().forward(x).square().mean().backward()
+
+    model, x = Own().train(), torch.randn(2, TOKENS, WIDTH)
+    gradckpt.enable(model, budget="1GiB")
+    for _ in range(2):
+        model(x)
+    assert vars(model)["_gradckpt_budget"].plan is not None
+
+
+def test_optimizers_keep_one_hook():
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    counts = set()
+    for _ in range(3):
+        model, x = net(), torch.randn(2, TOKENS, WIDTH)
+        gradckpt.enable(model, budget="1GiB")
+        model(x).square().mean().backward()
+        gradckpt.disable(model)
+        counts.add(len(hooks))
+    assert len(counts) == 1
+
+
+def test_an_optimizer_that_takes_the_place_of_another():
+    model, x = Wide().train(), torch.randn(2, TOKENS, WIDTH)
+    first = torch.optim.SGD(model.parameters(), lr=0.01)
+    weights = sum(p.nbytes for p in model.parameters())
+    gradckpt.enable(model, budget="1GiB", optimizer=first)
+    model(x).square().mean().backward()
+    del first
+    gc.collect()
+    second = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        second.step()
+        second.zero_grad()
+    assert vars(model)["_gradckpt_budget"].plan.fixed["optimizer states"] >= weights
+
+
+def test_buffers_that_a_forward_assigns_move_once_with_each_call():
+    class Averaging(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x):
+            if self.training and torch.is_grad_enabled():
+                self.mean = self.mean + 1
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = net()
+    model.blocks = nn.ModuleList(Averaging() for _ in range(LAYERS))
+    with block_times._put_back(model.blocks[0]) as rewind:
+        for _ in range(3):
+            rewind()
+            model.blocks[0](torch.randn(2, TOKENS, WIDTH, requires_grad=True))
+    assert model.blocks[0].mean == 0
