@@ -45,19 +45,20 @@ def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
     digest = digest_of(profile.model)
     store: Any = dist.distributed_c10d.PrefixStore(f"gradckpt/budget/{next(_rounds)}", private.default_store())
     fixed = 0 if budget.step_only else profile.held(optimizer)
-    store.set(f"{rank}", json.dumps({"digest": digest, "limit": budget.size - fixed, "need": profile.smallest_peak()}))
+    note = {"digest": digest, "limit": budget.size - fixed, "need": profile.smallest_peak(), "text": budget.text}
+    store.set(f"{rank}", json.dumps(note))
     notes = [json.loads(store.get(f"{each}")) for each in range(world)]
     peers = [each for each in range(world) if notes[each]["digest"] == digest]
     leader = max(peers, key=lambda each: (notes[each]["need"], -each))
     if rank != leader:
         return _taken(store.get(f"plan/{leader}").decode())
-    limit = min(notes[each]["limit"] for each in peers)
+    tightest = min((notes[each] for each in peers), key=lambda each: each["limit"])
     answer: dict[str, Any] = {
         "refused": f"gradckpt: the rank that plans for all failed; see the error of rank {leader}"
     }
     try:
-        text = budget.text if limit == notes[rank]["limit"] else f"the smallest budget of the ranks, {budget.text}"
-        made = profile.plan(Budget(limit + fixed, budget.step_only, text), optimizer=optimizer)
+        limit = Budget(tightest["limit"] + fixed, budget.step_only, tightest["text"])
+        made = profile.plan(limit, optimizer=optimizer)
         answer = {"plan": made.to_dict()}
     except NoPlan as error:
         answer = {"refused": str(error), "smallest": error.smallest_budget, "choice": error.choice}

@@ -47,6 +47,9 @@ class LiveBudget:
     :func:`gradckpt.enable`. ``plan``: the present one; None until the first call.
     """
 
+    _first = True  # no plan was made yet
+    _busy = False  # a plan is being made
+
     def __init__(self, model: Module, budget: Any, compress: Any, modules: Any, optimizer: Any) -> None:
         self.budget, self.compress = budget, compress
         self._step_only = parse_budget(budget, device_of(model)).step_only
@@ -57,7 +60,6 @@ class LiveBudget:
         self._optimizer = None if optimizer is None else weakref.ref(torch_optimizer(optimizer))
         self._counts_optimizer = optimizer is not None  # from the first plan on
         self.plan: Plan | None = None
-        self._first = True  # no plan was made yet
         self._forget()
 
     def _forget(self) -> None:
@@ -68,7 +70,6 @@ class LiveBudget:
         self._costs: RegionCosts | None = None
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
-        self._busy = False
         self._setup: Any = None  # of the model and autocast, that plans are for
         self._holds_outputs = 0  # 1: the loop has them in the backward
         #: What the present plan knows: bytes of gradients and of optimizer states, and whether
@@ -82,7 +83,6 @@ class LiveBudget:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._optimizer = None
-        self._first = True
         self._forget()
 
     @property
@@ -151,10 +151,9 @@ class LiveBudget:
         if "states" in grown:
             self._plans.clear()
         if not is_known:
-            self._begin(model, args, kwargs)
+            self._begin(model, args, kwargs, shapes)
         elif grown:
-            self._profile, self._shapes = self._trace(model, args, kwargs), shapes
-            self._note_others()
+            self._trace(model, args, kwargs, shapes)
             self._pending = self._make_plan(model)
             self._note(self._pending)
             logger.info("gradckpt: planned again, since %s: %s", " and ".join(grown.values()), self._pending)
@@ -188,9 +187,7 @@ class LiveBudget:
             raise
         finally:
             self._busy = False
-        assert self._profile is not None
-        said = " ".join([str(self._pending), *self._profile.notes])
-        logger.info("gradckpt: from the next training call on: %s", said)
+        logger.info("gradckpt: from the next training call on: %s", self._pending)
 
     def _see_outputs(self, output: Any) -> None:
         """Note, when the backward begins, whether the loop still has outputs beside the loss."""
@@ -253,7 +250,7 @@ class LiveBudget:
         self._known = {key: max(size, self._known[key]) for key, size in sizes.items()}
         return found
 
-    def _begin(self, model: Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, model: Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Trace the step, and measure regions in the call that now begins, with exact
         recomputing.
         """
@@ -265,8 +262,7 @@ class LiveBudget:
             ", since the input is larger" if is_larger else "",
             len(self._options),
         )
-        self._profile, self._shapes = self._trace(model, args, kwargs), _shapes_of(args, kwargs)
-        self._note_others()
+        self._trace(model, args, kwargs, shapes)
         self._pending = None
         if self.plan is not None:
             self.install(model)
@@ -275,7 +271,8 @@ class LiveBudget:
         if self._optimizer is None:
             _watch_optimizers(self, model)
 
-    def _trace(self, model: Module, args: Any, kwargs: Any) -> Profile:
+    def _trace(self, model: Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
+        """Set the profile to that of a step with these arguments, and note what else is there."""
         step = _Step(model, bool(self._holds_outputs))
         try:
             with alone(model):
@@ -287,7 +284,8 @@ class LiveBudget:
             ) from reason
         if step.loss_outside:
             profile.notes.append("A loss outside of the model counts as cross entropy of the model's outputs.")
-        return profile
+        profile.note_others(self._optimizer() if self._optimizer is not None else None)
+        self._profile, self._shapes = profile, shapes
 
     def _make_plan(self, model: Module) -> Plan:
         assert self._profile is not None
@@ -300,10 +298,6 @@ class LiveBudget:
                 self._first = False
                 return made
             return self._profile.plan(budget, optimizer=optimizer)
-
-    def _note_others(self) -> None:
-        assert self._profile is not None
-        self._profile.note_others(self._optimizer() if self._optimizer is not None else None)
 
     def note_optimizer(self, model: Module, optimizer: Any) -> None:
         """Count the states of an optimizer that has stepped, if it trains the model."""

@@ -161,7 +161,7 @@ class Profile(StepProfile):
         needed = self._check_optimizer(budget, fixed, memory)
         chosen, measured = self._choose(error, batch, budget, fixed)
         made = self.result(chosen, budget, fixed, about, measured=measured, error=error)
-        smallest = max(made.smallest_budget, needed + sum(fixed.values()) - budget.size + self.limit(budget, fixed))
+        smallest = max(made.smallest_budget, needed + (sum(fixed.values()) if budget.step_only else 0))
         return dataclasses.replace(made, smallest_budget=smallest, profile=self._saved())
 
     def check_optimizer(self, budget: Budget, optimizer: Any) -> None:
@@ -366,21 +366,19 @@ class Profile(StepProfile):
     def _check(self, saved: SavedProfile, names: Sequence[str]) -> None:
         """Check that a profile with regions of these names was measured in a step like this one."""
         own = [self._names[id(block)] for block in self.blocks]
-        for name in [*names, *own]:
-            if (name in names) != (name in own):
-                where = "is no region here" if name in names else "is a region here alone"
-                raise ValueError(
-                    f"gradckpt: profile= was measured with other modules: {name!r} {where}; pass the same modules=, or "
-                    "leave profile= out"
-                )
+        if (name := _in_one_alone(names, own)) is not None:
+            where = "is no region here" if name in names else "is a region here alone"
+            raise ValueError(
+                f"gradckpt: profile= was measured with other modules: {name!r} {where}; pass the same modules=, or "
+                "leave profile= out"
+            )
         options, allowed_here = ([each.to_dict() for each in these] for these in (saved.options, self.options))
-        for option in [*options, *allowed_here]:
-            if (option in options) != (option in allowed_here):
-                what = "with" if option in options else "without"
-                raise ValueError(
-                    f"gradckpt: profile= was measured {what} the option {option['name']!r}; pass the same compress= "
-                    "and error=, or leave profile= out"
-                )
+        if (option := _in_one_alone(options, allowed_here)) is not None:
+            what = "with" if option in options else "without"
+            raise ValueError(
+                f"gradckpt: profile= was measured {what} the option {option['name']!r}; pass the same compress= "
+                "and error=, or leave profile= out"
+            )
         for i, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
             then, now = saved.of(i).like, self._likeness(block)
             if then != now:
@@ -388,3 +386,8 @@ class Profile(StepProfile):
                     f"gradckpt: profile= was measured in another step, where {name!r} had {then}, and now has {now}; "
                     "leave profile= out"
                 )
+
+
+def _in_one_alone(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    """Return the first element that is in one of two lists alone, None if there is none."""
+    return next((x for x in [*a, *b] if (x in a) != (x in b)), None)

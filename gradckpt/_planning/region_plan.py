@@ -53,14 +53,14 @@ class Plan:
     the device, and ``budget_text`` as it was written. ``peak``: bytes that the step reaches;
     ``at_most``: the same if nearly all tokens choose the same experts, None if sizes do not depend
     on that; the budget is kept by it. ``plain``: the peak without checkpointing. ``binds``: where
-    the larger peak is. ``fixed``: bytes that are there
-    during the whole step, by name. ``seconds``: of the step; ``plain_seconds``: without
-    checkpointing; ``bound``: no plan within the budget is faster. ``estimated``: times come from a
-    data sheet. ``smallest_budget``: bytes; none below it has a plan. ``error``: the measured
-    relative L2 error of the step's gradients, None if all options are exact; ``error_budget``.
-    ``about``: the assumptions, in sentences. ``outside``: the shapes of the parameters that no
-    region has, by name. ``profile``: what was measured for it, with which
-    ``gradckpt.plan(..., profile=plan)`` plans for another budget; None with estimated times.
+    the larger peak is. ``fixed``: bytes that are there during the whole step, by name. ``seconds``:
+    of the step; ``plain_seconds``: without checkpointing; ``bound``: no plan within the budget is
+    faster. ``estimated``: times come from a data sheet. ``smallest_budget``: bytes; none below it
+    has a plan. ``error``: the measured relative L2 error of the step's gradients, None if all
+    options are exact; ``error_budget``. ``about``: the assumptions, in sentences. ``outside``: the
+    shapes of the parameters that no region has, by name. ``profile``: what was measured for it,
+    with which ``gradckpt.plan(..., profile=plan)`` plans for another budget; None with estimated
+    times.
     """
 
     model: str
