@@ -48,7 +48,8 @@ class Costs:
 class Chosen:
     """``choice``: the option of each call. ``trace``: its step. ``seconds``: of all calls.
     ``bound``: no plan is faster. ``smallest``: the least bytes of a plan, and that plan. ``front``:
-    (bytes, seconds) of faster and faster plans.
+    (bytes, seconds) of faster and faster plans. ``excess``: bytes that a real step needs beyond its
+    trace.
     """
 
     choice: Choice
@@ -57,6 +58,12 @@ class Chosen:
     bound: float
     smallest: tuple[int, Choice]
     front: tuple[tuple[int, float], ...]
+    excess: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes above the start of the step."""
+        return self.trace.peak().size + self.excess
 
 
 class Infeasible(Exception):

@@ -31,6 +31,7 @@ __all__ = [
     "compare",
     "compare_source",
     "fixed_bytes",
+    "peak_of_run",
     "quiet",
     "step_of",
     "unwrapped",
@@ -201,6 +202,22 @@ def _measured(
     fixed: dict[str, int],
     limit: int | None,
 ) -> Row:
+    try:
+        peak = peak_of_run(model, setting, run, batch, modules)
+    except torch.OutOfMemoryError:
+        return Row(setting.name, setting.line, None, None, fits=False, problem="out of memory")
+    return _row(setting, peak, sum(fixed.values()), limit)
+
+
+def peak_of_run(
+    model: Module, setting: Setting, run: Callable[[Any], object], batch: Any, modules: Modules = None
+) -> Peak:
+    """Return the peak of a real step in a setting, above its start; all is put back afterwards.
+
+    Raises:
+        StepWrites: The step changes parameters.
+        torch.OutOfMemoryError: It needs more than there is.
+    """
     state = TrainingState(model)
     try:
         for p in model.parameters():
@@ -210,13 +227,11 @@ def _measured(
             run(batch)
         if state.leaves_changed():
             raise StepWrites
-    except torch.OutOfMemoryError:
-        return Row(setting.name, setting.line, None, None, fits=False, problem="out of memory")
     finally:
         state.restore()
     at_start = next((point.total for point in memory.timeline[:1]), 0) if memory.device != "cpu" else 0
     region = max(memory.by_region.items(), key=lambda pair: pair[1], default=("step", 0))[0]
-    return _row(setting, Peak(memory.peak - at_start, region, dict(memory.by_kind)), sum(fixed.values()), limit)
+    return Peak(memory.peak - at_start, region, dict(memory.by_kind))
 
 
 # ---- a model on paper ----

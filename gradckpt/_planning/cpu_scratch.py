@@ -114,14 +114,15 @@ def _attention(results: Any, q: Any, k: Any, *_: Any) -> Scratch:
 
 def _attention_backward(results: Any, gradient: Any, q: Any, k: Any, *_: Any) -> Scratch:
     rows, columns = _tile(q, k)
-    buffer = torch.get_num_threads() * 4 * 2 * rows * columns
-    return Scratch(results, [q.nbytes, None, None, None, buffer, -buffer, -q.nbytes])
+    copy = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
+    buffer = 4 * (torch.get_num_threads() * 2 * rows * columns + rows)
+    return Scratch(results, [copy, None, None, None, buffer, -buffer, -copy])
 
 
 def _tile(q: Any, k: Any) -> tuple[int, int]:
     """Return the rows and columns of the scores that a thread has at once."""
     rows = 256 if q.shape[-2] >= 768 else 64 if q.shape[-2] >= 192 else 32
-    return rows, min(512, k.shape[-2])
+    return min(rows, q.shape[-2]), min(512, k.shape[-2])
 
 
 _SCRATCH: dict[Any, Callable[..., Scratch | None]] = {

@@ -266,7 +266,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         if func is aten.mkldnn_rnn_layer.default and self.device_is_cpu:
             raise NotOnPaper(f"{func.name()}: {RECURRENT}")
         kwargs = _on_cpu(kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _given(func, args, kwargs, "dropout_p") != 0:
             torch.rand(())  # so that each region has a state of its own to keep
         try:
             outputs = meta_results(func, args, kwargs)
@@ -385,7 +385,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     def _count_work(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         formula = _formula(func)
         flop = formula(*args, **kwargs, out_val=outputs) if formula is not None else 0
-        if flop and (causal := _causal_place(func)) is not None and len(args) > causal and args[causal]:
+        if flop and _given(func, args, kwargs, "is_causal"):
             flop //= 2  # half of the scores are skipped
         moved = sum(x.numel() * x.element_size() for x in (*tensors_in((args, kwargs)), *tensors_in(outputs)))
         self.work.append((len(self.events), Work(flop, moved)))
@@ -437,8 +437,18 @@ def _formula(func: Any) -> Any:
 
 
 @functools.cache
-def _causal_place(func: Any) -> int | None:
-    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "is_causal"), None)
+def _argument(func: Any, name: str) -> tuple[int, Any] | None:
+    """Return an argument's place and its default, None if the operator has none of this name."""
+    found = ((i, a) for i, a in enumerate(func._schema.arguments) if a.name == name)
+    return next(((i, a.default_value) for i, a in found), None)
+
+
+def _given(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Return the value of an argument, None if the operator has none of this name."""
+    if (argument := _argument(func, name)) is None:
+        return None
+    place, default = argument
+    return args[place] if place < len(args) else kwargs.get(name, default)
 
 
 def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> tuple[int, ...]:

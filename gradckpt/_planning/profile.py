@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradckpt._engine import torch_private as private
 from gradckpt._gradient_error import StepErrors
 from gradckpt._models.switch import Modules
 from gradckpt._planning.block_times import measure_regions, wait
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import Budget, device_of, other_tensors
 from gradckpt._planning.choose import Choice, Chosen
-from gradckpt._planning.comparison import fixed_bytes, quiet
+from gradckpt._planning.comparison import fixed_bytes, peak_of_run, quiet
 from gradckpt._planning.error_search import approach
 from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
-from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, refuse_shards
+from gradckpt._planning.sharded import gathered_bytes, is_sharded, missing_gradient_bytes, refuse_shards
 from gradckpt._planning.step_profile import NoPlan, StepProfile
 from gradckpt._planning.step_trace import StepTrace, condensed, trace_step
 from gradckpt._stats import format_bytes, uncounted
@@ -38,6 +39,9 @@ _SECONDS, _LEAST, _MOST = 2.0, 2, 6
 
 #: Choices whose errors are measured at most: to find the smallest budget, and the fastest plan.
 _FOR_SMALLEST, _FOR_FASTEST = 3, 4
+
+#: Plans that a real step tries at most; more than the first only if it needs more than on paper.
+_RUNS = 3
 
 #: If there are more kinds of regions, what their errors weigh is measured of all together.
 _KINDS = 4
@@ -81,6 +85,10 @@ class Profile(StepProfile):
         self._traced: dict[tuple[tuple[Option, ...], bool], StepTrace] = {}
         self._errors: dict[Choice, float] = {}  # of those that are exact, or were measured
         self._peaks: dict[Choice, int] = {}  # bytes that known choices add
+        self._ran: set[Choice] = set()  # of those, what a real step has tried
+        self._excess = 0  # bytes that real steps needed beyond their traces, at most
+        self._may_run = False
+        self._real_batch: Any = None
         self._is_weighed = False
         with quiet():
             blocks = regions_to_plan(model, modules)
@@ -134,6 +142,7 @@ class Profile(StepProfile):
             state.restore()
         self.costs = costs
         self.step_seconds = min(seconds)
+        self._may_run, self._real_batch = not is_sharded(self.model), batch  # ranks plan shards apart
 
     def _timed(self, batch: Any) -> float:
         wait(self.device)
@@ -151,15 +160,17 @@ class Profile(StepProfile):
         Raises:
             ValueError: There is none.
         """
+        fixed, memory = self._fixed(optimizer)
+        needed = self._check_optimizer(budget, fixed, memory)
+        chosen, measured = self._choose(error, batch, budget, fixed)
         about = [
             "No optimizer states are counted; pass optimizer= to count them."
             if optimizer is None
             else "Optimizer states count as after the first step.",
             *self.notes,
         ]
-        fixed, memory = self._fixed(optimizer)
-        needed = self._check_optimizer(budget, fixed, memory)
-        chosen, measured = self._choose(error, batch, budget, fixed)
+        if self._excess:
+            about.append(f"A real step needed {format_bytes(self._excess)} more than on paper, which plans count.")
         made = self.result(chosen, budget, fixed, about, measured=measured, error=error)
         smallest = max(made.smallest_budget, needed + (sum(fixed.values()) if budget.step_only else 0))
         return dataclasses.replace(made, smallest_budget=smallest, profile=self._saved())
@@ -232,29 +243,77 @@ class Profile(StepProfile):
 
         if error is not None and not self._is_weighed:
             self._weigh(measure)
-        found = self._find(error, measure, budget, fixed)
-        permitted = [each for each in self._peaks if error is None or self._errors.get(each, math.inf) <= error]
         limit = self.limit(budget, fixed)
-        least = self._traced_first(permitted, lambda each: (self._peaks[each], each))
-        if self._peaks[least] > limit:
-            raise self.no_plan(budget, fixed, least, self.trace_of(least))
-        best = self._traced_first(permitted, lambda each: (self._peaks[each] > limit, self.seconds(each), each))
+        found = self._find(error, measure, budget, fixed)
+        chosen = self._best(found, error, limit)
+        for _ in range(_RUNS):
+            if not self._learn_from_a_run(chosen.choice):
+                break
+            if self._peaks[chosen.choice] > limit:
+                found += self._find(error, measure, dataclasses.replace(budget, size=budget.size - self._excess), fixed)
+            chosen = self._best(found, error, limit)
+        if chosen.smallest[0] > limit:
+            least = chosen.smallest[1]
+            raise self.no_plan(budget, fixed, least, self.trace_of(least), self._peaks[least])
+        best = chosen.choice
         if self._is_lossy(best) and best not in self._errors and batch is not None:
             self._errors[best] = measure(self.of_choice(best))
+        return chosen, None if error is None and not self._is_lossy(best) else self._errors.get(best)
+
+    def _best(self, found: Sequence[Chosen], error: float | None, limit: int) -> Chosen:
+        """Return the fastest of all known choices within the limits, or the one that needs least if
+        none is; ``found``: the planner's.
+        """
+        permitted = [each for each in self._peaks if error is None or self._errors.get(each, math.inf) <= error]
+        least = best = self._traced_first(permitted, lambda each: (self._peaks[each], each))
+        if self._peaks[least] <= limit:
+            best = self._traced_first(permitted, lambda each: (self._peaks[each] > limit, self.seconds(each), each))
         seconds = self.seconds(best)
         nearest = min((each for each in found if each.choice in permitted), key=lambda each: each.seconds, default=None)
         bound, front = (nearest.bound, nearest.front) if nearest is not None else (0.0, ())
-        chosen = Chosen(best, self.trace_of(best), seconds, min(bound, seconds), (self._peaks[least], least), front)
-        return chosen, None if error is None and not self._is_lossy(best) else self._errors.get(best)
+        trace = self.trace_of(best)
+        return Chosen(
+            best,
+            trace,
+            seconds,
+            min(bound, seconds),
+            (self._peaks[least], least),
+            tuple((size + self._excess, each) for size, each in front),
+            self._peaks[best] - trace.peak().size,
+        )
 
     def _traced_first(self, choices: Sequence[Choice], rank: Callable[[Choice], Any]) -> Choice:
-        """Return the choice of the lowest rank, whose peak is that of its trace."""
+        """Return the choice of the lowest rank, which needs what its trace does or more."""
         while True:
             first = min(choices, key=rank)
             peak = self.trace_of(first).peak().size
-            if self._peaks[first] == peak:
+            if self._peaks[first] >= peak:
                 return first
-            self._peaks[first] = peak
+            self._peaks[first] = peak + self._excess
+
+    def _learn_from_a_run(self, choice: Choice) -> bool:
+        """Run a real step of a choice, if any may be run; return whether it needs other than was
+        known. What it needs beyond its trace counts for all choices that no step has tried.
+        """
+        if not self._may_run or choice in self._ran:
+            return False
+        self._ran.add(choice)
+        if private.profiler_entered():
+            self.notes.append("No real step has tried the plan, since a profiler is active.")
+            return False
+        try:
+            with quiet():
+                peak = peak_of_run(self.model, self.setting(self.of_choice(choice)), self._step, self._real_batch).size
+        except torch.OutOfMemoryError:
+            self.notes.append("A real step of the plan ran out of memory here.")
+            return False
+        traced, known = self.trace_of(choice).peak().size, self._peaks[choice]
+        more = peak - traced - self._excess
+        if more > 0:
+            self._excess += more
+            self._peaks = {each: size + (0 if each in self._ran else more) for each, size in self._peaks.items()}
+        self._peaks[choice] = max(peak, traced)
+        return self._peaks[choice] != known
 
     def _find(
         self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget, fixed: dict[str, int]
@@ -311,7 +370,7 @@ class Profile(StepProfile):
     def _note(self, choice: Choice) -> Choice:
         """Let a choice be known."""
         if choice not in self._peaks:
-            self._peaks[choice] = self.trace_of(choice).peak().size
+            self._peaks[choice] = self.trace_of(choice).peak().size + self._excess
         if not self._is_lossy(choice):
             self._errors[choice] = 0.0
         return choice

@@ -172,10 +172,14 @@ class StepProfile(abc.ABC):
         squares = None if error is None else error**2
         return smallest(chain, self._costs(squares is not None), squares, self.trace_of, [*self.largest.values()])[1]
 
-    def no_plan(self, budget: Budget, fixed: Mapping[str, int], choice: Choice, trace: StepTrace) -> NoPlan:
-        """Return the error of a budget that is too small for this choice, which needs least."""
+    def no_plan(
+        self, budget: Budget, fixed: Mapping[str, int], choice: Choice, trace: StepTrace, needed: int | None = None
+    ) -> NoPlan:
+        """Return the error of a budget that is too small for this choice, which needs least;
+        ``needed``: bytes, None: those of the trace.
+        """
         peak = trace.peak()
-        size = peak.size + budget.size - self.limit(budget, fixed)
+        size = (peak.size if needed is None else needed) + budget.size - self.limit(budget, fixed)
         hint = advice(peak, {} if budget.step_only else fixed, self.hints)
         return NoPlan.within(budget, size, choice, hint)
 
@@ -194,7 +198,7 @@ class StepProfile(abc.ABC):
         base = max(self.step_seconds - math.fsum(self.cost(block, RECOMPUTE).seconds for block in self.calls), 0.0)
         options = self.of_choice(chosen.choice)
         binds = chosen.trace.peak()
-        peak, at_most = binds.size + held, None
+        peak, at_most = chosen.peak + held, None
         if chosen.trace.data_dependent:
             peak, at_most = self.trace(options).peak().size + held, peak
             about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
@@ -226,7 +230,7 @@ class StepProfile(abc.ABC):
         that were traced.
         """
         size, choice = chosen.smallest
-        traced = [(size, self.seconds(choice)), (chosen.trace.peak().size, chosen.seconds)]
+        traced = [(size, self.seconds(choice)), (chosen.peak, chosen.seconds)]
         return fastest_by_bytes([*traced, *(point for point in chosen.front if point[0] >= size)])
 
     def _planned(self, options: Sequence[Option]) -> list[PlannedRegion]:

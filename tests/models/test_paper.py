@@ -224,6 +224,52 @@ def test_convolutions_allocate_what_the_profiler_reports(form, channels, bias):
     assert trace.peak().size == pytest.approx(peak().peak, rel=1e-3)
 
 
+@pytest.mark.parametrize("tokens", [16, 128, 256, 800])
+@pytest.mark.parametrize("is_view", [True, False], ids=["of a product", "contiguous"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_allocates_what_the_profiler_reports(is_view, tokens, threads):
+    """Without dropout it draws no random numbers, so regions keep no state of their own."""
+    linear = torch.nn.Linear(64, 64)
+    x = torch.randn(2, tokens, 64, requires_grad=True)
+
+    def run(x):
+        heads = linear(x).view(2, tokens, 2, 32).transpose(1, 2)
+        heads = heads if is_view else heads.contiguous()
+        found = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        (found.transpose(1, 2).reshape(2, tokens, 64) if is_view else found).square().mean().backward()
+
+    present = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run(x)
+        linear.zero_grad()
+        with gradckpt.track_memory() as memory:
+            run(x)
+        linear.zero_grad()
+        assert trace_step(linear, run, x).peak().size == memory.peak
+    finally:
+        torch.set_num_threads(present)
+
+
+def test_attention_without_dropout_draws_nothing():
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)
+
+    def states(dropout):
+        model = torch.nn.Sequential(*(Block() for _ in range(4)))
+        for block in model:
+            block.dropout = dropout
+        x = torch.randn(1, 1, 16, 32, requires_grad=True)
+        gradckpt.enable(model, None, modules=Block)
+        trace = trace_step(model, lambda x: model(x).square().mean().backward(), x)
+        sizes = [size for segment in trace.segments for size, _ in segment.events]
+        return sizes.count(torch.get_rng_state().nbytes)
+
+    assert states(0.0) == 1
+    assert states(0.1) >= 4
+
+
 def test_releases_balance_allocations(mode):
     """What lives at the end is what is held: here, gradients."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))

@@ -1,0 +1,110 @@
+"""plan(budget=) tries its plan in a real step, which may need more than on paper."""
+
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+import pytest
+import torch
+from torch import nn
+
+import gradckpt
+from gradckpt._planning import block_times, profile
+
+WIDTH, LAYERS = 64, 12
+X = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
+SCRATCH = 500_000  # bytes that paper does not see
+
+
+@torch.library.custom_op("gradckpt_tests::scratch", mutates_args=())
+def scratch(x: torch.Tensor) -> torch.Tensor:
+    buffer = x.new_empty(SCRATCH, dtype=torch.uint8)
+    return x * 2 + 0 * int(buffer.numel() == 0)
+
+
+@scratch.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def _backward(ctx, gradient):
+    return scratch(gradient)
+
+
+scratch.register_autograd(_backward)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + scratch(self.linear(x).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def measured(model):
+    model.zero_grad()
+    with gradckpt.track_memory() as memory:
+        model(X).backward()
+    model.zero_grad()
+    return memory.peak
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_measurements():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "_SECONDS", 0.0)
+        patch.setattr(block_times, "_SECONDS", 0.0)
+        patch.setattr(block_times, "_LEAST", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def free(model):
+    """A plan that may use all; it keeps everything, and has run."""
+    return gradckpt.plan(model, X, modules=Block, budget="1TiB")
+
+
+def added(plan, size):
+    return size - sum(plan.fixed.values())
+
+
+def test_what_a_real_step_needs_counts(model, free):
+    """Above the smallest budget by paper, plans measure as much as they say, within the budget."""
+    plain = measured(model)
+    assert added(free, free.peak) == pytest.approx(plain, rel=1e-4)
+    assert any("more than on paper" in text for text in free.about), free.about
+    with pytest.raises(ValueError, match="the smallest budget is") as refused:
+        gradckpt.plan(model, X, modules=Block, budget="activations:1KiB")
+    smallest = refused.value.smallest_budget
+    for i in range(4):
+        budget = smallest + (plain - smallest) * i // 4
+        plan = gradckpt.plan(model, X, modules=Block, budget=f"activations:{budget}")
+        with plan.apply(model):
+            assert measured(model) <= added(plan, plan.peak) <= budget
+        assert plan.pareto()[0]["budget"] <= plan.peak
+
+
+def test_a_profile_remembers_it(model, free, tmp_path):
+    path = tmp_path / "plan.json"
+    free.save(path)
+    again = gradckpt.plan(model, X, modules=Block, budget="1TiB", profile=path)
+    assert again.peak == free.peak
