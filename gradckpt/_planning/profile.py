@@ -40,7 +40,8 @@ _SECONDS, _LEAST, _MOST = 2.0, 2, 6
 #: Choices whose errors are measured at most: to find the smallest budget, and the fastest plan.
 _FOR_SMALLEST, _FOR_FASTEST = 3, 4
 
-#: Plans that a real step tries at most; more than the first only if it needs more than on paper.
+#: So often real steps try a plan, and the one that needs least: again only if they need more than
+#: on paper.
 _RUNS = 3
 
 #: If there are more kinds of regions, what their errors weigh is measured of all together.
@@ -247,7 +248,8 @@ class Profile(StepProfile):
         found = self._find(error, measure, budget, fixed)
         chosen = self._best(found, error, limit)
         for _ in range(_RUNS):
-            if not self._learn_from_a_run(chosen.choice):
+            learned = [self._learn_from_a_run(each) for each in (chosen.choice, chosen.smallest[1])]
+            if not any(learned):
                 break
             if self._peaks[chosen.choice] > limit:
                 found += self._find(error, measure, dataclasses.replace(budget, size=budget.size - self._excess), fixed)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from gradckpt._engine import saved_roles
+
 __all__ = ["cuda_kernels"]
 
 aten = torch.ops.aten
@@ -37,9 +39,11 @@ def cuda_kernels() -> Iterator[None]:
     library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
     library.impl("dropout", _dropout, "AutogradCPU")
     library.impl("_fused_rms_norm", _refuse, "CPU")  # with a kernel it is one operator to autograd
+    saved_roles.are_rows_read = False
     try:
         yield
     finally:
+        saved_roles.are_rows_read = True
         del library  # which takes its kernels back
 
 

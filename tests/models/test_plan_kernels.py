@@ -117,6 +117,31 @@ def test_rms_norm_saves_its_input():
     assert saved(run, (1000, 64), (64,), on_cuda=False) > 2 * FULL * 1000 * 64
 
 
+def test_norms_whose_rows_share_groups_are_not_compressed():
+    """The engine does not read values on a GPU, so it keeps their input."""
+
+    def peak(size, on_cuda, hooks):
+        x, weight = torch.randn(1000, size, requires_grad=True), torch.ones(size, requires_grad=True)
+
+        def step(inputs):
+            y = inputs[0]
+            for _ in range(6):
+                with hooks:
+                    y = F.layer_norm(y * 1, (size,), inputs[1])
+            y.square().mean().backward()
+
+        return trace_step(torch.nn.Module(), step, (x, weight), cuda=on_cuda).peak().size
+
+    def saves(size, on_cuda):
+        plain = peak(size, on_cuda, contextlib.nullcontext())
+        return peak(size, on_cuda, gradckpt.compress_saved("int8")) < plain
+
+    assert saves(128, True)
+    assert saves(128, False)
+    assert saves(64, False)
+    assert not saves(64, True)
+
+
 def test_autocast_chooses_the_kernel():
     """Attention of float32 tensors is of 16 bits, also where a checkpoint runs it again."""
     seen = []
