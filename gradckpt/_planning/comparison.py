@@ -223,6 +223,7 @@ def peak_of_run(
         for p in model.parameters():
             p.grad = None if p.grad is None else p.grad.clone()  # the step adds to it in place
         torch.clear_autocast_cache()  # as before the first setting
+        torch.rand(())  # so that the step keeps a random state of its own, as a later one may
         with uncounted(), setting.active(model, modules), track_memory(model) as memory:
             run(batch)
         if state.leaves_changed():

@@ -37,6 +37,12 @@ class Option:
             return None
         return parse_options(self.rule, {}, ("recompute",))
 
+    def without_policy(self) -> str:
+        """Return what the option does beside its policy, as text."""
+        if isinstance(self.rule, str):
+            return self.rule
+        return str(sorted((key, value) for key, value in self.rule.items() if key != "policy"))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, of which :func:`find_option` makes the option."""
         return {"name": self.name, "rule": self.rule}

@@ -68,7 +68,8 @@ def plan(
     Without ``budget``, a step that asks for values (a branch on an activation, an operator without
     a shape function) runs for real instead, once in each setting; the result says so. With
     ``budget``, three real steps with exact recomputing measure times, and each distinct region in
-    each option, one at a time.
+    each option, one at a time. Two more try the plan, and the one of the smallest budget: what they
+    need beyond the paper (scratch of an operator) counts.
 
     Args:
         model: A module in training mode, enabled or not.

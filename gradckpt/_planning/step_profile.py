@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.nn import Module
 
@@ -17,7 +17,7 @@ from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
 from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.sharded import class_of
-from gradckpt._planning.step_trace import StepTrace
+from gradckpt._planning.step_trace import StepTrace, total
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
 
@@ -73,6 +73,8 @@ class StepProfile(abc.ABC):
         self.options = list(options)
         self._names = {id(module): name for name, module in model.named_modules()}
         self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
+        self.options = self._distinct()
+        self.traces = {option: self.traces[option] for option in self.options}
         self._depends = any(trace.data_dependent for trace in self.traces.values())
         self.largest = self.traces
         if self._depends:
@@ -81,6 +83,16 @@ class StepProfile(abc.ABC):
         self.costs: CostSource | None = None
         self.step_seconds = 0.0
         self.weights = [1.0] * len(self.blocks)
+
+    def _distinct(self) -> list[Option]:
+        """Return the options without those that do the same here as one before: whose policies find
+        nothing, or nothing more.
+        """
+        found: dict[Any, Option] = {}
+        for option in self.options:
+            work = tuple((each.name, each.times, total(each.work)) for each in self.traces[option].segments)
+            found.setdefault((option.without_policy(), work), option)
+        return list(found.values())
 
     # ---- on paper
 

@@ -27,7 +27,7 @@ from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
 from gradckpt._training_step import StepWrites
 
-__all__ = ["Peak", "Segment", "StepTrace", "condensed", "on_paper", "scaled", "trace_step"]
+__all__ = ["Peak", "Segment", "StepTrace", "condensed", "on_paper", "scaled", "total", "trace_step"]
 
 #: What an allocation is for; the first two by when it was made.
 KEPT, LOSS, GRADIENTS, WORKING = range(4)
@@ -77,9 +77,16 @@ def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
 
 
 def condensed(trace: StepTrace) -> StepTrace:
-    """Return a trace with the same peaks and a few events in each segment; its work is left out."""
-    segments = [dataclasses.replace(each, events=_condensed(each.events), work=[]) for each in trace.segments]
+    """Return a trace with the same peaks, a few events and the sum of the work in each segment."""
+    segments = [
+        dataclasses.replace(each, events=_condensed(each.events), work=[total(each.work)]) for each in trace.segments
+    ]
     return StepTrace(segments, trace.data_dependent)
+
+
+def total(work: Sequence[Work]) -> Work:
+    """Return the sum of what operators compute and move."""
+    return Work(sum(each.flop for each in work), sum(each.bytes for each in work))
 
 
 def _condensed(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
