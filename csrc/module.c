@@ -165,6 +165,13 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
                          status == GCK_OK ? Py_True : Py_False, "compiler", __VERSION__, "missing", missing_symbols());
 }
 
+static PyObject *forget_random_state(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    Py_CLEAR(gck_state_of(module)->py.rng.latest);
+    Py_RETURN_NONE;
+}
+
 static PyObject *bind(PyObject *module, PyObject *table)
 {
     return gck_py_bind(&gck_state_of(module)->py, table) < 0 ? NULL : Py_NewRef(Py_None);
@@ -279,6 +286,8 @@ static PyMethodDef methods[] = {
      "tensor, if its codec takes it."},
     {"replays_discrete", gck_replays_discrete_py, METH_NOARGS,
      "replays_discrete()\n--\n\nReturn whether the calling thread runs a region that keeps discrete outputs."},
+    {"forget_random_state", forget_random_state, METH_NOARGS,
+     "forget_random_state()\n--\n\nFree the CPU generator's state that the next region would share."},
     {"bind", bind, METH_O, "bind(callbacks, /)\n--\n\nBind the Python functions that C calls, from a dict by name."},
     {"stats", gck_stats_py, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
     {"reset_stats", gck_reset_stats_py, METH_NOARGS,

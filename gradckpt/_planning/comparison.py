@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradckpt import _C
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._planning.blocks import find_blocks, shortened
@@ -223,7 +224,7 @@ def peak_of_run(
         for p in model.parameters():
             p.grad = None if p.grad is None else p.grad.clone()  # the step adds to it in place
         torch.clear_autocast_cache()  # as before the first setting
-        torch.rand(())  # so that the step keeps a random state of its own, as a later one may
+        _C.forget_random_state()  # a later step may have to keep one of its own, too
         with uncounted(), setting.active(model, modules), track_memory(model) as memory:
             run(batch)
         if state.leaves_changed():
