@@ -184,7 +184,7 @@ def _noise_like(x: Tensor) -> Tensor:
     """Return a gradient for an output: the same at each call, and like no constant, which
     normalizations ignore.
     """
-    generator = torch.Generator(x.device).manual_seed(0)
+    generator = torch.Generator(x.device).manual_seed(0) if x.device.type != "meta" else None
     return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 

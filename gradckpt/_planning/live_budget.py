@@ -29,9 +29,10 @@ from gradckpt._planning.budget import device_of, parse_budget
 from gradckpt._planning.comparison import quiet, unwrapped
 from gradckpt._planning.optimizers import state_bytes, torch_optimizer
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
+from gradckpt._planning.parameter_walk import Found, ParameterWalk
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.sharded import gradient_bytes, is_sharded, reduces, refuse_shards, trained_parts
+from gradckpt._planning.sharded import is_sharded, refuse_shards, trained_parts
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone, loss_of
 
@@ -70,7 +71,8 @@ class LiveBudget:
         self._costs: RegionCosts | None = None
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
-        self._setup: Any = None  # of the model and autocast, that plans are for
+        self._setup: Any = None  # what is trained and where, and autocast, that plans are for
+        self._parameters = ParameterWalk()
         self._holds_outputs = 0  # 1: the loop has them in the backward
         #: What the present plan knows: bytes of gradients and of optimizer states, and whether
         #: gradients are reduced and outputs held.
@@ -141,13 +143,15 @@ class LiveBudget:
 
     def _prepare(self, model: Module, args: Any, kwargs: Any) -> None:
         """Plan for this call if need be, and set the plan that it runs with."""
-        setup = _setup_of(model)
+        found = self._parameters.read(model)
+        device = device_of(model)
+        setup = found.trained, device, _autocast_on(device)
         if self._setup not in (None, setup):
             self._start_over()
         self._setup = setup
         shapes = _shapes_of(args, kwargs)
         is_known = self._knows(shapes)
-        grown = self._grown(model)
+        grown = self._grown(model, found)
         if "states" in grown:
             self._plans.clear()
         if not is_known:
@@ -229,7 +233,7 @@ class LiveBudget:
         self._plans = {known: made for known, made in self._plans.items() if not _covers(shapes, known)}
         self._plans[shapes] = plan, self._profile, self._known
 
-    def _grown(self, model: Module) -> dict[str, str]:
+    def _grown(self, model: Module, found: Found) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
@@ -239,16 +243,16 @@ class LiveBudget:
             _watch_optimizers(self, model)
         uncounted = self._counts_optimizer or self._step_only
         sizes = {
-            "gradients": gradient_bytes(model),
-            "reductions": int(reduces(model)),
+            "gradients": found.gradients,
+            "reductions": int(found.reduces),
             "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
             "outputs": self._holds_outputs,
         }
-        found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
-        if "states" in found:  # plans for gradients, too, will have to count these
+        grown = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
+        if "states" in grown:  # plans for gradients, too, will have to count these
             self._know_no_gradients()
         self._known = {key: max(size, self._known[key]) for key, size in sizes.items()}
-        return found
+        return grown
 
     def _begin(self, model: Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Trace the step, and measure regions in the call that now begins, with exact
@@ -321,12 +325,11 @@ def _shapes_of(args: Any, kwargs: Any) -> Shapes:
     return tuple(tuple(x.shape) for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
 
 
-def _setup_of(model: Module) -> Any:
-    """Return what a plan depends on beside sizes: what is trained, and autocast."""
-    device = device_of(model).type
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return trained, autocast
+def _autocast_on(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on a device, None without autocast."""
+    if not torch.amp.is_autocast_available(device.type):  # as on meta
+        return None
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _covers(large: Shapes, small: Shapes) -> bool:
