@@ -278,9 +278,12 @@ class LiveBudget:
     def _trace(self, model: Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Set the profile to that of a step with these arguments, and note what else is there."""
         step = _Step(model, bool(self._holds_outputs))
+        optimizer = self._optimizer() if self._optimizer is not None else None
         try:
             with alone(model):
-                profile = Profile(model, step, (args, kwargs), modules=self.modules, compress=self.compress)
+                profile = Profile(
+                    model, step, (args, kwargs), modules=self.modules, compress=self.compress, optimizer=optimizer
+                )
         except NotOnPaper as reason:
             raise ValueError(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; leave budget= out and "
@@ -288,20 +291,18 @@ class LiveBudget:
             ) from reason
         if step.loss_outside:
             profile.notes.append("A loss outside of the model counts as cross entropy of the model's outputs.")
-        profile.note_others(self._optimizer() if self._optimizer is not None else None)
         self._profile, self._shapes = profile, shapes
 
     def _make_plan(self, model: Module) -> Plan:
         assert self._profile is not None
         self._profile.costs = self._costs
-        optimizer = self._optimizer() if self._optimizer is not None else None
         budget = parse_budget(self.budget, device_of(model))
         with alone(model):
             if self._first:  # which all ranks make
-                made = agreed(self._profile, budget, optimizer)
+                made = agreed(self._profile, budget)
                 self._first = False
                 return made
-            return self._profile.plan(budget, optimizer=optimizer)
+            return self._profile.plan(budget)
 
     def note_optimizer(self, model: Module, optimizer: Any) -> None:
         """Count the states of an optimizer that has stepped, if it trains the model."""

@@ -17,7 +17,7 @@ from planned_nets import LAYERS, ROWS, WIDTH, Block, Net, fixed_costs, net
 from torch import nn
 
 import gradckpt
-from gradckpt._planning import block_times
+from gradckpt._planning import block_times, profile
 from gradckpt._planning.budget import parse_budget
 from gradckpt._planning.options import RECOMPUTE, allowed
 
@@ -250,6 +250,25 @@ def test_the_optimizer_counts(monkeypatch):
         gradckpt.plan(model, BATCH, budget="1GiB", optimizer=torch.optim.SGD(net(1).parameters(), lr=1))
     with pytest.raises(TypeError, match="takes a torch optimizer"):
         gradckpt.plan(model, BATCH, budget="1GiB", optimizer="adamw")
+
+
+@pytest.mark.parametrize("door", ["plan", "enable"])
+def test_a_plan_counts_once(door, monkeypatch):
+    """The optimizer's step runs on paper, and Python's objects are searched, once for a plan."""
+    fixed_costs(monkeypatch)
+    counts = []
+    for name in ("optimizer_memory", "other_tensors"):
+        found = getattr(profile, name)
+        monkeypatch.setattr(profile, name, lambda *args, found=found: counts.append(found) or found(*args))
+    model = net(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if door == "plan":
+        gradckpt.plan(model, BATCH, budget="1GiB", optimizer=optimizer)
+    else:
+        gradckpt.enable(model, budget="1GiB", optimizer=optimizer)
+        model(BATCH).backward()
+        assert vars(model)["_gradckpt_budget"]._pending.fixed["optimizer states"]
+    assert len(counts) == 2
 
 
 def test_other_tensors_count():
