@@ -286,8 +286,13 @@ class Profile(StepProfile):
 
     def _measured(self, block: int) -> Measured:
         """Return what is known of a region alone."""
-        costs = tuple(self.cost(block, option) for option in self.options)
-        return Measured(self._likeness(self.blocks[block]), costs, self.weights[block] if self._is_weighed else None)
+        costs = [self.cost(block, option) for option in self.options]
+        return Measured(
+            self._likeness(self.blocks[block]),
+            tuple(cost.seconds for cost in costs),
+            tuple(cost.error for cost in costs),
+            self.weights[block] if self._is_weighed else None,
+        )
 
     def _note(self, choice: Choice) -> Choice:
         """Let a choice be known."""

@@ -20,6 +20,7 @@ from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.fsdp2 import State
 from gradckpt._planning.paper import Event, PaperMode, Work
+from gradckpt._planning.plan_reader import SIGNED
 from gradckpt._planning.reads import refuse_reads
 from gradckpt._planning.sharded import local
 from gradckpt._planning.target_kernels import cuda_kernels
@@ -42,7 +43,7 @@ class Peak:
 
     size: int
     position: str
-    parts: dict[str, int]
+    parts: dict[str, int] = dataclasses.field(metadata=SIGNED)
 
 
 @dataclasses.dataclass(slots=True)

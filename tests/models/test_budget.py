@@ -388,7 +388,7 @@ def test_a_plan_for_another_model(tmp_path):
     for text, said in (
         ("{", "is no plan"),
         ('{"version": 9}', "version 9"),
-        ('{"version": 1}', "is an incomplete plan"),
+        ('{"version": 1}', "is a damaged plan: model is missing; make a new plan"),
     ):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ValueError, match=said):
