@@ -4,8 +4,10 @@ import contextlib
 import copy
 import gc
 import logging
+import random
 import weakref
 
+import numpy
 import pytest
 import torch
 from planned_nets import ROWS, WIDTH, Block, fixed_costs, net
@@ -23,6 +25,13 @@ LAYERS = 3
 def _fast(monkeypatch):
     gc.collect()  # what earlier tests left would count
     fixed_costs(monkeypatch)
+    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
+
+
+def measured(monkeypatch):
+    """Let regions be measured, briefly."""
+    monkeypatch.undo()
     monkeypatch.setattr(block_times, "_SECONDS", 0.0)
     monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
 
@@ -195,6 +204,45 @@ def test_a_copy_reads_its_own_parameters():
     assert vars(twin)["_gradckpt_budget"]._parameters.read(twin).gradients == gradient_bytes(twin)
 
 
+# ---- what the measuring call leaves
+
+
+def test_generators_move_as_with_checkpoints(monkeypatch):
+    """Recomputing draws from Python's and numpy's again, and measuring does not."""
+    measured(monkeypatch)
+
+    class Drawing(Block):
+        def forward(self, x):
+            return super().forward(x) * (numpy.random.rand() + random.random() + torch.rand(()))
+
+    def draws(run):
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(0)
+        run()
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    model = net(1)
+    model.blocks[0] = Drawing()
+    gradckpt.enable(model, None, modules=Drawing)
+    expected = draws(lambda: step(model))
+    gradckpt.enable(model, budget="1GiB", modules=Drawing)
+    assert draws(lambda: step(model)) == expected
+    planned = draws(lambda: gradckpt.plan(model, torch.ones(ROWS, WIDTH), budget="1GiB", modules=Drawing))
+    assert planned == draws(lambda: None), "a plan for later leaves them where they are"
+
+
+def test_hooks_of_parameters_are_called_once_for_each_backward(monkeypatch):
+    measured(monkeypatch)
+    model, calls = net(LAYERS), []
+    for name, p in model.named_parameters():
+        p.register_hook(lambda gradient, name=name: calls.append(name))
+    gradckpt.enable(model, budget="1GiB")
+    for _ in range(2):
+        calls.clear()
+        step(model)
+        assert sorted(calls) == sorted(name for name, _ in model.named_parameters())
+
+
 # ---- the meta device
 
 
@@ -216,7 +264,7 @@ def test_a_model_without_values(caplog):
 
 
 def test_regions_without_values_are_measured(monkeypatch):
-    monkeypatch.undo()
+    measured(monkeypatch)
     model = net(1).to("meta")
     with block_times.measure_regions(model.blocks, [options.KEEP, options.RECOMPUTE]) as costs:
         step(model)

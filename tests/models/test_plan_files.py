@@ -184,7 +184,18 @@ def test_errors_that_are_not_finite_are_read(data, plan):
     assert gradckpt.Plan.from_dict(data) == plan
 
 
-@pytest.mark.parametrize("text", [b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b"[1]", b"null", b'"x"', b"{}"])
+NO_PLANS = {
+    "no text": b"\xff\xfe",
+    "deep": b"[" * 100_000,
+    "many digits": b"9" * 5000,
+    "a list": b"[1]",
+    "null": b"null",
+    "a text": b'"x"',
+    "no version": b"{}",
+}
+
+
+@pytest.mark.parametrize("text", NO_PLANS.values(), ids=NO_PLANS)
 def test_files_without_a_plan(text, tmp_path):
     file = tmp_path / "plan.json"
     file.write_bytes(text)
