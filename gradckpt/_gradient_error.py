@@ -21,7 +21,7 @@ from gradckpt._patching import patched
 from gradckpt._settings import EXACT, Candidate, Setting, setting_of
 from gradckpt._stats import Stats, stats, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import alone, halves_of, step_of_batch, step_of_function, tensors_in
+from gradckpt._training_step import alone, halves_of, step_of_batch, step_of_function, tensors_of_batch
 
 __all__ = ["StepErrors", "gradient_error"]
 
@@ -127,7 +127,7 @@ class Trial:
         self.step = step_of_batch(model, batch_or_step) if self.has_batch else step_of_function(model, batch_or_step)
         self.by_patch = False  # the forward calls torch's checkpoint itself
         self.exact = EXACT  # how the step runs without an error
-        inputs = tensors_in(batch_or_step) if self.has_batch else ()
+        inputs = tensors_of_batch(batch_or_step) if self.has_batch else ()
         self.state = TrainingState(model, (x for x in inputs if x.requires_grad))
         self._inputs = [(x, x._version) for x in inputs if not x.is_inference()]
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from gradckpt._config import get_rounding_state, set_rounding_state
+from gradckpt._host_random import host_random
 from gradckpt._models.switch import snapshot
 
 __all__ = ["TrainingState"]
 
 
 class TrainingState:
-    """The state of a model and of torch's generators, except the values of parameters.
+    """The state of a model and of generators, except the values of parameters.
 
     ``inputs``: other tensors that may get gradients. Buffers are copied to host memory. Gradients
     are kept as they are; only those that lie in others' memory, as in buckets of
@@ -36,7 +37,7 @@ class TrainingState:
             if buffer.device.type != "meta"
         ]
         self._rounding = get_rounding_state()
-        self._cpu = torch.get_rng_state()
+        self._rewind_host = host_random()
         used = {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}
         self._devices = [(device, _generators(device).get_rng_state(device)) for device in used]
 
@@ -54,7 +55,7 @@ class TrainingState:
                 if buffer._version != version or not torch.equal(buffer.cpu(), value):
                     buffer.copy_(value)
         set_rounding_state(self._rounding)
-        torch.set_rng_state(self._cpu)
+        self._rewind_host()
         for device, state in self._devices:
             _generators(device).set_rng_state(state, device)
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
 
-__all__ = ["alone", "halves_of", "loss_of", "step_of_batch", "step_of_function", "tensors_in"]
+__all__ = ["alone", "halves_of", "loss_of", "step_of_batch", "step_of_function", "tensors_of_batch"]
 
 
 @contextlib.contextmanager
@@ -124,14 +124,15 @@ def step_of_function(model: Module, function: Callable[[], Any]) -> Callable[[],
     return step
 
 
-def tensors_in(batch: Any) -> list[Tensor]:
+def tensors_of_batch(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, also those in its containers."""
     leaves = private.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def halves_of(batch: Any) -> tuple[str, tuple[Any, Any]] | str:
     """Return what is halved and both halves of a batch, or why that is not possible."""
-    tensors = [x for x in tensors_in(batch) if x.dim()]
+    tensors = [x for x in tensors_of_batch(batch) if x.dim()]
     for dim, what, found in (
         (0, SAMPLES, tensors),
         (1, TOKENS, [x for x in tensors if x.dim() in (2, 3) and x.size(0) == 1]),

@@ -29,22 +29,22 @@ logger = logging.getLogger("gradckpt")
 _rounds = itertools.count(1)
 
 
-def agreed(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
+def agreed(profile: Profile, budget: Budget) -> Plan:
     """Return the first plan of a budget; in a process group, the one for all ranks with this model.
 
     Raises:
         NoPlan: No plan stays within the budget; the same on all ranks.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return profile.plan(budget, optimizer=optimizer)
-    return _among_ranks(profile, budget, optimizer)
+        return profile.plan(budget)
+    return _among_ranks(profile, budget)
 
 
-def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
+def _among_ranks(profile: Profile, budget: Budget) -> Plan:
     rank, world = dist.get_rank(), dist.get_world_size()
     digest = digest_of(profile.model)
     store: Any = dist.distributed_c10d.PrefixStore(f"gradckpt/budget/{next(_rounds)}", private.default_store())
-    fixed = 0 if budget.step_only else profile.held(optimizer)
+    fixed = 0 if budget.step_only else profile.held
     note = {"digest": digest, "limit": budget.size - fixed, "need": profile.smallest_peak(), "text": budget.text}
     store.set(f"{rank}", json.dumps(note))
     notes = [json.loads(store.get(f"{each}")) for each in range(world)]
@@ -58,7 +58,7 @@ def _among_ranks(profile: Profile, budget: Budget, optimizer: Any) -> Plan:
     }
     try:
         limit = Budget(tightest["limit"] + fixed, budget.step_only, tightest["text"])
-        made = profile.plan(limit, optimizer=optimizer)
+        made = profile.plan(limit)
         answer = {"plan": made.to_dict()}
     except NoPlan as error:
         answer = {"refused": str(error), "smallest": error.smallest_budget, "choice": error.choice}

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from gradckpt._engine import parameter_hooks
 from gradckpt._engine import torch_private as private
+from gradckpt._host_random import host_random
 from gradckpt._models.caches import is_cache, snapshot
 from gradckpt._models.ranks import RankCheck
 from gradckpt._models.regions import Region, region_of
@@ -150,7 +152,8 @@ def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> Calla
 def _timed(
     block: Module, call: Callable[..., Any], args: Any, kwargs: Any, upstream: list[Tensor]
 ) -> tuple[list[Tensor | None], float]:
-    """Return the gradients of a block's inputs and parameters, and the seconds.
+    """Return the gradients of a block's inputs and parameters, and the seconds; the parameters'
+    hooks are not called.
 
     ``upstream``: the gradients of its outputs, which the first call of all draws.
     """
@@ -173,9 +176,10 @@ def _timed(
     result = call(*args, **kwargs)
     outputs = [x for x in private.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
-    if outputs:
+    if outputs and (inputs or trained):
         upstream.extend(_noise_like(x) for x in outputs[len(upstream) :])
-        gradients = torch.autograd.grad(outputs, [*inputs, *trained], upstream, allow_unused=True)
+        wanted = (*inputs, *trained)
+        gradients = parameter_hooks.capture(private.run_backward, outputs, tuple(upstream), wanted, trained)
     wait(device)
     return list(gradients), time.perf_counter() - began
 
@@ -184,7 +188,7 @@ def _noise_like(x: Tensor) -> Tensor:
     """Return a gradient for an output: the same at each call, and like no constant, which
     normalizations ignore.
     """
-    generator = torch.Generator(x.device).manual_seed(0)
+    generator = torch.Generator(x.device).manual_seed(0) if x.device.type != "meta" else None
     return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
@@ -207,14 +211,14 @@ def _error(exact: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> fl
 @contextlib.contextmanager
 def _put_back(block: Module) -> Iterator[Callable[[], None]]:
     """Yield a function that restores generators and the block's buffers; call it at the end."""
-    cpu = torch.get_rng_state()
+    rewind_host = host_random()
     devices = {p.device for p in block.parameters() if p.device.type not in ("cpu", "meta")}
     states = [(device, torch.get_device_module(device.type).get_rng_state(device)) for device in devices]
     buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
     tables = [(module._buffers, dict(module._buffers)) for module in block.modules()]
 
     def rewind() -> None:
-        torch.set_rng_state(cpu)
+        rewind_host()
         for device, state in states:
             torch.get_device_module(device.type).set_rng_state(state, device)
         for table, old in tables:  # a forward may assign them

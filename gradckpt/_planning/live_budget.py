@@ -29,9 +29,10 @@ from gradckpt._planning.budget import device_of, parse_budget
 from gradckpt._planning.comparison import quiet, unwrapped
 from gradckpt._planning.optimizers import state_bytes, torch_optimizer
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
+from gradckpt._planning.parameter_walk import Found, ParameterWalk
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.sharded import gradient_bytes, is_sharded, reduces, refuse_shards, trained_parts
+from gradckpt._planning.sharded import is_sharded, refuse_shards, trained_parts
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._training_step import alone, loss_of
 
@@ -54,7 +55,7 @@ class LiveBudget:
         self.budget, self.compress = budget, compress
         self._step_only = parse_budget(budget, device_of(model)).step_only
         refuse_shards(model)
-        self._options = allowed(compress, False)
+        allowed(compress, False)  # or the first training call would raise
         with quiet():
             self._blocks = [WeakModule(block) for block in regions_to_plan(model, modules)]
         self._optimizer = None if optimizer is None else weakref.ref(torch_optimizer(optimizer))
@@ -70,14 +71,15 @@ class LiveBudget:
         self._costs: RegionCosts | None = None
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
-        self._setup: Any = None  # of the model and autocast, that plans are for
+        self._setup: Any = None  # what is trained and where, and autocast, that plans are for
+        self._parameters = ParameterWalk()
         self._holds_outputs = 0  # 1: the loop has them in the backward
         #: What the present plan knows: bytes of gradients and of optimizer states, and whether
         #: gradients are reduced and outputs held.
         self._known = {"gradients": 0, "reductions": 0, "states": 0, "outputs": 0}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("budget", "compress", "_options", "_blocks", "_counts_optimizer", "_step_only", "plan")
+        kept = ("budget", "compress", "_blocks", "_counts_optimizer", "_step_only", "plan")
         return {key: vars(self)[key] for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,13 +143,15 @@ class LiveBudget:
 
     def _prepare(self, model: Module, args: Any, kwargs: Any) -> None:
         """Plan for this call if need be, and set the plan that it runs with."""
-        setup = _setup_of(model)
+        found = self._parameters.read(model)
+        device = device_of(model)
+        setup = found.trained, device, _autocast_on(device)
         if self._setup not in (None, setup):
             self._start_over()
         self._setup = setup
         shapes = _shapes_of(args, kwargs)
         is_known = self._knows(shapes)
-        grown = self._grown(model)
+        grown = self._grown(model, found)
         if "states" in grown:
             self._plans.clear()
         if not is_known:
@@ -229,7 +233,7 @@ class LiveBudget:
         self._plans = {known: made for known, made in self._plans.items() if not _covers(shapes, known)}
         self._plans[shapes] = plan, self._profile, self._known
 
-    def _grown(self, model: Module) -> dict[str, str]:
+    def _grown(self, model: Module, found: Found) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
@@ -239,44 +243,47 @@ class LiveBudget:
             _watch_optimizers(self, model)
         uncounted = self._counts_optimizer or self._step_only
         sizes = {
-            "gradients": gradient_bytes(model),
-            "reductions": int(reduces(model)),
+            "gradients": found.gradients,
+            "reductions": int(found.reduces),
             "states": 0 if optimizer is None or uncounted else state_bytes(optimizer),
             "outputs": self._holds_outputs,
         }
-        found = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
-        if "states" in found:  # plans for gradients, too, will have to count these
+        grown = {key: _SENTENCES[key] for key, size in sizes.items() if size > self._known[key]}
+        if "states" in grown:  # plans for gradients, too, will have to count these
             self._know_no_gradients()
         self._known = {key: max(size, self._known[key]) for key, size in sizes.items()}
-        return found
+        return grown
 
     def _begin(self, model: Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Trace the step, and measure regions in the call that now begins, with exact
         recomputing.
         """
         is_larger = self._profile is not None
+        options = self._trace(model, args, kwargs, shapes).options
         logger.info(
             "gradckpt: planning %s for %s%s: this call measures each distinct region in %d options",
             type(model).__name__,
             self.budget,
             ", since the input is larger" if is_larger else "",
-            len(self._options),
+            len(options),
         )
-        self._trace(model, args, kwargs, shapes)
         self._pending = None
         if self.plan is not None:
             self.install(model)
         self._measuring = contextlib.ExitStack()
-        self._costs = self._measuring.enter_context(measure_regions(self.modules, self._options))
+        self._costs = self._measuring.enter_context(measure_regions(self.modules, options))
         if self._optimizer is None:
             _watch_optimizers(self, model)
 
-    def _trace(self, model: Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
+    def _trace(self, model: Module, args: Any, kwargs: Any, shapes: Shapes) -> Profile:
         """Set the profile to that of a step with these arguments, and note what else is there."""
         step = _Step(model, bool(self._holds_outputs))
+        optimizer = self._optimizer() if self._optimizer is not None else None
         try:
             with alone(model):
-                profile = Profile(model, step, (args, kwargs), modules=self.modules, compress=self.compress)
+                profile = Profile(
+                    model, step, (args, kwargs), modules=self.modules, compress=self.compress, optimizer=optimizer
+                )
         except NotOnPaper as reason:
             raise ValueError(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; leave budget= out and "
@@ -284,20 +291,19 @@ class LiveBudget:
             ) from reason
         if step.loss_outside:
             profile.notes.append("A loss outside of the model counts as cross entropy of the model's outputs.")
-        profile.note_others(self._optimizer() if self._optimizer is not None else None)
         self._profile, self._shapes = profile, shapes
+        return profile
 
     def _make_plan(self, model: Module) -> Plan:
         assert self._profile is not None
         self._profile.costs = self._costs
-        optimizer = self._optimizer() if self._optimizer is not None else None
         budget = parse_budget(self.budget, device_of(model))
         with alone(model):
             if self._first:  # which all ranks make
-                made = agreed(self._profile, budget, optimizer)
+                made = agreed(self._profile, budget)
                 self._first = False
                 return made
-            return self._profile.plan(budget, optimizer=optimizer)
+            return self._profile.plan(budget)
 
     def note_optimizer(self, model: Module, optimizer: Any) -> None:
         """Count the states of an optimizer that has stepped, if it trains the model."""
@@ -321,12 +327,11 @@ def _shapes_of(args: Any, kwargs: Any) -> Shapes:
     return tuple(tuple(x.shape) for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
 
 
-def _setup_of(model: Module) -> Any:
-    """Return what a plan depends on beside sizes: what is trained, and autocast."""
-    device = device_of(model).type
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return trained, autocast
+def _autocast_on(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on a device, None without autocast."""
+    if not torch.amp.is_autocast_available(device.type):  # as on meta
+        return None
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _covers(large: Shapes, small: Shapes) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,11 +32,10 @@ class OptimizerMemory:
 
 def state_bytes(optimizer: Any) -> int:
     """Return the bytes of an optimizer's states."""
-    return sum(local(x).nbytes for x in _tensors_of(optimizer.state.values()))
-
-
-def _tensors_of(tree: Iterable[Any]) -> list[Tensor]:
-    return [x for x in private.tree_leaves([dict(each) for each in tree]) if isinstance(x, Tensor)]
+    values: list[Any] = list(chain.from_iterable([each.values() for each in optimizer.state.values()]))
+    if not set(map(type, values)) <= {Tensor}:  # which is fast, and each training call asks
+        values = [local(x) for x in private.tree_leaves(values) if isinstance(x, Tensor)]
+    return sum(map(attrgetter("nbytes"), values))
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -126,20 +126,28 @@ def plan(
         _check_sharded(model, allowed_error)
     with alone(model):
         try:
-            found = Profile(model, run, given, modules=modules, compress=compress, limits_error=error is not None)
+            found = Profile(
+                model,
+                run,
+                given,
+                modules=modules,
+                compress=compress,
+                limits_error=error is not None,
+                optimizer=optimizer,
+            )
         except NotOnPaper as reason:
             raise ValueError(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; compare settings with "
                 "plan(model, batch) instead"
             ) from reason
-        found.check_optimizer(limit, optimizer)  # before steps that take long
+        found.check_optimizer(limit)  # before steps that take long
         if earlier is None:
             found.measure(batch)
         else:
             found.load(earlier)
         if is_sharded(model):
-            return agreed(found, limit, optimizer)
-        return found.plan(limit, error=allowed_error, optimizer=optimizer, batch=batch)
+            return agreed(found, limit)
+        return found.plan(limit, error=allowed_error, batch=batch)
 
 
 def _check_sharded(model: Module, error: float | None) -> None:

@@ -20,7 +20,7 @@ from gradckpt._planning.budget import Budget, device_of, other_tensors
 from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, peak_of_run, quiet
 from gradckpt._planning.error_search import approach
-from gradckpt._planning.optimizers import OptimizerMemory, optimizer_memory
+from gradckpt._planning.optimizers import optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
@@ -60,10 +60,15 @@ class Profile(StepProfile):
         modules: As for :func:`gradckpt.enable`.
         compress: The codecs that a plan may use.
         limits_error: Plans will have an error budget, which permits lossy codecs.
+        optimizer: The optimizer that counts, or None.
+
+    ``fixed``: the bytes that are there during the whole step, by name, as they are now.
 
     Raises:
         NotOnPaper: The step asks for values.
-        ValueError: As :func:`gradckpt.enable`.
+        TypeError: ``optimizer`` is no torch optimizer.
+        ValueError: As :func:`gradckpt.enable`; the optimizer's step cannot be run on paper, or it
+            trains other parameters.
     """
 
     def __init__(
@@ -75,10 +80,10 @@ class Profile(StepProfile):
         modules: Modules = None,
         compress: Any = None,
         limits_error: bool = False,
+        optimizer: Any = None,
     ) -> None:
         self._step = run
         self._batch = batch
-        self._others: int | None = None
         self.device = device_of(model)
         #: Assumptions that plans say.
         self.notes: list[str] = []
@@ -95,6 +100,23 @@ class Profile(StepProfile):
             blocks = regions_to_plan(model, modules)
         refuse_shards(model, blocks)
         super().__init__(model, blocks, allowed(compress, limits_error))
+        self._count(optimizer)
+
+    def _count(self, optimizer: Any) -> None:
+        """Count what is there during the whole step, and what the optimizer's step adds to it."""
+        self.fixed = fixed_bytes(self.model)
+        known = self.held + gathered_bytes(self.model)  # traces have what is gathered
+        self._optimizer_adds = 0  # bytes, the step's gradients included
+        if optimizer is None:
+            self.notes.append("No optimizer states are counted; pass optimizer= to count them.")
+        else:
+            self.notes.append("Optimizer states count as after the first step.")
+            memory = optimizer_memory(self.model, optimizer)
+            self.fixed["optimizer states"] = memory.states + memory.new
+            known += memory.states
+            if memory.working:
+                self._optimizer_adds = missing_gradient_bytes(self.model) + memory.working - memory.new
+        self.fixed["other tensors"] = other_tensors(self.device, known)
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
@@ -154,86 +176,48 @@ class Profile(StepProfile):
 
     # ---- plans
 
-    def plan(self, budget: Budget, *, error: float | None = None, optimizer: Any = None, batch: Any = None) -> Plan:
+    def plan(self, budget: Budget, *, error: float | None = None, batch: Any = None) -> Plan:
         """Return the fastest plan within the budgets; ``batch``: to measure the error of lossy
         options on.
 
         Raises:
             ValueError: There is none.
         """
-        fixed, memory = self._fixed(optimizer)
-        needed = self._check_optimizer(budget, fixed, memory)
-        chosen, measured = self._choose(error, batch, budget, fixed)
-        about = [
-            "No optimizer states are counted; pass optimizer= to count them."
-            if optimizer is None
-            else "Optimizer states count as after the first step.",
-            *self.notes,
-        ]
+        needed = self.check_optimizer(budget)
+        chosen, measured = self._choose(error, batch, budget)
+        about = list(self.notes)
         if self._excess:
             about.append(f"A real step needed {format_bytes(self._excess)} more than on paper, which plans count.")
-        made = self.result(chosen, budget, fixed, about, measured=measured, error=error)
-        smallest = max(made.smallest_budget, needed + (sum(fixed.values()) if budget.step_only else 0))
+        made = self.result(chosen, budget, self.fixed, about, measured=measured, error=error)
+        smallest = max(made.smallest_budget, needed + (self.held if budget.step_only else 0))
         return dataclasses.replace(made, smallest_budget=smallest, profile=self._saved())
 
-    def check_optimizer(self, budget: Budget, optimizer: Any) -> None:
-        """Check that the optimizer's step is within the budget.
-
-        Raises:
-            NoPlan: It is not.
-        """
-        self._check_optimizer(budget, *self._fixed(optimizer))
-
-    def _fixed(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
-        """Return the bytes that are there during the whole step, and the optimizer's."""
-        fixed, memory = self._own(optimizer)
-        others = self._others if self._others is not None else self._others_now(fixed, memory)
-        return {**fixed, "other tensors": others}, memory
-
-    def _own(self, optimizer: Any) -> tuple[dict[str, int], OptimizerMemory]:
-        fixed = fixed_bytes(self.model)
-        if optimizer is None:
-            return fixed, OptimizerMemory(0, 0, 0)
-        memory = optimizer_memory(self.model, optimizer)
-        return {**fixed, "optimizer states": memory.states + memory.new}, memory
-
-    def _others_now(self, fixed: dict[str, int], memory: OptimizerMemory) -> int:
-        known = sum(fixed.values()) - memory.new
-        return other_tensors(self.device, known + gathered_bytes(self.model))  # traces have what is gathered
-
-    def note_others(self, optimizer: Any) -> None:
-        """Note the tensors that are not the model's or the optimizer's, for plans that are made
-        while a step runs.
-        """
-        self._others = self._others_now(*self._own(optimizer))
-
-    def held(self, optimizer: Any) -> int:
-        """Return the bytes that are there during the whole step."""
-        return sum(self._fixed(optimizer)[0].values())
+    @property
+    def held(self) -> int:
+        """The bytes that are there during the whole step."""
+        return sum(self.fixed.values())
 
     def smallest_peak(self) -> int:
         """Return about the least bytes that a step adds."""
         return min(trace.peak().size for trace in self.largest.values())
 
-    def _check_optimizer(self, budget: Budget, fixed: dict[str, int], memory: OptimizerMemory) -> int:
+    def check_optimizer(self, budget: Budget) -> int:
         """Return the smallest budget for the optimizer's step, which no option of a region changes.
 
         Raises:
             NoPlan: It is larger than the budget.
         """
-        if not memory.working:
+        if not self._optimizer_adds:
             return 0
-        gradients = missing_gradient_bytes(self.model)
-        needed = gradients + memory.working - memory.new + (0 if budget.step_only else sum(fixed.values()))
+        needed = self._optimizer_adds + (0 if budget.step_only else self.held)
         if needed > budget.size:
-            found = self.fastest(self.chain(), dataclasses.replace(budget, size=needed), fixed)  # or regions need more
+            larger = dataclasses.replace(budget, size=needed)
+            found = self.fastest(self.chain(), larger, self.fixed)  # or regions need more
             hint = f"The optimizer's step alone needs {format_bytes(needed)}; take one with smaller states."
             raise NoPlan.within(budget, needed, found.choice, hint)
         return needed
 
-    def _choose(
-        self, error: float | None, batch: Any, budget: Budget, fixed: dict[str, int]
-    ) -> tuple[Chosen, float | None]:
+    def _choose(self, error: float | None, batch: Any, budget: Budget) -> tuple[Chosen, float | None]:
         """Return the fastest of all known choices within the budgets, and its measured error."""
         errors: list[StepErrors] = []
 
@@ -244,19 +228,19 @@ class Profile(StepProfile):
 
         if error is not None and not self._is_weighed:
             self._weigh(measure)
-        limit = self.limit(budget, fixed)
-        found = self._find(error, measure, budget, fixed)
+        limit = self.limit(budget, self.fixed)
+        found = self._find(error, measure, budget)
         chosen = self._best(found, error, limit)
         for _ in range(_RUNS):
             learned = [self._learn_from_a_run(each) for each in (chosen.choice, chosen.smallest[1])]
             if not any(learned):
                 break
             if self._peaks[chosen.choice] > limit:
-                found += self._find(error, measure, dataclasses.replace(budget, size=budget.size - self._excess), fixed)
+                found += self._find(error, measure, dataclasses.replace(budget, size=budget.size - self._excess))
             chosen = self._best(found, error, limit)
         if chosen.smallest[0] > limit:
             least = chosen.smallest[1]
-            raise self.no_plan(budget, fixed, least, self.trace_of(least), self._peaks[least])
+            raise self.no_plan(budget, self.fixed, least, self.trace_of(least), self._peaks[least])
         best = chosen.choice
         if self._is_lossy(best) and best not in self._errors and batch is not None:
             self._errors[best] = measure(self.of_choice(best))
@@ -317,16 +301,14 @@ class Profile(StepProfile):
         self._peaks[choice] = max(peak, traced)
         return self._peaks[choice] != known
 
-    def _find(
-        self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget, fixed: dict[str, int]
-    ) -> list[Chosen]:
+    def _find(self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget) -> list[Chosen]:
         """Look for the smallest and the fastest choice within the budgets, which then are known."""
         found: list[Chosen] = []
         chain, other = self.chain(), self.chain()
 
         def fastest(limit: float | None) -> Choice | None:
             try:
-                chosen = self.fastest(chain, budget, fixed, limit)
+                chosen = self.fastest(chain, budget, self.fixed, limit)
             except NoPlan as none:
                 if error is None:
                     self._note(none.choice)
@@ -366,8 +348,13 @@ class Profile(StepProfile):
 
     def _measured(self, block: int) -> Measured:
         """Return what is known of a region alone."""
-        costs = tuple(self.cost(block, option) for option in self.options)
-        return Measured(self._likeness(self.blocks[block]), costs, self.weights[block] if self._is_weighed else None)
+        costs = [self.cost(block, option) for option in self.options]
+        return Measured(
+            self._likeness(self.blocks[block]),
+            tuple(cost.seconds for cost in costs),
+            tuple(cost.error for cost in costs),
+            self.weights[block] if self._is_weighed else None,
+        )
 
     def _note(self, choice: Choice) -> Choice:
         """Let a choice be known."""
@@ -387,6 +374,7 @@ class Profile(StepProfile):
         return SavedProfile.of_regions(
             self.step_seconds,
             self.traces[KEEP].peak().size,
+            self._excess,
             self.options,
             [self._measured(block) for block in range(len(self.blocks))],
             [
@@ -417,10 +405,11 @@ class Profile(StepProfile):
         weights = [saved.of(i).weight for i in range(len(self.blocks))]
         self._is_weighed = None not in weights
         self.weights = [1.0 if weight is None else weight for weight in weights]
+        self._excess = saved.excess
         same = saved.plain == self.traces[KEEP].peak().size
         for each in saved.known:
             choice = tuple(each.options[block] for block in self.calls)
-            self._peaks[choice] = each.peak if same else self.trace_of(choice).peak().size
+            self._peaks[choice] = each.peak if same else self.trace_of(choice).peak().size + self._excess
             if each.error is not None:
                 self._errors[choice] = each.error
 

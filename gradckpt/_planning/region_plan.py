@@ -14,7 +14,8 @@ from torch.nn import Module
 
 from gradckpt._models.switch import Handle, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
-from gradckpt._planning.options import KEEP, Option, find_option
+from gradckpt._planning.options import KEEP, Option
+from gradckpt._planning.plan_reader import SIGNED, UNBOUNDED, read_record
 from gradckpt._planning.saved_profile import SavedProfile
 from gradckpt._planning.sharded import class_of
 from gradckpt._planning.step_trace import Peak
@@ -39,9 +40,9 @@ class PlannedRegion:
     name: str
     kind: str
     option: Option
-    kept: int
-    seconds: float
-    error: float
+    kept: int = dataclasses.field(metadata=SIGNED)
+    seconds: float = dataclasses.field(metadata=SIGNED)
+    error: float = dataclasses.field(metadata=UNBOUNDED)
     digest: str = dataclasses.field(repr=False)
 
 
@@ -76,7 +77,7 @@ class Plan:
     bound: float
     smallest_budget: int
     estimated: bool = False
-    error: float | None = None
+    error: float | None = dataclasses.field(default=None, metadata=UNBOUNDED)
     error_budget: float | None = None
     front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
     about: tuple[str, ...] = ()
@@ -163,36 +164,38 @@ class Plan:
             TypeError: It is no path.
             ValueError: It is no plan, or one of another version.
         """
-        with open(os.fspath(path), encoding="utf-8") as file:
-            text = file.read()
+        name = os.fspath(path)
         try:
-            given = json.loads(text)
+            with open(name, encoding="utf-8") as file:
+                given = json.load(file)
             version = given.pop("version")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"gradckpt: {os.fspath(path)} is no plan; write one with plan.save(path)") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f"gradckpt: {name} is no plan; write one with plan.save(path)") from None
         if version != _VERSION:
             raise ValueError(
-                f"gradckpt: {os.fspath(path)} is a plan of version {version}, and this gradckpt reads version "
+                f"gradckpt: {name} is a plan of version {version}, and this gradckpt reads version "
                 f"{_VERSION}; make a new plan"
             )
-        try:
-            return cls.from_dict({"version": version, **given})
-        except (TypeError, KeyError, ValueError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError(f"gradckpt: {os.fspath(path)} is an incomplete plan ({error}); make a new plan") from None
+        return cls._read(given, name)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan whose :meth:`to_dict` this is."""
-        given = {key: value for key, value in data.items() if key != "version"}
-        regions = tuple(
-            PlannedRegion(**{**each, "option": find_option(**each["option"])}) for each in given.pop("regions")
-        )
-        front = tuple((size, seconds) for size, seconds in given.pop("front"))
-        binds, about = Peak(**given.pop("binds")), tuple(given.pop("about"))
-        outside = {name: tuple(shape) for name, shape in given.pop("outside").items()}
-        measured = given.pop("profile", None)
-        profile = None if measured is None else SavedProfile.from_dict(measured)
-        return cls(regions=regions, front=front, binds=binds, about=about, outside=outside, profile=profile, **given)
+        """Return the plan whose :meth:`to_dict` this is.
+
+        Raises:
+            ValueError: A value is missing, or none that a plan has; the message names it.
+        """
+        return cls._read({key: value for key, value in data.items() if key != "version"}, "this")
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any], source: str) -> Plan:
+        try:
+            found: Plan = read_record(cls, data)
+            if found.profile is not None and len(found.profile.regions) != len(found.regions):
+                raise ValueError(f"profile.regions has {len(found.profile.regions)} of {len(found.regions)} regions")
+        except ValueError as error:
+            raise ValueError(f"gradckpt: {source} is a damaged plan: {error}; make a new plan") from None
+        return found
 
     # ---- text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +12,28 @@ from torch.nn import Module
 
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.block_times import Cost
-from gradckpt._planning.options import Option, find_option
+from gradckpt._planning.options import Option
+from gradckpt._planning.plan_reader import UNBOUNDED
 
 __all__ = ["KnownPlan", "Measured", "SavedCosts", "SavedProfile", "inputs_noted", "parameters_of"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Regions that are alike. ``like``: their parameters and inputs, in words. ``costs``: of each
-    option. ``weight``: what a region's squared error adds to that of the step, None if unknown.
+    """Regions that are alike. ``like``: their parameters and inputs, in words. ``seconds``,
+    ``errors``: of each option. ``weight``: what a region's squared error adds to that of the step,
+    None if unknown.
     """
 
     like: str
-    costs: tuple[Cost, ...]
+    seconds: tuple[float, ...]
+    errors: tuple[float, ...] = dataclasses.field(metadata=UNBOUNDED)
     weight: float | None
+
+    @property
+    def costs(self) -> list[Cost]:
+        """What each option costs."""
+        return list(map(Cost, self.seconds, self.errors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,22 +44,35 @@ class KnownPlan:
 
     options: tuple[int, ...]
     peak: int
-    error: float | None
+    error: float | None = dataclasses.field(metadata=UNBOUNDED)
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedProfile:
     """``step_seconds``: of the step with exact recomputing. ``plain``: bytes that the step adds
-    without checkpointing; while these are the same, the peaks of ``known`` are. ``options``: those
-    that plans may choose from. ``measured``: what was, and ``regions``: which of it each region is.
+    without checkpointing; while these are the same, the peaks of ``known`` are. ``excess``: bytes
+    that real steps needed beyond the paper, at most. ``options``: those that plans may choose from. ``measured``: what was, and ``regions``: which of it each region is.
     """
 
     step_seconds: float
     plain: int
+    excess: int
     options: tuple[Option, ...]
     measured: tuple[Measured, ...]
     regions: tuple[int, ...]
     known: tuple[KnownPlan, ...]
+
+    def __post_init__(self) -> None:
+        options, regions = len(self.options), len(self.regions)
+        for i, each in enumerate(self.measured):
+            if not len(each.seconds) == len(each.errors) == options:
+                raise ValueError(f"profile.measured[{i}] has not one time and one error for each of {options} options")
+        for i, number in enumerate(self.regions):
+            if number >= len(self.measured):
+                raise ValueError(f"profile.regions[{i}] is {number}, and {len(self.measured)} were measured")
+        for i, known in enumerate(self.known):
+            if len(known.options) != regions or max(known.options, default=0) >= options:
+                raise ValueError(f"profile.known[{i}].options has not one of {options} options for each region")
 
     def of(self, region: int) -> Measured:
         """Return what was measured of a region."""
@@ -62,40 +83,19 @@ class SavedProfile:
         return {
             "step_seconds": self.step_seconds,
             "plain": self.plain,
+            "excess": self.excess,
             "options": [option.to_dict() for option in self.options],
-            "measured": [
-                {
-                    "like": each.like,
-                    "seconds": [cost.seconds for cost in each.costs],
-                    "errors": [cost.error for cost in each.costs],
-                    "weight": each.weight,
-                }
-                for each in self.measured
-            ],
+            "measured": [dataclasses.asdict(each) for each in self.measured],
             "regions": list(self.regions),
             "known": [dataclasses.asdict(each) for each in self.known],
         }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SavedProfile:
-        """Return the profile whose :meth:`to_dict` this is."""
-        return cls(
-            data["step_seconds"],
-            data["plain"],
-            tuple(find_option(**each) for each in data["options"]),
-            tuple(
-                Measured(each["like"], tuple(map(Cost, each["seconds"], each["errors"])), each["weight"])
-                for each in data["measured"]
-            ),
-            tuple(data["regions"]),
-            tuple(KnownPlan(**{**each, "options": tuple(each["options"])}) for each in data["known"]),
-        )
 
     @classmethod
     def of_regions(
         cls,
         step_seconds: float,
         plain: int,
+        excess: int,
         options: Sequence[Option],
         regions: Sequence[Measured],
         known: Sequence[KnownPlan],
@@ -105,6 +105,7 @@ class SavedProfile:
         return cls(
             step_seconds,
             plain,
+            excess,
             tuple(options),
             tuple(distinct),
             tuple(distinct[each] for each in regions),

@@ -14,6 +14,7 @@ __all__ = [
     "class_of",
     "gathered_bytes",
     "gradient_bytes",
+    "gradient_bytes_of",
     "is_sharded",
     "local",
     "missing_gradient_bytes",
@@ -58,10 +59,14 @@ def parameter_bytes(model: Module) -> int:
 
 def gradient_bytes(model: Module) -> int:
     """Return the bytes of gradients that exist."""
-    state = State(model)
+    return gradient_bytes_of(model.parameters(), State(model))
+
+
+def gradient_bytes_of(parameters: Iterable[Tensor], state: State) -> int:
+    """Return the same, of the parameters that a model's modules have now; some more than once."""
     gathered = state.registered()
-    others = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in gathered]
-    return sum(x.nbytes for x in others) + _storages(state.gradients())
+    others = {id(x): x for p in parameters if (x := p.grad) is not None and id(p) not in gathered}
+    return sum([x.nbytes for x in others.values()]) + _storages(state.gradients())
 
 
 def missing_gradient_bytes(model: Module) -> int:

@@ -18,8 +18,10 @@ from torch.nn import Module, Parameter
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._host_random import host_random
 from gradckpt._planning.fsdp2 import State
 from gradckpt._planning.paper import Event, PaperMode, Work
+from gradckpt._planning.plan_reader import SIGNED
 from gradckpt._planning.reads import refuse_reads
 from gradckpt._planning.sharded import local
 from gradckpt._planning.target_kernels import cuda_kernels
@@ -42,7 +44,7 @@ class Peak:
 
     size: int
     position: str
-    parts: dict[str, int]
+    parts: dict[str, int] = dataclasses.field(metadata=SIGNED)
 
 
 @dataclasses.dataclass(slots=True)
@@ -187,7 +189,7 @@ def trace_step(
         NotOnPaper: The step asks for values. Other exceptions of ``run`` arrive unchanged.
     """
     mode = PaperMode(concentrated, device_is_cpu=not cuda)
-    generator = torch.get_rng_state()
+    rewind_host = host_random()
     torch.default_generator.manual_seed(next(_seeds))  # no region shares a state of before the step
     originals = [p for p in model.parameters() if type(p) is Parameter]
     marks: list[_Mark] = []
@@ -212,7 +214,7 @@ def trace_step(
             }
     finally:
         torch.clear_autocast_cache()  # of casts on paper
-        torch.set_rng_state(generator)
+        rewind_host()
     events = mode.events[:]
     bounds = [_Mark(0, before, "", -1), *marks, _Mark(len(events), after, "", -1)]
     segments = _segments(events, mode.work, bounds, gradients)

@@ -42,6 +42,15 @@ def test_a_budget_while_training(ranks):
         assert 4 * 544384 <= states < 4 * 545000, "two numbers for each of half of the weights"
 
 
+def test_a_walk_sees_that_a_model_is_sharded(ranks):
+    """Its gradients are halves in float32, and before they are reduced whole ones."""
+    for rank in ranks:
+        whole, reduced, unreduced = rank["walked"]
+        assert whole == [0, True, False]
+        assert reduced == [2 * 544384, True, True]
+        assert unreduced == [4 * 544384, False, True]
+
+
 def test_plans_apply_before_sharding_and_after(ranks):
     for planned, checkpointed in ranks[0]["before and after"]:
         assert planned

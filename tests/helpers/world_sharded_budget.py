@@ -8,10 +8,11 @@ import torch.distributed as dist
 from planned_nets import ROWS, WIDTH, Net, fixed_costs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradckpt
+from gradckpt._planning.parameter_walk import ParameterWalk
 
 LAYERS = 4
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -90,6 +91,22 @@ def trained(budget):
     return [names, plan.budget, held + peak(step), plan.fixed["optimizer states"], plan.fixed["gradients"]]
 
 
+def walked():
+    """What a walk finds of a model that is sharded after it was read: gradients, whether they are
+    reduced, and whether the trained parameters are the same; with reduced gradients and without.
+    """
+    net, walk = whole(), ParameterWalk()
+    found = [walk.read(net)]
+    sharded(net, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
+    for reduces in (True, False):
+        net.set_requires_gradient_sync(reduces)
+        net.set_reshard_after_backward(reduces)
+        net.zero_grad()
+        net(X).backward()
+        found.append(walk.read(net))
+    return [[each.gradients, each.reduces, each.trained == found[1].trained] for each in found]
+
+
 def parts_sharded():
     net = whole()
     for block in net.blocks:
@@ -153,6 +170,7 @@ def fully_sharded():
             ],
             "trained": trained("12MiB"),
             "another model": len(gradckpt.plan(sharded(Net(2)), (X,), budget="1GiB").regions),
+            "walked": walked(),
             "before and after": before_and_after(),
             "refusals": refusals(),
         }

@@ -17,7 +17,7 @@ from planned_nets import LAYERS, ROWS, WIDTH, Block, Net, fixed_costs, net
 from torch import nn
 
 import gradckpt
-from gradckpt._planning import block_times
+from gradckpt._planning import block_times, profile
 from gradckpt._planning.budget import parse_budget
 from gradckpt._planning.options import RECOMPUTE, allowed
 
@@ -252,6 +252,25 @@ def test_the_optimizer_counts(monkeypatch):
         gradckpt.plan(model, BATCH, budget="1GiB", optimizer="adamw")
 
 
+@pytest.mark.parametrize("door", ["plan", "enable"])
+def test_a_plan_counts_once(door, monkeypatch):
+    """The optimizer's step runs on paper, and Python's objects are searched, once for a plan."""
+    fixed_costs(monkeypatch)
+    counts = []
+    for name in ("optimizer_memory", "other_tensors"):
+        found = getattr(profile, name)
+        monkeypatch.setattr(profile, name, lambda *args, found=found: counts.append(found) or found(*args))
+    model = net(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if door == "plan":
+        gradckpt.plan(model, BATCH, budget="1GiB", optimizer=optimizer)
+    else:
+        gradckpt.enable(model, budget="1GiB", optimizer=optimizer)
+        model(BATCH).backward()
+        assert vars(model)["_gradckpt_budget"]._pending.fixed["optimizer states"]
+    assert len(counts) == 2
+
+
 def test_other_tensors_count():
     model = net(2)
     alone_ = gradckpt.plan(model, BATCH, budget="1GiB")
@@ -369,7 +388,7 @@ def test_a_plan_for_another_model(tmp_path):
     for text, said in (
         ("{", "is no plan"),
         ('{"version": 9}', "version 9"),
-        ('{"version": 1}', "is an incomplete plan"),
+        ('{"version": 1}', "is a damaged plan: model is missing; make a new plan"),
     ):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ValueError, match=said):

@@ -1,0 +1,57 @@
+"""What each training call asks of a model's parameters, in one walk: :class:`ParameterWalk`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from gradckpt._planning.fsdp2 import State
+from gradckpt._planning.sharded import gradient_bytes_of
+
+__all__ = ["Found", "ParameterWalk"]
+
+
+class Found(NamedTuple):
+    """``trained``: the size of each parameter, 0 if it is frozen. ``gradients``: bytes of those
+    that exist. ``reduces``: whether a backward reduces the gradients of a sharded model.
+    """
+
+    trained: list[int]
+    gradients: int
+    reduces: bool
+
+
+class ParameterWalk:
+    """Reads a model's parameters. Its modules are remembered until one has other children or, as
+    when it is sharded, another class; what modules have of parameters is read each time.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[Module]] = []  # so that parts that are replaced are freed
+        self._tree: Any = None
+        self._state: Any = None
+
+    def read(self, model: Module) -> Found:
+        modules: list[Any] = [module() for module in self._modules]
+        if modules[:1] != [model] or None in modules or _tree_of(modules) != self._tree:
+            modules = list(model.modules())
+            self._modules = list(map(weakref.ref, modules))
+            self._tree, self._state = _tree_of(modules), State(model)
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        size = Tensor.numel if self._state.parameters else attrgetter("nbytes")  # gathered ones may have another dtype
+        return Found(
+            [size(p) if p.requires_grad else 0 for p in parameters],
+            gradient_bytes_of(parameters, self._state),
+            self._state.reduces(),
+        )
+
+
+def _tree_of(modules: Sequence[Module]) -> tuple[list[int], list[type]]:
+    """Return the ids of all children, and the class of each module."""
+    children = [id(x) for module in modules if (table := module._modules) for x in table.values()]
+    return children, list(map(type, modules))

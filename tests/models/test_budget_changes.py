@@ -1,0 +1,271 @@
+"""What enable(budget=) sees of a model that changes between its training calls."""
+
+import contextlib
+import copy
+import gc
+import logging
+import random
+import weakref
+
+import numpy
+import pytest
+import torch
+from planned_nets import ROWS, WIDTH, Block, fixed_costs, net
+from torch import nn
+
+import gradckpt
+from gradckpt._planning import block_times, options
+from gradckpt._planning.parameter_walk import ParameterWalk
+from gradckpt._planning.sharded import gradient_bytes
+
+LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    gc.collect()  # what earlier tests left would count
+    fixed_costs(monkeypatch)
+    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
+
+
+def measured(monkeypatch):
+    """Let regions be measured, briefly."""
+    monkeypatch.undo()
+    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
+
+
+def step(model, context=contextlib.nullcontext):
+    weight = next(model.parameters())
+    with context():
+        loss = model(torch.ones(ROWS, WIDTH, dtype=weight.dtype, device=weight.device))
+    loss.backward()
+
+
+def other_layer_is_trained(model):
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].requires_grad_(True)
+
+
+def larger_parameter(model):
+    model.blocks[1].up.bias = nn.Parameter(torch.zeros(ROWS, 4 * WIDTH))
+
+
+def larger_module(model):
+    model.embed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def parameter_of_a_leaf(model):
+    model.blocks[0].norm.scale = nn.Parameter(torch.ones(()))
+
+
+def other_dtype(model):
+    model.double()
+
+
+CHANGES = [other_layer_is_trained, larger_parameter, larger_module, parameter_of_a_leaf, other_dtype]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_model_is_planned_from_the_start(change, caplog):
+    model = net(LAYERS)
+    model.blocks[1].requires_grad_(False)
+    gradckpt.enable(model, budget="1GiB")
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        for _ in range(3):
+            step(model)
+            model.zero_grad()
+        assert caplog.text.count("planning Net") == 1
+        change(model)
+        for _ in range(3):
+            step(model)
+            model.zero_grad()
+        assert caplog.text.count("planning Net") == 2
+
+
+def test_autocast_is_seen(caplog):
+    model = net(LAYERS)
+    gradckpt.enable(model, budget="1GiB")
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        for dtype in (torch.bfloat16, torch.float16):
+            for _ in range(2):
+                step(model, lambda dtype=dtype: torch.autocast("cpu", dtype=dtype))
+                model.zero_grad()
+    assert caplog.text.count("planning Net") == 2
+
+
+def test_values_of_parameters_are_no_change(caplog):
+    model = net(LAYERS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradckpt.enable(model, budget="1GiB", optimizer=optimizer)
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        for _ in range(3):
+            step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.load_state_dict(net(LAYERS).state_dict(), assign=True)
+        step(model)
+    assert caplog.text.count("planning Net") == 1
+    assert "planned again" not in caplog.text
+
+
+def test_gradients_of_replaced_parameters_count(caplog):
+    model = net(LAYERS)
+    gradckpt.enable(model, budget="1GiB")
+    for _ in range(2):
+        step(model)
+        model.zero_grad()
+    weight = model.embed.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    weight.grad = torch.ones(WIDTH, WIDTH)
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        step(model)
+    assert caplog.text.count("planned again, since gradients exist") == 1
+    assert vars(model)["_gradckpt_budget"].plan.fixed["gradients"] == weight.nbytes
+
+
+class Remembering(torch.optim.SGD):
+    """Has a list of all gradients, as LBFGS has some."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("gradients", []).append(p.grad.clone())
+
+
+def test_states_in_a_list_that_grows_count():
+    model = net(LAYERS)
+    optimizer = Remembering(model.parameters())
+    gradckpt.enable(model, budget="1GiB")
+    counted = []
+    for _ in range(4):
+        step(model)
+        counted.append(vars(model)["_gradckpt_budget"]._known["states"])
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = sum(p.nbytes for p in model.parameters())
+    assert counted == [0, weights, 2 * weights, 3 * weights]
+
+
+# ---- the walk itself
+
+
+def plain_read(model):
+    """What a walk finds, by torch's own walks."""
+    return [p.nbytes if p.requires_grad else 0 for p in model.parameters()], gradient_bytes(model)
+
+
+def test_a_walk_finds_what_parameters_have():
+    model, walk = net(LAYERS), ParameterWalk()
+
+    def check():
+        found = walk.read(model)
+        assert found[:2] == plain_read(model)
+
+    check()
+    step(model)
+    check()
+    for change in CHANGES:
+        model.zero_grad()
+        change(model)
+        check()
+    model.blocks[0], model.blocks[1] = model.blocks[1], nn.Identity()
+    check()
+    model.blocks.append(Block())
+    check()
+    del model.blocks[0]
+    check()
+    model.blocks[0].weight = None
+    check()
+
+
+def test_shared_parameters_count_once():
+    model, walk = net(LAYERS), ParameterWalk()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    step(model)
+    assert walk.read(model).gradients == gradient_bytes(model) == sum(p.grad.nbytes for p in model.parameters())
+
+
+def test_parts_that_are_replaced_are_freed():
+    model = net(LAYERS)
+    gradckpt.enable(model, budget="1GiB")
+    step(model)
+    model.zero_grad()
+    part = weakref.ref(model.embed.weight)
+    model.embed = nn.Linear(WIDTH, WIDTH)
+    gc.collect()
+    assert part() is None
+
+
+def test_a_copy_reads_its_own_parameters():
+    model = net(LAYERS)
+    gradckpt.enable(model, budget="1GiB")
+    step(model)
+    twin = copy.deepcopy(model)
+    assert vars(twin)["_gradckpt_budget"]._parameters.read(twin).gradients == gradient_bytes(twin)
+
+
+# ---- what the measuring call leaves
+
+
+def test_generators_move_as_with_checkpoints(monkeypatch):
+    """Recomputing draws from Python's and numpy's again, and measuring does not."""
+    measured(monkeypatch)
+
+    class Drawing(Block):
+        def forward(self, x):
+            return super().forward(x) * (numpy.random.rand() + random.random() + torch.rand(()))
+
+    def draws(run):
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(0)
+        run()
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    model = net(1)
+    model.blocks[0] = Drawing()
+    gradckpt.enable(model, None, modules=Drawing)
+    expected = draws(lambda: step(model))
+    gradckpt.enable(model, budget="1GiB", modules=Drawing)
+    assert draws(lambda: step(model)) == expected
+    planned = draws(lambda: gradckpt.plan(model, torch.ones(ROWS, WIDTH), budget="1GiB", modules=Drawing))
+    assert planned == draws(lambda: None), "a plan for later leaves them where they are"
+
+
+def test_hooks_of_parameters_are_called_once_for_each_backward(monkeypatch):
+    measured(monkeypatch)
+    model, calls = net(LAYERS), []
+    for name, p in model.named_parameters():
+        p.register_hook(lambda gradient, name=name: calls.append(name))
+    gradckpt.enable(model, budget="1GiB")
+    for _ in range(2):
+        calls.clear()
+        step(model)
+        assert sorted(calls) == sorted(name for name, _ in model.named_parameters())
+
+
+# ---- the meta device
+
+
+def test_a_model_without_values(caplog):
+    """It is planned, and planned from the start once it has values."""
+    model = net(LAYERS).to("meta")
+    gradckpt.enable(model, budget="1GiB")
+    added = set()
+    with caplog.at_level(logging.INFO, "gradckpt"):
+        for calls in (1, 2):
+            for _ in range(2):
+                step(model)
+                model.zero_grad()
+            assert caplog.text.count("planning Net") == calls
+            plan = vars(model)["_gradckpt_budget"].plan
+            added.add(plan.peak - sum(plan.fixed.values()))
+            model.to_empty(device="cpu")
+    assert len(added) == 1
+
+
+def test_regions_without_values_are_measured(monkeypatch):
+    measured(monkeypatch)
+    model = net(1).to("meta")
+    with block_times.measure_regions(model.blocks, [options.KEEP, options.RECOMPUTE]) as costs:
+        step(model)
+    assert costs.of(model.blocks[0], options.RECOMPUTE).seconds > 0
