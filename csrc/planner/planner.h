@@ -39,4 +39,8 @@ enum { GCK_LEAST_BUCKETS = 64, GCK_MOST_BUCKETS = 1 << 18 };
  * outlive the front. */
 int gck_front_new(const gck_chain *chain, int64_t buckets, gck_front **front);
 
+/* Find the fastest plan within both budgets, and a time below which there is none.  plan->choices
+ * has room for all regions.  GCK_OK or GCK_E_MEMORY. */
+int gck_front_plan(gck_front *front, int64_t budget, int64_t error_budget, gck_solution *plan, int64_t *bound);
+
 #endif
