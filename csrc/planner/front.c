@@ -19,7 +19,7 @@ void gck_front_free(gck_front *front)
     free(front);
 }
 
-int gck_front_add_pass(gck_front *front, int64_t end, uint32_t rest)
+int gck_front_add_pass(gck_front *front, int64_t end)
 {
     gck_pass *passes = gck_planner_memory(front->n_passes + 1, sizeof *passes);
     gck_step **steps = gck_planner_memory(end, sizeof *steps);
@@ -37,7 +37,7 @@ int gck_front_add_pass(gck_front *front, int64_t end, uint32_t rest)
     }
     free(front->passes);
     front->passes = passes;
-    front->passes[front->n_passes++] = (gck_pass){steps, end, rest};
+    front->passes[front->n_passes++] = (gck_pass){steps, end};
     return GCK_OK;
 }
 
@@ -95,9 +95,7 @@ void gck_front_choices_from(const gck_front *front, const gck_label *label, uint
     for (int64_t l = 0; l < front->chain->regions; l++) {
         choices[l] = step.option;
         if (l + 1 < front->chain->regions) {
-            while (l + 1 >= front->passes[pass].end) {
-                pass = front->passes[pass].rest;
-            }
+            pass = l + 1 < front->passes[pass].end ? pass : 0;
             step = front->passes[pass].steps[l + 1][step.from];
         }
     }

@@ -10,11 +10,10 @@ typedef struct {
 } gck_step;
 
 /* One pass over regions [0, end): for each after the first, the steps of its labels.  What they
- * extend at region `end` is of the pass number `rest`. */
+ * extend at region `end` is of pass 0, which has all regions. */
 typedef struct {
     gck_step **steps;                        /* end; malloc, and so is each */
     int64_t    end;
-    uint32_t   rest;
 } gck_pass;
 
 /* Where a plan goes on after region 0: a label of region 1, or of the region at which the pass ends. */
@@ -44,7 +43,7 @@ typedef struct {
 void gck_front_free(gck_front *front);       /* NULL: nothing */
 
 /* Begin a pass over regions [0, end).  GCK_OK or GCK_E_MEMORY. */
-int gck_front_add_pass(gck_front *front, int64_t end, uint32_t rest);
+int gck_front_add_pass(gck_front *front, int64_t end);
 
 void gck_front_drop_pass(gck_front *front);  /* the last one */
 

@@ -84,7 +84,7 @@ static int extend(gck_front *front, solver *s, int64_t l)
 static int solve(gck_front *front, solver *s)
 {
     const gck_chain *chain = front->chain;
-    int status = gck_front_add_pass(front, chain->regions, 0);
+    int status = gck_front_add_pass(front, chain->regions);
 
     if (status != GCK_OK || (status = gck_labels_reserve(&s->next, 1)) != GCK_OK) {
         return status;

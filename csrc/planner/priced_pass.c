@@ -58,7 +58,7 @@ int gck_pricer_run(gck_pricer *pricer, gck_price before, gck_price after, int64_
     gck_front *front = pricer->front;
     const gck_chain *chain = front->chain;
     const int64_t end = front->exact_from;
-    int status = gck_front_add_pass(front, end, 0);
+    int status = gck_front_add_pass(front, end);
 
     if (status != GCK_OK) {
         return status;

@@ -18,9 +18,9 @@ typedef struct {
     gck_front *front;
     gck_pricer pricer;
     int64_t    budget, error_budget;
-    int64_t    most, errors;                 /* more error than its region's least that an option may have; all errors */
-    gck_solution  *best;
-    point      low, high;                    /* the best known plans with more error than the budget, and without */
+    int64_t    most, errors;                 /* as gck_pricer_run() has it; the sum of the largest errors */
+    gck_solution *best, tried;               /* malloc: the choices of `tried` */
+    point      low, high;                    /* the best known plans with more error than the budget, and within */
 } search;
 
 static int64_t cost(gck_price price, point plan)
@@ -48,28 +48,43 @@ static int take(search *s, point plan, gck_price price)
     return is_better;
 }
 
-/* Solve at these prices.  Sets `found` to the plan of least cost within the bytes, and keeps the
+/* Keep a label of the last pass, as far as exchanges make it faster than the best plan. */
+static int improve(search *s, int64_t label)
+{
+    const gck_label *plan = &s->pricer.labels.at[label];
+    gck_solution *tried = &s->tried;
+    int status;
+
+    tried->bytes = plan->bytes;
+    tried->error = plan->error;
+    tried->time = s->pricer.times[label];
+    gck_front_choices_from(s->front, plan, (uint32_t)s->front->n_passes - 1, tried->choices);
+    status = gck_exchange(s->front->chain, s->budget, s->error_budget, s->front->buckets, tried);
+    if (status == GCK_OK && tried->time < s->best->time) {
+        s->best->bytes = tried->bytes;
+        s->best->error = tried->error;
+        s->best->time = tried->time;
+        memcpy(s->best->choices, tried->choices, (size_t)s->front->chain->regions * sizeof *tried->choices);
+    }
+    return status;
+}
+
+/* Solve at these prices.  Sets `found` to the plan of least cost within the bytes, and improves the
  * fastest that is within both budgets. */
 static int run(search *s, gck_price before, gck_price after, int64_t change, point *found)
 {
     const gck_labels *labels = &s->pricer.labels;
-    const int status = gck_pricer_run(&s->pricer, before, after, change, s->most);
+    int status = gck_pricer_run(&s->pricer, before, after, change, s->most);
     int64_t fastest = -1;
 
     *found = (point){GCK_NEVER, GCK_NEVER};
     for (int64_t i = 0; status == GCK_OK && i < labels->n && labels->at[i].bytes <= s->budget; i++) {
         *found = (point){s->pricer.times[i], labels->at[i].error};
-        if (found->error <= s->error_budget && found->time < s->best->time
-            && (fastest < 0 || found->time < s->pricer.times[fastest])) {
+        if (found->error <= s->error_budget && (fastest < 0 || found->time < s->pricer.times[fastest])) {
             fastest = i;
         }
     }
-    if (fastest >= 0) {
-        s->best->bytes = labels->at[fastest].bytes;
-        s->best->error = labels->at[fastest].error;
-        s->best->time = s->pricer.times[fastest];
-        gck_front_choices_from(s->front, &labels->at[fastest], (uint32_t)s->front->n_passes - 1, s->best->choices);
-    }
+    status = fastest >= 0 ? improve(s, fastest) : status;
     gck_front_drop_pass(s->front);
     return status;
 }
@@ -146,6 +161,8 @@ int gck_priced_plan_improve(gck_front *front, int64_t budget, int64_t error_budg
     int64_t least;
     int status = gck_pricer_init(&s.pricer, front, front->buckets, front->range);
 
+    s.tried.choices = gck_planner_memory(front->chain->regions, sizeof *s.tried.choices);
+    status = s.tried.choices == NULL ? GCK_E_MEMORY : status;
     gck_error_sums(front->chain, &least, &s.errors);
     s.most = error_budget - least;
     begin(&s);
@@ -154,5 +171,6 @@ int gck_priced_plan_improve(gck_front *front, int64_t budget, int64_t error_budg
         status = gck_exchange(front->chain, budget, error_budget, front->buckets, plan);
     }
     gck_pricer_free(&s.pricer);
+    free(s.tried.choices);
     return status;
 }
