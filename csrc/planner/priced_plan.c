@@ -155,7 +155,8 @@ static int find_change(search *s, gck_price price)
     return status;
 }
 
-int gck_priced_plan_improve(gck_front *front, int64_t budget, int64_t error_budget, gck_solution *plan, gck_price *price)
+int gck_priced_plan_improve(gck_front *front, int64_t budget, int64_t error_budget, gck_solution *plan,
+                            gck_price *price)
 {
     search s = {.front = front, .budget = budget, .error_budget = error_budget, .best = plan};
     int64_t least;

@@ -12,6 +12,7 @@
  * first regions have a slightly higher one and the others a slightly lower one, and their number is
  * looked for.  Last, options of one region or of two are changed until no change is better.
  * `price`: where the bound is best.  GCK_OK or GCK_E_MEMORY. */
-int gck_priced_plan_improve(gck_front *front, int64_t budget, int64_t error_budget, gck_solution *plan, gck_price *price);
+int gck_priced_plan_improve(gck_front *front, int64_t budget, int64_t error_budget, gck_solution *plan,
+                            gck_price *price);
 
 #endif

@@ -53,7 +53,10 @@ static int solve(const gck_chain *chain, int64_t buckets, int64_t budget, int64_
     gck_solution plan = {.choices = choices};
     int64_t bound = 0;
 
-    if (status == GCK_OK && (status = gck_front_plan(front, budget, error_budget, &plan, &bound)) == GCK_OK && plan.found) {
+    if (status == GCK_OK) {
+        status = gck_front_plan(front, budget, error_budget, &plan, &bound);
+    }
+    if (status == GCK_OK && plan.found) {
         int64_t kept = 0, peak = INT64_MIN, time = 0, error = 0;
         for (int64_t l = 0; l < chain->regions; l++) {
             const int64_t at = l * chain->options + choices[l];
