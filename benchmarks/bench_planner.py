@@ -42,8 +42,8 @@ def least_ms(call: Callable[[], Any], repeat: int) -> tuple[float, float]:
     return wall, cpu
 
 
-def measure(shape: str, errors: bool, buckets: int, repeat: int) -> dict[str, Any]:
-    tables = chain_of_126(random.Random(0), shape, errors=errors)
+def measure(shape: str, seed: int, errors: bool, buckets: int, repeat: int) -> dict[str, Any]:
+    tables = chain_of_126(random.Random(seed), shape, errors=errors)
     arguments = arguments_of(tables)
     error_budget = sum(map(max, tables["error"])) // 10 if errors else 0
     whole = _C.choose_options(*arguments, None, 2**59, buckets)
@@ -60,7 +60,7 @@ def measure(shape: str, errors: bool, buckets: int, repeat: int) -> dict[str, An
         extra = choice["time"] - plain_time(tables)
         gaps.append((choice["time"] - choice["lower_bound"]) / extra if extra else 0.0)
     return {
-        "chain": shape,
+        "chain": shape if seed == 0 else f"{shape} ({seed})",
         "errors": errors,
         "buckets": buckets,
         "exact": choice["exact"],
@@ -77,9 +77,10 @@ def main() -> None:
     found = facts()
     print_head("planner: 126 regions, 12 options", found)
     rows = [
-        measure(shape, errors, buckets, 2 if errors else options.repeat)
+        measure(shape, seed, errors, buckets, 2 if errors else options.repeat)
         for errors in (False, True)
         for shape in ("different", "alike", "stages", "encoder_decoder")
+        for seed in ((0, 1, 2) if errors and shape == "alike" else (0,))
         for buckets in (BOUNDS if not errors else (4096,))
     ]
     print_table(

@@ -1,7 +1,6 @@
 /* region_choice.c: tables from Python for the planner, and its plans as a dict. */
 #include "engine/region_choice.h"
 
-#include "planner/lower_bound.h"
 #include "planner/planner.h"
 
 #include <stdlib.h>
@@ -17,8 +16,8 @@ typedef struct {
     int        has_budget;
     int64_t    budget, error_budget, buckets;
     gck_front *front;
-    int64_t    plan, bound;                  /* -1: none within the budgets */
-    uint32_t  *choices;                      /* of the plan; malloc */
+    gck_solution plan;                        /* within the budgets; its choices: malloc */
+    int64_t    bound;
 } choice;
 
 static int is_int64(const Py_buffer *view)
@@ -99,17 +98,15 @@ static int parse(choice *c, PyObject *args, PyObject *keywords)
 /* All that needs no Python; a status. */
 static int solve(choice *c)
 {
-    int status = gck_front_new(&c->chain, c->buckets, &c->front);
+    const int status = gck_front_new(&c->chain, c->buckets, &c->front);
 
-    if (status != GCK_OK || !c->has_budget
-        || (c->plan = gck_front_find(c->front, c->budget, c->error_budget)) < 0) {
+    if (status != GCK_OK || !c->has_budget) {
         return status;
     }
-    if ((c->choices = malloc((size_t)(c->chain.regions + 1) * sizeof *c->choices)) == NULL) {
+    if ((c->plan.choices = malloc((size_t)(c->chain.regions + 1) * sizeof *c->plan.choices)) == NULL) {
         return GCK_E_MEMORY;
     }
-    gck_front_choices(c->front, c->plan, c->choices);
-    return gck_lower_bound(c->front, c->plan, c->budget, c->error_budget, &c->bound);
+    return gck_front_plan(c->front, c->budget, c->error_budget, &c->plan, &c->bound);
 }
 
 static PyObject *choices_of(const choice *c)
@@ -117,7 +114,7 @@ static PyObject *choices_of(const choice *c)
     PyObject *choices = PyTuple_New(c->chain.regions);
 
     for (int64_t l = 0; choices != NULL && l < c->chain.regions; l++) {
-        PyObject *option = PyLong_FromUnsignedLong(c->choices[l]);
+        PyObject *option = PyLong_FromUnsignedLong(c->plan.choices[l]);
         if (option == NULL || PyTuple_SetItem(choices, l, option) < 0) {
             Py_CLEAR(choices);
         }
@@ -148,12 +145,12 @@ static PyObject *dict_of(const choice *c)
     const int exact = c->front->exact_from == 0;
     PyObject *smallest = least != GCK_UNAVAILABLE ? PyLong_FromLongLong(least) : Py_NewRef(Py_None);
 
-    if (c->plan < 0) {
+    if (!c->plan.found) {
         return Py_BuildValue("{sO sO sO sO sO sN sN sO}", "choices", Py_None, "time", Py_None, "peak", Py_None,
                              "error", Py_None, "lower_bound", Py_None, "smallest_budget", smallest, "front",
                              front_of(c), "exact", exact ? Py_True : Py_False);
     }
-    const gck_label *plan = &c->front->plans.at[c->plan];
+    const gck_solution *plan = &c->plan;
     return Py_BuildValue("{sN sL sL sL sL sN sN sO}", "choices", choices_of(c), "time", (long long)plan->time, "peak",
                          (long long)plan->bytes, "error", (long long)plan->error, "lower_bound", (long long)c->bound,
                          "smallest_budget", smallest, "front", front_of(c), "exact", exact ? Py_True : Py_False);
@@ -161,7 +158,7 @@ static PyObject *dict_of(const choice *c)
 
 PyObject *gck_choose_options_py(PyObject *module, PyObject *args, PyObject *keywords)
 {
-    choice c = {.plan = -1};
+    choice c = {.front = NULL};
     PyObject *result = NULL;
     int status = GCK_OK;
 
@@ -182,7 +179,7 @@ PyObject *gck_choose_options_py(PyObject *module, PyObject *args, PyObject *keyw
     }
 exit:
     gck_front_free(c.front);
-    free(c.choices);
+    free(c.plan.choices);
     free(c.tables);
     return result;
 }

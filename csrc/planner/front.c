@@ -9,11 +9,8 @@ void gck_front_free(gck_front *front)
     if (front == NULL) {
         return;
     }
-    for (int64_t i = 0; i < front->n_passes; i++) {
-        for (int64_t l = 0; l < front->passes[i].end; l++) {
-            free(front->passes[i].steps[l]);
-        }
-        free(front->passes[i].steps);
+    while (front->n_passes > 0) {
+        gck_front_drop_pass(front);
     }
     free(front->passes);
     free(front->ends);
@@ -22,7 +19,7 @@ void gck_front_free(gck_front *front)
     free(front);
 }
 
-int gck_front_add_pass(gck_front *front, int64_t end, uint32_t rest)
+int gck_front_add_pass(gck_front *front, int64_t end)
 {
     gck_pass *passes = gck_planner_memory(front->n_passes + 1, sizeof *passes);
     gck_step **steps = gck_planner_memory(end, sizeof *steps);
@@ -40,8 +37,18 @@ int gck_front_add_pass(gck_front *front, int64_t end, uint32_t rest)
     }
     free(front->passes);
     front->passes = passes;
-    front->passes[front->n_passes++] = (gck_pass){steps, end, rest};
+    front->passes[front->n_passes++] = (gck_pass){steps, end};
     return GCK_OK;
+}
+
+void gck_front_drop_pass(gck_front *front)
+{
+    const gck_pass *pass = &front->passes[--front->n_passes];
+
+    for (int64_t l = 0; l < pass->end; l++) {
+        free(pass->steps[l]);
+    }
+    free(pass->steps);
 }
 
 int gck_front_keep_steps(gck_front *front, int64_t region, const gck_labels *labels)
@@ -81,23 +88,27 @@ int64_t gck_front_least(const gck_front *front, int64_t error_budget)
     return GCK_UNAVAILABLE;
 }
 
-void gck_front_choices(const gck_front *front, int64_t plan, uint32_t *choices)
+void gck_front_choices_from(const gck_front *front, const gck_label *label, uint32_t pass, uint32_t *choices)
 {
-    const gck_label *label = &front->plans.at[plan];
-    uint32_t pass = 0;
     gck_step step = {label->from, label->option};
 
-    if (front->ends != NULL) {
-        pass = front->ends[label->from].pass;
-        step.from = front->ends[label->from].from;
-    }
     for (int64_t l = 0; l < front->chain->regions; l++) {
         choices[l] = step.option;
         if (l + 1 < front->chain->regions) {
-            while (l + 1 >= front->passes[pass].end) {
-                pass = front->passes[pass].rest;
-            }
+            pass = l + 1 < front->passes[pass].end ? pass : 0;
             step = front->passes[pass].steps[l + 1][step.from];
         }
     }
+}
+
+void gck_front_choices(const gck_front *front, int64_t plan, uint32_t *choices)
+{
+    gck_label label = front->plans.at[plan];
+    uint32_t pass = 0;
+
+    if (front->ends != NULL) {
+        pass = front->ends[label.from].pass;
+        label.from = front->ends[label.from].from;
+    }
+    gck_front_choices_from(front, &label, pass, choices);
 }

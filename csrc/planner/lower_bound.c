@@ -6,7 +6,7 @@
  * they differ from it.
  *
  * Errors are priced: for any price p >= 0 of an error, the least sum of time + p * error, less p *
- * error budget, is a bound.  The best of some prices is taken. */
+ * error budget, is a bound. */
 #include "planner/lower_bound.h"
 
 #include "planner/buckets.h"
@@ -14,14 +14,14 @@
 
 #include <stdlib.h>
 
-enum { OCTAVES = 21 };                       /* of prices that are tried */
+enum { FINER = 2 };                          /* as many buckets with errors */
 #define ENOUGH (INT64_C(1) << 60)            /* a budget beyond all sums */
 
 typedef struct {
     const gck_front *front;
-    int64_t          budget, error_budget;
+    int64_t          budget, most_error;     /* as gck_priced_options() has it */
     int64_t          width, most;            /* of a bucket, in bytes; buckets */
-    uint32_t        *choices;                /* of the plan */
+    const uint32_t  *choices;                /* of the plan */
     int64_t         *slack;                  /* of the plan at each region */
     int64_t         *least, *greatest;       /* slack of any plan at each region */
     int64_t         *low, *high;             /* the first and the last slack that is looked at */
@@ -29,7 +29,6 @@ typedef struct {
     gck_move        *moves;
     gck_buckets      now, next;              /* the bounds of this region and of the next */
 } bounds;
-
 
 /* Set the slack that plans may have within the budget, before each region and after the last. */
 static void find_slack(bounds *b)
@@ -64,7 +63,7 @@ static void find_grids(bounds *b, const gck_labels *labels, int64_t from, gck_pr
         if (l == 0) {
             break;
         }
-        const int n = gck_priced_options(b->front->chain, l - 1, price, b->error_budget, b->options);
+        const int n = gck_priced_options(b->front->chain, l - 1, price, b->most_error, b->options);
         int64_t new_first = INT64_MAX, new_last = INT64_MAX, time = INT64_MAX;
         for (int o = 0; o < n; o++) {
             const gck_option *option = &b->options[o];
@@ -106,7 +105,7 @@ static int64_t bound_at(bounds *b, const gck_labels *labels, int64_t from, gck_p
     for (int64_t l = from - 1; l >= 0; l--) {
         const gck_buckets done = b->next;
         lay(b, l, &b->now);
-        const int n = gck_priced_options(b->front->chain, l, price, b->error_budget, b->options);
+        const int n = gck_priced_options(b->front->chain, l, price, b->most_error, b->options);
         gck_buckets_bound(&b->next, b->options, n, b->width, b->moves, &b->now);
         b->next = b->now;
         b->now = done;
@@ -114,84 +113,28 @@ static int64_t bound_at(bounds *b, const gck_labels *labels, int64_t from, gck_p
     return b->next.time[1 + gck_smaller((b->budget - b->next.first) / b->width, b->next.n - 1)];
 }
 
-/* The bound of a price, when the price of the error budget is taken off. */
-static int64_t bound_with_errors(bounds *b, gck_price price)
+int gck_lower_bound(const gck_front *front, const gck_solution *plan, int64_t budget, int64_t error_budget,
+                    gck_price price, int64_t *bound)
 {
-    const gck_label end = {.bytes = b->front->chain->last_need};
-    const gck_labels labels = {(gck_label *)&end, 1, 1};
-    const int64_t time = bound_at(b, &labels, b->front->chain->regions, price);
-
-    return time - gck_priced(price, b->error_budget, 1);
-}
-
-/* The best bound over prices, by golden section: it rises and then falls with the price. */
-static int64_t best_bound(bounds *b, int64_t time)
-{
-    int64_t best = bound_with_errors(b, (gck_price){0, 0}), steps = 0;
-    int64_t last = 0, first, sizes[2] = {1, 2};
-
-    if (b->error_budget <= 0) {              /* options with an error are left out */
-        return best;
-    }
-    /* A price at which the error budget is worth more than the plan bounds nothing. */
-    while (gck_priced(gck_price_of(last), b->error_budget, 0) > time) {
-        last -= GCK_PRICES_IN_OCTAVE;
-    }
-    while (gck_priced(gck_price_of(last), b->error_budget, 0) <= time) {
-        last += GCK_PRICES_IN_OCTAVE;
-    }
-    first = last - OCTAVES * GCK_PRICES_IN_OCTAVE;
-    while (sizes[1] < last - first) {        /* Fibonacci numbers, so that a step needs one new bound */
-        const int64_t sum = sizes[0] + sizes[1];
-        sizes[0] = sizes[1];
-        sizes[1] = sum;
-        steps++;
-    }
-    int64_t at[2] = {first + sizes[1] - sizes[0], first + sizes[0]};
-    int64_t found[2] = {bound_with_errors(b, gck_price_of(at[0])), bound_with_errors(b, gck_price_of(at[1]))};
-    for (;;) {
-        best = gck_larger(best, gck_larger(found[0], found[1]));
-        if (steps-- <= 0) {
-            return best;
-        }
-        const int64_t size = sizes[1] - sizes[0];
-        sizes[1] = sizes[0];
-        sizes[0] = size;
-        if (found[0] >= found[1]) {
-            at[1] = at[0];
-            found[1] = found[0];
-            at[0] = first + sizes[1] - sizes[0];
-            found[0] = bound_with_errors(b, gck_price_of(at[0]));
-        } else {
-            first = at[0];
-            at[0] = at[1];
-            found[0] = found[1];
-            at[1] = first + sizes[0];
-            found[1] = bound_with_errors(b, gck_price_of(at[1]));
-        }
-    }
-}
-
-int gck_lower_bound(const gck_front *front, int64_t plan, int64_t budget, int64_t error_budget, int64_t *bound)
-{
-    const int64_t regions = front->chain->regions, time = front->plans.at[plan].time;
-    bounds b = {.front = front, .budget = gck_smaller(budget, ENOUGH), .error_budget = error_budget,
-                .most = front->buckets + front->buckets / 2};
-    int64_t *memory = NULL;
+    const gck_chain *chain = front->chain;
+    const int64_t regions = chain->regions;
+    const gck_label end = {.bytes = chain->last_need};
+    const gck_labels ends = {(gck_label *)&end, 1, 1};
+    bounds b = {.front = front, .budget = gck_smaller(budget, ENOUGH), .choices = plan->choices,
+                .most = (chain->error != NULL ? FINER : 1) * (front->buckets + front->buckets / 2)};
+    int64_t *memory = NULL, least, most;
     int status = GCK_OK;
 
     if (front->exact_from == 0) {
-        *bound = time;
+        *bound = plan->time;
         return GCK_OK;
     }
     memory = gck_planner_memory(5 * (regions + 1), sizeof *memory);
-    b.choices = gck_planner_memory(regions, sizeof *b.choices);
-    b.options = gck_planner_memory(front->chain->options, sizeof *b.options);
-    b.moves = gck_planner_memory(front->chain->options, sizeof *b.moves);
+    b.options = gck_planner_memory(chain->options, sizeof *b.options);
+    b.moves = gck_planner_memory(chain->options, sizeof *b.moves);
     b.now.time = gck_planner_memory(b.most + 2, sizeof *b.now.time);
     b.next.time = gck_planner_memory(b.most + 2, sizeof *b.next.time);
-    if (memory == NULL || b.choices == NULL || b.options == NULL || b.moves == NULL
-        || b.now.time == NULL || b.next.time == NULL) {
+    if (memory == NULL || b.options == NULL || b.moves == NULL || b.now.time == NULL || b.next.time == NULL) {
         status = GCK_E_MEMORY;
         goto exit;
     }
@@ -200,14 +143,17 @@ int gck_lower_bound(const gck_front *front, int64_t plan, int64_t budget, int64_
     b.greatest = b.least + regions + 1;
     b.low = b.greatest + regions + 1;
     b.high = b.low + regions + 1;
-    gck_front_choices(front, plan, b.choices);
     find_slack(&b);
-    *bound = gck_smaller(time, front->chain->error != NULL ? best_bound(&b, time)
-                                                       : bound_at(&b, &front->exact, front->exact_from,
-                                                                  (gck_price){0, 0}));
+    if (chain->error == NULL) {
+        *bound = bound_at(&b, &front->exact, front->exact_from, price);
+    } else {
+        gck_error_sums(chain, &least, &most);
+        b.most_error = error_budget - least;
+        *bound = bound_at(&b, &ends, regions, price) - gck_priced(price, error_budget, 1);
+    }
+    *bound = gck_smaller(plan->time, *bound);
 exit:
     free(memory);
-    free(b.choices);
     free(b.options);
     free(b.moves);
     free(b.now.time);

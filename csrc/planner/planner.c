@@ -1,7 +1,9 @@
 /* planner.c: from the last region to the first, the labels of all plans. */
 #include "planner/planner.h"
 
+#include "planner/lower_bound.h"
 #include "planner/priced_front.h"
+#include "planner/priced_plan.h"
 #include "planner/slack_grid.h"
 
 #include <stdlib.h>
@@ -82,7 +84,7 @@ static int extend(gck_front *front, solver *s, int64_t l)
 static int solve(gck_front *front, solver *s)
 {
     const gck_chain *chain = front->chain;
-    int status = gck_front_add_pass(front, chain->regions, 0);
+    int status = gck_front_add_pass(front, chain->regions);
 
     if (status != GCK_OK || (status = gck_labels_reserve(&s->next, 1)) != GCK_OK) {
         return status;
@@ -93,7 +95,8 @@ static int solve(gck_front *front, solver *s)
             return status;
         }
         if (s->thinned && chain->error != NULL) {
-            return gck_priced_front_solve(front, s->range);
+            front->range = s->range;
+            return gck_priced_front_solve(front);
         }
         if ((status = gck_front_keep_steps(front, l, &s->labels)) != GCK_OK) {
             return status;
@@ -141,4 +144,25 @@ exit:
     gck_labels_free(&s.spare);
     free(s.options);
     return status;
+}
+
+int gck_front_plan(gck_front *front, int64_t budget, int64_t error_budget, gck_solution *plan, int64_t *bound)
+{
+    const int64_t found = gck_front_find(front, budget, error_budget);
+    gck_price price = GCK_FREE;
+    int status = GCK_OK;
+
+    if (found < 0) {
+        plan->found = 0;
+        return GCK_OK;
+    }
+    plan->found = 1;
+    plan->bytes = front->plans.at[found].bytes;
+    plan->error = front->plans.at[found].error;
+    plan->time = front->plans.at[found].time;
+    gck_front_choices(front, found, plan->choices);
+    if (front->chain->error != NULL && front->exact_from > 0) {
+        status = gck_priced_plan_improve(front, budget, error_budget, plan, &price);
+    }
+    return status == GCK_OK ? gck_lower_bound(front, plan, budget, error_budget, price, bound) : status;
 }

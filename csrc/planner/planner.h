@@ -18,12 +18,12 @@
  * errors a label has its error, too.  After that labels are thinned to one per bucket of slack, and
  * with errors solved for some prices of error (priced_front.h).  A label holds true bytes and a true
  * error, so each remaining plan is realisable as it stands, and the one of fewest bytes always
- * remains; gck_lower_bound() says how far a plan may be from the best.
+ * remains; a lower bound says how far a plan may be from the best.
  *
  * Cost, with R regions, N options and B buckets:
  *     bytes alone   at most R * N * B steps, 8 * R * B bytes; a bound as many as 1.5 times the steps
- *     with errors   about 95 passes of B / 4 buckets: 24 * R * N * B steps, 150 * R * B bytes; a
- *                   bound 16 of those for bytes alone
+ *     with errors   about 16 passes of B / 4 buckets, and at most 35 of B: 40 * R * N * B steps, 45 *
+ *                   R * B bytes; a bound 2 of those for bytes alone
  *
  * Integers only.  Among equally fast plans of the front the one that needs fewest bytes wins;
  * labels that are equal in all take the earlier option.  The same tables give the same plan on every
@@ -38,5 +38,9 @@ enum { GCK_LEAST_BUCKETS = 64, GCK_MOST_BUCKETS = 1 << 18 };
 /* GCK_OK, GCK_E_RANGE or GCK_E_MEMORY; front is NULL unless GCK_OK.  The chain and its tables must
  * outlive the front. */
 int gck_front_new(const gck_chain *chain, int64_t buckets, gck_front **front);
+
+/* Find the fastest plan within both budgets, and a time below which there is none.  plan->choices
+ * has room for all regions.  GCK_OK or GCK_E_MEMORY. */
+int gck_front_plan(gck_front *front, int64_t budget, int64_t error_budget, gck_solution *plan, int64_t *bound);
 
 #endif

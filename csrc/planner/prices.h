@@ -5,23 +5,34 @@
 
 #include "planner/chain.h"
 
-/* ns for each unit of error: mantissa * 2**exponent.  A mantissa < 0 leaves out every option with a
- * larger error than the region's smallest. */
+/* ns for each unit of error: mantissa * 2**exponent.  A mantissa < 0: errors count, times do not. */
 typedef struct {
     int64_t mantissa;
     int     exponent;
 } gck_price;
 
-enum { GCK_PRICES_IN_OCTAVE = 8 };
+#define GCK_FREE ((gck_price){0, 0})
+#define GCK_PRICELESS ((gck_price){-1, 0})
 
-/* The price number k, from 2**(k / 8) on. */
-gck_price gck_price_of(int64_t k);
+/* The price at which `error` is worth `time`, both > 0, or less: so much that `errors` are worth
+ * no more than 2**59. */
+gck_price gck_price_of(int64_t time, int64_t error, int64_t errors);
 
-/* The price of so much error, rounded down or up; at most 2**61. */
+/* The price with its mantissa a 64th higher (1) or lower (-1). */
+gck_price gck_price_beside(gck_price price, int side);
+
+/* The price of so much error, rounded down or up. */
 int64_t gck_priced(gck_price price, int64_t error, int up);
 
-/* As gck_chain_options(), without options of a larger error than `most`, and with the price added
- * to their time: an error does not make an option better or worse beyond that. */
+/* What a plan of this time and error costs. */
+int64_t gck_priced_time(gck_price price, int64_t time, int64_t error);
+
+/* The sums over regions of the smallest and of the largest error. */
+void gck_error_sums(const gck_chain *chain, int64_t *least, int64_t *most);
+
+/* As gck_chain_options(), with priced times: an error does not make an option better or worse
+ * beyond that.  Without options whose error is larger than the region's smallest by more than
+ * `most`. */
 int gck_priced_options(const gck_chain *chain, int64_t region, gck_price price, int64_t most, gck_option *options);
 
 #endif

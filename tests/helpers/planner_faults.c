@@ -4,7 +4,6 @@
  * fails in turn: the status then says so, and nothing is left.  Prints how many solves and faults
  * there were.  Built with sanitizers, csrc/planner with -Dmalloc=malloc_or_fail -Dfree=free_counted. */
 #include "planner/buckets.h"
-#include "planner/lower_bound.h"
 #include "planner/planner.h"
 
 #include <stdio.h>
@@ -51,27 +50,26 @@ static int solve(const gck_chain *chain, int64_t buckets, int64_t budget, int64_
     gck_front *front;
     int status = gck_front_new(chain, buckets, &front);
     uint32_t choices[64];
-    int64_t bound;
+    gck_solution plan = {.choices = choices};
+    int64_t bound = 0;
 
     if (status == GCK_OK) {
-        const int64_t plan = gck_front_find(front, budget, error_budget);
-        if (plan >= 0) {
-            int64_t kept = 0, peak = INT64_MIN, time = 0, error = 0;
-            gck_front_choices(front, plan, choices);
-            for (int64_t l = 0; l < chain->regions; l++) {
-                const int64_t at = l * chain->options + choices[l];
-                check(chain->need[at] != GCK_UNAVAILABLE, "an option that the region does not have");
-                peak = gck_larger(peak, kept + chain->need[at]);
-                kept += chain->kept[at];
-                time += chain->time[at];
-                error += chain->error != NULL ? chain->error[at] : 0;
-            }
-            peak = gck_larger(peak, kept + chain->last_need);
-            check(peak == front->plans.at[plan].bytes && time == front->plans.at[plan].time
-                  && error == front->plans.at[plan].error, "a plan is not what its label says");
-            status = gck_lower_bound(front, plan, budget, error_budget, &bound);
-            check(status != GCK_OK || bound <= time, "the bound is above the plan");
+        status = gck_front_plan(front, budget, error_budget, &plan, &bound);
+    }
+    if (status == GCK_OK && plan.found) {
+        int64_t kept = 0, peak = INT64_MIN, time = 0, error = 0;
+        for (int64_t l = 0; l < chain->regions; l++) {
+            const int64_t at = l * chain->options + choices[l];
+            check(chain->need[at] != GCK_UNAVAILABLE, "an option that the region does not have");
+            peak = gck_larger(peak, kept + chain->need[at]);
+            kept += chain->kept[at];
+            time += chain->time[at];
+            error += chain->error != NULL ? chain->error[at] : 0;
         }
+        peak = gck_larger(peak, kept + chain->last_need);
+        check(peak == plan.bytes && time == plan.time && error == plan.error, "a plan is not what it says");
+        check(peak <= budget && (chain->error == NULL || error <= error_budget), "a plan is beyond a budget");
+        check(bound <= time, "the bound is above the plan");
     }
     gck_front_free(front);
     check(status == GCK_OK || status == GCK_E_MEMORY, "another status");
