@@ -240,14 +240,15 @@ def _inactive(trial: Trial, setting: Setting, counted: Stats, patch: patched) ->
 
 
 class StepErrors:
-    """The error of a step's gradients in one setting after another, which may be of any modules.
+    """The error of a step's gradients in one setting after another, beside exact recomputing of
+    ``modules``, as for :func:`gradckpt.enable`.
 
     Raises:
         ValueError: As :func:`gradient_error`.
     """
 
-    def __init__(self, model: Module, batch_or_step: Any) -> None:
-        self._trial = Trial(model, batch_or_step, None)
+    def __init__(self, model: Module, batch_or_step: Any, modules: Modules) -> None:
+        self._trial = Trial(model, batch_or_step, modules)
         self._exact: ExactGradients | None = None
 
     def of(self, setting: Setting) -> float:

@@ -172,7 +172,7 @@ class _Chooser:
             math.inf if found["time"] is None else found["time"] / 1e9,
             math.inf if found["lower_bound"] is None else found["lower_bound"] / 1e9,
             UNAVAILABLE if smallest is None else smallest,
-            tuple((size, time / 1e9) for size, time, _ in found["front"]),
+            tuple((size, time / 1e9) for size, time, error in found["front"] if error <= error_limit),
         )
 
     # ---- traces
@@ -303,7 +303,7 @@ _ERROR_UNITS = 1 << 20
 
 
 def _units(error: float, unit: float) -> int:
-    return 1 << 40 if error > unit * (1 << 40) else math.ceil(error / unit)
+    return math.ceil(error / unit) if error <= unit * (1 << 40) else 1 << 40  # also of one that is no number
 
 
 def choose(

@@ -223,7 +223,7 @@ class Profile(StepProfile):
 
         def measure(options: Sequence[Option]) -> float:
             if not errors:
-                errors.append(StepErrors(self.model, batch))
+                errors.append(StepErrors(self.model, batch, self.blocks))
             return errors[0].of(self.setting(options))
 
         if error is not None and not self._is_weighed:

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import itertools
+import math
 import random
 import re
 
@@ -16,6 +17,7 @@ from torch import nn
 import gradckpt
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.budget import Budget
+from gradckpt._planning.choose import _units
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.step_profile import NoPlan
 from gradckpt._training_step import step_of_batch
@@ -403,3 +405,24 @@ def test_errors_of_regions_are_scaled_to_what_is_measured():
     assert most.seconds < half.seconds < 6
     none = profile.plan(budget, error=1e-9, batch=(X,))
     assert none.error == 0
+
+
+class Narrow(Block):
+    """Another kind of block, which repeats as often."""
+
+
+def test_an_error_budget_of_modules_that_one_has_to_name():
+    torch.manual_seed(0)
+    model = Model()
+    model.layers.extend(Narrow() for _ in range(len(model.layers)))
+    model.order = list(range(len(model.layers)))
+    with pytest.raises(ValueError, match="repeats several blocks"):
+        gradckpt.plan(model, X, budget="1TiB", error="5%")
+    plan = gradckpt.plan(model, X, modules=Narrow, budget="activations:800KiB", error="5%")
+    assert plan.error is not None
+    assert plan.error <= 0.05
+
+
+def test_errors_that_are_no_numbers_are_too_large():
+    assert all(_units(error, 1.0) == 1 << 40 for error in (math.nan, math.inf, 1e300))
+    assert _units(2.5, 1.0) == 3
