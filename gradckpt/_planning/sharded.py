@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.nn import Module
 
-from gradckpt._planning.fsdp2 import State
+from gradckpt._planning import fsdp1, fsdp2
 
 __all__ = [
     "class_of",
@@ -20,17 +20,24 @@ __all__ = [
     "parameter_bytes",
     "reduces",
     "refuse_shards",
+    "state_of",
     "trained_parts",
 ]
 
 
+def state_of(model: Module) -> fsdp1.State | fsdp2.State:
+    """Return what FSDP knows of a model; a model that none has sharded has no parameters there."""
+    first = fsdp1.State(model)
+    return first if first.states else fsdp2.State(model)
+
+
 def is_sharded(model: Module) -> bool:
-    return bool(State(model).parameters)
+    return bool(state_of(model).parameters)
 
 
 def reduces(model: Module) -> bool:
     """Return whether a backward reduces the gradients of a sharded model now."""
-    return State(model).reduces()
+    return state_of(model).reduces()
 
 
 def class_of(module: Module) -> type[Module]:
@@ -47,7 +54,7 @@ def local(x: Tensor) -> Tensor:
 
 def trained_parts(model: Module) -> dict[int, Tensor]:
     """Return what this rank has of each parameter, by the id of what an optimizer has."""
-    state = State(model)
+    state = state_of(model)
     gathered = state.registered()
     return {**{id(p): p for p in model.parameters() if id(p) not in gathered}, **state.trained()}
 
@@ -58,7 +65,7 @@ def parameter_bytes(model: Module) -> int:
 
 def gradient_bytes(model: Module) -> int:
     """Return the bytes of gradients that exist."""
-    state = State(model)
+    state = state_of(model)
     gathered = state.registered()
     others = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in gathered]
     return sum(x.nbytes for x in others) + _storages(state.gradients())
@@ -66,16 +73,15 @@ def gradient_bytes(model: Module) -> int:
 
 def missing_gradient_bytes(model: Module) -> int:
     """Return the bytes of gradients that a step makes."""
-    state = State(model)
+    state = state_of(model)
     gathered = state.registered()
-    parts = [(p, p) for p in model.parameters() if id(p) not in gathered]
-    parts += [(p.sharded_param, p._sharded_param_data) for p in state.parameters]
-    return sum(part.nbytes for p, part in parts if p.requires_grad and p.grad is None)
+    others = [p for p in model.parameters() if id(p) not in gathered and p.requires_grad and p.grad is None]
+    return sum(part.nbytes for part in [*others, *state.missing_gradients()])
 
 
 def gathered_bytes(model: Module) -> int:
     """Return the bytes of weights that lie gathered now, as between a forward and its backward."""
-    return _storages(State(model).gathered())
+    return _storages(state_of(model).gathered())
 
 
 def _storages(tensors: Iterable[Tensor]) -> int:
@@ -89,17 +95,14 @@ def refuse_shards(model: Module, blocks: Sequence[Module] = ()) -> None:
     Raises:
         ValueError: The message has the way out.
     """
-    state = State(model)
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    state = state_of(model)
     tensors = sys.modules.get("torch.distributed.tensor")
     known = state.registered()
     reason = state.refusal()
-    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
-        reason = "FullyShardedDataParallel has it; call plan() before that, or use fully_shard(model)"
-    elif tensors is not None and any(isinstance(p, tensors.DTensor) and id(p) not in known for p in model.parameters()):
+    if tensors is not None and any(isinstance(p, tensors.DTensor) and id(p) not in known for p in model.parameters()):
         reason = "it has DTensors that fully_shard() did not make; call plan() before parallelize_module()"
     for block in blocks:
-        if any(State(part).states for part in block.children()):
+        if any(state_of(part).states for part in block.children()):
             reason = f"parts of its {class_of(block).__name__} are sharded alone; choose these parts with modules="
     if reason is not None:
         raise ValueError(f"gradckpt: this sharded model cannot be planned: {reason}")

@@ -18,10 +18,9 @@ from torch.nn import Module, Parameter
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
-from gradckpt._planning.fsdp2 import State
 from gradckpt._planning.paper import Event, PaperMode, Work
 from gradckpt._planning.reads import refuse_reads
-from gradckpt._planning.sharded import local
+from gradckpt._planning.sharded import local, state_of
 from gradckpt._planning.target_kernels import cuda_kernels
 from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
@@ -239,7 +238,7 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
     old: list[tuple[dict[str, Any], str, Any]] = []
     new: dict[int, Any] = {}
     gradients = [(p, p.grad) for p in model.parameters()]  # a step may know these without the model
-    state = State(model)
+    state = state_of(model)
     state.initialize()
     sharded = state.registered()
     for module in model.modules():

@@ -1,0 +1,165 @@
+"""Models in ``FullyShardedDataParallel`` (FSDP1): what a rank has of them, and their step on paper.
+
+On paper FSDP's own forwards, hooks and handles run, from where a step begins, and collectives move
+nothing. Each handle has another flat parameter then, with the attributes of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from gradckpt._engine import torch_private as private
+from gradckpt._planning.kept_attributes import KeptAttributes
+from gradckpt._planning.paper import PaperMode
+
+__all__ = ["State"]
+
+#: The attributes of modules and handles where a step begins.
+_AT_START: dict[str, Any] = {
+    "_post_backward_callback_queued": False,
+    "_unshard_event": None,
+    "_unsharded_flat_param_for_skipped_views": None,
+    "_post_forward_index": None,
+    "_needs_pre_forward_unshard": False,
+    "_needs_pre_backward_unshard": False,
+    "_ran_pre_backward_hook": False,
+    "_prefetched": False,
+}
+
+#: Of a flat parameter: weights that are there only while gathered or cast.
+_FREED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+
+
+class State:
+    """What FSDP1 knows of a model. ``parameters``: flat parameters that it has sharded."""
+
+    def __init__(self, model: Module) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        kind: Any = () if fsdp is None else fsdp.FullyShardedDataParallel
+        self.states: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
+        self.handles = [state._handle for state in self.states if state._handle is not None]
+        self.parameters = [handle.flat_param for handle in self.handles]
+
+    def registered(self) -> set[int]:
+        """Return the ids of parameters that modules have when sharded and when gathered."""
+        return {id(x) for flat in self.parameters for x in (flat, *_originals(flat), *(flat._tensors or ()))}
+
+    def trained(self) -> dict[int, Tensor]:
+        """Return the part of this rank of each parameter, by the id of what optimizers have."""
+        found: dict[int, Tensor] = {}
+        for flat in self.parameters:
+            found |= {id(p): p for p in _originals(flat)} if flat._params is not None else {id(flat): _shard(flat)}
+        return found
+
+    def missing_gradients(self) -> list[Tensor]:
+        """Return tensors of the sizes of those that a step makes."""
+        return [_shard(flat) for flat in self.parameters if flat.requires_grad and flat.grad is None]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the parts of gradients that exist."""
+        found = [x for flat in self.parameters for x in (flat.grad, vars(flat).get("_saved_grad_shard"))]
+        return [x for x in found if x is not None]
+
+    def reduces(self) -> bool:
+        """Return whether a backward reduces the gradients."""
+        return all(state._sync_gradients for state in self.states)
+
+    def gathered(self) -> list[Tensor]:
+        """Return what lies gathered now."""
+        return [vars(flat)[name] for flat in self.parameters for name in _FREED if name in vars(flat)]
+
+    def refusal(self) -> str | None:
+        """Return what of this cannot be planned, with the way out."""
+        return None
+
+    def initialize(self) -> None:
+        """Let FSDP find the root, as its first step does."""
+        for state in self.states:
+            private.fsdp1_lazy_init()(state, state)
+
+    @contextlib.contextmanager
+    def on_paper(self, mode: PaperMode) -> Iterator[list[Parameter]]:
+        """Let all be as where a step begins, with shards on paper, which this yields."""
+        shared = [x for state in self.states for x in (state._exec_order_data, state._free_event_queue)]
+        parts = [module for handle in self.handles for module in handle._get_modules()]
+        whole = [handle._fully_sharded_module for handle in self.handles]
+        owners = {id(x): x for x in (*self.states, *self.handles, *shared, *parts, *whole)}
+        kept = [KeptAttributes(x) for x in owners.values()]
+        try:
+            for each in (*self.states, *self.handles):
+                _begin(each)
+            for state in self.states:
+                state._exec_order_data.handles_post_forward_order.clear()
+                state._free_event_queue._queue.clear()
+            yield [_flat_on_paper(handle, mode) for handle in self.handles]
+        finally:
+            for attributes in kept:
+                attributes.put_back()
+
+
+def _originals(flat: Any) -> list[Parameter]:
+    """Return the parameters that it is made of, if FSDP lets the user see them."""
+    return [] if flat._params is None else [*flat._params, *flat._shared_params]
+
+
+def _shard(flat: Any) -> Tensor:
+    shard: Tensor = vars(flat).get("_local_shard", flat)
+    return shard
+
+
+def _begin(x: Any) -> None:
+    attributes = vars(x)
+    attributes.update((name, value) for name, value in _AT_START.items() if name in attributes)
+    for name in ("training_state", "_training_state"):
+        if name in attributes:
+            attributes[name] = type(attributes[name]).IDLE
+    for name in ("device", "compute_device"):
+        if name in attributes:
+            attributes[name] = torch.device("cpu")
+    attributes["_device_handle"] = type(attributes["_device_handle"]).from_device(torch.device("cpu"))
+    attributes.update((name, torch.cpu.current_stream()) for name in attributes if name.endswith("_stream"))
+
+
+def _flat_on_paper(handle: Any, mode: PaperMode) -> Parameter:
+    """Give a handle and its modules a flat parameter on paper, which is sharded."""
+    old = handle.flat_param
+    flat: Any = Parameter(mode.like(old._local_shard), requires_grad=old.requires_grad)
+    vars(flat).update({name: copy.copy(x) if isinstance(x, list) else x for name, x in vars(old).items()})
+    vars(flat).pop("_post_backward_hook_state", None)
+    flat._local_shard = flat.data
+    for name in _FREED:
+        if name in vars(old):
+            setattr(flat, name, mode.emptied(getattr(old, name)))
+    if "_saved_grad_shard" in vars(old):
+        flat._saved_grad_shard = mode.like(old._saved_grad_shard)
+    handle.flat_param = flat
+    if old.grad is not None:
+        flat.data = flat.grad = mode.like(old.grad)  # which may be whole
+        flat.data = flat._local_shard
+    if old._params is None:
+        handle._fully_sharded_module._parameters["_flat_param"] = flat
+        return flat  # type: ignore[no-any-return]
+    twins = {id(p): _twin(p) for p in _originals(old)}
+    flat._params, flat._shared_params = ([twins[id(p)] for p in each] for each in (old._params, old._shared_params))
+    flat._tensors = [None] * len(old._tensors)
+    handle._use_sharded_views()
+    if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.size() != flat.size():
+        handle._use_unsharded_grad_views()
+    else:
+        handle._use_sharded_grad_views()
+    return flat  # type: ignore[no-any-return]
+
+
+def _twin(p: Parameter) -> Parameter:
+    """Return another parameter with the same attributes and without values, for FSDP to fill."""
+    twin = Parameter(torch.empty(0, dtype=p.dtype), requires_grad=p.requires_grad)
+    vars(twin).update(vars(p))
+    return twin
