@@ -47,6 +47,9 @@ class State:
         self.states: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
         self.handles = [state._handle for state in self.states if state._handle is not None]
         self.parameters = [handle.flat_param for handle in self.handles]
+        for handle in self.handles:
+            if handle._training_state == type(handle._training_state).IDLE:
+                handle._reset_flat_param_grad_info_if_needed()  # zero_grad() does not reach its gradient
 
     def registered(self) -> set[int]:
         """Return the ids of parameters that modules have when sharded and when gathered."""
@@ -93,6 +96,7 @@ class State:
         whole = [handle._fully_sharded_module for handle in self.handles]
         owners = {id(x): x for x in (*self.states, *self.handles, *shared, *parts, *whole)}
         kept = [KeptAttributes(x) for x in owners.values()]
+        gradients = [(p, p.grad) for flat in self.parameters for p in (flat, *_originals(flat))]
         try:
             for each in (*self.states, *self.handles):
                 _begin(each)
@@ -103,6 +107,9 @@ class State:
         finally:
             for attributes in kept:
                 attributes.put_back()
+            for p, gradient in gradients:
+                if p.grad is not gradient:
+                    _set_gradient(p, gradient)
 
 
 def _originals(flat: Any) -> list[Parameter]:
@@ -141,9 +148,7 @@ def _flat_on_paper(handle: Any, mode: PaperMode) -> Parameter:
     if "_saved_grad_shard" in vars(old):
         flat._saved_grad_shard = mode.like(old._saved_grad_shard)
     handle.flat_param = flat
-    if old.grad is not None:
-        flat.data = flat.grad = mode.like(old.grad)  # which may be whole
-        flat.data = flat._local_shard
+    _set_gradient(flat, None if old.grad is None else mode.like(old.grad))
     if old._params is None:
         handle._fully_sharded_module._parameters["_flat_param"] = flat
         return flat  # type: ignore[no-any-return]
@@ -156,6 +161,17 @@ def _flat_on_paper(handle: Any, mode: PaperMode) -> Parameter:
     else:
         handle._use_sharded_grad_views()
     return flat  # type: ignore[no-any-return]
+
+
+def _set_gradient(p: Parameter, gradient: Tensor | None) -> None:
+    """Give a parameter a gradient, which may be whole, or in another dtype, while it is a shard."""
+    if gradient is not None and (gradient.shape, gradient.dtype) != (p.shape, p.dtype):
+        data = p.data
+        p.data = gradient.detach()
+        p.grad = gradient
+        p.data = data
+    else:
+        p.grad = gradient
 
 
 def _twin(p: Parameter) -> Parameter:

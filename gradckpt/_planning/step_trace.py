@@ -260,7 +260,8 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
         for table, name, x in old:
             table[name] = x
         for x, gradient in gradients:
-            x.grad = gradient
+            if x.grad is not gradient:
+                x.grad = gradient
 
 
 def _parameter_or_buffer(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:
