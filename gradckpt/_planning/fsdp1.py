@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from gradckpt._engine import torch_private as private
 from gradckpt._planning.kept_attributes import KeptAttributes
 from gradckpt._planning.paper import PaperMode
 
-__all__ = ["State"]
+__all__ = ["FLAT", "State", "name_before"]
+
+#: The name of a flat parameter in the module that has it.
+FLAT = "_flat_param"
 
 #: The attributes of modules and handles where a step begins.
 _AT_START: dict[str, Any] = {
@@ -62,6 +65,17 @@ class State:
             found |= {id(p): p for p in _originals(flat)} if flat._params is not None else {id(flat): _shard(flat)}
         return found
 
+    def parameters_before(self) -> Iterator[tuple[Module, str, Hashable, tuple[int, ...]]]:
+        """Yield the parameters that it has flattened: the module, the name, a key and the shape."""
+        for flat in self.parameters:
+            keys = {}
+            for i, ((name, module, _), shape) in enumerate(zip(flat._param_infos, flat._shapes, strict=True)):
+                keys[module, name] = id(flat), i
+                yield module, name, keys[module, name], tuple(shape)
+            for name, module, _, first, where, _ in flat._shared_param_infos:
+                key = keys[where, first]
+                yield module, name, key, tuple(flat._shapes[key[1]])
+
     def missing_gradients(self) -> list[Tensor]:
         """Return tensors of the sizes of those that a step makes."""
         return [_shard(flat) for flat in self.parameters if flat.requires_grad and flat.grad is None]
@@ -97,19 +111,29 @@ class State:
         owners = {id(x): x for x in (*self.states, *self.handles, *shared, *parts, *whole)}
         kept = [KeptAttributes(x) for x in owners.values()]
         gradients = [(p, p.grad) for flat in self.parameters for p in (flat, *_originals(flat))]
+        flats: list[Parameter] = []
         try:
             for each in (*self.states, *self.handles):
                 _begin(each)
             for state in self.states:
                 state._exec_order_data.handles_post_forward_order.clear()
                 state._free_event_queue._queue.clear()
-            yield [_flat_on_paper(handle, mode) for handle in self.handles]
+            for handle in self.handles:
+                flats.append(_flat_on_paper(handle, mode))
+            yield flats
         finally:
+            for flat in flats:
+                vars(flat).clear()  # it may hold tensors whose graphs hold it
             for attributes in kept:
                 attributes.put_back()
             for p, gradient in gradients:
                 if p.grad is not gradient:
                     _set_gradient(p, gradient)
+
+
+def name_before(name: str) -> str:
+    """Return the name that a module had before it was wrapped."""
+    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
 
 
 def _originals(flat: Any) -> list[Parameter]:
@@ -150,7 +174,7 @@ def _flat_on_paper(handle: Any, mode: PaperMode) -> Parameter:
     handle.flat_param = flat
     _set_gradient(flat, None if old.grad is None else mode.like(old.grad))
     if old._params is None:
-        handle._fully_sharded_module._parameters["_flat_param"] = flat
+        handle._fully_sharded_module._parameters[FLAT] = flat
         return flat  # type: ignore[no-any-return]
     twins = {id(p): _twin(p) for p in _originals(old)}
     flat._params, flat._shared_params = ([twins[id(p)] for p in each] for each in (old._params, old._shared_params))

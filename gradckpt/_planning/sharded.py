@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from torch import Tensor
 from torch.nn import Module
 
+from gradckpt._models.kinds import inside_fsdp
 from gradckpt._planning import fsdp1, fsdp2
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "is_sharded",
     "local",
     "missing_gradient_bytes",
+    "named_modules",
+    "parameters_before",
     "parameter_bytes",
     "reduces",
     "refuse_shards",
@@ -42,9 +45,31 @@ def reduces(model: Module) -> bool:
 
 def class_of(module: Module) -> type[Module]:
     """Return the class that a module had before it was sharded."""
-    kind = type(module)
+    kind = type(inside_fsdp(module))
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return kind.__mro__[2] if fsdp is not None and isinstance(module, fsdp.FSDPModule) else kind
+
+
+def named_modules(model: Module) -> dict[str, Module]:
+    """Return the modules of a model by the names that they had before it was sharded."""
+    return {fsdp1.name_before(name): module for name, module in model.named_modules()}  # the innermost of a name
+
+
+def parameters_before(model: Module) -> dict[int, dict[str, tuple[Hashable, tuple[int, ...]]]]:
+    """Return what parameters the modules of a model had before it was sharded: for each module, by
+    its id, and name, a key and the shape. One parameter in several places has one key.
+    """
+
+    def own(module: Module) -> list[tuple[str, Tensor]]:
+        return [(name, p) for name, p in module._parameters.items() if p is not None and name != fsdp1.FLAT]
+
+    found: dict[int, dict[str, tuple[Hashable, tuple[int, ...]]]] = {
+        id(module): {name: (id(p), tuple(p.shape)) for name, p in own(module)}
+        for module in model.modules()
+    }
+    for module, name, key, shape in fsdp1.State(model).parameters_before():
+        found[id(module)][name] = key, shape
+    return found
 
 
 def local(x: Tensor) -> Tensor:
