@@ -20,7 +20,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._planning.kept_attributes import KeptAttributes
 from gradckpt._planning.paper import PaperMode
 
-__all__ = ["FLAT", "State", "name_before"]
+__all__ = ["FLAT", "State", "name_before", "views_in"]
 
 #: The name of a flat parameter in the module that has it.
 FLAT = "_flat_param"
@@ -40,6 +40,9 @@ _AT_START: dict[str, Any] = {
 #: Of a flat parameter: weights that are there only while gathered or cast.
 _FREED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
+#: Of a flat parameter: the reduced gradient of earlier batches, while it collects whole ones.
+_REDUCED = "_saved_grad_shard"
+
 
 class State:
     """What FSDP1 knows of a model. ``parameters``: flat parameters that it has sharded."""
@@ -47,7 +50,8 @@ class State:
     def __init__(self, model: Module) -> None:
         fsdp = sys.modules.get("torch.distributed.fsdp")
         kind: Any = () if fsdp is None else fsdp.FullyShardedDataParallel
-        self.states: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
+        self._modules = list(model.modules())
+        self.states: list[Any] = [module for module in self._modules if isinstance(module, kind)]
         self.handles = [state._handle for state in self.states if state._handle is not None]
         self.parameters = [handle.flat_param for handle in self.handles]
         for handle in self.handles:
@@ -82,7 +86,7 @@ class State:
 
     def gradients(self) -> list[Tensor]:
         """Return the parts of gradients that exist."""
-        found = [x for flat in self.parameters for x in (flat.grad, vars(flat).get("_saved_grad_shard"))]
+        found = [x for flat in self.parameters for x in (flat.grad, vars(flat).get(_REDUCED))]
         return [x for x in found if x is not None]
 
     def reduces(self) -> bool:
@@ -95,6 +99,21 @@ class State:
 
     def refusal(self) -> str | None:
         """Return what of this cannot be planned, with the way out."""
+        plain = "call plan() before FullyShardedDataParallel(model)"
+        if any(handle not in self.handles for state in self.states for handle in state._exec_order_data.all_handles):
+            return "it is a part of a model that is sharded; pass the whole model"
+        if any(isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule) for module in self._modules):
+            return f"fully_shard() has parts of it, too; {plain}"
+        if any(handle._fsdp_extension is not None for handle in self.handles):
+            return "it is parallelized in another way, too; call plan() before parallelize_module()"
+        if any(handle._offload_params for handle in self.handles):
+            return f"its weights are offloaded to the host; {plain}"
+        if any(state._comm_hook is not None for state in self.states):
+            return f"it reduces gradients in a way of its own; {plain}"
+        if any(hasattr(p, "_in_backward_optimizers") for flat in self.parameters for p in _originals(flat)):
+            return f"its optimizer steps in the backward; {plain}"
+        if any(state.forward_prefetch and state._exec_order_data.is_first_iter for state in self.states):
+            return "it gathers weights in the order of its first step; call plan() after that"
         return None
 
     def initialize(self) -> None:
@@ -110,7 +129,7 @@ class State:
         whole = [handle._fully_sharded_module for handle in self.handles]
         owners = {id(x): x for x in (*self.states, *self.handles, *shared, *parts, *whole)}
         kept = [KeptAttributes(x) for x in owners.values()]
-        gradients = [(p, p.grad) for flat in self.parameters for p in (flat, *_originals(flat))]
+        gradients = self._gradients_of_parameters()
         flats: list[Parameter] = []
         try:
             for each in (*self.states, *self.handles):
@@ -127,13 +146,37 @@ class State:
             for attributes in kept:
                 attributes.put_back()
             for p, gradient in gradients:
-                if p.grad is not gradient:
-                    _set_gradient(p, gradient)
+                _set_gradient(p, gradient)
+
+    @contextlib.contextmanager
+    def gradients_set_aside(self) -> Iterator[None]:
+        """Take all gradients off for a ``with`` block, whose steps would add to them."""
+        gradients = self._gradients_of_parameters()
+        kept = [KeptAttributes(flat) for flat in self.parameters]
+        for p, _ in gradients:
+            p.grad = None
+            vars(p).pop(_REDUCED, None)
+        try:
+            yield
+        finally:
+            for attributes in kept:
+                attributes.put_back()
+            for p, gradient in gradients:
+                _set_gradient(p, gradient)
+
+    def _gradients_of_parameters(self) -> list[tuple[Parameter, Tensor | None]]:
+        return [(p, p.grad) for flat in self.parameters for p in (flat, *_originals(flat))]
 
 
 def name_before(name: str) -> str:
     """Return the name that a module had before it was wrapped."""
     return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
+
+
+def views_in(module: Module) -> list[Tensor]:
+    """Return the tensors that it has in the place of parameters in a module."""
+    parts = [vars(part) for part in module.modules() if vars(part).get("_fsdp_use_orig_params") is False]
+    return [x for part in parts for x in part.values() if isinstance(x, Tensor)]
 
 
 def _originals(flat: Any) -> list[Parameter]:
@@ -169,8 +212,8 @@ def _flat_on_paper(handle: Any, mode: PaperMode) -> Parameter:
     for name in _FREED:
         if name in vars(old):
             setattr(flat, name, mode.emptied(getattr(old, name)))
-    if "_saved_grad_shard" in vars(old):
-        flat._saved_grad_shard = mode.like(old._saved_grad_shard)
+    if _REDUCED in vars(old):
+        setattr(flat, _REDUCED, mode.like(getattr(old, _REDUCED)))
     handle.flat_param = flat
     _set_gradient(flat, None if old.grad is None else mode.like(old.grad))
     if old._params is None:
@@ -189,6 +232,8 @@ def _flat_on_paper(handle: Any, mode: PaperMode) -> Parameter:
 
 def _set_gradient(p: Parameter, gradient: Tensor | None) -> None:
     """Give a parameter a gradient, which may be whole, or in another dtype, while it is a shard."""
+    if p.grad is gradient:
+        return
     if gradient is not None and (gradient.shape, gradient.dtype) != (p.shape, p.dtype):
         data = p.data
         p.data = gradient.detach()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 from torch.nn import Module
@@ -21,10 +22,12 @@ __all__ = [
     "named_modules",
     "parameters_before",
     "parameter_bytes",
+    "real_steps",
     "reduces",
     "refuse_shards",
     "state_of",
     "trained_parts",
+    "weights_in",
 ]
 
 
@@ -41,6 +44,20 @@ def is_sharded(model: Module) -> bool:
 def reduces(model: Module) -> bool:
     """Return whether a backward reduces the gradients of a sharded model now."""
     return state_of(model).reduces()
+
+
+@contextlib.contextmanager
+def real_steps(model: Module) -> Iterator[None]:
+    """Let real steps in a ``with`` block leave FSDP1's gradients and the beginning of its hooks."""
+    state = fsdp1.State(model)
+    state.initialize()
+    with state.gradients_set_aside():
+        yield
+
+
+def weights_in(region: Module) -> list[Tensor]:
+    """Return what a backward of a region that runs now gives gradients to, without its inputs."""
+    return [x for x in (*region.parameters(), *fsdp1.views_in(region)) if x.requires_grad]
 
 
 def class_of(module: Module) -> type[Module]:
@@ -127,7 +144,9 @@ def refuse_shards(model: Module, blocks: Sequence[Module] = ()) -> None:
     if tensors is not None and any(isinstance(p, tensors.DTensor) and id(p) not in known for p in model.parameters()):
         reason = "it has DTensors that fully_shard() did not make; call plan() before parallelize_module()"
     for block in blocks:
-        if any(state_of(part).states for part in block.children()):
+        if inside_fsdp(block) is not block:
+            reason = f"a region is FullyShardedDataParallel; choose {class_of(block).__name__} in it with modules="
+        elif any(state_of(part).states for part in block.children()):
             reason = f"parts of its {class_of(block).__name__} are sharded alone; choose these parts with modules="
     if reason is not None:
         raise ValueError(f"gradckpt: this sharded model cannot be planned: {reason}")
