@@ -174,7 +174,7 @@ def name_before(name: str) -> str:
 
 
 def views_in(module: Module) -> list[Tensor]:
-    """Return the tensors that it has in the place of parameters in a module."""
+    """Return the tensors that it has in place of a module's parameters."""
     parts = [vars(part) for part in module.modules() if vars(part).get("_fsdp_use_orig_params") is False]
     return [x for part in parts for x in part.values() if isinstance(x, Tensor)]
 

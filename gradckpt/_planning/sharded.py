@@ -20,8 +20,8 @@ __all__ = [
     "local",
     "missing_gradient_bytes",
     "named_modules",
-    "parameters_before",
     "parameter_bytes",
+    "parameters_before",
     "real_steps",
     "reduces",
     "refuse_shards",
@@ -81,8 +81,7 @@ def parameters_before(model: Module) -> dict[int, dict[str, tuple[Hashable, tupl
         return [(name, p) for name, p in module._parameters.items() if p is not None and name != fsdp1.FLAT]
 
     found: dict[int, dict[str, tuple[Hashable, tuple[int, ...]]]] = {
-        id(module): {name: (id(p), tuple(p.shape)) for name, p in own(module)}
-        for module in model.modules()
+        id(module): {name: (id(p), tuple(p.shape)) for name, p in own(module)} for module in model.modules()
     }
     for module, name, key, shape in fsdp1.State(model).parameters_before():
         found[id(module)][name] = key, shape

@@ -75,8 +75,9 @@ def peak(step):
 
 
 def planned(net, shares):
-    """The plans of a model: options, budget and bytes, and whether gradients stay as they are. Their
-    budgets lie between the smallest one and what no checkpointing needs, by their share; the last
+    """The plans of a model: options, budget and bytes, and whether gradients stay as they are.
+
+    Budgets lie between the smallest one and what no checkpointing needs, by their share; the last
     one permits that.
     """
     exact = gradients(net)
@@ -201,8 +202,8 @@ def before_and_after(make):
 
 
 def accumulated(make, plans):
-    """Gradients of three batches, of which the first and the last are reduced; with plans in between,
-    one of which fails.
+    """Gradients of three batches, of which the first and the last are reduced; with plans between
+    these, one of which fails.
     """
     net = make()
     net(X).backward()
