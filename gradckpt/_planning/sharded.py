@@ -140,7 +140,8 @@ def refuse_shards(model: Module, blocks: Sequence[Module] = ()) -> None:
     tensors = sys.modules.get("torch.distributed.tensor")
     known = state.registered()
     reason = state.refusal()
-    if tensors is not None and any(isinstance(p, tensors.DTensor) and id(p) not in known for p in model.parameters()):
+    of_others = (p for p in model.parameters() if tensors is not None and isinstance(p, tensors.DTensor))
+    if reason is None and any(id(p) not in known for p in of_others):
         reason = "it has DTensors that fully_shard() did not make; call plan() before parallelize_module()"
     for block in blocks:
         if inside_fsdp(block) is not block:

@@ -74,22 +74,17 @@ def peak(step):
     return min(peaks)
 
 
-def planned(net, shares):
-    """The plans of a model: options, budget and bytes, and whether gradients stay as they are.
-
-    Budgets lie between the smallest one and what no checkpointing needs, by their share; the last
-    one permits that.
-    """
+def planned(net, *budgets):
+    """The plans of a model: options, budget and bytes, and whether gradients stay as they are."""
     exact = gradients(net)
-    first = gradckpt.plan(net, (X,), budget="1GiB")
-    budgets = [first.smallest_budget + int(share * (first.plain - first.smallest_budget)) for share in shares]
 
     def step():
         net.zero_grad()
         net(X).backward()
 
     found = []
-    for plan in (*(gradckpt.plan(net, (X,), budget=budget, profile=first) for budget in budgets), first):
+    for budget in budgets:
+        plan = gradckpt.plan(net, (X,), budget=f"activations:{budget}")  # models of FSDP1 live on as other tensors
         with plan.apply(net):
             total = sum(plan.fixed.values()) + peak(step)
             same = equal(exact, gradients(net))
@@ -97,7 +92,7 @@ def planned(net, shares):
     return found
 
 
-def trained(net):
+def trained(net, budget):
     """A budget that is planned while a model trains with AdamW, with two batches for each step, of
     which the second reduces gradients.
     """
@@ -110,14 +105,10 @@ def trained(net):
         optimizer.step()
         optimizer.zero_grad()
 
-    def plan_within(budget):
-        gradckpt.enable(net, budget=budget)
-        for _ in range(2):
-            step()
-        return vars(net)["_gradckpt_budget"].plan
-
-    wide = plan_within("1GiB")
-    plan = plan_within((wide.smallest_budget + wide.plain) // 2)
+    gradckpt.enable(net, budget=budget)
+    for _ in range(2):
+        step()
+    plan = vars(net)["_gradckpt_budget"].plan
     held = sum(size for name, size in plan.fixed.items() if name != "gradients")  # the step makes them
     names = [region.option.name for region in plan.regions]
     return [names, plan.budget, held + peak(step), plan.fixed["optimizer states"], plan.fixed["gradients"]]
@@ -156,8 +147,13 @@ def refusals_of_fsdp1():
     mixed = whole()
     fully_shard(mixed.embed)
     blocks = net.module.blocks
+
+    def unreduced():
+        with net.no_sync():
+            gradckpt.plan(net, (X,), budget="1GiB")
+
     calls = {
-        "unreduced": lambda: gradckpt.plan(net, (X,), budget="1GiB"),
+        "unreduced": unreduced,
         "wrappers": lambda: gradckpt.plan(net, (X,), budget="1GiB", modules=list(blocks)),
         "a part": lambda: (net(X), gradckpt.plan(blocks, (X,), budget="1GiB", modules="*")),
         "offloaded": lambda: gradckpt.plan(wrapped(cpu_offload=CPUOffload(True)), (X,), budget="1GiB"),
@@ -166,8 +162,7 @@ def refusals_of_fsdp1():
         "both": lambda: gradckpt.plan(nn.Sequential(wrapped(), mixed), (X,), budget="1GiB", modules=Block),
         **refusals_of(wrapped),
     }
-    with net.no_sync():
-        return {name: refusal(call) for name, call in calls.items()}
+    return {name: refusal(call) for name, call in calls.items()}
 
 
 def refusals_of(make):
@@ -197,7 +192,12 @@ def before_and_after(make):
         plan.apply(model)
         expected = [region.name for region in plan.regions if region.option.name != "keep"]
         modules = gradckpt.enable(model, plan=plan).modules
-        found.append([expected, [name.replace("_fsdp_wrapped_module.", "") for name in modules]])
+        found.append(
+            [
+                expected,
+                [name.replace("._fsdp_wrapped_module", "").removeprefix("_fsdp_wrapped_module.") for name in modules],
+            ]
+        )
     return found
 
 
@@ -253,12 +253,12 @@ def fully_sharded():
         fixed_costs(patch)
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         return {
+            "trained": trained(sharded(), "12MiB"),
             "plans": [
-                *planned(sharded(), (0, 0.5)),
-                *planned(sharded(reshard_after_forward=False), (0.5,)),
-                *planned(sharded(mesh=mesh), (0.5,)),
+                *planned(sharded(), "6.6MiB", "7.8MiB", "9.8MiB"),
+                *planned(sharded(reshard_after_forward=False), "8.8MiB"),
+                *planned(sharded(mesh=mesh), "8.8MiB"),
             ],
-            "trained": trained(sharded()),
             "another model": len(gradckpt.plan(sharded(Net(2)), (X,), budget="1GiB").regions),
             "before and after": before_and_after(sharded),
             "refusals": refusals(),
@@ -272,12 +272,12 @@ def in_fsdp1():
     with pytest.MonkeyPatch.context() as patch:
         fixed_costs(patch)
         return {
+            "trained": trained(other(), "11MiB"),
             "plans": [
-                *planned(wrapped(), (0, 0.5)),
-                *planned(other(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), (0.5,)),
-                *planned(wrapped(sharding_strategy=ShardingStrategy.NO_SHARD), (0.5,)),
+                *planned(wrapped(), "4MiB", "5MiB", "7MiB"),
+                *planned(other(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), "6MiB"),
+                *planned(wrapped(sharding_strategy=ShardingStrategy.NO_SHARD), "5MiB"),
             ],
-            "trained": trained(other()),
             "before and after": before_and_after(wrapped),
             "keeps": [keeps_gradients(make) for make in (wrapped, other)],
             "leaves": [leaves_states(make) for make in (wrapped, other)],
