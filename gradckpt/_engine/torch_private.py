@@ -275,12 +275,14 @@ FakeTensor = _find(
 )
 default_store = _find("torch.distributed.distributed_c10d._get_default_store", "the check that ranks compress alike")
 StorageBase = _find("torch._C.StorageBase", "plan()")
-#: Collectives on paper, and the state that ``fully_shard`` keeps for a module.
+#: Collectives on paper, the state that ``fully_shard`` keeps for a module, and what FSDP1 does
+#: before its first step.
 FakeWork = _find("torch._C._distributed_c10d.FakeWork", "budgets of sharded models")
 boxed_work = _find("torch._C._distributed_c10d.Work.boxed", "budgets of sharded models")
 fsdp2_state = _find_later(
     "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state", "budgets of sharded models"
 )
+fsdp1_lazy_init = _find_later("torch.distributed.fsdp._runtime_utils._lazy_init", "budgets of sharded models")
 guards = _find(
     "torch._guards._TLS", "noticing AOTAutograd around a region", types.SimpleNamespace(tracing_context=None)
 )

@@ -31,7 +31,16 @@ from torch.nn import (
     SyncBatchNorm,
 )
 
-__all__ = ["KINDS", "Blocks", "Tree", "has_forward", "has_relu_and_batch_norm", "repeated_blocks", "width_of"]
+__all__ = [
+    "KINDS",
+    "Blocks",
+    "Tree",
+    "has_forward",
+    "has_relu_and_batch_norm",
+    "inside_fsdp",
+    "repeated_blocks",
+    "width_of",
+]
 
 _MOE = re.compile(r"(moe|sparse_?mlp|(moe|sparse)_?(block|layer))$", re.IGNORECASE)
 _ATTENTION = re.compile(r"(Attention|Attn)(V?\d+)?$")
@@ -188,7 +197,8 @@ def repeated_blocks(model: Module) -> list[Blocks]:
     in_a_row: set[Module] = set()  # children of a Sequential
     for module in names:
         if isinstance(module, (ModuleList, Sequential)):
-            children = [child for child in module.children() if child._modules and not isinstance(child, ModuleList)]
+            children = [inside_fsdp(child) for child in module.children()]
+            children = [child for child in children if child._modules and not isinstance(child, ModuleList)]
             count = Counter(map(type, children))
             same = {child for child in children if count[type(child)] > 1}
             repeated |= same
@@ -207,6 +217,11 @@ def repeated_blocks(model: Module) -> list[Blocks]:
     if found and found[0].parameters >= _MOST * sum(blocks.parameters for blocks in found):
         return found[:1]
     return found
+
+
+def inside_fsdp(module: Module) -> Module:
+    """Return the module that FullyShardedDataParallel wraps; of any other, itself."""
+    return getattr(module, "_fsdp_wrapped_module", module)
 
 
 def _is_unit(module: Module) -> bool:

@@ -19,6 +19,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan, digest_of
+from gradckpt._planning.sharded import parameters_before
 from gradckpt._planning.step_profile import NoPlan
 
 __all__ = ["agreed"]
@@ -42,7 +43,7 @@ def agreed(profile: Profile, budget: Budget) -> Plan:
 
 def _among_ranks(profile: Profile, budget: Budget) -> Plan:
     rank, world = dist.get_rank(), dist.get_world_size()
-    digest = digest_of(profile.model)
+    digest = digest_of(profile.model, parameters_before(profile.model))
     store: Any = dist.distributed_c10d.PrefixStore(f"gradckpt/budget/{next(_rounds)}", private.default_store())
     fixed = 0 if budget.step_only else profile.held
     note = {"digest": digest, "limit": budget.size - fixed, "need": profile.smallest_peak(), "text": budget.text}

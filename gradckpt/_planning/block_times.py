@@ -27,6 +27,7 @@ from gradckpt._models.ranks import RankCheck
 from gradckpt._models.regions import Region, region_of
 from gradckpt._planning.blocks import likeness
 from gradckpt._planning.options import KEEP, Option
+from gradckpt._planning.sharded import weights_in
 from gradckpt._stats import uncounted
 
 __all__ = ["Cost", "RegionCosts", "measure_regions", "wait"]
@@ -169,7 +170,7 @@ def _timed(
         return leaf * 1  # no leaf, as in the step
 
     args, kwargs = private.tree_map(fresh, (args, kwargs))
-    trained = [p for p in block.parameters() if p.requires_grad]
+    trained = weights_in(block)
     device = next((x.device for x in (*inputs, *trained)), torch.device("cpu"))
     wait(device)
     began = time.perf_counter()

@@ -18,7 +18,7 @@ from gradckpt._planning.blocks import find_blocks, shortened
 from gradckpt._planning.devices import Device
 from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
-from gradckpt._planning.sharded import gradient_bytes, parameter_bytes
+from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import Peak, StepTrace, trace_step
 from gradckpt._settings import READY, Setting
@@ -129,7 +129,7 @@ def compare(model: Module, batch: Any, modules: Modules, memory: int | str | Non
                 about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
                 logger.info("gradckpt: %s", about[-1])
         if not rows:
-            with quiet():
+            with quiet(), real_steps(model):
                 rows = [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
     return Comparison(tuple(rows), fixed, limit, tuple(about))
 

@@ -8,7 +8,6 @@ a trace has what they gather, keep and free.
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,24 +17,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from gradckpt._engine import torch_private as private
+from gradckpt._planning.kept_attributes import KeptAttributes
 from gradckpt._planning.paper import PaperMode
 
 __all__ = ["State"]
-
-
-class _KeptAttributes:
-    """The attributes of an object, and what is in its containers, to be put back."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner, self._attributes = owner, dict(vars(owner))
-        self._contents = [(x, copy.copy(x)) for x in vars(owner).values() if isinstance(x, (list, dict, set))]
-
-    def put_back(self) -> None:
-        vars(self._owner).clear()
-        vars(self._owner).update(self._attributes)
-        for container, content in self._contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
 
 
 #: The attributes of states, groups and their contexts where a step begins; containers are empty.
@@ -78,6 +63,11 @@ class State:
     def trained(self) -> dict[int, Tensor]:
         """Return the part of this rank of each parameter, by the id of what optimizers have."""
         return {id(p.sharded_param): p._sharded_param_data for p in self.parameters}
+
+    def missing_gradients(self) -> list[Tensor]:
+        """Return tensors of the sizes of those that a step makes."""
+        without = [p for p in self.parameters if p.sharded_param.requires_grad and p.sharded_param.grad is None]
+        return [p._sharded_param_data for p in without]
 
     def gradients(self) -> list[Tensor]:
         """Return the parts of gradients that exist."""
@@ -129,7 +119,7 @@ class State:
         """
         contexts = {id(x): x for state in self.states for x in (state._state_ctx, state._comm_ctx)}
         stepping = [*self.states, *self.groups, *contexts.values()]
-        kept = [_KeptAttributes(x) for x in (*stepping, *self.parameters)]
+        kept = [KeptAttributes(x) for x in (*stepping, *self.parameters)]
         try:
             for each in stepping:
                 _begin(each)

@@ -144,6 +144,12 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         """Return a tensor on paper of the shape, strides and dtype of ``x``."""
         return self.empty(x.size(), x.stride(), x.dtype, record=record)
 
+    def emptied(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the same, with a storage that was resized to nothing before the step."""
+        new = self.like(x)
+        self._emptied.add(new.untyped_storage()._cdata)
+        return new
+
     def _follow(self, storage: Any, *, record: bool = True) -> None:
         key = storage._cdata
         if key in self._live:

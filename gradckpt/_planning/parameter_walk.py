@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
 
-from gradckpt._planning.fsdp2 import State
-from gradckpt._planning.sharded import gradient_bytes_of
+from gradckpt._planning import fsdp1
+from gradckpt._planning.sharded import gradient_bytes_of, state_of
 
 __all__ = ["Found", "ParameterWalk"]
 
 
 class Found(NamedTuple):
-    """``trained``: the size of each parameter, 0 if it is frozen. ``gradients``: bytes of those
-    that exist. ``reduces``: whether a backward reduces the gradients of a sharded model.
+    """``trained``: the size of each parameter, 0 if it is frozen; 1 for each of FSDP1, which are
+    gathered at times. ``gradients``: bytes of those that exist. ``reduces``: whether a backward
+    reduces the gradients of a sharded model.
     """
 
     trained: list[int]
@@ -41,14 +42,24 @@ class ParameterWalk:
         if modules[:1] != [model] or None in modules or _tree_of(modules) != self._tree:
             modules = list(model.modules())
             self._modules = list(map(weakref.ref, modules))
-            self._tree, self._state = _tree_of(modules), State(model)
+            self._tree, self._state = _tree_of(modules), state_of(model)
+        elif isinstance(self._state, fsdp1.State):
+            self._state = state_of(model)  # which drops gradients that zero_grad() cannot reach
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-        size = Tensor.numel if self._state.parameters else attrgetter("nbytes")  # gathered ones may have another dtype
+        size: Callable[[Tensor], int] = attrgetter("nbytes")
+        if isinstance(self._state, fsdp1.State):
+            size = _one
+        elif self._state.parameters:  # gathered ones may have another dtype
+            size = Tensor.numel
         return Found(
             [size(p) if p.requires_grad else 0 for p in parameters],
             gradient_bytes_of(parameters, self._state),
             self._state.reduces(),
         )
+
+
+def _one(_: Tensor) -> int:
+    return 1
 
 
 def _tree_of(modules: Sequence[Module]) -> tuple[list[int], list[type]]:

@@ -152,11 +152,9 @@ def plan(
 
 def _check_sharded(model: Module, error: float | None) -> None:
     if error is not None:
-        raise ValueError(
-            "gradckpt: error= cannot be measured on a sharded model; call plan() before fully_shard(model)"
-        )
+        raise ValueError("gradckpt: error= cannot be measured on a sharded model; call plan() before FSDP shards it")
     if not reduces(model):
         raise ValueError(
             "gradckpt: this sharded model does not reduce its gradients now; call set_requires_gradient_sync(True) "
-            "before plan()"
+            "before plan(), or leave no_sync()"
         )

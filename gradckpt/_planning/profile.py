@@ -24,7 +24,7 @@ from gradckpt._planning.optimizers import optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
-from gradckpt._planning.sharded import gathered_bytes, is_sharded, missing_gradient_bytes, refuse_shards
+from gradckpt._planning.sharded import gathered_bytes, is_sharded, missing_gradient_bytes, real_steps, refuse_shards
 from gradckpt._planning.step_profile import NoPlan, StepProfile
 from gradckpt._planning.step_trace import StepTrace, condensed, trace_step
 from gradckpt._stats import format_bytes, uncounted
@@ -148,21 +148,22 @@ class Profile(StepProfile):
         """
         seconds: list[float] = []
         most = _LEAST if torch.distributed.is_available() and torch.distributed.is_initialized() else _MOST
-        state = TrainingState(self.model)
-        setting = self.setting([RECOMPUTE] * len(self.blocks))
-        try:
-            state.rewind()  # a step would add to the gradients in place
-            with quiet(), uncounted():
-                with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
-                    self._step(batch)
-                while len(seconds) < _LEAST or (len(seconds) < most and sum(seconds) < _SECONDS):
-                    state.rewind()
-                    with setting.active(self.model):
-                        seconds.append(self._timed(batch))
-            if state.leaves_changed():
-                raise StepWrites
-        finally:
-            state.restore()
+        with real_steps(self.model):
+            state = TrainingState(self.model)
+            setting = self.setting([RECOMPUTE] * len(self.blocks))
+            try:
+                state.rewind()  # a step would add to the gradients in place
+                with quiet(), uncounted():
+                    with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
+                        self._step(batch)
+                    while len(seconds) < _LEAST or (len(seconds) < most and sum(seconds) < _SECONDS):
+                        state.rewind()
+                        with setting.active(self.model):
+                            seconds.append(self._timed(batch))
+                if state.leaves_changed():
+                    raise StepWrites
+            finally:
+                state.restore()
         self.costs = costs
         self.step_seconds = min(seconds)
         self._may_run, self._real_batch = not is_sharded(self.model), batch  # ranks plan shards apart

@@ -17,7 +17,7 @@ from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, Option
 from gradckpt._planning.plan_reader import SIGNED, UNBOUNDED, read_record
 from gradckpt._planning.saved_profile import SavedProfile
-from gradckpt._planning.sharded import class_of
+from gradckpt._planning.sharded import class_of, named_modules, parameters_before
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
@@ -110,7 +110,7 @@ class Plan:
         Raises:
             ValueError: As :meth:`apply`.
         """
-        modules = dict(model.named_modules())
+        modules, parameters = named_modules(model), parameters_before(model)
         rules = {}
         for region in self.regions:
             module = modules.get(region.name)
@@ -120,7 +120,7 @@ class Plan:
                     f"{region.name!r}; make a new plan"
                 )
             kind = class_of(module).__name__
-            if kind != region.kind or digest_of(module) != region.digest:
+            if kind != region.kind or digest_of(module, parameters) != region.digest:
                 what = f"is {kind}, not {region.kind}" if kind != region.kind else "has other parameters"
                 raise ValueError(f"gradckpt: this plan is for another model: {region.name!r} {what}; make a new plan")
             rules[module] = region.option.rule
@@ -273,23 +273,32 @@ def plan_of(plan: Any, keyword: str) -> Plan:
         ) from error
 
 
-def digest_of(module: Module) -> str:
-    """Return a digest of a module's parts: their names, classes, and shapes of parameters."""
+def digest_of(module: Module, parameters: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return a digest of a module's parts: their names, classes, and shapes of parameters, which
+    :func:`parameters_before` has.
+    """
     parts = [
         (
             name,
             class_of(part).__name__,
-            [(key, x if x is None else tuple(x.shape)) for key, x in part._parameters.items()],
+            sorted((key, shape) for key, (_, shape) in parameters[id(part)].items()),
         )
-        for name, part in module.named_modules()
+        for name, part in named_modules(module).items()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def outside_of(model: Module, regions: Sequence[Module]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's parameters that are not of these modules, by name."""
-    inside = {id(p) for region in regions for p in region.parameters()}
-    return {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in inside}
+    parameters = parameters_before(model)
+    seen = {key for region in regions for part in region.modules() for key, _ in parameters[id(part)].values()}
+    found = {}
+    for place, part in named_modules(model).items():
+        for name, (key, shape) in parameters[id(part)].items():
+            if key not in seen:
+                found[f"{place}.{name}" if place else name] = shape
+                seen.add(key)
+    return found
 
 
 def _size_of(shape: Sequence[int]) -> str:

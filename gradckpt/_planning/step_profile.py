@@ -16,7 +16,7 @@ from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose,
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
 from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of, outside_of
-from gradckpt._planning.sharded import class_of
+from gradckpt._planning.sharded import class_of, named_modules, parameters_before
 from gradckpt._planning.step_trace import StepTrace, total
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
@@ -71,7 +71,7 @@ class StepProfile(abc.ABC):
         self.model = model
         self.blocks = list(blocks)
         self.options = list(options)
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names = {id(module): name for name, module in named_modules(model).items()}
         self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
         self.options = self._distinct()
         self.traces = {option: self.traces[option] for option in self.options}
@@ -248,11 +248,12 @@ class StepProfile(abc.ABC):
     def _planned(self, options: Sequence[Option]) -> list[PlannedRegion]:
         chain = self.chain()
         first_call = {block: call for call, block in reversed(list(enumerate(self.calls)))}
+        parameters = parameters_before(self.model)
         regions = []
         for i, (block, option) in enumerate(zip(self.blocks, options, strict=True)):
             cost, keep = self.cost(i, option), self.cost(i, KEEP)
             kept = chain.kept(first_call[i], self.options.index(option)) if i in first_call else 0
             seconds = (cost.seconds - keep.seconds) * self.calls.count(i)
-            name, digest = self._names[id(block)], digest_of(block)
+            name, digest = self._names[id(block)], digest_of(block, parameters)
             regions.append(PlannedRegion(name, class_of(block).__name__, option, kept, seconds, cost.error, digest))
         return regions

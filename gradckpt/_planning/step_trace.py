@@ -19,11 +19,10 @@ from torch.nn import Module, Parameter
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._host_random import host_random
-from gradckpt._planning.fsdp2 import State
 from gradckpt._planning.paper import Event, PaperMode, Work
 from gradckpt._planning.plan_reader import SIGNED
 from gradckpt._planning.reads import refuse_reads
-from gradckpt._planning.sharded import local
+from gradckpt._planning.sharded import local, state_of
 from gradckpt._planning.target_kernels import cuda_kernels
 from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
@@ -248,7 +247,7 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
     old: list[tuple[dict[str, Any], str, Any]] = []
     new: dict[int, Any] = {}
     gradients = [(p, p.grad) for p in model.parameters()]  # a step may know these without the model
-    state = State(model)
+    state = state_of(model)
     state.initialize()
     sharded = state.registered()
     for module in model.modules():
@@ -270,7 +269,8 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
         for table, name, x in old:
             table[name] = x
         for x, gradient in gradients:
-            x.grad = gradient
+            if x.grad is not gradient:
+                x.grad = gradient
 
 
 def _parameter_or_buffer(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Budgets of a model that fully_shard has sharded, on two ranks."""
+"""Budgets of a model that fully_shard or FullyShardedDataParallel has sharded, on two ranks."""
 
 import pytest
 import world_sharded_budget
@@ -8,8 +8,18 @@ _REFUSED = "gradckpt: this sharded model cannot be planned: "
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return worlds.run(world_sharded_budget.fully_sharded, tmp_path_factory.mktemp("sharded"))
+def fsdp1(tmp_path_factory):
+    return worlds.run(world_sharded_budget.in_fsdp1, tmp_path_factory.mktemp("fsdp1"))
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory):
+    return worlds.run(world_sharded_budget.fully_sharded, tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.fixture(params=["fsdp1", "fsdp2"])
+def ranks(request):
+    return request.getfixturevalue(request.param)
 
 
 def test_the_peak_of_each_rank_stays_within_the_budget(ranks):
@@ -28,8 +38,8 @@ def test_ranks_have_one_plan(ranks):
     assert [plan[:2] for plan in first["plans"]] == [plan[:2] for plan in second["plans"]]
 
 
-def test_a_second_model_has_a_plan_of_its_own(ranks):
-    assert [rank["another model"] for rank in ranks] == [2, 2]
+def test_a_second_model_has_a_plan_of_its_own(fsdp2):
+    assert [rank["another model"] for rank in fsdp2] == [2, 2]
 
 
 def test_a_budget_while_training(ranks):
@@ -43,7 +53,7 @@ def test_a_budget_while_training(ranks):
 
 
 def test_a_walk_sees_that_a_model_is_sharded(ranks):
-    """Its gradients are halves in float32, and before they are reduced whole ones."""
+    """Its gradients are halves, and before they are reduced whole ones; no parameter has changed."""
     for rank in ranks:
         whole, reduced, unreduced = rank["walked"]
         assert whole == [0, True, False]
@@ -63,6 +73,12 @@ def test_all_ranks_refuse_a_budget_that_is_too_small(ranks):
             assert rank["refusals"][case].startswith("gradckpt: no plan stays within 1MiB; the smallest budget is ")
 
 
+def test_planning_leaves_what_fsdp1_has(fsdp1):
+    for rank in fsdp1:
+        assert all(rank["keeps"]), "gradients, reduced and not, of earlier batches"
+        assert all(rank["leaves"]), "its states where a plan fails"
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -70,11 +86,28 @@ def test_all_ranks_refuse_a_budget_that_is_too_small(ranks):
             "unreduced",
             "gradckpt: this sharded model does not reduce its gradients now; call set_requires_gradient_sync(",
         ),
-        ("error", "gradckpt: error= cannot be measured on a sharded model; call plan() before fully_shard(model)"),
+        ("error", "gradckpt: error= cannot be measured on a sharded model; call plan() before FSDP shards it"),
         ("parts", f"{_REFUSED}parts of its Block are sharded alone; choose these parts with modules="),
         ("two dimensions", f"{_REFUSED}it has DTensors that fully_shard() did not make; call plan() before "),
         ("a part", f"{_REFUSED}it is a part of a model that is sharded; pass the whole model"),
     ],
 )
-def test_refused(ranks, case, message):
-    assert ranks[0]["refusals"][case].startswith(message)
+def test_refused(fsdp2, case, message):
+    assert fsdp2[0]["refusals"][case].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("unreduced", "gradckpt: this sharded model does not reduce its gradients now; "),
+        ("error", "gradckpt: error= cannot be measured on a sharded model; call plan() before FSDP shards it"),
+        ("wrappers", f"{_REFUSED}a region is FullyShardedDataParallel; choose Block in it with modules="),
+        ("a part", f"{_REFUSED}it is a part of a model that is sharded; pass the whole model"),
+        ("offloaded", f"{_REFUSED}its weights are offloaded to the host; call plan() before "),
+        ("prefetching", f"{_REFUSED}it gathers weights in the order of its first step; call plan() after that"),
+        ("a hook", f"{_REFUSED}it reduces gradients in a way of its own; call plan() before "),
+        ("both", f"{_REFUSED}fully_shard() has parts of it, too; call plan() before "),
+    ],
+)
+def test_refused_of_fsdp1(fsdp1, case, message):
+    assert fsdp1[0]["refusals"][case].startswith(message)
