@@ -53,7 +53,7 @@ def test_a_budget_while_training(ranks):
 
 
 def test_a_walk_sees_that_a_model_is_sharded(ranks):
-    """Its gradients are halves, and before they are reduced whole ones; no parameter has changed."""
+    """Gradients are halves, and before they are reduced whole ones; parameters have not changed."""
     for rank in ranks:
         whole, reduced, unreduced = rank["walked"]
         assert whole == [0, True, False]

@@ -335,3 +335,29 @@ def test_a_regions_error_is_that_of_a_gradient_like_no_other(monkeypatch):
     errors = {option.name: cost.error for option, cost in found[0].items() if option.codec}
     assert 0.001 < errors["recompute int4"] < 0.5
     assert 0.001 < errors["compress int4"] < 0.5
+
+
+# ---- options
+
+
+class Attending(Block):
+    def forward(self, x):
+        heads = x.view(1, len(x), 4, -1).transpose(1, 2)
+        found = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return super().forward(found.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("attending", [0, 1, 4])
+def test_options_that_do_what_another_does_are_left_out(attending):
+    """Policies for attention are options where a block has one."""
+    model = Net(4)
+    for i in range(attending):
+        model.blocks[i] = Attending()
+    blocks = list(model.blocks)
+    found = Profile(model, lambda x: model(x).backward(), BATCH, modules=blocks)
+    names = [option.name for option in found.options]
+    assert names[:3] == ["keep", "recompute", "recompute lossless"]
+    assert "recompute (save_matmuls)" in names
+    for policy in ("save_attention", "save_attention|save_matmuls"):
+        assert (f"recompute ({policy})" in names) == (attending > 0)
+    assert found.traces.keys() == set(found.options)
