@@ -24,7 +24,7 @@ from gradckpt._planning.step_trace import Peak, StepTrace, trace_step
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import StepWrites, alone, step_of_batch, step_of_function
+from gradckpt._training_step import StepWrites, alone, step_of_batch, step_of_function, tensors_of_batch
 
 __all__ = [
     "Comparison",
@@ -219,7 +219,7 @@ def peak_of_run(
         StepWrites: The step changes parameters.
         torch.OutOfMemoryError: It needs more than there is.
     """
-    state = TrainingState(model)
+    state = TrainingState(model, (x for x in tensors_of_batch(batch) if x.requires_grad))
     try:
         for p in model.parameters():
             p.grad = None if p.grad is None else p.grad.clone()  # the step adds to it in place

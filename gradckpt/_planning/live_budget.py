@@ -145,7 +145,7 @@ class LiveBudget:
         """Plan for this call if need be, and set the plan that it runs with."""
         found = self._parameters.read(model)
         device = device_of(model)
-        setup = found.trained, device, _autocast_on(device)
+        setup = found.parameters, found.changes, device, _autocast_on(device)
         if self._setup not in (None, setup):
             self._start_over()
         self._setup = setup
@@ -258,6 +258,7 @@ class LiveBudget:
         """Trace the step, and measure regions in the call that now begins, with exact
         recomputing.
         """
+        self._check_regions(model)
         is_larger = self._profile is not None
         options = self._trace(model, args, kwargs, shapes).options
         logger.info(
@@ -274,6 +275,14 @@ class LiveBudget:
         self._costs = self._measuring.enter_context(measure_regions(self.modules, options))
         if self._optimizer is None:
             _watch_optimizers(self, model)
+
+    def _check_regions(self, model: Module) -> None:
+        present = set(map(id, model.modules()))
+        if missing := sum(id(block) not in present for block in self.modules):
+            raise ValueError(
+                f"gradckpt: {missing} regions of the budget are not in {type(model).__name__} any more; call "
+                "gradckpt.enable(model, budget=...) again"
+            )
 
     def _trace(self, model: Module, args: Any, kwargs: Any, shapes: Shapes) -> Profile:
         """Set the profile to that of a step with these arguments, and note what else is there."""

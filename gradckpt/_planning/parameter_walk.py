@@ -17,14 +17,15 @@ __all__ = ["Found", "ParameterWalk"]
 
 
 class Found(NamedTuple):
-    """``trained``: the size of each parameter, 0 if it is frozen; 1 for each of FSDP1, which are
-    gathered at times. ``gradients``: bytes of those that exist. ``reduces``: whether a backward
-    reduces the gradients of a sharded model.
+    """``parameters``: of each the size, or 1 in FSDP1, which gathers it at times, and whether it is
+    trained. ``gradients``: bytes of those that exist. ``reduces``: whether a backward reduces the
+    gradients of a sharded model. ``changes``: how often modules were others.
     """
 
-    trained: list[int]
+    parameters: list[tuple[int, bool]]
     gradients: int
     reduces: bool
+    changes: int
 
 
 class ParameterWalk:
@@ -36,6 +37,7 @@ class ParameterWalk:
         self._modules: list[weakref.ref[Module]] = []  # so that parts that are replaced are freed
         self._tree: Any = None
         self._state: Any = None
+        self._changes = 0
 
     def read(self, model: Module) -> Found:
         modules: list[Any] = [module() for module in self._modules]
@@ -43,18 +45,21 @@ class ParameterWalk:
             modules = list(model.modules())
             self._modules = list(map(weakref.ref, modules))
             self._tree, self._state = _tree_of(modules), state_of(model)
+            self._changes += 1
         elif isinstance(self._state, fsdp1.State):
             self._state = state_of(model)  # which drops gradients that zero_grad() cannot reach
-        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        registered = [p for module in modules for p in module._parameters.values() if p is not None]
+        parameters = dict(zip(map(id, registered), registered, strict=True)).values()  # tied ones once
         size: Callable[[Tensor], int] = attrgetter("nbytes")
         if isinstance(self._state, fsdp1.State):
             size = _one
         elif self._state.parameters:  # gathered ones may have another dtype
             size = Tensor.numel
         return Found(
-            [size(p) if p.requires_grad else 0 for p in parameters],
+            [(size(p), p.requires_grad) for p in parameters],
             gradient_bytes_of(parameters, self._state),
             self._state.reduces(),
+            self._changes,
         )
 
 

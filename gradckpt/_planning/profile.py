@@ -16,7 +16,7 @@ from gradckpt._gradient_error import StepErrors
 from gradckpt._models.switch import Modules
 from gradckpt._planning.block_times import measure_regions, wait
 from gradckpt._planning.blocks import regions_to_plan
-from gradckpt._planning.budget import Budget, device_of, other_tensors
+from gradckpt._planning.budget import Budget, device_of, free_memory, other_tensors
 from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, peak_of_run, quiet
 from gradckpt._planning.error_search import approach
@@ -24,12 +24,12 @@ from gradckpt._planning.optimizers import optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
-from gradckpt._planning.sharded import gathered_bytes, is_sharded, missing_gradient_bytes, real_steps, refuse_shards
+from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, real_steps, refuse_shards
 from gradckpt._planning.step_profile import NoPlan, StepProfile
 from gradckpt._planning.step_trace import StepTrace, condensed, trace_step
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import StepWrites
+from gradckpt._training_step import StepWrites, tensors_of_batch
 
 __all__ = ["Profile"]
 
@@ -147,9 +147,10 @@ class Profile(StepProfile):
             StepWrites: The step changes parameters.
         """
         seconds: list[float] = []
-        most = _LEAST if torch.distributed.is_available() and torch.distributed.is_initialized() else _MOST
+        has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        most = _LEAST if has_ranks else _MOST
         with real_steps(self.model):
-            state = TrainingState(self.model)
+            state = TrainingState(self.model, (x for x in tensors_of_batch(batch) if x.requires_grad))
             setting = self.setting([RECOMPUTE] * len(self.blocks))
             try:
                 state.rewind()  # a step would add to the gradients in place
@@ -166,7 +167,7 @@ class Profile(StepProfile):
                 state.restore()
         self.costs = costs
         self.step_seconds = min(seconds)
-        self._may_run, self._real_batch = not is_sharded(self.model), batch  # ranks plan shards apart
+        self._may_run, self._real_batch = not has_ranks, batch  # ranks would run other numbers of steps
 
     def _timed(self, batch: Any) -> float:
         wait(self.device)
@@ -191,7 +192,9 @@ class Profile(StepProfile):
             about.append(f"A real step needed {format_bytes(self._excess)} more than on paper, which plans count.")
         made = self.result(chosen, budget, self.fixed, about, measured=measured, error=error)
         smallest = max(made.smallest_budget, needed + (self.held if budget.step_only else 0))
-        return dataclasses.replace(made, smallest_budget=smallest, profile=self._saved())
+        keep = (self.options.index(KEEP),) * len(self.calls)
+        plain = made.plain + self._peaks[keep] - self.trace_of(keep).peak().size
+        return dataclasses.replace(made, plain=plain, smallest_budget=smallest, profile=self._saved())
 
     @property
     def held(self) -> int:
@@ -230,7 +233,11 @@ class Profile(StepProfile):
         if error is not None and not self._is_weighed:
             self._weigh(measure)
         limit = self.limit(budget, self.fixed)
+        for option in (KEEP, RECOMPUTE):
+            self._note((self.options.index(option),) * len(self.calls))
         found = self._find(error, measure, budget)
+        if self._excess:
+            found += self._find(error, measure, dataclasses.replace(budget, size=budget.size - self._excess))
         chosen = self._best(found, error, limit)
         for _ in range(_RUNS):
             learned = [self._learn_from_a_run(each) for each in (chosen.choice, chosen.smallest[1])]
@@ -285,22 +292,31 @@ class Profile(StepProfile):
         if not self._may_run or choice in self._ran:
             return False
         self._ran.add(choice)
-        if private.profiler_entered():
-            self.notes.append("No real step has tried the plan, since a profiler is active.")
+        known = self._peaks[choice]
+        if reason := self._refuses_run(known):
+            self._may_run = False
+            self.notes.append(f"No real step has tried the plan, since {reason}.")
             return False
         try:
             with quiet():
                 peak = peak_of_run(self.model, self.setting(self.of_choice(choice)), self._step, self._real_batch).size
         except torch.OutOfMemoryError:
+            self._may_run = False
             self.notes.append("A real step of the plan ran out of memory here.")
             return False
-        traced, known = self.trace_of(choice).peak().size, self._peaks[choice]
+        traced = self.trace_of(choice).peak().size
         more = peak - traced - self._excess
         if more > 0:
             self._excess += more
             self._peaks = {each: size + (0 if each in self._ran else more) for each, size in self._peaks.items()}
         self._peaks[choice] = max(peak, traced)
         return self._peaks[choice] != known
+
+    def _refuses_run(self, size: int) -> str | None:
+        """Return why no step that adds so many bytes can be tried now."""
+        if private.profiler_entered():
+            return "a profiler is active"
+        return "it needs more memory than is free here" if size > free_memory(self.device) else None
 
     def _find(self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget) -> list[Chosen]:
         """Look for the smallest and the fastest choice within the budgets, which then are known."""

@@ -212,7 +212,7 @@ class StepProfile(abc.ABC):
         binds = chosen.trace.peak()
         peak, at_most = chosen.peak + held, None
         if chosen.trace.data_dependent:
-            peak, at_most = self.trace(options).peak().size + held, peak
+            peak, at_most = self.trace(options).peak().size + chosen.excess + held, peak
             about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
         return Plan(
             model=class_of(self.model).__name__,

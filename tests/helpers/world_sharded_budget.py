@@ -135,7 +135,7 @@ def walked():
         net.zero_grad()
         net(X).backward()
         found.append(walk.read(net))
-    return [[each.gradients, each.reduces, each.trained == found[1].trained] for each in found]
+    return [[each.gradients, each.reduces, each.parameters == found[1].parameters] for each in found]
 
 
 def walked_in_fsdp1():
@@ -148,7 +148,7 @@ def walked_in_fsdp1():
         with context:
             net(X).backward()
             found.append(walk.read(net))
-    return [[each.gradients, each.reduces, each.trained == found[1].trained] for each in found]
+    return [[each.gradients, each.reduces, each.parameters == found[1].parameters] for each in found]
 
 
 def parts_sharded():
