@@ -219,10 +219,12 @@ def peak_of_run(
         StepWrites: The step changes parameters.
         torch.OutOfMemoryError: It needs more than there is.
     """
-    state = TrainingState(model, (x for x in tensors_of_batch(batch) if x.requires_grad))
+    inputs = [x for x in tensors_of_batch(batch) if x.requires_grad]
+    state = TrainingState(model, inputs)
     try:
-        for p in model.parameters():
-            p.grad = None if p.grad is None else p.grad.clone()  # the step adds to it in place
+        for x in (*model.parameters(), *inputs):
+            if x.is_leaf and x.grad is not None:
+                x.grad = x.grad.clone()  # the step adds to it in place
         torch.clear_autocast_cache()  # as before the first setting
         _C.forget_random_state()  # a later step may have to keep one of its own, too
         with uncounted(), setting.active(model, modules), track_memory(model) as memory:

@@ -343,3 +343,64 @@ def test_buffers_that_a_forward_assigns_move_once_with_each_call():
             rewind()
             model.blocks[0](torch.randn(2, TOKENS, WIDTH, requires_grad=True))
     assert model.blocks[0].mean == 0
+
+
+# ---- models that change
+
+
+def planned(model, part=0.5):
+    """A model with a plan, by two training calls; and the step that runs."""
+    x = torch.randn(4, TOKENS, WIDTH)
+
+    def step():
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    least = smallest(model, step)
+    plain = peak(step)
+    model.zero_grad()
+    gradckpt.enable(model, budget=f"activations:{round(least + part * (plain - least))}")
+    for _ in range(2):
+        step()
+    return step
+
+
+def test_untied_weights_are_new_ones():
+    model = net()
+    model.blocks[1].qkv.weight = model.blocks[0].qkv.weight
+    step = planned(model)
+    before = vars(model)["_gradckpt_budget"].plan
+    model.blocks[1].qkv.weight = nn.Parameter(model.blocks[0].qkv.weight.detach().clone())
+    for _ in range(2):
+        step()
+    after = vars(model)["_gradckpt_budget"].plan
+    assert sum(after.fixed.values()) > sum(before.fixed.values())
+
+
+def test_frozen_weights_of_another_dtype_are_others():
+    model = net(64)
+    model.head.requires_grad_(False)
+    step = planned(model)
+    walk = vars(model)["_gradckpt_budget"]
+    before = walk._setup
+    model.head.double().float()
+    step()
+    assert walk._setup == before
+    model.head = nn.Linear(WIDTH, 128).requires_grad_(False)
+    step()
+    assert walk._setup != before
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_regions_that_are_gone(change):
+    model = net()
+    step = planned(model)
+    if change == "removed":
+        del model.blocks[-1]
+    else:
+        model.blocks[1] = Block()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="1 regions of the budget are not in Net any more; call gradckpt"):
+            step()
+    gradckpt.enable(model, budget="1TiB")
+    step()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradckpt
-from gradckpt._planning import block_times, profile
+from gradckpt._planning import block_times, comparison, profile
 
 WIDTH, LAYERS = 64, 12
 X = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -108,3 +108,38 @@ def test_a_profile_remembers_it(model, free, tmp_path):
     free.save(path)
     again = gradckpt.plan(model, X, modules=Block, budget="1TiB", profile=path)
     assert again.peak == free.peak
+    least, plain = added(free, free.smallest_budget), added(free, free.plain)
+    budget = (least + plain) // 2
+    plan = gradckpt.plan(model, X, modules=Block, budget=f"activations:{budget}", profile=path)
+    assert least < added(plan, plan.peak) <= budget
+    with plan.apply(model):
+        assert measured(model) <= added(plan, plan.peak)
+
+
+def test_without_checkpointing_it_needs_as_much(model, free):
+    assert added(free, free.plain) == measured(model)
+
+
+def test_gradients_of_the_batch_stay(model):
+    x = X.clone().requires_grad_()
+    gradckpt.plan(model, x, modules=Block, budget="1TiB")
+    assert x.grad is None
+    x.grad = torch.ones_like(x)
+    gradckpt.plan(model, x, modules=Block, budget="1TiB")
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_ranks_run_equally_many_steps(model, monkeypatch):
+    """Each of them would try another plan, and its backward communicates with the others."""
+    steps = []
+
+    def step():
+        steps.append(1)
+        model(X).backward()
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "track_memory", None)  # which a real step of a plan runs in
+        gradckpt.plan(model, step, modules=Block, budget="1TiB")
+    assert steps
