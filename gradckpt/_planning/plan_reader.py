@@ -13,7 +13,7 @@ from typing import Any
 
 from gradckpt._planning.options import Option, find_option
 
-__all__ = ["SIGNED", "UNBOUNDED", "read_record"]
+__all__ = ["SIGNED", "UNBOUNDED", "damaged", "read_record"]
 
 #: Metadata of fields whose numbers may be negative, and of errors, which may be infinite or NaN.
 SIGNED, UNBOUNDED = {"signed": True}, {"unbounded": True}
@@ -35,10 +35,10 @@ def read_record(kind: Any, data: Any, place: str = "") -> Any:
     prefix = place and f"{place}."
     for name in data:
         if name not in fields:
-            raise ValueError(f"{prefix}{name} is unknown")
+            raise damaged(prefix + str(name), "is unknown")
     for name, each in fields.items():
         if name not in data and each.default is each.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{prefix}{name} is missing")
+            raise damaged(prefix + name, "is missing")
     hints = _hints(kind)
     given = [name for name in fields if name in data]
     return kind(**{name: _read(hints[name], data[name], prefix + name, fields[name].metadata) for name in given})
@@ -56,7 +56,7 @@ def _read(kind: Any, value: Any, place: str, metadata: Mapping[str, Any]) -> Any
             raise _wrong(place, value, "a list")
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) != len(value):
-            raise ValueError(f"{place} has {len(value)} values instead of {len(kinds)}")
+            raise damaged(place, f"has {len(value)} values instead of {len(kinds)}")
         return tuple(_read(k, x, f"{place}[{i}]", metadata) for i, (k, x) in enumerate(zip(kinds, value, strict=True)))
     if origin is not None:
         if not isinstance(value, Mapping):
@@ -88,15 +88,21 @@ def _option(value: Any, place: str) -> Option:
     if not isinstance(value, Mapping) or value.keys() != {"name", "rule"}:
         raise _wrong(place, value, "an option with its name and rule")
     name, rule = value["name"], value["rule"]
+    name_place, rule_place = f"{place}.name", f"{place}.rule"
     if not isinstance(name, str):
-        raise _wrong(f"{place}.name", name, "text")
+        raise _wrong(name_place, name, "text")
     if rule != "skip" and not isinstance(rule, Mapping):
-        raise _wrong(f"{place}.rule", rule, '"skip" or an object')
+        raise _wrong(rule_place, rule, '"skip" or an object')
     try:
         return find_option(name, rule)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}.rule: {str(error).removeprefix('gradckpt: ')}") from None
+        raise damaged(rule_place, "is no option: " + str(error).removeprefix("gradckpt: ")) from None
 
 
 def _wrong(place: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{place} is {reprlib.repr(value)}, not {expected}")
+    return damaged(place, f"is {reprlib.repr(value)}, not {expected}")
+
+
+def damaged(place: str, what: str) -> ValueError:
+    """Return the error of a field, to which who reads the plan adds where the plan is from."""
+    return ValueError(f"{place} {what}")

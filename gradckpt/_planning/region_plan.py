@@ -15,7 +15,7 @@ from torch.nn import Module
 from gradckpt._models.switch import Handle, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.options import KEEP, Option
-from gradckpt._planning.plan_reader import SIGNED, UNBOUNDED, read_record
+from gradckpt._planning.plan_reader import SIGNED, UNBOUNDED, damaged, read_record
 from gradckpt._planning.saved_profile import SavedProfile
 from gradckpt._planning.sharded import class_of, named_modules, parameters_before
 from gradckpt._planning.step_trace import Peak
@@ -192,7 +192,8 @@ class Plan:
         try:
             found: Plan = read_record(cls, data)
             if found.profile is not None and len(found.profile.regions) != len(found.regions):
-                raise ValueError(f"profile.regions has {len(found.profile.regions)} of {len(found.regions)} regions")
+                place = "profile.regions"
+                raise damaged(place, f"has {len(found.profile.regions)} of {len(found.regions)} regions")
         except ValueError as error:
             raise ValueError(f"gradckpt: {source} is a damaged plan: {error}; make a new plan") from None
         return found

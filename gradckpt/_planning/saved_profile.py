@@ -13,7 +13,7 @@ from torch.nn import Module
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.options import Option
-from gradckpt._planning.plan_reader import UNBOUNDED
+from gradckpt._planning.plan_reader import UNBOUNDED, damaged
 
 __all__ = ["KnownPlan", "Measured", "SavedCosts", "SavedProfile", "inputs_noted", "parameters_of"]
 
@@ -64,16 +64,19 @@ class SavedProfile:
     known: tuple[KnownPlan, ...]
 
     def __post_init__(self) -> None:
-        options, regions = len(self.options), len(self.regions)
+        options, regions, measured = len(self.options), len(self.regions), len(self.measured)
         for i, each in enumerate(self.measured):
+            place = f"profile.measured[{i}]"
             if not len(each.seconds) == len(each.errors) == options:
-                raise ValueError(f"profile.measured[{i}] has not one time and one error for each of {options} options")
+                raise damaged(place, f"has not one time and one error for each of {options} options")
         for i, number in enumerate(self.regions):
-            if number >= len(self.measured):
-                raise ValueError(f"profile.regions[{i}] is {number}, and {len(self.measured)} were measured")
+            place = f"profile.regions[{i}]"
+            if number >= measured:
+                raise damaged(place, f"is {number}, and {measured} were measured")
         for i, known in enumerate(self.known):
+            place = f"profile.known[{i}].options"
             if len(known.options) != regions or max(known.options, default=0) >= options:
-                raise ValueError(f"profile.known[{i}].options has not one of {options} options for each region")
+                raise damaged(place, f"has not one of {options} options for each region")
 
     def of(self, region: int) -> Measured:
         """Return what was measured of a region."""

@@ -142,7 +142,11 @@ def messages_of_gradckpt():
     [
         (("regions", 1, "kept"), "big", "regions[1].kept is 'big', not an integer"),
         (("regions", 1, "error"), -0.1, "regions[1].error is -0.1, not a finite number of at least 0"),
-        (("regions", 0, "option", "rule", "compress"), "int9", "regions[0].option.rule: unknown codec 'int9'"),
+        (
+            ("regions", 0, "option", "rule", "compress"),
+            "int9",
+            "regions[0].option.rule is no option: unknown codec",
+        ),
         (("regions", 0, "option"), "keep", "regions[0].option is 'keep', not an option with its name and rule"),
         (("peak",), -5, "peak is -5, not an integer of at least 0"),
         (("peak",), 1.5, "peak is 1.5, not an integer of at least 0"),
