@@ -108,15 +108,24 @@ def _in_channels_last(x: Any) -> Any:
 
 def _attention(results: Any, q: Any, k: Any, *_: Any) -> Scratch:
     rows, columns = _tile(q, k)
-    buffer = torch.get_num_threads() * 4 * (rows * columns + 2 * rows + rows * q.shape[-1])
-    return Scratch(results, [None, None, buffer, -buffer])
+    buffer = torch.get_num_threads() * _accumulated(q) * (rows * columns + 2 * rows + rows * q.shape[-1])
+    half = torch.get_num_threads() * 2 * rows * columns if q.itemsize == 2 else 0
+    return Scratch(results, [None, None, buffer, half, -half, -buffer])
 
 
 def _attention_backward(results: Any, gradient: Any, q: Any, k: Any, *_: Any) -> Scratch:
     rows, columns = _tile(q, k)
     copy = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
-    buffer = 4 * (torch.get_num_threads() * 2 * rows * columns + rows)
+    buffer = _accumulated(q) * (torch.get_num_threads() * 2 * rows * columns + rows)
+    if q.itemsize == 2:  # the operands of its products, and about what oneDNN has in one of them
+        buffer += torch.get_num_threads() * 4 * rows * columns + 2 * rows * columns + 4 * columns * q.shape[-1]
     return Scratch(results, [copy, None, None, None, buffer, -buffer, -copy])
+
+
+def _accumulated(x: Any) -> int:
+    """Return the bytes of a number in which products of such numbers are summed."""
+    size: int = x.itemsize
+    return max(size, 4)
 
 
 def _tile(q: Any, k: Any) -> tuple[int, int]:

@@ -227,10 +227,10 @@ def test_convolutions_allocate_what_the_profiler_reports(form, channels, bias):
 @pytest.mark.parametrize("tokens", [16, 128, 256, 800])
 @pytest.mark.parametrize("is_view", [True, False], ids=["of a product", "contiguous"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_attention_allocates_what_the_profiler_reports(is_view, tokens, threads):
-    """Without dropout it draws no random numbers, so regions keep no state of their own."""
-    linear = torch.nn.Linear(64, 64)
-    x = torch.randn(2, tokens, 64, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_attention_allocates_what_the_profiler_reports(is_view, tokens, threads, dtype):
+    linear = torch.nn.Linear(64, 64, dtype=dtype)
+    x = torch.randn(2, tokens, 64, requires_grad=True, dtype=dtype)
 
     def run(x):
         heads = linear(x).view(2, tokens, 2, 32).transpose(1, 2)
@@ -246,7 +246,9 @@ def test_attention_allocates_what_the_profiler_reports(is_view, tokens, threads)
         with gradckpt.track_memory() as memory:
             run(x)
         linear.zero_grad()
-        assert trace_step(linear, run, x).peak().size == memory.peak
+        scratch = 24_000 if dtype is torch.bfloat16 else 0  # of one of oneDNN's products
+        error = 0.1 if scratch else 0
+        assert trace_step(linear, run, x).peak().size == pytest.approx(memory.peak, rel=error, abs=scratch)
     finally:
         torch.set_num_threads(present)
 
