@@ -24,9 +24,9 @@ CODECS = ["int8", "int4"]
 
 
 def plan_from(case: Case, saved: str, path: str) -> None:
-    """Plan from a saved plan for 60 % of what the step takes without checkpointing."""
+    """Plan from a saved plan for a budget between its smallest and what needs no checkpointing."""
     first = gradckpt.Plan.load(saved)
-    budget = f"activations:{(first.plain - sum(first.fixed.values())) * 6 // 10}"
+    budget = f"activations:{(first.plain + first.smallest_budget) // 2 - sum(first.fixed.values())}"
     torch.manual_seed(0)
     case.plan(budget, compress=CODECS, profile=first).save(path)
 
