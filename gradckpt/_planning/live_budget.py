@@ -61,6 +61,7 @@ class LiveBudget:
         self._optimizer = None if optimizer is None else weakref.ref(torch_optimizer(optimizer))
         self._counts_optimizer = optimizer is not None  # from the first plan on
         self.plan: Plan | None = None
+        self._parameters = ParameterWalk()
         self._forget()
 
     def _forget(self) -> None:
@@ -72,7 +73,6 @@ class LiveBudget:
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
         self._setup: Any = None  # what is trained and where, and autocast, that plans are for
-        self._parameters = ParameterWalk()
         self._holds_outputs = 0  # 1: the loop has them in the backward
         #: What the present plan knows: bytes of gradients and of optimizer states, and whether
         #: gradients are reduced and outputs held.
@@ -85,6 +85,7 @@ class LiveBudget:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._optimizer = None
+        self._parameters = ParameterWalk()
         self._forget()
 
     @property

@@ -151,7 +151,7 @@ def test_states_in_a_list_that_grows_count():
 
 def plain_read(model):
     """What a walk finds, by torch's own walks."""
-    return [p.nbytes if p.requires_grad else 0 for p in model.parameters()], gradient_bytes(model)
+    return [(p.nbytes, p.requires_grad) for p in model.parameters()], gradient_bytes(model)
 
 
 def test_a_walk_finds_what_parameters_have():

@@ -167,7 +167,8 @@ def test_a_small_budget(run):
     assert (status, errors) == (0, "")
     for words in ("by estimate", "regions", " binds", "Smallest budget:", "During the whole step:"):
         assert words in text
-    assert "model.layers.0 to 8 (9 LlamaDecoderLayer)" in text or "model.layers.0 (LlamaDecoderLayer)" in text
+    assert "model.layers.0 " in text
+    assert "LlamaDecoderLayer)" in text
     assert "name another device with --device" in text
     status, text, errors = run(*STEP, "--budget", least - 1)
     assert (status, errors) == (1, "")
