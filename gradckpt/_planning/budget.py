@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,16 @@ from torch.nn import Module
 
 from gradckpt._planning.sizes import parse_bytes
 
-__all__ = ["Budget", "device_of", "free_memory", "other_tensors", "parse_budget", "parse_error", "size_budget"]
+__all__ = [
+    "Budget",
+    "device_of",
+    "free_memory",
+    "other_tensors",
+    "parse_budget",
+    "parse_error",
+    "refuse_compiled",
+    "size_budget",
+]
 
 _ACTIVATIONS = "activations:"
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -104,6 +114,24 @@ def parse_error(error: float | str) -> float:
     if parsed is None or not 0 < parsed < 1:
         raise ValueError(f'gradckpt: error={error!r} is no relative error; write "1%" or 0.01')
     return parsed
+
+
+def refuse_compiled(model: Module) -> None:
+    """Refuse what ``torch.compile`` has returned, or a call that it traces.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if torch.compiler.is_compiling() or _is_compiled(model):
+        raise ValueError(
+            "gradckpt: a budget cannot be planned in torch.compile; call gradckpt.plan(model, batch, budget=...), "
+            "plan.apply(model), and compile then"
+        )
+
+
+def _is_compiled(model: Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def device_of(model: Module) -> torch.device:

@@ -25,7 +25,7 @@ from gradckpt._models.weak import WeakModule
 from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
 from gradckpt._planning.blocks import regions_to_plan
-from gradckpt._planning.budget import device_of, parse_budget
+from gradckpt._planning.budget import device_of, parse_budget, refuse_compiled
 from gradckpt._planning.comparison import quiet, unwrapped
 from gradckpt._planning.optimizers import state_bytes, torch_optimizer
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
@@ -54,6 +54,7 @@ class LiveBudget:
     def __init__(self, model: Module, budget: Any, compress: Any, modules: Any, optimizer: Any) -> None:
         self.budget, self.compress = budget, compress
         self._step_only = parse_budget(budget, device_of(model)).step_only
+        refuse_compiled(model)
         refuse_shards(model)
         allowed(compress, False)  # or the first training call would raise
         with quiet():
@@ -128,11 +129,7 @@ class LiveBudget:
     def _before(self, model: Module, args: Any, kwargs: Any) -> None:
         if self._busy or not (model.training and torch.is_grad_enabled()) or private.graph_task_id() != -1:
             return
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "gradckpt: a budget cannot be planned in torch.compile; call gradckpt.plan(model, batch, budget=...), "
-                "plan.apply(model), and compile then"
-            )
+        refuse_compiled(model)
         self._busy = True
         try:
             self._prepare(model, args, kwargs)

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from gradckpt._models.switch import UNSET, Modules, Unset, check_model
 from gradckpt._planning.agreement import agreed
-from gradckpt._planning.budget import device_of, parse_budget, parse_error
+from gradckpt._planning.budget import device_of, parse_budget, parse_error, refuse_compiled
 from gradckpt._planning.comparison import Comparison, compare, step_of, unwrapped
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan, plan_of
@@ -117,6 +117,7 @@ def plan(
         name = "memory" if memory is not None else "measure"
         raise ValueError(f"gradckpt: budget= and {name}= exclude each other; leave {name}= out")
     model = unwrapped(model)
+    refuse_compiled(model)
     limit = parse_budget(budget, device_of(model))
     allowed_error = None if error is None else parse_error(error)
     run = step_of(model, batch)

@@ -246,9 +246,13 @@ class Plan:
         lines = [self.verdict, "", *_table(self.regions), ""]
         if not self.is_plain:
             lines.append(advice(self.binds, self.fixed, self.hints))
-        lines.append(f"Smallest budget: {format_bytes(self.smallest_budget)}.")
+        held = sum(self.fixed.values())
+        smallest = format_bytes(self.smallest_budget)
+        if self.budget_text.startswith("activations:"):
+            smallest += f", of which the step adds {format_bytes(self.smallest_budget - held)}"
+        lines.append(f"Smallest budget: {smallest}.")
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.fixed.items() if size)
-        lines.append(f"During the whole step: {format_bytes(sum(self.fixed.values()))} ({parts}).")
+        lines.append(f"During the whole step: {format_bytes(held)} ({parts}).")
         return "\n".join([*lines, *self.about])
 
 

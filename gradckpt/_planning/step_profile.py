@@ -25,8 +25,8 @@ __all__ = ["NoPlan", "StepProfile"]
 
 
 class NoPlan(ValueError):
-    """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, and
-    ``choice``, that one.
+    """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, what
+    the step adds if the budget was of activations; and ``choice``, that one.
     """
 
     def __init__(self, message: str, smallest_budget: int, choice: Choice) -> None:
@@ -37,9 +37,10 @@ class NoPlan(ValueError):
     @classmethod
     def within(cls, budget: Budget, smallest: int, choice: Choice, hint: str) -> NoPlan:
         """Return the error of a budget; ``smallest``: bytes; ``hint``: a sentence."""
+        value = f"activations:{smallest}" if budget.step_only else f"{smallest} bytes"
         return cls(
             f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
-            f"({smallest} bytes). {hint}",
+            f"({value}). {hint}",
             smallest,
             choice,
         )

@@ -426,3 +426,21 @@ def test_an_error_budget_of_modules_that_one_has_to_name():
 def test_errors_that_are_no_numbers_are_too_large():
     assert all(_units(error, 1.0) == 1 << 40 for error in (math.nan, math.inf, 1e300))
     assert _units(2.5, 1.0) == 3
+
+
+def test_what_torch_compile_returned_is_refused():
+    compiled = torch.compile(Model(), backend="eager")
+    with pytest.raises(ValueError, match=r"cannot be planned in torch.compile; .* compile then"):
+        gradckpt.plan(compiled, X, budget="1GiB")
+    with pytest.raises(ValueError, match=r"cannot be planned in torch.compile; .* compile then"):
+        gradckpt.enable(compiled, budget="1GiB")
+
+
+def test_a_refusal_names_the_budget_to_write():
+    """Also of activations, whose bytes are those that the step adds."""
+    with pytest.raises(ValueError, match=r"the smallest budget is .* \(activations:\d+\)\.") as refused:
+        gradckpt.plan(Model(), X, modules=Block, budget="activations:1KiB")
+    budget = re.search(r"activations:\d+", str(refused.value).partition("smallest")[2])[0]
+    assert budget == f"activations:{refused.value.smallest_budget}"
+    plan = gradckpt.plan(Model(), X, modules=Block, budget=budget)
+    assert "of which the step adds" in str(plan)
