@@ -37,10 +37,10 @@ class NoPlan(ValueError):
     @classmethod
     def within(cls, budget: Budget, smallest: int, choice: Choice, hint: str) -> NoPlan:
         """Return the error of a budget; ``smallest``: bytes; ``hint``: a sentence."""
-        value = f"activations:{smallest}" if budget.step_only else f"{smallest} bytes"
+        of = " of activations" if budget.step_only else ""
         return cls(
             f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
-            f"({value}). {hint}",
+            f"({smallest} bytes){of}. {hint}",
             smallest,
             choice,
         )
