@@ -128,7 +128,7 @@ class Trial:
         self.by_patch = False  # the forward calls torch's checkpoint itself
         self.exact = EXACT  # how the step runs without an error
         inputs = tensors_of_batch(batch_or_step) if self.has_batch else ()
-        self.state = TrainingState(model, (x for x in inputs if x.requires_grad))
+        self.state = TrainingState(model, inputs)
         self._inputs = [(x, x._version) for x in inputs if not x.is_inference()]
 
     def run(

@@ -21,14 +21,15 @@ __all__ = ["TrainingState"]
 class TrainingState:
     """The state of a model and of generators, except the values of parameters.
 
-    ``inputs``: other tensors that may get gradients. Buffers are copied to host memory. Gradients
-    are kept as they are; only those that lie in others' memory, as in buckets of
-    DistributedDataParallel, are copied.
+    ``inputs``: other tensors, of which those that require grad may get gradients. Buffers are
+    copied to host memory. Gradients are kept as they are; only those that lie in others' memory, as
+    in buckets of DistributedDataParallel, are copied.
     """
 
     def __init__(self, model: Module, inputs: Iterable[Tensor] = ()) -> None:
         self._put_back = snapshot(model)
-        self._leaves = [(x, x.grad, x.requires_grad, x._version) for x in (*model.parameters(), *inputs) if x.is_leaf]
+        trained = [x for x in inputs if x.requires_grad]
+        self._leaves = [(x, x.grad, x.requires_grad, x._version) for x in (*model.parameters(), *trained) if x.is_leaf]
         self._shared = [(x.grad, x.grad.clone()) for x, *_ in self._leaves if x.grad is not None and x.grad._is_view()]
         self._places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         self._buffers = [

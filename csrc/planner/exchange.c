@@ -15,7 +15,7 @@ typedef struct {
 
 typedef struct {
     const gck_chain *chain;
-    gck_solution        *plan;
+    gck_solution    *plan;
     int64_t          error_left;
     int64_t         *left;                   /* of the budget at each region, and after the last one */
     int64_t         *later;                  /* the least of `left` from each region on              */

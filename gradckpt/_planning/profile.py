@@ -150,7 +150,7 @@ class Profile(StepProfile):
         has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         most = _LEAST if has_ranks else _MOST
         with real_steps(self.model):
-            state = TrainingState(self.model, (x for x in tensors_of_batch(batch) if x.requires_grad))
+            state = TrainingState(self.model, tensors_of_batch(batch))
             setting = self.setting([RECOMPUTE] * len(self.blocks))
             try:
                 state.rewind()  # a step would add to the gradients in place

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from gradckpt._planning import block_times
+from gradckpt._planning import block_times, options
 from gradckpt._planning.options import KEEP
 
 WIDTH, LAYERS, ROWS = 128, 12, 256
@@ -43,6 +43,12 @@ def fixed_costs(monkeypatch):
         return {option: block_times.Cost(seconds[option], errors[option]) for option in (KEEP, *options)}
 
     monkeypatch.setattr(block_times, "_measure", measured)
+
+
+def measured_briefly(monkeypatch):
+    """Few options, each of which is measured a few times."""
+    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
 
 
 def net(layers=LAYERS):

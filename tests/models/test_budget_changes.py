@@ -10,7 +10,7 @@ import weakref
 import numpy
 import pytest
 import torch
-from planned_nets import ROWS, WIDTH, Block, fixed_costs, net
+from planned_nets import ROWS, WIDTH, Block, fixed_costs, measured_briefly, net
 from torch import nn
 
 import gradckpt
@@ -25,15 +25,13 @@ LAYERS = 3
 def _fast(monkeypatch):
     gc.collect()  # what earlier tests left would count
     fixed_costs(monkeypatch)
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
-    monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
+    measured_briefly(monkeypatch)
 
 
 def measured(monkeypatch):
     """Let regions be measured, briefly."""
     monkeypatch.undo()
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
-    monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
+    measured_briefly(monkeypatch)
 
 
 def step(model, context=contextlib.nullcontext):

@@ -11,12 +11,12 @@ import sys
 
 import pytest
 import torch
-from planned_nets import fixed_costs
+from planned_nets import fixed_costs, measured_briefly
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import gradckpt
-from gradckpt._planning import block_times, options
+from gradckpt._planning import block_times
 
 WIDTH, LAYERS, TOKENS, VOCABULARY = 32, 4, 64, 2048
 
@@ -25,8 +25,7 @@ WIDTH, LAYERS, TOKENS, VOCABULARY = 32, 4, 64, 2048
 def _fast(monkeypatch):
     gc.collect()  # what earlier tests left would count
     fixed_costs(monkeypatch)
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
-    monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
+    measured_briefly(monkeypatch)
 
 
 class Block(nn.Module):

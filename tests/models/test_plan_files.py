@@ -8,11 +8,10 @@ import math
 
 import pytest
 import torch
-from planned_nets import ROWS, WIDTH, fixed_costs, net
+from planned_nets import ROWS, WIDTH, fixed_costs, measured_briefly, net
 from torch import nn
 
 import gradckpt
-from gradckpt._planning import block_times, options
 
 BATCH = torch.zeros(ROWS, WIDTH)
 
@@ -23,8 +22,7 @@ def plan():
     gc.collect()  # what earlier tests left would count
     with pytest.MonkeyPatch.context() as patch:
         fixed_costs(patch)
-        patch.setattr(block_times, "_SECONDS", 0.0)
-        patch.setattr(options, "_POLICIES", ("save_matmuls",))
+        measured_briefly(patch)
         model = net(3)
         model.embed = nn.Linear(WIDTH, WIDTH)
         budget = gradckpt.plan(model, BATCH, budget="1GiB").smallest_budget + 2**19
