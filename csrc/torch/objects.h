@@ -106,7 +106,7 @@
 #define GCK_PY_NAMES(NAME)                                                                                           \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)                                            \
     NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to)                  \
-    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame)                  \
+    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(__module__) NAME(func) NAME(frame) \
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads)                    \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                         \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \

@@ -10,7 +10,7 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "engine/state.h"
-#include "engine/saved/saved_hooks.h"
+#include "engine/innermost_hooks.h"
 
 /* A fact about a thread, which no object holds. */
 static _Thread_local gck_running *innermost;
@@ -29,15 +29,40 @@ void gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks,
 
 void gck_running_leave(const gck_running *r) { innermost = r->outer; }
 
+/* *r: the region that receives what this thread saves now, borrowed; NULL: none.  The innermost region
+ * does not where torch's checkpoint has its hooks on top: that runs again as a whole, by itself.  Hooks
+ * of the user's inside the region leave it the region of the call.  0 or -1. */
+static int receiving(const gck_state *state, const gck_running **r)
+{
+    gck_hooks_owner owner;
+    PyObject *self, *top;
+
+    *r = innermost;
+    if (innermost == NULL) {
+        return 0;
+    }
+    if ((top = gck_innermost_hooks(state, &owner, &self)) == NULL) {
+        return -1;
+    }
+    if (owner == GCK_HOOKS_TORCHS_REGION
+        || (owner == GCK_HOOKS_REGION && innermost->hooks != NULL && self != innermost->hooks->self)) {
+        *r = NULL;
+    }
+    Py_DECREF(top);
+    return 0;
+}
+
 /* (the region's calls, replay, preserve_rng_state, tensors saved so far, pack, unpack), the hooks None
  * for a region that is one node.  The hooks hold the frame, or the recompute. */
 PyObject *gck_running_region(PyObject *module, PyObject *unused)
 {
-    const gck_running *r = innermost;
+    const gck_running *r;
     PyObject *pack, *unpack, *result = NULL;
 
-    (void)module;
     (void)unused;
+    if (receiving(gck_state_of(module), &r) < 0) {
+        return NULL;
+    }
     if (r == NULL) {
         Py_RETURN_NONE;
     }
@@ -85,49 +110,38 @@ PyObject *gck_is_name_wanted(PyObject *module, PyObject *match)
     return wanted < 0 ? NULL : PyBool_FromLong(wanted);
 }
 
-/* 1 when these hooks, a pair, are those of the region; 0; -1. */
-static int are_of_region(const gck_py *py, PyObject *pair, const gck_running *r)
+/* New reference: the innermost pair of hooks that is not the region's own, or None.  In C, so that no
+ * signal handler runs while those are off. */
+static PyObject *hooks_below(const gck_state *state, const gck_running *r, gck_hooks_owner *owner)
 {
-    PyObject *pack = PySequence_GetItem(pair, 0);
-    PyObject *self = pack != NULL ? PyObject_GetAttr(pack, py->names.__self__) : NULL;
-    const int same = self != NULL && self == r->hooks->self;
+    PyObject *self, *top = gck_innermost_hooks(state, owner, &self), *below;
 
-    Py_XDECREF(pack);
-    Py_XDECREF(self);
-    /* a function of the user's has no such attribute */
-    return pack == NULL || (self == NULL && gck_clear_attribute_error() < 0) ? -1 : same;
-}
-
-/* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
- * has pushed, else those around it; None.  Here, so that no signal handler runs meanwhile. */
-PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
-{
-    const gck_py *py = &gck_state_of(module)->py;
-    const gck_running *r = innermost;
-    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL), *below = NULL;
-    int own;
-
-    (void)unused;
-    if (top == NULL || top == Py_None || r == NULL || r->hooks == NULL) {
+    if (top == NULL || r == NULL || r->hooks == NULL || self != r->hooks->self) {
         return top;
     }
-    own = are_of_region(py, top, r);
-    if (own == 0 && gck_saved_hooks_feed_outer(top)) {   /* the region would hold payloads that it cannot make again */
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a call with recompute=False lies in compress_saved() inside its "
-                                            "region; put compress_saved() around the region");
-        Py_CLEAR(top);
-    }
-    if (own == 0) {
-        return top;
-    }
-    if (own > 0 && gck_done(PyObject_CallFunctionObjArgs(py->pop_hooks, NULL)) == 0) {
-        below = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
-        if (gck_done(PyObject_Call(py->push_hooks, top, NULL)) < 0) {
-            Py_CLEAR(below);
-        }
+    below = gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) < 0 ? NULL
+          : hooks_below(state, r, owner);
+    if (gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
+        Py_CLEAR(below);
     }
     Py_DECREF(top);
     return below;
+}
+
+/* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
+ * has pushed, else those around it; None.  Those of another region do not count: what is kept stays,
+ * also where that region runs again. */
+PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
+{
+    gck_hooks_owner owner;
+    PyObject *found = hooks_below(gck_state_of(module), innermost, &owner);
+
+    (void)unused;
+    if (found != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)) {
+        Py_DECREF(found);
+        Py_RETURN_NONE;
+    }
+    return found;
 }
 
 PyObject *gck_cpu_rng_state(PyObject *module, PyObject *unused)
