@@ -24,6 +24,7 @@ typedef struct gck_batch {
     PyObject        *buffer[GCK_BATCH];  /* the bytes of the payload; NULL: it has them     */
     PyObject        *saved;              /* borrowed iterator: of ctx.saved_tensors; NULL: not a node */
     PyObject        *made;               /* owned dict: what payloads gave that serve two arguments; NULL: none did */
+    int              exact;              /* originals that are alive and unchanged are restored by their values */
 } gck_batch;
 
 /* Make it empty; the arrays stay as they are. */
@@ -34,6 +35,7 @@ static inline void gck_batch_begin(gck_batch *b, gck_state *state, int decode)
     b->decode = decode;
     b->n = 0;
     b->saved = b->made = NULL;
+    b->exact = 0;
 }
 
 /* 1 when this work may wait.  b NULL: 0. */

@@ -15,19 +15,70 @@
 /* A fact about a thread, which no object holds. */
 static _Thread_local gck_running *innermost;
 
-void gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay)
+/* Add the originals of these arguments to the list.  0 or -1. */
+static int keep_originals(gck_state *state, const gck_packed *args, Py_ssize_t n, PyObject *list)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        const gck_payload *payload = args[i].kind == GCK_PACKED_PAYLOAD ? (gck_payload *)args[i].value : NULL;
+        PyObject *original = payload != NULL ? PyWeakref_GetObject(payload->original) : Py_None;
+        if (original != Py_None) {
+            state->stats.held_bytes += payload->bytes_in;
+            status = PyList_Append(list, original);
+        }
+        status = status < 0 ? -1 : keep_originals(state, args[i].leaves, args[i].nleaves, list);
+    }
+    return status;
+}
+
+int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay)
 {
     const unsigned long thread = PyThread_get_thread_ident();
     const gck_active *around = frame->state->active;
+    gck_running *outermost = innermost;
 
     while (around != NULL && around->thread != thread) {
         around = around->outer;
     }
+    while (outermost != NULL && outermost->outer != NULL) {
+        outermost = outermost->outer;
+    }
+    if (frame->approximate && !replay) {
+        if (outermost != NULL
+            && ((outermost->ended == NULL && (outermost->ended = PyList_New(0)) == NULL)
+                || PyList_Append(outermost->ended, (PyObject *)frame) < 0
+                || keep_originals(frame->state, frame->args, frame->nargs + frame->nkwargs, outermost->ended) < 0)) {
+            return -1;
+        }
+        frame->exact = 1;
+    }
     *r = (gck_running){.frame = frame, .hooks = hooks, .replay = replay, .around = around, .outer = innermost};
     innermost = r;
+    return 0;
 }
 
-void gck_running_leave(const gck_running *r) { innermost = r->outer; }
+void gck_running_leave(gck_running *r)
+{
+    PyObject *ended = r->ended;
+    gck_error error;
+
+    innermost = r->outer;
+    if (r->outer != NULL) {
+        return;
+    }
+    r->frame->exact = 0;
+    r->ended = NULL;
+    for (Py_ssize_t i = 0; ended != NULL && i < PyList_Size(ended); i++) {
+        PyObject *each = PyList_GetItem(ended, i);
+        if (Py_TYPE(each) == r->frame->state->Frame) {
+            ((gck_frame *)each)->exact = 0;
+        }
+    }
+    error = gck_error_take();                    /* what dies may run Python */
+    Py_XDECREF(ended);
+    gck_error_return(&error);
+}
 
 /* *r: the region that receives what this thread saves now, borrowed; NULL: none.  The innermost region
  * does not where torch's checkpoint has its hooks on top: that runs again as a whole, by itself.  Hooks
