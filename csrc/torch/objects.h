@@ -88,9 +88,10 @@
     CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                   \
     CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)                  \
     CALLBACK(check_parameters) CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)           \
+    CALLBACK(container_state) CALLBACK(give_container_state) CALLBACK(plain_attributes)                       \
     CALLBACK(debug_contexts) CALLBACK(discrete_rules) CALLBACK(decorate) CALLBACK(determinism_check)          \
     CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(enter_buffers)   \
-    CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate) CALLBACK(finish_calls)                  \
+    CALLBACK(fill_from) CALLBACK(find_candidate) CALLBACK(finish_calls)                  \
     CALLBACK(generator_of) CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(logits_are_small)             \
     CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_create_graph) CALLBACK(note_keyword) CALLBACK(note_step)                      \
     CALLBACK(original_of) CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(policy_contexts)               \

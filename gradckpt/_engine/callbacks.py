@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradckpt._engine import (
+    argument_state,
     arguments,
     buffers,
     decorator,
@@ -38,6 +39,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "check_leaves": selective.check_leaves,
     "check_parameters": region.check_parameters,
     "check_reentrant": region.check_reentrant,
+    "container_state": argument_state.container_state,
     "contexts": region.contexts,
     "contexts_plan": region.contexts_plan,
     "debug_contexts": region.debug_contexts,
@@ -49,10 +51,10 @@ TABLE: dict[str, Callable[..., Any]] = {
     "device_rng_swap": region.device_rng_swap,
     "enter_buffers": buffers.enter,
     "fill_from": region.fill_from,
-    "fill_holes": region.fill_holes,
     "find_candidate": selective.find_candidate,
     "finish_calls": kept_calls.finish_calls,
     "generator_of": selective.generator_of,
+    "give_container_state": argument_state.give_container_state,
     "has_buffer_rule": buffers.has_rule,
     "is_dual": region.is_dual,
     "logits_are_small": saved_roles.logits_are_small,
@@ -64,6 +66,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "original_of": detached_saves.original_of,
     "parse_plan": region.parse_plan,
     "payload_repr": region.payload_repr,
+    "plain_attributes": argument_state.plain_attributes,
     "policy_contexts": region.policy_contexts,
     "raise_fewer_saved": region.raise_fewer_saved,
     "raise_metadata": region.raise_metadata,

@@ -227,21 +227,17 @@ def device_context() -> Any:
     return next((m for m in modes if isinstance(m, private.device_context())), None)
 
 
-def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool) -> None:
+def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool, once: Any) -> None:
     """Copy the original's values into ``out``: all, or only those that a rounding codec could not
-    hold.
+    hold. ``once``: sizes and strides (None: contiguous) of the values where elements share memory.
     """
     with torch.no_grad():
         x = original.detach()
+        if once is not None:
+            sizes, strides = once
+            x = x.as_strided(sizes, strides or (1,))
+            out = out.as_strided(sizes, strides or (1,))
         out.copy_(torch.where(out.isnan(), x, out) if only_nan else x)
-
-
-def fill_holes(out: torch.Tensor) -> None:
-    """Write NaN between the elements of ``out``, so that reads beyond them do not find plausible
-    values.
-    """
-    whole = out.data.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,), 0)
-    whole.fill_(float("nan") if out.is_floating_point() else 1)
 
 
 def note_create_graph() -> None:

@@ -8,6 +8,7 @@
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
 #include "engine/payload/input_aliasing.h"
+#include "engine/payload/restored.h"
 #include "engine/payload/rounding.h"
 #include "engine/selective/op_catching.h"
 #include "engine/selective/op_storage.h"
@@ -121,6 +122,9 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     gck_batch_begin(&batch, state, 0);
     packing->batch = &batch;
     status = pack_arguments(frame, packing, args, nargs, kwargs, fed_args, fed_kwargs);
+    if (status == 0) {
+        status = gck_pack_slices(packing, frame->args, frame->nargs + frame->nkwargs);
+    }
     packing->batch = NULL;
     if (status < 0) {
         gck_batch_drop(&batch);
