@@ -78,6 +78,7 @@
     OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")                       \
     OBJECT(cast, "gradckpt._engine.torch_objects", "cast")                                         \
     OBJECT(draws, "gradckpt._engine.torch_objects", "draws")                                       \
+    OBJECT(unseen_views, "gradckpt._engine.torch_objects", "unseen_views")                         \
     OBJECT(key, "gradckpt._engine.torch_objects", "key")                                           \
     OBJECT(key_inplace, "gradckpt._engine.torch_objects", "key_inplace")                           \
     OBJECT(node_classes, "gradckpt._engine.torch_objects", "node_classes")
@@ -88,6 +89,7 @@
     CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                   \
     CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)                  \
     CALLBACK(check_parameters) CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)           \
+    CALLBACK(copy_candidates)                                                                                 \
     CALLBACK(debug_contexts) CALLBACK(discrete_rules) CALLBACK(decorate) CALLBACK(determinism_check)          \
     CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(enter_buffers)   \
     CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate) CALLBACK(finish_calls)                  \

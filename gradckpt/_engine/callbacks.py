@@ -41,6 +41,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "check_reentrant": region.check_reentrant,
     "contexts": region.contexts,
     "contexts_plan": region.contexts_plan,
+    "copy_candidates": selective.copy_candidates,
     "debug_contexts": region.debug_contexts,
     "discrete_rules": selective.discrete_rules,
     "decorate": decorator.decorate,
