@@ -1,5 +1,5 @@
-"""A restored argument has what the argument had beside its values: attributes, the class of a container
-and what that holds outside its leaves."""
+"""A restored argument has what the argument had beside its values: attributes, the class of a
+container and what that holds outside its leaves."""
 
 import collections
 import dataclasses
@@ -181,7 +181,7 @@ Pair = collections.namedtuple("Pair", "a b")
 
 
 class NamedPair(Pair):
-    """Has attributes, as it says nothing of slots."""
+    """Has attributes, for want of slots."""
 
 
 def attributed(container, **attributes):

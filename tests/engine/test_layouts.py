@@ -1,5 +1,5 @@
-"""Restored arguments have the strides of the original, so that torch takes the same kernels and saves
-the same operands: with a codec without loss every bit of what a region computes is that of
+"""Restored arguments have the strides of the original, so that torch takes the same kernels and
+saves the same operands: with a codec without loss every bit of what a region computes is that of
 ``compress=None``."""
 
 import functools

@@ -12,7 +12,7 @@ int gck_attributes_read(const gck_py *py, PyObject *x, PyObject **found);
 /* Give them to x, a plain tensor; NULL: none.  0 or -1. */
 int gck_attributes_give(PyObject *x, PyObject *attributes);
 
-/* Give the attributes of a tensor to its copy, whatever they are, if both are plain.  0 or -1. */
+/* Give the attributes of a tensor to its copy of any kind, if both are plain.  0 or -1. */
 int gck_attributes_carry(const gck_py *py, PyObject *from, PyObject *to);
 
 /* 1 when x, or a container in it, may have attributes: all but exact tuples, lists and dicts. */
