@@ -84,6 +84,11 @@ if "torch._C._functions.DelayedError" not in private.MISSING:
         "pass compress=None to the region",
         1,
     )
+#: The type of the node that such an alias has.
+error_node: Any = None
+with torch.no_grad():
+    if "torch._C._functions.DelayedError" not in private.MISSING:
+        error_node = type(as_non_leaf(torch.empty((0,)).requires_grad_()).grad_fn)
 
 
 # ---- where the CPU's generator keeps its state (csrc/torch/rng.c) ----

@@ -35,7 +35,10 @@ const char gck_checkpoint_doc[] =
     "        ``debug``. A second backward (``retain_graph=True``) then raises RuntimeError, as in torch.\n"
     "    use_reentrant: ``True`` makes one graph node of the whole region, with torch's restrictions, and\n"
     "        excludes ``compress`` and ``policy``. ``None`` means ``True``, with torch's warning.\n"
-    "    preserve_rng_state, context_fn, determinism_check, early_stop: As in torch.\n"
+    "    preserve_rng_state, context_fn, early_stop: As in torch.\n"
+    "    determinism_check: ``\"default\"`` compares each tensor that the recompute saves with the forward's:\n"
+    "        shape, dtype and device as in torch, and strides, argument, parameter or operator where both runs\n"
+    "        know them. ``\"warn\"`` warns where it would raise, ``\"none\"`` compares nothing.\n"
     "    debug: As in torch. It also reports parameters of the region that change before its recompute.\n"
     "    buffers: The modules whose running statistics (BatchNorm and others, see gradckpt._engine.buffers)\n"
     "        are updated once per step: a module or a list of them. ``\"once\"`` means the module that\n"
@@ -77,7 +80,7 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
                                  "leave one of them out");
         return -1;
     }
-    if (debug < 0 || gck_options_determinism(state, o->determinism_check, &frame->check_metadata,
+    if (debug < 0 || gck_options_determinism(state, o->determinism_check, o->exact, &frame->check,
                                              &frame->metadata_fn) < 0) {
         return -1;
     }
@@ -152,6 +155,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
+    gck_given given;
     int initialized = 0;
 
     frame->function = Py_NewRef(o->function);
@@ -162,7 +166,10 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
+    gck_given_of(&given, fed_args, fed_kwargs);
+    frame->given = &given;
     result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
+    frame->given = NULL;
     if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
         convert_stop_iteration(&state->py);
     }

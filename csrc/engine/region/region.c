@@ -8,6 +8,7 @@
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
 #include "engine/payload/input_aliasing.h"
+#include "engine/payload/restored.h"
 #include "engine/payload/rounding.h"
 #include "engine/selective/op_catching.h"
 #include "engine/selective/op_storage.h"
@@ -121,6 +122,9 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     gck_batch_begin(&batch, state, 0);
     packing->batch = &batch;
     status = pack_arguments(frame, packing, args, nargs, kwargs, fed_args, fed_kwargs);
+    if (status == 0) {
+        status = gck_pack_slices(packing, frame->args, frame->nargs + frame->nkwargs);
+    }
     packing->batch = NULL;
     if (status < 0) {
         gck_batch_drop(&batch);
@@ -181,6 +185,7 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
 
     gck_batch_begin(&batch, frame->state, 1);
     batch.saved = saved;
+    batch.exact = frame->exact;
     *args = NULL;
     *kwargs = frame->nkwargs ? PyDict_New() : NULL;
     if (list != NULL && (*kwargs != NULL || !frame->nkwargs)
@@ -196,6 +201,18 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
     frame->state->stats.recomputes++;
     frame->state->rounding.restored = 1;
     return 0;
+}
+
+int gck_region_note_create_graph(const gck_frame *frame)
+{
+    gck_state *state = frame->state;
+
+    if (!frame->approximate || frame->exact || state->create_graph_noted
+        || !gck_torch.aoti_torch_grad_mode_is_enabled()) {
+        return 0;
+    }
+    state->create_graph_noted = 1;
+    return gck_done(PyObject_CallFunction(state->py.call.note_create_graph, NULL));
 }
 
 int gck_region_note_step(gck_state *state)
@@ -329,13 +346,18 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
 PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                           PyObject *kwargs, int replay)
 {
+    /* With the forward's own arguments every operator returns what it returned: nothing is replayed. */
+    const int alike = replay && frame->exact, ours = alike && gck_context_store(frame->state, context) != NULL;
     gck_rounding rounding = frame->rounding, *around;
     gck_op_catching caught;
     gck_running here;
     PyObject *result;
 
-    gck_running_enter(&here, frame, hooks, replay);
-    if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->node.policy_fn, replay) < 0) {
+    context = ours ? NULL : context;
+    if (gck_running_enter(&here, frame, hooks, replay) < 0) {
+        return NULL;
+    }
+    if (gck_op_catching_begin(frame->state, &caught, alike ? NULL : frame->store, frame->node.policy_fn, replay) < 0) {
         gck_running_leave(&here);
         return NULL;
     }

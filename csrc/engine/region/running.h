@@ -18,10 +18,15 @@ typedef struct gck_running {
     int                 replay;
     const gck_active   *around;    /* the innermost store of this thread outside the region; NULL: none */
     struct gck_running *outer;
+    PyObject           *ended;     /* owned list, of the outermost region: frames of regions inside that have
+                                    * ended, and the originals of their arguments; NULL: none */
 } gck_running;
 
-void gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay);
-void gck_running_leave(const gck_running *r);
+/* A backward inside a forward reads what that forward has, not what payloads give: until the outermost
+ * region of this thread has ended, the frames of approximate regions inside restore their originals.
+ * 0 or -1; a pending exception survives leaving. */
+int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay);
+void gck_running_leave(gck_running *r);
 
 /* gradckpt._C.running_region(). */
 PyObject *gck_running_region(PyObject *module, PyObject *unused);

@@ -105,15 +105,15 @@ static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *pla
     gck_input in = gck_input_of(x);
     gck_dither dither;
     PyObject *payload = NULL;
-    int fits = 1;
+    gck_skip_reason skip;
     int reason = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
                 : gck_input_judge(&state->py, &in, plan->codec, plan->min_numel);
 
     s->eligible += reason >= 0;
     if (reason == GCK_COMPRESS) {
         payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
-                                  GCK_FOR_REGION, NULL, &fits);
-        reason = fits ? reason : GCK_SKIP_OVERFLOW;
+                                  GCK_FOR_REGION, NULL, &skip);
+        reason = (int)skip;
     }
     gck_input_clear(&in);
     if (payload != NULL) {
@@ -164,7 +164,8 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     const gck_codec *bits = gck_codec_find("mask");
     const int tensor = gck_is_tensor(&state->py, x);
     PyObject *val = NULL;
-    int fits, reason;
+    gck_skip_reason skip;
+    int reason;
 
     (void)unused;
     if (tensor <= 0) {
@@ -173,7 +174,7 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     gck_input in = gck_input_of(x);
     reason = gck_input_judge(&state->py, &in, bits, 0);
     if (reason == GCK_COMPRESS) {
-        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
+        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &skip);
         state->stats.discrete_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
     } else if (reason > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL
                && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
