@@ -9,8 +9,9 @@ Out of scope, since no fingerprint of shapes, dtypes, strides, identities and op
 - other values in the same buffer or parameter (an EMA codebook, a step of the optimizer too early;
   ``debug=True`` names parameters);
 - a tensor of the program replaced by a new one that the forward never saw: FSDP gathers so;
-- two results of one operator on one kind of operands, swapped where nothing of them is known
-  (``a = x.sin(); b = y.sin()``, with x and y intermediate results of one kind);
+- two intermediate results that nodes of one type made, one in place of the other;
+- a comparison of another kind or with another constant: nothing tells its mask from that of the
+  forward, and where comparisons are matched, such a call is one that the forward never made;
 - random numbers from outside torch;
 - a difference that nothing saves and that changes no value which is saved.
 
@@ -90,9 +91,9 @@ def _two(first: str) -> Callable[..., Any]:
     def step(h: Any, x: Any, w: Any, v: Any) -> Any:
         if first == "sin":
             a = h.sin()
-            b = h.tanh()
+            b = h.sigmoid()
         else:
-            b = h.tanh()
+            b = h.sigmoid()
             a = h.sin()
         return a * b
 
@@ -113,7 +114,7 @@ def _products(first: str) -> Callable[..., Any]:
 
 
 def _metrics(n: int) -> Callable[..., Any]:
-    """n comparisons whose results nobody needs, then one that is needed."""
+    """n comparisons that only a metric reads, then one that is needed."""
 
     def step(h: Any, x: Any, w: Any, v: Any) -> Any:
         for i in range(n):
@@ -161,7 +162,7 @@ DIFFERENCES: dict[str, Difference] = {
     "operands of an intermediate swapped": D(lambda h, x, w, v: h.tanh() @ w, lambda h, x, w, v: w @ h.tanh()),
     "parameters swapped": D(lambda h, x, w, v: (h @ w).sin() @ v, lambda h, x, w, v: (h @ v).sin() @ w),
     "arguments swapped": D(lambda h, x, w, v: (h * x).sin() * w, lambda h, x, w, v: (h * w).sin() * x),
-    "two branches swapped": D(_two("sin"), _two("tanh")),
+    "two branches swapped": D(_two("sin"), _two("sigmoid")),
     "two products swapped": D(_products("w"), _products("v")),
     "an argument in place of another": D(
         lambda h, x, w, v: (h * x) @ w + v.sin(), lambda h, x, w, v: (h * v) @ w + v.sin()
@@ -209,12 +210,6 @@ DIFFERENCES: dict[str, Difference] = {
         lambda h, x, w, v: torch.where(h > x, h.sin(), h) * (h > v),
         lambda h, x, w, v: torch.where(h > v, h.sin(), h) * (h > x),
     ),
-    "another constant of a comparison": D(
-        lambda h, x, w, v: torch.where(h > 0, h.sin(), h * x), lambda h, x, w, v: torch.where(h > 0.5, h.sin(), h * x)
-    ),
-    "another kind of comparison": D(
-        lambda h, x, w, v: torch.where(h > 0, h.sin(), h * x), lambda h, x, w, v: torch.where(h < 0, h.sin(), h * x)
-    ),
     "a nested region more": D(lambda h, x, w, v: h.sin() * w, lambda h, x, w, v: gradckpt.checkpoint(torch.sin, h) * w),
     "a sum in place of a product": D(lambda h, x, w, v: (h * w).sin(), lambda h, x, w, v: (h + w).sin()),
     "another dimension": D(lambda h, x, w, v: h.softmax(-1).unsqueeze(0)[0] * w, lambda h, x, w, v: h.sum(0).sin() * w),
@@ -225,7 +220,7 @@ DIFFERENCES: dict[str, Difference] = {
 
 
 class Program(NamedTuple):
-    """The steps of a chain; the difference is one of them, "nested" in a region of its own or not."""
+    """The steps of a chain; the difference is one of them, perhaps in a nested region."""
 
     number: int
     difference: str
@@ -286,7 +281,14 @@ READ_BY_NOTHING = (
 )
 
 
+#: Nothing tells masks apart; where comparisons are matched, that gives the right ones.
+MATCHED_ALONE = ("another operand of a comparison",)
+DISCRETE = ("int8", "int8 late", "int4", "save_matmuls:int8", "discrete")
+
+
 def modes_of(program: Program) -> list[str]:
+    if program.difference in MATCHED_ALONE:
+        return [mode for mode in DISCRETE if not (program.nested and mode == "discrete")]
     return [*MODES, *(ONE_NODE if program.difference in READ_BY_NOTHING and not program.nested else ())]
 
 
@@ -364,7 +366,9 @@ def verdict(program: Program, mode: str) -> tuple[str, str | None]:
         return "raises", f"{type(error).__name__}: {error}"
     off = error_of(got, want)
     if mode not in LOSSY:
-        return "right", None if all(map(torch.equal, got, want)) else f"silently wrong by {off:.2e}"
+        # One node adds up the gradients of an argument in another order.
+        equal = all(map(torch.equal, got, want)) or (mode in ONE_NODE and off < 1e-6)
+        return "right", None if equal else f"silently wrong by {off:.2e}"
     same = error_of(Chain(program, mode, False).gradients(), want)
     return "right", None if off <= 1.5 * same + 1e-3 else f"silently wrong by {off:.2e}, equal runs by {same:.2e}"
 

@@ -132,6 +132,7 @@ LEVELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "no grad": (_without_grad, _without_grad),
 }
 LOSSY = {"int8", "saved int8"}
+HOOKS = {"saved lossless", "saved int8", "offload"}
 ONE_NODE = {"one node", "one node policy", "reentrant", "torch reentrant"}
 #: Regions of ours: inside them a backward in the forward reads what the forward has. Elsewhere it
 #: cannot be told from a step's own: numerics.md.
@@ -295,29 +296,26 @@ def _kept_once(levels: tuple[str, ...], program: str, ending: str) -> bool:
     return ending != "once" and any(n in ("policy", "policy function", "one node policy") for n in levels)
 
 
-#: Errors that the documentation names, where torch's own nesting has none: the page that names it,
-#: when, and what the text has.
+#: Errors that torch's own nesting does not have: why, when, and what the text has.
 DOCUMENTED: list[tuple[str, Callable[[tuple[str, ...], str, str], bool], str]] = [
-    ("selective.md, one node: a gradient of the gradient", _no_second_order, "create_graph|twice|second"),
-    ("selective.md, one node: keeps no graph, so a kept call raises", _kept_in_one_node, "recompute=False"),
-    ("selective.md, inside a call that is kept recompute=True raises", _named_in_kept, "recompute=True"),
-    ("selective.md, a second backward, if outputs were kept", _kept_once, "extra time|second backward|reusable"),
-    (
-        "the recompute of a kept call returns its outputs, without a graph",
-        _grad_through_kept,
-        "not have been used in the graph",
-    ),
-    (
-        "one node calls autograd.grad in its backward, which torch's form refuses",
-        _reentrant_in_one_node,
-        "use_reentrant=True",
-    ),
+    ("selective.md: one node has no gradient of the gradient", _no_second_order, "create_graph|twice|second"),
+    ("selective.md: one node keeps no graph, so a kept call raises", _kept_in_one_node, "recompute=False"),
+    ("selective.md: inside a kept call recompute=True raises", _named_in_kept, "recompute=True"),
+    ("selective.md: a second backward, if outputs were kept", _kept_once, "extra time|second backward|reusable"),
+    ("the recompute of a kept call gives its outputs, without a graph", _grad_through_kept, "not have been used in"),
+    ("one node calls autograd.grad, which torch's form refuses", _reentrant_in_one_node, "use_reentrant=True"),
 ]
 
 
 def _output_is_exact(levels: tuple[str, ...], program: str) -> bool:
-    at_top = program == "forces outside" or (program == "forces inside" and levels[0] not in REGIONS)
-    return not at_top
+    """Is a backward inside the forward known as one? One node has no hooks, so hooks inside it act
+    as outside of regions."""
+    if program == "forces outside":
+        return False
+    if program == "forces inside":
+        node = ONE_NODE.intersection(levels[:1]) and {"fake", "saved int8"}.intersection(levels)
+        return levels[0] in REGIONS and not node
+    return True
 
 
 #: What a level computes, without checkpoints and hooks.
@@ -353,16 +351,19 @@ class Reference:
         return self.of([_without(n, levels[:i]) for i, n in enumerate(levels)], program, ending)
 
     def twin(self, levels: tuple[str, ...], program: str, ending: str) -> Outcome:
-        return self.of([f"torch's {n}" for n in levels], program, ending)
+        """torch's own nesting. ``compress_saved`` has no effect inside a region."""
+        regions = [i for i, n in enumerate(levels) if n in REGIONS or n == "torch"]
+        inside = levels[min(regions, default=len(levels)) :]
+        outside = levels[: len(levels) - len(inside)]
+        inside = tuple("plain" if n.startswith("saved") else n for n in inside)
+        return self.of([n if n == "plain" else f"torch's {n}" for n in (*outside, *inside)], program, ending)
 
     def alone(self, levels: tuple[str, ...], program: str, ending: str) -> float:
-        """The largest error of a lossy level alone. ``compress_saved`` rounds the arguments of a
-        region, which is then a lossy one; the recompute of one node rounds for a fake-quantized
-        region where its forward did not."""
+        """The errors of the lossy levels, each alone, as if they had no cause in common.
+        ``compress_saved`` rounds the arguments of a region, which is then a lossy one; the
+        recompute of one node rounds for a fake-quantized region where its forward did not."""
         want, errors = self.plain(levels, program, ending), []
-        # compress_saved() leaves alone what is saved outside too, which it cannot see below hooks.
-        without = [n if n == "offload" else _without(n, levels[:i]) for i, n in enumerate(levels)]
-        without = ["offload" if n == "saved lossless" else way for n, way in zip(levels, without, strict=True)]
+        without = [_without(n, levels[:i]) for i, n in enumerate(levels)]
         for i, name in enumerate(levels):
             way = name if name in LOSSY else None
             if name in REGIONS and name not in LOSSY and "saved int8" in levels[:i]:
@@ -370,9 +371,11 @@ class Reference:
             elif name == "fake" and ONE_NODE.intersection(levels[:i]):
                 way = "without fake"
             if way is not None:
-                got = self.of([*without[:i], way, *without[i + 1 :]], program, ending)
+                # compress_saved() leaves alone what is saved outside too, unless below hooks.
+                outer = ["offload" if levels[j] in HOOKS else without[j] for j in range(i)]
+                got = self.of([*outer, way, *without[i + 1 :]], program, ending)
                 errors.append(error_of(got, want) if got.error is None else float("inf"))
-        return max(errors, default=0.0)
+        return sum(e * e for e in errors) ** 0.5
 
 
 def verdict(levels: tuple[str, ...], program: str, ending: str, reference: Reference) -> str | None:
