@@ -1,6 +1,7 @@
 # Every target sets itself up: python3 >= 3.11, gcc and make are all it needs.
 #   PYTHON=python3.12       another interpreter
 #   TORCH=2.11.0            another torch, in a .venv of its own (the demo and the tests were made with the default)
+#   NEWER=2.15.0            the torch of `make test_newer`, in a .venv of its own
 #   DEMO_ARGS, TEST_ARGS    passed on, e.g. make demo DEMO_ARGS="--codecs int8,int6,int4"
 #   GPU_PYTHON=python3      `make gpu` without pip and the network: with that interpreter and the torch it has
 #   PYTHONS, TORCHES        what `make release` tries the wheel with: interpreters; newest, versions, or folders that hold a torch
@@ -9,6 +10,7 @@
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
+NEWER ?= 2.14.1
 RELEASE ?= .venv-release
 DEMO_ARGS ?=
 PYTHONS ?= python3.11 python3.13 python3.14
@@ -22,9 +24,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 # Compiling device code for every architecture takes minutes; test_all needs that it compiles and that one runs.
 TEST_ARCHS := $(or $(GRADCKPT_CUDA_ARCHS),8.0;9.0+PTX)
-# The extra "release" alone, without the package and so without torch.
-RELEASE_NAMES := $(PYTHON) -c 'import tomllib; \
-    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"])'
+# What an extra of pyproject.toml names, without the package itself.
+names_of = $(PYTHON) -c 'import tomllib; \
+    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])'
 # There is one extension in the tree, whatever the .venv: who builds another takes away the stamps of these names.
 stamps = $(foreach venv,$(VENV) .venv*,$(addprefix $(venv)/,$(1)))
 GPU_STAMPS := $(call stamps,.gpu-*) build/.gpu-*
@@ -35,14 +37,16 @@ GPU_BUILT := $(if $(GPU_PYTHON),build,$(VENV))/.gpu-$(CARDS)
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 # A test that hangs where no signal reaches it (C++ that waits with the GIL held) ends the run, with all its stacks.
 WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
+# Of `make test_newer`: the folders whose tests meet torch's engine most.
+ROOMS := tests/engine tests/equivalence tests/selective
 
-.PHONY: help demo test test_all soak mutants bench lint docs gpu gpu_here gpu_tools release clean setup tools
+.PHONY: help demo test test_newer test_rooms test_all soak mutants bench lint docs gpu gpu_here gpu_tools release clean setup tools
 .DEFAULT_GOAL := help
 # All targets share one .venv and one build folder.
 .NOTPARALLEL:
 
 help:  ## this list
-	@sed -n 's/^\([a-z_]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z_]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.built  ## train a deep Llama: what checkpoints save, cost and change; table, demo.png (4 minutes)
 	@$(BIN)/python examples/train_llama.py $(DEMO_ARGS)
@@ -50,6 +54,13 @@ demo: $(VENV)/.built  ## train a deep Llama: what checkpoints save, cost and cha
 # Each ends with pytest's closing line. tests/conftest.py says what `test` leaves to `test_all`, and why.
 test: lint  ## ruff, mypy and the tests of the library itself (8 minutes on two cores, set-up included)
 	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test $(TEST_ARGS)
+
+# With the extension that .venv has: one build serves each torch. tests/helpers/newer_torch.py lists what fails there.
+test_newer: $(VENV)/.test  ## the part of `test` that is about regions, on a newer torch (5 minutes; a CUDA build, 6 GB)
+	@$(MAKE) --no-print-directory TORCH=$(NEWER) VENV=.venv-torch-$(NEWER) test_rooms
+
+test_rooms: $(VENV)/.rooms
+	@PYTHONPATH="$(CURDIR)" $(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test $(TEST_ARGS) $(ROOMS)
 
 test_all: $(VENV)/.all $(VENV)/.frameworks  ## the tests beside those: frameworks, ranks, packaging, docs, device code
 	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test_all $(TEST_ARGS)
@@ -130,7 +141,7 @@ $(VENV)/.torch: pyproject.toml | tools
 $(RELEASE)/.tools: pyproject.toml | tools
 	@echo "setting up $(RELEASE): what builds and checks packages (once)"
 	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
-	@$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check $$($(RELEASE_NAMES))
+	@$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check $$($(call names_of,release))
 	@touch $@
 
 # Editable, so that the sources and the installed package are one; C is compiled again when it changed.
@@ -147,6 +158,12 @@ $(VENV)/.test: $(VENV)/.torch $(SOURCES)
 	@GRADCKPT_WERROR=1 GRADCKPT_CUDA=$${GRADCKPT_CUDA:-0} $(PIP) --editable ".[test]" "torch==$(TORCH)"
 	@touch $@
 
+# What the tests import, and no build: the extension in the tree stays.
+$(VENV)/.rooms: $(VENV)/.torch
+	@echo "installing what tests import into $(VENV)"
+	@$(PIP) $$($(call names_of,test)) "torch==$(TORCH)"
+	@touch $@
+
 # The same with device code and all that the tests import; serves the other targets too.
 $(VENV)/.all: $(VENV)/.torch $(SOURCES)
 	@echo "building gradckpt, warnings are errors"
@@ -156,8 +173,7 @@ $(VENV)/.all: $(VENV)/.torch $(SOURCES)
 
 # What builds the site, as pyproject.toml names it.
 $(VENV)/.docs: $(VENV)/.built
-	@$(PIP) $$($(BIN)/python -c 'import tomllib; \
-	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@$(PIP) $$($(call names_of,docs))
 	@touch $@
 
 # What tests of `test_all` import in processes of their own only; the list says why. pip's --target does not replace.

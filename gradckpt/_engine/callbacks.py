@@ -26,6 +26,7 @@ from gradckpt._models import activity
 
 TABLE: dict[str, Callable[..., Any]] = {
     "accelerator_initialized": region.accelerator_initialized,
+    "are_alike": selective.are_alike,
     "ask": selective.ask,
     "autocast_capture": region.autocast_capture,
     "barred": selective.barred,
@@ -72,6 +73,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "raise_metadata": region.raise_metadata,
     "raise_modified": torch_objects.raise_modified,
     "raise_more_saved": region.raise_more_saved,
+    "raise_ambiguous": selective.raise_ambiguous,
     "raise_no_entry": selective.raise_no_entry,
     "raise_origins": region.raise_origins,
     "raise_stop_iteration": region.raise_stop_iteration,
@@ -91,7 +93,6 @@ TABLE: dict[str, Callable[..., Any]] = {
     "tensors_of": selective.tensors_of,
     "through_modes": selective.through_modes,
     "together": selective.together,
-    "told_by": selective.told_by,
     "torchs_checkpoint": selective.torchs_checkpoint,
     "traced_value": selective.traced_value,
     "tracing_mode_active": region.tracing_mode_active,

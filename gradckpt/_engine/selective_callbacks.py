@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
-from gradckpt import policies
+from gradckpt import _C, policies
 from gradckpt._config import warn_inactive
 from gradckpt._engine import kept_calls, selective
 from gradckpt._engine import torch_private as private
@@ -57,17 +57,6 @@ def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
     """
     args, kwargs = private.tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, kwargs or {}))
     return call(*args, **kwargs)
-
-
-def told_by(args: Any, kwargs: Any) -> list[Any]:
-    """Return what identifies a call among the calls of its operator.
-
-    It holds the shapes of its tensors, its numbers, and the types of the rest. A generator, for
-    example, may be another object in the recompute.
-    """
-    leaves = private.tree_leaves((args, kwargs))
-    numbers = (x if isinstance(x, (bool, int, float, str)) else type(x) for x in leaves)
-    return [(*x.shape,) if isinstance(x, torch.Tensor) else n for x, n in zip(leaves, numbers, strict=True)]
 
 
 class _KeyAgain(private.TorchDispatchMode):  # type: ignore[misc]
@@ -341,6 +330,37 @@ def raise_no_entry(op: Any, index: int, known: int, consumed: int) -> None:
         f"{call} encountered during backward but not found in storage. This can happen if the operations in the "
         "checkpointed region are nondeterministic or depend on global state that changed between forward and backward."
     )
+
+
+def raise_ambiguous(op: Any, forward: int, recompute: int) -> None:
+    raise torch_checkpoint.CheckpointError(
+        f"gradckpt: the forward called {op} {forward} times alike and the recompute {recompute} times, with other "
+        "results; let both runs call it as often"
+    )
+
+
+def are_alike(a: Any, b: Any) -> bool:
+    """Return whether two calls would hand out the same, to the last bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(are_alike, a, b))
+    if hasattr(a, "val"):  # an OpOutput
+        return a.form is b.form and are_alike(a.val, b.val)
+    if isinstance(a, _C.Payload):
+        return are_alike(a.decode(), b.decode())
+    if isinstance(a, torch.Tensor):
+        return _equal(a, b)
+    return a is b or (isinstance(a, (bool, int, float, complex, str)) and a == b)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    layout = [(x.dtype, x.device, x.shape, x.layout) for x in (a, b)]
+    if layout[0] != layout[1] or type(a) is not torch.Tensor or a.layout is not torch.strided:
+        return False
+    with torch.no_grad():
+        one, other = (x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for x in (a, b))
+        return torch.equal(one, other)
 
 
 def traced_value(entry: Any, allow_mutation: int) -> Any:

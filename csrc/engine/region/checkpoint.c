@@ -152,7 +152,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
     gck_packing packing = {.state = state, .plan = *plan};
-    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame};
+    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame, &frame->nslots};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
     gck_given given;

@@ -43,12 +43,25 @@ static int number_of(const gck_given *given, const PyObject *x)
 
 /* ---- the others ---- */
 
-/* x is a view of a parameter: say of which, and where in it.  0 or -1. */
+/* Types of torch's own nodes, which never die, whose results are no views: such a result is not asked
+ * for its base. */
+enum { KINDS = 64 };
+static const PyObject *no_views[KINDS];
+
+/* x may be a view of a parameter: then say of which, and where in it.  0 or -1. */
 static int find_parameter(const gck_py *py, PyObject *x, gck_origin *origin)
 {
-    PyObject *base = PyObject_GetAttr(x, py->names._base);
+    const PyObject **known = &no_views[((uintptr_t)origin->node >> 5) % KINDS];
     gck_dl_tensor whole, part;
+    PyObject *base;
 
+    if (*known == origin->node) {                /* faster */
+        return 0;
+    }
+    base = PyObject_GetAttr(x, py->names._base);
+    if (base == Py_None && !(PyType_GetFlags((PyTypeObject *)origin->node) & Py_TPFLAGS_HEAPTYPE)) {
+        *known = origin->node;
+    }
     if (base != NULL && (PyObject *)Py_TYPE(base) == py->Parameter && gck_read_dlpack(py, base, &whole) > 0
         && gck_read_dlpack(py, x, &part) > 0) {
         origin->offset = (int64_t)((intptr_t)part.data - (intptr_t)whole.data) + (int64_t)part.byte_offset

@@ -160,7 +160,7 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 /* Run the function under its contexts, hooks on top.  0, or -1 with its exception. */
 static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
 {
-    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self};
+    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self, &self->table->counter};
     PyObject *result = gck_region_call(frame, &hooks, frame->recompute_context, args, kwargs, 1);
 
     Py_XDECREF(result);

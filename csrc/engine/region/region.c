@@ -141,9 +141,6 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (decide(frame) < 0) {
         return -1;
     }
-    if (frame->store != NULL) {
-        frame->store->by_call = packing->inputs != NULL || packing->of_node;
-    }
     if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
         gck_input_aliasing_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
@@ -349,6 +346,7 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     /* With the forward's own arguments every operator returns what it returned: nothing is replayed. */
     const int alike = replay && frame->exact, ours = alike && gck_context_store(frame->state, context) != NULL;
     gck_rounding rounding = frame->rounding, *around;
+    const Py_ssize_t *saved = hooks != NULL ? hooks->saved : NULL;
     gck_op_catching caught;
     gck_running here;
     PyObject *result;
@@ -357,13 +355,17 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     if (gck_running_enter(&here, frame, hooks, replay) < 0) {
         return NULL;
     }
-    if (gck_op_catching_begin(frame->state, &caught, alike ? NULL : frame->store, frame->node.policy_fn, replay) < 0) {
+    if (gck_op_catching_begin(frame->state, &caught, alike ? NULL : frame->store, frame->node.policy_fn, replay,
+                              saved) < 0) {
         gck_running_leave(&here);
         return NULL;
     }
+    const gck_saved_count count = gck_saved_count_begin(context, saved);
     around = gck_rounding_enter(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
     gck_rounding_leave(around);
+    gck_saved_count_end(count);
+    gck_saved_count_forget(frame->state, saved);
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }

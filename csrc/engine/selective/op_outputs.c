@@ -54,6 +54,7 @@ static void kept_dealloc(PyObject *self)
 static PyMemberDef kept_members[] = {
     {"val", T_OBJECT, offsetof(gck_op_output, val), READONLY,
      "What is kept: a detached tensor, a Payload, or no tensor."},
+    {"form", T_OBJECT, offsetof(gck_op_output, form), READONLY, "What made it, of a discrete operator; or None."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -208,19 +209,9 @@ static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, i
     return tuple ? gck_as_tuple(list) : list;
 }
 
-/* Keep the results of f on the outputs.  0 or -1. */
-static int put(gck_op_storage *store, const gck_call *call, PyObject *out, const gck_plan *plan, item_function *f)
+PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_plan *plan)
 {
-    PyObject *kept = map(store, out, plan, f);
-    const int status = kept == NULL ? -1 : PyDict_SetItem(call->calls, call->index, kept);
-
-    Py_XDECREF(kept);
-    return status;
-}
-
-int gck_op_output_keep(gck_op_storage *store, const gck_call *call, PyObject *out, const gck_plan *plan)
-{
-    return put(store, call, out, plan, keep_one);
+    return map(store, out, plan, keep_one);
 }
 
 /* Call form.keep(args, kwargs, b) or form.give(a, args, kwargs) without grad: not every operator
@@ -237,82 +228,44 @@ static PyObject *ask_form(PyObject *form, const gck_call *call, const char *meth
     return result;
 }
 
-/* Keep what the form returns for the call, if anything.  It also returns the bytes. */
-static int put_form(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
+/* New reference: what the form returns for the call, if anything.  It also returns the bytes. */
+static PyObject *keep_form(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
 {
     PyObject *made = ask_form(form, call, "keep", NULL, out);
-    PyObject *val, *entry;
+    PyObject *val, *entry = made == Py_None ? Py_NewRef(store->state->py.recompute_mark) : NULL;
     long long nbytes;
-    int status = made == Py_None ? 0 : -1;
 
     if (made != NULL && made != Py_None && PyArg_ParseTuple(made, "OL", &val, &nbytes)
         && (entry = kept_new(store, Py_NewRef(val), -1)) != NULL) {
         ((gck_op_output *)entry)->form = Py_NewRef(form);
         store->state->stats.discrete_outputs++;
         store->state->stats.discrete_bytes += nbytes;
-        status = PyDict_SetItem(call->calls, call->index, entry);
-        Py_DECREF(entry);
     }
     Py_XDECREF(made);
-    return status;
+    return entry;
 }
 
-int gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
+PyObject *gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
 {
-    return form != NULL ? put_form(store, call, form, out) : put(store, call, out, NULL, copy_one);
+    return form != NULL ? keep_form(store, call, form, out) : map(store, out, NULL, copy_one);
 }
 
-int gck_op_output_note_draw(gck_op_storage *store, const gck_call *call, gck_draw *draw)
+int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *draw)
 {
-    PyObject *drawn = gck_draw_end(&store->state->py, draw), *key = PyTuple_Pack(2, call->key, call->index);
+    PyObject *drawn = gck_draw_end(&store->state->py, draw);
     int status = drawn == Py_None ? 0 : -1;
 
-    if (drawn != NULL && drawn != Py_None && key != NULL
-        && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)
+    if (drawn != NULL && drawn != Py_None
         && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 0), &store->state->stats.discrete_bytes) == 0
-        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.discrete_bytes) == 0) {
-        status = PyDict_SetItem(store->draws, key, drawn);
+        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.discrete_bytes) == 0
+        && index < store->ncalls) {
+        PyObject *old = store->calls[index].drawn;
+        store->calls[index].drawn = Py_NewRef(drawn);
+        Py_XDECREF(old);
+        status = 0;
     }
     Py_XDECREF(drawn);
-    Py_XDECREF(key);
     return status;
-}
-
-/* New reference: what distinguishes this call from others of its operator. */
-static PyObject *told_by(const gck_op_storage *store, const gck_call *call)
-{
-    return PyObject_CallFunction(store->state->py.call.told_by, "OO", call->args,
-                                 call->kwargs ? call->kwargs : Py_None);
-}
-
-int gck_op_output_note_call(gck_op_storage *store, const gck_call *call)
-{
-    PyObject *told = store->by_call ? told_by(store, call) : NULL;
-    PyObject *key = told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
-    int status = store->by_call ? -1 : 0;
-
-    if (key != NULL && (store->told != NULL || (store->told = PyDict_New()) != NULL)) {
-        status = PyDict_SetItem(store->told, key, told);
-    }
-    Py_XDECREF(told);
-    Py_XDECREF(key);
-    return status;
-}
-
-int gck_op_output_is_of_call(gck_op_storage *store, const gck_call *call, int unknown)
-{
-    PyObject *key = store->told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL, *now;
-    PyObject *told = key != NULL ? Py_XNewRef(PyDict_GetItemWithError(store->told, key)) : NULL;
-    int same = PyErr_Occurred() ? -1 : unknown;
-
-    if (told != NULL) {
-        now = told_by(store, call);
-        same = now != NULL ? PyObject_RichCompareBool(now, told, Py_EQ) : -1;
-        Py_XDECREF(now);
-    }
-    Py_XDECREF(key);
-    Py_XDECREF(told);
-    return same;
 }
 
 /* ---- the other way ---- */
@@ -350,38 +303,13 @@ static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *un
                                                                                       : Py_NewRef(kept->val);
 }
 
-/* The outputs of the call, from its entry. */
-static PyObject *outputs_of(gck_op_storage *store, PyObject *entry, const gck_call *call)
+PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, PyObject *drawn)
 {
     const gck_op_output *kept = (gck_op_output *)entry;
+    PyObject *result = Py_TYPE(entry) != store->state->OpOutput || kept->form == NULL
+        ? map(store, entry, NULL, value_of) : ask_form(kept->form, call, "give", kept->val, NULL);
 
-    if (store->traced) {
-        return PyObject_CallFunction(store->state->py.call.traced_value, "Oi", entry, store->mutation);
-    }
-    if (Py_TYPE(entry) != store->state->OpOutput || kept->form == NULL) {
-        return map(store, entry, NULL, value_of);
-    }
-    return ask_form(kept->form, call, "give", kept->val, NULL);
-}
-
-/* Set the generator that the call drew from to its state after the call.  0 or -1. */
-static int repeat_draw(gck_op_storage *store, const gck_call *call)
-{
-    PyObject *key = store->draws != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
-    PyObject *drawn = key != NULL ? PyDict_GetItemWithError(store->draws, key) : NULL;
-
-    Py_XDECREF(key);
-    return drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn)
-         : PyErr_Occurred() ? -1 : 0;
-}
-
-PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, int lasting)
-{
-    PyObject *result = store->reusable || lasting
-        || PyDict_SetItem(call->calls, call->index, store->state->py.consumed_mark) == 0
-        ? outputs_of(store, entry, call) : NULL;
-
-    if (result != NULL && repeat_draw(store, call) < 0) {
+    if (result != NULL && drawn != NULL && gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) < 0) {
         Py_CLEAR(result);
     }
     return result;
