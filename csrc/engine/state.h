@@ -103,7 +103,6 @@ typedef struct {
     int           replacements;        /* how many regions need ours in its place            */
     struct gck_active *active;         /* borrowed: stores that catch operators, see active_storage.h */
     PyObject     *observer;            /* called with each Frame that has kept its arguments; or NULL */
-    int           create_graph_noted;  /* that restored values enter a graph of gradients was logged */
     int           by_mode;             /* tests: only modes catch operators                  */
     int64_t       late_overflow;       /* tests: see payload_overflow.h; nanoseconds         */
     int64_t       epoch;               /* times the counters were reset                      */

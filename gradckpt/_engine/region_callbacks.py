@@ -6,6 +6,7 @@ Only C calls them (csrc/torch, csrc/engine); nothing here is public.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import warnings
@@ -242,6 +243,7 @@ def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool, once: A
         out.copy_(torch.where(out.isnan(), x, out) if only_nan else x)
 
 
+@functools.cache
 def note_create_graph() -> None:
     logger.warning(
         "gradckpt: a backward with create_graph=True reads restored inputs of regions, so what is computed of its "

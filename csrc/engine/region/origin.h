@@ -24,9 +24,9 @@ enum { GCK_NO_ARGUMENT = -1, GCK_SOME_ARGUMENT = -2 };   /* SOME: it was given t
 
 typedef struct {
     int       argument;      /* the number of the argument that it is, or one of those above         */
-    PyObject *node;          /* owned: the type of the node that made it; NULL: not known            */
-    PyObject *leaf;          /* owned: weak reference to the tensor without a node that it is, or to the
-                                parameter of which it is a view; NULL: neither                      */
+    PyObject *node;          /* owned: the type of the node that made it; NULL: not known, or an argument */
+    PyObject *leaf;          /* owned: weak reference to the argument or the tensor without a node that it
+                                is, or to the parameter of which it is a view; NULL: none of these  */
     int64_t   offset;        /* of such a view, in bytes                                            */
 } gck_origin;
 
@@ -37,7 +37,7 @@ int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_ori
 /* 0 when both are known and differ, else 1; -1.  It leaves leaves aside, of which one pair says nothing. */
 int gck_origin_same(const gck_origin *then, const gck_origin *now);
 
-/* Borrowed: the leaf that it is, or lies in, if that is alive; NULL. */
+/* Borrowed: the tensor that it is, or lies in, if that is alive; NULL. */
 PyObject *gck_origin_leaf(const gck_origin *origin);
 
 /* New reference: (argument, name of the node or None, leaf or None), for messages. */

@@ -108,6 +108,10 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     gck_recomputed *table = self->table;
 
     if (value != NULL && frame != NULL && self->origins != NULL && table->counter < table->size) {
+        const gck_origin *then = &frame->slots[table->counter].origin;
+        if (then->argument != GCK_NO_ARGUMENT && gck_origin_leaf(then) == x) {
+            origin.argument = then->argument;    /* the original itself: the function has it from elsewhere, too */
+        }
         self->origins[table->counter] = origin;
     } else {
         gck_origin_clear(&origin);
@@ -175,7 +179,7 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
 }
 
 /* Run one recompute into `table`, with ambient state and grad mode as in the forward.  origins: where
- * what it saves comes from, out; NULL: nobody asks. */
+ * what it saves comes from, out; NULL: they are not compared. */
 static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
 {
     gck_state *state = frame->state;
@@ -224,6 +228,9 @@ static int leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, 
     const PyObject *then = gck_origin_leaf(was), *now = gck_origin_leaf(is);
     int met_then = 0, met_now = 0;
 
+    if (was->argument != GCK_NO_ARGUMENT || is->argument != GCK_NO_ARGUMENT) {
+        return 0;
+    }
     if (then == NULL || now == NULL || then == now) {
         return then != NULL && then == now && was->offset != is->offset;
     }

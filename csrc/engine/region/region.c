@@ -202,14 +202,8 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
 
 int gck_region_note_create_graph(const gck_frame *frame)
 {
-    gck_state *state = frame->state;
-
-    if (!frame->approximate || frame->exact || state->create_graph_noted
-        || !gck_torch.aoti_torch_grad_mode_is_enabled()) {
-        return 0;
-    }
-    state->create_graph_noted = 1;
-    return gck_done(PyObject_CallFunction(state->py.call.note_create_graph, NULL));
+    return !frame->approximate || frame->exact || !gck_torch.aoti_torch_grad_mode_is_enabled() ? 0
+         : gck_done(PyObject_CallFunction(frame->state->py.call.note_create_graph, NULL));
 }
 
 int gck_region_note_step(gck_state *state)

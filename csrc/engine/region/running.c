@@ -11,6 +11,7 @@
 #include "torch/objects.h"
 #include "engine/state.h"
 #include "engine/innermost_hooks.h"
+#include "engine/selective/selective_mode.h"
 
 /* A fact about a thread, which no object holds. */
 static _Thread_local gck_running *innermost;
@@ -44,7 +45,11 @@ int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, 
     while (outermost != NULL && outermost->outer != NULL) {
         outermost = outermost->outer;
     }
-    if (frame->approximate && !replay) {
+    /* can its recompute have other values? */
+    const int changes = frame->approximate || frame->store != NULL
+                     || gck_context_store(frame->state, frame->recompute_context) != NULL;
+
+    if (changes && !replay) {
         if (outermost != NULL
             && ((outermost->ended == NULL && (outermost->ended = PyList_New(0)) == NULL)
                 || PyList_Append(outermost->ended, (PyObject *)frame) < 0

@@ -24,7 +24,7 @@ typedef struct gck_running {
 } gck_running;
 
 /* A backward inside a forward reads what that forward has, not what payloads give: until the outermost
- * region of this thread has ended, the frames of approximate regions inside restore their originals.
+ * region of this thread has ended, the frames of regions inside restore their originals and replay nothing.
  * 0 or -1; a pending exception survives leaving. */
 int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay);
 void gck_running_leave(gck_running *r);
