@@ -43,53 +43,114 @@ static int number_of(const gck_given *given, const PyObject *x)
 
 /* ---- the others ---- */
 
+static int is_plain(const gck_py *py, PyObject *x)
+{
+    return (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter;
+}
+
+/* 1 when y, a tensor, has the values of x, which lies there; 0; -1. */
+static int lies_alike(const gck_py *py, const gck_dl_tensor *x, PyObject *y)
+{
+    gck_dl_tensor at;
+    const int shown = is_plain(py, y) ? gck_read_dlpack(py, y, &at) : 0;
+    int alike = shown > 0 && x->data == at.data && x->byte_offset == at.byte_offset && x->ndim == at.ndim
+             && x->dtype.code == at.dtype.code && x->dtype.bits == at.dtype.bits;
+
+    for (int d = 0; alike && d < x->ndim; d++) {
+        alike = x->shape[d] == at.shape[d] && x->strides[d] == at.strides[d];
+    }
+    return shown < 0 ? -1 : alike;
+}
+
 /* Types of torch's own nodes, which never die, whose results are no views: such a result is not asked
  * for its base. */
 enum { KINDS = 64 };
 static const PyObject *no_views[KINDS];
 
-/* x may be a view of a parameter: then say of which, and where in it.  0 or -1. */
-static int find_parameter(const gck_py *py, PyObject *x, gck_origin *origin)
+/* New reference: the base of x, which this node made; None for no view. */
+static PyObject *base_of(const gck_py *py, PyObject *x, PyObject *node)
 {
-    const PyObject **known = &no_views[((uintptr_t)origin->node >> 5) % KINDS];
-    gck_dl_tensor whole, part;
+    PyTypeObject *type = Py_TYPE(node);
+    const PyObject **known = &no_views[((uintptr_t)type >> 5) % KINDS];
     PyObject *base;
 
-    if (*known == origin->node) {                /* faster */
-        return 0;
+    if (*known == (PyObject *)type) {            /* faster */
+        return Py_NewRef(Py_None);
     }
     base = PyObject_GetAttr(x, py->names._base);
-    if (base == Py_None && !(PyType_GetFlags((PyTypeObject *)origin->node) & Py_TPFLAGS_HEAPTYPE)) {
-        *known = origin->node;
+    if (base == Py_None && !(PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE)) {
+        *known = (PyObject *)type;
     }
-    if (base != NULL && (PyObject *)Py_TYPE(base) == py->Parameter && gck_read_dlpack(py, base, &whole) > 0
-        && gck_read_dlpack(py, x, &part) > 0) {
-        origin->offset = (int64_t)((intptr_t)part.data - (intptr_t)whole.data) + (int64_t)part.byte_offset
-                       - (int64_t)whole.byte_offset;
-        origin->leaf = PyWeakref_NewRef(base, NULL);
+    return base;
+}
+
+static int know_leaf(PyObject *x, gck_origin *origin)
+{
+    origin->leaf = PyWeakref_NewRef(x, NULL);
+    return origin->leaf != NULL ? 0 : -1;
+}
+
+static int know_node(const gck_py *py, PyObject *node, gck_origin *origin)
+{
+    if ((PyObject *)Py_TYPE(node) != py->error_node) {         /* else a restored argument that has no number */
+        origin->node = Py_NewRef((PyObject *)Py_TYPE(node));
     }
-    Py_XDECREF(base);
-    return PyErr_Occurred() ? -1 : 0;
+    return 0;
+}
+
+/* x is a view: of all of an argument or of its base, which has the same values, or of a part of a
+ * parameter.  0 or -1. */
+static int know_view(const gck_py *py, const gck_given *given, PyObject *x, PyObject *node, PyObject *base,
+                     gck_origin *origin)
+{
+    gck_dl_tensor at, whole;
+    PyObject *of;
+    int alike = 0, status;
+
+    if (gck_read_dlpack(py, x, &at) <= 0) {
+        return PyErr_Occurred() ? -1 : know_node(py, node, origin);
+    }
+    for (int i = 0; given != NULL && alike == 0 && i < given->n; i++) {
+        alike = lies_alike(py, &at, given->x[i]);
+        origin->argument = alike > 0 ? number_of(given, given->x[i]) : origin->argument;
+    }
+    if (alike != 0) {
+        return alike < 0 ? -1 : 0;
+    }
+    alike = lies_alike(py, &at, base);
+    if (alike <= 0) {
+        if (alike == 0 && (PyObject *)Py_TYPE(base) == py->Parameter && gck_read_dlpack(py, base, &whole) > 0) {
+            origin->offset = (int64_t)((intptr_t)at.data - (intptr_t)whole.data);
+            alike = know_leaf(base, origin);
+        }
+        return alike < 0 || PyErr_Occurred() ? -1 : know_node(py, node, origin);
+    }
+    of = PyObject_GetAttr(base, py->names.grad_fn);
+    status = of == NULL ? -1 : of == Py_None ? know_leaf(base, origin) : know_node(py, of, origin);
+    Py_XDECREF(of);
+    return status;
 }
 
 int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_origin *origin, int *grad)
 {
     const int argument = given != NULL ? number_of(given, x) : GCK_NO_ARGUMENT;
-    const int plain = (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter;
-    PyObject *node = plain ? PyObject_GetAttr(x, py->names.grad_fn) : NULL;
-    int status = plain && node == NULL ? -1 : 0;
+    PyObject *node = is_plain(py, x) ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None), *base;
+    int status = node == NULL ? -1 : 0;
 
     *origin = (gck_origin){.argument = argument};
     if (grad != NULL && status == 0) {           /* faster: one question for two */
-        *grad = node != NULL && node != Py_None ? 1 : gck_attr_is_true(x, py->names.requires_grad);
+        *grad = node != Py_None ? 1 : gck_attr_is_true(x, py->names.requires_grad);
         status = *grad < 0 ? -1 : 0;
     }
-    if (status == 0 && node != NULL && (node == Py_None || argument != GCK_NO_ARGUMENT)) {
-        origin->leaf = PyWeakref_NewRef(x, NULL);
-        status = origin->leaf != NULL ? 0 : -1;
-    } else if (status == 0 && node != NULL && (PyObject *)Py_TYPE(node) != py->error_node) {
-        origin->node = Py_NewRef((PyObject *)Py_TYPE(node));         /* error_node: of a restored argument */
-        status = find_parameter(py, x, origin);
+    if (status == 0 && is_plain(py, x)) {
+        if (node == Py_None || argument != GCK_NO_ARGUMENT) {
+            status = know_leaf(x, origin);
+        } else if ((base = base_of(py, x, node)) == NULL) {
+            status = -1;
+        } else {
+            status = base == Py_None ? know_node(py, node, origin) : know_view(py, given, x, node, base, origin);
+            Py_DECREF(base);
+        }
     }
     Py_XDECREF(node);
     if (status < 0) {
