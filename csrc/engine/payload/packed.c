@@ -202,7 +202,14 @@ int gck_pack_exactly(const gck_packing *p, gck_input *in, gck_packed *entry)
     if (saved == NULL) {
         return -1;
     }
-    *entry = (gck_packed){GCK_PACKED_SAVED, saved, 0, 0, NULL, 0};
+    *entry = (gck_packed){.kind = GCK_PACKED_SAVED, .value = saved};
+    if (gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_LEAF) < 0
+        || (entry->state = PyWeakref_NewRef(in->x, NULL)) == NULL) {
+        gck_packed_clear(entry);
+        return -1;
+    }
+    entry->version = in->version;
+    entry->leaf = in->leaf;
     return 0;
 }
 

@@ -22,7 +22,7 @@ typedef enum {
 typedef struct gck_packed {
     gck_packed_kind    kind;
     PyObject         *value;    /* owned; see above                                       */
-    int64_t           version;  /* GCK_PACKED_TENSOR only                                 */
+    int64_t           version;  /* of a tensor, also behind SAVED                         */
     int               leaf;     /* likewise                                               */
     struct gck_packed *leaves;  /* owned; GCK_PACKED_TREE only                            */
     Py_ssize_t        nleaves;

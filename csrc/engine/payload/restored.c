@@ -103,7 +103,11 @@ PyObject *gck_packed_restore(gck_state *state, const gck_packed *entry, gck_batc
     const gck_slice slice = entry->slice;
 
     switch (entry->kind) {
-    case GCK_PACKED_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
+    case GCK_PACKED_SAVED:
+        x = batch != NULL && batch->exact && entry->state != NULL ? PyWeakref_GetObject(entry->state) : Py_None;
+        x = x == Py_None ? PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL)
+                         : restore_versioned(state, x, entry->version, entry->leaf);
+        break;
     case GCK_PACKED_TENSOR: x = restore_versioned(state, value, entry->version, entry->leaf); break;
     case GCK_PACKED_PAYLOAD:
         attributes = Py_XNewRef(entry->state);

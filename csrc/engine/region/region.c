@@ -13,6 +13,7 @@
 #include "engine/selective/op_catching.h"
 #include "engine/selective/op_storage.h"
 #include "engine/selective/replay_discrete.h"
+#include "engine/selective/selective.h"
 #include "engine/selective/selective_mode.h"
 #include "engine/saved/saved_hooks.h"
 
@@ -135,6 +136,7 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     }
     state->stats.regions_compressed += packing->payloads > 0;
     frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.fake_quantize;
+    frame->fake_quantized = packing->plan.fake_quantize;
     if (packing->payloads > 0 && packing->plan.replay_discrete > frame->replay_discrete) {
         frame->replay_discrete = packing->plan.replay_discrete;
     }
@@ -182,7 +184,7 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
 
     gck_batch_begin(&batch, frame->state, 1);
     batch.saved = saved;
-    batch.exact = frame->exact;
+    batch.exact = frame->exact && !frame->fake_quantized;
     *args = NULL;
     *kwargs = frame->nkwargs ? PyDict_New() : NULL;
     if (list != NULL && (*kwargs != NULL || !frame->nkwargs)
@@ -355,9 +357,11 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
         return NULL;
     }
     const gck_saved_count count = gck_saved_count_begin(context, saved);
+    gck_selective_hide(frame->state, alike);     /* a region around does not see twice what it saw in the forward */
     around = gck_rounding_enter(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
     gck_rounding_leave(around);
+    gck_selective_hide(frame->state, -alike);
     gck_saved_count_end(count);
     gck_saved_count_forget(frame->state, saved);
     if (gck_op_catching_end(frame->state, &caught) < 0) {

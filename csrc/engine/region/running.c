@@ -23,9 +23,11 @@ static int keep_originals(gck_state *state, const gck_packed *args, Py_ssize_t n
 
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
         const gck_payload *payload = args[i].kind == GCK_PACKED_PAYLOAD ? (gck_payload *)args[i].value : NULL;
-        PyObject *original = payload != NULL ? PyWeakref_GetObject(payload->original) : Py_None;
+        PyObject *reference = payload != NULL ? payload->original
+                            : args[i].kind == GCK_PACKED_SAVED ? args[i].state : NULL;
+        PyObject *original = reference != NULL ? PyWeakref_GetObject(reference) : Py_None;
         if (original != Py_None) {
-            state->stats.held_bytes += payload->bytes_in;
+            state->stats.held_bytes += payload != NULL ? payload->bytes_in : 0;
             status = PyList_Append(list, original);
         }
         status = status < 0 ? -1 : keep_originals(state, args[i].leaves, args[i].nleaves, list);

@@ -131,6 +131,15 @@ static void count_busy(gck_state *state, const gck_active *last, int by)
     }
 }
 
+void gck_selective_hide(gck_state *state, int by)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+
+    for (gck_active *a = state->active; a != NULL; a = a->outer) {
+        a->hidden += a->thread == thread ? by : 0;
+    }
+}
+
 /* Call the operator itself, below `hit`: only stores around `hit` see it (NULL: none). */
 static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args,
                             PyObject *kwargs)

@@ -30,6 +30,9 @@ PyObject *gck_replay_call(gck_active *active, gck_call *call);
 /* 1: the operators that the store names may be caught on the key; 0: a mode has to catch them. */
 int gck_catches_by_key(const gck_state *state, const gck_op_storage *store);
 
+/* Hide the operators of this thread from its active stores (by 1), or no longer (by -1). */
+void gck_selective_hide(gck_state *state, int by);
+
 /* For Python: catcher(op), selective_key(), and for tests catch_by_mode(on). */
 PyObject *gck_catcher(PyObject *module, PyObject *op);
 PyObject *gck_selective_key(PyObject *module, PyObject *unused);
