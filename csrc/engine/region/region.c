@@ -351,22 +351,23 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     if (gck_running_enter(&here, frame, hooks, replay) < 0) {
         return NULL;
     }
+    gck_selective_hide(frame->state, replay);    /* a region around saw these operators in the forward */
     if (gck_op_catching_begin(frame->state, &caught, alike ? NULL : frame->store, frame->node.policy_fn, replay,
                               saved) < 0) {
+        gck_selective_hide(frame->state, -replay);
         gck_running_leave(&here);
         return NULL;
     }
     const gck_saved_count count = gck_saved_count_begin(context, saved);
-    gck_selective_hide(frame->state, alike);     /* a region around does not see twice what it saw in the forward */
     around = gck_rounding_enter(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
     gck_rounding_leave(around);
-    gck_selective_hide(frame->state, -alike);
     gck_saved_count_end(count);
     gck_saved_count_forget(frame->state, saved);
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }
+    gck_selective_hide(frame->state, -replay);
     gck_running_leave(&here);
     return result;
 }
