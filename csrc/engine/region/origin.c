@@ -84,14 +84,12 @@ int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_ori
         *grad = node != NULL && node != Py_None ? 1 : gck_attr_is_true(x, py->names.requires_grad);
         status = *grad < 0 ? -1 : 0;
     }
-    if (status == 0 && node != NULL && argument == GCK_NO_ARGUMENT) {
-        if (node == Py_None) {
-            origin->leaf = PyWeakref_NewRef(x, NULL);
-            status = origin->leaf != NULL ? 0 : -1;
-        } else if ((PyObject *)Py_TYPE(node) != py->error_node) {    /* else an argument that has no number */
-            origin->node = Py_NewRef((PyObject *)Py_TYPE(node));
-            status = find_parameter(py, x, origin);
-        }
+    if (status == 0 && node == Py_None && argument == GCK_NO_ARGUMENT) {
+        origin->leaf = PyWeakref_NewRef(x, NULL);
+        status = origin->leaf != NULL ? 0 : -1;
+    } else if (status == 0 && node != NULL && node != Py_None && (PyObject *)Py_TYPE(node) != py->error_node) {
+        origin->node = Py_NewRef((PyObject *)Py_TYPE(node));         /* error_node: of a restored argument */
+        status = argument == GCK_NO_ARGUMENT ? find_parameter(py, x, origin) : 0;
     }
     Py_XDECREF(node);
     if (status < 0) {
@@ -125,9 +123,10 @@ int gck_origin_same(const gck_origin *then, const gck_origin *now)
         return then->argument == now->argument || then->argument == GCK_SOME_ARGUMENT
             || now->argument == GCK_SOME_ARGUMENT;
     }
-    if (given_then || given_now) {               /* known as no argument only where a node has made it */
-        return (given_then ? now : then)->node == NULL;
+    if (given_now) {                             /* no argument then; known only where a node had made it */
+        return then->node == NULL;
     }
+    /* An argument then that is none now: the function may have it from elsewhere, too. */
     return then->node == NULL || now->node == NULL ? 1 : same_type(then->node, now->node);
 }
 

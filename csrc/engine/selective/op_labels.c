@@ -3,6 +3,7 @@
 
 #include "torch/calls.h"
 #include "engine/selective/op_outputs.h"
+#include "engine/selective/op_written.h"
 
 int gck_op_label_candidate(gck_op_storage *store, int line, Py_ssize_t index, PyObject *out)
 {
@@ -22,8 +23,8 @@ static int keep_candidate(gck_op_storage *store, PyObject *x, PyObject *name)
     int line, status = -1;
 
     if (found != NULL && PyArg_ParseTuple(found, "Oin", &out, &line, &index)) {
-        status = gck_op_storage_keep(store, index,
-                                     gck_op_output_keep(store, out, &store->policy->named[line].plan));
+        status = out == Py_None ? 0              /* written into unseen: it runs again */
+            : gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &store->policy->named[line].plan));
         store->met++;
     }
     Py_XDECREF(found);
@@ -39,6 +40,9 @@ int gck_op_label(gck_op_storage *store, PyObject *x, PyObject *name)
 
 int gck_op_labels_finish(gck_op_storage *store)
 {
+    if (gck_settle_outputs(store) < 0) {
+        return -1;
+    }
     if (store->policy == NULL || PySet_Size(store->policy->wanted) == 0) {
         return 0;
     }

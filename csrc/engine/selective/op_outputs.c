@@ -18,19 +18,13 @@
 
 /* ---- what is kept of one output ---- */
 
-/* Type gradckpt._C.OpOutput: a value, and the version it had. */
-typedef struct {
-    PyObject_HEAD
-    PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
-    int64_t   version;       /* -1: not compared                                             */
-    PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
-} gck_op_output;
-
 static int kept_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(((gck_op_output *)self)->val);
     Py_VISIT(((gck_op_output *)self)->form);
+    Py_VISIT(((gck_op_output *)self)->others);
+    Py_VISIT(((gck_op_output *)self)->copy);
     return 0;
 }
 
@@ -38,6 +32,8 @@ static int kept_clear(PyObject *self)
 {
     Py_CLEAR(((gck_op_output *)self)->val);
     Py_CLEAR(((gck_op_output *)self)->form);
+    Py_CLEAR(((gck_op_output *)self)->others);
+    Py_CLEAR(((gck_op_output *)self)->copy);
     return 0;
 }
 
@@ -74,10 +70,9 @@ PyType_Spec gck_op_output_spec = {
     .slots = kept_slots,
 };
 
-/* New reference: an alias without history that shares x's version counter, as autograd's kernel
- * would make it.  Below autograd the keys for that are off, so they are switched on meanwhile.  An
- * inference mode inside the region stays on. */
-static PyObject *detached(const gck_py *py, PyObject *x)
+/* As autograd's kernel would make it.  Below autograd the keys for that are off, so they are switched
+ * on meanwhile.  An inference mode inside the region stays on. */
+PyObject *gck_op_output_alias(const gck_py *py, PyObject *x)
 {
     const int excluded = gck_is_true(PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL));
     PyObject *alias;
@@ -139,6 +134,28 @@ static PyObject *kept_new(gck_op_storage *store, PyObject *val, int64_t version)
     return (PyObject *)self;
 }
 
+void gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes)
+{
+    gck_dl_tensor dl;
+    int64_t last = 0;
+
+    *data = NULL;
+    *nbytes = 0;
+    if (((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter)
+        || py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
+        PyErr_Clear();
+        return;
+    }
+    for (int d = 0; d < dl.ndim; d++) {
+        if (dl.shape[d] == 0) {
+            return;
+        }
+        last += (dl.shape[d] - 1) * dl.strides[d];
+    }
+    *data = (const char *)dl.data + dl.byte_offset;
+    *nbytes = (last + 1) * ((dl.dtype.bits * dl.dtype.lanes + 7) / 8);
+}
+
 static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *plan)
 {
     const gck_py *py = &store->state->py;
@@ -147,7 +164,7 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     int64_t version = -1;                        /* inference tensors have none: nothing to compare */
 
     if (val == NULL && tensor >= 0 && !PyErr_Occurred()) {
-        val = tensor ? detached(py, x) : Py_NewRef(x);
+        val = tensor ? gck_op_output_alias(py, x) : Py_NewRef(x);
         if (val != NULL && tensor
             && (gck_version_of(py, val, &version) < 0
                 || gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0)) {
@@ -155,7 +172,66 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
         }
     }
     store->state->stats.policy_outputs += tensor > 0 && val != NULL;
-    return kept_new(store, val, version);
+    PyObject *kept = kept_new(store, val, version);
+    if (kept != NULL && version >= 0) {
+        gck_memory_of(py, val, &((gck_op_output *)kept)->data, &((gck_op_output *)kept)->nbytes);
+    }
+    return kept;
+}
+
+/* Take the copy for the value. */
+static int take_copy(gck_op_storage *store, gck_op_output *kept)
+{
+    const gck_py *py = &store->state->py;
+    PyObject *old = kept->val;
+
+    kept->val = kept->copy;
+    kept->copy = NULL;
+    kept->written = 0;
+    Py_DECREF(old);
+    Py_CLEAR(kept->others);
+    gck_memory_of(py, kept->val, &kept->data, &kept->nbytes);
+    return gck_version_of(py, kept->val, &kept->version);
+}
+
+/* As gck_op_output_settle() of one output. */
+static int settle_one(gck_op_storage *store, gck_op_output *kept)
+{
+    const gck_py *py = &store->state->py;
+    PyObject *others;
+    int64_t now = kept->version;
+    int same = !kept->written;
+
+    if ((kept->others == NULL && kept->copy == NULL && !kept->written) || gck_version_of(py, kept->val, &now) < 0) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
+    if (now != kept->version) {                  /* reported where the value is returned */
+        return 1;
+    }
+    if (kept->copy != NULL) {
+        return take_copy(store, kept) < 0 ? -1 : 1;
+    }
+    others = Py_XNewRef(kept->others);
+    for (Py_ssize_t i = 0; others != NULL && same > 0 && i < PyList_Size(others); i++) {
+        PyObject *row = PyList_GetItem(others, i);
+        same = gck_version_of(py, PyTuple_GetItem(row, 0), &now) < 0 ? -1
+             : now == PyLong_AsLongLong(PyTuple_GetItem(row, 1));
+    }
+    Py_XDECREF(others);
+    return same;
+}
+
+int gck_op_output_settle(gck_op_storage *store, PyObject *entry)
+{
+    const Py_ssize_t n = PyTuple_Check(entry) ? PyTuple_Size(entry) : PyList_Check(entry) ? PyList_Size(entry) : 0;
+    int same = Py_TYPE(entry) == store->state->OpOutput ? settle_one(store, (gck_op_output *)entry) : 1;
+
+    for (Py_ssize_t i = 0; same > 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(entry, i);
+        same = item != NULL ? gck_op_output_settle(store, item) : -1;
+        Py_XDECREF(item);
+    }
+    return same;
 }
 
 /* A copy of a discrete output; bool as bits. */
@@ -274,7 +350,7 @@ int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *d
  * recompute may write into it too. */
 static PyObject *fresh(gck_op_storage *store, const gck_op_output *kept)
 {
-    return kept->version >= 0 ? detached(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
+    return kept->version >= 0 ? gck_op_output_alias(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
 }
 
 static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *unused)

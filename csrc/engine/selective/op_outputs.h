@@ -6,7 +6,33 @@
 #include "engine/state.h"
 #include "engine/selective/op_storage.h"
 
+/* Type gradckpt._C.OpOutput: a value, and the version it had. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
+    int64_t   version;       /* -1: not compared                                             */
+    PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
+    /* The memory of an alias, and what may have changed unseen by its version: */
+    const char *data;
+    int64_t   nbytes;        /* 0: not an alias                                              */
+    PyObject *others;        /* list of (tensor of this memory with its own version counter, version); or NULL */
+    PyObject *copy;          /* made before a write that the version may not show; or NULL   */
+    int       written;       /* such a write came before the copy                            */
+} gck_op_output;
+
 extern PyType_Spec gck_op_output_spec;
+
+/* Find out whether the outputs of an entry were written into unseen: copies made in time take their
+ * place.  1: they are what the operator returned, or their versions show what happened; 0: they
+ * have changed; -1. */
+int gck_op_output_settle(gck_op_storage *store, PyObject *entry);
+
+/* The memory of a tensor, from its first value to its last; *nbytes 0: it cannot be read.  Runs no
+ * Python. */
+void gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
+
+/* New reference: an alias without history that shares x's version counter. */
+PyObject *gck_op_output_alias(const gck_py *py, PyObject *x);
 
 /* New reference: what is kept of the outputs of a call: a tensor as a detached alias or a payload (of
  * several return values only the first), anything else by reference. */

@@ -17,6 +17,7 @@
 #include "engine/selective/op_labels.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_policy.h"
+#include "engine/selective/op_written.h"
 #include "engine/selective/replay_discrete.h"
 
 #include <stdlib.h>
@@ -345,6 +346,16 @@ static PyObject *replay_traced(gck_active *active, gck_op_storage *store, gck_ca
     return out;
 }
 
+/* 1 when nothing is kept of a call, or what is kept was written into; 0; -1. */
+static int runs_again(gck_op_storage *store, Py_ssize_t index)
+{
+    PyObject *entry = Py_NewRef(store->calls[index].entry);
+    const int same = entry == store->state->py.recompute_mark ? 0 : gck_op_output_settle(store, entry);
+
+    Py_DECREF(entry);
+    return same < 0 ? -1 : !same;
+}
+
 PyObject *gck_replay_call(gck_active *active, gck_call *call)
 {
     gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
@@ -355,8 +366,8 @@ PyObject *gck_replay_call(gck_active *active, gck_call *call)
         out = replay_traced(active, store, call);
     } else if (read_kind(&store->state->py, call, active) == 0
                && (index = gck_matching_find(&active->matching, store, call)) != -1) {
-        const int again = index == GCK_NO_MATCH || store->calls[index].entry == store->state->py.recompute_mark;
-        out = again ? call->run(call) : give(active, store, call, index);
+        const int again = index == GCK_NO_MATCH ? 1 : runs_again(store, index);
+        out = again < 0 ? NULL : again ? call->run(call) : give(active, store, call, index);
     }
     Py_DECREF((PyObject *)store);
     return out;
@@ -371,7 +382,9 @@ int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
 
     active->matching = (gck_matching){.n = 0};
     gck_selective_end(state, active);
-    if (matching.surplus != NULL || matching.made < matching.n) {
+    if (store->reusable && gck_settle_outputs(store) < 0) {
+        status = -1;
+    } else if (matching.surplus != NULL || matching.made < matching.n) {
         status = hide_begin(state, &modes);
         if (status == 0) {
             status = gck_matching_judge(&matching, store, stopped);
@@ -426,9 +439,35 @@ static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObj
     return out;
 }
 
-/* The kernel of a named operator; self is (module, operator, what calls it). */
+int gck_effect_begin(gck_state *state, gck_op_effect effect, PyObject *x)
+{
+    PyObject *modes;
+    int status = gck_is_kept_memory(state, x);
+
+    if (status > 0 && effect == GCK_WRITES && (status = hide_begin(state, &modes)) == 0) {
+        status = gck_before_write(state, x);
+        status = hide_end(state, modes) < 0 || status < 0 ? -1 : 1;
+    }
+    return status;
+}
+
+int gck_effect_end(gck_state *state, PyObject *x, PyObject *out)
+{
+    PyObject *modes;
+    int status = hide_begin(state, &modes);
+
+    if (status == 0) {
+        status = gck_after_view(state, x, out);
+        status = hide_end(state, modes) < 0 ? -1 : status;
+    }
+    return status;
+}
+
+/* The kernel of a caught operator; self is (module, operator, what calls it, its effect). */
 static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
 {
+    const gck_op_effect effect = (gck_op_effect)PyLong_AsLong(PyTuple_GetItem(self, 3));
+    PyObject *x = effect != GCK_READS && PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
     gck_state *state = gck_state_of(PyTuple_GetItem(self, 0));
     PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
     const unsigned long thread = PyThread_get_thread_ident();
@@ -452,9 +491,17 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (tracing < 0) {
         return NULL;
     }
+    const int touches = tracing || x == NULL ? 0 : gck_effect_begin(state, effect, x);
+    if (touches < 0) {
+        return NULL;
+    }
     if (hit == NULL || tracing) {
         /* no store names it, or a block is compiled inside the region, which is not a call */
-        return call_below(state, NULL, op, call, args, kwargs);
+        out = call_below(state, NULL, op, call, args, kwargs);
+        if (touches && out != NULL && effect == GCK_VIEWS_UNSEEN && gck_effect_end(state, x, out) < 0) {
+            Py_CLEAR(out);
+        }
+        return out;
     }
     /* A mode that was entered inside comes first, as under torch's modes: it would not see a
      * replayed call. */
@@ -477,7 +524,9 @@ static PyMethodDef caught_def = {"caught", (PyCFunction)(void (*)(void))caught, 
 
 PyObject *gck_catcher(PyObject *module, PyObject *op)
 {
-    PyObject *self = Py_BuildValue("(OON)", module, op, PyObject_GetAttr(op, gck_state_of(module)->py.names._op));
+    const gck_py *py = &gck_state_of(module)->py;
+    PyObject *self = Py_BuildValue("(OONi)", module, op, PyObject_GetAttr(op, py->names._op),
+                                   (int)gck_op_effect_of(py, op));
     PyObject *function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
 
     Py_XDECREF(self);

@@ -78,10 +78,18 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
     call->key = key_of(py, call, target);
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
-        if (active == NULL || active->hidden) {
+        PyObject *x = active != NULL && PyTuple_Size(call->args) > 0 ? PyTuple_GetItem(call->args, 0) : NULL;
+        const gck_op_effect effect = x != NULL && gck_is_kept_memory(store->state, x)
+            ? gck_op_effect_of(py, call->op) : GCK_READS;
+        if (effect != GCK_READS && gck_effect_begin(store->state, effect, x) < 0) {
+            out = NULL;
+        } else if (active == NULL || active->hidden) {
             out = run_call(call);
         } else {
             out = self->replay ? gck_replay_call(active, call) : gck_record_call(active, store, line, call);
+        }
+        if (out != NULL && effect == GCK_VIEWS_UNSEEN && gck_effect_end(store->state, x, out) < 0) {
+            Py_CLEAR(out);
         }
     }
     Py_XDECREF(target);
