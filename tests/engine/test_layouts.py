@@ -209,8 +209,8 @@ def test_views_of_a_tensor_with_holes_do_not_share_its_payload():
 @layouts
 @pytest.mark.parametrize("codec", ["fp16", "lossless"])
 def test_an_original_is_read_in_its_layout(codec, layout):
-    """A device reports overflow late. Until then, and after an overflow, restores read the original,
-    which may be a slice, or share memory among its values."""
+    """A device reports overflow late. Until then, and after an overflow, restores read the
+    original, which may be a slice, or share memory among its values."""
     x = (torch.randn(2, 16, 24, 24, generator=torch.Generator().manual_seed(0)) * 1e6).requires_grad_()
     seen = []
 
