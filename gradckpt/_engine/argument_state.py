@@ -8,7 +8,6 @@ a tensor, or an object of unknown kind, might refer to what is being compressed.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,10 +21,6 @@ _SEQUENCES = frozenset((tuple, list, set, frozenset, torch.Size))
 
 #: A container inside an argument, by the positions of its children, with its attributes.
 State = list[tuple[tuple[int, ...], dict[str, Any]]]
-
-
-class _CannotBeCarriedError(Exception):
-    pass
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
@@ -79,43 +74,41 @@ def _children(container: Any) -> tuple[list[Any], Any]:
     return children, spec
 
 
-def _lost(container: Any, children: list[Any], spec: Any, only_plain: bool) -> dict[str, Any]:
-    """Return the attributes that pytree does not give back."""
+def _lost(container: Any, children: list[Any], spec: Any, only_plain: bool) -> dict[str, Any] | None:
+    """Return the attributes that pytree does not give back; None where it cannot be a copy."""
     twin = private.tree_unflatten(children, spec)
     if only_plain and (type(twin) is not type(container) or not _same(_items(container), _items(twin))):
-        raise _CannotBeCarriedError
+        return None
     made = _attributes(twin)
     lost = {
         name: value
         for name, value in _attributes(container).items()
         if name not in made or not _same(value, made[name])
     }
-    if only_plain and not _is_plain(lost):
-        raise _CannotBeCarriedError
-    return lost
+    return None if only_plain and not _is_plain(lost) else lost
 
 
-def _walk(container: Any, path: tuple[int, ...], only_plain: bool) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:
+def _add_state(state: State, container: Any, path: tuple[int, ...], only_plain: bool) -> bool:
+    """Return whether all of it can be carried."""
     children, spec = _children(container)
     if len(children) == 1 and children[0] is container:
-        return  # a leaf
+        return True  # a leaf
     if type(container) not in (tuple, list, dict):
         lost = _lost(container, children, spec, only_plain)
+        if lost is None:
+            return False
         if lost:
-            yield path, lost
-    for i, child in enumerate(children):
-        if not isinstance(child, torch.Tensor):
-            yield from _walk(child, (*path, i), only_plain)
+            state.append((path, lost))
+    inner = ((i, child) for i, child in enumerate(children) if not isinstance(child, torch.Tensor))
+    return all(_add_state(state, child, (*path, i), only_plain) for i, child in inner)
 
 
 def container_state(container: Any, only_plain: int) -> State | None:
     """Return what pytree drops of the container and of those inside it; None where some of that is
     not plain, so that no copy is what the container is.
     """
-    try:
-        return list(_walk(container, (), bool(only_plain)))
-    except _CannotBeCarriedError:
-        return None
+    state: State = []
+    return state if _add_state(state, container, (), bool(only_plain)) else None
 
 
 def give_container_state(container: Any, state: State) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import gradckpt
-from gradckpt import CompressionConfig
+from gradckpt import _C, CompressionConfig
 
 EXACT = ["raw", "lossless"]
 ROUNDS = ["int8", "bf16"]
@@ -204,3 +204,30 @@ def test_views_of_a_tensor_with_holes_do_not_share_its_payload():
 
     (grad,) = torch.autograd.grad(run(), x)
     assert torch.allclose(grad[3:20], 4 * x[3:20], atol=0.2)
+
+
+@layouts
+@pytest.mark.parametrize("codec", ["fp16", "lossless"])
+def test_an_original_is_read_in_its_layout(codec, layout):
+    """A device reports overflow late. Until then, and after an overflow, restores read the
+    original, which may be a slice, or share memory among its values."""
+    x = (torch.randn(2, 16, 24, 24, generator=torch.Generator().manual_seed(0)) * 1e6).requires_grad_()
+    seen = []
+
+    def region(a, b):
+        seen.append((a.detach(), b.detach()))
+        return (a.sin() * b.cos()).sum()
+
+    _C.late_overflow(5.0)
+    try:
+        parts = LAYOUTS[layout](x), LAYOUTS[layout](x)[:1]
+        loss = gradckpt.checkpoint(region, *parts, compress=CompressionConfig(codec, min_numel=0))
+        loss.backward(retain_graph=True)
+        _C.settle_overflow()
+        loss.backward()
+    finally:
+        _C.late_overflow(0)
+    for recompute in seen[1:]:
+        for then, now in zip(seen[0], recompute, strict=True):
+            assert torch.equal(then, now) if codec == "lossless" else torch.allclose(then, now, rtol=1e-3)
+            assert then.stride() == now.stride()

@@ -342,6 +342,7 @@ class Sweep:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.of_the_door: list[str] = []
 
     def check(self, case: Case) -> None:
         self.counts["cases"] += 1
@@ -350,6 +351,8 @@ class Sweep:
         self.counts["compressed"] += gradckpt.stats()["compressed"] > before
         if found in (REFUSED, OF_THE_DOOR):
             self.counts[found] += 1
+            if found == OF_THE_DOOR:
+                self.of_the_door.append(str(case))
         elif found:
             self.wrong.append(f"{case}: {found}")
 
@@ -401,6 +404,8 @@ def main() -> int:
         ):
             sweep.check(case)
     print(f"{len(subjects)} subjects, " + ", ".join(f"{n} {name}" for name, n in sweep.counts.items()))
+    for line in sweep.of_the_door:
+        print(f"  {OF_THE_DOOR}: {line}")
     for line in sweep.wrong:
         print(f"  WRONG {line}")
     return int(bool(sweep.wrong))

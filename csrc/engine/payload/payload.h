@@ -37,14 +37,4 @@ void gck_payload_again(gck_payload *payload);
 /* The payload was made from a detached alias of x; from now on x itself finds it.  0 or -1. */
 int gck_payload_adopt(gck_payload *payload, PyObject *x);
 
-/* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */
-PyObject *gck_payload_decode(gck_payload *payload);
-
-/* The same, counted as a restore.  into: a tensor like it that gets the values, or NULL.  They may be
- * deferred in `batch`. */
-PyObject *gck_payload_revive(gck_payload *payload, PyObject *into, gck_batch *batch);
-
-/* The same, requiring grad when the original did. */
-PyObject *gck_payload_restore(gck_payload *payload, PyObject *into, gck_batch *batch);
-
 #endif

@@ -110,6 +110,25 @@ int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_
     return self->once != NULL ? see_once(self, view) : 0;
 }
 
+PyObject *gck_payload_buffer(gck_payload *self)
+{
+    if (self->own.handle != NULL) {
+        PyObject *buffer = gck_fresh_alias(&self->state->py, &self->own);
+        if (buffer != NULL && self->own.handle != NULL) {    /* else another thread was faster */
+            self->buffer = Py_NewRef(buffer);
+            gck_fresh_free(&self->own);
+        }
+        return buffer;
+    }
+    if (self->saved == NULL && self->buffer == NULL) {
+        return PyErr_Format(PyExc_RuntimeError,
+                            "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
+                            "tensor itself; call decode()", self->codec->name);
+    }
+    return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
+                               : Py_NewRef(self->buffer);
+}
+
 void gck_payload_uncount(gck_payload *self)
 {
     self->state->stats.live_bytes -= self->live ? self->nbytes : 0;

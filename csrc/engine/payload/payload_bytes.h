@@ -70,6 +70,9 @@ gck_tensor gck_payload_values(const gck_payload *payload, void *data, void *stre
 int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes,
                      gck_how *how);
 
+/* New reference: the buffer, through the outer hooks when those have it. */
+PyObject *gck_payload_buffer(gck_payload *payload);
+
 /* Stop counting its bytes: other code owns them now. */
 void gck_payload_uncount(gck_payload *payload);
 

@@ -4,7 +4,7 @@
 #include "torch/calls.h"
 #include "torch/input.h"
 #include "engine/payload/argument_state.h"
-#include "engine/payload/payload.h"
+#include "engine/payload/payload_decode.h"
 #include "engine/payload/slices.h"
 
 static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t version, int was_leaf)

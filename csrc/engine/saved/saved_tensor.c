@@ -3,7 +3,7 @@
 #include "engine/saved/saved_tensor.h"
 
 #include "torch/calls.h"
-#include "engine/payload/payload.h"
+#include "engine/payload/payload_decode.h"
 #include "engine/payload/payload_bytes.h"
 #include "engine/payload/restored.h"
 

@@ -12,6 +12,7 @@
 #include "engine/payload/packed.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_bytes.h"
+#include "engine/payload/payload_decode.h"
 #include "engine/payload/rounding.h"
 
 #include <structmember.h>
