@@ -169,7 +169,7 @@ class _Packer:
         found = inputs.find(x)
         if found is not None:
             kept.inputs.append(found)
-            return _Packed(region.unpack, region.pack(x))
+            return _Packed(region.unpack, region.pack(x.detach()))  # as the recompute hands it over
         if around is not None:
             return _Packed(around[1], around[0](x))
         x = x.detach()
@@ -252,6 +252,7 @@ def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> 
                 f"gradckpt: the recompute calls {name!r} with other arguments than the forward; make both calls alike"
             )
         with torch.no_grad():
+            x = x.detach()
             region.pack(x if view is None else _view(x, view))
     if kept.random is not None:
         random_state.restore(kept.random)

@@ -138,12 +138,13 @@ int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_ori
     int status = node == NULL ? -1 : 0;
 
     *origin = (gck_origin){.argument = argument};
-    if (grad != NULL && status == 0) {           /* faster: one question for two */
+    if (status == 0) {
         *grad = node != Py_None ? 1 : gck_attr_is_true(x, py->names.requires_grad);
         status = *grad < 0 ? -1 : 0;
     }
     if (status == 0 && is_plain(py, x)) {
         if (node == Py_None || argument != GCK_NO_ARGUMENT) {
+            origin->constant = !*grad;
             status = know_leaf(x, origin);
         } else if ((base = base_of(py, x, node)) == NULL) {
             status = -1;
@@ -186,6 +187,9 @@ int gck_origin_same(const gck_origin *then, const gck_origin *now)
     }
     if (given_then || given_now) {               /* known as no argument only where a node has made it */
         return (given_then ? now : then)->node == NULL;
+    }
+    if ((then->constant && now->node != NULL) || (now->constant && then->node != NULL)) {
+        return 0;
     }
     return then->node == NULL || now->node == NULL ? 1 : same_type(then->node, now->node);
 }

@@ -28,13 +28,15 @@ typedef struct {
     PyObject *leaf;          /* owned: weak reference to the argument or the tensor without a node that it
                                 is, or to the parameter of which it is a view; NULL: none of these  */
     int64_t   offset;        /* of such a view, in bytes                                            */
+    int       constant;      /* no node made it, and no gradient flows to it                        */
 } gck_origin;
 
-/* Read it of a tensor that autograd saves.  grad: NULL, or whether x requires grad.  0, or -1 with an
- * exception and *origin empty. */
+/* Read it of a tensor that autograd saves.  *grad: whether it requires grad.  0, or -1 with an exception
+ * and *origin empty. */
 int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_origin *origin, int *grad);
 
-/* 0 when both are known and differ, else 1; -1.  It leaves leaves aside, of which one pair says nothing. */
+/* 0 when both are known and differ, else 1; -1.  A leaf that requires grad may have been replaced by a
+ * result, and of two leaves one pair says nothing. */
 int gck_origin_same(const gck_origin *then, const gck_origin *now);
 
 /* Borrowed: the tensor that it is, or lies in, if that is alive; NULL. */
