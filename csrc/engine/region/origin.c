@@ -3,6 +3,7 @@
 
 #include "torch/calls.h"
 #include "torch/input.h"
+#include "engine/payload/layout.h"
 
 /* ---- arguments ---- */
 
@@ -62,6 +63,22 @@ static int lies_alike(const gck_py *py, const gck_dl_tensor *x, PyObject *y)
     return shown < 0 ? -1 : alike;
 }
 
+/* 1 when an argument begins in the memory of x, which lies there: it may be a view of x in the forward,
+ * but never of what is restored; 0; -1. */
+static int holds_argument(const gck_py *py, const gck_given *given, const gck_dl_tensor *x)
+{
+    const int64_t bytes = gck_reach(x->ndim, x->shape, x->strides) * x->dtype.bits / 8;
+    gck_dl_tensor at;
+    int holds = 0;
+
+    for (int i = 0; given != NULL && holds == 0 && i < given->n; i++) {
+        const int shown = is_plain(py, given->x[i]) ? gck_read_dlpack(py, given->x[i], &at) : 0;
+        holds = shown < 0 ? -1 : shown && (intptr_t)at.data - (intptr_t)x->data >= 0
+                              && (intptr_t)at.data - (intptr_t)x->data < bytes;
+    }
+    return holds;
+}
+
 /* Types of torch's own nodes, which never die, whose results are no views: such a result is not asked
  * for its base. */
 enum { KINDS = 64 };
@@ -118,6 +135,9 @@ static int know_view(const gck_py *py, const gck_given *given, PyObject *x, PyOb
         return alike < 0 ? -1 : 0;
     }
     alike = lies_alike(py, &at, base);
+    if (alike > 0 && (status = holds_argument(py, given, &at)) != 0) {
+        return status < 0 ? -1 : know_node(py, node, origin);
+    }
     if (alike <= 0) {
         if (alike == 0 && (PyObject *)Py_TYPE(base) == py->Parameter && gck_read_dlpack(py, base, &whole) > 0) {
             origin->offset = (int64_t)((intptr_t)at.data - (intptr_t)whole.data);
