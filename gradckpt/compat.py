@@ -102,4 +102,10 @@ DIFFERENCES = (
         "also by strides, and by argument, parameter or operator where both runs know it (compat compares these, too)",
         "two tensors of one shape that changed places give wrong gradients",
     ),
+    Difference(
+        "kept calls",
+        "a recompute takes what is kept of an operator by the number of its call",
+        "by operator, operands and place; other calls run, and what cannot be told raises",
+        "a call that only one of the two runs makes must not shift the results of the others",
+    ),
 )

@@ -1,7 +1,7 @@
 """Programs that write into what a policy keeps, and operators and modules whose own kernels do.
 
-``python kept_then_written.py PART PARTS [all]`` runs the samples of torch's table (OpInfo) and modules
-under policies, with operands in several layouts, and prints what differs from plain autograd.
+``python kept_then_written.py PART PARTS [all]`` runs the samples of torch's table (OpInfo) under
+policies, with operands in several layouts, and prints what differs from plain autograd.
 """
 
 import functools

@@ -48,10 +48,10 @@ def gates(h, notes):
     before, between, after = ({"before": None, "between": None, "after": None} | notes).values()
     h = h * 2
     _ = before and before(h)
-    h = torch.where(h > 0, h * 3, h.square())
+    h = torch.where(h > 0.0, h * 3, h.square())
     _ = between and between(h)
     h = (h @ W).sin()
-    h = torch.where(h > 0, h, h * 0.1)
+    h = torch.where(h > 0.0, h, h * 0.1)
     h = (h @ W).exp()
     _ = after and after(h)
     return h
@@ -69,7 +69,7 @@ def noted(region, **notes):
 
 def metric(h):
     with torch.no_grad():
-        ((h @ W) > 0).float().mean().item(), (h > 0).float().mean().item()
+        ((h @ W) > 0.0).float().mean().item(), (h > 0.0).float().mean().item()
 
 
 def in_forward(h):
@@ -99,7 +99,13 @@ def test_metrics_of_the_recompute_alone_are_run(name):
 def test_a_call_of_another_kind_is_never_taken_for_one_of_the_forwards(name):
     region = (REGIONS | NODES)[name]
     want = noted(region)
-    others = [lambda h: h > 1.5, lambda h: h[1:] > 0, lambda h: h.mT > 0, lambda h: h.double() > 0, lambda h: h < 0]
+    others = [
+        lambda h: h > 1.5,
+        lambda h: h[1:] > 0.0,
+        lambda h: h.mT > 0.0,
+        lambda h: h.double() > 0.0,
+        lambda h: h < 0,
+    ]
     for place in ("before", "between", "after"):
         for other in others:
             once = {place: lambda h, other=other: None if again() else other(h)}
@@ -114,10 +120,10 @@ def test_a_mask_that_the_first_call_caches(name):
     def function(x):
         h = x * 2
         if not cache:
-            cache.append(h > 0)
+            cache.append(h > 0.0)
         h = torch.where(cache[0], h * 3, h.square())
         h = (h @ W).sin()
-        h = torch.where(h > 0, h, h * 0.1)
+        h = torch.where(h > 0.0, h, h * 0.1)
         return (h @ W).exp()
 
     assert torch.equal(gradient(REGIONS[name], function), want)
@@ -128,7 +134,7 @@ def test_equal_results_are_one(name):
     """The forward compares the same twice, the recompute once."""
     region = (REGIONS | NODES)[name]
     want = noted(region)
-    twice = {"before": lambda h: None if again() else h > 0}
+    twice = {"before": lambda h: None if again() else h > 0.0}
     if name in NODES:  # the second of the forward's may be the other decision
         with pytest.raises(
             CheckpointError, match=r"the forward called aten.gt.Scalar 3 times alike and the recompute 2"
@@ -145,8 +151,8 @@ def test_two_calls_that_may_be_meant_raise(name):
     def function(x):
         h = x * 2
         if not again():
-            _ = (1 - h) > 0
-        return torch.where(h > 0, h * 3, h.square()).exp()
+            _ = (1 - h) > 0.0
+        return torch.where(h > 0.0, h * 3, h.square()).exp()
 
     text = r"the forward called aten.gt.Scalar 2 times alike and the recompute 1 times, with other results"
     with pytest.raises(CheckpointError, match=text):
@@ -174,10 +180,10 @@ def test_a_call_more_than_the_forwards_raises(name):
     def function(x, caught):
         h = x * 2
         with torch.no_grad():
-            gate = (h @ W) if exact else h > 0
+            gate = (h @ W) if exact else h > 0.0
         if again():
             with contextlib.suppress(RuntimeError) if caught else contextlib.nullcontext(), torch.no_grad():
-                (h.sin() @ W) if exact else h.sin() > 0
+                (h.sin() @ W) if exact else h.sin() > 0.0
         return (h * gate).exp().sin()
 
     region = (REGIONS | NODES)[name]
@@ -192,12 +198,12 @@ def test_the_order_of_a_nodes_calls_tells_them_apart(name):
     def function(x, metrics):
         h = x * 2
         if metrics and not again():
-            _ = (1 - h) > 0
+            _ = (1 - h) > 0.0
         h = torch.where(h.argmax(-1, keepdim=True) > 15, h, h.sin())
-        h = torch.where(h > 0, h, h * 0.1)
+        h = torch.where(h > 0.0, h, h * 0.1)
         h = h * h.argmin(-1, keepdim=True)
         if metrics and not again():
-            _ = h > 0
+            _ = h > 0.0
         return h.exp()
 
     want, got = (gradient(NODES[name], functools.partial(function, metrics=metrics)) for metrics in (False, True))
@@ -252,12 +258,12 @@ def test_two_threads_recompute_one_region_each_by_its_own_count():
 
     def function(t):
         h = t * 2
-        first = torch.where(h > 0, h * 3, h.square())
+        first = torch.where(h > 0.0, h * 3, h.square())
         _ = again() or metric(first)
         if again() and not alone:
             meet.wait(20)  # both are here, in the middle
         first = (first @ W).sin()
-        return torch.where(first > 0, first, 0.1 * first).exp(), (h.cos() @ W).exp()
+        return torch.where(first > 0.0, first, 0.1 * first).exp(), (h.cos() @ W).exp()
 
     def grads(y):
         return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]

@@ -4,6 +4,8 @@
  * show and the other cannot would make one call two, so tensor subclasses count as tensors only. */
 #include "engine/selective/call_kind.h"
 
+#include "torch/input.h"
+
 #include <string.h>
 
 enum { DEEPEST_LIST = 8 };         /* lists of operands nest once or twice */
@@ -15,14 +17,16 @@ static uint64_t mix(uint64_t hash, uint64_t value)
     return hash ^ hash >> 29;
 }
 
-static uint64_t mix_tensor(const gck_py *py, uint64_t hash, PyObject *x)
+static int mix_tensor(const gck_py *py, gck_call_kind *kind, PyObject *x)
 {
     gck_dl_tensor dl;
+    const int shown = gck_read_dlpack(py, x, &dl);
+    uint64_t hash = kind->call;
     int64_t numel = 1;
 
-    if (py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
-        PyErr_Clear();                           /* no Python has run: torch reports what it cannot show */
-        return mix(hash, TENSOR);
+    if (shown <= 0) {
+        kind->call = mix(hash, TENSOR);
+        return shown;
     }
     hash = mix(hash, (uint64_t)dl.dtype.code << 32 | (uint64_t)dl.dtype.bits << 24 | dl.dtype.lanes);
     hash = mix(hash, (uint64_t)(uint32_t)dl.device.device_type << 32 | (uint32_t)dl.device.device_id);
@@ -34,7 +38,8 @@ static uint64_t mix_tensor(const gck_py *py, uint64_t hash, PyObject *x)
     for (int d = 0; numel > 0 && d < dl.ndim; d++) {
         hash = dl.shape[d] > 1 ? mix(hash, (uint64_t)dl.strides[d]) : hash;     /* any other stride means nothing */
     }
-    return hash;
+    kind->call = hash;
+    return 0;
 }
 
 static void mix_double(gck_call_kind *kind, double x)
@@ -45,14 +50,13 @@ static void mix_double(gck_call_kind *kind, double x)
     kind->floats = mix(kind->floats, bits);
 }
 
-static void mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int depth)
+static int mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int depth)
 {
     PyTypeObject *type = Py_TYPE(x);
     uint64_t tag = OTHER, value = (uint64_t)(uintptr_t)type;
 
     if ((PyObject *)type == py->Tensor || (PyObject *)type == py->Parameter) {
-        kind->call = mix_tensor(py, kind->call, x);
-        return;
+        return mix_tensor(py, kind, x);
     }
     if (PyBool_Check(x) || x == Py_None) {
         tag = x == Py_None ? NOTHING : TRUTH;
@@ -68,11 +72,12 @@ static void mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int 
         mix_double(kind, PyComplex_Check(x) ? PyComplex_ImagAsDouble(x) : 0);
     } else if (PyTuple_Check(x) || PyList_Check(x)) {
         const Py_ssize_t n = PyTuple_Check(x) ? PyTuple_Size(x) : PyList_Size(x);
+        int status = 0;
         kind->call = mix(mix(kind->call, SEQUENCE), (uint64_t)n);
-        for (Py_ssize_t i = 0; depth < DEEPEST_LIST && i < n; i++) {
-            mix_operand(py, kind, PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i), depth + 1);
+        for (Py_ssize_t i = 0; status == 0 && depth < DEEPEST_LIST && i < n; i++) {
+            status = mix_operand(py, kind, PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i), depth + 1);
         }
-        return;
+        return status;
     } else if (PyUnicode_CheckExact(x)) {
         tag = TEXT;
         value = (uint64_t)PyObject_Hash(x);
@@ -85,20 +90,21 @@ static void mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int 
         value = 0;
     }
     kind->call = mix(mix(kind->call, tag), value);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
-gck_call_kind gck_call_kind_of(const gck_py *py, uint64_t op, PyObject *args, PyObject *kwargs)
+int gck_call_kind_of(const gck_py *py, uint64_t op, PyObject *args, PyObject *kwargs, gck_call_kind *kind)
 {
-    gck_call_kind kind = {mix(1, op), 0};
     PyObject *name, *value;
     Py_ssize_t at = 0;
+    int status = 0;
 
-    for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++) {
-        mix_operand(py, &kind, PyTuple_GetItem(args, i), 0);
+    *kind = (gck_call_kind){mix(1, op), 0};
+    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(args); i++) {
+        status = mix_operand(py, kind, PyTuple_GetItem(args, i), 0);
     }
-    while (kwargs != NULL && PyDict_Next(kwargs, &at, &name, &value)) {
-        mix_operand(py, &kind, name, 0);
-        mix_operand(py, &kind, value, 0);
+    while (status == 0 && kwargs != NULL && PyDict_Next(kwargs, &at, &name, &value)) {
+        status = mix_operand(py, kind, name, 0) < 0 ? -1 : mix_operand(py, kind, value, 0);
     }
-    return kind;
+    return status;
 }

@@ -11,8 +11,8 @@ typedef struct {
     uint64_t call, floats;
 } gck_call_kind;
 
-/* Runs no Python and never fails.  What it cannot read counts by its type, a tensor that DLPack
- * cannot show as a tensor. */
-gck_call_kind gck_call_kind_of(const gck_py *py, uint64_t op, PyObject *args, PyObject *kwargs);
+/* Runs no Python.  What it cannot read counts by its type, a tensor that DLPack cannot show as a
+ * tensor.  0 or -1. */
+int gck_call_kind_of(const gck_py *py, uint64_t op, PyObject *args, PyObject *kwargs, gck_call_kind *kind);
 
 #endif

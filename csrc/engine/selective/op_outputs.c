@@ -135,26 +135,28 @@ static PyObject *kept_new(gck_op_storage *store, PyObject *val, int64_t version)
     return (PyObject *)self;
 }
 
-void gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes)
+int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes)
 {
     gck_dl_tensor dl;
     int64_t last = 0;
 
     *data = NULL;
     *nbytes = 0;
-    if (((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter)
-        || py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
-        PyErr_Clear();
-        return;
+    const int plain = (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter;
+    const int shown = plain ? gck_read_dlpack(py, x, &dl) : 0;
+
+    if (shown <= 0) {
+        return shown;
     }
     for (int d = 0; d < dl.ndim; d++) {
         if (dl.shape[d] == 0) {
-            return;
+            return 0;
         }
         last += (dl.shape[d] - 1) * dl.strides[d];
     }
     *data = (const char *)dl.data + dl.byte_offset;
     *nbytes = (last + 1) * ((dl.dtype.bits * dl.dtype.lanes + 7) / 8);
+    return 0;
 }
 
 static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *plan)
@@ -174,8 +176,9 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     }
     store->state->stats.policy_outputs += tensor > 0 && val != NULL;
     PyObject *kept = kept_new(store, val, version);
-    if (kept != NULL && version >= 0) {
-        gck_memory_of(py, val, &((gck_op_output *)kept)->data, &((gck_op_output *)kept)->nbytes);
+    if (kept != NULL && version >= 0
+        && gck_memory_of(py, val, &((gck_op_output *)kept)->data, &((gck_op_output *)kept)->nbytes) < 0) {
+        Py_CLEAR(kept);
     }
     return kept;
 }
@@ -201,17 +204,30 @@ static int take_copy(gck_op_storage *store, gck_op_output *kept)
     kept->written = 0;
     Py_DECREF(old);
     Py_CLEAR(kept->others);
-    gck_memory_of(py, kept->val, &kept->data, &kept->nbytes);
-    return gck_version_of(py, kept->val, &kept->version);
+    return gck_memory_of(py, kept->val, &kept->data, &kept->nbytes) < 0
+        ? -1 : gck_version_of(py, kept->val, &kept->version);
+}
+
+int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept)
+{
+    PyObject *others = Py_XNewRef(kept->others);
+    int64_t now, then;
+    int same = 1;
+
+    for (Py_ssize_t i = 0; others != NULL && same > 0 && i < PyList_Size(others); i++) {
+        PyObject *row = PyList_GetItem(others, i);
+        then = PyLong_AsLongLong(PyTuple_GetItem(row, 1));
+        same = PyErr_Occurred() || gck_version_of(py, PyTuple_GetItem(row, 0), &now) < 0 ? -1 : now == then;
+    }
+    Py_XDECREF(others);
+    return same;
 }
 
 /* As gck_op_output_settle() of one output. */
 static int settle_one(gck_op_storage *store, gck_op_output *kept)
 {
     const gck_py *py = &store->state->py;
-    PyObject *others;
     int64_t now = kept->version;
-    int same = !kept->written;
 
     if ((kept->others == NULL && kept->copy == NULL && !kept->written) || gck_version_of(py, kept->val, &now) < 0) {
         return PyErr_Occurred() ? -1 : 1;
@@ -222,14 +238,7 @@ static int settle_one(gck_op_storage *store, gck_op_output *kept)
     if (kept->copy != NULL) {
         return take_copy(store, kept) < 0 ? -1 : 1;
     }
-    others = Py_XNewRef(kept->others);
-    for (Py_ssize_t i = 0; others != NULL && same > 0 && i < PyList_Size(others); i++) {
-        PyObject *row = PyList_GetItem(others, i);
-        same = gck_version_of(py, PyTuple_GetItem(row, 0), &now) < 0 ? -1
-             : now == PyLong_AsLongLong(PyTuple_GetItem(row, 1));
-    }
-    Py_XDECREF(others);
-    return same;
+    return kept->written ? 0 : gck_op_output_unwritten(py, kept);
 }
 
 int gck_op_output_settle(gck_op_storage *store, PyObject *entry)

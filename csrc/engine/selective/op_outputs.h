@@ -28,11 +28,14 @@ extern PyType_Spec gck_op_output_spec;
 int gck_op_output_settle(gck_op_storage *store, PyObject *entry);
 
 /* The memory of a tensor, from its first value to its last; *nbytes 0: it cannot be read.  Runs no
- * Python. */
-void gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
+ * Python.  0 or -1. */
+int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
 
 /* Remember a tensor of the output's memory with a version counter of its own.  0 or -1. */
 int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias);
+
+/* 1 while none of those was written into; 0; -1. */
+int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept);
 
 /* New reference: an alias without history that shares x's version counter. */
 PyObject *gck_op_output_alias(const gck_py *py, PyObject *x);

@@ -84,7 +84,9 @@ int gck_is_kept_memory(const gck_state *state, PyObject *x)
     int64_t nbytes;
     place after = {0, 0};
 
-    gck_memory_of(&state->py, x, &data, &nbytes);
+    if (gck_memory_of(&state->py, x, &data, &nbytes) < 0) {
+        return -1;
+    }
     gck_op_output *kept = next_touched(state, data, nbytes, &after);
     Py_XDECREF((PyObject *)kept);
     return kept != NULL || has_candidates(state);
@@ -93,22 +95,18 @@ int gck_is_kept_memory(const gck_state *state, PyObject *x)
 /* Copy a kept output before it is written into.  0 or -1. */
 static int copy(const gck_py *py, gck_op_output *kept)
 {
-    int status = 0;
+    const int same = kept->copy == NULL ? gck_op_output_unwritten(py, kept) : 1;
+    PyObject *made, *old;
 
-    for (Py_ssize_t i = 0; kept->others != NULL && status == 0 && i < PyList_Size(kept->others); i++) {
-        PyObject *row = Py_NewRef(PyList_GetItem(kept->others, i));
-        int64_t now;
-        status = gck_version_of(py, PyTuple_GetItem(row, 0), &now);
-        kept->written |= status == 0 && now != PyLong_AsLongLong(PyTuple_GetItem(row, 1));
-        Py_DECREF(row);
+    kept->written |= same == 0;
+    if (same < 0 || kept->copy != NULL || kept->written) {
+        return same < 0 ? -1 : 0;
     }
-    if (status == 0 && kept->copy == NULL && !kept->written) {
-        PyObject *made = PyObject_CallMethod(kept->val, "clone", NULL), *old = kept->copy;
-        status = made != NULL ? 0 : -1;
-        kept->copy = made;
-        Py_XDECREF(old);
-    }
-    return status;
+    made = PyObject_CallMethod(kept->val, "clone", NULL);
+    old = kept->copy;
+    kept->copy = made;
+    Py_XDECREF(old);
+    return made != NULL ? 0 : -1;
 }
 
 /* Copy the outputs of this thread's stores that may still get a name.  0 or -1. */
@@ -133,9 +131,8 @@ int gck_before_write(gck_state *state, PyObject *x)
     int64_t nbytes;
     place after = {0, 0};
     gck_op_output *kept;
-    int status = 0;
+    int status = gck_memory_of(&state->py, x, &data, &nbytes);
 
-    gck_memory_of(&state->py, x, &data, &nbytes);
     while (status == 0 && (kept = next_touched(state, data, nbytes, &after)) != NULL) {
         status = copy(&state->py, kept);
         Py_DECREF((PyObject *)kept);
@@ -170,9 +167,8 @@ int gck_after_view(gck_state *state, PyObject *x, PyObject *out)
     int64_t nbytes;
     place after = {0, 0};
     gck_op_output *kept;
-    int status = 0;
+    int status = gck_memory_of(&state->py, x, &data, &nbytes);
 
-    gck_memory_of(&state->py, x, &data, &nbytes);
     while (status == 0 && (kept = next_touched(state, data, nbytes, &after)) != NULL) {
         status = note_view(&state->py, kept, out);
         Py_DECREF((PyObject *)kept);

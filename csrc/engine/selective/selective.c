@@ -219,10 +219,12 @@ static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObj
     return out;
 }
 
-/* The kernel of a caught operator; self is (module, operator, what calls it, its effect). */
+/* The kernel of a caught operator; self is (module, operator, what calls it, effect: None, True: it
+ * writes, False: it makes views unseen). */
 static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    const gck_op_effect effect = (gck_op_effect)PyLong_AsLong(PyTuple_GetItem(self, 3));
+    PyObject *does = PyTuple_GetItem(self, 3);
+    const gck_op_effect effect = does == Py_None ? GCK_READS : does == Py_True ? GCK_WRITES : GCK_VIEWS_UNSEEN;
     PyObject *x = effect != GCK_READS && PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
     gck_state *state = gck_state_of(PyTuple_GetItem(self, 0));
     PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
@@ -281,8 +283,9 @@ static PyMethodDef caught_def = {"caught", (PyCFunction)(void (*)(void))caught, 
 PyObject *gck_catcher(PyObject *module, PyObject *op)
 {
     const gck_py *py = &gck_state_of(module)->py;
-    PyObject *self = Py_BuildValue("(OONi)", module, op, PyObject_GetAttr(op, py->names._op),
-                                   (int)gck_op_effect_of(py, op));
+    const gck_op_effect effect = gck_op_effect_of(py, op);
+    PyObject *does = effect == GCK_READS ? Py_None : effect == GCK_WRITES ? Py_True : Py_False;
+    PyObject *self = Py_BuildValue("(OONO)", module, op, PyObject_GetAttr(op, py->names._op), does);
     PyObject *function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
 
     Py_XDECREF(self);

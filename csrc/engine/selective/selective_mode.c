@@ -81,9 +81,9 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
         PyObject *x = active != NULL && PyTuple_Size(call->args) > 0 ? PyTuple_GetItem(call->args, 0) : NULL;
-        const gck_op_effect effect = x != NULL && gck_is_kept_memory(store->state, x)
-            ? gck_op_effect_of(py, call->op) : GCK_READS;
-        if (effect != GCK_READS && gck_effect_begin(store->state, effect, x) < 0) {
+        const int kept = x != NULL ? gck_is_kept_memory(store->state, x) : 0;
+        const gck_op_effect effect = kept > 0 ? gck_op_effect_of(py, call->op) : GCK_READS;
+        if (kept < 0 || (effect != GCK_READS && gck_effect_begin(store->state, effect, x) < 0)) {
             out = NULL;
         } else if (active == NULL || active->hidden) {
             out = run_call(call);
