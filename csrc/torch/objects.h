@@ -86,7 +86,7 @@
     CALLBACK(accelerator_initialized) CALLBACK(ask) CALLBACK(autocast_capture) CALLBACK(barred)               \
     CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                   \
     CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)                  \
-    CALLBACK(check_parameters) CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)           \
+    CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)                                      \
     CALLBACK(debug_contexts) CALLBACK(discrete_rules) CALLBACK(decorate) CALLBACK(determinism_check)          \
     CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(enter_buffers)   \
     CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate) CALLBACK(finish_calls)                  \
