@@ -134,6 +134,9 @@ class Stats(dict[str, Any]):
         yield row("outputs that a policy keeps", "policy_outputs", "policy_bytes")
         yield row("discrete outputs kept", "discrete_outputs", "discrete_bytes")
         yield row("originals that stayed alive", "originals_alive", "originals_alive_bytes")
+        if self["held_bytes"]:
+            yield "originals held for the region around", "", _sizes(self["held_bytes"] / steps)
+        yield row("saved tensors that differed", "differing_saves")
         kept = sorted(self["uncompressed"].items(), key=lambda item: (-item[1], item[0]))
         for reason, n in kept:
             yield f"not compressed: {reason}", _number(n / steps), ""
@@ -178,7 +181,9 @@ class _Counting:
     written; ``codecs``: how many by each codec; ``shared``: times one payload served another
     region. ``bytes_in``, ``bytes_out``: bytes of the encoded tensors and of their payloads;
     ``ratio``: their quotient out / in, or None. ``live_bytes``, ``peak_live_bytes``: payload bytes
-    alive now, and at most. ``recomputes``. ``policy_outputs``: outputs of operators that a policy
+    alive now, and at most. ``recomputes``. ``differing_saves``: tensors that a recompute saved and
+    the forward did not. ``held_bytes``: inputs of regions inside a region, which stayed until that
+    one had ended. ``policy_outputs``: outputs of operators that a policy
     keeps; ``policy_bytes``: bytes of those that it keeps as they are. ``uncompressed``: tensors
     kept by reference, counted by reason; ``uncompressed_bytes``: bytes of those that could have
     been compressed. ``originals_alive``, ``originals_alive_bytes``: inputs that something else

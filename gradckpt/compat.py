@@ -96,4 +96,10 @@ DIFFERENCES = (
         "the generator is left where the operator left it",
         "every mask of the recompute must be the forward's",
     ),
+    Difference(
+        "compared saves",
+        "saved tensors of the two runs are compared by shape, dtype and device",
+        "also by strides, and by argument, parameter or operator where both runs know it (compat compares these, too)",
+        "two tensors of one shape that changed places give wrong gradients",
+    ),
 )

@@ -112,13 +112,14 @@ int gck_options_policy(const gck_options *o)
     return o->policy != NULL && o->policy != Py_None;
 }
 
-int gck_options_determinism(const gck_state *state, PyObject *value, int *check, PyObject **metadata_fn)
+int gck_options_determinism(const gck_state *state, PyObject *value, int exact, gck_check *check,
+                            PyObject **metadata_fn)
 {
-    PyObject *read = value != NULL ? PyObject_CallFunction(state->py.call.determinism_check, "(O)", value)
+    PyObject *read = value != NULL ? PyObject_CallFunction(state->py.call.determinism_check, "Oi", value, exact)
                                    : Py_NewRef(Py_True);
 
-    *check = read != Py_None;
-    *metadata_fn = read != Py_None && read != Py_True ? Py_XNewRef(read) : NULL;
+    *check = read == Py_None ? GCK_CHECK_NOTHING : read == Py_False ? GCK_CHECK_WARNS : GCK_CHECK_RAISES;
+    *metadata_fn = read != NULL && PyCallable_Check(read) ? Py_NewRef(read) : NULL;
     Py_XDECREF(read);
     return read == NULL ? -1 : 0;
 }

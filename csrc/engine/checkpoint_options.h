@@ -24,9 +24,10 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
 /* compress= as a plan; codec NULL: none.  0 or -1. */
 int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan);
 
-/* *check: 1 compare metadata, 0 do not.  *metadata_fn: new reference to the function that reads it,
- * when the user added a check to torch's dict; else NULL. 0, or -1 with ValueError. */
-int gck_options_determinism(const gck_state *state, PyObject *value, int *check, PyObject **metadata_fn);
+/* *metadata_fn: new reference to the function that reads what is compared, when the user added a check
+ * to torch's dict; else NULL.  exact: of torch's words only.  0, or -1 with ValueError. */
+int gck_options_determinism(const gck_state *state, PyObject *value, int exact, gck_check *check,
+                            PyObject **metadata_fn);
 
 /* Read a global of torch.utils.checkpoint that overrides an argument unless it is None: 1, 0, -1
  * with an exception.  `missing`: the value when neither is given. */

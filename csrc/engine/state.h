@@ -22,6 +22,9 @@ typedef struct {
     uint64_t         seed;
 } gck_plan;
 
+/* What happens where a recompute saves another tensor than the forward. */
+typedef enum { GCK_CHECK_NOTHING, GCK_CHECK_RAISES, GCK_CHECK_WARNS } gck_check;
+
 typedef struct {
     int64_t regions;                      /* checkpoint calls with grad on                      */
     int64_t regions_eligible;             /* of those, with compression                         */
@@ -29,6 +32,8 @@ typedef struct {
     int64_t policy_outputs;               /* outputs of operators that a policy keeps           */
     int64_t policy_bytes;                 /* of those, bytes of the uncompressed ones           */
     int64_t recomputes;
+    int64_t held_bytes;                   /* originals of regions that stayed until the region around ended */
+    int64_t differing_saves;              /* tensors that a recompute saved and the forward did not */
     int64_t eligible;                     /* tensors that require grad, seen with compression on */
     int64_t compressed;                   /* of those, compressed into payloads (shared ones included) */
     int64_t encoded;                      /* payloads written                                   */

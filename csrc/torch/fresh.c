@@ -36,7 +36,7 @@ int gck_fresh_bytes(const gck_py *py, int64_t nbytes, gck_fresh *fresh)
 int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype,
                      gck_fresh *fresh)
 {
-    int64_t plain[GCK_MAX_DIM], numel = 1;
+    int64_t plain[GCK_MAX_DIM], numel = 1, reach = 1;
     const int32_t torchs = dtype == GCK_F32  ? gck_torch.aoti_torch_dtype_float32()
                          : dtype == GCK_F16  ? gck_torch.aoti_torch_dtype_float16()
                          : dtype == GCK_BF16 ? gck_torch.aoti_torch_dtype_bfloat16()
@@ -46,7 +46,10 @@ int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int
         plain[d] = numel;                        /* of empty tensors torch counts a size of 0 as 1 */
         numel *= sizes[d] > 0 ? sizes[d] : 1;
     }
-    return numel >= LARGE / (int64_t)gck_itemsize(dtype) ? 0
+    for (int d = 0; d < ndim && strides != NULL; d++) {
+        reach += (sizes[d] - 1) * strides[d];
+    }
+    return (strides != NULL ? reach : numel) >= LARGE / (int64_t)gck_itemsize(dtype) ? 0
          : make(py, ndim, sizes, strides != NULL ? strides : plain, torchs, fresh);
 }
 

@@ -100,10 +100,13 @@ int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *v
         && view->numel == was->numel) {
         return 0;
     }
-    if (reason >= 0) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor was resized or moved while gradckpt read it; do not "
-                                            "change tensors in torch-function modes or other threads");
-    }
+    return reason < 0 ? -1 : gck_view_changed();
+}
+
+int gck_view_changed(void)
+{
+    PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor was resized or moved while gradckpt read it; do not "
+                                        "change tensors in torch-function modes or other threads");
     return -1;
 }
 

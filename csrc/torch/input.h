@@ -54,6 +54,9 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view);
  * device or number of values differs from `was`. */
 int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *view);
 
+/* -1, with the exception for a tensor that changed meanwhile. */
+int gck_view_changed(void);
+
 /* The address of x's storage, NULL when it has none.  0 or -1. */
 int gck_storage_of(const gck_py *py, PyObject *x, const void **address);
 

@@ -20,6 +20,7 @@
     OBJECT(empty, "torch", "empty")                                                                \
     OBJECT(empty_strided, "torch", "empty_strided")                                                \
     OBJECT(strided, "torch", "strided")                                                            \
+    OBJECT(preserve_format, "torch", "preserve_format")                                            \
     OBJECT(scalar_tensor, "torch", "scalar_tensor")                                                \
     OBJECT(uint8, "torch", "uint8")                                                                \
     OBJECT(float32, "torch", "float32")                                                            \
@@ -70,6 +71,7 @@
     /* Described there: */                                                                         \
     OBJECT(make_saved_tensor, "gradckpt._engine.torch_objects", "make_saved_tensor")               \
     OBJECT(as_non_leaf, "gradckpt._engine.torch_objects", "as_non_leaf")                           \
+    OBJECT(error_node, "gradckpt._engine.torch_objects", "error_node")                             \
     OBJECT(saved_tensor_type, "gradckpt._engine.torch_private", "SavedTensor")                     \
     OBJECT(cpu_device, "gradckpt._engine.torch_objects", "cpu_device")                             \
     OBJECT(adopt_tensor, "gradckpt._engine.torch_objects", "adopt_tensor")                         \
@@ -77,36 +79,38 @@
     OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")                       \
     OBJECT(cast, "gradckpt._engine.torch_objects", "cast")                                         \
     OBJECT(draws, "gradckpt._engine.torch_objects", "draws")                                       \
+    OBJECT(unseen_views, "gradckpt._engine.torch_objects", "unseen_views")                         \
     OBJECT(key, "gradckpt._engine.torch_objects", "key")                                           \
     OBJECT(key_inplace, "gradckpt._engine.torch_objects", "key_inplace")                           \
     OBJECT(node_classes, "gradckpt._engine.torch_objects", "node_classes")
 
 /* Python functions that C calls: gradckpt/_engine/callbacks.py gives each to bind(). */
 #define GCK_PY_CALLBACKS(CALLBACK)                                                                            \
-    CALLBACK(accelerator_initialized) CALLBACK(ask) CALLBACK(autocast_capture) CALLBACK(barred)               \
-    CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                   \
+    CALLBACK(accelerator_initialized) CALLBACK(are_alike) CALLBACK(ask) CALLBACK(autocast_capture)            \
+    CALLBACK(barred) CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)  \
     CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)                  \
-    CALLBACK(check_reentrant) CALLBACK(contexts) CALLBACK(contexts_plan)                                      \
-    CALLBACK(debug_contexts) CALLBACK(discrete_rules) CALLBACK(decorate) CALLBACK(determinism_check)          \
-    CALLBACK(device_context) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(enter_buffers)   \
-    CALLBACK(fill_from) CALLBACK(fill_holes) CALLBACK(find_candidate) CALLBACK(finish_calls)                  \
-    CALLBACK(generator_of) CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(logits_are_small)             \
-    CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_keyword) CALLBACK(note_step)                      \
-    CALLBACK(original_of) CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(policy_contexts)               \
-    CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_modified) CALLBACK(raise_more_saved)  \
-    CALLBACK(raise_no_entry) CALLBACK(raise_stop_iteration) CALLBACK(recompute_within)                        \
-    CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported)            \
-    CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata)             \
-    CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through)    \
-    CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together) CALLBACK(told_by)                         \
-    CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active) CALLBACK(warn_unnamed)   \
-    CALLBACK(without_modes)
+    CALLBACK(check_reentrant) CALLBACK(container_state) CALLBACK(contexts)                                    \
+    CALLBACK(contexts_plan) CALLBACK(copy_candidates) CALLBACK(debug_contexts) CALLBACK(decorate)             \
+    CALLBACK(determinism_check) CALLBACK(device_context) CALLBACK(device_rng_capture)                         \
+    CALLBACK(device_rng_swap) CALLBACK(discrete_rules) CALLBACK(enter_buffers) CALLBACK(fill_from)            \
+    CALLBACK(find_candidate) CALLBACK(finish_calls) CALLBACK(generator_of) CALLBACK(give_container_state)     \
+    CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(logits_are_small) CALLBACK(metadata)                 \
+    CALLBACK(nodes_behind) CALLBACK(note_create_graph) CALLBACK(note_keyword) CALLBACK(note_step)             \
+    CALLBACK(original_of) CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(plain_attributes)              \
+    CALLBACK(policy_contexts) CALLBACK(raise_ambiguous) CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata)  \
+    CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_no_entry) CALLBACK(raise_origins)      \
+    CALLBACK(raise_stop_iteration) CALLBACK(recompute_within) CALLBACK(record_stream)                         \
+    CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported) CALLBACK(remat_leave)              \
+    CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata) CALLBACK(selective_key)           \
+    CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through) CALLBACK(tensors_of)       \
+    CALLBACK(through_modes) CALLBACK(together) CALLBACK(torchs_checkpoint) CALLBACK(traced_value)             \
+    CALLBACK(tracing_mode_active) CALLBACK(warn_unnamed) CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                                                           \
     NAME(shape) NAME(dtype) NAME(device) NAME(layout) NAME(requires_grad)                                            \
     NAME(is_leaf) NAME(is_cpu) NAME(is_neg) NAME(requires_grad_) NAME(detach) NAME(unpack) NAME(to)                  \
-    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(func) NAME(frame)                  \
+    NAME(_version) NAME(_op) NAME(_parameters) NAME(_modules) NAME(__self__) NAME(__module__) NAME(func) NAME(frame) \
     NAME(_backward_hooks) NAME(saved_tensors) NAME(save_for_backward) NAME(set_materialize_grads)                    \
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                         \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \

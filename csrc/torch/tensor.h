@@ -15,7 +15,9 @@
     REASON(GCK_SKIP_OVERFLOW, "values the codec cannot hold")       \
     REASON(GCK_SKIP_SMALL, "smaller than min_numel")                \
     REASON(GCK_SKIP_EXACT, "backward needs it exactly")             \
+    REASON(GCK_SKIP_ATTRIBUTE, "attribute that cannot be copied")   \
     REASON(GCK_SKIP_UNKNOWN, "not known which operator saves it")   \
+    REASON(GCK_SKIP_REGION, "inside a region, which runs again")    \
     REASON(GCK_SKIP_SUBCLASS, "tensor subclass")                    \
     REASON(GCK_SKIP_LAYOUT, "not a plain strided tensor with data") \
     REASON(GCK_SKIP_DEVICE, "device without kernels")               \

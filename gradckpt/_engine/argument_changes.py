@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradckpt._config import warn_user
-from gradckpt._engine.arguments import without_partials
+from gradckpt._engine.arguments import module_behind, without_partials
 
 #: Deeper values, and those after so many, are not looked at.
 DEPTH = 8
@@ -132,15 +132,8 @@ def _differences(then: dict[str, _Seen], now: dict[str, _Seen]) -> list[str]:
     return found[:NAMED] + ([f"and {len(found) - NAMED} more"] if len(found) > NAMED else [])
 
 
-def _module_of(function: Any) -> torch.nn.Module | None:
-    """Return the module behind a bound method or partial, or None where it cannot be seen."""
-    function = without_partials(function)
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, torch.nn.Module) else None
-
-
 def _parameter_versions(function: Any) -> list[tuple[str, torch.Tensor, int]]:
-    module = _module_of(function)
+    module = module_behind(function)
     return [] if module is None else [(name, p, p._version) for name, p in module.named_parameters()]
 
 

@@ -158,19 +158,6 @@ def _unpack(saved: Any) -> torch.Tensor:
     return value
 
 
-def hooks_around() -> Any:
-    """Return the saved-tensor hooks around the region, or None.
-
-    Those of another region do not count: what is kept stays, also where that region recomputes.
-    """
-    found = _C.hooks_around_region()
-    if found is None:
-        return None
-    owner = type(getattr(found[0], "__self__", None))
-    ours = owner.__module__ == "gradckpt._C" and owner.__name__ in ("Frame", "Recompute")
-    return None if ours or getattr(found[0], "__module__", None) == "torch.utils.checkpoint" else found
-
-
 class _Packer:
     """The pack hook while the call runs. autograd holds it as long as what it packed."""
 
@@ -195,7 +182,7 @@ class _Packer:
 def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a call that is kept, in the region's forward."""
     kept = _Kept()
-    around = hooks_around()
+    around = _C.hooks_around_region()
     leaves = private.tree_leaves((args, kwargs))
     inputs = _Inputs(name, leaves, region.calls)
     random = random_state.snapshot() if region.preserve_rng_state else None

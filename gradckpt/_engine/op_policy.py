@@ -96,6 +96,7 @@ class Policy:
         self.names = _C.make_op_policy(rows, self.wanted)
         self.with_discrete: Policy | None = None  # this policy with discrete operators added; made on demand
         self.catchable = all(is_catchable(op) for op in self.rules)
+        self.keeps_outputs = any(rule.keep in (SAVE, LABEL) for rule in self.rules.values())  # not copies
 
     def compressed(self, compress: Compress) -> Policy:
         """Return this policy with kept outputs compressed. Discrete outputs stay exact."""

@@ -6,7 +6,10 @@ Only C calls them (csrc/torch, csrc/engine); nothing here is public.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.autograd import forward_ad
 from gradckpt._config import check_no_operators, parse_compress
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.argument_changes import Watch
+from gradckpt._engine.arguments import module_behind
 from gradckpt._engine.selective import contexts_of
 
 logger = logging.getLogger("gradckpt")
@@ -50,16 +54,21 @@ def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, i
     )
 
 
-def determinism_check(value: Any) -> Any:
+def determinism_check(value: Any, exact: int) -> Any:
     """Resolve ``determinism_check=``:
 
-    True for the default, None for no check, else the function that reads the values to compare.
+    True for the default, False for one that warns, None for no check, else the function that reads
+    the values to compare.
     """
-    if isinstance(value, str) and value in ("default", "none"):
-        return True if value == "default" else None
+    ours = {"default": True, "none": None} | ({} if exact else {"warn": False})
+    if isinstance(value, str) and value in ours:
+        return ours[value]
     checks = private.determinism_checks
     if value not in checks:
-        raise ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
+        error = ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
+        if not exact:
+            error.add_note("gradckpt: 'warn' is a check, too")
+        raise error
     return checks[value]
 
 
@@ -222,21 +231,25 @@ def device_context() -> Any:
     return next((m for m in modes if isinstance(m, private.device_context())), None)
 
 
-def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool) -> None:
+def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool, once: Any) -> None:
     """Copy the original's values into ``out``: all, or only those that a rounding codec could not
-    hold.
+    hold. ``once``: sizes and strides (None: contiguous) of the values where elements share memory.
     """
     with torch.no_grad():
         x = original.detach()
+        if once is not None:
+            sizes, strides = once
+            x = x.as_strided(sizes, strides or (1,))
+            out = out.as_strided(sizes, strides or (1,))
         out.copy_(torch.where(out.isnan(), x, out) if only_nan else x)
 
 
-def fill_holes(out: torch.Tensor) -> None:
-    """Write NaN between the elements of ``out``, so that reads beyond them do not find plausible
-    values.
-    """
-    whole = out.data.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,), 0)
-    whole.fill_(float("nan") if out.is_floating_point() else 1)
+@functools.cache
+def note_create_graph() -> None:
+    logger.warning(
+        "gradckpt: a backward with create_graph=True reads restored inputs of regions, so what is computed of its "
+        "gradients is approximate; pass compress=None to these regions"
+    )
 
 
 def payload_repr(payload: Any, bytes_in: int) -> str:
@@ -387,7 +400,16 @@ def same_metadata(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return _as_torch(then) == _as_torch(now)
 
 
-def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], approximate: int) -> None:
+def _raise_or_warn(text: str, warn: int) -> None:
+    if not warn:
+        raise torch_checkpoint.CheckpointError(text)
+    warnings.warn(text, stacklevel=2)
+
+
+Differences = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
+
+
+def raise_metadata(rows: Differences, function: Any, approximate: int, warn: int) -> None:
     def describe(meta: tuple[Any, ...]) -> Any:
         if len(meta) == 1:  # a determinism check of the user's own returned it
             return meta[0]
@@ -397,8 +419,45 @@ def raise_metadata(rows: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]], app
         f"tensor at position {index}:\nsaved metadata: {describe(saved)}\nrecomputed metadata: {describe(now)}\n"
         for index, saved, now in rows
     )
-    raise torch_checkpoint.CheckpointError(
+    _raise_or_warn(
         "torch.utils.checkpoint: Recomputed values for the following tensors "
         "have different metadata than during the forward pass.\n"
-        f"{mismatches}.\n{_tip(approximate)}"
+        f"{mismatches}.\n{_tip(approximate)}",
+        warn,
+    )
+
+
+def _describe_origin(
+    function: Any, meta: tuple[Any, ...], strides: Any, origin: tuple[int, str | None, torch.Tensor | None]
+) -> str:
+    """Return one run's tensor in a slot, as read by csrc/engine/region/origin.c."""
+    argument, node, leaf = origin
+    shape, dtype, _ = _as_torch(meta)
+    module = module_behind(function)
+    owned = () if module is None else itertools.chain(module.named_parameters(), module.named_buffers())
+    names = [repr(name) for name, x in owned if x is leaf]
+    whose = f" {names[0]}" if names else ""
+    what = (
+        f"tensor {argument} of the arguments"
+        if argument >= 0
+        else f"made by {node}{f' from parameter{whose}' if leaf is not None else ''}"
+        if node is not None
+        else f"a parameter, buffer or constant{whose}"
+    )
+    laid = "" if strides is None else f", strides {tuple(strides)}"
+    return f"{what}; shape {tuple(shape)}, {dtype}{laid}"
+
+
+def raise_origins(rows: list[tuple[Any, ...]], function: Any, approximate: int, warn: int) -> None:
+    """Report saved tensors that have the forward's shape but are other tensors."""
+    differences = "".join(
+        f"tensor at position {index}:\n"
+        f"forward: {_describe_origin(function, then, then_strides, then_origin)}\n"
+        f"recompute: {_describe_origin(function, now, now_strides, now_origin)}\n"
+        for index, then, now, then_strides, now_strides, then_origin, now_origin in rows
+    )
+    _raise_or_warn(
+        "gradckpt: the recompute of a region saved other tensors than its forward, so gradients would be wrong; make "
+        f'both runs alike, or pass determinism_check="warn".\n{differences}{_tip(approximate)}',
+        warn,
     )

@@ -18,7 +18,7 @@ from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import random_state
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.kept_calls import check_again, hooks_around, kept_elsewhere, recomputes, warn_runs_again
+from gradckpt._engine.kept_calls import check_again, kept_elsewhere, recomputes, warn_runs_again
 from gradckpt._engine.torch_objects import make_saved_tensor
 
 _NOTHING = torch.empty(0)
@@ -115,7 +115,6 @@ class _Keeper:
                 f"gradckpt: remat.region({name!r}, recompute=False) needs a graph, which this form of region lacks; "
                 "use gradckpt.checkpoint with use_reentrant=False"
             )
-        hooks_around()  # raises where it lies in compress_saved()
         check_again(name)
         self.keeps = True
         if _C.hide_operators(1):  # the recompute would meet torch_remat's own operators
@@ -252,7 +251,7 @@ def remat_enter(region: _Region, replay: int) -> tuple[tuple[Any, Any, Any], ...
     outer = names.state.get()
     again = outer is not None and (outer.phase is names.recompute or getattr(outer, "again", False))
     active = (names.set, _Active(region, names.forward, again), names.reset)
-    around, inside = hooks_around(), names.active_save
+    around, inside = _C.hooks_around_region(), names.active_save
     more = []
     if inside.get() is not None:  # our region is within one that torch_remat keeps
         more.append((inside.set, None, inside.reset))

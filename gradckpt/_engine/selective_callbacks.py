@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
-from gradckpt import policies
+from gradckpt import _C, policies
 from gradckpt._config import warn_inactive
 from gradckpt._engine import kept_calls, selective
 from gradckpt._engine import torch_private as private
@@ -45,7 +45,7 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
     if known is None:
         return selective.NO_NAMES, policy
     if known.catchable:
-        catch(known.rules)
+        catch(known.rules, writes=known.keeps_outputs)
         return known.names, None
     return selective.NO_NAMES, selective.asker(known)
 
@@ -57,17 +57,6 @@ def call_negated(call: Any, args: Any, kwargs: Any) -> Any:
     """
     args, kwargs = private.tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, kwargs or {}))
     return call(*args, **kwargs)
-
-
-def told_by(args: Any, kwargs: Any) -> list[Any]:
-    """Return what identifies a call among the calls of its operator.
-
-    It holds the shapes of its tensors, its numbers, and the types of the rest. A generator, for
-    example, may be another object in the recompute.
-    """
-    leaves = private.tree_leaves((args, kwargs))
-    numbers = (x if isinstance(x, (bool, int, float, str)) else type(x) for x in leaves)
-    return [(*x.shape,) if isinstance(x, torch.Tensor) else n for x, n in zip(leaves, numbers, strict=True)]
 
 
 class _KeyAgain(private.TorchDispatchMode):  # type: ignore[misc]
@@ -112,39 +101,65 @@ def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
 # ---- names ----
 
 
-def candidate(out: Any, line: int, call: int) -> tuple[Any, int, int]:
-    """Return what finds an output again when a tensor of the same memory gets a name.
+class _Candidate:
+    """An output that may get a name.
 
-    It does not keep a single tensor alive.
+    ``refs`` finds it again when a tensor of the same memory gets one. A single tensor is not kept
+    alive; ``what`` is its layout, or a copy.
     """
-    if isinstance(out, torch.Tensor):
-        layout = (out.size(), out.stride(), out.storage_offset(), out.dtype)
-        return ([private.StorageWeakRef(out.untyped_storage())], layout), line, call
-    refs = [
-        private.StorageWeakRef(x.untyped_storage())
-        for x in out
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-    ]
-    return (refs, out), line, call
 
+    __slots__ = ("call", "line", "refs", "version", "what")
 
-def find_candidate(candidates: list[Any] | None, x: Any, name: str) -> tuple[Any, int, int]:
-    """Return (output, line, call) of the last operator that wrote the memory of x."""
-    if isinstance(x, torch.Tensor):
+    def __init__(self, out: Any, line: int, call: int) -> None:
+        tensors = [out] if isinstance(out, torch.Tensor) else out
+        tensors = [x for x in tensors if isinstance(x, torch.Tensor) and (x is out or x.is_floating_point())]
+        self.refs = [private.StorageWeakRef(x.untyped_storage()) for x in tensors]
+        self.line, self.call = line, call
+        self.what, self.version = out, 0
+        if isinstance(out, torch.Tensor):
+            self.what = (out.size(), out.stride(), out.storage_offset(), out.dtype)
+            self.version = 0 if out.is_inference() else out._version
+
+    def lies_in(self, x: torch.Tensor) -> bool:
         cdata = x.untyped_storage()._cdata
-        for (refs, what), line, call in reversed(candidates or []):
-            if not any(ref.cdata == cdata and not ref.expired() for ref in refs):
-                continue
-            if not isinstance(what[-1], torch.dtype):
-                return what, line, call
-            size, stride, offset, dtype = what
-            if dtype == x.dtype:
-                with torch.no_grad():
-                    return x.detach().as_strided(size, stride, offset), line, call
+        return any(ref.cdata == cdata and not ref.expired() for ref in self.refs)
+
+    def output(self, x: torch.Tensor) -> Any:
+        """Return the output, of whose memory x is a part; None if x cannot show it, and after writes."""
+        if not isinstance(self.what, tuple) or not isinstance(self.what[-1], torch.dtype):
+            return self.what
+        size, stride, offset, dtype = self.what
+        if dtype != x.dtype or (not x.is_inference() and x._version != self.version):
+            return None
+        with torch.no_grad():
+            return x.detach().as_strided(size, stride, offset)
+
+
+def candidate(out: Any, line: int, call: int) -> _Candidate:
+    return _Candidate(out, line, call)
+
+
+def find_candidate(candidates: list[_Candidate] | None, x: Any, name: str) -> tuple[Any, int, int]:
+    """Return (output, line, call) of the last operator that wrote the memory of x.
+
+    The output is None if it was written into since.
+    """
+    if isinstance(x, torch.Tensor):
+        for each in reversed(candidates or []):
+            if each.lies_in(x):
+                return each.output(x), each.line, each.call
     raise ValueError(
         f"gradckpt: name(x, {name!r}) got an x that no matrix product, convolution or fused attention of this region "
         "returned; name such an output or its view"
     )
+
+
+def copy_candidates(candidates: list[_Candidate], x: torch.Tensor) -> None:
+    """Copy outputs that may get a name before x is written into."""
+    for each in candidates:
+        if each.lies_in(x):
+            out = each.output(x)
+            each.what = private.tree_map_only(torch.Tensor, torch.clone, out)
 
 
 _warned_ids: set[int] = set()
@@ -341,6 +356,37 @@ def raise_no_entry(op: Any, index: int, known: int, consumed: int) -> None:
         f"{call} encountered during backward but not found in storage. This can happen if the operations in the "
         "checkpointed region are nondeterministic or depend on global state that changed between forward and backward."
     )
+
+
+def raise_ambiguous(op: Any, forward: int, recompute: int) -> None:
+    raise torch_checkpoint.CheckpointError(
+        f"gradckpt: the forward called {op} {forward} times alike and the recompute {recompute} times, with other "
+        "results; let both runs call it as often"
+    )
+
+
+def are_alike(a: Any, b: Any) -> bool:
+    """Return whether two calls would hand out the same, to the last bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(are_alike, a, b))
+    if hasattr(a, "val"):  # an OpOutput
+        return a.form is b.form and are_alike(a.val, b.val)
+    if isinstance(a, _C.Payload):
+        return are_alike(a.decode(), b.decode())
+    if isinstance(a, torch.Tensor):
+        return _equal(a, b)
+    return a is b or (isinstance(a, (bool, int, float, complex, str)) and a == b)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    layout = [(x.dtype, x.device, x.shape, x.layout) for x in (a, b)]
+    if layout[0] != layout[1] or type(a) is not torch.Tensor or a.layout is not torch.strided:
+        return False
+    with torch.no_grad():
+        one, other = (x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for x in (a, b))
+        return torch.equal(one, other)
 
 
 def traced_value(entry: Any, allow_mutation: int) -> Any:

@@ -72,6 +72,12 @@ cpu_device = torch.device("cpu")
 has_accelerator = torch.accelerator.current_accelerator() is not None
 cast: Any = torch.ops.aten._to_copy.default
 draws: Any = torch.Tag.nondeterministic_seeded
+#: Operators that return views with version counters of their own: writes into these are not seen.
+unseen_views: Any = (
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+)
 
 #: Marks in the storage of a selective region: an operator that ran again, a value that was
 #: returned.
@@ -84,6 +90,11 @@ if "torch._C._functions.DelayedError" not in private.MISSING:
         "pass compress=None to the region",
         1,
     )
+#: The type of the node that such an alias has.
+error_node: Any = None
+with torch.no_grad():
+    if "torch._C._functions.DelayedError" not in private.MISSING:
+        error_node = type(as_non_leaf(torch.empty((0,)).requires_grad_()).grad_fn)
 
 
 # ---- where the CPU's generator keeps its state (csrc/torch/rng.c) ----

@@ -192,6 +192,7 @@ is_excluded = _find("torch._C._dispatch_tls_is_dispatch_key_excluded", "policies
 is_excluded = _together(is_excluded, "torch._C._dispatch_key_parse")
 #: Without these nothing is caught on the key.
 has_kernel = _find("torch._C._dispatch_has_kernel", "catching operators without a dispatch mode", lambda name: True)
+all_op_names = _find("torch._C._dispatch_get_all_op_names", "kept outputs that torch writes into", list)
 has_kernel_for_key = _find(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "catching operators without a dispatch mode",

@@ -5,6 +5,9 @@ import pytest
 import torch
 import torchs_own
 from behaviours import behaviour, leaf
+from torch.utils.checkpoint import CheckpointError
+
+import gradckpt
 
 CHANGES = {
     "add_": lambda t: t.add_(1),
@@ -20,6 +23,9 @@ CHANGES = {
     "numpy": lambda t: t.detach().numpy().fill(0),
 }
 
+#: torch goes on with another tensor than the forward had.
+NOTICED = [("set_data", "view of one"), ("requires_grad_", "no grad")]
+
 
 @pytest.mark.parametrize("kind", ["non-leaf", "leaf", "no grad", "view of one"])
 @pytest.mark.parametrize("change", CHANGES)
@@ -27,6 +33,8 @@ CHANGES = {
 def test_changed_input(run, change, kind):
     if (change, kind) == ("detach_", "non-leaf") and torchs_own.SAVES_INPUTS_BY_A_NODE:
         pytest.skip("torch's checkpoint does not notice detach_() of an input")
+    if (change, kind) in NOTICED:
+        pytest.skip("gradckpt notices it: test_what_torch_does_not_notice_raises")
     x = leaf(4, 4)
     h = {"non-leaf": x * 2, "leaf": x, "no grad": torch.randn(4, 4), "view of one": (x * 2).t()}[kind]
     w = leaf(4, 4)
@@ -38,6 +46,16 @@ def test_changed_input(run, change, kind):
     except RuntimeError as e:
         run.log("error", e)
     return x.grad, w.grad
+
+
+@pytest.mark.parametrize(("change", "kind"), NOTICED)
+def test_what_torch_does_not_notice_raises(change, kind):
+    x, w = leaf(4, 4), leaf(4, 4)
+    h = torch.randn(4, 4) if kind == "no grad" else (x * 2).t()
+    y = gradckpt.checkpoint(lambda t, w: (t @ w).sin().exp(), h, w)
+    CHANGES[change](h)
+    with pytest.raises(CheckpointError, match="saved other tensors than its forward"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("how", ["keyword", "container", "closure"])

@@ -292,7 +292,6 @@ class Saver(torch.autograd.Function):
 
 
 OTHER_FORMS = {
-    "transposed": lambda t: t.t(),
     "detached": lambda t: t.detach(),
     "sparse": lambda t: t.detach().to_sparse(),
     "parameter": lambda t: torch.nn.Parameter(t.detach()),

@@ -201,7 +201,7 @@ def test_a_context_is_left_where_it_was_entered():
     square(x)
     calls.clear()
     for _ in range(2):  # a second time: in torch's words
-        with recompute, contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError), recompute:
             assert [square(x).sum().item() for _ in range(3)] == [4.0] * 3
     assert calls == {}
     assert [type(c).__mro__[2] for c in (forward, recompute)] == [type(c) for c in torchs_contexts([SQUARE])]

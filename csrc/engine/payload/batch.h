@@ -23,7 +23,9 @@ typedef struct gck_batch {
     PyObject        *tensor[GCK_BATCH];  /* read or written                                 */
     PyObject        *buffer[GCK_BATCH];  /* the bytes of the payload; NULL: it has them     */
     PyObject        *saved;              /* borrowed iterator: of ctx.saved_tensors; NULL: not a node */
-    PyObject        *made;               /* owned dict: what payloads gave that serve two arguments; NULL: none did */
+    PyObject        *made;               /* owned dict: what payloads gave that serve two arguments, and the buffers of
+                                            slices.h by their number; NULL: none */
+    int              exact;              /* originals that are alive and unchanged are restored by their values */
 } gck_batch;
 
 /* Make it empty; the arrays stay as they are. */
@@ -34,6 +36,7 @@ static inline void gck_batch_begin(gck_batch *b, gck_state *state, int decode)
     b->decode = decode;
     b->n = 0;
     b->saved = b->made = NULL;
+    b->exact = 0;
 }
 
 /* 1 when this work may wait.  b NULL: 0. */

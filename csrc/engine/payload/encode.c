@@ -49,11 +49,11 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
     const int reason = judge(&state->py, &in, codec);
     const gck_dither dither = {seed, step, tensor};
     PyObject *payload = NULL, *dtype;
-    int fits;
+    gck_skip_reason skip;
 
     if (reason == GCK_COMPRESS) {
-        payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL, &fits);
-        if (payload == NULL && !fits) {
+        payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL, &skip);
+        if (payload == NULL && skip != GCK_COMPRESS) {
             PyErr_Format(PyExc_ValueError, "gradckpt: codec '%s' cannot hold these values; choose another, as 'int8'",
                          codec->name);
         }

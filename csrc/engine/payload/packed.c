@@ -5,6 +5,7 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/tensor.h"
+#include "engine/payload/argument_state.h"
 #include "engine/payload/eligible.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_bytes.h"
@@ -32,7 +33,13 @@ static int judge(gck_packing *p, gck_input *in)
         return -1;
     }
     reason = gck_eligible(&p->plan, in->requires_grad, in->leaf, parameter);
-    return reason != GCK_COMPRESS ? (int)reason : gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
+    if (reason != GCK_COMPRESS) {
+        return reason;
+    }
+    const int judged = gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
+    /* expanded: its memory counts, not its elements */
+    return judged == GCK_COMPRESS && in->view.strides != NULL && gck_distinct(&in->view) < p->plan.min_numel
+         ? GCK_SKIP_SMALL : judged;
 }
 
 int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter)
@@ -73,23 +80,23 @@ static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **for
     return *forward == NULL ? -1 : 0;
 }
 
-/* New reference: a payload of the tensor, which has been judged, and *forward.  NULL with *fits = 0
- * when the codec overflows, else with an exception. */
-static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward, int *fits)
+/* New reference: a payload of the tensor, which has been judged, and *forward.  NULL without an
+ * exception: *skip says why. */
+static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward, gck_skip_reason *skip)
 {
     gck_state *state = p->state;
     /* Outer hooks and the fake-quantized forward read the bytes at once. */
     gck_batch *batch = p->outer || p->plan.fake_quantize ? NULL : p->batch;
     const gck_payload_use use = !p->outer ? GCK_FOR_REGION
                               : p->plan.fake_quantize ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
-    gck_payload *first = p->outer ? NULL : gck_sharing_find(state, p->plan.codec, in, p->plan.stochastic, batch);
+    gck_payload *first = p->outer ? NULL : gck_sharing_find(state, p->plan.codec, in, p->plan.stochastic, 1, batch);
     PyObject *payload = NULL;
     gck_dither dither;
 
-    *fits = 1;
+    *skip = GCK_COMPRESS;
     if (first != NULL || !PyErr_Occurred()) {
         payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use,
-                                  batch, fits);
+                                  batch, skip);
     }
     Py_XDECREF((PyObject *)first);
     if (payload != NULL
@@ -108,28 +115,34 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
  * a recompute in which the two are different objects has to save as many tensors. */
 static int encode(gck_packing *p, gck_input *in, gck_packed *entry, PyObject **forward)
 {
-    const int reason = judge(p, in);
-    PyObject *again, *payload = NULL, *fed = NULL;
-    int fits = 1;
+    PyObject *again, *payload = NULL, *fed = NULL, *attributes = NULL;
+    int reason = judge(p, in);
+    gck_skip_reason skip;
 
+    if (reason == GCK_COMPRESS) {
+        const int bound = p->exactly ? 1 : gck_attributes_read(&p->state->py, in->x, &attributes);
+        reason = bound < 0 ? -1 : bound ? GCK_SKIP_ATTRIBUTE : GCK_COMPRESS;
+    }
     if (reason != GCK_COMPRESS) {
         return reason < 0 ? -1 : gck_count_uncompressed(p->state, in->x, reason);
     }
     again = p->inputs == NULL ? gck_input_aliasing_find(&p->aliases, in, forward) : NULL;
     if (again == NULL || p->outer) {
-        payload = make_payload(p, in, again == NULL ? forward : &fed, &fits);
+        payload = make_payload(p, in, again == NULL ? forward : &fed, &skip);
         Py_XDECREF(fed);
-        if (payload == NULL) {
+        if (payload == NULL || (again == NULL && *forward != in->x && gck_attributes_give(*forward, attributes) < 0)) {
+            Py_XDECREF(payload);
             Py_XDECREF(again);
+            Py_XDECREF(attributes);
             Py_CLEAR(*forward);
-            return fits ? -1 : gck_count_uncompressed(p->state, in->x, GCK_SKIP_OVERFLOW);
+            return PyErr_Occurred() ? -1 : gck_count_uncompressed(p->state, in->x, skip);
         }
     }
     if (again != NULL) {
         Py_XDECREF(payload);
         gck_payload_again((gck_payload *)again);
     }
-    *entry = (gck_packed){GCK_PACKED_PAYLOAD, again != NULL ? again : payload, 0, 0, NULL, 0};
+    *entry = (gck_packed){.kind = GCK_PACKED_PAYLOAD, .value = again != NULL ? again : payload, .state = attributes};
     p->state->stats.eligible++;
     p->state->stats.compressed++;
     p->payloads++;
@@ -189,7 +202,14 @@ int gck_pack_exactly(const gck_packing *p, gck_input *in, gck_packed *entry)
     if (saved == NULL) {
         return -1;
     }
-    *entry = (gck_packed){GCK_PACKED_SAVED, saved, 0, 0, NULL, 0};
+    *entry = (gck_packed){.kind = GCK_PACKED_SAVED, .value = saved};
+    if (gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_LEAF) < 0
+        || (entry->state = PyWeakref_NewRef(in->x, NULL)) == NULL) {
+        gck_packed_clear(entry);
+        return -1;
+    }
+    entry->version = in->version;
+    entry->leaf = in->leaf;
     return 0;
 }
 
@@ -264,15 +284,59 @@ static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_pac
     return result;
 }
 
+/* 1 when the container will be made again, because of one of its leaves; 0; -1. */
+static int is_made_again(gck_packing *p, PyObject *leaves)
+{
+    int made = 0;
+
+    for (Py_ssize_t i = 0; made == 0 && i < PyList_Size(leaves); i++) {
+        gck_input in = gck_input_of(PyList_GetItem(leaves, i));
+        const int tensor = gck_is_tensor(&p->state->py, in.x);
+        const int reason = tensor <= 0 ? tensor : p->inputs != NULL || p->plan.codec == NULL ? 0 : judge(p, &in);
+        made = tensor < 0 || reason < 0 ? -1 : tensor && reason == GCK_COMPRESS;
+        gck_input_clear(&in);
+    }
+    return made;
+}
+
+/* Read the state that a container has outside its leaves into entry->state.  1 when no copy can be
+ * made; 0; -1. */
+static int read_state(gck_packing *p, PyObject *x, PyObject *leaves, gck_packed *entry)
+{
+    const gck_py *py = &p->state->py;
+    int bound = gck_container_may_have_state(py, x) ? is_made_again(p, leaves) : 0;
+
+    if (bound > 0) {
+        bound = gck_container_state_read(py, x, 1, &entry->state);
+        if (bound > 0 && p->inputs != NULL && gck_container_state_read(py, x, 0, &entry->state) < 0) {
+            bound = -1;                          /* a node needs the tensors as its inputs */
+        }
+    }
+    return bound;
+}
+
 static int pack_container(gck_packing *p, PyObject *x, gck_packed *entry, PyObject **forward)
 {
     PyObject *flat = PyObject_CallFunctionObjArgs(p->state->py.tree_flatten, x, NULL);
     PyObject *leaves, *spec;
-    int packed = -1;
+    gck_packed state = {.value = NULL};
+    int packed = -1, bound;
 
-    if (flat != NULL && PyArg_ParseTuple(flat, "O!O", &PyList_Type, &leaves, &spec)) {
+    if (flat != NULL && PyArg_ParseTuple(flat, "O!O", &PyList_Type, &leaves, &spec)
+        && (bound = read_state(p, x, leaves, &state)) >= 0) {
+        p->exactly += bound;
         packed = pack_leaves(p, leaves, spec, entry, forward);
+        p->exactly -= bound;
     }
+    if (packed > 0) {
+        entry->state = state.state;
+        state.state = NULL;
+        if (*forward != NULL && gck_container_state_give(&p->state->py, *forward, entry->state) < 0) {
+            gck_packed_clear(entry);
+            packed = -1;
+        }
+    }
+    gck_packed_clear(&state);
     Py_XDECREF(flat);
     return packed;
 }
@@ -301,93 +365,41 @@ int gck_pack(gck_packing *p, PyObject *x, int positional, gck_packed *entry, PyO
     return packed < 0 ? -1 : 0;
 }
 
-/* ---- the other way ---- */
-
-static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t version, int was_leaf)
+/* Add the payloads in the entry, in order.  Returns their number so far. */
+static Py_ssize_t collect(gck_packed *entry, gck_sliced *of, Py_ssize_t n)
 {
-    gck_input in = {.x = x};
-
-    if (gck_input_read(&state->py, &in, GCK_FACT_VERSION | (was_leaf ? 0 : GCK_FACT_LEAF)) < 0) {
-        return NULL;
+    if (entry->kind == GCK_PACKED_PAYLOAD) {
+        of[n++] = (gck_sliced){(gck_payload *)entry->value, &entry->slice, 0};
     }
-    if (in.leaf) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "Trying to use a saved tensor that has been detached in-place, i.e. with .detach_()."
-                        "This is not supported, please use out-of-place `.detach()` instead");
-        return NULL;
+    for (Py_ssize_t i = 0; i < entry->nleaves; i++) {
+        n = collect(&entry->leaves[i], of, n);
     }
-    if (in.version != version) {
-        return PyObject_CallFunction(state->py.call.raise_modified, "OL", x, (long long)version);
-    }
-    return Py_NewRef(x);
+    return n;
 }
 
-/* The user's code assembles containers and may read the values. */
-static PyObject *restore_tree(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs)
+int gck_pack_slices(gck_packing *p, gck_packed *entries, Py_ssize_t n)
 {
-    PyObject *leaves = PyList_New(0), *tree = NULL;
-    int status = leaves == NULL ? -1 : 0;
+    gck_sliced *of;
+    Py_ssize_t found = 0;
+    int status;
 
-    for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
-        status = gck_append(leaves, gck_packed_restore(state, &entry->leaves[i], batch, inputs));
+    if (p->payloads < 2) {
+        return 0;
     }
-    if (status == 0 && gck_batch_flush(batch) == 0) {
-        tree = PyObject_CallFunctionObjArgs(state->py.tree_unflatten, leaves, entry->value, NULL);
+    of = malloc(sizeof *of * (size_t)p->payloads);
+    if (of == NULL) {
+        PyErr_NoMemory();
+        return -1;
     }
-    Py_XDECREF(leaves);
-    return tree;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        found = collect(&entries[i], of, found);
+    }
+    status = gck_slices_find(&p->state->py, p->aliases.rows, of, found);
+    free(of);
+    return status;
 }
 
-/* New reference: x without history, requiring grad when x does; it is also added to the list.
- * Takes x over. */
-static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
-{
-    PyObject *copy = x != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
-    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
-
-    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0 || PyList_Append(inputs, copy) < 0) {
-        Py_CLEAR(copy);
-    }
-    Py_XDECREF(x);
-    Py_XDECREF(grad);
-    return copy;
-}
-
-/* New reference: the tensor that this payload gave before, or gives now, in the recompute that the
- * batch belongs to. */
-static PyObject *restore_payload(gck_payload *payload, gck_batch *batch, const PyObject *inputs)
-{
-    PyObject *x;
-
-    if (!payload->again || inputs != NULL) {       /* faster: no other argument uses it */
-        return gck_payload_restore(payload, batch);
-    }
-    if (batch->made == NULL && (batch->made = PyDict_New()) == NULL) {
-        return NULL;
-    }
-    x = Py_XNewRef(PyDict_GetItemWithError(batch->made, (PyObject *)payload));
-    if (x == NULL && !PyErr_Occurred() && (x = gck_payload_restore(payload, batch)) != NULL
-        && PyDict_SetItem(batch->made, (PyObject *)payload, x) < 0) {
-        Py_CLEAR(x);
-    }
-    return x;
-}
-
-PyObject *gck_packed_restore(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs)
-{
-    PyObject *value = Py_NewRef(entry->value), *x;           /* the code below may empty the entry */
-
-    switch (entry->kind) {
-    case GCK_PACKED_SAVED:     x = PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL); break;
-    case GCK_PACKED_TENSOR: x = restore_versioned(state, value, entry->version, entry->leaf); break;
-    case GCK_PACKED_PAYLOAD:   x = restore_payload((gck_payload *)value, batch, inputs); break;
-    case GCK_PACKED_BY_NODE:   x = PyIter_Next(batch->saved); break;
-    case GCK_PACKED_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
-    default:            return value;
-    }
-    Py_DECREF(value);
-    return inputs == NULL ? x : as_input(&state->py, x, inputs);
-}
+/* ---- the entries ---- */
 
 int gck_packed_touch(gck_state *state, gck_packed *entry)
 {
@@ -408,6 +420,7 @@ int gck_packed_touch(gck_state *state, gck_packed *entry)
 int gck_packed_traverse(gck_packed *entry, visitproc visit, void *arg)
 {
     Py_VISIT(entry->value);
+    Py_VISIT(entry->state);
     for (Py_ssize_t i = 0; i < entry->nleaves; i++) {
         int result = gck_packed_traverse(&entry->leaves[i], visit, arg);
         if (result != 0) {
@@ -423,6 +436,7 @@ void gck_packed_clear(gck_packed *entry)
 
     *entry = (gck_packed){.value = NULL};
     Py_XDECREF(old.value);
+    Py_XDECREF(old.state);
     for (Py_ssize_t i = 0; i < old.nleaves; i++) {
         if (old.leaves != NULL) {
             gck_packed_clear(&old.leaves[i]);

@@ -7,6 +7,7 @@
 #include "engine/state.h"
 #include "engine/payload/batch.h"
 #include "engine/payload/input_aliasing.h"
+#include "engine/payload/slices.h"
 
 typedef enum {
     GCK_PACKED_OBJECT,   /* value: the object itself, as the caller passed it          */
@@ -21,10 +22,13 @@ typedef enum {
 typedef struct gck_packed {
     gck_packed_kind    kind;
     PyObject         *value;    /* owned; see above                                       */
-    int64_t           version;  /* GCK_PACKED_TENSOR only                                 */
+    int64_t           version;  /* of a tensor, also behind SAVED                         */
     int               leaf;     /* likewise                                               */
     struct gck_packed *leaves;  /* owned; GCK_PACKED_TREE only                            */
     Py_ssize_t        nleaves;
+    PyObject         *state;    /* owned: attributes (dict) of a payload's tensor; what a tree's containers have
+                                   outside their leaves (argument_state.py); NULL: none   */
+    gck_slice         slice;    /* GCK_PACKED_PAYLOAD only: where its tensor is restored  */
 } gck_packed;
 
 /* How one call keeps its arguments. */
@@ -39,12 +43,16 @@ typedef struct {
                                     against their versions; NULL: the region is no node           */
     int        nested;           /* the same for tensors in containers                            */
     int        of_node;          /* the node that is being made keeps all tensors                 */
+    int        exactly;          /* in a container of which no copy can be made                   */
 } gck_packing;
 
 /* Keep x in *entry.  positional: torch checks the versions of such tensors.  *forward takes a new
  * reference to what the forward call gets: x itself, or with fake_quantize what a payload restores.
  * 0, or -1 with an exception and *entry empty. */
 int gck_pack(gck_packing *packing, PyObject *x, int positional, gck_packed *entry, PyObject **forward);
+
+/* All n arguments are packed: find those that are slices of one memory.  0 or -1. */
+int gck_pack_slices(gck_packing *packing, gck_packed *entries, Py_ssize_t n);
 
 /* Take the present version: like autograd's, a node keeps its inputs as its function has left them.
  * 0 or -1. */
@@ -65,10 +73,6 @@ int gck_count_uncompressed(gck_state *state, PyObject *x, int reason);
 
 /* The same for a tensor of known size. */
 void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason);
-
-/* New reference: the argument for the recompute.  Its values may be deferred in `batch`.  inputs:
- * NULL, or a list to which its tensors are added, which then have no history. */
-PyObject *gck_packed_restore(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs);
 
 int  gck_packed_traverse(gck_packed *entry, visitproc visit, void *arg);
 void gck_packed_clear(gck_packed *entry);

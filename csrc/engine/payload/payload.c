@@ -4,43 +4,30 @@
 #include "torch/calls.h"
 #include "torch/paper.h"
 #include "torch/tensor.h"
-#include "engine/payload/layout.h"
+#include "engine/payload/payload_decode.h"
 #include "engine/payload/payload_overflow.h"
 #include "engine/payload/sharing.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <structmember.h>
 
-/* Record the layout of the original.  No Python runs: the view is taken again.  0 or -1. */
+/* Record what the original is.  No Python runs: the view is taken again.  0; 1 when no payload can
+ * hold its layout; -1. */
 static int describe(gck_payload *self, gck_input *in, int exact)
 {
     const gck_tensor was = in->view;
-    const gck_tensor *view = &in->view;
+    int status;
 
     if ((self->original = PyWeakref_NewRef(in->x, NULL)) == NULL      /* first, because a collection may run Python */
         || gck_view_again(&self->state->py, in->x, &was, &in->view) < 0) {
         return -1;
     }
-    self->ndim = view->ndim;
-    self->sizes = view->ndim <= GCK_FEW_DIMS ? self->few : malloc(sizeof(int64_t) * (size_t)(2 * view->ndim));
-    if (self->sizes == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memcpy(self->sizes, view->sizes, sizeof(int64_t) * (size_t)view->ndim);
-    self->layout = gck_layout_of(view, exact, self->sizes + view->ndim);
-    self->dtype = view->dtype;
-    self->device = view->device;
-    self->stream = view->stream;
-    self->numel = view->numel;
-    self->bytes_in = view->numel * gck_itemsize(view->dtype);
-    self->nbytes = gck_nbytes(self->codec, view->numel, view->dtype);
+    status = gck_payload_lay_out(self, &in->view, exact);
     self->requires_grad = in->requires_grad;
     self->leaf = in->leaf;
-    self->has_values = gck_has_values(view->data);
+    self->has_values = gck_has_values(in->view.data);
     self->version = in->version;
-    return 0;
+    return status;
 }
 
 static void count_live(gck_payload *self)
@@ -70,33 +57,35 @@ void gck_payload_again(gck_payload *self)
 
 /* Make the memory for the bytes.  Only a codec that fits needs no Python tensor of them, and only
  * where no outer hook gets it.  0 or -1. */
-static int make_bytes(gck_payload *self, const gck_tensor *view, gck_payload_use use)
+static int make_bytes(gck_payload *self, int use)
 {
     gck_py *py = &self->state->py;
-    const int64_t nbytes = gck_nbytes(self->codec, view->numel, view->dtype);
-    const int ours = view->device < 0 && !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
-    const int made = ours ? gck_fresh_bytes(py, nbytes, &self->own) : 0;
+    const int ours = self->device < 0 && !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
+    const int made = ours ? gck_fresh_bytes(py, self->nbytes, &self->own) : 0;
 
     if (made == 0) {
-        self->buffer = gck_bytes_empty(py, nbytes, view->device);
+        self->buffer = gck_bytes_empty(py, self->nbytes, self->device);
     }
     return made > 0 || self->buffer != NULL ? 0 : -1;
 }
 
-/* Write the bytes, or defer that.  The view is as describe() has left it.  0; 1 when the codec
- * overflows; -1. */
+/* Write the bytes, or defer that.  0; 1 when the codec overflows; -1. */
 static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
 {
+    const gck_tensor values = gck_payload_values(self, NULL, NULL);
+    gck_tensor view;
     gck_batch own;
+    gck_how how;
+    void *bytes;
     int status;
 
-    if (gck_batch_takes(batch, self->codec, &in->view)) {    /* faster: one launch for several */
+    if (gck_batch_takes(batch, self->codec, &values)) {      /* faster: one launch for several */
         return gck_batch_add(batch, self, in->x, self->buffer);
     }
-    if (self->own.handle != NULL) {              /* faster: no Python has run since */
-        const gck_how how = {self->stochastic ? &self->dither : NULL, NULL};
-        return self->has_values
-             ? gck_run_encode(&self->state->py, self->codec, &in->view, &self->own.data, &how, 1) : 0;
+    if (self->own.handle != NULL) {              /* faster: no references to hold */
+        status = gck_payload_work(self, in->x, NULL, &view, &bytes, &how);
+        return status == 0 && self->has_values
+             ? gck_run_encode(&self->state->py, self->codec, &view, &bytes, &how, 1) : status;
     }
     gck_batch_begin(&own, self->state, 0);
     status = gck_batch_add(&own, self, in->x, self->buffer) < 0 ? -1 : gck_batch_flush(&own);
@@ -140,12 +129,14 @@ int gck_payload_hand_over(gck_payload *self)
 }
 
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
-                          const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits)
+                          const gck_dither *dither, int use, gck_batch *batch, gck_skip_reason *skip)
 {
+    const int exact = use != GCK_FOR_USER && (!(use & GCK_WITHOUT_HOLES) || codec->max_error == 0);
     gck_payload *self = NULL, *result = NULL;
     int status;
 
-    *fits = 1;
+    use &= ~GCK_WITHOUT_HOLES;
+    *skip = GCK_COMPRESS;
     gck_payload_overflow_poll(state);
     if (first != NULL && use == GCK_FOR_REGION && (status = gck_sharing_holds(first, in)) != 0) {
         if (status > 0) {
@@ -164,17 +155,18 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if (self->stochastic) {
         self->dither = first != NULL ? first->dither : *dither;
     }
-    /* What the user decodes may live long, so it has no holes. */
-    if (make_bytes(self, &in->view, use) < 0 || describe(self, in, codec->max_error == 0 && use != GCK_FOR_USER) < 0) {
+    status = describe(self, in, exact);
+    if (status != 0 || make_bytes(self, use) < 0) {
+        *skip = status > 0 ? GCK_SKIP_LAYOUT : GCK_COMPRESS;
         goto exit;
     }
     if (gck_payload_overflow_begin(self) < 0 && use != GCK_FOR_USER) {
-        *fits = 0;                               /* the overflow would not be reported: keep the original */
+        *skip = GCK_SKIP_OVERFLOW;               /* the overflow would not be reported: keep the original */
         goto exit;
     }
     status = fill(self, in, first == NULL ? batch : NULL);
     if (status != 0) {
-        *fits = status < 0;
+        *skip = status > 0 ? GCK_SKIP_OVERFLOW : GCK_COMPRESS;
         goto exit;
     }
     if (use == GCK_FOR_USER) {
@@ -208,162 +200,6 @@ int gck_payload_adopt(gck_payload *self, PyObject *x)
         Py_DECREF(old);
     }
     return original == NULL ? -1 : 0;
-}
-
-/* New reference: the buffer, through the outer hooks when those have it. */
-static PyObject *payload_bytes(gck_payload *self)
-{
-    if (self->own.handle != NULL) {
-        PyObject *buffer = gck_fresh_alias(&self->state->py, &self->own);
-        if (buffer != NULL && self->own.handle != NULL) {    /* else another thread was faster */
-            self->buffer = Py_NewRef(buffer);
-            gck_fresh_free(&self->own);
-        }
-        return buffer;
-    }
-    if (self->saved == NULL && self->buffer == NULL) {
-        return PyErr_Format(PyExc_RuntimeError,
-                            "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
-                            "tensor itself; call decode()", self->codec->name);
-    }
-    return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
-                               : Py_NewRef(self->buffer);
-}
-
-/* The bytes are read on another stream than the one that wrote them: tell the allocator. */
-static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
-{
-    if (self->device < 0 || out->stream == self->stream) {    /* faster: the allocator knows */
-        return 0;
-    }
-    return gck_done(gck_invoke(self->state->py.call.record_stream,
-                             Py_BuildValue("(ON)", x, gck_device_object(&self->state->py, self->device))));
-}
-
-/* Decode the bytes into out, whose view this is.  0 or -1. */
-static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
-{
-    PyObject *buffer = self->own.handle != NULL ? NULL : payload_bytes(self), *piece = buffer;
-    gck_batch own;
-    void *bytes;
-    int status = buffer == NULL && self->own.handle == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
-
-    gck_batch_begin(&own, self->state, 1);
-    if (status == 0 && buffer != NULL && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
-        /* outer hooks returned a slice of their own memory */
-        buffer = PyObject_CallMethod(piece, "clone", NULL);
-        Py_DECREF(piece);
-        status = buffer == NULL ? -1 : 0;
-    }
-    if (status == 0 && (status = cross_stream(self, buffer, view)) == 0) {
-        const int waits = gck_batch_takes(batch, self->codec, view);
-        status = gck_batch_add(waits ? batch : &own, self, out, buffer) < 0 ? -1 : gck_batch_flush(&own);
-    }
-    Py_XDECREF(buffer);
-    return status;
-}
-
-/* Copy the values of the original, all of them or those that decoded to NaN. 0 or -1. */
-static int fill_from(gck_payload *self, PyObject *original, PyObject *out, const gck_tensor *view)
-{
-    return cross_stream(self, original, view) < 0 ? -1
-         : gck_done(PyObject_CallFunction(self->state->py.call.fill_from, "OOi", out, original,
-                                          self->codec->max_error > 0));
-}
-
-/* Decode a payload that has its bytes itself: nothing runs Python before its values are there.  1 and
- * *out, NULL with an exception; 0: it takes torch.empty. */
-static int decode_fresh(gck_payload *self, PyObject **out)
-{
-    gck_py *py = &self->state->py;
-    const int64_t *strides = self->layout ? self->sizes + self->ndim : NULL;
-    gck_fresh fresh = {.handle = NULL};
-    const int made = gck_fresh_tensor(py, self->ndim, self->sizes, strides, self->dtype, &fresh);
-
-    *out = NULL;
-    if (made > 0) {
-        const int plain = strides == NULL || gck_is_contiguous(self->ndim, self->sizes, strides);
-        const gck_tensor view = {fresh.data, self->numel, self->ndim, self->sizes, plain ? NULL : strides, strides,
-                                 self->dtype, -1, NULL};
-        const void *bytes = self->own.data;
-        if (gck_run_decode(py, self->codec, &bytes, &view, 1) == 0) {
-            *out = gck_fresh_object(py, &fresh);
-        }
-        gck_fresh_free(&fresh);
-    }
-    return made != 0;
-}
-
-static PyObject *decode(gck_payload *self, gck_batch *batch)
-{
-    gck_state *state = self->state;
-    PyObject *out, *original;
-    gck_tensor view;
-    int reason, ok = 0;
-
-    if (batch == NULL && self->own.handle != NULL && self->layout != GCK_LAYOUT_HOLES && self->has_values
-        && decode_fresh(self, &out)) {
-        return out;
-    }
-    if (gck_payload_overflow_original(self, &original) < 0) {
-        return NULL;
-    }
-    out = gck_empty(&state->py, self->ndim, self->sizes, self->layout ? self->sizes + self->ndim : NULL,
-                    self->dtype, self->device);
-    reason = out == NULL || (self->layout == GCK_LAYOUT_HOLES
-                              && gck_done(PyObject_CallFunction(state->py.call.fill_holes, "O", out)) < 0)
-            ? -1 : gck_view_of(&state->py, out, &view);
-    if (reason == GCK_COMPRESS) {
-        ok = (original != NULL && self->codec->max_error == 0)
-            || decode_bytes(self, out, &view, original == NULL ? batch : NULL) == 0;
-        ok = ok && (original == NULL || fill_from(self, original, out, &view) == 0);
-    } else if (reason > 0) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not return a plain tensor; enter no mode in "
-                                            "backward that was not active in forward");
-    }
-    Py_XDECREF(original);
-    if (!ok) {
-        Py_CLEAR(out);
-    }
-    return out;
-}
-
-PyObject *gck_payload_decode(gck_payload *self) { return decode(self, NULL); }
-
-PyObject *gck_payload_revive(gck_payload *self, gck_batch *batch)
-{
-    gck_state *state = self->state;
-    PyObject *out = decode(self, batch);
-
-    if (out == NULL) {
-        return NULL;
-    }
-    state->rounding.restored = 1;
-    if (self->kept == NULL && PyWeakref_GetObject(self->original) != Py_None) {
-        state->stats.originals_alive++;
-        state->stats.originals_alive_bytes += self->bytes_in;
-    }
-    return out;
-}
-
-PyObject *gck_payload_restore(gck_payload *self, gck_batch *batch)
-{
-    gck_state *state = self->state;
-    PyObject *out = gck_payload_revive(self, batch);
-    PyObject *result;
-
-    if (out == NULL || !self->requires_grad) {
-        return out;
-    }
-    result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
-    if (result != NULL && !self->leaf) {
-        /* The original was not a leaf: a region may change such an input in place, and an inner
-         * region compresses it again.  The alias shares storage and is not a view. */
-        Py_DECREF(result);
-        result = PyObject_CallFunctionObjArgs(state->py.as_non_leaf, out, NULL);
-    }
-    Py_DECREF(out);
-    return result;
 }
 
 /* ---- the Python type ---- */
@@ -406,7 +242,7 @@ static PyObject *payload_codec(PyObject *op, void *closure)
 static PyObject *payload_data(PyObject *op, void *closure)
 {
     (void)closure;
-    return payload_bytes((gck_payload *)op);
+    return gck_payload_buffer((gck_payload *)op);
 }
 
 static PyObject *payload_shape(PyObject *op, void *closure)

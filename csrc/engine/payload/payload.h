@@ -15,15 +15,17 @@ typedef enum {
     GCK_FOR_REGION,        /* may be shared with other regions                              */
     GCK_FOR_REGION_SAVED,  /* outer saved-tensor hooks see the bytes, and keep them         */
     GCK_FOR_REGION_READ,   /* the same, after the forward has read them: gck_payload_hand_over() */
+    GCK_WITHOUT_HOLES = 8, /* beside one of these: what is restored may live long, so a codec that rounds drops
+                              holes and overlaps; else it has the layout of the original */
 } gck_payload_use;
 
 /* New reference: a payload of the input, which has been judged.  first: the result of
  * gck_sharing_find(), or NULL. When the bytes turn out to be equal, they are dropped and the result
  * is `first`, counted as shared.  dither: NULL rounds to nearest; with `first` its own noise
- * counts.  batch: where the work may be deferred, or NULL. NULL with *fits = 0 and no exception:
- * the codec overflows. */
+ * counts.  batch: where the work may be deferred, or NULL.  NULL without an exception: *skip says
+ * why it stays as it is. */
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
-                          const gck_dither *dither, gck_payload_use use, gck_batch *batch, int *fits);
+                          const gck_dither *dither, int use, gck_batch *batch, gck_skip_reason *skip);
 
 /* From here on the saved-tensor hooks around the region have the bytes.  Reading them in the
  * forward would run those hooks, an enclosing region's recompute among them.  0 or -1. */
@@ -34,14 +36,5 @@ void gck_payload_again(gck_payload *payload);
 
 /* The payload was made from a detached alias of x; from now on x itself finds it.  0 or -1. */
 int gck_payload_adopt(gck_payload *payload, PyObject *x);
-
-/* New reference: a fresh tensor of the shape, dtype, strides and device of the original. */
-PyObject *gck_payload_decode(gck_payload *payload);
-
-/* The same, counted as a restore.  Its values may be deferred in `batch`. */
-PyObject *gck_payload_revive(gck_payload *payload, gck_batch *batch);
-
-/* The same, requiring grad when the original did. */
-PyObject *gck_payload_restore(gck_payload *payload, gck_batch *batch);
 
 #endif

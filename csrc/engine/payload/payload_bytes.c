@@ -5,6 +5,7 @@
 #include "torch/input.h"
 #include "torch/tensor.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* The memory of a payload's bytes.  Outer saved-tensor hooks may have returned this tensor, so it
@@ -38,13 +39,94 @@ int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
     return 0;
 }
 
+int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
+{
+    const int ndim = x->ndim, few = ndim <= GCK_FEW_DIMS;
+    int64_t strides[GCK_MAX_DIM];
+
+    self->layout = gck_layout_of(x, exact, strides);
+    if (self->layout == GCK_LAYOUT_TANGLED) {
+        return 1;
+    }
+    const int shared = self->layout >= GCK_LAYOUT_EXPANDED;
+    self->sizes = few && !shared ? self->few : malloc(sizeof(int64_t) * (size_t)(3 * ndim));
+    if (self->sizes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->ndim = ndim;
+    self->once = shared ? self->sizes + 2 * ndim : NULL;
+    memcpy(self->sizes, x->sizes, sizeof(int64_t) * (size_t)ndim);
+    memcpy(self->sizes + ndim, self->layout == GCK_LAYOUT_PLAIN ? x->steps : strides, sizeof(int64_t) * (size_t)ndim);
+    self->values = self->numel = x->numel;
+    if (self->layout == GCK_LAYOUT_RUN) {
+        self->values = self->once[0] = gck_reach(ndim, x->sizes, strides);
+    }
+    for (int d = 0; d < ndim && self->layout == GCK_LAYOUT_EXPANDED; d++) {
+        self->once[d] = strides[d] == 0 ? 1 : x->sizes[d];
+        self->values /= strides[d] == 0 ? x->sizes[d] : 1;
+    }
+    self->dtype = x->dtype;
+    self->device = x->device;
+    self->stream = x->stream;
+    self->bytes_in = self->values * (int64_t)gck_itemsize(x->dtype);
+    self->nbytes = gck_nbytes(self->codec, self->values, x->dtype);
+    return 0;
+}
+
+gck_tensor gck_payload_values(const gck_payload *self, void *data, void *stream)
+{
+    const int run = self->layout == GCK_LAYOUT_RUN, ndim = run ? 1 : self->ndim;
+    const int64_t *sizes = self->once != NULL ? self->once : self->sizes;
+    const int64_t *strides = run || self->layout == GCK_LAYOUT_PLAIN ? NULL : self->sizes + self->ndim;
+    const int plain = strides == NULL || gck_is_contiguous(ndim, sizes, strides);
+
+    return (gck_tensor){data, self->values, ndim, sizes, plain ? NULL : strides, strides, self->dtype, self->device,
+                        stream};
+}
+
+/* Elements share memory: make it a view of the values, each once.  0 or -1. */
+static int see_once(const gck_payload *self, gck_tensor *view)
+{
+    const size_t bytes = sizeof(int64_t) * (size_t)self->ndim;
+
+    if (view->ndim != self->ndim || memcmp(view->sizes, self->sizes, bytes) != 0
+        || memcmp(view->steps, self->sizes + self->ndim, bytes) != 0) {
+        return gck_view_changed();
+    }
+    *view = gck_payload_values(self, view->data, view->stream);
+    return 0;
+}
+
 int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes,
                      gck_how *how)
 {
     const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};
 
     *how = (gck_how){self->stochastic ? &self->dither : NULL, self->overflow};
-    return gck_payload_view(self, buffer, bytes) < 0 ? -1 : gck_view_again(&self->state->py, tensor, &was, view);
+    if (gck_payload_view(self, buffer, bytes) < 0 || gck_view_again(&self->state->py, tensor, &was, view) < 0) {
+        return -1;
+    }
+    return self->once != NULL ? see_once(self, view) : 0;
+}
+
+PyObject *gck_payload_buffer(gck_payload *self)
+{
+    if (self->own.handle != NULL) {
+        PyObject *buffer = gck_fresh_alias(&self->state->py, &self->own);
+        if (buffer != NULL && self->own.handle != NULL) {    /* else another thread was faster */
+            self->buffer = Py_NewRef(buffer);
+            gck_fresh_free(&self->own);
+        }
+        return buffer;
+    }
+    if (self->saved == NULL && self->buffer == NULL) {
+        return PyErr_Format(PyExc_RuntimeError,
+                            "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
+                            "tensor itself; call decode()", self->codec->name);
+    }
+    return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
+                               : Py_NewRef(self->buffer);
 }
 
 void gck_payload_uncount(gck_payload *self)

@@ -6,6 +6,7 @@
 #include "gradckpt.h"
 #include "torch/fresh.h"
 #include "engine/state.h"
+#include "engine/payload/layout.h"
 
 enum { GCK_FEW_DIMS = 4 };
 
@@ -21,7 +22,9 @@ typedef struct gck_payload {
     int64_t          version;      /* of the original when encoded; -1: it has none and is never shared */
     gck_dtype        dtype;
     int              device;       /* -1: CPU                                            */
-    int64_t          numel, nbytes, bytes_in;
+    int64_t          numel;        /* of the original                                    */
+    int64_t          values;       /* that are encoded: fewer where elements share memory */
+    int64_t          nbytes, bytes_in;
     const void      *waits;        /* the batch in which its bytes are pending; else NULL */
     int              requires_grad, leaf;
     int              stochastic;   /* rounded stochastically, with the noise of this key: */
@@ -32,7 +35,8 @@ typedef struct gck_payload {
     int              ndim;
     int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc, or those:    */
     int64_t          few[2 * GCK_FEW_DIMS];
-    int              layout;       /* see layout.h; 0: strides do not count              */
+    gck_layout       layout;       /* PLAIN: the strides do not count                    */
+    int64_t         *once;         /* EXPANDED, RUN: the sizes of the values, each once; in `sizes`; else NULL */
     void            *stream;       /* the stream that wrote the bytes                    */
     /* See payload_overflow.h. */
     uint32_t        *overflow;     /* not NULL: open, and this is in state->pending      */
@@ -55,9 +59,19 @@ static inline int gck_payload_has_bytes(const gck_payload *payload)
 /* The memory of its bytes, which are in `buffer`; NULL: in the payload.  0 or -1. */
 int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);
 
+/* Record the layout of x, as gck_layout_of() does, and what the bytes will be.  0; 1 when no payload
+ * can hold this layout; -1. */
+int gck_payload_lay_out(gck_payload *payload, const gck_tensor *x, int exact);
+
+/* The values as the codec sees them in the memory of a tensor with the payload's layout. */
+gck_tensor gck_payload_values(const gck_payload *payload, void *data, void *stream);
+
 /* The operands of the codec.  Nothing may run Python between this and the work.  0 or -1. */
 int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes,
                      gck_how *how);
+
+/* New reference: the buffer, through the outer hooks when those have it. */
+PyObject *gck_payload_buffer(gck_payload *payload);
 
 /* Stop counting its bytes: other code owns them now. */
 void gck_payload_uncount(gck_payload *payload);

@@ -8,13 +8,13 @@
 
 enum { SCRATCH = 8192 };           /* bytes: up to so many are compared without a payload     */
 
-/* 1 when it was read through the same view. */
-static int same_view(const gck_payload *p, const gck_tensor *view)
+/* 1 when it was read through the same view, and gives the layout that is requested. */
+static int same_view(const gck_payload *p, const gck_tensor *view, int exact)
 {
     int64_t strides[GCK_MAX_DIM];
 
     if (p->dtype != view->dtype || p->device != view->device || p->ndim != view->ndim
-        || p->layout != gck_layout_of(view, p->codec->max_error == 0, strides)) {
+        || p->layout != gck_layout_of(view, exact, strides)) {
         return 0;
     }
     for (int d = 0; d < p->ndim; d++) {
@@ -26,7 +26,7 @@ static int same_view(const gck_payload *p, const gck_tensor *view)
 }
 
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
-gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic,
+gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, int exact,
                               gck_batch *batch)
 {
     const gck_tensor was = in->view;
@@ -42,7 +42,7 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
             continue;
         }
         seen = seen > 0 ? 1 : gck_view_again(&state->py, in->x, &was, &in->view) < 0 ? -1 : 1;
-        if (seen > 0 && same_view(p, &in->view)) {
+        if (seen > 0 && same_view(p, &in->view, exact)) {
             found = (gck_payload *)Py_NewRef((PyObject *)p);
             memmove(&state->recent[1], &state->recent[0], (size_t)i * sizeof p);       /* most recently used */
             state->recent[0] = p;

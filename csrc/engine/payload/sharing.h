@@ -13,11 +13,11 @@
 #include "engine/payload/batch.h"
 #include "engine/payload/payload_bytes.h"
 
-/* New reference: a payload of this same tensor, rounded as requested, that seems to hold its
- * present values; NULL when none exists, or with an exception.  The version does not prove it
+/* New reference: a payload of this same tensor, rounded and with a layout (layout.h) as requested, that
+ * seems to hold its present values; NULL when none exists, or with an exception.  The version does not prove it
  * (writes through .data, numpy or DLPack leave no trace); gck_payload_new() does.  A payload that
  * is pending in `batch` is finished first.  The input has been judged. */
-gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic,
+gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, int exact,
                               gck_batch *batch);
 
 /* 1 when the bytes of both are written and equal, 0, -1 with an exception. */

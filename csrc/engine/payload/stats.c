@@ -6,7 +6,7 @@
 
 /* Every counter once: the field is also the key in the dict. */
 #define COUNTERS(COUNTER)                                                                                       \
-    COUNTER(steps) COUNTER(regions) COUNTER(regions_eligible) COUNTER(regions_compressed) COUNTER(recomputes)   \
+    COUNTER(differing_saves) COUNTER(held_bytes) COUNTER(steps) COUNTER(regions) COUNTER(regions_eligible) COUNTER(regions_compressed) COUNTER(recomputes)   \
     COUNTER(eligible) COUNTER(compressed) COUNTER(encoded) COUNTER(shared) COUNTER(bytes_in) COUNTER(bytes_out) \
     COUNTER(live_bytes) COUNTER(peak_live_bytes) COUNTER(originals_alive) COUNTER(originals_alive_bytes)        \
     COUNTER(discrete_outputs) COUNTER(discrete_bytes) COUNTER(uncompressed_bytes) COUNTER(policy_outputs)       \

@@ -35,7 +35,10 @@ const char gck_checkpoint_doc[] =
     "        ``debug``. A second backward (``retain_graph=True``) then raises RuntimeError, as in torch.\n"
     "    use_reentrant: ``True`` makes one graph node of the whole region, with torch's restrictions, and\n"
     "        excludes ``compress`` and ``policy``. ``None`` means ``True``, with torch's warning.\n"
-    "    preserve_rng_state, context_fn, determinism_check, early_stop: As in torch.\n"
+    "    preserve_rng_state, context_fn, early_stop: As in torch.\n"
+    "    determinism_check: ``\"default\"`` compares each tensor that the recompute saves with the forward's:\n"
+    "        shape, dtype and device as in torch, and strides, argument, parameter or operator where both runs\n"
+    "        know them. ``\"warn\"`` warns where it would raise, ``\"none\"`` compares nothing.\n"
     "    debug: As in torch. It also raises for parameters of the region that changed before its recompute, and\n"
     "        warns of arguments that did, by path: ``args[0].scale: 3.0, now 4.0``. Without it such changes are\n"
     "        silent, as in torch.\n"
@@ -79,7 +82,7 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
                                  "leave one of them out");
         return -1;
     }
-    if (debug < 0 || gck_options_determinism(state, o->determinism_check, &frame->check_metadata,
+    if (debug < 0 || gck_options_determinism(state, o->determinism_check, o->exact, &frame->check,
                                              &frame->metadata_fn) < 0) {
         return -1;
     }
@@ -150,9 +153,10 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
     gck_packing packing = {.state = state, .plan = *plan};
-    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame};
+    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame, &frame->nslots};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
+    gck_given given;
     int initialized = 0;
 
     frame->function = Py_NewRef(o->function);
@@ -163,7 +167,10 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
+    gck_given_of(&given, fed_args, fed_kwargs);
+    frame->given = &given;
     result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
+    frame->given = NULL;
     if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
         convert_stop_iteration(&state->py);
     }

@@ -27,6 +27,7 @@ int gck_metadata_of(const gck_py *py, PyObject *reader, PyObject *x, int whole, 
             meta->ndim = dl.ndim;
             for (int d = 0; d < dl.ndim; d++) {
                 meta->sizes[d] = dl.shape[d];
+                meta->strides[d] = dl.strides[d];
             }
             return 0;
         }
@@ -44,6 +45,26 @@ int gck_metadata_same(const gck_py *py, const gck_metadata *a, const gck_metadat
     return a->ndim == b->ndim && memcmp(&a->dtype, &b->dtype, sizeof a->dtype) == 0
         && memcmp(&a->device, &b->device, sizeof a->device) == 0
         && memcmp(a->sizes, b->sizes, sizeof(int64_t) * (size_t)a->ndim) == 0;
+}
+
+int gck_metadata_same_layout(const gck_metadata *a, const gck_metadata *b)
+{
+    int64_t numel = 1;
+    int same = 1;
+
+    if (a->objects != NULL || b->objects != NULL) {
+        return 1;
+    }
+    for (int d = 0; d < a->ndim; d++) {          /* torch does not care for the stride of one element */
+        same &= a->sizes[d] == 1 || a->strides[d] == b->strides[d];
+        numel *= a->sizes[d];
+    }
+    return same || numel == 0;
+}
+
+PyObject *gck_metadata_strides(const gck_metadata *meta)
+{
+    return meta->objects != NULL ? Py_NewRef(Py_None) : gck_sizes(meta->ndim, meta->strides);
 }
 
 PyObject *gck_metadata_describe(const gck_metadata *meta)

@@ -33,22 +33,25 @@ static int grow(gck_frame *frame)
 
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
 {
-    gck_holder *holder;
+    const gck_py *py = &frame->state->py;
+    gck_holder *holder = NULL;
     gck_metadata meta = {.objects = NULL};
+    gck_origin origin = {.argument = GCK_NO_ARGUMENT};
 
-    /* First, because for a subclass this runs Python, which may record more slots. */
-    if (frame->check_metadata && gck_metadata_of(&frame->state->py, frame->metadata_fn, x, 0, &meta) < 0) {
-        return NULL;
+    /* First, because this may run Python, which may record more slots. */
+    if ((frame->check == GCK_CHECK_NOTHING || gck_metadata_of(py, frame->metadata_fn, x, 0, &meta) == 0)
+        && (!gck_checks_origins(frame) || gck_origin_of(py, frame->given, x, &origin, NULL) == 0)
+        && (frame->nslots < frame->capacity || grow(frame) == 0)) {
+        holder = PyObject_New(gck_holder, frame->state->Holder);
     }
-    holder = frame->nslots < frame->capacity || grow(frame) == 0
-        ? PyObject_New(gck_holder, frame->state->Holder) : NULL;
     if (holder == NULL) {
         gck_metadata_clear(&meta);
+        gck_origin_clear(&origin);
         return NULL;
     }
     holder->frame = frame;
     holder->index = frame->nslots;
-    frame->slots[frame->nslots++] = (gck_slot){holder, meta};
+    frame->slots[frame->nslots++] = (gck_slot){holder, meta, origin};
     return (PyObject *)holder;
 }
 
@@ -79,6 +82,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     }
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
         Py_VISIT(frame->slots[i].meta.objects);
+        Py_VISIT(frame->slots[i].origin.node);
     }
     for (Py_ssize_t t = 0; t < frame->recomputed.n; t++) {
         const gck_recomputed *table = frame->recomputed.table[t];
@@ -98,6 +102,7 @@ static int frame_clear(PyObject *op)
     gck_recomputed_clear(&frame->recomputed);
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
         gck_metadata_clear(&frame->slots[i].meta);
+        gck_origin_clear(&frame->slots[i].origin);
     }
     frame->args = NULL;
     for (Py_ssize_t i = 0; args != NULL && i < frame->nargs + frame->nkwargs; i++) {

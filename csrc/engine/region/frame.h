@@ -19,6 +19,7 @@
 #include "engine/payload/packed.h"
 #include "engine/selective/op_storage.h"
 #include "engine/region/determinism.h"
+#include "engine/region/origin.h"
 #include "engine/region/recomputed.h"
 
 typedef struct gck_frame gck_frame;
@@ -33,7 +34,8 @@ typedef struct {
 /* One per saved tensor. */
 typedef struct {
     gck_holder  *holder;           /* borrowed; NULL: that part of the graph is freed    */
-    gck_metadata meta;             /* when check_metadata                                */
+    gck_metadata meta;             /* unless `check` is GCK_CHECK_NOTHING                */
+    gck_origin   origin;           /* with torch's default check                         */
 } gck_slot;
 
 typedef enum { GCK_RECORDING, GCK_SAVED_PHASE } gck_frame_phase;
@@ -50,6 +52,9 @@ struct gck_frame {
     gck_ambient  ambient;
     PyObject    *once;               /* modules whose statistics a recompute restores, as in gck_options */
     gck_rounding rounding;           /* where the noise of tensors encoded inside begins   */
+    int          approximate;        /* the recompute gets other values than the forward   */
+    int          exact;              /* not now: a forward around it runs, see running.h   */
+    int          fake_quantized;     /* the forward, too, ran on the restored values       */
     /* inputs may be restored approximately: which discrete outputs are kept, as in a gck_plan */
     int          replay_discrete;
     gck_op_storage *store;           /* outputs that the recompute takes from the forward; NULL: none */
@@ -58,8 +63,9 @@ struct gck_frame {
 
     /* ---- of a region whose saved tensors are holders: checkpoint(use_reentrant=False) ---- */
     gck_frame_phase phase;
-    int          early_stop, check_metadata, ignore_mismatch;
-    int          approximate;        /* the recompute gets other values than the forward   */
+    gck_check    check;
+    int          early_stop, ignore_mismatch;
+    const gck_given *given;          /* borrowed: the arguments, while RECORDING; else NULL */
     PyObject    *recompute_context;  /* from context_fn; NULL: none                        */
     PyObject    *metadata_fn;        /* reads what the determinism check compares; NULL: the default */
     PyObject    *error_callback;     /* debug=True: gets the CheckpointError               */
@@ -78,6 +84,12 @@ struct gck_frame {
 };
 
 extern PyType_Spec gck_frame_spec, gck_holder_spec;
+
+/* 1 when each saved tensor is compared with the forward's by where it comes from, too. */
+static inline int gck_checks_origins(const gck_frame *frame)
+{
+    return frame->check != GCK_CHECK_NOTHING && frame->metadata_fn == NULL;
+}
 
 /* New reference, RECORDING, empty.  NULL with an exception. */
 gck_frame *gck_frame_new(gck_state *state);

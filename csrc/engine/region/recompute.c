@@ -12,6 +12,8 @@
 #include "engine/region/recomputed.h"
 #include "engine/region/region.h"
 
+#include <stdlib.h>
+
 /* ---- which table ---- */
 
 /* The key of this backward.  *group: new reference or NULL.  0 or -1. */
@@ -71,6 +73,8 @@ typedef struct {
     PyObject_HEAD
     gck_frame *frame;              /* borrowed; NULL after the recompute                 */
     gck_recomputed *table;
+    gck_given given;               /* the restored arguments                             */
+    gck_origin *origins;           /* borrowed: one per slot; NULL: they are not compared */
 } gck_recompute;
 
 static PyType_Slot recompute_slots[] = {{Py_tp_dealloc, gck_object_free}, {0, NULL}};
@@ -88,15 +92,30 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
 {
     gck_recompute *self = (gck_recompute *)op;
     const gck_py *py = self->frame != NULL ? &self->frame->state->py : NULL;
-    const int requires_grad = py != NULL ? gck_attr_is_true(x, py->names.requires_grad) : 0;
+    gck_origin origin = {.argument = GCK_NO_ARGUMENT};
     PyObject *value = NULL;
+    int grad = 0, status = 0;
 
-    if (requires_grad >= 0) {
-        value = requires_grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : Py_NewRef(x);
+    if (py != NULL && self->origins != NULL) {
+        status = gck_origin_of(py, &self->given, x, &origin, &grad);
+    } else if (py != NULL) {
+        status = grad = gck_attr_is_true(x, py->names.requires_grad);
+    }
+    if (status >= 0) {
+        value = grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : Py_NewRef(x);
     }
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
     gck_recomputed *table = self->table;
 
+    if (value != NULL && frame != NULL && self->origins != NULL && table->counter < table->size) {
+        const gck_origin *then = &frame->slots[table->counter].origin;
+        if (then->argument != GCK_NO_ARGUMENT && gck_origin_leaf(then) == x) {
+            origin.argument = then->argument;    /* the original itself: the function has it from elsewhere, too */
+        }
+        self->origins[table->counter] = origin;
+    } else {
+        gck_origin_clear(&origin);
+    }
     if (value == NULL || frame == NULL) {
         Py_XDECREF(value);
         if (!PyErr_Occurred()) {
@@ -145,7 +164,7 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 /* Run the function under its contexts, hooks on top.  0, or -1 with its exception. */
 static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
 {
-    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self};
+    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self, &self->table->counter};
     PyObject *result = gck_region_call(frame, &hooks, frame->recompute_context, args, kwargs, 1);
 
     Py_XDECREF(result);
@@ -159,8 +178,9 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
     return 0;
 }
 
-/* Run one recompute into `table`, with ambient state and grad mode as in the forward. */
-static int fill(gck_frame *frame, gck_recomputed *table)
+/* Run one recompute into `table`, with ambient state and grad mode as in the forward.  origins: where
+ * what it saves comes from, out; NULL: they are not compared. */
+static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
 {
     gck_state *state = frame->state;
     gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
@@ -173,9 +193,12 @@ static int fill(gck_frame *frame, gck_recomputed *table)
     }
     self->frame = frame;
     self->table = table;
+    self->origins = origins;
+    self->given.n = 0;
     if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
         goto exit;
     }
+    gck_given_of(&self->given, args, kwargs);
     if (gck_recompute_env_begin(frame, &env) < 0) {
         goto exit;
     }
@@ -187,6 +210,7 @@ static int fill(gck_frame *frame, gck_recomputed *table)
 exit:
     self->frame = NULL;                          /* the graph of the recompute may outlive the frame */
     self->table = NULL;
+    self->origins = NULL;
     Py_DECREF(self);
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
@@ -195,13 +219,54 @@ exit:
 
 /* ---- the determinism check ---- */
 
-static int append_difference(PyObject *differences, Py_ssize_t index, const gck_metadata *a, const gck_metadata *b)
+/* 1 when the recompute saved another leaf in this slot than the forward; 0.  A pair of different leaves
+ * says nothing: a parameter may be replaced, gathered, or cached.  Where each of the two was also met in
+ * the other run, they changed places. */
+static int leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i)
 {
-    return gck_append(differences, Py_BuildValue("nNN", index, gck_metadata_describe(a), gck_metadata_describe(b)));
+    const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
+    const PyObject *then = gck_origin_leaf(was), *now = gck_origin_leaf(is);
+    int met_then = 0, met_now = 0;
+
+    if (was->argument != GCK_NO_ARGUMENT || is->argument != GCK_NO_ARGUMENT) {
+        return 0;
+    }
+    if (then == NULL || now == NULL || then == now) {
+        return then != NULL && then == now && was->offset != is->offset;
+    }
+    for (Py_ssize_t j = 0; j < n; j++) {
+        met_then |= frame->slots[j].holder != NULL && gck_origin_leaf(&frame->slots[j].origin) == now;
+        met_now |= gck_origin_leaf(&origins[j]) == then;
+    }
+    return met_then && met_now;
 }
 
-/* Compare slot i and add a difference to *differences.  0 or -1. */
-static int check_slot(gck_frame *frame, gck_recomputed *table, Py_ssize_t i, PyObject **differences)
+/* 1 when this slot got another tensor than in the forward, as far as its origin tells; 0; -1. */
+static int is_another(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i,
+                      const gck_metadata *then, const gck_metadata *now)
+{
+    const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
+    const int known = (was->node != NULL || was->argument != GCK_NO_ARGUMENT)
+                   && (is->node != NULL || is->argument != GCK_NO_ARGUMENT);
+    const int same = gck_origin_same(was, is);
+
+    return same < 0 ? -1 : !same || (known && !gck_metadata_same_layout(then, now))
+        || leaf_is_exchanged(frame, origins, n, i);
+}
+
+/* What the two runs have in a slot, for a message: [slot, metadata of both, strides and origins of both]. */
+static PyObject *difference(const gck_frame *frame, const gck_origin *origins, Py_ssize_t i, const gck_metadata *then,
+                            const gck_metadata *now)
+{
+    return Py_BuildValue("nNNNNNN", i, gck_metadata_describe(then), gck_metadata_describe(now),
+                         gck_metadata_strides(then), gck_metadata_strides(now),
+                         gck_origin_describe(&frame->slots[i].origin), gck_origin_describe(&origins[i]));
+}
+
+/* Compare slot i and add a difference to one of the lists: of metadata, as torch compares them, or of
+ * origins.  origins NULL: those are not compared.  0 or -1. */
+static int check_slot(gck_frame *frame, gck_recomputed *table, const gck_origin *origins, Py_ssize_t i,
+                      PyObject *metadata, PyObject *others)
 {
     PyObject *value = table->values != NULL ? table->values[i] : NULL;
     gck_metadata then, now;
@@ -217,8 +282,13 @@ static int check_slot(gck_frame *frame, gck_recomputed *table, Py_ssize_t i, PyO
     Py_DECREF(value);
     if (status == 0) {
         same = gck_metadata_same(&frame->state->py, &then, &now);
-        if (same == 0 && (*differences != NULL || (*differences = PyList_New(0)) != NULL)) {
-            status = append_difference(*differences, i, &then, &now);
+        if (same == 0) {
+            status = gck_append(metadata, Py_BuildValue("nNN", i, gck_metadata_describe(&then),
+                                                        gck_metadata_describe(&now)));
+        } else if (same > 0 && origins != NULL) {
+            const int another = is_another(frame, origins, table->size, i, &then, &now);
+            status = another <= 0 ? another
+                   : gck_append(others, difference(frame, origins, i, &then, &now));
         }
         gck_metadata_clear(&now);
     }
@@ -226,23 +296,34 @@ static int check_slot(gck_frame *frame, gck_recomputed *table, Py_ssize_t i, PyO
     return same < 0 || PyErr_Occurred() ? -1 : status;
 }
 
-static int check_metadata(gck_frame *frame, gck_recomputed *table)
+/* Raise for these differences, or warn.  0 or -1. */
+static int report(const gck_frame *frame, PyObject *callback, PyObject *differences)
 {
-    PyObject *differences = NULL;
-    int status = 0;
+    const Py_ssize_t n = PyList_Size(differences);
+
+    frame->state->stats.differing_saves += n;
+    return n == 0 ? 0 : gck_done(PyObject_CallFunction(callback, "OOii", differences, frame->function,
+                                                       frame->approximate, frame->check == GCK_CHECK_WARNS));
+}
+
+static int check_slots(gck_frame *frame, gck_recomputed *table, const gck_origin *origins)
+{
+    const gck_py *py = &frame->state->py;
+    PyObject *metadata = PyList_New(0), *others = PyList_New(0);
+    int status = metadata == NULL || others == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; i < table->size && status == 0; i++) {
-        status = check_slot(frame, table, i, &differences);
+        status = check_slot(frame, table, origins, i, metadata, others);
     }
-    if (status == 0 && differences != NULL) {
-        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_metadata, "Oi", differences, frame->approximate));
-        status = -1;
+    if (status == 0 && (status = report(frame, py->call.raise_metadata, metadata)) == 0) {
+        status = report(frame, py->call.raise_origins, others);
     }
-    Py_XDECREF(differences);
+    Py_XDECREF(metadata);
+    Py_XDECREF(others);
     return status;
 }
 
-static int check(gck_frame *frame, gck_recomputed *table)
+static int check(gck_frame *frame, gck_recomputed *table, const gck_origin *origins)
 {
     if (frame->ignore_mismatch) {
         return 0;
@@ -252,7 +333,29 @@ static int check(gck_frame *frame, gck_recomputed *table)
                                        table->counter, frame->approximate));
         return -1;
     }
-    return frame->check_metadata ? check_metadata(frame, table) : 0;
+    return frame->check != GCK_CHECK_NOTHING ? check_slots(frame, table, origins) : 0;
+}
+
+/* Fill the table, then compare what it has with what the forward saved.  0; 1 with an exception: it
+ * differs, or the comparison failed; -1: the recompute did. */
+static int fill_and_check(gck_frame *frame, gck_recomputed *table)
+{
+    const Py_ssize_t n = table->size;
+    gck_origin *origins = gck_checks_origins(frame) ? calloc((size_t)n + 1, sizeof *origins) : NULL;
+    int status = -1;
+
+    if (origins == NULL && gck_checks_origins(frame)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (fill(frame, table, origins) == 0) {
+        status = check(frame, table, origins) < 0;       /* may run Python: no other thread sees the table yet */
+    }
+    for (Py_ssize_t i = 0; origins != NULL && i < n; i++) {
+        gck_origin_clear(&origins[i]);
+    }
+    free(origins);
+    return status;
 }
 
 /* ---- unpack ---- */
@@ -264,7 +367,8 @@ static gck_recomputed *filled_table(gck_frame *frame, int64_t task, PyObject *gr
 
     /* First, because it may run Python: no other thread may run between the search for the table
      * and its creation. */
-    if (gck_region_note_step(frame->state) < 0 || wait_for(frame, task, group) < 0) {
+    if (gck_region_note_step(frame->state) < 0 || (task >= -1 && gck_region_note_create_graph(frame) < 0)
+        || wait_for(frame, task, group) < 0) {
         return NULL;
     }
     table = gck_recomputed_find(&frame->recomputed, task, group);
@@ -275,14 +379,14 @@ static gck_recomputed *filled_table(gck_frame *frame, int64_t task, PyObject *gr
     if (table == NULL) {
         return NULL;
     }
-    if (fill(frame, table) < 0) {
+    const int status = fill_and_check(frame, table);
+    if (status < 0) {
         gck_recomputed_free(&frame->recomputed, table);      /* a later unpack tries again, as in torch */
         return NULL;
     }
-    const int status = check(frame, table);      /* may run Python: no other thread sees the table yet */
     table->phase = GCK_FILLED;                   /* also after a failed check, as in torch */
     gck_recomputed_open(table);
-    return status < 0 ? NULL : table;
+    return status > 0 ? NULL : table;
 }
 
 static PyObject *take(gck_frame *frame, gck_recomputed *table, Py_ssize_t index)

@@ -8,10 +8,12 @@
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
 #include "engine/payload/input_aliasing.h"
+#include "engine/payload/restored.h"
 #include "engine/payload/rounding.h"
 #include "engine/selective/op_catching.h"
 #include "engine/selective/op_storage.h"
 #include "engine/selective/replay_discrete.h"
+#include "engine/selective/selective.h"
 #include "engine/selective/selective_mode.h"
 #include "engine/saved/saved_hooks.h"
 
@@ -121,6 +123,9 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     gck_batch_begin(&batch, state, 0);
     packing->batch = &batch;
     status = pack_arguments(frame, packing, args, nargs, kwargs, fed_args, fed_kwargs);
+    if (status == 0) {
+        status = gck_pack_slices(packing, frame->args, frame->nargs + frame->nkwargs);
+    }
     packing->batch = NULL;
     if (status < 0) {
         gck_batch_drop(&batch);
@@ -131,14 +136,12 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     }
     state->stats.regions_compressed += packing->payloads > 0;
     frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.fake_quantize;
+    frame->fake_quantized = packing->plan.fake_quantize;
     if (packing->payloads > 0 && packing->plan.replay_discrete > frame->replay_discrete) {
         frame->replay_discrete = packing->plan.replay_discrete;
     }
     if (decide(frame) < 0) {
         return -1;
-    }
-    if (frame->store != NULL) {
-        frame->store->by_call = packing->inputs != NULL || packing->of_node;
     }
     if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
         gck_input_aliasing_clear(&packing->aliases);    /* the function may free what it takes out of a list */
@@ -181,6 +184,7 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
 
     gck_batch_begin(&batch, frame->state, 1);
     batch.saved = saved;
+    batch.exact = frame->exact && !frame->fake_quantized;
     *args = NULL;
     *kwargs = frame->nkwargs ? PyDict_New() : NULL;
     if (list != NULL && (*kwargs != NULL || !frame->nkwargs)
@@ -196,6 +200,12 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
     frame->state->stats.recomputes++;
     frame->state->rounding.restored = 1;
     return 0;
+}
+
+int gck_region_note_create_graph(const gck_frame *frame)
+{
+    return !frame->approximate || frame->exact || !gck_torch.aoti_torch_grad_mode_is_enabled() ? 0
+         : gck_done(PyObject_CallFunction(frame->state->py.call.note_create_graph, NULL));
 }
 
 int gck_region_note_step(gck_state *state)
@@ -329,22 +339,35 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
 PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                           PyObject *kwargs, int replay)
 {
+    /* With the forward's own arguments every operator returns what it returned: nothing is replayed. */
+    const int alike = replay && frame->exact, ours = alike && gck_context_store(frame->state, context) != NULL;
     gck_rounding rounding = frame->rounding, *around;
+    const Py_ssize_t *saved = hooks != NULL ? hooks->saved : NULL;
     gck_op_catching caught;
     gck_running here;
     PyObject *result;
 
-    gck_running_enter(&here, frame, hooks, replay);
-    if (gck_op_catching_begin(frame->state, &caught, frame->store, frame->node.policy_fn, replay) < 0) {
+    context = ours ? NULL : context;
+    if (gck_running_enter(&here, frame, hooks, replay) < 0) {
+        return NULL;
+    }
+    gck_selective_hide(frame->state, replay);    /* a region around saw these operators in the forward */
+    if (gck_op_catching_begin(frame->state, &caught, alike ? NULL : frame->store, frame->node.policy_fn, replay,
+                              saved) < 0) {
+        gck_selective_hide(frame->state, -replay);
         gck_running_leave(&here);
         return NULL;
     }
+    const gck_saved_count count = gck_saved_count_begin(context, saved);
     around = gck_rounding_enter(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
     gck_rounding_leave(around);
+    gck_saved_count_end(count);
+    gck_saved_count_forget(frame->state, saved);
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }
+    gck_selective_hide(frame->state, -replay);
     gck_running_leave(&here);
     return result;
 }

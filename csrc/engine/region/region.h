@@ -25,6 +25,9 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
 PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *context, PyObject *args,
                           PyObject *kwargs, int replay);
 
+/* Log, once in a process, that a backward with create_graph=True reads restored values.  0 or -1. */
+int gck_region_note_create_graph(const gck_frame *frame);
+
 /* Count the backward, and notify Python, when a region is the first that it reaches.  0 or -1. */
 int gck_region_note_step(gck_state *state);
 

@@ -301,7 +301,7 @@ PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t n
             PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "
                                                 "keep its output");
         }
-    } else if (gck_region_note_step(state) == 0) {
+    } else if (gck_region_note_step(state) == 0 && gck_region_note_create_graph(frame) == 0) {
         result = differentiate(frame, saved, all + 1, nall - 1);
         if (result != NULL && release(py, all[0]) < 0) {
             Py_CLEAR(result);

@@ -10,34 +10,117 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "engine/state.h"
-#include "engine/saved/saved_hooks.h"
+#include "engine/innermost_hooks.h"
+#include "engine/selective/selective_mode.h"
 
 /* A fact about a thread, which no object holds. */
 static _Thread_local gck_running *innermost;
 
-void gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay)
+/* Add the originals of these arguments to the list.  0 or -1. */
+static int keep_originals(gck_state *state, const gck_packed *args, Py_ssize_t n, PyObject *list)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        const gck_payload *payload = args[i].kind == GCK_PACKED_PAYLOAD ? (gck_payload *)args[i].value : NULL;
+        PyObject *reference = payload != NULL ? payload->original
+                            : args[i].kind == GCK_PACKED_SAVED ? args[i].state : NULL;
+        PyObject *original = reference != NULL ? PyWeakref_GetObject(reference) : Py_None;
+        if (original != Py_None) {
+            state->stats.held_bytes += payload != NULL ? payload->bytes_in : 0;
+            status = PyList_Append(list, original);
+        }
+        status = status < 0 ? -1 : keep_originals(state, args[i].leaves, args[i].nleaves, list);
+    }
+    return status;
+}
+
+int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay)
 {
     const unsigned long thread = PyThread_get_thread_ident();
     const gck_active *around = frame->state->active;
+    gck_running *outermost = innermost;
 
     while (around != NULL && around->thread != thread) {
         around = around->outer;
     }
+    while (outermost != NULL && outermost->outer != NULL) {
+        outermost = outermost->outer;
+    }
+    /* can its recompute have other values? */
+    const int changes = frame->approximate || frame->store != NULL
+                     || gck_context_store(frame->state, frame->recompute_context) != NULL;
+
+    if (changes && !replay) {
+        if (outermost != NULL
+            && ((outermost->ended == NULL && (outermost->ended = PyList_New(0)) == NULL)
+                || PyList_Append(outermost->ended, (PyObject *)frame) < 0
+                || keep_originals(frame->state, frame->args, frame->nargs + frame->nkwargs, outermost->ended) < 0)) {
+            return -1;
+        }
+        frame->exact = 1;
+    }
     *r = (gck_running){.frame = frame, .hooks = hooks, .replay = replay, .around = around, .outer = innermost};
     innermost = r;
+    return 0;
 }
 
-void gck_running_leave(const gck_running *r) { innermost = r->outer; }
+void gck_running_leave(gck_running *r)
+{
+    PyObject *ended = r->ended;
+    gck_error error;
+
+    innermost = r->outer;
+    if (r->outer != NULL) {
+        return;
+    }
+    r->frame->exact = 0;
+    r->ended = NULL;
+    for (Py_ssize_t i = 0; ended != NULL && i < PyList_Size(ended); i++) {
+        PyObject *each = PyList_GetItem(ended, i);
+        if (Py_TYPE(each) == r->frame->state->Frame) {
+            ((gck_frame *)each)->exact = 0;
+        }
+    }
+    error = gck_error_take();                    /* what dies may run Python */
+    Py_XDECREF(ended);
+    gck_error_return(&error);
+}
+
+/* *r: the region that receives what this thread saves now, borrowed; NULL: none.  The innermost region
+ * does not where torch's checkpoint has its hooks on top: that runs again as a whole, by itself.  Hooks
+ * of the user's inside the region leave it the region of the call.  0 or -1. */
+static int receiving(const gck_state *state, const gck_running **r)
+{
+    gck_hooks_owner owner;
+    PyObject *self, *top;
+
+    *r = innermost;
+    if (innermost == NULL) {
+        return 0;
+    }
+    if ((top = gck_innermost_hooks(state, &owner, &self)) == NULL) {
+        return -1;
+    }
+    if (owner == GCK_HOOKS_TORCHS_REGION
+        || (owner == GCK_HOOKS_REGION && innermost->hooks != NULL && self != innermost->hooks->self)) {
+        *r = NULL;
+    }
+    Py_DECREF(top);
+    return 0;
+}
 
 /* (the region's calls, replay, preserve_rng_state, tensors saved so far, pack, unpack), the hooks None
  * for a region that is one node.  The hooks hold the frame, or the recompute. */
 PyObject *gck_running_region(PyObject *module, PyObject *unused)
 {
-    const gck_running *r = innermost;
+    const gck_running *r;
     PyObject *pack, *unpack, *result = NULL;
 
-    (void)module;
     (void)unused;
+    if (receiving(gck_state_of(module), &r) < 0) {
+        return NULL;
+    }
     if (r == NULL) {
         Py_RETURN_NONE;
     }
@@ -85,49 +168,38 @@ PyObject *gck_is_name_wanted(PyObject *module, PyObject *match)
     return wanted < 0 ? NULL : PyBool_FromLong(wanted);
 }
 
-/* 1 when these hooks, a pair, are those of the region; 0; -1. */
-static int are_of_region(const gck_py *py, PyObject *pair, const gck_running *r)
+/* New reference: the innermost pair of hooks that is not the region's own, or None.  In C, so that no
+ * signal handler runs while those are off. */
+static PyObject *hooks_below(const gck_state *state, const gck_running *r, gck_hooks_owner *owner)
 {
-    PyObject *pack = PySequence_GetItem(pair, 0);
-    PyObject *self = pack != NULL ? PyObject_GetAttr(pack, py->names.__self__) : NULL;
-    const int same = self != NULL && self == r->hooks->self;
+    PyObject *self, *top = gck_innermost_hooks(state, owner, &self), *below;
 
-    Py_XDECREF(pack);
-    Py_XDECREF(self);
-    /* a function of the user's has no such attribute */
-    return pack == NULL || (self == NULL && gck_clear_attribute_error() < 0) ? -1 : same;
-}
-
-/* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
- * has pushed, else those around it; None.  Here, so that no signal handler runs meanwhile. */
-PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
-{
-    const gck_py *py = &gck_state_of(module)->py;
-    const gck_running *r = innermost;
-    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL), *below = NULL;
-    int own;
-
-    (void)unused;
-    if (top == NULL || top == Py_None || r == NULL || r->hooks == NULL) {
+    if (top == NULL || r == NULL || r->hooks == NULL || self != r->hooks->self) {
         return top;
     }
-    own = are_of_region(py, top, r);
-    if (own == 0 && gck_saved_hooks_feed_outer(top)) {   /* the region would hold payloads that it cannot make again */
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a call with recompute=False lies in compress_saved() inside its "
-                                            "region; put compress_saved() around the region");
-        Py_CLEAR(top);
-    }
-    if (own == 0) {
-        return top;
-    }
-    if (own > 0 && gck_done(PyObject_CallFunctionObjArgs(py->pop_hooks, NULL)) == 0) {
-        below = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
-        if (gck_done(PyObject_Call(py->push_hooks, top, NULL)) < 0) {
-            Py_CLEAR(below);
-        }
+    below = gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) < 0 ? NULL
+          : hooks_below(state, r, owner);
+    if (gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
+        Py_CLEAR(below);
     }
     Py_DECREF(top);
     return below;
+}
+
+/* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
+ * has pushed, else those around it; None.  Those of another region do not count: what is kept stays,
+ * also where that region runs again. */
+PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
+{
+    gck_hooks_owner owner;
+    PyObject *found = hooks_below(gck_state_of(module), innermost, &owner);
+
+    (void)unused;
+    if (found != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)) {
+        Py_DECREF(found);
+        Py_RETURN_NONE;
+    }
+    return found;
 }
 
 PyObject *gck_cpu_rng_state(PyObject *module, PyObject *unused)

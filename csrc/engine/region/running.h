@@ -9,6 +9,7 @@
 typedef struct {
     PyMethodDef *pack, *unpack;
     PyObject    *self;             /* borrowed: the object to which the two are bound      */
+    const Py_ssize_t *saved;       /* borrowed: how many tensors they have packed          */
 } gck_hooks;
 
 /* One region that runs in this thread; it lies on the C stack of the region's call. */
@@ -18,10 +19,15 @@ typedef struct gck_running {
     int                 replay;
     const gck_active   *around;    /* the innermost store of this thread outside the region; NULL: none */
     struct gck_running *outer;
+    PyObject           *ended;     /* owned list, of the outermost region: frames of regions inside that have
+                                    * ended, and the originals of their arguments; NULL: none */
 } gck_running;
 
-void gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay);
-void gck_running_leave(const gck_running *r);
+/* A backward inside a forward reads what that forward has, not what payloads give: until the outermost
+ * region of this thread has ended, the frames of regions inside restore their originals and replay nothing.
+ * 0 or -1; a pending exception survives leaving. */
+int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay);
+void gck_running_leave(gck_running *r);
 
 /* gradckpt._C.running_region(). */
 PyObject *gck_running_region(PyObject *module, PyObject *unused);

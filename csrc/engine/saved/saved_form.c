@@ -58,11 +58,12 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
     const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
-    gck_payload *first = outer ? NULL : gck_sharing_find(state, codec, in, stochastic, NULL);
+    gck_payload *first = outer ? NULL : gck_sharing_find(state, codec, in, stochastic, codec->max_error == 0, NULL);
     PyObject *payload = NULL;
     gck_input own = *in;
     gck_dither dither;
-    int fits = 1, done = -1;
+    gck_skip_reason skip;
+    int done = -1;
 
     if (PyErr_Occurred() || (only_found && first == NULL)) {
         return PyErr_Occurred() ? -1 : 0;
@@ -73,11 +74,11 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     if (own.x != NULL) {
         payload = gck_payload_new(state, codec, &own, first,
                                   stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
-                                  outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION,
-                                  outer || in->view.device < 0 ? NULL : batch, &fits);
+                                  (outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION) | GCK_WITHOUT_HOLES,
+                                  outer || in->view.device < 0 ? NULL : batch, &skip);
     }
     if (payload == NULL) {
-        done = fits ? -1 : 0;
+        done = PyErr_Occurred() ? -1 : 0;
     } else if (only_found && payload != (PyObject *)first) {
         done = 0;                                /* it was written to since, and costs more than a part of it */
     } else if (own.x == in->x || gck_payload_adopt((gck_payload *)payload, in->x) == 0) {

@@ -5,12 +5,14 @@
 #include "engine/saved/saved_hooks.h"
 
 #include "gradckpt.h"
+#include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/input.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
 #include "engine/state.h"
 #include "engine/checkpoint_options.h"
+#include "engine/innermost_hooks.h"
 #include "engine/payload/eligible.h"
 #include "engine/payload/packed.h"
 #include "engine/saved/saved_form.h"
@@ -272,13 +274,11 @@ static int is_ours(PyObject *hook)
 
 /* Find the hooks around ours, which see the bytes of our payloads.  Around other hooks of this file
  * they are the hooks of those: the innermost codec counts.  0 or -1. */
-static int find_outer(gck_saved_hooks *self, const gck_py *py)
+static int find_outer(gck_saved_hooks *self, PyObject *top)
 {
-    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
     PyObject *outer_pack = NULL, *outer_unpack = NULL;
 
-    if (top == NULL || (top != Py_None && !PyArg_ParseTuple(top, "OO", &outer_pack, &outer_unpack))) {
-        Py_XDECREF(top);
+    if (top != Py_None && !PyArg_ParseTuple(top, "OO", &outer_pack, &outer_unpack)) {
         return -1;
     }
     if (outer_pack != NULL && is_ours(outer_pack)) {
@@ -289,7 +289,6 @@ static int find_outer(gck_saved_hooks *self, const gck_py *py)
     self->outer_pack = Py_XNewRef(outer_pack);
     self->outer_unpack = Py_XNewRef(outer_unpack);
     self->packing.outer = outer_pack != NULL;
-    Py_DECREF(top);
     return 0;
 }
 
@@ -329,20 +328,40 @@ static gck_saved_hooks *hooks_new(gck_state *state, PyObject *compress, PyObject
 }
 
 /* New reference; NULL: nothing was pushed.  Tensors that wait under other hooks wait in a list of
- * their own: a region's recompute must keep what its forward kept, whatever else the thread
- * does. */
-static gck_saved_hooks *push(gck_state *state, PyObject *compress, PyObject *formats)
+ * their own. */
+static gck_saved_hooks *push_ours(gck_state *state, PyObject *compress, PyObject *formats, PyObject *top)
 {
     gck_saved_hooks *self = hooks_new(state, compress, formats);
 
     if (self != NULL
-        && (find_outer(self, &state->py) < 0
+        && (find_outer(self, top) < 0
             || (self->waits
                 && (self->waiting = self->packing.outer ? gck_saved_list_new() : gck_saved_list_of_thread()) == NULL)
             || gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self) < 0)) {
         Py_CLEAR(self);
     }
     return self;
+}
+
+/* Make hooks the innermost ones: ours, or once more those of a region that runs again.  Such a region
+ * keeps no saved tensor, so there is nothing to compress, and it needs its saved tensors one by one, in
+ * the order in which autograd saves them.  *self: new reference, NULL in a region.  0 or -1. */
+static int push(gck_state *state, PyObject *compress, PyObject *formats, gck_saved_hooks **self)
+{
+    gck_hooks_owner owner;
+    PyObject *region, *top = gck_innermost_hooks(state, &owner, &region);
+    int status = -1;
+
+    *self = NULL;
+    if (top != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)) {
+        state->stats.uncompressed[GCK_SKIP_REGION]++;
+        status = gck_done(PyObject_Call(state->py.push_hooks, top, NULL));
+    } else if (top != NULL) {
+        *self = push_ours(state, compress, formats, top);
+        status = *self != NULL ? 0 : -1;
+    }
+    Py_XDECREF(top);
+    return status;
 }
 
 PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args)
@@ -365,14 +384,6 @@ PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args)
     return pair;
 }
 
-int gck_saved_hooks_feed_outer(PyObject *hooks)
-{
-    PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
-    const PyCFunction function = hook != NULL && PyCFunction_CheckExact(hook) ? PyCFunction_GetFunction(hook) : NULL;
-
-    return function == pack && ((gck_saved_hooks *)PyCFunction_GetSelf(hook))->packing.outer;
-}
-
 int gck_saved_hooks_replay_discrete(PyObject *hooks)
 {
     PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
@@ -384,11 +395,14 @@ int gck_saved_hooks_replay_discrete(PyObject *hooks)
 PyObject *gck_saved_hooks_push(PyObject *module, PyObject *args)
 {
     PyObject *compress, *formats;
-    gck_saved_hooks *self = PyArg_ParseTuple(args, "OO!:saved_push", &compress, &PyTuple_Type, &formats)
-                          ? push(gck_state_of(module), compress, formats) : NULL;
+    gck_saved_hooks *self;
 
+    if (!PyArg_ParseTuple(args, "OO!:saved_push", &compress, &PyTuple_Type, &formats)
+        || push(gck_state_of(module), compress, formats, &self) < 0) {
+        return NULL;
+    }
     Py_XDECREF((PyObject *)self);
-    return self == NULL ? NULL : Py_NewRef(Py_None);
+    Py_RETURN_NONE;
 }
 
 /* Take our hooks, the innermost, off.  Outer hooks now see what still waits, unless the block
@@ -449,11 +463,11 @@ PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "OO!OO!O!:saved_call", &compress, &PyTuple_Type, &formats, &function, &PyTuple_Type,
                           &tuple, &PyDict_Type, &kwargs)
-        || (self = push(state, compress, formats)) == NULL) {
+        || push(state, compress, formats, &self) < 0) {
         return NULL;
     }
     result = PyObject_Call(function, tuple, kwargs);
-    if (result != NULL && self->waiting != NULL && look_behind(self, result) < 0) {
+    if (result != NULL && self != NULL && self->waiting != NULL && look_behind(self, result) < 0) {
         Py_CLEAR(result);
     }
     error = gck_error_take();
@@ -461,6 +475,6 @@ PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args)
     if (gck_error_return(&error) < 0) {
         Py_CLEAR(result);
     }
-    Py_DECREF((PyObject *)self);
+    Py_XDECREF((PyObject *)self);
     return result;
 }

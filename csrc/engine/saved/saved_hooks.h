@@ -7,10 +7,6 @@
 
 extern PyType_Spec gck_saved_hooks_spec;
 
-/* hooks: torch's innermost ones of this thread.  1 for those of a block whose payloads other hooks
- * hold. */
-int gck_saved_hooks_feed_outer(PyObject *hooks);
-
 /* hooks: torch's innermost ones of this thread.  Returns for ours, with a rounding codec, a
  * gck_plan's replay_discrete. */
 int gck_saved_hooks_replay_discrete(PyObject *hooks);

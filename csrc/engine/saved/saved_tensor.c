@@ -3,8 +3,9 @@
 #include "engine/saved/saved_tensor.h"
 
 #include "torch/calls.h"
-#include "engine/payload/payload.h"
+#include "engine/payload/payload_decode.h"
 #include "engine/payload/payload_bytes.h"
+#include "engine/payload/restored.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -135,7 +136,7 @@ PyObject *gck_saved_tensor_restore(const gck_saved_tensor *self)
         x = gck_packed_restore(self->state, &self->form.entry, NULL, NULL);
     } else {
         payload = Py_NewRef(self->form.entry.value);
-        whole = gck_payload_revive((gck_payload *)payload, NULL);
+        whole = gck_payload_revive((gck_payload *)payload, NULL, NULL);
         x = whole == NULL ? NULL
           : form.view != NULL ? gck_saved_form_view(&form, whole)
           : form.dtype != NULL ? PyObject_CallMethodObjArgs(whole, self->state->py.names.to, form.dtype, NULL)

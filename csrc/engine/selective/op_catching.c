@@ -7,7 +7,8 @@
 #include "engine/selective/op_labels.h"
 #include "engine/selective/selective.h"
 
-int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *store, PyObject *policy_fn, int replay)
+int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *store, PyObject *policy_fn, int replay,
+                          const Py_ssize_t *saved)
 {
     int modes;
 
@@ -17,25 +18,47 @@ int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *
         return store == NULL ? 0 : -1;
     }
     if (policy_fn == NULL && !modes && gck_catches_by_key(state, store)) {
-        c->by_key = gck_selective_begin(state, &c->active, store, replay, 1) == 0;
+        c->by_key = gck_selective_begin(state, &c->active, store, replay, 1, saved) == 0;
         return c->by_key ? 0 : -1;
     }
     c->mode = PyObject_CallFunction(state->py.call.selective_mode, "OOi", (PyObject *)store,
                                   policy_fn != NULL ? policy_fn : Py_None, replay);
-    if (c->mode == NULL || gck_done(PyObject_CallMethod(c->mode, "__enter__", NULL)) < 0) {
+    const gck_saved_count before = gck_saved_count_begin(c->mode, saved);
+    const int status = c->mode != NULL ? gck_done(PyObject_CallMethod(c->mode, "__enter__", NULL)) : -1;
+    gck_saved_count_end(before);
+    if (status < 0) {
         Py_CLEAR(c->mode);
-        return -1;
     }
-    return 0;
+    return status;
 }
 
-/* A pending exception survives. */
+/* End a recompute by the key. */
+static int finish(gck_state *state, gck_active *active, int stopped)
+{
+    gck_error error = gck_error_take();          /* the stop, which the judgement outranks */
+
+    if (gck_selective_finish(state, active, stopped) == 0) {
+        return gck_error_return(&error);
+    }
+    Py_XDECREF(error.type);
+    Py_XDECREF(error.value);
+    Py_XDECREF(error.traceback);
+    return -1;
+}
+
+/* A pending exception survives, but for the stop of a recompute that is judged. */
 int gck_op_catching_end(gck_state *state, gck_op_catching *c)
 {
+    const int stopped = PyErr_Occurred() && PyErr_ExceptionMatches(state->py.StopRecomputation);
+    const int failed = PyErr_Occurred() && !stopped;
+    PyObject *exit = NULL;
     gck_error error;
 
+    if (c->by_key && c->active.replay && !failed) {
+        return finish(state, &c->active, stopped);
+    }
     if (c->by_key) {
-        gck_op_storage *store = c->active.replay || PyErr_Occurred() ? NULL
+        gck_op_storage *store = c->active.replay || failed || stopped ? NULL
                          : (gck_op_storage *)Py_NewRef((PyObject *)c->active.store);
         gck_selective_end(state, &c->active);
         const int status = store != NULL ? gck_op_labels_finish(store) : 0;
@@ -46,7 +69,12 @@ int gck_op_catching_end(gck_state *state, gck_op_catching *c)
         return 0;
     }
     error = gck_error_take();
-    gck_done(PyObject_CallMethod(c->mode, "__exit__", "OOO", Py_None, Py_None, Py_None));
+    exit = failed || stopped ? error.type : Py_None;
+    if (gck_done(PyObject_CallMethod(c->mode, "__exit__", "OOO", exit, Py_None, Py_None)) < 0 && stopped) {
+        Py_CLEAR(error.type);                    /* judged */
+        Py_CLEAR(error.value);
+        Py_CLEAR(error.traceback);
+    }
     gck_error_keep(&error);
     Py_CLEAR(c->mode);
     return gck_error_return(&error);

@@ -3,14 +3,14 @@
 
 #include "torch/calls.h"
 #include "engine/selective/op_outputs.h"
+#include "engine/selective/op_written.h"
 
-int gck_op_label_candidate(gck_op_storage *store, int line, const gck_call *call, PyObject *out)
+int gck_op_label_candidate(gck_op_storage *store, int line, Py_ssize_t index, PyObject *out)
 {
     if (store->candidates == NULL && (store->candidates = PyList_New(0)) == NULL) {
         return -1;
     }
-    return gck_append(store->candidates, PyObject_CallFunction(store->state->py.call.candidate, "OiO", out, line,
-                                                             call->index));
+    return gck_append(store->candidates, PyObject_CallFunction(store->state->py.call.candidate, "Oin", out, line, index));
 }
 
 /* x has the name: keep the output that it comes from. */
@@ -18,13 +18,13 @@ static int keep_candidate(gck_op_storage *store, PyObject *x, PyObject *name)
 {
     PyObject *found = PyObject_CallFunction(store->state->py.call.find_candidate, "OOO",
                                           store->candidates != NULL ? store->candidates : Py_None, x, name);
-    gck_call call = {.op = NULL};
     PyObject *out;
+    Py_ssize_t index;
     int line, status = -1;
 
-    if (found != NULL && PyArg_ParseTuple(found, "OiO", &out, &line, &call.index)) {
-        call.calls = store->lines[line];
-        status = gck_op_output_keep(store, &call, out, &store->policy->named[line].plan);
+    if (found != NULL && PyArg_ParseTuple(found, "Oin", &out, &line, &index)) {
+        status = out == Py_None ? 0              /* written into unseen: it runs again */
+            : gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &store->policy->named[line].plan));
         store->met++;
     }
     Py_XDECREF(found);
@@ -40,6 +40,9 @@ int gck_op_label(gck_op_storage *store, PyObject *x, PyObject *name)
 
 int gck_op_labels_finish(gck_op_storage *store)
 {
+    if (gck_settle_outputs(store) < 0) {
+        return -1;
+    }
     if (store->policy == NULL || PySet_Size(store->policy->wanted) == 0) {
         return 0;
     }

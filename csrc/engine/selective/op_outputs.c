@@ -12,25 +12,20 @@
 #include "engine/payload/packed.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_bytes.h"
+#include "engine/payload/payload_decode.h"
 #include "engine/payload/rounding.h"
 
 #include <structmember.h>
 
 /* ---- what is kept of one output ---- */
 
-/* Type gradckpt._C.OpOutput: a value, and the version it had. */
-typedef struct {
-    PyObject_HEAD
-    PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
-    int64_t   version;       /* -1: not compared                                             */
-    PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
-} gck_op_output;
-
 static int kept_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(((gck_op_output *)self)->val);
     Py_VISIT(((gck_op_output *)self)->form);
+    Py_VISIT(((gck_op_output *)self)->others);
+    Py_VISIT(((gck_op_output *)self)->copy);
     return 0;
 }
 
@@ -38,6 +33,8 @@ static int kept_clear(PyObject *self)
 {
     Py_CLEAR(((gck_op_output *)self)->val);
     Py_CLEAR(((gck_op_output *)self)->form);
+    Py_CLEAR(((gck_op_output *)self)->others);
+    Py_CLEAR(((gck_op_output *)self)->copy);
     return 0;
 }
 
@@ -54,6 +51,7 @@ static void kept_dealloc(PyObject *self)
 static PyMemberDef kept_members[] = {
     {"val", T_OBJECT, offsetof(gck_op_output, val), READONLY,
      "What is kept: a detached tensor, a Payload, or no tensor."},
+    {"form", T_OBJECT, offsetof(gck_op_output, form), READONLY, "What made it, of a discrete operator; or None."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -73,10 +71,9 @@ PyType_Spec gck_op_output_spec = {
     .slots = kept_slots,
 };
 
-/* New reference: an alias without history that shares x's version counter, as autograd's kernel
- * would make it.  Below autograd the keys for that are off, so they are switched on meanwhile.  An
- * inference mode inside the region stays on. */
-static PyObject *detached(const gck_py *py, PyObject *x)
+/* As autograd's kernel would make it.  Below autograd the keys for that are off, so they are switched
+ * on meanwhile.  An inference mode inside the region stays on. */
+PyObject *gck_op_output_alias(const gck_py *py, PyObject *x)
 {
     const int excluded = gck_is_true(PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL));
     PyObject *alias;
@@ -105,15 +102,15 @@ static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *pla
     gck_input in = gck_input_of(x);
     gck_dither dither;
     PyObject *payload = NULL;
-    int fits = 1;
+    gck_skip_reason skip;
     int reason = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
                 : gck_input_judge(&state->py, &in, plan->codec, plan->min_numel);
 
     s->eligible += reason >= 0;
     if (reason == GCK_COMPRESS) {
         payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
-                                  GCK_FOR_REGION, NULL, &fits);
-        reason = fits ? reason : GCK_SKIP_OVERFLOW;
+                                  GCK_FOR_REGION, NULL, &skip);
+        reason = (int)skip;
     }
     gck_input_clear(&in);
     if (payload != NULL) {
@@ -138,6 +135,28 @@ static PyObject *kept_new(gck_op_storage *store, PyObject *val, int64_t version)
     return (PyObject *)self;
 }
 
+void gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes)
+{
+    gck_dl_tensor dl;
+    int64_t last = 0;
+
+    *data = NULL;
+    *nbytes = 0;
+    if (((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter)
+        || py->dlpack->dltensor_from_py_object_no_sync(x, &dl) != 0) {
+        PyErr_Clear();
+        return;
+    }
+    for (int d = 0; d < dl.ndim; d++) {
+        if (dl.shape[d] == 0) {
+            return;
+        }
+        last += (dl.shape[d] - 1) * dl.strides[d];
+    }
+    *data = (const char *)dl.data + dl.byte_offset;
+    *nbytes = (last + 1) * ((dl.dtype.bits * dl.dtype.lanes + 7) / 8);
+}
+
 static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *plan)
 {
     const gck_py *py = &store->state->py;
@@ -146,7 +165,7 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     int64_t version = -1;                        /* inference tensors have none: nothing to compare */
 
     if (val == NULL && tensor >= 0 && !PyErr_Occurred()) {
-        val = tensor ? detached(py, x) : Py_NewRef(x);
+        val = tensor ? gck_op_output_alias(py, x) : Py_NewRef(x);
         if (val != NULL && tensor
             && (gck_version_of(py, val, &version) < 0
                 || gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0)) {
@@ -154,7 +173,66 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
         }
     }
     store->state->stats.policy_outputs += tensor > 0 && val != NULL;
-    return kept_new(store, val, version);
+    PyObject *kept = kept_new(store, val, version);
+    if (kept != NULL && version >= 0) {
+        gck_memory_of(py, val, &((gck_op_output *)kept)->data, &((gck_op_output *)kept)->nbytes);
+    }
+    return kept;
+}
+
+/* Take the copy for the value. */
+static int take_copy(gck_op_storage *store, gck_op_output *kept)
+{
+    const gck_py *py = &store->state->py;
+    PyObject *old = kept->val;
+
+    kept->val = kept->copy;
+    kept->copy = NULL;
+    kept->written = 0;
+    Py_DECREF(old);
+    Py_CLEAR(kept->others);
+    gck_memory_of(py, kept->val, &kept->data, &kept->nbytes);
+    return gck_version_of(py, kept->val, &kept->version);
+}
+
+/* As gck_op_output_settle() of one output. */
+static int settle_one(gck_op_storage *store, gck_op_output *kept)
+{
+    const gck_py *py = &store->state->py;
+    PyObject *others;
+    int64_t now = kept->version;
+    int same = !kept->written;
+
+    if ((kept->others == NULL && kept->copy == NULL && !kept->written) || gck_version_of(py, kept->val, &now) < 0) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
+    if (now != kept->version) {                  /* reported where the value is returned */
+        return 1;
+    }
+    if (kept->copy != NULL) {
+        return take_copy(store, kept) < 0 ? -1 : 1;
+    }
+    others = Py_XNewRef(kept->others);
+    for (Py_ssize_t i = 0; others != NULL && same > 0 && i < PyList_Size(others); i++) {
+        PyObject *row = PyList_GetItem(others, i);
+        same = gck_version_of(py, PyTuple_GetItem(row, 0), &now) < 0 ? -1
+             : now == PyLong_AsLongLong(PyTuple_GetItem(row, 1));
+    }
+    Py_XDECREF(others);
+    return same;
+}
+
+int gck_op_output_settle(gck_op_storage *store, PyObject *entry)
+{
+    const Py_ssize_t n = PyTuple_Check(entry) ? PyTuple_Size(entry) : PyList_Check(entry) ? PyList_Size(entry) : 0;
+    int same = Py_TYPE(entry) == store->state->OpOutput ? settle_one(store, (gck_op_output *)entry) : 1;
+
+    for (Py_ssize_t i = 0; same > 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(entry, i);
+        same = item != NULL ? gck_op_output_settle(store, item) : -1;
+        Py_XDECREF(item);
+    }
+    return same;
 }
 
 /* A copy of a discrete output; bool as bits. */
@@ -164,7 +242,8 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     const gck_codec *bits = gck_codec_find("mask");
     const int tensor = gck_is_tensor(&state->py, x);
     PyObject *val = NULL;
-    int fits, reason;
+    gck_skip_reason skip;
+    int reason;
 
     (void)unused;
     if (tensor <= 0) {
@@ -173,7 +252,7 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     gck_input in = gck_input_of(x);
     reason = gck_input_judge(&state->py, &in, bits, 0);
     if (reason == GCK_COMPRESS) {
-        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &fits);
+        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &skip);
         state->stats.discrete_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
     } else if (reason > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL
                && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
@@ -207,19 +286,9 @@ static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, i
     return tuple ? gck_as_tuple(list) : list;
 }
 
-/* Keep the results of f on the outputs.  0 or -1. */
-static int put(gck_op_storage *store, const gck_call *call, PyObject *out, const gck_plan *plan, item_function *f)
+PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_plan *plan)
 {
-    PyObject *kept = map(store, out, plan, f);
-    const int status = kept == NULL ? -1 : PyDict_SetItem(call->calls, call->index, kept);
-
-    Py_XDECREF(kept);
-    return status;
-}
-
-int gck_op_output_keep(gck_op_storage *store, const gck_call *call, PyObject *out, const gck_plan *plan)
-{
-    return put(store, call, out, plan, keep_one);
+    return map(store, out, plan, keep_one);
 }
 
 /* Call form.keep(args, kwargs, b) or form.give(a, args, kwargs) without grad: not every operator
@@ -236,82 +305,44 @@ static PyObject *ask_form(PyObject *form, const gck_call *call, const char *meth
     return result;
 }
 
-/* Keep what the form returns for the call, if anything.  It also returns the bytes. */
-static int put_form(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
+/* New reference: what the form returns for the call, if anything.  It also returns the bytes. */
+static PyObject *keep_form(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
 {
     PyObject *made = ask_form(form, call, "keep", NULL, out);
-    PyObject *val, *entry;
+    PyObject *val, *entry = made == Py_None ? Py_NewRef(store->state->py.recompute_mark) : NULL;
     long long nbytes;
-    int status = made == Py_None ? 0 : -1;
 
     if (made != NULL && made != Py_None && PyArg_ParseTuple(made, "OL", &val, &nbytes)
         && (entry = kept_new(store, Py_NewRef(val), -1)) != NULL) {
         ((gck_op_output *)entry)->form = Py_NewRef(form);
         store->state->stats.discrete_outputs++;
         store->state->stats.discrete_bytes += nbytes;
-        status = PyDict_SetItem(call->calls, call->index, entry);
-        Py_DECREF(entry);
     }
     Py_XDECREF(made);
-    return status;
+    return entry;
 }
 
-int gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
+PyObject *gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
 {
-    return form != NULL ? put_form(store, call, form, out) : put(store, call, out, NULL, copy_one);
+    return form != NULL ? keep_form(store, call, form, out) : map(store, out, NULL, copy_one);
 }
 
-int gck_op_output_note_draw(gck_op_storage *store, const gck_call *call, gck_draw *draw)
+int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *draw)
 {
-    PyObject *drawn = gck_draw_end(&store->state->py, draw), *key = PyTuple_Pack(2, call->key, call->index);
+    PyObject *drawn = gck_draw_end(&store->state->py, draw);
     int status = drawn == Py_None ? 0 : -1;
 
-    if (drawn != NULL && drawn != Py_None && key != NULL
-        && (store->draws != NULL || (store->draws = PyDict_New()) != NULL)
+    if (drawn != NULL && drawn != Py_None
         && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 0), &store->state->stats.discrete_bytes) == 0
-        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.discrete_bytes) == 0) {
-        status = PyDict_SetItem(store->draws, key, drawn);
+        && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.discrete_bytes) == 0
+        && index < store->ncalls) {
+        PyObject *old = store->calls[index].drawn;
+        store->calls[index].drawn = Py_NewRef(drawn);
+        Py_XDECREF(old);
+        status = 0;
     }
     Py_XDECREF(drawn);
-    Py_XDECREF(key);
     return status;
-}
-
-/* New reference: what distinguishes this call from others of its operator. */
-static PyObject *told_by(const gck_op_storage *store, const gck_call *call)
-{
-    return PyObject_CallFunction(store->state->py.call.told_by, "OO", call->args,
-                                 call->kwargs ? call->kwargs : Py_None);
-}
-
-int gck_op_output_note_call(gck_op_storage *store, const gck_call *call)
-{
-    PyObject *told = store->by_call ? told_by(store, call) : NULL;
-    PyObject *key = told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
-    int status = store->by_call ? -1 : 0;
-
-    if (key != NULL && (store->told != NULL || (store->told = PyDict_New()) != NULL)) {
-        status = PyDict_SetItem(store->told, key, told);
-    }
-    Py_XDECREF(told);
-    Py_XDECREF(key);
-    return status;
-}
-
-int gck_op_output_is_of_call(gck_op_storage *store, const gck_call *call, int unknown)
-{
-    PyObject *key = store->told != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL, *now;
-    PyObject *told = key != NULL ? Py_XNewRef(PyDict_GetItemWithError(store->told, key)) : NULL;
-    int same = PyErr_Occurred() ? -1 : unknown;
-
-    if (told != NULL) {
-        now = told_by(store, call);
-        same = now != NULL ? PyObject_RichCompareBool(now, told, Py_EQ) : -1;
-        Py_XDECREF(now);
-    }
-    Py_XDECREF(key);
-    Py_XDECREF(told);
-    return same;
 }
 
 /* ---- the other way ---- */
@@ -320,7 +351,7 @@ int gck_op_output_is_of_call(gck_op_storage *store, const gck_call *call, int un
  * recompute may write into it too. */
 static PyObject *fresh(gck_op_storage *store, const gck_op_output *kept)
 {
-    return kept->version >= 0 ? detached(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
+    return kept->version >= 0 ? gck_op_output_alias(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
 }
 
 static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *unused)
@@ -349,38 +380,13 @@ static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *un
                                                                                       : Py_NewRef(kept->val);
 }
 
-/* The outputs of the call, from its entry. */
-static PyObject *outputs_of(gck_op_storage *store, PyObject *entry, const gck_call *call)
+PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, PyObject *drawn)
 {
     const gck_op_output *kept = (gck_op_output *)entry;
+    PyObject *result = Py_TYPE(entry) != store->state->OpOutput || kept->form == NULL
+        ? map(store, entry, NULL, value_of) : ask_form(kept->form, call, "give", kept->val, NULL);
 
-    if (store->traced) {
-        return PyObject_CallFunction(store->state->py.call.traced_value, "Oi", entry, store->mutation);
-    }
-    if (Py_TYPE(entry) != store->state->OpOutput || kept->form == NULL) {
-        return map(store, entry, NULL, value_of);
-    }
-    return ask_form(kept->form, call, "give", kept->val, NULL);
-}
-
-/* Set the generator that the call drew from to its state after the call.  0 or -1. */
-static int repeat_draw(gck_op_storage *store, const gck_call *call)
-{
-    PyObject *key = store->draws != NULL ? PyTuple_Pack(2, call->key, call->index) : NULL;
-    PyObject *drawn = key != NULL ? PyDict_GetItemWithError(store->draws, key) : NULL;
-
-    Py_XDECREF(key);
-    return drawn != NULL ? gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn)
-         : PyErr_Occurred() ? -1 : 0;
-}
-
-PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, int lasting)
-{
-    PyObject *result = store->reusable || lasting
-        || PyDict_SetItem(call->calls, call->index, store->state->py.consumed_mark) == 0
-        ? outputs_of(store, entry, call) : NULL;
-
-    if (result != NULL && repeat_draw(store, call) < 0) {
+    if (result != NULL && drawn != NULL && gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) < 0) {
         Py_CLEAR(result);
     }
     return result;

@@ -6,26 +6,46 @@
 #include "engine/state.h"
 #include "engine/selective/op_storage.h"
 
+/* Type gradckpt._C.OpOutput: a value, and the version it had. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
+    int64_t   version;       /* -1: not compared                                             */
+    PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
+    /* The memory of an alias, and what may have changed unseen by its version: */
+    const char *data;
+    int64_t   nbytes;        /* 0: not an alias                                              */
+    PyObject *others;        /* list of (tensor of this memory with its own version counter, version); or NULL */
+    PyObject *copy;          /* made before a write that the version may not show; or NULL   */
+    int       written;       /* such a write came before the copy                            */
+} gck_op_output;
+
 extern PyType_Spec gck_op_output_spec;
 
-/* Keep the outputs of a call in its place: a tensor as a detached alias or a payload (of several
- * return values only the first), anything else by reference.  0 or -1. */
-int gck_op_output_keep(gck_op_storage *store, const gck_call *call, PyObject *out, const gck_plan *plan);
-/* Keep a discrete output in its form, or as copies; bool as bits. */
-int gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out);
+/* Find out whether the outputs of an entry were written into unseen: copies made in time take their
+ * place.  1: they are what the operator returned, or their versions show what happened; 0: they
+ * have changed; -1. */
+int gck_op_output_settle(gck_op_storage *store, PyObject *entry);
+
+/* The memory of a tensor, from its first value to its last; *nbytes 0: it cannot be read.  Runs no
+ * Python. */
+void gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
+
+/* New reference: an alias without history that shares x's version counter. */
+PyObject *gck_op_output_alias(const gck_py *py, PyObject *x);
+
+/* New reference: what is kept of the outputs of a call: a tensor as a detached alias or a payload (of
+ * several return values only the first), anything else by reference. */
+PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_plan *plan);
+/* The same of a discrete output, in its form, or as copies; bool as bits. */
+PyObject *gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out);
 
 /* Keep what the call drew from a generator, so that its replay leaves the generator where the call
  * did.  0 or -1. */
-int gck_op_output_note_draw(gck_op_storage *store, const gck_call *call, gck_draw *draw);
+int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *draw);
 
-/* Remember which call a discrete output comes from, where `by_call`.  0 or -1. */
-int gck_op_output_note_call(gck_op_storage *store, const gck_call *call);
-/* 1: the entry at its place is a discrete output of this call; 0: of another call; -1; otherwise
- * `unknown`. */
-int gck_op_output_is_of_call(gck_op_storage *store, const gck_call *call, int unknown);
-
-/* New reference: the kept outputs of that call; its generator is set to its state after the call.
- * lasting: the entry stays, also in a store that serves one backward. */
-PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, int lasting);
+/* New reference: the outputs of a call, from its entry; its generator is set to its state after
+ * what it drew, or NULL. */
+PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, PyObject *drawn);
 
 #endif

@@ -5,7 +5,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <structmember.h>
 
 /* 1 for a floating dtype; 0 for none and anything else. */
 static int is_floating(PyObject *dtype)
@@ -72,11 +71,6 @@ const gck_op_rule *gck_op_storage_rule(const gck_op_storage *store, int i)
     return i < n ? &store->policy->named[i] : &store->discrete_rules->named[i - n];
 }
 
-int gck_op_storage_nlines(const gck_op_storage *store)
-{
-    return lines_of(store->policy) + lines_of(store->discrete_rules);
-}
-
 static int store_traverse(PyObject *op, visitproc visit, void *arg)
 {
     gck_op_storage *self = (gck_op_storage *)op;
@@ -85,11 +79,11 @@ static int store_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->storage);
     Py_VISIT((PyObject *)self->policy);
     Py_VISIT((PyObject *)self->discrete_rules);
-    Py_VISIT(self->draws);
-    Py_VISIT(self->told);
     Py_VISIT(self->candidates);
-    for (int i = 0; self->lines != NULL && i < gck_op_storage_nlines(self); i++) {
-        Py_VISIT(self->lines[i]);
+    for (Py_ssize_t i = 0; i < self->ncalls; i++) {
+        Py_VISIT(self->calls[i].key);
+        Py_VISIT(self->calls[i].entry);
+        Py_VISIT(self->calls[i].drawn);
     }
     return 0;
 }
@@ -100,10 +94,11 @@ static int store_clear(PyObject *op)
 
     Py_CLEAR(self->storage);
     Py_CLEAR(self->candidates);
-    Py_CLEAR(self->draws);
-    Py_CLEAR(self->told);
-    for (int i = 0; self->lines != NULL && i < gck_op_storage_nlines(self); i++) {
-        Py_CLEAR(self->lines[i]);
+    while (self->ncalls > 0) {
+        const gck_recorded_call last = self->calls[--self->ncalls];     /* freeing it may run Python */
+        Py_XDECREF(last.key);
+        Py_XDECREF(last.entry);
+        Py_XDECREF(last.drawn);
     }
     return 0;
 }
@@ -117,22 +112,49 @@ static void store_dealloc(PyObject *op)
     store_clear(op);
     Py_XDECREF((PyObject *)self->policy);
     Py_XDECREF((PyObject *)self->discrete_rules);
-    free(self->lines);
+    free(self->calls);
     free(self->counters);
     PyObject_GC_Del(op);
     Py_DECREF(type);
 }
 
-static PyMemberDef store_members[] = {
-    {"storage", T_OBJECT, offsetof(gck_op_storage, storage), READONLY, "{operator: {call: what is kept of it}}."},
-    {NULL, 0, 0, 0, NULL},
+PyObject *gck_op_storage_picture(gck_op_storage *store)
+{
+    PyObject *calls, *number;
+    int status = 0;
+
+    if (store->ncalls > 0) {
+        PyDict_Clear(store->storage);
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < store->ncalls; i++) {      /* a key's hash may be Python */
+        PyObject *key = Py_NewRef(store->calls[i].key), *entry = Py_NewRef(store->calls[i].entry);
+        calls = PyObject_GetItem(store->storage, key);
+        number = calls != NULL ? PyLong_FromSsize_t(PyDict_Size(calls)) : NULL;
+        status = number != NULL ? PyDict_SetItem(calls, number, entry) : -1;
+        Py_XDECREF(calls);
+        Py_XDECREF(number);
+        Py_DECREF(key);
+        Py_DECREF(entry);
+    }
+    return status == 0 ? Py_NewRef(store->storage) : NULL;
+}
+
+static PyObject *store_storage(PyObject *op, void *unused)
+{
+    (void)unused;
+    return gck_op_storage_picture((gck_op_storage *)op);
+}
+
+static PyGetSetDef store_getset[] = {
+    {"storage", store_storage, NULL, "{operator: {number: what is kept of its call}}.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot store_slots[] = {
     {Py_tp_dealloc, store_dealloc},
     {Py_tp_traverse, store_traverse},
     {Py_tp_clear, store_clear},
-    {Py_tp_members, store_members},
+    {Py_tp_getset, store_getset},
     {Py_tp_doc, "The outputs that one selective region keeps."},
     {0, NULL},
 };
@@ -161,9 +183,8 @@ gck_op_storage *gck_op_storage_new(gck_state *state, gck_op_policy *policy, int 
     self->reusable = reusable;
     self->policy = (gck_op_policy *)Py_XNewRef((PyObject *)policy);
     self->storage = PyObject_CallFunctionObjArgs(state->py.defaultdict, (PyObject *)&PyDict_Type, NULL);
-    self->lines = calloc((size_t)lines_of(policy) + 1, sizeof *self->lines);
     self->counters = calloc(policy != NULL ? (size_t)policy->ngroups + 1 : 1, sizeof *self->counters);
-    if (self->lines == NULL || self->counters == NULL || self->storage == NULL) {
+    if (self->counters == NULL || self->storage == NULL) {
         if (!PyErr_Occurred()) {
             PyErr_NoMemory();
         }
@@ -176,7 +197,6 @@ int gck_op_storage_replay_discrete(gck_op_storage *store, int replay_discrete)
 {
     gck_state *state = store->state;
     PyObject **names = &state->replay_discrete[replay_discrete > 1];
-    PyObject **lines;
 
     if (*names == NULL) {
         *names = PyObject_CallFunction(state->py.call.discrete_rules, "i", replay_discrete > 1);
@@ -184,39 +204,46 @@ int gck_op_storage_replay_discrete(gck_op_storage *store, int replay_discrete)
     if (*names == NULL || replay_discrete <= store->replay_discrete) {
         return *names == NULL ? -1 : 0;
     }
-    const int before = gck_op_storage_nlines(store), now = lines_of(store->policy) + ((gck_op_policy *)*names)->n;
-    if ((lines = realloc(store->lines, (size_t)(now + 1) * sizeof *lines)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    /* the names with casts begin with the others */
-    memset((void *)(lines + before), 0, (size_t)(now - before) * sizeof *lines);
-    store->lines = lines;
     store->replay_discrete = replay_discrete;
     Py_XDECREF((PyObject *)store->discrete_rules);
     store->discrete_rules = (gck_op_policy *)Py_NewRef(*names);
     return 0;
 }
 
-PyObject *gck_op_storage_calls(gck_op_storage *store, int line, const gck_call *call, int make)
+Py_ssize_t gck_op_storage_add(gck_op_storage *store, const gck_call *call)
 {
-    PyObject *calls = Py_XNewRef(line >= 0 ? store->lines[line] : PyDict_GetItemWithError(store->storage, call->key));
+    if (store->ncalls == store->room) {
+        const Py_ssize_t room = 2 * store->room + 16;
+        gck_recorded_call *calls = realloc(store->calls, (size_t)room * sizeof *calls);
+        if (calls == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        store->calls = calls;
+        store->room = room;
+    }
+    store->calls[store->ncalls] = (gck_recorded_call){
+        .kind = call->kind,
+        .stamp = call->stamp,
+        .key = Py_NewRef(call->key),
+        .entry = Py_NewRef(store->state->py.recompute_mark),
+    };
+    return store->ncalls++;
+}
 
-    if (calls == NULL && make && !PyErr_Occurred()) {
-        calls = PyDict_New();
-        if (calls != NULL && PyDict_SetItem(store->storage, call->key, calls) < 0) {
-            Py_CLEAR(calls);
-        }
-        if (line >= 0) {
-            store->lines[line] = Py_XNewRef(calls);
-        }
+int gck_op_storage_keep(gck_op_storage *store, Py_ssize_t index, PyObject *entry)
+{
+    PyObject *old = entry;
+
+    if (entry != NULL && index < store->ncalls) {
+        old = store->calls[index].entry;
+        store->calls[index].entry = entry;
     }
-    if (calls != NULL && !PyDict_Check(calls)) {
-        PyErr_Format(PyExc_TypeError,
-                     "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", calls);
-        Py_CLEAR(calls);
+    if (PyDict_Size(store->storage) > 0 && !store->traced) {
+        PyDict_Clear(store->storage);            /* a picture keeps nothing alive that is gone */
     }
-    return calls;
+    Py_XDECREF(old);
+    return entry == NULL ? -1 : 0;
 }
 
 PyObject *gck_make_op_storage(PyObject *module, PyObject *args)

@@ -3,6 +3,7 @@
 #define GRADCKPT_OP_STORAGE_H
 
 #include "engine/state.h"
+#include "engine/selective/call_kind.h"
 #include "engine/selective/op_policy.h"
 
 /* One call of an operator; borrowed. */
@@ -13,33 +14,41 @@ typedef struct gck_call {
     PyObject *(*run)(const struct gck_call *call);  /* the operator itself: new reference         */
     void     *with;                                 /* for `run`                                  */
     PyObject *context;                              /* whose policy is asked; NULL: by key        */
-    PyObject *calls, *index;                        /* calls[index] is what is kept of it         */
+    gck_call_kind kind;
+    Py_ssize_t stamp;                               /* tensors that the region had saved before it */
 } gck_call;
+
+/* One call of the forward, for a call of the recompute that matches it. */
+typedef struct {
+    gck_call_kind kind;
+    Py_ssize_t    stamp;
+    PyObject     *key;      /* owned                                                              */
+    /* what is kept of it; recompute_mark: nothing, it runs again; consumed_mark: it was handed out;
+     * owned */
+    PyObject     *entry;
+    PyObject     *drawn;    /* what it drew, see ../../torch/draws.h; owned, NULL: nothing         */
+    int           lasting;  /* the entry stays, also in a store that serves one backward          */
+} gck_recorded_call;
 
 /* Type gradckpt._C.OpStorage: what one region keeps. */
 typedef struct {
     PyObject_HEAD
     gck_state *state;               /* borrowed: the type keeps the module alive                    */
-    PyObject  *storage;             /* defaultdict: operator -> calls; torch's modes write into it too */
+    /* defaultdict {operator: {number: what is kept}}: where torch's own mode writes while it traces;
+     * else a picture of `calls` that is made for who looks at it */
+    PyObject  *storage;
+    gck_recorded_call *calls;       /* of the forward, in order; malloc                             */
+    Py_ssize_t ncalls, room;
+    int        stamped;             /* its calls have stamps                                        */
     int        mutation;            /* entries may have been changed in place                       */
     int        reusable;            /* a call may be replayed more than once                        */
     int        traced;              /* torch's own mode kept every output, for a graph              */
-    /* for a node, whose forward runs without grad, where composite operators may call other
-     * operators, or with other arguments: a discrete output is replayed only for the same call */
-    int        by_call;
     int        replay_discrete;     /* the region may run again on restored values; as in a gck_plan */
     gck_op_policy *policy;          /* owned; NULL: nothing is kept for a policy                    */
     gck_op_policy *discrete_rules;  /* owned; NULL while `replay_discrete` is 0                     */
-    /* for each name of the policy, then of `discrete_rules`: a dict call -> what is kept; owned,
-     * NULL before the first; malloc */
-    PyObject **lines;
     int64_t   *counters;            /* one per group: calls in this forward; malloc                 */
-    /* {(operator, call): what it drew, see ../torch/draws.h}; owned, NULL before the first */
-    PyObject  *draws;
-    /* {(operator, call): what distinguishes it}, where `by_call`; owned, NULL before the first */
-    PyObject  *told;
-    /* list of (search record of gradckpt._engine.selective_callbacks, line, call), in the
-     * forward; or NULL */
+    /* list of (search record of gradckpt._engine.selective_callbacks, line, index in `calls`), in
+     * the forward; or NULL */
     PyObject  *candidates;
     int        met;                 /* listed names that were given                                 */
 } gck_op_storage;
@@ -48,11 +57,10 @@ extern PyType_Spec gck_op_storage_spec;
 
 /* Which line of the store a call belongs to: that of its name, or one of these. */
 enum { GCK_LINE_NONE = -1, GCK_LINE_BY_KEY = -2 };
-    /* GCK_LINE_BY_KEY: a function decides, or the trace kept all: the call's key is the line */
+    /* GCK_LINE_BY_KEY: a function decides, or the trace kept all */
 int gck_op_storage_find(const gck_op_storage *store, const gck_call *call);
 /* Borrowed: the name with that index. */
 const gck_op_rule *gck_op_storage_rule(const gck_op_storage *store, int i);
-int gck_op_storage_nlines(const gck_op_storage *store);
 /* Borrowed: the discrete operator's row under which this call is kept, or NULL. */
 const gck_op_rule *gck_op_storage_discrete_rule(const gck_op_storage *store, const gck_call *call);
 
@@ -62,9 +70,12 @@ gck_op_storage *gck_op_storage_new(gck_state *state, gck_op_policy *policy, int 
 /* Keep discrete outputs too from now on: 1, or 2: also casts.  0 or -1. */
 int gck_op_storage_replay_discrete(gck_op_storage *store, int replay_discrete);
 
-/* New reference: {call: what is kept} of a call's operator; NULL: it has none, unless `make`, or an
- * exception is set. */
-PyObject *gck_op_storage_calls(gck_op_storage *store, int line, const gck_call *call, int make);
+/* Add a call of the forward, of which nothing is kept yet.  Its index, or -1. */
+Py_ssize_t gck_op_storage_add(gck_op_storage *store, const gck_call *call);
+/* Keep this, taken over, of a call; NULL: making it raised.  0 or -1. */
+int gck_op_storage_keep(gck_op_storage *store, Py_ssize_t index, PyObject *entry);
+/* New reference: `storage`. */
+PyObject *gck_op_storage_picture(gck_op_storage *store);
 
 /* Is the object an OpStorage? */
 int gck_is_op_storage(PyObject *x);

@@ -17,6 +17,7 @@
 #include "engine/selective/op_labels.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_policy.h"
+#include "engine/selective/op_written.h"
 #include "engine/selective/replay_discrete.h"
 
 #include <stdlib.h>
@@ -41,30 +42,27 @@ static int catches_by_key(const gck_active *a, unsigned long thread)
     return a != NULL;
 }
 
-int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *store, int replay, int by_key)
+int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *store, int replay, int by_key,
+                        const Py_ssize_t *saved)
 {
-    /* Counted here, not in the store: two threads may recompute one region at once. */
-    int64_t *next = replay ? calloc((size_t)gck_op_storage_nlines(store) + 1, sizeof *next) : NULL;
-
-    if (replay && next == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
     *active = (gck_active){
         .store = (gck_op_storage *)Py_NewRef((PyObject *)store),
         .replay = replay,
         .thread = PyThread_get_thread_ident(),
         .by_key = by_key,
         .busy = !by_key,
-        .next = next,
+        .saved = saved,
         .outer = state->active,
     };
     state->active = active;
-    if (replay && !by_key) {
+    if (!replay) {
+        store->stamped = saved != NULL;
+    } else if (store->traced) {
         active->counts = PyObject_CallFunctionObjArgs(state->py.defaultdict, state->py.count, NULL);
     }
-    if ((replay && !by_key && active->counts == NULL) || gck_replay_discrete_announce(state, active) < 0
-        || (by_key && set_key(&state->py, 1) < 0)) {
+    if ((replay && (store->traced ? active->counts == NULL
+                                  : gck_matching_begin(&active->matching, store, saved != NULL) < 0))
+        || gck_replay_discrete_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
     }
@@ -88,8 +86,7 @@ void gck_selective_end(gck_state *state, gck_active *active)
     if (active->decides) {
         gck_replace_checkpoint(state, -1);
     }
-    free(active->next);
-    active->next = NULL;
+    gck_matching_end(&active->matching);
     Py_CLEAR(active->store);
     Py_CLEAR(active->counts);
     if (PyErr_Occurred()) {                      /* the exception cannot be returned from here */
@@ -131,6 +128,15 @@ static void count_busy(gck_state *state, const gck_active *last, int by)
 
     for (gck_active *a = state->active; a != NULL; a = a == last ? NULL : a->outer) {
         a->busy += a->thread == thread && a->busy + by >= 0 ? by : 0;
+    }
+}
+
+void gck_selective_hide(gck_state *state, int by)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+
+    for (gck_active *a = state->active; a != NULL; a = a->outer) {
+        a->hidden += a->thread == thread ? by : 0;
     }
 }
 
@@ -196,19 +202,23 @@ static int hide_end(gck_state *state, PyObject *modes)
     return gck_error_return(&error);
 }
 
+/* 1: a line for discrete outputs, all of which are kept; 0: one of the policy's. */
+static int is_discrete(const gck_op_storage *store, int line)
+{
+    return store->policy == NULL || line >= store->policy->n;
+}
+
 /* Are the outputs of this call to be kept? */
 static int wanted(gck_op_storage *store, int line)
 {
     const gck_op_rule *named = gck_op_storage_rule(store, line);
 
-    if (store->policy == NULL || line >= store->policy->n) {
-        return 1;                                /* every discrete output is kept */
+    if (is_discrete(store, line)) {
+        return 1;
     }
     const int64_t call = store->counters[named->group]++;
     return named->keep != GCK_OP_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
 }
-
-static int decides(const gck_op_rule *named) { return named->keep >= GCK_OP_REPLAY && named->keep != GCK_OP_LABEL; }
 
 /* The same for a policy that is a function, 1, 0 or -1.  *rule: what happens to the outputs: `own`,
  * filled in, or that of a discrete operator. */
@@ -233,121 +243,166 @@ static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_o
     return decide ? 1 : keep;
 }
 
-/* Keep those of a call's outputs that the policy names.  The call counts as one that runs again
- * until they are stored, because the policy and the code that stores them may call operators too.
- * 0 or -1. */
+/* Keep those of a call's outputs that the policy names.  The call is one that runs again until they
+ * are stored, because the policy and the code that stores them may call operators too.  0 or -1. */
 static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
 {
     gck_op_rule own = {.op = NULL};
     const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
+    const Py_ssize_t index = gck_op_storage_add(store, call);
+    const int keep = index < 0 ? -1 : line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
     PyObject *modes;
-    int keep = PyDict_SetItem(call->calls, call->index, store->state->py.recompute_mark), status;
+    int status;
 
-    if (keep == 0) {
-        keep = line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
-    }
     if (keep <= 0 || hide_begin(store->state, &modes) < 0) {
         return keep == 0 ? 0 : -1;
     }
     if (rule->keep == GCK_OP_SAVE) {
-        status = gck_op_output_keep(store, call, out, &rule->plan);
+        status = gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &rule->plan));
     } else if (rule->keep == GCK_OP_LABEL) {
-        status = gck_op_label_candidate(store, line, call, out);
+        status = gck_op_label_candidate(store, line, index, out);
     } else {
-        status = gck_op_output_keep_discrete(store, call, rule->form, out);
-    }
-    if (status == 0 && decides(rule)) {
-        status = gck_op_output_note_call(store, call);
+        store->calls[index].lasting = line >= 0 && is_discrete(store, line);
+        status = gck_op_storage_keep(store, index, gck_op_output_keep_discrete(store, call, rule->form, out));
     }
     if (status == 0 && draw->before != NULL) {
-        status = gck_op_output_note_draw(store, call, draw);
+        status = gck_op_output_note_draw(store, index, draw);
     }
     return hide_end(store->state, modes) < 0 ? -1 : status;
 }
 
-PyObject *gck_record_call(gck_op_storage *store, int line, gck_call *call)
+/* Read what tells the call from others.  0 or -1. */
+static int read_kind(const gck_py *py, gck_call *call, const gck_active *active)
+{
+    const Py_hash_t hash = call->key == call->op ? (Py_hash_t)(intptr_t)call->op : PyObject_Hash(call->key);
+
+    call->kind = gck_call_kind_of(py, (uint64_t)hash, call->args, call->kwargs);
+    call->stamp = active->saved != NULL ? *active->saved : 0;
+    return hash == -1 ? -1 : 0;
+}
+
+PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int line, gck_call *call)
 {
     gck_py *py = &store->state->py;
     gck_draw draw = {NULL, NULL};
-    const int draws = line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
+    const int draws = read_kind(py, call, active) < 0 ? -1
+                    : line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
     PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
                   : call->run(call);
 
-    call->calls = out != NULL ? gck_op_storage_calls(store, line, call, 1) : NULL;
-    call->index = call->calls != NULL ? PyLong_FromSsize_t(PyDict_Size(call->calls)) : NULL;
-    if (call->index == NULL || keep_outputs(store, line, call, &draw, out) < 0) {
+    if (out != NULL && keep_outputs(store, line, call, &draw, out) < 0) {
         Py_CLEAR(out);
     }
-    Py_XDECREF(call->calls);
-    Py_XDECREF(call->index);
     gck_draw_clear(&draw);
     return out;
 }
 
-/* New reference: the number of this call among those of its operator. */
-static PyObject *next_index(gck_active *active, int line, PyObject *key)
+/* The call of the forward whose entry serves this call has just been found.  New reference. */
+static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call, Py_ssize_t index)
 {
-    PyObject *counts, *count, *index;
+    const gck_recorded_call *of = &store->calls[index];
+    PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn), *key = Py_NewRef(of->key), *modes, *out = NULL;
 
-    if (line >= 0) {
-        return PyLong_FromLongLong(active->next[line]++);
+    if (entry == store->state->py.consumed_mark) {
+        gck_done(PyObject_CallFunction(store->state->py.call.raise_no_entry, "Oiii", key, 0, 1, 1));
+    } else {
+        if (!store->reusable && !of->lasting) {
+            gck_matching_consume(&active->matching, store, index);
+        }
+        if (hide_begin(store->state, &modes) == 0) {
+            out = gck_op_output_give(store, call, entry, drawn);
+            if (hide_end(store->state, modes) < 0) {
+                Py_CLEAR(out);
+            }
+        }
     }
-    counts = Py_NewRef(active->counts);          /* a hash may be Python */
-    count = PyObject_GetItem(counts, key);
-    index = count != NULL ? PyIter_Next(count) : NULL;
-    Py_DECREF(counts);
-    Py_XDECREF(count);
-    return index;
+    Py_DECREF(entry);
+    Py_XDECREF(drawn);
+    Py_DECREF(key);
+    return out;
 }
 
-/* New reference: what the forward has kept of a call; NULL with *again and no exception: it runs
- * again. */
-static PyObject *find_entry(gck_op_storage *store, int lasting, const gck_call *call, int *again)
+/* The same call of a trace, by its number among those of its operator. */
+static PyObject *replay_traced(gck_active *active, gck_op_storage *store, gck_call *call)
 {
     const gck_py *py = &store->state->py;
-    PyObject *entry = call->calls != NULL ? PyDict_GetItemWithError(call->calls, call->index) : NULL;
+    PyObject *counts = Py_XNewRef(active->counts), *calls = PyDict_GetItemWithError(store->storage, call->key);
+    PyObject *count = NULL, *index = NULL, *entry = NULL, *out = NULL;
 
-    /* Without grad the call dispatches differently: the forward kept no discrete output there. */
-    *again = !PyErr_Occurred() && (entry == py->recompute_mark || (call->calls == NULL && lasting));
-    if (*again || PyErr_Occurred()) {
-        return NULL;
+    Py_XINCREF(calls);
+    if (calls != NULL && !PyDict_Check(calls)) {
+        PyErr_Format(PyExc_TypeError,
+                     "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", calls);
     }
-    return entry != NULL && entry != py->consumed_mark ? Py_NewRef(entry)
-         : PyObject_CallFunction(py->call.raise_no_entry, "OOii", call->key, call->index, call->calls != NULL,
-                               entry != NULL);
+    count = counts != NULL && !PyErr_Occurred() ? PyObject_GetItem(counts, call->key) : NULL;
+    index = count != NULL ? PyIter_Next(count) : NULL;
+    entry = index != NULL && calls != NULL ? PyDict_GetItemWithError(calls, index) : NULL;
+    Py_XINCREF(entry);
+    if (entry == py->recompute_mark) {
+        out = call->run(call);
+    } else if (entry != NULL && entry != py->consumed_mark) {
+        if (store->reusable || PyDict_SetItem(calls, index, py->consumed_mark) == 0) {
+            out = PyObject_CallFunction(py->call.traced_value, "Oi", entry, store->mutation);
+        }
+    } else if (!PyErr_Occurred() && index != NULL) {
+        gck_done(PyObject_CallFunction(py->call.raise_no_entry, "OOii", call->key, index, calls != NULL, entry != NULL));
+    }
+    Py_XDECREF(counts);
+    Py_XDECREF(calls);
+    Py_XDECREF(count);
+    Py_XDECREF(index);
+    Py_XDECREF(entry);
+    return out;
 }
 
-PyObject *gck_replay_call(gck_active *active, int line, gck_call *call)
+/* 1 when nothing is kept of a call, or what is kept was written into; 0; -1. */
+static int runs_again(gck_op_storage *store, Py_ssize_t index)
 {
-    gck_op_storage *store = active->store;
-    const int lasting = line >= 0 && (store->policy == NULL || line >= store->policy->n);
-    const int told = line == GCK_LINE_BY_KEY || (store->by_call && decides(gck_op_storage_rule(store, line)));
-    PyObject *out = NULL, *entry = NULL, *modes;
-    int again = 0, same = -1;
+    PyObject *entry = Py_NewRef(store->calls[index].entry);
+    const int same = entry == store->state->py.recompute_mark ? 0 : gck_op_output_settle(store, entry);
 
-    call->index = next_index(active, line, call->key);
-    call->calls = call->index != NULL ? gck_op_storage_calls(store, line, call, 0) : NULL;
-    if (call->index != NULL && !PyErr_Occurred()) {
-        same = told ? gck_op_output_is_of_call(store, call, line == GCK_LINE_BY_KEY) : 1;
+    Py_DECREF(entry);
+    return same < 0 ? -1 : !same;
+}
+
+PyObject *gck_replay_call(gck_active *active, gck_call *call)
+{
+    gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
+    Py_ssize_t index = GCK_NO_MATCH;
+    PyObject *out = NULL;
+
+    if (store->traced) {
+        out = replay_traced(active, store, call);
+    } else if (read_kind(&store->state->py, call, active) == 0
+               && (index = gck_matching_find(&active->matching, store, call)) != -1) {
+        const int again = index == GCK_NO_MATCH ? 1 : runs_again(store, index);
+        out = again < 0 ? NULL : again ? call->run(call) : give(active, store, call, index);
     }
-    if (same > 0) {
-        entry = find_entry(store, lasting, call, &again);
-    } else if (same == 0) {                      /* not discrete in the forward */
-        again = 1;
-        if (line >= 0) {
-            active->next[line]--;
+    Py_DECREF((PyObject *)store);
+    return out;
+}
+
+int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
+{
+    gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
+    gck_matching matching = active->matching;    /* what compares kept values is not to be caught */
+    PyObject *modes;
+    int status = 0;
+
+    active->matching = (gck_matching){.n = 0};
+    gck_selective_end(state, active);
+    if (store->reusable && gck_settle_outputs(store) < 0) {
+        status = -1;
+    } else if (matching.surplus != NULL || matching.made < matching.n) {
+        status = hide_begin(state, &modes);
+        if (status == 0) {
+            status = gck_matching_judge(&matching, store, stopped);
+            status = hide_end(state, modes) < 0 ? -1 : status;
         }
     }
-    if (entry != NULL && hide_begin(store->state, &modes) == 0) {
-        out = gck_op_output_give(store, call, entry, lasting);
-        if (hide_end(store->state, modes) < 0) {
-            Py_CLEAR(out);
-        }
-    }
-    Py_XDECREF(entry);
-    Py_XDECREF(call->calls);
-    Py_XDECREF(call->index);
-    return again ? call->run(call) : out;
+    gck_matching_end(&matching);
+    Py_DECREF((PyObject *)store);
+    return status;
 }
 
 /* 1 when a fake tensor is among the arguments, also in a list, whose mode has stepped aside to
@@ -393,9 +448,35 @@ static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObj
     return out;
 }
 
-/* The kernel of a named operator; self is (module, operator, what calls it). */
+int gck_effect_begin(gck_state *state, gck_op_effect effect, PyObject *x)
+{
+    PyObject *modes;
+    int status = gck_is_kept_memory(state, x);
+
+    if (status > 0 && effect == GCK_WRITES && (status = hide_begin(state, &modes)) == 0) {
+        status = gck_before_write(state, x);
+        status = hide_end(state, modes) < 0 || status < 0 ? -1 : 1;
+    }
+    return status;
+}
+
+int gck_effect_end(gck_state *state, PyObject *x, PyObject *out)
+{
+    PyObject *modes;
+    int status = hide_begin(state, &modes);
+
+    if (status == 0) {
+        status = gck_after_view(state, x, out);
+        status = hide_end(state, modes) < 0 ? -1 : status;
+    }
+    return status;
+}
+
+/* The kernel of a caught operator; self is (module, operator, what calls it, its effect). */
 static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
 {
+    const gck_op_effect effect = (gck_op_effect)PyLong_AsLong(PyTuple_GetItem(self, 3));
+    PyObject *x = effect != GCK_READS && PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
     gck_state *state = gck_state_of(PyTuple_GetItem(self, 0));
     PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
     const unsigned long thread = PyThread_get_thread_ident();
@@ -419,9 +500,17 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (tracing < 0) {
         return NULL;
     }
+    const int touches = tracing || x == NULL ? 0 : gck_effect_begin(state, effect, x);
+    if (touches < 0) {
+        return NULL;
+    }
     if (hit == NULL || tracing) {
         /* no store names it, or a block is compiled inside the region, which is not a call */
-        return call_below(state, NULL, op, call, args, kwargs);
+        out = call_below(state, NULL, op, call, args, kwargs);
+        if (touches && out != NULL && effect == GCK_VIEWS_UNSEEN && gck_effect_end(state, x, out) < 0) {
+            Py_CLEAR(out);
+        }
+        return out;
     }
     /* A mode that was entered inside comes first, as under torch's modes: it would not see a
      * replayed call. */
@@ -435,7 +524,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)hit->store);
     with.hit = hit;
-    out = hit->replay ? gck_replay_call(hit, line, &here) : gck_record_call(store, line, &here);
+    out = hit->replay ? gck_replay_call(hit, &here) : gck_record_call(hit, store, line, &here);
     Py_DECREF((PyObject *)store);
     return out;
 }
@@ -444,7 +533,9 @@ static PyMethodDef caught_def = {"caught", (PyCFunction)(void (*)(void))caught, 
 
 PyObject *gck_catcher(PyObject *module, PyObject *op)
 {
-    PyObject *self = Py_BuildValue("(OON)", module, op, PyObject_GetAttr(op, gck_state_of(module)->py.names._op));
+    const gck_py *py = &gck_state_of(module)->py;
+    PyObject *self = Py_BuildValue("(OONi)", module, op, PyObject_GetAttr(op, py->names._op),
+                                   (int)gck_op_effect_of(py, op));
     PyObject *function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
 
     Py_XDECREF(self);

@@ -78,10 +78,18 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
     call->key = key_of(py, call, target);
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
-        if (active == NULL || active->hidden) {
+        PyObject *x = active != NULL && PyTuple_Size(call->args) > 0 ? PyTuple_GetItem(call->args, 0) : NULL;
+        const gck_op_effect effect = x != NULL && gck_is_kept_memory(store->state, x)
+            ? gck_op_effect_of(py, call->op) : GCK_READS;
+        if (effect != GCK_READS && gck_effect_begin(store->state, effect, x) < 0) {
+            out = NULL;
+        } else if (active == NULL || active->hidden) {
             out = run_call(call);
         } else {
-            out = self->replay ? gck_replay_call(active, line, call) : gck_record_call(store, line, call);
+            out = self->replay ? gck_replay_call(active, call) : gck_record_call(active, store, line, call);
+        }
+        if (out != NULL && effect == GCK_VIEWS_UNSEEN && gck_effect_end(store->state, x, out) < 0) {
+            Py_CLEAR(out);
         }
     }
     Py_XDECREF(target);
@@ -164,7 +172,8 @@ static PyObject *context_enter(PyObject *op, PyObject *unused)
     }
     if ((active = malloc(sizeof *active)) == NULL) {
         PyErr_NoMemory();
-    } else if (gck_selective_begin(store->state, active, store, self->replay, by_key) < 0) {
+    } else if (gck_selective_begin(store->state, active, store, self->replay, by_key,
+                                   gck_saved_count_of(op)) < 0) {
         free(active);
     } else {
         active->context = op;
@@ -185,10 +194,16 @@ static PyObject *context_exit(PyObject *op, PyObject *error)
     gck_op_storage *store = store_of((gck_context *)op);
     gck_active *active = store != NULL ? gck_active_of(store->state, op) : NULL;
     const int by_key = active != NULL && active->by_key;
-    PyObject *method, *result;
+    PyObject *type = PyTuple_Size(error) > 0 ? PyTuple_GetItem(error, 0) : Py_None, *method, *result;
+    gck_error judged = {NULL};
 
     if (active != NULL) {
-        gck_selective_end(store->state, active);
+        const int stopped = type == store->state->py.StopRecomputation;
+        if (!active->replay || (!stopped && type != Py_None)) {
+            gck_selective_end(store->state, active);
+        } else if (gck_selective_finish(store->state, active, stopped) < 0) {
+            judged = gck_error_take();
+        }
         free(active);
     }
     if (by_key) {
@@ -199,8 +214,10 @@ static PyObject *context_exit(PyObject *op, PyObject *error)
         Py_XDECREF(method);
     }
     /* Only a forward has candidates.  A failed one leaves none either. */
-    if (result != NULL && PyTuple_Size(error) > 0 && PyTuple_GetItem(error, 0) == Py_None
-        && gck_op_labels_finish(store) < 0) {
+    if (result != NULL && PyTuple_Size(error) > 0 && type == Py_None && gck_op_labels_finish(store) < 0) {
+        Py_CLEAR(result);
+    }
+    if (gck_error_return(&judged) < 0) {
         Py_CLEAR(result);
     }
     Py_XDECREF((PyObject *)store);
@@ -255,10 +272,10 @@ static void context_dealloc(PyObject *op)
 
 static PyObject *context_get(PyObject *op, void *unused)
 {
-    const gck_op_storage *store = ((gck_context *)op)->store;
+    gck_op_storage *store = ((gck_context *)op)->store;
 
     (void)unused;
-    return Py_NewRef(store != NULL ? store->storage : Py_None);
+    return store != NULL ? gck_op_storage_picture(store) : Py_NewRef(Py_None);
 }
 
 static int context_set(PyObject *op, PyObject *value, void *unused)

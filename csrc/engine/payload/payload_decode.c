@@ -1,0 +1,182 @@
+/* payload_decode.c: the tensor that a payload gives back. */
+#include "engine/payload/payload_decode.h"
+
+#include "torch/abi.h"
+#include "torch/calls.h"
+#include "torch/input.h"
+#include "torch/tensor.h"
+#include "engine/payload/payload_overflow.h"
+
+/* The bytes are read on another stream than the one that wrote them: tell the allocator. */
+static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
+{
+    if (self->device < 0 || out->stream == self->stream) {    /* faster: the allocator knows */
+        return 0;
+    }
+    return gck_done(gck_invoke(self->state->py.call.record_stream,
+                             Py_BuildValue("(ON)", x, gck_device_object(&self->state->py, self->device))));
+}
+
+/* Decode the bytes into out, whose view this is.  0 or -1. */
+static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
+{
+    PyObject *buffer = self->own.handle != NULL ? NULL : gck_payload_buffer(self), *piece = buffer;
+    gck_batch own;
+    void *bytes;
+    int status = buffer == NULL && self->own.handle == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
+
+    gck_batch_begin(&own, self->state, 1);
+    if (status == 0 && buffer != NULL && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
+        /* outer hooks returned a slice of their own memory */
+        buffer = PyObject_CallMethod(piece, "clone", NULL);
+        Py_DECREF(piece);
+        status = buffer == NULL ? -1 : 0;
+    }
+    if (status == 0 && (status = cross_stream(self, buffer, view)) == 0) {
+        const gck_tensor values = self->once != NULL ? gck_payload_values(self, NULL, NULL) : *view;
+        const int waits = gck_batch_takes(batch, self->codec, &values);
+        status = gck_batch_add(waits ? batch : &own, self, out, buffer) < 0 ? -1 : gck_batch_flush(&own);
+    }
+    Py_XDECREF(buffer);
+    return status;
+}
+
+/* Copy the values of the original, all of them or those that decoded to NaN, each once. 0 or -1. */
+static int fill_from(gck_payload *self, PyObject *original, int only_nan, PyObject *out, const gck_tensor *view)
+{
+    const gck_tensor values = gck_payload_values(self, NULL, NULL);
+    PyObject *once = self->once == NULL ? Py_NewRef(Py_None)
+                   : values.steps == NULL ? Py_BuildValue("(NO)", gck_sizes(1, values.sizes), Py_None)
+                   : Py_BuildValue("(NN)", gck_sizes(values.ndim, values.sizes), gck_sizes(values.ndim, values.steps));
+    const int status = once == NULL || cross_stream(self, original, view) < 0
+        ? -1 : gck_done(PyObject_CallFunction(self->state->py.call.fill_from, "OOiO", out, original,
+                                              only_nan, once));
+
+    Py_XDECREF(once);
+    return status;
+}
+
+/* Decode a payload that has its bytes itself: nothing runs Python before its values are there.  1 and
+ * *out, NULL with an exception; 0: it takes torch.empty. */
+static int decode_fresh(gck_payload *self, PyObject **out)
+{
+    gck_py *py = &self->state->py;
+    const int64_t *strides = self->layout != GCK_LAYOUT_PLAIN ? self->sizes + self->ndim : NULL;
+    gck_fresh fresh = {.handle = NULL};
+    const int made = gck_fresh_tensor(py, self->ndim, self->sizes, strides, self->dtype, &fresh);
+
+    *out = NULL;
+    if (made > 0) {
+        const gck_tensor view = gck_payload_values(self, fresh.data, NULL);
+        const void *bytes = self->own.data;
+        if (gck_run_decode(py, self->codec, &bytes, &view, 1) == 0) {
+            *out = gck_fresh_object(py, &fresh);
+        }
+        gck_fresh_free(&fresh);
+    }
+    return made != 0;
+}
+
+/* *original: new reference to the tensor that was encoded, where the batch asks for its values and they
+ * are still there; else NULL.  0 or -1. */
+static int find_unchanged(const gck_payload *self, const gck_batch *batch, PyObject **original)
+{
+    int64_t now = -1;
+
+    *original = NULL;
+    if (batch == NULL || !batch->exact || self->version < 0 || PyWeakref_GetObject(self->original) == Py_None) {
+        return 0;
+    }
+    *original = Py_NewRef(PyWeakref_GetObject(self->original));
+    if (gck_version_of(&self->state->py, *original, &now) < 0 || now != self->version) {
+        Py_CLEAR(*original);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* New reference.  into: what to decode into, at once, since slices may share values; or NULL. */
+static PyObject *decode(gck_payload *self, PyObject *into, gck_batch *batch)
+{
+    gck_state *state = self->state;
+    PyObject *out, *original;
+    gck_tensor view;
+    int reason, all, ok = 0;
+
+    if (batch == NULL && into == NULL && self->own.handle != NULL && self->has_values && decode_fresh(self, &out)) {
+        return out;
+    }
+    if (find_unchanged(self, batch, &original) < 0) {
+        return NULL;
+    }
+    all = original != NULL || self->codec->max_error == 0;
+    if (original == NULL && gck_payload_overflow_original(self, &original) < 0) {
+        return NULL;
+    }
+    out = into != NULL ? Py_NewRef(into)
+        : gck_empty(&state->py, self->ndim, self->sizes, self->layout ? self->sizes + self->ndim : NULL, self->dtype,
+                    self->device);
+    reason = out == NULL ? -1 : gck_view_of(&state->py, out, &view);
+    if (reason == GCK_COMPRESS) {
+        ok = (original != NULL && all)
+            || decode_bytes(self, out, &view, original == NULL && into == NULL ? batch : NULL) == 0;
+        ok = ok && (original == NULL || fill_from(self, original, !all, out, &view) == 0);
+    } else if (reason > 0) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not return a plain tensor; enter no mode in "
+                                            "backward that was not active in forward");
+    }
+    Py_XDECREF(original);
+    if (!ok) {
+        Py_CLEAR(out);
+    }
+    return out;
+}
+
+PyObject *gck_payload_decode(gck_payload *self) { return decode(self, NULL, NULL); }
+
+PyObject *gck_payload_revive(gck_payload *self, PyObject *into, gck_batch *batch)
+{
+    gck_state *state = self->state;
+    PyObject *out = decode(self, into, batch);
+
+    if (out == NULL) {
+        return NULL;
+    }
+    state->rounding.restored = 1;
+    if (self->kept == NULL && (batch == NULL || !batch->exact) && PyWeakref_GetObject(self->original) != Py_None) {
+        state->stats.originals_alive++;
+        state->stats.originals_alive_bytes += self->bytes_in;
+    }
+    return out;
+}
+
+/* New reference: an alias of x, which requires grad, that is no leaf and no view.  The original was no
+ * leaf: a region may change such an input in place, and an inner region compresses it again.  Without
+ * grad mode, in which the alias would have an edge to x: hooks would take x for a leaf that is used. */
+static PyObject *as_non_leaf(const gck_py *py, PyObject *x)
+{
+    const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
+    PyObject *alias;
+
+    gck_torch.aoti_torch_grad_mode_set_enabled(false);
+    alias = PyObject_CallFunctionObjArgs(py->as_non_leaf, x, NULL);
+    gck_torch.aoti_torch_grad_mode_set_enabled(grad);
+    return alias;
+}
+
+PyObject *gck_payload_restore(gck_payload *self, PyObject *into, gck_batch *batch)
+{
+    gck_state *state = self->state;
+    PyObject *out = gck_payload_revive(self, into, batch);
+    PyObject *result;
+
+    if (out == NULL || !self->requires_grad) {
+        return out;
+    }
+    result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
+    if (result != NULL && !self->leaf) {
+        Py_DECREF(result);
+        result = as_non_leaf(&state->py, out);
+    }
+    Py_DECREF(out);
+    return result;
+}

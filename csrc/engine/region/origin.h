@@ -1,0 +1,48 @@
+/* origin.h: where a saved tensor comes from, as far as a run of the region knows it.
+ *
+ * The recompute has to save the tensors of the forward, one by one.  Shapes do not tell two tensors of
+ * one shape apart; these facts do.  What one of the runs does not know never counts as a difference:
+ * parameters may be gathered anew or replaced, and a value that the forward computed may be cached when
+ * the recompute asks for it.  An address is no fact, since memory is used again. */
+#ifndef GRADCKPT_ORIGIN_H
+#define GRADCKPT_ORIGIN_H
+
+#include "torch/objects.h"
+
+enum { GCK_GIVEN = 16 };           /* tensors of a call that are known; others have no number */
+
+/* The tensors among the arguments of a run, also in tuples, in the order of the call: compared, never
+ * followed.  The tuple and the dict of the call own them while it runs. */
+typedef struct {
+    PyObject *x[GCK_GIVEN];
+    int       n;
+} gck_given;
+
+void gck_given_of(gck_given *given, PyObject *args, PyObject *kwargs);
+
+enum { GCK_NO_ARGUMENT = -1, GCK_SOME_ARGUMENT = -2 };   /* SOME: it was given twice */
+
+typedef struct {
+    int       argument;      /* the number of the argument that it is, or one of those above         */
+    PyObject *node;          /* owned: the type of the node that made it; NULL: not known, or an argument */
+    PyObject *leaf;          /* owned: weak reference to the argument or the tensor without a node that it
+                                is, or to the parameter of which it is a view; NULL: none of these  */
+    int64_t   offset;        /* of such a view, in bytes                                            */
+} gck_origin;
+
+/* Read it of a tensor that autograd saves.  grad: NULL, or whether x requires grad.  0, or -1 with an
+ * exception and *origin empty. */
+int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_origin *origin, int *grad);
+
+/* 0 when both are known and differ, else 1; -1.  It leaves leaves aside, of which one pair says nothing. */
+int gck_origin_same(const gck_origin *then, const gck_origin *now);
+
+/* Borrowed: the tensor that it is, or lies in, if that is alive; NULL. */
+PyObject *gck_origin_leaf(const gck_origin *origin);
+
+/* New reference: (argument, name of the node or None, leaf or None), for messages. */
+PyObject *gck_origin_describe(const gck_origin *origin);
+
+void gck_origin_clear(gck_origin *origin);
+
+#endif

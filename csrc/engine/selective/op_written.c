@@ -1,0 +1,202 @@
+/* op_written.c: writes into kept outputs that their versions do not show. */
+#include "engine/selective/op_written.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/input.h"
+#include "torch/tensor.h"
+#include "engine/selective/active_storage.h"
+#include "engine/selective/op_outputs.h"
+
+gck_op_effect gck_op_effect_of(const gck_py *py, PyObject *op)
+{
+    PyObject *schema = NULL;
+    int writes;
+
+    for (Py_ssize_t i = 0; i < PyTuple_Size(py->unseen_views); i++) {
+        if (PyTuple_GetItem(py->unseen_views, i) == op) {
+            return GCK_VIEWS_UNSEEN;
+        }
+    }
+    schema = PyObject_GetAttrString(op, "_schema");
+    writes = schema != NULL ? gck_is_true(PyObject_GetAttrString(schema, "is_mutable")) : 0;
+    Py_XDECREF(schema);
+    gck_error_report();                          /* a higher order operator has no schema */
+    return writes > 0 ? GCK_WRITES : GCK_READS;
+}
+
+/* Borrowed: the output in that entry whose memory is touched; NULL: none.  Addresses are compared
+ * while the output holds its memory. */
+static gck_op_output *touched(const gck_state *state, PyObject *entry, const char *data, int64_t nbytes)
+{
+    const Py_ssize_t n = PyTuple_Check(entry) ? PyTuple_Size(entry) : PyList_Check(entry) ? PyList_Size(entry) : 0;
+    gck_op_output *found = NULL;
+
+    if (Py_TYPE(entry) == state->OpOutput) {
+        gck_op_output *kept = (gck_op_output *)entry;
+        return kept->nbytes > 0 && data < kept->data + kept->nbytes && kept->data < data + nbytes ? kept : NULL;
+    }
+    for (Py_ssize_t i = 0; found == NULL && i < n; i++) {
+        found = touched(state, PyTuple_Check(entry) ? PyTuple_GetItem(entry, i) : PyList_GetItem(entry, i), data,
+                        nbytes);
+    }
+    return found;
+}
+
+/* New reference: the latest touched output of an active store of this thread; NULL: none.  *after: the
+ * search goes on behind these, which start at 0. */
+typedef struct { Py_ssize_t stores, calls; } place;
+static gck_op_output *next_touched(const gck_state *state, const char *data, int64_t nbytes, place *after)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    Py_ssize_t number = 0;
+
+    for (const gck_active *a = state->active; nbytes > 0 && a != NULL; a = a->outer, number++) {
+        if (a->thread != thread || number < after->stores) {
+            continue;
+        }
+        for (Py_ssize_t back = number == after->stores ? after->calls : 0; back < a->store->ncalls; back++) {
+            gck_op_output *kept = touched(state, a->store->calls[a->store->ncalls - 1 - back].entry, data, nbytes);
+            if (kept != NULL) {
+                *after = (place){number, back + 1};
+                return (gck_op_output *)Py_NewRef((PyObject *)kept);
+            }
+        }
+    }
+    return NULL;
+}
+
+/* 1 when an active store of this thread waits for names of outputs. */
+static int has_candidates(const gck_state *state)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    int found = 0;
+
+    for (const gck_active *a = state->active; a != NULL; a = a->outer) {
+        found |= a->thread == thread && a->store->candidates != NULL;
+    }
+    return found;
+}
+
+int gck_is_kept_memory(const gck_state *state, PyObject *x)
+{
+    const char *data;
+    int64_t nbytes;
+    place after = {0, 0};
+
+    gck_memory_of(&state->py, x, &data, &nbytes);
+    gck_op_output *kept = next_touched(state, data, nbytes, &after);
+    Py_XDECREF((PyObject *)kept);
+    return kept != NULL || has_candidates(state);
+}
+
+/* Copy a kept output before it is written into.  0 or -1. */
+static int copy(const gck_py *py, gck_op_output *kept)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; kept->others != NULL && status == 0 && i < PyList_Size(kept->others); i++) {
+        PyObject *row = Py_NewRef(PyList_GetItem(kept->others, i));
+        int64_t now;
+        status = gck_version_of(py, PyTuple_GetItem(row, 0), &now);
+        kept->written |= status == 0 && now != PyLong_AsLongLong(PyTuple_GetItem(row, 1));
+        Py_DECREF(row);
+    }
+    if (status == 0 && kept->copy == NULL && !kept->written) {
+        PyObject *made = PyObject_CallMethod(kept->val, "clone", NULL), *old = kept->copy;
+        status = made != NULL ? 0 : -1;
+        kept->copy = made;
+        Py_XDECREF(old);
+    }
+    return status;
+}
+
+/* Copy the outputs of this thread's stores that may still get a name.  0 or -1. */
+static int copy_candidates(gck_state *state, PyObject *x)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    int status = 0;
+
+    for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
+        if (a->thread == thread && a->store->candidates != NULL) {
+            PyObject *candidates = Py_NewRef(a->store->candidates);
+            status = gck_done(PyObject_CallFunction(state->py.call.copy_candidates, "OO", candidates, x));
+            Py_DECREF(candidates);
+        }
+    }
+    return status;
+}
+
+int gck_before_write(gck_state *state, PyObject *x)
+{
+    const char *data;
+    int64_t nbytes;
+    place after = {0, 0};
+    gck_op_output *kept;
+    int status = 0;
+
+    gck_memory_of(&state->py, x, &data, &nbytes);
+    while (status == 0 && (kept = next_touched(state, data, nbytes, &after)) != NULL) {
+        status = copy(&state->py, kept);
+        Py_DECREF((PyObject *)kept);
+    }
+    return status == 0 ? copy_candidates(state, x) : -1;
+}
+
+/* Remember a view of a kept output.  0 or -1. */
+static int note_view(const gck_py *py, gck_op_output *kept, PyObject *view)
+{
+    const Py_ssize_t n = PyTuple_Check(view) || PyList_Check(view) ? PySequence_Size(view) : 0;
+    PyObject *alias;
+    int64_t version = -1;
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(view, i);
+        status = item != NULL ? note_view(py, kept, item) : -1;
+        Py_XDECREF(item);
+    }
+    if (n > 0 || gck_is_tensor(py, view) <= 0) {
+        return PyErr_Occurred() ? -1 : status;
+    }
+    if (kept->others == NULL && (kept->others = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    alias = gck_op_output_alias(py, view);
+    if (alias == NULL || gck_version_of(py, alias, &version) < 0) {
+        Py_XDECREF(alias);
+        return -1;
+    }
+    return gck_append(kept->others, Py_BuildValue("NL", alias, (long long)version));
+}
+
+int gck_after_view(gck_state *state, PyObject *x, PyObject *out)
+{
+    const char *data;
+    int64_t nbytes;
+    place after = {0, 0};
+    gck_op_output *kept;
+    int status = 0;
+
+    gck_memory_of(&state->py, x, &data, &nbytes);
+    while (status == 0 && (kept = next_touched(state, data, nbytes, &after)) != NULL) {
+        status = note_view(&state->py, kept, out);
+        Py_DECREF((PyObject *)kept);
+    }
+    return status;
+}
+
+int gck_settle_outputs(gck_op_storage *store)
+{
+    int same = 1;
+
+    for (Py_ssize_t i = 0; same >= 0 && i < store->ncalls; i++) {
+        PyObject *entry = Py_NewRef(store->calls[i].entry);
+        same = gck_op_output_settle(store, entry);
+        if (same == 0) {                         /* it runs again */
+            gck_op_storage_keep(store, i, Py_NewRef(store->state->py.recompute_mark));
+        }
+        Py_DECREF(entry);
+    }
+    return same < 0 ? -1 : 0;
+}

@@ -1,0 +1,48 @@
+"""Operators and modules whose arguments are slices, expanded, transposed or in channels_last,
+through every door and codec (helpers/layout_sweep.py): bit-equal to plain autograd, or as near as
+with contiguous arguments."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import HELPERS
+
+import gradckpt
+
+SOAK_PARTS = 8
+
+
+def sweep(*options):
+    """In a process of its own, for OpInfo."""
+    paths = [str(Path(gradckpt.__file__).parent.parent), str(HELPERS), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    command = [sys.executable, str(HELPERS / "layout_sweep.py"), *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", done.stdout.splitlines()[0])}
+    assert counts["compressed"] > 0.7 * counts["cases"]
+    assert counts.get("refused", 0) < 0.05 * counts["cases"]
+
+
+def test_modules_and_operators_in_some_layouts():
+    sweep("modules", "--few", "2")
+    sweep("operators", "--few", "1", "--part", "0/2")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["modules", "operators"])
+def test_every_layout_with_every_pair_of_door_and_codec(what):
+    sweep(what)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(SOAK_PARTS))
+@pytest.mark.parametrize("what", ["modules", "operators"])
+def test_every_layout_door_and_codec(what, part):
+    sweep(what, "--all", "--part", f"{part}/{SOAK_PARTS}")

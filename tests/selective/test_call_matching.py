@@ -1,0 +1,275 @@
+"""A recompute gets the kept results of its own calls, also where it makes other calls than the forward."""
+
+import contextlib
+import functools
+import threading
+
+import pytest
+import torch
+from selective_ways import _nothing_left_behind as _nothing_left_behind
+from selective_ways import aten
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+
+import gradckpt
+
+pytestmark = [
+    pytest.mark.usefixtures("_nothing_left_behind"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
+]
+checkpoint, contexts = gradckpt.checkpoint, gradckpt.compat.create_selective_checkpoint_contexts
+again = gradckpt.policies.is_recomputing
+INT8 = {"codec": "int8", "min_numel": 0}
+W = torch.randn(32, 32, generator=torch.Generator().manual_seed(2)) / 6
+
+
+def keeps_products(ctx, op, *args, **kwargs):
+    return op is aten.mm.default
+
+
+#: The calls between two saved tensors are known.
+REGIONS = {
+    "checkpoint": functools.partial(checkpoint, compress=INT8),
+    "a policy": functools.partial(checkpoint, compress=INT8, policy="save_matmuls"),
+    "a function": functools.partial(checkpoint, compress=INT8, policy=keeps_products),
+    "without early stop": functools.partial(checkpoint, compress=INT8, early_stop=False),
+    "exact products": functools.partial(checkpoint, policy="save_matmuls"),
+}
+#: Nothing tells how far their recompute is, but the order of its calls.
+NODES = {
+    "SelectiveRecompute": lambda f, x: gradckpt.SelectiveRecompute.apply(f, None, x, compress=INT8),
+    "a node and a function": lambda f, x: gradckpt.SelectiveRecompute.apply(f, keeps_products, x, compress=INT8),
+    "reentrant": lambda f, x: checkpoint(lambda x: checkpoint(f, x, use_reentrant=True), x, compress=INT8),
+}
+
+
+def gates(h, notes):
+    """Decisions by comparisons and products of one kind; notes are called before, between, after."""
+    before, between, after = ({"before": None, "between": None, "after": None} | notes).values()
+    h = h * 2
+    _ = before and before(h)
+    h = torch.where(h > 0, h * 3, h.square())
+    _ = between and between(h)
+    h = (h @ W).sin()
+    h = torch.where(h > 0, h, h * 0.1)
+    h = (h @ W).exp()
+    _ = after and after(h)
+    return h
+
+
+def gradient(region, function):
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    region(function, x * 1).sum().backward()
+    return x.grad
+
+
+def noted(region, **notes):
+    return gradient(region, lambda x: gates(x, notes))
+
+
+def metric(h):
+    with torch.no_grad():
+        ((h @ W) > 0).float().mean().item(), (h > 0).float().mean().item()
+
+
+def in_forward(h):
+    return None if again() else metric(h)
+
+
+def in_recompute(h):
+    return metric(h) if again() else None
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_metrics_of_the_forward_alone_shift_no_result(name):
+    want = noted(REGIONS[name])
+    for place in ("between", "after"):
+        assert torch.equal(noted(REGIONS[name], **{place: in_forward}), want), place
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_metrics_of_the_recompute_alone_are_run(name):
+    """As those of a hook that logs each second call."""
+    want = noted(REGIONS[name])
+    for place in ("between", "after"):
+        assert torch.equal(noted(REGIONS[name], **{place: in_recompute}), want), place
+
+
+@pytest.mark.parametrize("name", [*REGIONS, *NODES])
+def test_a_call_of_another_kind_is_never_taken_for_one_of_the_forwards(name):
+    region = (REGIONS | NODES)[name]
+    want = noted(region)
+    others = [lambda h: h > 1.5, lambda h: h[1:] > 0, lambda h: h.mT > 0, lambda h: h.double() > 0, lambda h: h < 0]
+    for place in ("before", "between", "after"):
+        for other in others:
+            once = {place: lambda h, other=other: None if again() else other(h)}
+            assert torch.equal(noted(region, **once), want), place
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_mask_that_the_first_call_caches(name):
+    want = noted(REGIONS[name])
+    cache = []
+
+    def function(x):
+        h = x * 2
+        if not cache:
+            cache.append(h > 0)
+        h = torch.where(cache[0], h * 3, h.square())
+        h = (h @ W).sin()
+        h = torch.where(h > 0, h, h * 0.1)
+        return (h @ W).exp()
+
+    assert torch.equal(gradient(REGIONS[name], function), want)
+
+
+@pytest.mark.parametrize("name", [*REGIONS, *NODES])
+def test_equal_results_are_one(name):
+    """The forward compares the same twice, the recompute once."""
+    region = (REGIONS | NODES)[name]
+    want = noted(region)
+    twice = {"before": lambda h: None if again() else h > 0}
+    if name in NODES:  # the second of the forward's may be the other decision
+        with pytest.raises(CheckpointError, match=r"the forward called aten.gt.Scalar 3 times alike and the recompute 2"):
+            noted(region, **twice)
+        return
+    assert torch.equal(noted(region, **twice), want)
+
+
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "a policy", "a function", "without early stop", *NODES])
+def test_two_calls_that_may_be_meant_raise(name):
+    """With results that differ, and nothing saved in between."""
+
+    def function(x):
+        h = x * 2
+        if not again():
+            (1 - h) > 0
+        return torch.where(h > 0, h * 3, h.square()).exp()
+
+    text = r"the forward called aten.gt.Scalar 2 times alike and the recompute 1 times, with other results"
+    with pytest.raises(CheckpointError, match=text):
+        gradient((REGIONS | NODES)[name], function)
+
+
+@pytest.mark.parametrize("name", ["exact products", "a policy", "a function"])
+def test_two_products_that_may_be_meant_raise(name):
+    def function(x):
+        h = x * 2
+        with torch.no_grad():
+            _ = again() or h.sin() @ W
+            h2 = h @ W
+        return (h * h2).exp()
+
+    with pytest.raises(CheckpointError, match=r"aten.mm.default 2 times alike and the recompute 1 times"):
+        gradient(REGIONS[name], function)
+
+
+@pytest.mark.parametrize("name", [*REGIONS, *NODES])
+def test_a_call_more_than_the_forwards_raises(name):
+    """Also where the region's function catches the error."""
+    exact = name == "exact products"
+
+    def function(x, caught):
+        h = x * 2
+        with torch.no_grad():
+            gate = (h @ W) if exact else h > 0
+        if again():
+            with contextlib.suppress(RuntimeError) if caught else contextlib.nullcontext(), torch.no_grad():
+                (h.sin() @ W) if exact else h.sin() > 0
+        return (h * gate).exp().sin()
+
+    region = (REGIONS | NODES)[name]
+    with pytest.raises(RuntimeError, match="encountered during backward but not found in storage"):
+        gradient(region, lambda x: function(x, False))
+    with pytest.raises(CheckpointError, match="1 times alike and the recompute 2"):
+        gradient(region, lambda x: function(x, True))
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_order_of_a_nodes_calls_tells_them_apart(name):
+    def function(x, metrics):
+        h = x * 2
+        if metrics and not again():
+            (1 - h) > 0
+        h = torch.where(h.argmax(-1, keepdim=True) > 15, h, h.sin())
+        h = torch.where(h > 0, h, h * 0.1)
+        h = h * h.argmin(-1, keepdim=True)
+        if metrics and not again():
+            h > 0
+        return h.exp()
+
+    want, got = (gradient(NODES[name], functools.partial(function, metrics=metrics)) for metrics in (False, True))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", [*REGIONS, *NODES])
+def test_a_constant_that_comes_from_restored_values_is_the_forwards(name):
+    masks = []
+
+    def function(x):
+        h = x * 2
+        masks.append(h > h.mean().item())
+        return torch.where(masks[-1], h, h.sin()).exp()
+
+    gradient((REGIONS | NODES)[name], function)
+    assert len(masks) > 1
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("policy", [[aten.mm.default], keeps_products], ids=["names", "function"])
+def test_under_torchs_checkpoint_a_stop_explains_calls_that_are_missing(policy, stop):
+    def function(x):
+        h = (x @ W).sin()
+        return (h @ W).sin().mean() + (h @ W.T).mean()
+
+    def region(function, x):
+        return torchs_checkpoint(
+            function, x, use_reentrant=False, early_stop=stop, context_fn=lambda: contexts(policy)
+        )
+
+    assert torch.equal(gradient(region, function), gradient(lambda f, x: f(x), function))
+
+
+def test_a_draw_of_the_forward_alone_leaves_the_others():
+    def function(x, metrics):
+        p = x.sigmoid()
+        if metrics and not again():
+            torch.bernoulli(p, generator=torch.Generator().manual_seed(3))
+        h = p.sin() * torch.bernoulli(p)
+        return (h.sin() * torch.bernoulli(p)).exp()
+
+    def run(metrics):
+        torch.manual_seed(7)
+        return gradient(REGIONS["checkpoint"], functools.partial(function, metrics=metrics))
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_two_threads_recompute_one_region_each_by_its_own_count():
+    x = torch.randn(32, 32, requires_grad=True)
+    meet, alone = threading.Barrier(2), False
+
+    def function(t):
+        h = t * 2
+        first = torch.where(h > 0, h * 3, h.square())
+        _ = again() or metric(first)
+        if again() and not alone:
+            meet.wait(20)  # both are here, in the middle
+        first = (first @ W).sin()
+        return torch.where(first > 0, first, 0.1 * first).exp(), (h.cos() @ W).exp()
+
+    def grads(y):
+        return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+
+    found = {}
+    pair = checkpoint(function, x * 1, compress=INT8)  # the threads meet in it, so no node is in both backwards
+    threads = [threading.Thread(target=lambda i=i: found.update({i: grads(pair[i])})) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = True
+    assert all(torch.equal(found[i], grads(checkpoint(function, x * 1, compress=INT8)[i])) for i in range(2))
