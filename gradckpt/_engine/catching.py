@@ -47,8 +47,8 @@ WRITING_KERNELS = (
 
 
 def _writers() -> list[Any]:
-    """Return the operators that change their first argument, and those whose results are views of it
-    with a version counter of their own.
+    """Return the operators that change their first argument, and those that return views of it with
+    a version counter of their own.
 
     ``copy_`` and the overloads with ``out=`` are not among them: what these write makes a kept
     output run again.

@@ -125,7 +125,7 @@ class _Candidate:
         return any(ref.cdata == cdata and not ref.expired() for ref in self.refs)
 
     def output(self, x: torch.Tensor) -> Any:
-        """Return the output, of whose memory x is a part; None if x cannot show it, and after writes."""
+        """Return the output in whose memory x lies; None if x cannot show it, or it was changed."""
         if not isinstance(self.what, tuple) or not isinstance(self.what[-1], torch.dtype):
             return self.what
         size, stride, offset, dtype = self.what

@@ -1,4 +1,4 @@
-"""A recompute gets the kept results of its own calls, also where it makes other calls than the forward."""
+"""A recompute gets the kept results of its own calls, also where the forward made others."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ NODES = {
 
 
 def gates(h, notes):
-    """Decisions by comparisons and products of one kind; notes are called before, between, after."""
+    """Decide by comparisons and products of one kind; the notes are called in places."""
     before, between, after = ({"before": None, "between": None, "after": None} | notes).values()
     h = h * 2
     _ = before and before(h)
@@ -130,12 +130,12 @@ def test_equal_results_are_one(name):
     want = noted(region)
     twice = {"before": lambda h: None if again() else h > 0}
     if name in NODES:  # the second of the forward's may be the other decision
-        with pytest.raises(CheckpointError, match=r"the forward called aten.gt.Scalar 3 times alike and the recompute 2"):
+        with pytest.raises(
+            CheckpointError, match=r"the forward called aten.gt.Scalar 3 times alike and the recompute 2"
+        ):
             noted(region, **twice)
         return
     assert torch.equal(noted(region, **twice), want)
-
-
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "a policy", "a function", "without early stop", *NODES])
@@ -145,7 +145,7 @@ def test_two_calls_that_may_be_meant_raise(name):
     def function(x):
         h = x * 2
         if not again():
-            (1 - h) > 0
+            _ = (1 - h) > 0
         return torch.where(h > 0, h * 3, h.square()).exp()
 
     text = r"the forward called aten.gt.Scalar 2 times alike and the recompute 1 times, with other results"
@@ -192,12 +192,12 @@ def test_the_order_of_a_nodes_calls_tells_them_apart(name):
     def function(x, metrics):
         h = x * 2
         if metrics and not again():
-            (1 - h) > 0
+            _ = (1 - h) > 0
         h = torch.where(h.argmax(-1, keepdim=True) > 15, h, h.sin())
         h = torch.where(h > 0, h, h * 0.1)
         h = h * h.argmin(-1, keepdim=True)
         if metrics and not again():
-            h > 0
+            _ = h > 0
         return h.exp()
 
     want, got = (gradient(NODES[name], functools.partial(function, metrics=metrics)) for metrics in (False, True))
@@ -226,9 +226,7 @@ def test_under_torchs_checkpoint_a_stop_explains_calls_that_are_missing(policy, 
         return (h @ W).sin().mean() + (h @ W.T).mean()
 
     def region(function, x):
-        return torchs_checkpoint(
-            function, x, use_reentrant=False, early_stop=stop, context_fn=lambda: contexts(policy)
-        )
+        return torchs_checkpoint(function, x, use_reentrant=False, early_stop=stop, context_fn=lambda: contexts(policy))
 
     assert torch.equal(gradient(region, function), gradient(lambda f, x: f(x), function))
 

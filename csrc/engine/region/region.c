@@ -11,9 +11,9 @@
 #include "engine/payload/restored.h"
 #include "engine/payload/rounding.h"
 #include "engine/selective/op_catching.h"
+#include "engine/selective/op_hiding.h"
 #include "engine/selective/op_storage.h"
 #include "engine/selective/replay_discrete.h"
-#include "engine/selective/selective.h"
 #include "engine/selective/selective_mode.h"
 #include "engine/saved/saved_hooks.h"
 
@@ -351,10 +351,10 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     if (gck_running_enter(&here, frame, hooks, replay) < 0) {
         return NULL;
     }
-    gck_selective_hide(frame->state, replay);    /* a region around saw these operators in the forward */
+    gck_hide_from_active(frame->state, replay);    /* a region around saw these operators in the forward */
     if (gck_op_catching_begin(frame->state, &caught, alike ? NULL : frame->store, frame->node.policy_fn, replay,
                               saved) < 0) {
-        gck_selective_hide(frame->state, -replay);
+        gck_hide_from_active(frame->state, -replay);
         gck_running_leave(&here);
         return NULL;
     }
@@ -367,7 +367,7 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }
-    gck_selective_hide(frame->state, -replay);
+    gck_hide_from_active(frame->state, -replay);
     gck_running_leave(&here);
     return result;
 }

@@ -81,7 +81,7 @@ static void mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int 
         tag = CONSTANT;
         value = (uint64_t)PyObject_Hash(x);
     } else if (PyType_IsSubtype(type, (PyTypeObject *)py->Tensor)) {
-        tag = TENSOR;                            /* whatever it is */
+        tag = TENSOR;                            /* regardless of its class */
         value = 0;
     }
     kind->call = mix(mix(kind->call, tag), value);

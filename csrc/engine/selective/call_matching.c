@@ -36,8 +36,8 @@ void gck_matching_end(gck_matching *m)
     free(matches);
 }
 
-/* 1 when a call of that kind and stamp can be this one of the forward.  loose: whatever the floating
- * constants. */
+/* 1 when a call of that kind and stamp can be this one of the forward.  loose: with any
+ * floating constants. */
 static int fits(const gck_matching *m, const gck_recorded_call *of, gck_call_kind kind, Py_ssize_t stamp, int loose)
 {
     return of->kind.call == kind.call && (!m->stamped || of->stamp == stamp)

@@ -10,7 +10,8 @@ int gck_op_label_candidate(gck_op_storage *store, int line, Py_ssize_t index, Py
     if (store->candidates == NULL && (store->candidates = PyList_New(0)) == NULL) {
         return -1;
     }
-    return gck_append(store->candidates, PyObject_CallFunction(store->state->py.call.candidate, "Oin", out, line, index));
+    return gck_append(store->candidates,
+                      PyObject_CallFunction(store->state->py.call.candidate, "Oin", out, line, index));
 }
 
 /* x has the name: keep the output that it comes from. */

@@ -180,6 +180,16 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     return kept;
 }
 
+int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias)
+{
+    int64_t version;
+
+    if ((kept->others == NULL && (kept->others = PyList_New(0)) == NULL) || gck_version_of(py, alias, &version) < 0) {
+        return -1;
+    }
+    return gck_append(kept->others, Py_BuildValue("OL", alias, (long long)version));
+}
+
 /* Take the copy for the value. */
 static int take_copy(gck_op_storage *store, gck_op_output *kept)
 {
@@ -347,11 +357,18 @@ int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *d
 
 /* ---- the other way ---- */
 
-/* Return the value of an entry that stays.  A discrete output, a copy, is copied again: the
- * recompute may write into it too. */
-static PyObject *fresh(gck_op_storage *store, const gck_op_output *kept)
+/* Return the value of an entry that stays.  A discrete output, a copy, is copied again, because the
+ * recompute may write into it.  Whether it writes into any other is seen by a version of its own. */
+static PyObject *fresh(gck_op_storage *store, gck_op_output *kept)
 {
-    return kept->version >= 0 ? gck_op_output_alias(&store->state->py, kept->val) : PyObject_CallMethod(kept->val, "clone", NULL);
+    const gck_py *py = &store->state->py;
+    PyObject *alias = kept->version >= 0 ? PyObject_GetAttr(kept->val, py->names.data)
+                                         : PyObject_CallMethod(kept->val, "clone", NULL);
+
+    if (alias != NULL && kept->version >= 0 && gck_op_output_note(py, kept, alias) < 0) {
+        Py_CLEAR(alias);
+    }
+    return alias;
 }
 
 static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *unused)

@@ -31,6 +31,9 @@ int gck_op_output_settle(gck_op_storage *store, PyObject *entry);
  * Python. */
 void gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
 
+/* Remember a tensor of the output's memory with a version counter of its own.  0 or -1. */
+int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias);
+
 /* New reference: an alias without history that shares x's version counter. */
 PyObject *gck_op_output_alias(const gck_py *py, PyObject *x);
 

@@ -148,7 +148,6 @@ static int note_view(const gck_py *py, gck_op_output *kept, PyObject *view)
 {
     const Py_ssize_t n = PyTuple_Check(view) || PyList_Check(view) ? PySequence_Size(view) : 0;
     PyObject *alias;
-    int64_t version = -1;
     int status = 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
@@ -159,15 +158,10 @@ static int note_view(const gck_py *py, gck_op_output *kept, PyObject *view)
     if (n > 0 || gck_is_tensor(py, view) <= 0) {
         return PyErr_Occurred() ? -1 : status;
     }
-    if (kept->others == NULL && (kept->others = PyList_New(0)) == NULL) {
-        return -1;
-    }
     alias = gck_op_output_alias(py, view);
-    if (alias == NULL || gck_version_of(py, alias, &version) < 0) {
-        Py_XDECREF(alias);
-        return -1;
-    }
-    return gck_append(kept->others, Py_BuildValue("NL", alias, (long long)version));
+    status = alias != NULL ? gck_op_output_note(py, kept, alias) : -1;
+    Py_XDECREF(alias);
+    return status;
 }
 
 int gck_after_view(gck_state *state, PyObject *x, PyObject *out)

@@ -8,15 +8,13 @@
 #include "engine/selective/selective.h"
 
 #include "torch/calls.h"
-#include "torch/draws.h"
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
-#include "engine/checkpoint_options.h"
 #include "engine/selective/checkpoint_replacement.h"
-#include "engine/selective/op_labels.h"
+#include "engine/selective/op_calls.h"
+#include "engine/selective/op_hiding.h"
 #include "engine/selective/op_outputs.h"
-#include "engine/selective/op_policy.h"
 #include "engine/selective/op_written.h"
 #include "engine/selective/replay_discrete.h"
 
@@ -120,33 +118,13 @@ static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyOb
     return out;
 }
 
-/* Make the active stores of this thread, from the innermost up to `last` (NULL: all), see more or
- * fewer operators. */
-static void count_busy(gck_state *state, const gck_active *last, int by)
-{
-    const unsigned long thread = PyThread_get_thread_ident();
-
-    for (gck_active *a = state->active; a != NULL; a = a == last ? NULL : a->outer) {
-        a->busy += a->thread == thread && a->busy + by >= 0 ? by : 0;
-    }
-}
-
-void gck_selective_hide(gck_state *state, int by)
-{
-    const unsigned long thread = PyThread_get_thread_ident();
-
-    for (gck_active *a = state->active; a != NULL; a = a->outer) {
-        a->hidden += a->thread == thread ? by : 0;
-    }
-}
-
 /* Call the operator itself, below `hit`: only stores around `hit` see it (NULL: none). */
 static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args,
                             PyObject *kwargs)
 {
     PyObject *out = NULL;
 
-    count_busy(state, hit, 1);
+    gck_count_busy(state, hit, 1);
     const int alone = gck_active_here(state->active, PyThread_get_thread_ident()) == NULL;
     if (alone && set_key(&state->py, 0) == 0 && hit == NULL) {
         out = plain_cast(&state->py, op, args, kwargs);
@@ -154,7 +132,7 @@ static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyO
     if (out == NULL && !PyErr_Occurred()) {
         out = PyObject_Call(call, args, kwargs);
     }
-    count_busy(state, hit, -1);
+    gck_count_busy(state, hit, -1);
     if (alone && set_key(&state->py, 1) < 0) {
         Py_CLEAR(out);
     }
@@ -175,213 +153,6 @@ static PyObject *run_below(const gck_call *call)
     return call_below(with->state, with->hit, call->op, with->call, call->args, call->kwargs);
 }
 
-/* Hide operators that we call to keep or return an output from every region of this thread and from
- * every mode.  0, or -1 with the first exception. */
-static int hide_begin(gck_state *state, PyObject **modes)
-{
-    const int any = gck_modes_that_watch(&state->py), tracing = any > 0 ? gck_tracing(&state->py) : 0;
-    const int active = any < 0 || tracing < 0 ? -1 : any && !tracing;    /* tracing needs its modes */
-
-    *modes = active > 0 ? PyObject_CallFunction(state->py.call.without_modes, NULL) : NULL;
-    if (active < 0 || (active > 0 && *modes == NULL)) {
-        return -1;
-    }
-    count_busy(state, NULL, 1);
-    return 0;
-}
-
-static int hide_end(gck_state *state, PyObject *modes)
-{
-    count_busy(state, NULL, -1);
-    if (modes == NULL) {
-        return 0;
-    }
-    gck_error error = gck_error_take();
-    gck_done(PyObject_CallMethod(modes, "close", NULL));
-    Py_DECREF(modes);
-    return gck_error_return(&error);
-}
-
-/* 1: a line for discrete outputs, all of which are kept; 0: one of the policy's. */
-static int is_discrete(const gck_op_storage *store, int line)
-{
-    return store->policy == NULL || line >= store->policy->n;
-}
-
-/* Are the outputs of this call to be kept? */
-static int wanted(gck_op_storage *store, int line)
-{
-    const gck_op_rule *named = gck_op_storage_rule(store, line);
-
-    if (is_discrete(store, line)) {
-        return 1;
-    }
-    const int64_t call = store->counters[named->group]++;
-    return named->keep != GCK_OP_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
-}
-
-/* The same for a policy that is a function, 1, 0 or -1.  *rule: what happens to the outputs: `own`,
- * filled in, or that of a discrete operator. */
-static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_op_rule *own, const gck_op_rule **rule)
-{
-    gck_state *state = store->state;
-    PyObject *compress = PyObject_CallFunction(state->py.call.ask, "OOOOO", call->context, call->op, call->args,
-                                             call->kwargs != NULL ? call->kwargs : Py_None, out);
-    int keep = compress == NULL ? -1 : compress != Py_False;
-
-    own->keep = GCK_OP_SAVE;
-    if (keep > 0
-        && (gck_options_plan(state, compress, &own->plan) < 0
-            || (own->plan.codec != NULL && own->plan.replay_discrete > store->replay_discrete
-                && gck_replay_discrete_from(state, store, own->plan.replay_discrete) < 0))) {
-        keep = -1;
-    }
-    Py_XDECREF(compress);
-    const gck_op_rule *discrete_rules = keep >= 0 ? gck_op_storage_discrete_rule(store, call) : NULL;
-    const int decide = discrete_rules != NULL && (keep == 0 || discrete_rules->keep == GCK_OP_REPLAY_CHOICE);
-    *rule = decide ? discrete_rules : own;
-    return decide ? 1 : keep;
-}
-
-/* Keep those of a call's outputs that the policy names.  The call is one that runs again until they
- * are stored, because the policy and the code that stores them may call operators too.  0 or -1. */
-static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
-{
-    gck_op_rule own = {.op = NULL};
-    const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
-    const Py_ssize_t index = gck_op_storage_add(store, call);
-    const int keep = index < 0 ? -1 : line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
-    PyObject *modes;
-    int status;
-
-    if (keep <= 0 || hide_begin(store->state, &modes) < 0) {
-        return keep == 0 ? 0 : -1;
-    }
-    if (rule->keep == GCK_OP_SAVE) {
-        status = gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &rule->plan));
-    } else if (rule->keep == GCK_OP_LABEL) {
-        status = gck_op_label_candidate(store, line, index, out);
-    } else {
-        store->calls[index].lasting = line >= 0 && is_discrete(store, line);
-        status = gck_op_storage_keep(store, index, gck_op_output_keep_discrete(store, call, rule->form, out));
-    }
-    if (status == 0 && draw->before != NULL) {
-        status = gck_op_output_note_draw(store, index, draw);
-    }
-    return hide_end(store->state, modes) < 0 ? -1 : status;
-}
-
-/* Read what tells the call from others.  0 or -1. */
-static int read_kind(const gck_py *py, gck_call *call, const gck_active *active)
-{
-    const Py_hash_t hash = call->key == call->op ? (Py_hash_t)(intptr_t)call->op : PyObject_Hash(call->key);
-
-    call->kind = gck_call_kind_of(py, (uint64_t)hash, call->args, call->kwargs);
-    call->stamp = active->saved != NULL ? *active->saved : 0;
-    return hash == -1 ? -1 : 0;
-}
-
-PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int line, gck_call *call)
-{
-    gck_py *py = &store->state->py;
-    gck_draw draw = {NULL, NULL};
-    const int draws = read_kind(py, call, active) < 0 ? -1
-                    : line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
-    PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
-                  : call->run(call);
-
-    if (out != NULL && keep_outputs(store, line, call, &draw, out) < 0) {
-        Py_CLEAR(out);
-    }
-    gck_draw_clear(&draw);
-    return out;
-}
-
-/* The call of the forward whose entry serves this call has just been found.  New reference. */
-static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call, Py_ssize_t index)
-{
-    const gck_recorded_call *of = &store->calls[index];
-    PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn), *key = Py_NewRef(of->key), *modes, *out = NULL;
-
-    if (entry == store->state->py.consumed_mark) {
-        gck_done(PyObject_CallFunction(store->state->py.call.raise_no_entry, "Oiii", key, 0, 1, 1));
-    } else {
-        if (!store->reusable && !of->lasting) {
-            gck_matching_consume(&active->matching, store, index);
-        }
-        if (hide_begin(store->state, &modes) == 0) {
-            out = gck_op_output_give(store, call, entry, drawn);
-            if (hide_end(store->state, modes) < 0) {
-                Py_CLEAR(out);
-            }
-        }
-    }
-    Py_DECREF(entry);
-    Py_XDECREF(drawn);
-    Py_DECREF(key);
-    return out;
-}
-
-/* The same call of a trace, by its number among those of its operator. */
-static PyObject *replay_traced(gck_active *active, gck_op_storage *store, gck_call *call)
-{
-    const gck_py *py = &store->state->py;
-    PyObject *counts = Py_XNewRef(active->counts), *calls = PyDict_GetItemWithError(store->storage, call->key);
-    PyObject *count = NULL, *index = NULL, *entry = NULL, *out = NULL;
-
-    Py_XINCREF(calls);
-    if (calls != NULL && !PyDict_Check(calls)) {
-        PyErr_Format(PyExc_TypeError,
-                     "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", calls);
-    }
-    count = counts != NULL && !PyErr_Occurred() ? PyObject_GetItem(counts, call->key) : NULL;
-    index = count != NULL ? PyIter_Next(count) : NULL;
-    entry = index != NULL && calls != NULL ? PyDict_GetItemWithError(calls, index) : NULL;
-    Py_XINCREF(entry);
-    if (entry == py->recompute_mark) {
-        out = call->run(call);
-    } else if (entry != NULL && entry != py->consumed_mark) {
-        if (store->reusable || PyDict_SetItem(calls, index, py->consumed_mark) == 0) {
-            out = PyObject_CallFunction(py->call.traced_value, "Oi", entry, store->mutation);
-        }
-    } else if (!PyErr_Occurred() && index != NULL) {
-        gck_done(PyObject_CallFunction(py->call.raise_no_entry, "OOii", call->key, index, calls != NULL, entry != NULL));
-    }
-    Py_XDECREF(counts);
-    Py_XDECREF(calls);
-    Py_XDECREF(count);
-    Py_XDECREF(index);
-    Py_XDECREF(entry);
-    return out;
-}
-
-/* 1 when nothing is kept of a call, or what is kept was written into; 0; -1. */
-static int runs_again(gck_op_storage *store, Py_ssize_t index)
-{
-    PyObject *entry = Py_NewRef(store->calls[index].entry);
-    const int same = entry == store->state->py.recompute_mark ? 0 : gck_op_output_settle(store, entry);
-
-    Py_DECREF(entry);
-    return same < 0 ? -1 : !same;
-}
-
-PyObject *gck_replay_call(gck_active *active, gck_call *call)
-{
-    gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
-    Py_ssize_t index = GCK_NO_MATCH;
-    PyObject *out = NULL;
-
-    if (store->traced) {
-        out = replay_traced(active, store, call);
-    } else if (read_kind(&store->state->py, call, active) == 0
-               && (index = gck_matching_find(&active->matching, store, call)) != -1) {
-        const int again = index == GCK_NO_MATCH ? 1 : runs_again(store, index);
-        out = again < 0 ? NULL : again ? call->run(call) : give(active, store, call, index);
-    }
-    Py_DECREF((PyObject *)store);
-    return out;
-}
-
 int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
 {
     gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
@@ -394,10 +165,10 @@ int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
     if (store->reusable && gck_settle_outputs(store) < 0) {
         status = -1;
     } else if (matching.surplus != NULL || matching.made < matching.n) {
-        status = hide_begin(state, &modes);
+        status = gck_hide_begin(state, &modes);
         if (status == 0) {
             status = gck_matching_judge(&matching, store, stopped);
-            status = hide_end(state, modes) < 0 ? -1 : status;
+            status = gck_hide_end(state, modes) < 0 ? -1 : status;
         }
     }
     gck_matching_end(&matching);
@@ -446,30 +217,6 @@ static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObj
         }
     }
     return out;
-}
-
-int gck_effect_begin(gck_state *state, gck_op_effect effect, PyObject *x)
-{
-    PyObject *modes;
-    int status = gck_is_kept_memory(state, x);
-
-    if (status > 0 && effect == GCK_WRITES && (status = hide_begin(state, &modes)) == 0) {
-        status = gck_before_write(state, x);
-        status = hide_end(state, modes) < 0 || status < 0 ? -1 : 1;
-    }
-    return status;
-}
-
-int gck_effect_end(gck_state *state, PyObject *x, PyObject *out)
-{
-    PyObject *modes;
-    int status = hide_begin(state, &modes);
-
-    if (status == 0) {
-        status = gck_after_view(state, x, out);
-        status = hide_end(state, modes) < 0 ? -1 : status;
-    }
-    return status;
 }
 
 /* The kernel of a caught operator; self is (module, operator, what calls it, its effect). */

@@ -10,6 +10,8 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "engine/selective/active_storage.h"
+#include "engine/selective/op_calls.h"
+#include "engine/selective/op_hiding.h"
 #include "engine/selective/op_labels.h"
 #include "engine/selective/replay_discrete.h"
 #include "engine/selective/selective.h"

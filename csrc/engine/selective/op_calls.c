@@ -1,0 +1,195 @@
+/* op_calls.c: what happens to one caught call: it is recorded, or replayed. */
+#include "engine/selective/op_calls.h"
+
+#include "torch/calls.h"
+#include "torch/draws.h"
+#include "torch/error.h"
+#include "torch/objects.h"
+#include "engine/checkpoint_options.h"
+#include "engine/selective/op_hiding.h"
+#include "engine/selective/op_labels.h"
+#include "engine/selective/op_outputs.h"
+#include "engine/selective/op_policy.h"
+#include "engine/selective/replay_discrete.h"
+
+/* 1: a line for discrete outputs, all of which are kept; 0: one of the policy's. */
+static int is_discrete(const gck_op_storage *store, int line)
+{
+    return store->policy == NULL || line >= store->policy->n;
+}
+
+/* Are the outputs of this call to be kept? */
+static int wanted(gck_op_storage *store, int line)
+{
+    const gck_op_rule *named = gck_op_storage_rule(store, line);
+
+    if (is_discrete(store, line)) {
+        return 1;
+    }
+    const int64_t call = store->counters[named->group]++;
+    return named->keep != GCK_OP_RECOMPUTE && (named->every <= 1 || call % named->every == named->phase);
+}
+
+/* The same for a policy that is a function, 1, 0 or -1.  *rule: what happens to the outputs: `own`,
+ * filled in, or that of a discrete operator. */
+static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_op_rule *own, const gck_op_rule **rule)
+{
+    gck_state *state = store->state;
+    PyObject *compress = PyObject_CallFunction(state->py.call.ask, "OOOOO", call->context, call->op, call->args,
+                                             call->kwargs != NULL ? call->kwargs : Py_None, out);
+    int keep = compress == NULL ? -1 : compress != Py_False;
+
+    own->keep = GCK_OP_SAVE;
+    if (keep > 0
+        && (gck_options_plan(state, compress, &own->plan) < 0
+            || (own->plan.codec != NULL && own->plan.replay_discrete > store->replay_discrete
+                && gck_replay_discrete_from(state, store, own->plan.replay_discrete) < 0))) {
+        keep = -1;
+    }
+    Py_XDECREF(compress);
+    const gck_op_rule *discrete_rules = keep >= 0 ? gck_op_storage_discrete_rule(store, call) : NULL;
+    const int decide = discrete_rules != NULL && (keep == 0 || discrete_rules->keep == GCK_OP_REPLAY_CHOICE);
+    *rule = decide ? discrete_rules : own;
+    return decide ? 1 : keep;
+}
+
+/* Keep those of a call's outputs that the policy names.  The call is one that runs again until they
+ * are stored, because the policy and the code that stores them may call operators too.  0 or -1. */
+static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
+{
+    gck_op_rule own = {.op = NULL};
+    const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
+    const Py_ssize_t index = gck_op_storage_add(store, call);
+    const int keep = index < 0 ? -1 : line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
+    PyObject *modes;
+    int status;
+
+    if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
+        return keep == 0 ? 0 : -1;
+    }
+    if (rule->keep == GCK_OP_SAVE) {
+        status = gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &rule->plan));
+    } else if (rule->keep == GCK_OP_LABEL) {
+        status = gck_op_label_candidate(store, line, index, out);
+    } else {
+        store->calls[index].lasting = line >= 0 && is_discrete(store, line);
+        status = gck_op_storage_keep(store, index, gck_op_output_keep_discrete(store, call, rule->form, out));
+    }
+    if (status == 0 && draw->before != NULL) {
+        status = gck_op_output_note_draw(store, index, draw);
+    }
+    return gck_hide_end(store->state, modes) < 0 ? -1 : status;
+}
+
+/* Read what tells the call from others.  0 or -1. */
+static int read_kind(const gck_py *py, gck_call *call, const gck_active *active)
+{
+    const Py_hash_t hash = call->key == call->op ? (Py_hash_t)(intptr_t)call->op : PyObject_Hash(call->key);
+
+    call->kind = gck_call_kind_of(py, (uint64_t)hash, call->args, call->kwargs);
+    call->stamp = active->saved != NULL ? *active->saved : 0;
+    return hash == -1 ? -1 : 0;
+}
+
+PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int line, gck_call *call)
+{
+    gck_py *py = &store->state->py;
+    gck_draw draw = {NULL, NULL};
+    const int draws = read_kind(py, call, active) < 0 ? -1
+                    : line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
+    PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
+                  : call->run(call);
+
+    if (out != NULL && keep_outputs(store, line, call, &draw, out) < 0) {
+        Py_CLEAR(out);
+    }
+    gck_draw_clear(&draw);
+    return out;
+}
+
+/* The call of the forward whose entry serves this call has just been found.  New reference. */
+static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call, Py_ssize_t index)
+{
+    const gck_recorded_call *of = &store->calls[index];
+    PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn), *key = Py_NewRef(of->key);
+    PyObject *modes, *out = NULL;
+
+    if (entry == store->state->py.consumed_mark) {
+        gck_done(PyObject_CallFunction(store->state->py.call.raise_no_entry, "Oiii", key, 0, 1, 1));
+    } else {
+        if (!store->reusable && !of->lasting) {
+            gck_matching_consume(&active->matching, store, index);
+        }
+        if (gck_hide_begin(store->state, &modes) == 0) {
+            out = gck_op_output_give(store, call, entry, drawn);
+            if (gck_hide_end(store->state, modes) < 0) {
+                Py_CLEAR(out);
+            }
+        }
+    }
+    Py_DECREF(entry);
+    Py_XDECREF(drawn);
+    Py_DECREF(key);
+    return out;
+}
+
+/* The same call of a trace, by its number among those of its operator. */
+static PyObject *replay_traced(gck_active *active, gck_op_storage *store, gck_call *call)
+{
+    const gck_py *py = &store->state->py;
+    PyObject *counts = Py_XNewRef(active->counts), *calls = PyDict_GetItemWithError(store->storage, call->key);
+    PyObject *count = NULL, *index = NULL, *entry = NULL, *out = NULL;
+
+    Py_XINCREF(calls);
+    if (calls != NULL && !PyDict_Check(calls)) {
+        PyErr_Format(PyExc_TypeError,
+                     "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", calls);
+    }
+    count = counts != NULL && !PyErr_Occurred() ? PyObject_GetItem(counts, call->key) : NULL;
+    index = count != NULL ? PyIter_Next(count) : NULL;
+    entry = index != NULL && calls != NULL ? PyDict_GetItemWithError(calls, index) : NULL;
+    Py_XINCREF(entry);
+    if (entry == py->recompute_mark) {
+        out = call->run(call);
+    } else if (entry != NULL && entry != py->consumed_mark) {
+        if (store->reusable || PyDict_SetItem(calls, index, py->consumed_mark) == 0) {
+            out = PyObject_CallFunction(py->call.traced_value, "Oi", entry, store->mutation);
+        }
+    } else if (!PyErr_Occurred() && index != NULL) {
+        gck_done(PyObject_CallFunction(py->call.raise_no_entry, "OOii", call->key, index, calls != NULL,
+                                       entry != NULL));
+    }
+    Py_XDECREF(counts);
+    Py_XDECREF(calls);
+    Py_XDECREF(count);
+    Py_XDECREF(index);
+    Py_XDECREF(entry);
+    return out;
+}
+
+/* 1 when nothing is kept of a call, or what is kept was written into; 0; -1. */
+static int runs_again(gck_op_storage *store, Py_ssize_t index)
+{
+    PyObject *entry = Py_NewRef(store->calls[index].entry);
+    const int same = entry == store->state->py.recompute_mark ? 0 : gck_op_output_settle(store, entry);
+
+    Py_DECREF(entry);
+    return same < 0 ? -1 : !same;
+}
+
+PyObject *gck_replay_call(gck_active *active, gck_call *call)
+{
+    gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
+    Py_ssize_t index = GCK_NO_MATCH;
+    PyObject *out = NULL;
+
+    if (store->traced) {
+        out = replay_traced(active, store, call);
+    } else if (read_kind(&store->state->py, call, active) == 0
+               && (index = gck_matching_find(&active->matching, store, call)) != -1) {
+        const int again = index == GCK_NO_MATCH ? 1 : runs_again(store, index);
+        out = again < 0 ? NULL : again ? call->run(call) : give(active, store, call, index);
+    }
+    Py_DECREF((PyObject *)store);
+    return out;
+}

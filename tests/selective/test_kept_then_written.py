@@ -1,0 +1,101 @@
+"""Kept outputs are what the operator returned, whatever is written into their memory later."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import kept_then_written as sweep
+import pytest
+import torch
+from checkout import HELPERS
+from selective_ways import _nothing_left_behind as _nothing_left_behind
+
+import gradckpt
+
+pytestmark = [
+    pytest.mark.usefixtures("_nothing_left_behind"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.mark.parametrize("name", sweep.PROGRAMS)
+def test_a_write_after_the_operator_does_not_reach_what_is_kept(name):
+    leaves, call = sweep.input_of_programs(), sweep.program(name)
+    wrong = []
+    for layout in sweep.LAYOUTS:
+        want = sweep.gradients(call, sweep.PLAIN, None, leaves, layout)[0]
+        for policy, door in itertools.product(sweep.POLICIES, sweep.DOORS):
+            found = sweep.check(call, leaves, layout, policy, door, want=want)
+            wrong += [(layout, policy, door, found)] if found else []
+    assert wrong == []
+
+
+def diagonal(*axes):
+    """Each value of each axis with each of the longest."""
+    longest = max(map(len, axes))
+    for shift in range(longest):
+        for i in range(longest):
+            yield tuple(list(axis)[(i + shift * k) % len(axis)] for k, axis in enumerate(axes))
+
+
+def test_modules_whose_kernels_write():
+    assert sweep.sweep_of_modules(diagonal) == []
+
+
+@pytest.mark.soak
+def test_modules_whose_kernels_write_in_every_combination():
+    assert sweep.sweep_of_modules(itertools.product) == []
+
+
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_operators_that_products_are_part_of(part):
+    """Those of torch's table, in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, HELPERS / "kept_then_written.py", str(part), str(PARTS)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    wrong, reached = json.loads(done.stdout)
+    assert wrong == []
+    assert reached > 0
+
+
+@pytest.mark.soak
+def test_operators_that_products_are_part_of_in_every_combination():
+    command = [sys.executable, HELPERS / "kept_then_written.py", "0", "1", "all"]
+    wrong, _ = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert wrong == []
+
+
+def test_an_output_is_copied_only_before_a_write():
+    aten = torch.ops.aten
+    for write, copied in ((None, False), (torch.Tensor.relu_, True), (torch.Tensor.sigmoid_, True)):
+        pair = gradckpt.compat.create_selective_checkpoint_contexts([aten.mm.default])
+        with pair[0]:
+            y = torch.ones(2, 3, 4) @ torch.ones(4, 4)
+            if write is not None:
+                write(y)
+        assert (pair[0].storage[aten.mm.default][0].val.data_ptr() != y.data_ptr()) == copied
+
+
+def test_what_was_written_into_unseen_runs_again():
+    """As by ``copy_``, before which nothing is copied."""
+    aten = torch.ops.aten
+    pair = gradckpt.compat.create_selective_checkpoint_contexts([aten.mm.default])
+    with pair[0]:
+        y = torch.ones(2, 3, 4) @ torch.ones(4, 4)
+        y.copy_(torch.zeros(2, 3, 4))
+    assert not hasattr(pair[0].storage[aten.mm.default][0], "val")
+    with pair[1]:
+        assert (torch.ones(2, 3, 4) @ torch.ones(4, 4) == 4).all()
+
+
+def test_a_write_after_the_region_is_seen():
+    x, w = torch.randn(2, 16, 16, requires_grad=True), torch.randn(16, 16)
+    want = torch.autograd.grad((x @ w).sin().sum(), x)[0]
+    y, kept = gradckpt.checkpoint(lambda t: (lambda h: (h.sin(), h.detach()))(t @ w), x, policy="save_matmuls")
+    kept.zero_()
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
