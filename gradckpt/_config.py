@@ -266,15 +266,19 @@ class GradckptInactiveWarning(UserWarning):
 
 
 def warn_inactive(reason: str) -> None:
+    warn_user(f"gradckpt: {reason}", GradckptInactiveWarning)
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the user's line that led here."""
-    message, frame = f"gradckpt: {reason}", user_frame()
+    frame = user_frame()
     if frame is None:
-        warnings.warn(message, GradckptInactiveWarning, stacklevel=2)
+        warnings.warn(message, category, stacklevel=2)
         return
     where = frame.f_globals
     warnings.warn_explicit(
         message,
-        GradckptInactiveWarning,
+        category,
         frame.f_code.co_filename,
         frame.f_lineno,
         module=where.get("__name__"),

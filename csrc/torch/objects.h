@@ -89,7 +89,7 @@
     CALLBACK(accelerator_initialized) CALLBACK(are_alike) CALLBACK(ask) CALLBACK(autocast_capture)            \
     CALLBACK(barred) CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)  \
     CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)                  \
-    CALLBACK(check_parameters) CALLBACK(check_reentrant) CALLBACK(container_state) CALLBACK(contexts)         \
+    CALLBACK(check_reentrant) CALLBACK(container_state) CALLBACK(contexts)                                    \
     CALLBACK(contexts_plan) CALLBACK(copy_candidates) CALLBACK(debug_contexts) CALLBACK(decorate)             \
     CALLBACK(determinism_check) CALLBACK(device_context) CALLBACK(device_rng_capture)                         \
     CALLBACK(device_rng_swap) CALLBACK(discrete_rules) CALLBACK(enter_buffers) CALLBACK(fill_from)            \

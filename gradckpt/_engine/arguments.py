@@ -19,6 +19,7 @@ __all__ = [
     "OPTIONS",
     "check_bool",
     "check_option",
+    "module_behind",
     "note_keyword",
     "own_keywords",
     "unbound",
@@ -85,6 +86,13 @@ def without_partials(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def module_behind(function: Any) -> torch.nn.Module | None:
+    """Return the module behind a bound method or partial, or None where it cannot be seen."""
+    function = without_partials(function)
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
 
 
 def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

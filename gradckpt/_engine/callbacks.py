@@ -38,7 +38,6 @@ TABLE: dict[str, Callable[..., Any]] = {
     "check_aliases": input_aliasing.check_and_write_back,
     "check_buffers": buffers.check,
     "check_leaves": selective.check_leaves,
-    "check_parameters": region.check_parameters,
     "check_reentrant": region.check_reentrant,
     "container_state": argument_state.container_state,
     "contexts": region.contexts,

@@ -19,7 +19,8 @@ from torch.autograd import forward_ad
 
 from gradckpt._config import check_no_operators, parse_compress
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.arguments import without_partials
+from gradckpt._engine.argument_changes import Watch
+from gradckpt._engine.arguments import module_behind
 from gradckpt._engine.selective import contexts_of
 
 logger = logging.getLogger("gradckpt")
@@ -264,7 +265,7 @@ def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
 # ---- contexts of the two runs ----
 
 
-def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None, None]:
+def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None]:
     forward, recompute = context_fn()
     if private.is_tracing_checkpoint():
         mode = private.TorchDispatchMode
@@ -273,52 +274,35 @@ def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None, None]:
                 "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` "
                 "must generate a tuple of two `TorchDispatchMode`s."
             )
-    return forward, recompute, None, None
+    return forward, recompute, None
 
 
-def policy_contexts(policy: Any) -> tuple[Any, Any, None, None]:
+def policy_contexts(policy: Any) -> tuple[Any, Any, None]:
     context_fn = contexts_of(policy)
     assert context_fn is not None
     return contexts(context_fn)
 
 
-def debug_contexts(function: Any, exact: bool) -> tuple[Any, Any, Any, Any]:
+def debug_contexts(function: Any, exact: bool) -> tuple[Any, Any, Any]:
     """Return torch's operator logs.
 
-    Our mode also remembers the region's parameters, to notice changes.
+    Our mode also looks at what the region reads, to notice changes.
     """
     context_fn, callback = private.debug_context()
     forward, recompute = context_fn()
-    return forward, recompute, callback, None if exact else _parameter_versions(function)
+    if not exact:
+        forward = recompute = Watch(function, forward, recompute)
+    return forward, recompute, callback
 
 
-def _module_of(function: Any) -> torch.nn.Module | None:
-    """Return the module behind a bound method or partial, or None where it cannot be seen."""
-    function = without_partials(function)
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, torch.nn.Module) else None
-
-
-def _parameter_versions(function: Any) -> list[tuple[str, torch.Tensor, int]] | None:
-    module = _module_of(function)
-    return None if module is None else [(name, p, p._version) for name, p in module.named_parameters()]
-
-
-def check_parameters(parameters: list[tuple[str, torch.Tensor, int]]) -> None:
-    changed = [f"{name} (version {then}, now {p._version})" for name, p, then in parameters if p._version != then]
-    if changed:
-        raise RuntimeError(
-            "gradckpt: parameters changed between the forward and the recompute of their region, so gradients would be "
-            f"wrong; call optimizer.step() after backward: {', '.join(changed)}"
-        )
-
-
-def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any) -> Any:
+def call_within(
+    context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any, frame: Any
+) -> Any:
     """Call the function within a context that, as in torch, may not swallow exceptions.
 
     ``torch.device`` is already around it.
     """
-    with context:
+    with context.around_forward(frame, args, kwargs) if isinstance(context, Watch) else context:
         return function(*args, **(kwargs or {}))
     raise RuntimeError(
         "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
@@ -328,11 +312,13 @@ def call_within(context: Any, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def recompute_within(
-    context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any
+    context: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: Any, frame: Any
 ) -> Any:
     """Call the function within a recompute context that, as in torch, may swallow exceptions, the
     early stop among them. ``torch.device`` is inside it.
     """
+    if isinstance(context, Watch):
+        context = context.around_recompute(args, kwargs)
     with context, device or contextlib.nullcontext():
         return function(*args, **(kwargs or {}))
 
@@ -447,7 +433,7 @@ def _describe_origin(
     """Return one run's tensor in a slot, as read by csrc/engine/region/origin.c."""
     argument, node, leaf = origin
     shape, dtype, _ = _as_torch(meta)
-    module = _module_of(function)
+    module = module_behind(function)
     owned = () if module is None else itertools.chain(module.named_parameters(), module.named_buffers())
     names = [repr(name) for name, x in owned if x is leaf]
     whose = f" {names[0]}" if names else ""

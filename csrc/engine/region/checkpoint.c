@@ -39,7 +39,9 @@ const char gck_checkpoint_doc[] =
     "    determinism_check: ``\"default\"`` compares each tensor that the recompute saves with the forward's:\n"
     "        shape, dtype and device as in torch, and strides, argument, parameter or operator where both runs\n"
     "        know them. ``\"warn\"`` warns where it would raise, ``\"none\"`` compares nothing.\n"
-    "    debug: As in torch. It also reports parameters of the region that change before its recompute.\n"
+    "    debug: As in torch. It also raises for parameters of the region that changed before its recompute, and\n"
+    "        warns of arguments that did, by path: ``args[0].scale: 3.0, now 4.0``. Without it such changes are\n"
+    "        silent, as in torch.\n"
     "    buffers: The modules whose running statistics (BatchNorm and others, see gradckpt._engine.buffers)\n"
     "        are updated once per step: a module or a list of them. ``\"once\"`` means the module that\n"
     "        ``function`` is or belongs to, ``None`` the same where one exists. With ``\"torch\"`` the recompute\n"
@@ -65,7 +67,7 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
 {
     const int debug = gck_options_overridden(state, state->py.names._checkpoint_debug_enabled, o->debug, 0);
     const int custom = gck_options_custom_context(state, o), policy = gck_options_policy(o);
-    PyObject *made, *f, *r, *callback, *parameters;
+    PyObject *made, *f, *r, *callback;
     int ok;
 
     *forward = NULL;
@@ -102,12 +104,11 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
     if (made == NULL) {
         return -1;
     }
-    ok = PyArg_ParseTuple(made, "OOOO", &f, &r, &callback, &parameters);
+    ok = PyArg_ParseTuple(made, "OOO", &f, &r, &callback);
     if (ok) {
         *forward = Py_NewRef(f);
         frame->recompute_context = Py_NewRef(r);
         frame->error_callback = callback != Py_None ? Py_NewRef(callback) : NULL;
-        frame->parameters = parameters != Py_None ? Py_NewRef(parameters) : NULL;
     }
     Py_DECREF(made);
     return ok ? 0 : -1;

@@ -69,7 +69,6 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(frame->recompute_context);
     Py_VISIT(frame->metadata_fn);
     Py_VISIT(frame->error_callback);
-    Py_VISIT(frame->parameters);
     Py_VISIT((PyObject *)frame->store);
     Py_VISIT(frame->calls);
     Py_VISIT(frame->remat);
@@ -117,7 +116,6 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->recompute_context);
     Py_CLEAR(frame->metadata_fn);
     Py_CLEAR(frame->error_callback);
-    Py_CLEAR(frame->parameters);
     Py_CLEAR(frame->store);
     Py_CLEAR(frame->calls);
     Py_CLEAR(frame->remat);

@@ -69,7 +69,6 @@ struct gck_frame {
     PyObject    *recompute_context;  /* from context_fn; NULL: none                        */
     PyObject    *metadata_fn;        /* reads what the determinism check compares; NULL: the default */
     PyObject    *error_callback;     /* debug=True: gets the CheckpointError               */
-    PyObject    *parameters;         /* debug=True: the region's parameters, with versions */
     gck_slot    *slots;              /* one per saved tensor; malloc                       */
     Py_ssize_t   nslots, capacity;
     gck_recomputed_tables recomputed;

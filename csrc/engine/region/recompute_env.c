@@ -86,10 +86,6 @@ static int begin(gck_frame *frame, gck_recompute_env *r)
     gck_py *py = &frame->state->py;
 
     r->buffers = NULL;
-    if (frame->parameters != NULL
-        && gck_done(PyObject_CallFunction(py->call.check_parameters, "O", frame->parameters)) < 0) {
-        return -1;
-    }
     if (gck_ambient_enter(py, &frame->ambient, frame->recompute_context == NULL, &r->surroundings) < 0) {
         return -1;
     }

@@ -220,13 +220,13 @@ int gck_region_note_step(gck_state *state)
 
 /* ---- the function ---- */
 
-static PyObject *call_within(const gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
+static PyObject *call_within(gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
 {
     const gck_py *py = &frame->state->py;
 
-    return PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOO", context,
+    return PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOOO", context,
                                  frame->function, args, kwargs != NULL ? kwargs : Py_None,
-                               frame->ambient.device ? frame->ambient.device : Py_None);
+                                 frame->ambient.device ? frame->ambient.device : Py_None, (PyObject *)frame);
 }
 
 /* 0 with an exception when the look-up failed. */
