@@ -104,8 +104,8 @@ def test_the_differences_are_these():
         "buffers",
         "device RNG",
         "kept draws",
+        "compared saves",
         "kept calls",
-        \"compared saves\",
     ]
 
 
