@@ -54,6 +54,14 @@ def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, i
     )
 
 
+def _unknown_check(checks: Any, value: Any, exact: int) -> ValueError:
+    """Return torch's error. The caller raises it: a frame that has it as a local lives on with it."""
+    error = ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
+    if not exact:
+        error.add_note("gradckpt: 'warn' is a check, too")
+    return error
+
+
 def determinism_check(value: Any, exact: int) -> Any:
     """Resolve ``determinism_check=``:
 
@@ -65,10 +73,7 @@ def determinism_check(value: Any, exact: int) -> Any:
         return ours[value]
     checks = private.determinism_checks
     if value not in checks:
-        error = ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
-        if not exact:
-            error.add_note("gradckpt: 'warn' is a check, too")
-        raise error
+        raise _unknown_check(checks, value, exact)
     return checks[value]
 
 

@@ -1,5 +1,6 @@
-"""A recompute proves itself: each tensor that it saves is the one that the forward saved in its place,
-as far as both runs know where it comes from. All tensors here have one shape, so that no shape tells.
+"""A recompute proves itself: each tensor that it saves is the one that the forward saved in its
+place, as far as both runs know where it comes from. All tensors here have one shape, so that no
+shape tells.
 """
 
 import logging

@@ -302,7 +302,7 @@ DOCUMENTED: list[tuple[str, Callable[[tuple[str, ...], str, str], bool], str]] =
     ("selective.md: one node keeps no graph, so a kept call raises", _kept_in_one_node, "recompute=False"),
     ("selective.md: inside a kept call recompute=True raises", _named_in_kept, "recompute=True"),
     ("selective.md: a second backward, if outputs were kept", _kept_once, "extra time|second backward|reusable"),
-    ("the recompute of a kept call gives its outputs, without a graph", _grad_through_kept, "not have been used in|other tensors"),
+    ("the recompute of a kept call has no graph", _grad_through_kept, "not have been used in|other tensors"),
     ("one node calls autograd.grad, which torch's form refuses", _reentrant_in_one_node, "use_reentrant=True"),
 ]
 
