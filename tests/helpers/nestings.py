@@ -292,6 +292,15 @@ def _reentrant_in_one_node(levels: tuple[str, ...], program: str, ending: str) -
     return any(name in ("reentrant", "torch reentrant") for i in nodes for name in levels[i + 1 :])
 
 
+def _backward_in_kept(levels: tuple[str, ...], program: str, ending: str) -> bool:
+    return program in ("energy", "forces inside", "forces outside") and "kept" in levels[1:]
+
+
+def _torchs_in_one_node_policy(levels: tuple[str, ...], program: str, ending: str) -> bool:
+    inside = levels[levels.index("one node policy") :] if "one node policy" in levels else ()
+    return program == "energy" and "torch" in inside
+
+
 def _kept_once(levels: tuple[str, ...], program: str, ending: str) -> bool:
     return ending != "once" and any(n in ("policy", "policy function", "one node policy") for n in levels)
 
@@ -302,7 +311,21 @@ DOCUMENTED: list[tuple[str, Callable[[tuple[str, ...], str, str], bool], str]] =
     ("selective.md: one node keeps no graph, so a kept call raises", _kept_in_one_node, "recompute=False"),
     ("selective.md: inside a kept call recompute=True raises", _named_in_kept, "recompute=True"),
     ("selective.md: a second backward, if outputs were kept", _kept_once, "extra time|second backward|reusable"),
-    ("the recompute of a kept call has no graph", _grad_through_kept, "not have been used in|other tensors"),
+    (
+        "the recompute of a kept call gives its outputs, without a graph",
+        _grad_through_kept,
+        "not have been used in|other tensors",
+    ),
+    (
+        "a backward inside a kept call runs its region again, up to the call that has not returned",
+        _backward_in_kept,
+        "saved other tensors|different metadata|different number|recompute=True",
+    ),
+    (
+        "one node's forward has no grad, so torch's checkpoint in it calls less than in the recompute",
+        _torchs_in_one_node_policy,
+        "not found in storage",
+    ),
     ("one node calls autograd.grad, which torch's form refuses", _reentrant_in_one_node, "use_reentrant=True"),
 ]
 
@@ -313,8 +336,9 @@ def _output_is_exact(levels: tuple[str, ...], program: str) -> bool:
     if program == "forces outside":
         return False
     if program == "forces inside":
-        node = ONE_NODE.intersection(levels[:1]) and {"fake", "saved int8"}.intersection(levels)
-        return levels[0] in REGIONS and not node
+        nodes = [i for i, name in enumerate(levels) if name in ONE_NODE]
+        inside = levels[min(nodes, default=len(levels)) :]
+        return levels[0] in REGIONS and not {"fake", "saved int8"}.intersection(inside)
     return True
 
 
