@@ -11,7 +11,7 @@ CORE = ("torch", "None", "lossless", "int8", "save_matmuls", "policy function", 
 
 
 def check(chosen, modes=tuple(MODES)):
-    """Each in these modes, torch's own first; what is wrong, with the command that runs it alone."""
+    """Each in these modes, torch's own first; what is wrong, with the command that runs it."""
     found = []
     for program in chosen:
         for mode in (mode for mode in modes_of(program) if mode in modes):
