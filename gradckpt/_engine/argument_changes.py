@@ -23,7 +23,7 @@ from gradckpt._config import warn_user
 from gradckpt._engine.arguments import module_behind, without_partials
 
 #: Deeper values, and those after so many, are not looked at.
-DEPTH = 8
+DEPTH = 9
 COUNT = 2000
 #: So many changes are named.
 NAMED = 5
@@ -62,28 +62,18 @@ def _value(x: Any) -> _Seen:
     return _Seen((base.__repr__(x),), base.__repr__(x))
 
 
-def _items(x: Any, base: Any) -> list[tuple[str, Any]]:
-    """Return what is in a container, by the methods of its base class; faster: its first items."""
-    if base is dict:
-        pairs = itertools.islice(dict.items(x), COUNT)
-        return [
-            (f"[{_value(key).text if type(key) in _VALUES else type(key).__name__}]", value) for key, value in pairs
-        ]
-    if base in (list, tuple):
-        names = getattr(type(x), "_fields", ()) if base is tuple else ()
-        values = base.__getitem__(x, slice(COUNT))
-        return [(f".{names[i]}" if i < len(names) else f"[{i}]", value) for i, value in enumerate(values)]
-    return []
-
-
 def _container(x: Any, base: Any) -> tuple[_Seen, list[tuple[str, Any]]]:
-    inside, n = _items(x, base), base.__len__(x)
-    keys: list[Any] = []
+    """Return what is in a container, by the methods of its base class; faster: its first items."""
+    n, first = base.__len__(x), list(itertools.islice(base.items(x) if base is dict else base.__iter__(x), COUNT))
     if base is dict:
-        keys = [path for path, _ in inside]
-    elif base in (set, frozenset):
-        keys = [_value(each).key for each in itertools.islice(base.__iter__(x), COUNT) if type(each) in _VALUES]
-    return _Seen((type(x), n, frozenset(keys)), f"{n} item{'s' * (n != 1)}"), inside
+        inside = [(f"[{_value(k).text if type(k) in _VALUES else type(k).__name__}]", value) for k, value in first]
+    elif base in (list, tuple):
+        names = dict(enumerate(getattr(type(x), "_fields", ()) if base is tuple else ()))
+        inside = [(f".{names[i]}" if i in names else f"[{i}]", value) for i, value in enumerate(first)]
+    else:  # a set has no paths
+        inside = []
+    keys = frozenset(path for path, _ in inside) if base is dict else None
+    return _Seen((type(x), n, keys), f"{n} item{'s' * (n != 1)}"), inside
 
 
 def _attributes(x: Any) -> list[tuple[str, Any]]:
@@ -115,6 +105,8 @@ def _look(x: Any) -> tuple[_Seen | None, list[tuple[str, Any]]]:
     if issubclass(kind, _CONTAINERS):
         seen, inside = _container(x, next(base for base in _CONTAINERS if issubclass(kind, base)))
         return seen, inside if kind in _CONTAINERS else inside + _attributes(x)
+    if kind is functools.partial:
+        return None, [(".args", x.args), (".keywords", x.keywords), (".func", x.func)]
     if issubclass(kind, _OPAQUE) or _is_foreign(kind):
         return _Seen((kind,), kind.__name__), []
     inside = _attributes(x)
@@ -146,26 +138,13 @@ def _check_parameters(parameters: list[tuple[str, torch.Tensor, int]]) -> None:
         )
 
 
-def _named(what: str, values: Any) -> list[tuple[str, Any]]:
-    return [(f"{what}{key}", value) for key, value in _items(values, type(values))]
-
-
-def _bound_to(function: Any) -> list[tuple[str, Any]]:
-    """Return what functools.partial binds; the region keeps it with its function."""
-    found = []
-    while isinstance(function, functools.partial):
-        found += [*_named("function.args", function.args), *_named("function.keywords", function.keywords)]
-        function = function.func
-    return found
-
-
 class Watch:
     """The contexts of the two runs, which look at parameters and arguments before each."""
 
     def __init__(self, function: Any, forward: Any, recompute: Any) -> None:
         self._name = getattr(without_partials(function), "__qualname__", type(function).__qualname__)
         self._parameters = _parameter_versions(function)
-        self._bound = _bound_to(function)
+        self._bound = function if isinstance(function, functools.partial) else None
         self._forward, self._recompute = forward, recompute
         self._kept: set[str] = set()  # paths of what the region keeps by reference
         self._seen: dict[str, _Seen] = {}
@@ -177,9 +156,8 @@ class Watch:
         """
         kept = set() if frame is None else {id(x) for x in gc.get_referents(frame)}
         seen: dict[str, _Seen] = {}
-        named = [*_named("args", args), *_named("kwargs", kwargs or {})]
-        waiting: list[tuple[str, Any, bool, tuple[int, ...]]] = [(path, x, False, ()) for path, x in named]
-        waiting += [(path, x, True, ()) for path, x in self._bound]
+        waiting: list[tuple[str, Any, bool, tuple[int, ...]]]
+        waiting = [("args", args, False, ()), ("kwargs", kwargs, False, ()), ("function", self._bound, True, ())]
         for path, x, within, around in waiting:
             if not within and id(x) in kept:
                 self._kept.add(path)

@@ -54,6 +54,14 @@ def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, i
     )
 
 
+def _unknown_check(checks: Any, value: Any, exact: int) -> ValueError:
+    """Return torch's error, raised by the caller: a frame with it as a local would live on."""
+    error = ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
+    if not exact:
+        error.add_note("gradckpt also takes determinism_check='warn'")
+    return error
+
+
 def determinism_check(value: Any, exact: int) -> Any:
     """Resolve ``determinism_check=``:
 
@@ -65,10 +73,7 @@ def determinism_check(value: Any, exact: int) -> Any:
         return ours[value]
     checks = private.determinism_checks
     if value not in checks:
-        error = ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
-        if not exact:
-            error.add_note("gradckpt: 'warn' is a check, too")
-        raise error
+        raise _unknown_check(checks, value, exact)
     return checks[value]
 
 
@@ -458,6 +463,6 @@ def raise_origins(rows: list[tuple[Any, ...]], function: Any, approximate: int, 
     )
     _raise_or_warn(
         "gradckpt: the recompute of a region saved other tensors than its forward, so gradients would be wrong; make "
-        f'both runs alike, or pass determinism_check="warn".\n{differences}{_tip(approximate)}',
+        f'both runs alike, or pass determinism_check="warn":\n{differences}{_tip(approximate)}',
         warn,
     )

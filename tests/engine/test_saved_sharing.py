@@ -249,7 +249,7 @@ def test_save_on_cpu_around():
 
 @pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
 def test_with_regions(checkpoint):
-    """Around regions their inputs are kept compressed; inside, nothing is kept and so nothing is encoded."""
+    """Around regions their inputs are kept compressed; inside, nothing is kept."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), activation(64, 64)
 
     def around():

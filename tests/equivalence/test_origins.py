@@ -1,5 +1,6 @@
-"""A recompute proves itself: each tensor that it saves is the one that the forward saved in its place,
-as far as both runs know where it comes from. All tensors here have one shape, so that no shape tells.
+"""A recompute proves itself: each tensor that it saves is the one that the forward saved in its
+place, as far as both runs know where it comes from. All tensors here have one shape, so that no
+shape tells.
 """
 
 import logging
@@ -165,7 +166,7 @@ def test_none_compares_nothing():
 def test_only_gradckpts_own_checkpoint_knows_warn():
     with pytest.raises(ValueError, match="determinism_check should be one of") as caught:
         gradckpt.checkpoint(torch.sin, inputs(1)[1][0], determinism_check="hash")
-    assert caught.value.__notes__ == ["gradckpt: 'warn' is a check, too"]
+    assert caught.value.__notes__ == ["gradckpt also takes determinism_check='warn'"]
     with pytest.raises(ValueError, match="determinism_check should be one of"):
         gradckpt.compat.checkpoint(torch.sin, inputs(1)[1][0], use_reentrant=False, determinism_check="warn")
 

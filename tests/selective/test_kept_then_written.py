@@ -99,3 +99,26 @@ def test_a_write_after_the_region_is_seen():
     y, kept = gradckpt.checkpoint(lambda t: (lambda h: (h.sin(), h.detach()))(t @ w), x, policy="save_matmuls")
     kept.zero_()
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+
+
+def test_a_named_output_is_copied_before_a_write():
+    aten = torch.ops.aten
+    pair = gradckpt.compat.create_selective_checkpoint_contexts(gradckpt.policies.save_named("h"))
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    with pair[0]:
+        gradckpt.policies.name((x @ w).relu_(), "h")
+    assert torch.equal(pair[0].storage[aten.mm.default][0].val, x @ w)
+
+
+def test_a_recompute_may_write_into_what_it_was_handed():
+    """For the next backward it is as it was."""
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+
+    def function(t):
+        return gradckpt.policies.name((t @ w).relu_(), "h").sin()
+
+    policy = gradckpt.policies.save_named("h")
+    y = sweep.DOORS["reusable"](policy, function, x).sum()
+    (want,) = torch.autograd.grad(function(x).sum(), x)
+    for _ in range(3):
+        assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], want)
