@@ -296,9 +296,8 @@ def _backward_in_kept(levels: tuple[str, ...], program: str, ending: str) -> boo
     return program in ("energy", "forces inside", "forces outside") and "kept" in levels[1:]
 
 
-def _torchs_in_one_node_policy(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    inside = levels[levels.index("one node policy") :] if "one node policy" in levels else ()
-    return program == "energy" and "torch" in inside
+def _region_in_one_node_policy(levels: tuple[str, ...], program: str, ending: str) -> bool:
+    return program == "energy" and "one node policy" in levels and len(levels) > 1
 
 
 def _kept_once(levels: tuple[str, ...], program: str, ending: str) -> bool:
@@ -322,22 +321,22 @@ DOCUMENTED: list[tuple[str, Callable[[tuple[str, ...], str, str], bool], str]] =
         "saved other tensors|different metadata|different number|recompute=True",
     ),
     (
-        "one node's forward has no grad, so torch's checkpoint in it calls less than in the recompute",
-        _torchs_in_one_node_policy,
-        "not found in storage",
+        "one node's forward has no grad, so a region in it or around it calls less than in the recompute",
+        _region_in_one_node_policy,
+        "not found in storage|times alike",
     ),
     ("one node calls autograd.grad, which torch's form refuses", _reentrant_in_one_node, "use_reentrant=True"),
 ]
 
 
 def _output_is_exact(levels: tuple[str, ...], program: str) -> bool:
-    """Is a backward inside the forward known as one? One node has no hooks, so hooks inside it act
-    as outside of regions."""
+    """Is a backward inside the forward known as one? One node has no hooks, and others' hooks hide
+    those of a region, so what is inside them acts as outside of regions."""
     if program == "forces outside":
         return False
     if program == "forces inside":
-        nodes = [i for i, name in enumerate(levels) if name in ONE_NODE]
-        inside = levels[min(nodes, default=len(levels)) :]
+        other = [i for i, name in enumerate(levels) if name in {*ONE_NODE, "offload"}]
+        inside = levels[min(other, default=len(levels)) :]
         return levels[0] in REGIONS and not {"fake", "saved int8"}.intersection(inside)
     return True
 
