@@ -33,9 +33,6 @@ _NOW = 0
 _KEPT = 0
 
 
-#: The record of a call until it has returned; it stays if the call raises.
-_FAILED = object()
-
 #: What a call may return beside tensors.
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 _PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
@@ -74,9 +71,10 @@ class _Output(NamedTuple):
 class _Kept:
     """What is left of a call that does not run again."""
 
-    __slots__ = ("inputs", "outputs", "random", "saved", "spec")
+    __slots__ = ("inputs", "outputs", "random", "returned", "saved", "spec")
 
     def __init__(self) -> None:
+        self.returned = False  # it stays so if the call raises
         #: For each tensor that the recompute hands over: the leaf of the arguments, and its part.
         self.inputs: list[tuple[int, _View | None]] = []
         self.outputs: list[Any] = []
@@ -188,7 +186,7 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     random = random_state.snapshot() if region.preserve_rng_state else None
     region.calls[_NOW] = name
     pack = _Packer(region, kept, inputs, around)
-    region.calls[name] = _FAILED  # until it has returned
+    region.calls[name] = kept
     _C.hide_operators(1)
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -204,7 +202,7 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
         after = random_state.snapshot()
         kept.random = after if after[1] or after[0] is not random[0] else None
     kept.saved = _here().saved
-    region.calls[name] = kept
+    kept.returned = True
     return result
 
 
@@ -254,6 +252,8 @@ def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> 
         with torch.no_grad():
             x = x.detach()
             region.pack(x if view is None else _view(x, view))
+    if not kept.returned:  # a backward inside the call needs no more than what was saved before it
+        raise private.StopRecomputation
     if kept.random is not None:
         random_state.restore(kept.random)
     return private.tree_unflatten([_output(name, out, leaves) for out in kept.outputs], kept.spec)
@@ -295,7 +295,7 @@ def finish_calls(calls: dict[Any, Any], saved: int, early_stop: int) -> None:
         RuntimeError: a call raised, and the region has caught that.
     """
     for name, kept in calls.items():
-        if kept is _FAILED:
+        if isinstance(kept, _Kept) and not kept.returned:
             raise RuntimeError(
                 f"gradckpt: the call {name!r} with recompute=False raised and its region went on; pass recompute=True, "
                 "or catch the exception inside the call"
@@ -445,6 +445,9 @@ def region(function: Function, name: str, *, recompute: bool) -> Function:
 
 def _call(region: _Region, function: Callable[..., Any], name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
     calls = region.calls
+    if region.replay:
+        kept = calls.get(name)
+        return function(*args, **kwargs) if kept is None else _skip(region, name, kept, args, kwargs)
     if _NOW in calls:
         if recompute:
             raise RuntimeError(
@@ -452,9 +455,6 @@ def _call(region: _Region, function: Callable[..., Any], name: str, recompute: b
                 "pass recompute=False"
             )
         return function(*args, **kwargs)
-    if region.replay:
-        kept = calls.get(name)
-        return function(*args, **kwargs) if kept is None else _skip(region, name, kept, args, kwargs)
     if name in calls:
         raise RuntimeError(f"gradckpt: two calls of this region have the name {name!r}; give each a name of its own")
     if not _is_wanted(name) and recompute:

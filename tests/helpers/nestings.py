@@ -292,10 +292,6 @@ def _reentrant_in_one_node(levels: tuple[str, ...], program: str, ending: str) -
     return any(name in ("reentrant", "torch reentrant") for i in nodes for name in levels[i + 1 :])
 
 
-def _backward_in_kept(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    return program in ("energy", "forces inside", "forces outside") and "kept" in levels[1:]
-
-
 def _region_in_one_node_policy(levels: tuple[str, ...], program: str, ending: str) -> bool:
     return program == "energy" and "one node policy" in levels and len(levels) > 1
 
@@ -314,11 +310,6 @@ DOCUMENTED: list[tuple[str, Callable[[tuple[str, ...], str, str], bool], str]] =
         "the recompute of a kept call gives its outputs, without a graph",
         _grad_through_kept,
         "not have been used in|other tensors",
-    ),
-    (
-        "a backward inside a kept call runs its region again, up to the call that has not returned",
-        _backward_in_kept,
-        "saved other tensors|different metadata|different number|recompute=True",
     ),
     (
         "one node's forward has no grad, so a region in it or around it calls less than in the recompute",

@@ -94,6 +94,21 @@ def test_arguments_that_share_a_storage(compress, order):
     assert torch.equal(*grads)
 
 
+def force(x):
+    """A backward inside the forward."""
+    z = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad((z @ W.detach()).tanh().sum(), z)
+    return gradient * x
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("inside", [force, checkpointed(force), torchs(force)], ids=["bare", "region", "torch's"])
+def test_a_backward_inside_the_call_reads_what_the_call_has(inside, early_stop):
+    call = kept(lambda x: inside(x.sin()))
+    ours = gradients(checkpointed(lambda x: call(x.sin()), early_stop=early_stop))
+    assert all(map(torch.equal, ours, gradients(lambda x: force(x.sin().sin()))))
+
+
 # ---- errors ----
 
 
