@@ -115,13 +115,21 @@ def _is_or_may_be(condition: Any) -> Any:
     return private.dynamo.guard_or_true(condition)
 
 
+def _distinct(x: torch.Tensor) -> Any:
+    """Return how many values lie in memory: those of an expanded dimension are one."""
+    n: Any = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        n = n * size if stride != 0 else n
+    return n
+
+
 def _mark(marking: Marking, x: Any) -> Any:
     """Mark a tensor that ``compress=`` compresses; return any other value unchanged."""
     if (
         isinstance(x, torch.Tensor)
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
-        and _is_or_may_be(x.numel() >= marking.min_numel)
+        and _is_or_may_be(_distinct(x) >= marking.min_numel)
         and marking.eligible[x.requires_grad][x.is_leaf]
     ):
         mark = graph.rounded if marking.fake_quantize else graph.region_input
