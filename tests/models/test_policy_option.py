@@ -50,10 +50,12 @@ def assert_equal(got, want):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """Storages of the regions of a step."""
+    """What the regions of a step have kept when their forwards end."""
     storages = []
-    enter = ForwardContext.__enter__
-    monkeypatch.setattr(ForwardContext, "__enter__", lambda self: (storages.append(self.storage), enter(self))[1])
+    leave = ForwardContext.__exit__
+    monkeypatch.setattr(
+        ForwardContext, "__exit__", lambda self, *error: (storages.append(dict(self.storage)), leave(self, *error))[1]
+    )
     return storages
 
 
