@@ -24,7 +24,7 @@ CHANGES = {
 }
 
 #: torch goes on with another tensor than the forward had.
-NOTICED = [("set_data", "view of one"), ("requires_grad_", "no grad")]
+NOTICED = [("requires_grad_", "no grad")]
 
 
 @pytest.mark.parametrize("kind", ["non-leaf", "leaf", "no grad", "view of one"])

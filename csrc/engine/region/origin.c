@@ -129,7 +129,10 @@ static int know_view(const gck_py *py, const gck_given *given, PyObject *x, PyOb
     }
     for (int i = 0; given != NULL && alike == 0 && i < given->n; i++) {
         alike = lies_alike(py, &at, given->x[i]);
-        origin->argument = alike > 0 ? number_of(given, given->x[i]) : origin->argument;
+        if (alike > 0) {
+            origin->argument = number_of(given, given->x[i]);
+            alike = know_leaf(given->x[i], origin) < 0 ? -1 : 1;
+        }
     }
     if (alike != 0) {
         return alike < 0 ? -1 : 0;
@@ -180,7 +183,24 @@ int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_ori
     return status;
 }
 
-/* 1, 0, or -1.  A class that the function makes anew in each run is another object of the same name. */
+int gck_origin_is_original(const gck_py *py, const gck_origin *then, PyObject *x)
+{
+    PyObject *original = then->argument != GCK_NO_ARGUMENT ? gck_origin_leaf(then) : NULL;
+    gck_dl_tensor at;
+    int alike;
+
+    if (original == NULL || original == x || !is_plain(py, x)) {
+        return original != NULL && original == x;
+    }
+    alike = gck_read_dlpack(py, x, &at) > 0 && lies_alike(py, &at, original) > 0;
+    if (PyErr_Occurred()) {                      /* no memory: it is not known */
+        PyErr_Clear();
+    }
+    return alike;
+}
+
+/* 1, 0, or -1.  A class that the function makes anew in each run is another object of the same name.
+ * Nodes of TorchScript's optimized graphs have one type for all operators. */
 static int same_type(PyObject *a, PyObject *b)
 {
     PyObject *left, *right;
@@ -191,7 +211,9 @@ static int same_type(PyObject *a, PyObject *b)
     }
     left = PyType_GetName((PyTypeObject *)a);
     right = PyType_GetName((PyTypeObject *)b);
-    same = left == NULL || right == NULL ? -1 : PyUnicode_Compare(left, right) == 0;
+    same = left == NULL || right == NULL ? -1
+         : PyUnicode_Compare(left, right) == 0 || PyUnicode_CompareWithASCIIString(left, "CppFunction") == 0
+           || PyUnicode_CompareWithASCIIString(right, "CppFunction") == 0;
     Py_XDECREF(left);
     Py_XDECREF(right);
     return same;

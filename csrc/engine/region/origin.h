@@ -39,6 +39,10 @@ int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_ori
  * result, and of two leaves one pair says nothing. */
 int gck_origin_same(const gck_origin *then, const gck_origin *now);
 
+/* 1 when x is the argument itself that the forward saved, or a view of all of it: the function has that
+ * from elsewhere, too; 0.  No Python runs. */
+int gck_origin_is_original(const gck_py *py, const gck_origin *then, PyObject *x);
+
 /* Borrowed: the tensor that it is, or lies in, if that is alive; NULL. */
 PyObject *gck_origin_leaf(const gck_origin *origin);
 

@@ -109,8 +109,8 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
 
     if (value != NULL && frame != NULL && self->origins != NULL && table->counter < table->size) {
         const gck_origin *then = &frame->slots[table->counter].origin;
-        if (then->argument != GCK_NO_ARGUMENT && gck_origin_leaf(then) == x) {
-            origin.argument = then->argument;    /* the original itself: the function has it from elsewhere, too */
+        if (gck_origin_is_original(&frame->state->py, then, x)) {
+            origin.argument = then->argument;
         }
         self->origins[table->counter] = origin;
     } else {
@@ -246,8 +246,7 @@ static int is_another(const gck_frame *frame, const gck_origin *origins, Py_ssiz
                       const gck_metadata *then, const gck_metadata *now)
 {
     const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
-    const int known = (was->node != NULL || was->argument != GCK_NO_ARGUMENT)
-                   && (is->node != NULL || is->argument != GCK_NO_ARGUMENT);
+    const int known = was->node != NULL && is->node != NULL;      /* outer hooks may lay an argument out anew */
     const int same = gck_origin_same(was, is);
 
     return same < 0 ? -1 : !same || (known && !gck_metadata_same_layout(then, now))
