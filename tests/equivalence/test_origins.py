@@ -224,6 +224,22 @@ def test_replaced_parameters_are_no_difference():
     assert torch.equal(torch.autograd.grad(y.sum(), leaves)[0], expected)
 
 
+@pytest.mark.parametrize("compress", [None, "lossless"])
+def test_a_view_of_all_of_the_argument_that_a_closure_has_is_no_difference(compress):
+    leaves, (h,) = inputs(1)
+    view = h.view(N, 1, N).squeeze(1)
+    expected = torch.autograd.grad((h.sin() * view.cos()).sum(), leaves, retain_graph=True)[0]
+    y = gradckpt.checkpoint(lambda t: t.sin() * view.cos(), h, compress=compress)
+    assert torch.equal(torch.autograd.grad(y.sum(), leaves)[0], expected)
+
+
+def test_an_argument_that_outer_hooks_lay_out_anew_is_no_difference():
+    leaves, (h,) = inputs(1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t):
+        y = gradckpt.checkpoint(lambda t: t.sin(), h.t())
+    assert torch.equal(torch.autograd.grad(y.sum(), leaves)[0], h.detach().cos())
+
+
 def test_masks_of_reused_memory_are_no_difference():
     def masked(x):
         for i in range(20):
