@@ -230,7 +230,7 @@ int gck_origin_same(const gck_origin *then, const gck_origin *now)
     if (given_then || given_now) {               /* known as no argument only where a node has made it */
         return (given_then ? now : then)->node == NULL;
     }
-    if ((then->constant && now->node != NULL) || (now->constant && then->node != NULL)) {
+    if (then->constant && now->node != NULL) {   /* the other way round the first call may have cached it */
         return 0;
     }
     return then->node == NULL || now->node == NULL ? 1 : same_type(then->node, now->node);
