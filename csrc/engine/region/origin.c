@@ -187,16 +187,13 @@ int gck_origin_is_original(const gck_py *py, const gck_origin *then, PyObject *x
 {
     PyObject *original = then->argument != GCK_NO_ARGUMENT ? gck_origin_leaf(then) : NULL;
     gck_dl_tensor at;
-    int alike;
+    int shown;
 
     if (original == NULL || original == x || !is_plain(py, x)) {
         return original != NULL && original == x;
     }
-    alike = gck_read_dlpack(py, x, &at) > 0 && lies_alike(py, &at, original) > 0;
-    if (PyErr_Occurred()) {                      /* no memory: it is not known */
-        PyErr_Clear();
-    }
-    return alike;
+    shown = gck_read_dlpack(py, x, &at);
+    return shown > 0 ? lies_alike(py, &at, original) : shown;
 }
 
 /* 1, 0, or -1.  A class that the function makes anew in each run is another object of the same name.

@@ -40,7 +40,7 @@ int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_ori
 int gck_origin_same(const gck_origin *then, const gck_origin *now);
 
 /* 1 when x is the argument itself that the forward saved, or a view of all of it: the function has that
- * from elsewhere, too; 0.  No Python runs. */
+ * from elsewhere, too; 0; -1.  No Python runs. */
 int gck_origin_is_original(const gck_py *py, const gck_origin *then, PyObject *x);
 
 /* Borrowed: the tensor that it is, or lies in, if that is alive; NULL. */

@@ -109,10 +109,12 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
 
     if (value != NULL && frame != NULL && self->origins != NULL && table->counter < table->size) {
         const gck_origin *then = &frame->slots[table->counter].origin;
-        if (gck_origin_is_original(&frame->state->py, then, x)) {
-            origin.argument = then->argument;
-        }
+        const int original = gck_origin_is_original(&frame->state->py, then, x);
+        origin.argument = original > 0 ? then->argument : origin.argument;
         self->origins[table->counter] = origin;
+        if (original < 0) {
+            Py_CLEAR(value);
+        }
     } else {
         gck_origin_clear(&origin);
     }
