@@ -62,7 +62,7 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
 {
     gck_dl_tensor dl;
 
-    if ((PyObject *)Py_TYPE(x) != py->Tensor && (PyObject *)Py_TYPE(x) != py->Parameter) {
+    if (!gck_is_plain_tensor(py, x)) {
         return GCK_SKIP_SUBCLASS;                /* DLPack would ask the subclass, in Python */
     }
     if (gck_read_dlpack(py, x, &dl) <= 0) {
@@ -157,7 +157,7 @@ void gck_input_clear(gck_input *in) { Py_CLEAR(in->x); }
 
 static int read_view(gck_py *py, gck_input *in, int shape_only)
 {
-    const int exact = (PyObject *)Py_TYPE(in->x) == py->Tensor || (PyObject *)Py_TYPE(in->x) == py->Parameter;
+    const int exact = gck_is_plain_tensor(py, in->x);
     const int plain = exact && !shape_only ? is_plain(py, in->x) : 1;
     int reason = plain < 0 ? -1 : GCK_SKIP_LAYOUT;
 

@@ -17,8 +17,7 @@ enum { GIL_RELEASE_NUMEL = 65536 };    /* below, releasing costs more than it fr
 
 int gck_is_tensor(const gck_py *py, PyObject *x)
 {
-    return (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter
-        ? 1 : PyObject_IsInstance(x, py->Tensor);
+    return gck_is_plain_tensor(py, x) ? 1 : PyObject_IsInstance(x, py->Tensor);
 }
 
 int gck_hooks_push(const gck_py *py, PyMethodDef *pack_def, PyMethodDef *unpack_def, PyObject *self)

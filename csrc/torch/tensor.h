@@ -36,6 +36,12 @@ extern const char *const gck_reason_text[GCK_NREASONS];
 /* Tensor, Parameter or a subclass: 1; 0; or -1 with an exception. */
 int gck_is_tensor(const gck_py *py, PyObject *x);
 
+/* 1 for a Tensor or Parameter itself, of which C reads everything without Python; 0 for a subclass. */
+static inline int gck_is_plain_tensor(const gck_py *py, PyObject *x)
+{
+    return (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter;
+}
+
 /* 1 when a mode is active under which a tensor's memory is not its values; 0; -1. */
 int gck_tracing(const gck_py *py);
 

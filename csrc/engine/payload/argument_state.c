@@ -2,13 +2,9 @@
 #include "engine/payload/argument_state.h"
 
 #include "torch/calls.h"
+#include "torch/tensor.h"
 
 enum { DEEP = 100 };
-
-static int is_plain_tensor(const gck_py *py, PyObject *x)
-{
-    return (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter;
-}
 
 int gck_attributes_read(const gck_py *py, PyObject *x, PyObject **found)
 {
@@ -41,7 +37,7 @@ int gck_attributes_carry(const gck_py *py, PyObject *from, PyObject *to)
     PyObject *attributes;
     int status = 0;
 
-    if (is_plain_tensor(py, from) && is_plain_tensor(py, to)) {
+    if (gck_is_plain_tensor(py, from) && gck_is_plain_tensor(py, to)) {
         attributes = PyObject_GenericGetDict(from, NULL);
         status = attributes == NULL ? -1
                : PyDict_Size(attributes) > 0 ? gck_attributes_give(to, attributes) : 0;
@@ -68,7 +64,7 @@ static int may_have_state(const gck_py *py, PyObject *x, int depth)
         }
         return found;
     }
-    return found || !(tuple || list || x == Py_None || is_plain_tensor(py, x) || PyLong_CheckExact(x)
+    return found || !(tuple || list || x == Py_None || gck_is_plain_tensor(py, x) || PyLong_CheckExact(x)
                       || PyFloat_CheckExact(x) || PyUnicode_CheckExact(x) || PyBool_Check(x));
 }
 

@@ -16,7 +16,7 @@ int gck_metadata_of(const gck_py *py, PyObject *reader, PyObject *x, int whole, 
         meta->objects = Py_BuildValue("(N)", PyObject_CallFunctionObjArgs(reader, x, NULL));
         return meta->objects == NULL ? -1 : 0;
     }
-    if (!whole && ((PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter)) {
+    if (!whole && gck_is_plain_tensor(py, x)) {
         const int shown = gck_read_dlpack(py, x, &dl);
         if (shown < 0) {
             return -1;

@@ -44,16 +44,11 @@ static int number_of(const gck_given *given, const PyObject *x)
 
 /* ---- the others ---- */
 
-static int is_plain(const gck_py *py, PyObject *x)
-{
-    return (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter;
-}
-
 /* 1 when y, a tensor, has the values of x, which lies there; 0; -1. */
 static int lies_alike(const gck_py *py, const gck_dl_tensor *x, PyObject *y)
 {
     gck_dl_tensor at;
-    const int shown = is_plain(py, y) ? gck_read_dlpack(py, y, &at) : 0;
+    const int shown = gck_is_plain_tensor(py, y) ? gck_read_dlpack(py, y, &at) : 0;
     int alike = shown > 0 && x->data == at.data && x->byte_offset == at.byte_offset && x->ndim == at.ndim
              && x->dtype.code == at.dtype.code && x->dtype.bits == at.dtype.bits;
 
@@ -72,7 +67,7 @@ static int holds_argument(const gck_py *py, const gck_given *given, const gck_dl
     int holds = 0;
 
     for (int i = 0; given != NULL && holds == 0 && i < given->n; i++) {
-        const int shown = is_plain(py, given->x[i]) ? gck_read_dlpack(py, given->x[i], &at) : 0;
+        const int shown = gck_is_plain_tensor(py, given->x[i]) ? gck_read_dlpack(py, given->x[i], &at) : 0;
         holds = shown < 0 ? -1 : shown && (intptr_t)at.data - (intptr_t)x->data >= 0
                               && (intptr_t)at.data - (intptr_t)x->data < bytes;
     }
@@ -157,7 +152,8 @@ static int know_view(const gck_py *py, const gck_given *given, PyObject *x, PyOb
 int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_origin *origin, int *grad)
 {
     const int argument = given != NULL ? number_of(given, x) : GCK_NO_ARGUMENT;
-    PyObject *node = is_plain(py, x) ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None), *base;
+    const int plain = gck_is_plain_tensor(py, x);
+    PyObject *node = plain ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None), *base;
     int status = node == NULL ? -1 : 0;
 
     *origin = (gck_origin){.argument = argument};
@@ -165,7 +161,7 @@ int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_ori
         *grad = node != Py_None ? 1 : gck_attr_is_true(x, py->names.requires_grad);
         status = *grad < 0 ? -1 : 0;
     }
-    if (status == 0 && is_plain(py, x)) {
+    if (status == 0 && plain) {
         if (node == Py_None || argument != GCK_NO_ARGUMENT) {
             origin->constant = !*grad;
             status = know_leaf(x, origin);
@@ -189,7 +185,7 @@ int gck_origin_is_original(const gck_py *py, const gck_origin *then, PyObject *x
     gck_dl_tensor at;
     int shown;
 
-    if (original == NULL || original == x || !is_plain(py, x)) {
+    if (original == NULL || original == x || !gck_is_plain_tensor(py, x)) {
         return original != NULL && original == x;
     }
     shown = gck_read_dlpack(py, x, &at);

@@ -55,7 +55,7 @@ static int mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int d
     PyTypeObject *type = Py_TYPE(x);
     uint64_t tag = OTHER, value = (uint64_t)(uintptr_t)type;
 
-    if ((PyObject *)type == py->Tensor || (PyObject *)type == py->Parameter) {
+    if (gck_is_plain_tensor(py, x)) {
         return mix_tensor(py, kind, x);
     }
     if (PyBool_Check(x) || x == Py_None) {

@@ -142,7 +142,7 @@ int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nby
 
     *data = NULL;
     *nbytes = 0;
-    const int plain = (PyObject *)Py_TYPE(x) == py->Tensor || (PyObject *)Py_TYPE(x) == py->Parameter;
+    const int plain = gck_is_plain_tensor(py, x);
     const int shown = plain ? gck_read_dlpack(py, x, &dl) : 0;
 
     if (shown <= 0) {

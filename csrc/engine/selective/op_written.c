@@ -92,12 +92,30 @@ int gck_is_kept_memory(const gck_state *state, PyObject *x)
     return kept != NULL || has_candidates(state);
 }
 
+/* visit(py, kept, with) for each kept output of this thread's stores in the memory of x.  0 or -1. */
+typedef int touched_visitor(const gck_py *py, gck_op_output *kept, PyObject *with);
+static int each_touched(gck_state *state, PyObject *x, touched_visitor *visit, PyObject *with)
+{
+    const char *data;
+    int64_t nbytes;
+    place after = {0, 0};
+    gck_op_output *kept;
+    int status = gck_memory_of(&state->py, x, &data, &nbytes);
+
+    while (status == 0 && (kept = next_touched(state, data, nbytes, &after)) != NULL) {
+        status = visit(&state->py, kept, with);
+        Py_DECREF((PyObject *)kept);
+    }
+    return status;
+}
+
 /* Copy a kept output before it is written into.  0 or -1. */
-static int copy(const gck_py *py, gck_op_output *kept)
+static int copy(const gck_py *py, gck_op_output *kept, PyObject *unused)
 {
     const int same = kept->copy == NULL ? gck_op_output_unwritten(py, kept) : 1;
     PyObject *made, *old;
 
+    (void)unused;
     kept->written |= same == 0;
     if (same < 0 || kept->copy != NULL || kept->written) {
         return same < 0 ? -1 : 0;
@@ -127,17 +145,7 @@ static int copy_candidates(gck_state *state, PyObject *x)
 
 int gck_before_write(gck_state *state, PyObject *x)
 {
-    const char *data;
-    int64_t nbytes;
-    place after = {0, 0};
-    gck_op_output *kept;
-    int status = gck_memory_of(&state->py, x, &data, &nbytes);
-
-    while (status == 0 && (kept = next_touched(state, data, nbytes, &after)) != NULL) {
-        status = copy(&state->py, kept);
-        Py_DECREF((PyObject *)kept);
-    }
-    return status == 0 ? copy_candidates(state, x) : -1;
+    return each_touched(state, x, copy, NULL) == 0 ? copy_candidates(state, x) : -1;
 }
 
 /* Remember a view of a kept output.  0 or -1. */
@@ -161,20 +169,7 @@ static int note_view(const gck_py *py, gck_op_output *kept, PyObject *view)
     return status;
 }
 
-int gck_after_view(gck_state *state, PyObject *x, PyObject *out)
-{
-    const char *data;
-    int64_t nbytes;
-    place after = {0, 0};
-    gck_op_output *kept;
-    int status = gck_memory_of(&state->py, x, &data, &nbytes);
-
-    while (status == 0 && (kept = next_touched(state, data, nbytes, &after)) != NULL) {
-        status = note_view(&state->py, kept, out);
-        Py_DECREF((PyObject *)kept);
-    }
-    return status;
-}
+int gck_after_view(gck_state *state, PyObject *x, PyObject *out) { return each_touched(state, x, note_view, out); }
 
 int gck_settle_outputs(gck_op_storage *store)
 {
