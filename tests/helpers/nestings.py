@@ -10,6 +10,7 @@ weight is an argument of every level.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 import sys
@@ -336,6 +337,11 @@ def _output_is_exact(levels: tuple[str, ...], program: str) -> bool:
 WITHOUT = {"plain": _plain, "without fake": _rounded, "without no grad": _without_grad}
 
 
+def _hooked(name: str) -> Callable[..., Any]:
+    """The same, with hooks around what is below, as every region has them."""
+    return lambda function, *args: WITHOUT[name](functools.partial(LEVELS["offload"][0], function), *args)
+
+
 def _without(name: str, outer: tuple[str, ...]) -> str:
     exact = name == "fake" and ONE_NODE.intersection(outer)
     return f"without {name}" if f"without {name}" in WITHOUT and not exact else "plain"
@@ -358,6 +364,8 @@ class Reference:
     def _call(name: str) -> Callable[..., Any]:
         if name in WITHOUT:
             return WITHOUT[name]
+        if name.endswith(", hooked"):
+            return _hooked(name.removesuffix(", hooked"))
         return LEVELS[name.removeprefix("torch's ")][name.startswith("torch's ")]
 
     def plain(self, levels: tuple[str, ...], program: str, ending: str) -> Outcome:
@@ -385,7 +393,7 @@ class Reference:
             if name == "fake" and ONE_NODE.intersection(levels[:i]):
                 ways.append("without fake")
             # compress_saved() leaves alone what is saved outside too, unless below hooks.
-            outer = ["offload" if levels[j] in HOOKS else without[j] for j in range(i)]
+            outer = [without[j] + ", hooked" * (levels[j] in HOOKS | REGIONS | {"torch"}) for j in range(i)]
             for way in ways:
                 got = self.of([*outer, way, *without[i + 1 :]], program, ending)
                 errors.append(error_of(got, want) if got.error is None else float("inf"))

@@ -153,10 +153,9 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
     gck_packing packing = {.state = state, .plan = *plan};
-    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame, &frame->nslots};
+    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame, &frame->nslots, &frame->run};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
-    gck_given given;
     int initialized = 0;
 
     frame->function = Py_NewRef(o->function);
@@ -167,10 +166,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
-    gck_given_of(&given, fed_args, fed_kwargs);
-    frame->given = &given;
     result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
-    frame->given = NULL;
     if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
         convert_stop_iteration(&state->py);
     }

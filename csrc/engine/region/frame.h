@@ -65,7 +65,7 @@ struct gck_frame {
     gck_frame_phase phase;
     gck_check    check;
     int          early_stop, ignore_mismatch;
-    const gck_given *given;          /* borrowed: the arguments, while RECORDING; else NULL */
+    const gck_run *run;              /* borrowed: of the forward, while it lasts; else NULL */
     PyObject    *recompute_context;  /* from context_fn; NULL: none                        */
     PyObject    *metadata_fn;        /* reads what the determinism check compares; NULL: the default */
     PyObject    *error_callback;     /* debug=True: gets the CheckpointError               */

@@ -5,45 +5,6 @@
 #include "torch/input.h"
 #include "engine/payload/layout.h"
 
-/* ---- arguments ---- */
-
-static void give(gck_given *given, PyObject *x)
-{
-    if (PyTuple_Check(x)) {                      /* no other container owns its items for as long as the call runs */
-        for (Py_ssize_t i = 0; i < PyTuple_Size(x); i++) {
-            give(given, PyTuple_GetItem(x, i));
-        }
-    } else if (given->n < GCK_GIVEN) {
-        given->x[given->n++] = x;
-    }
-}
-
-void gck_given_of(gck_given *given, PyObject *args, PyObject *kwargs)
-{
-    PyObject *name, *value;
-    Py_ssize_t at = 0;
-
-    given->n = 0;
-    give(given, args);
-    while (kwargs != NULL && PyDict_Next(kwargs, &at, &name, &value)) {
-        give(given, value);
-    }
-}
-
-static int number_of(const gck_given *given, const PyObject *x)
-{
-    int found = GCK_NO_ARGUMENT;
-
-    for (int i = 0; i < given->n; i++) {
-        if (given->x[i] == x) {
-            found = found == GCK_NO_ARGUMENT ? i : GCK_SOME_ARGUMENT;
-        }
-    }
-    return found;
-}
-
-/* ---- the others ---- */
-
 /* 1 when y, a tensor, has the values of x, which lies there; 0; -1. */
 static int lies_alike(const gck_py *py, const gck_dl_tensor *x, PyObject *y)
 {
@@ -60,14 +21,14 @@ static int lies_alike(const gck_py *py, const gck_dl_tensor *x, PyObject *y)
 
 /* 1 when an argument begins in the memory of x, which lies there: it may be a view of x in the forward,
  * but never of what is restored; 0; -1. */
-static int holds_argument(const gck_py *py, const gck_given *given, const gck_dl_tensor *x)
+static int holds_argument(const gck_py *py, const gck_run *run, const gck_dl_tensor *x)
 {
     const int64_t bytes = gck_reach(x->ndim, x->shape, x->strides) * x->dtype.bits / 8;
     gck_dl_tensor at;
     int holds = 0;
 
-    for (int i = 0; given != NULL && holds == 0 && i < given->n; i++) {
-        const int shown = gck_is_plain_tensor(py, given->x[i]) ? gck_read_dlpack(py, given->x[i], &at) : 0;
+    for (int i = 0; run != NULL && holds == 0 && i < run->n; i++) {
+        const int shown = gck_is_plain_tensor(py, run->given[i]) ? gck_read_dlpack(py, run->given[i], &at) : 0;
         holds = shown < 0 ? -1 : shown && (intptr_t)at.data - (intptr_t)x->data >= 0
                               && (intptr_t)at.data - (intptr_t)x->data < bytes;
     }
@@ -112,7 +73,7 @@ static int know_node(const gck_py *py, PyObject *node, gck_origin *origin)
 
 /* x is a view: of all of an argument or of its base, which has the same values, or of a part of a
  * parameter.  0 or -1. */
-static int know_view(const gck_py *py, const gck_given *given, PyObject *x, PyObject *node, PyObject *base,
+static int know_view(const gck_py *py, const gck_run *run, PyObject *x, PyObject *node, PyObject *base,
                      gck_origin *origin)
 {
     gck_dl_tensor at, whole;
@@ -125,18 +86,18 @@ static int know_view(const gck_py *py, const gck_given *given, PyObject *x, PyOb
     if (gck_reach(at.ndim, at.shape, at.strides) == 0) {       /* it lies nowhere */
         return 0;
     }
-    for (int i = 0; given != NULL && alike == 0 && i < given->n; i++) {
-        alike = lies_alike(py, &at, given->x[i]);
+    for (int i = 0; run != NULL && alike == 0 && i < run->n; i++) {
+        alike = lies_alike(py, &at, run->given[i]);
         if (alike > 0) {
-            origin->argument = number_of(given, given->x[i]);
-            alike = know_leaf(given->x[i], origin) < 0 ? -1 : 1;
+            origin->argument = gck_argument_number(run, run->given[i]);
+            alike = know_leaf(run->given[i], origin) < 0 || know_node(py, node, origin) < 0 ? -1 : 1;
         }
     }
     if (alike != 0) {
         return alike < 0 ? -1 : 0;
     }
     alike = lies_alike(py, &at, base);
-    if (alike > 0 && (status = holds_argument(py, given, &at)) != 0) {
+    if (alike > 0 && (status = holds_argument(py, run, &at)) != 0) {
         return status < 0 ? -1 : know_node(py, node, origin);
     }
     if (alike <= 0) {
@@ -152,9 +113,9 @@ static int know_view(const gck_py *py, const gck_given *given, PyObject *x, PyOb
     return status;
 }
 
-int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_origin *origin, int *grad)
+int gck_origin_of(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin, int *grad)
 {
-    const int argument = given != NULL ? number_of(given, x) : GCK_NO_ARGUMENT;
+    const int argument = gck_argument_number(run, x);
     const int plain = gck_is_plain_tensor(py, x);
     PyObject *node = plain ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None), *base;
     int status = node == NULL ? -1 : 0;
@@ -171,7 +132,7 @@ int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_ori
         } else if ((base = base_of(py, x, node)) == NULL) {
             status = -1;
         } else {
-            status = base == Py_None ? know_node(py, node, origin) : know_view(py, given, x, node, base, origin);
+            status = base == Py_None ? know_node(py, node, origin) : know_view(py, run, x, node, base, origin);
             Py_DECREF(base);
         }
     }
@@ -223,8 +184,8 @@ int gck_origin_same(const gck_origin *then, const gck_origin *now)
         return then->argument == now->argument || then->argument == GCK_SOME_ARGUMENT
             || now->argument == GCK_SOME_ARGUMENT;
     }
-    if (given_then || given_now) {               /* known as no argument only where a node has made it */
-        return (given_then ? now : then)->node == NULL;
+    if ((given_then && then->node == NULL) || (given_now && now->node == NULL)) {
+        return (given_then ? now : then)->node == NULL;         /* known as no argument where a node has made it */
     }
     if (then->constant && now->node != NULL) {   /* the other way round the first call may have cached it */
         return 0;

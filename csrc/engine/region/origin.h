@@ -7,24 +7,12 @@
 #ifndef GRADCKPT_ORIGIN_H
 #define GRADCKPT_ORIGIN_H
 
-#include "torch/objects.h"
-
-enum { GCK_GIVEN = 16 };           /* tensors of a call that are known; others have no number */
-
-/* The tensors among the arguments of a run, also in tuples, in the order of the call: compared, never
- * followed.  The tuple and the dict of the call own them while it runs. */
-typedef struct {
-    PyObject *x[GCK_GIVEN];
-    int       n;
-} gck_given;
-
-void gck_given_of(gck_given *given, PyObject *args, PyObject *kwargs);
-
-enum { GCK_NO_ARGUMENT = -1, GCK_SOME_ARGUMENT = -2 };   /* SOME: it was given twice */
+#include "engine/run.h"
 
 typedef struct {
-    int       argument;      /* the number of the argument that it is, or one of those above         */
-    PyObject *node;          /* owned: the type of the node that made it; NULL: not known, or an argument */
+    int       argument;      /* the number of the argument that it is, or GCK_NO_ARGUMENT, GCK_SOME_ARGUMENT */
+    PyObject *node;          /* owned: the type of the node that made it; NULL: not known, or an argument
+                                itself and no view of it                                       */
     PyObject *leaf;          /* owned: weak reference to the argument or the tensor without a node that it
                                 is, or to the parameter of which it is a view; NULL: none of these  */
     int64_t   offset;        /* of such a view, in bytes                                            */
@@ -33,7 +21,7 @@ typedef struct {
 
 /* Read it of a tensor that autograd saves.  *grad: whether it requires grad.  0, or -1 with an exception
  * and *origin empty. */
-int gck_origin_of(const gck_py *py, const gck_given *given, PyObject *x, gck_origin *origin, int *grad);
+int gck_origin_of(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin, int *grad);
 
 /* 0 when both are known and differ, else 1; -1.  A leaf that requires grad may have been replaced by a
  * result, and of two leaves one pair says nothing. */

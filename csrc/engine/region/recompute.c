@@ -73,7 +73,7 @@ typedef struct {
     PyObject_HEAD
     gck_frame *frame;              /* borrowed; NULL after the recompute                 */
     gck_recomputed *table;
-    gck_given given;               /* the restored arguments                             */
+    const gck_run *run;            /* borrowed: with the restored arguments; NULL after it */
     gck_origin *origins;           /* borrowed: one per slot; NULL: they are not compared */
 } gck_recompute;
 
@@ -97,7 +97,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     int grad = 0, status = 0;
 
     if (py != NULL && self->origins != NULL) {
-        status = gck_origin_of(py, &self->given, x, &origin, &grad);
+        status = gck_origin_of(py, self->run, x, &origin, &grad);
     } else if (py != NULL) {
         status = grad = gck_attr_is_true(x, py->names.requires_grad);
     }
@@ -166,7 +166,8 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 /* Run the function under its contexts, hooks on top.  0, or -1 with its exception. */
 static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
 {
-    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self, &self->table->counter};
+    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self, &self->table->counter,
+                             &self->run};
     PyObject *result = gck_region_call(frame, &hooks, frame->recompute_context, args, kwargs, 1);
 
     Py_XDECREF(result);
@@ -196,11 +197,10 @@ static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
     self->frame = frame;
     self->table = table;
     self->origins = origins;
-    self->given.n = 0;
+    self->run = NULL;
     if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
         goto exit;
     }
-    gck_given_of(&self->given, args, kwargs);
     if (gck_recompute_env_begin(frame, &env) < 0) {
         goto exit;
     }
@@ -221,13 +221,13 @@ exit:
 
 /* ---- the determinism check ---- */
 
-/* 1 when the recompute saved another leaf in this slot than the forward; 0.  A pair of different leaves
+/* 1 when the recompute saved another leaf in this slot than the forward; 0; -1.  A pair of different leaves
  * says nothing: a parameter may be replaced, gathered, or cached.  Where each of the two was also met in
- * the other run, they changed places. */
+ * the other run, they changed places, which matters unless their values are equal. */
 static int leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i)
 {
     const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
-    const PyObject *then = gck_origin_leaf(was), *now = gck_origin_leaf(is);
+    PyObject *then = gck_origin_leaf(was), *now = gck_origin_leaf(is);
     int met_then = 0, met_now = 0;
 
     if (was->argument != GCK_NO_ARGUMENT || is->argument != GCK_NO_ARGUMENT) {
@@ -240,7 +240,15 @@ static int leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, 
         met_then |= frame->slots[j].holder != NULL && gck_origin_leaf(&frame->slots[j].origin) == now;
         met_now |= gck_origin_leaf(&origins[j]) == then;
     }
-    return met_then && met_now;
+    if (!met_then || !met_now) {
+        return 0;
+    }
+    Py_INCREF(then);
+    Py_INCREF(now);
+    const int equal = gck_is_true(PyObject_CallMethod(then, "equal", "O", now));
+    Py_DECREF(then);
+    Py_DECREF(now);
+    return equal < 0 ? -1 : !equal;
 }
 
 /* 1 when this slot got another tensor than in the forward, as far as its origin tells; 0; -1. */
@@ -248,11 +256,12 @@ static int is_another(const gck_frame *frame, const gck_origin *origins, Py_ssiz
                       const gck_metadata *then, const gck_metadata *now)
 {
     const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
-    const int known = was->node != NULL && is->node != NULL;      /* outer hooks may lay an argument out anew */
+    const int known = was->node != NULL && is->node != NULL       /* outer hooks may lay an argument out anew */
+                   && was->argument == GCK_NO_ARGUMENT && is->argument == GCK_NO_ARGUMENT;
     const int same = gck_origin_same(was, is);
 
-    return same < 0 ? -1 : !same || (known && !gck_metadata_same_layout(then, now))
-        || leaf_is_exchanged(frame, origins, n, i);
+    return same < 0 ? -1 : !same || (known && !gck_metadata_same_layout(then, now)) ? 1
+         : leaf_is_exchanged(frame, origins, n, i);
 }
 
 /* What the two runs have in a slot, for a message: [slot, metadata of both, strides and origins of both]. */

@@ -342,28 +342,35 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     /* With the forward's own arguments every operator returns what it returned: nothing is replayed. */
     const int alike = replay && frame->exact, ours = alike && gck_context_store(frame->state, context) != NULL;
     gck_rounding rounding = frame->rounding, *around;
-    const Py_ssize_t *saved = hooks != NULL ? hooks->saved : NULL;
     gck_op_catching caught;
     gck_running here;
+    gck_run run;
     PyObject *result;
 
+    gck_run_of(&run, hooks != NULL ? hooks->saved : NULL, args, kwargs);
     context = ours ? NULL : context;
     if (gck_running_enter(&here, frame, hooks, replay) < 0) {
         return NULL;
     }
     gck_hide_from_active(frame->state, replay);    /* a region around saw these operators in the forward */
     if (gck_op_catching_begin(frame->state, &caught, alike ? NULL : frame->store, frame->node.policy_fn, replay,
-                              saved) < 0) {
+                              &run) < 0) {
         gck_hide_from_active(frame->state, -replay);
         gck_running_leave(&here);
         return NULL;
     }
-    const gck_saved_count count = gck_saved_count_begin(context, saved);
+    const gck_context_run before = gck_context_run_begin(context, &run);
+    if (hooks != NULL) {
+        *hooks->run = &run;
+    }
     around = gck_rounding_enter(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
     gck_rounding_leave(around);
-    gck_saved_count_end(count);
-    gck_saved_count_forget(frame->state, saved);
+    if (hooks != NULL) {
+        *hooks->run = NULL;
+    }
+    gck_context_run_end(before);
+    gck_context_run_forget(frame->state, &run);
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);
     }

@@ -10,6 +10,7 @@ typedef struct {
     PyMethodDef *pack, *unpack;
     PyObject    *self;             /* borrowed: the object to which the two are bound      */
     const Py_ssize_t *saved;       /* borrowed: how many tensors they have packed          */
+    const gck_run **run;           /* borrowed: where they find the run while it lasts     */
 } gck_hooks;
 
 /* One region that runs in this thread; it lies on the C stack of the region's call. */

@@ -21,26 +21,26 @@ gck_active *gck_active_of(gck_state *state, const PyObject *context)
 }
 
 /* A fact about a thread, which no object holds. */
-static _Thread_local gck_saved_count now;
+static _Thread_local gck_context_run now;
 
-gck_saved_count gck_saved_count_begin(const PyObject *context, const Py_ssize_t *saved)
+gck_context_run gck_context_run_begin(const PyObject *context, const gck_run *run)
 {
-    const gck_saved_count before = now;
+    const gck_context_run before = now;
 
-    now = (gck_saved_count){context, saved};
+    now = (gck_context_run){context, run};
     return before;
 }
 
-void gck_saved_count_end(gck_saved_count before) { now = before; }
+void gck_context_run_end(gck_context_run before) { now = before; }
 
-void gck_saved_count_forget(const gck_state *state, const Py_ssize_t *saved)
+void gck_context_run_forget(const gck_state *state, const gck_run *run)
 {
-    for (gck_active *a = state->active; saved != NULL && a != NULL; a = a->outer) {
-        a->saved = a->saved == saved ? NULL : a->saved;
+    for (gck_active *a = state->active; a != NULL; a = a->outer) {
+        a->run = a->run == run ? NULL : a->run;
     }
 }
 
-const Py_ssize_t *gck_saved_count_of(const PyObject *context)
+const gck_run *gck_context_run_of(const PyObject *context)
 {
-    return context != NULL && context == now.context ? now.saved : NULL;
+    return context != NULL && context == now.context ? now.run : NULL;
 }

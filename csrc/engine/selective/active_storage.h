@@ -2,6 +2,7 @@
 #ifndef GRADCKPT_ACTIVE_STORAGE_H
 #define GRADCKPT_ACTIVE_STORAGE_H
 
+#include "engine/run.h"
 #include "engine/state.h"
 #include "engine/selective/call_matching.h"
 #include "engine/selective/op_storage.h"
@@ -17,7 +18,7 @@ typedef struct gck_active {
     int                hidden;       /* a call runs that the recompute does not repeat: nothing is seen */
     int                decides;      /* the store keeps discrete outputs, so torch's checkpoint must too */
     PyObject          *context;      /* the context that Python entered, borrowed; else NULL */
-    const Py_ssize_t  *saved;        /* how many tensors its region has saved, borrowed; NULL: not known */
+    const gck_run     *run;          /* of its region, borrowed; NULL: not known        */
     gck_matching       matching;     /* replay                                           */
     /* replay of what torch's mode kept for a trace: defaultdict: key of an operator -> count; owned */
     PyObject          *counts;
@@ -27,18 +28,18 @@ typedef struct gck_active {
 /* Borrowed: `a` or the next one around it that sees this thread's operators; NULL: none. */
 gck_active *gck_active_here(gck_active *a, unsigned long thread);
 
-/* From here on, the context that this thread enters for a region knows how many tensors that region
- * has saved.  The earlier pair is put back at the end. */
+/* From here on, the context that this thread enters for a region knows that run.  The earlier pair is
+ * put back at the end. */
 typedef struct {
-    const PyObject   *context;       /* borrowed, compared only                          */
-    const Py_ssize_t *saved;         /* borrowed                                         */
-} gck_saved_count;
-gck_saved_count gck_saved_count_begin(const PyObject *context, const Py_ssize_t *saved);
-void gck_saved_count_end(gck_saved_count before);
-/* The count is no longer there: active stores forget it. */
-void gck_saved_count_forget(const gck_state *state, const Py_ssize_t *saved);
-/* Borrowed: the count of the region that enters this context; NULL: it is not known. */
-const Py_ssize_t *gck_saved_count_of(const PyObject *context);
+    const PyObject *context;         /* borrowed, compared only                          */
+    const gck_run  *run;             /* borrowed                                         */
+} gck_context_run;
+gck_context_run gck_context_run_begin(const PyObject *context, const gck_run *run);
+void gck_context_run_end(gck_context_run before);
+/* The run is over: active stores forget it. */
+void gck_context_run_forget(const gck_state *state, const gck_run *run);
+/* Borrowed: the run of the region that enters this context; NULL: it is not known. */
+const gck_run *gck_context_run_of(const PyObject *context);
 
 /* Borrowed: the active store that this thread entered with that context; NULL: none. */
 gck_active *gck_active_of(gck_state *state, const PyObject *context);

@@ -17,11 +17,11 @@ static uint64_t mix(uint64_t hash, uint64_t value)
     return hash ^ hash >> 29;
 }
 
-static int mix_tensor(const gck_py *py, gck_call_kind *kind, PyObject *x)
+static int mix_tensor(const gck_py *py, const gck_run *run, gck_call_kind *kind, PyObject *x)
 {
     gck_dl_tensor dl;
     const int shown = gck_read_dlpack(py, x, &dl);
-    uint64_t hash = kind->call;
+    uint64_t hash = mix(kind->call, (uint64_t)(gck_argument_number(run, x) - GCK_SOME_ARGUMENT));
     int64_t numel = 1;
 
     if (shown <= 0) {
@@ -50,13 +50,13 @@ static void mix_double(gck_call_kind *kind, double x)
     kind->floats = mix(kind->floats, bits);
 }
 
-static int mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int depth)
+static int mix_operand(const gck_py *py, const gck_run *run, gck_call_kind *kind, PyObject *x, int depth)
 {
     PyTypeObject *type = Py_TYPE(x);
     uint64_t tag = OTHER, value = (uint64_t)(uintptr_t)type;
 
     if (gck_is_plain_tensor(py, x)) {
-        return mix_tensor(py, kind, x);
+        return mix_tensor(py, run, kind, x);
     }
     if (PyBool_Check(x) || x == Py_None) {
         tag = x == Py_None ? NOTHING : TRUTH;
@@ -75,7 +75,7 @@ static int mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int d
         int status = 0;
         kind->call = mix(mix(kind->call, SEQUENCE), (uint64_t)n);
         for (Py_ssize_t i = 0; status == 0 && depth < DEEPEST_LIST && i < n; i++) {
-            status = mix_operand(py, kind, PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i), depth + 1);
+            status = mix_operand(py, run, kind, PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i), depth + 1);
         }
         return status;
     } else if (PyUnicode_CheckExact(x)) {
@@ -93,7 +93,7 @@ static int mix_operand(const gck_py *py, gck_call_kind *kind, PyObject *x, int d
     return PyErr_Occurred() ? -1 : 0;
 }
 
-int gck_call_kind_of(const gck_py *py, uint64_t op, PyObject *args, PyObject *kwargs, gck_call_kind *kind)
+int gck_call_kind_of(const gck_py *py, const gck_run *run, uint64_t op, PyObject *args, PyObject *kwargs, gck_call_kind *kind)
 {
     PyObject *name, *value;
     Py_ssize_t at = 0;
@@ -101,10 +101,10 @@ int gck_call_kind_of(const gck_py *py, uint64_t op, PyObject *args, PyObject *kw
 
     *kind = (gck_call_kind){mix(1, op), 0};
     for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(args); i++) {
-        status = mix_operand(py, kind, PyTuple_GetItem(args, i), 0);
+        status = mix_operand(py, run, kind, PyTuple_GetItem(args, i), 0);
     }
     while (status == 0 && kwargs != NULL && PyDict_Next(kwargs, &at, &name, &value)) {
-        status = mix_operand(py, kind, name, 0) < 0 ? -1 : mix_operand(py, kind, value, 0);
+        status = mix_operand(py, run, kind, name, 0) < 0 ? -1 : mix_operand(py, run, kind, value, 0);
     }
     return status;
 }

@@ -86,8 +86,8 @@ static int read_kind(const gck_py *py, gck_call *call, const gck_active *active)
 {
     const Py_hash_t hash = call->key == call->op ? (Py_hash_t)(intptr_t)call->op : PyObject_Hash(call->key);
 
-    call->stamp = active->saved != NULL ? *active->saved : 0;
-    return hash == -1 ? -1 : gck_call_kind_of(py, (uint64_t)hash, call->args, call->kwargs, &call->kind);
+    call->stamp = active->run != NULL && active->run->saved != NULL ? *active->run->saved : 0;
+    return hash == -1 ? -1 : gck_call_kind_of(py, active->run, (uint64_t)hash, call->args, call->kwargs, &call->kind);
 }
 
 PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int line, gck_call *call)

@@ -8,7 +8,7 @@
 #include "engine/selective/selective.h"
 
 int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *store, PyObject *policy_fn, int replay,
-                          const Py_ssize_t *saved)
+                          const gck_run *run)
 {
     int modes;
 
@@ -18,14 +18,14 @@ int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *
         return store == NULL ? 0 : -1;
     }
     if (policy_fn == NULL && !modes && gck_catches_by_key(state, store)) {
-        c->by_key = gck_selective_begin(state, &c->active, store, replay, 1, saved) == 0;
+        c->by_key = gck_selective_begin(state, &c->active, store, replay, 1, run) == 0;
         return c->by_key ? 0 : -1;
     }
     c->mode = PyObject_CallFunction(state->py.call.selective_mode, "OOi", (PyObject *)store,
                                   policy_fn != NULL ? policy_fn : Py_None, replay);
-    const gck_saved_count before = gck_saved_count_begin(c->mode, saved);
+    const gck_context_run before = gck_context_run_begin(c->mode, run);
     const int status = c->mode != NULL ? gck_done(PyObject_CallMethod(c->mode, "__enter__", NULL)) : -1;
-    gck_saved_count_end(before);
+    gck_context_run_end(before);
     if (status < 0) {
         Py_CLEAR(c->mode);
     }

@@ -7,15 +7,15 @@
 #include "engine/selective/op_storage.h"
 
 /* Catch the operators that the store names until the end, on the key; by a mode of ours where other
- * modes watch, or where the policy is a function.  store NULL: nothing is caught.  saved: how many
- * tensors the region has saved, or NULL: no matter.  0 or -1. */
+ * modes watch, or where the policy is a function.  store NULL: nothing is caught.  run: of the
+ * region, or NULL: not known.  0 or -1. */
 typedef struct {
     gck_active active;
     int        by_key;
     PyObject  *mode;
 } gck_op_catching;
 int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *store, PyObject *policy_fn, int replay,
-                          const Py_ssize_t *saved);
+                          const gck_run *run);
 int gck_op_catching_end(gck_state *state, gck_op_catching *c);
 
 #endif

@@ -41,7 +41,7 @@ static int catches_by_key(const gck_active *a, unsigned long thread)
 }
 
 int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *store, int replay, int by_key,
-                        const Py_ssize_t *saved)
+                        const gck_run *run)
 {
     *active = (gck_active){
         .store = (gck_op_storage *)Py_NewRef((PyObject *)store),
@@ -49,17 +49,17 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *st
         .thread = PyThread_get_thread_ident(),
         .by_key = by_key,
         .busy = !by_key,
-        .saved = saved,
+        .run = run,
         .outer = state->active,
     };
     state->active = active;
     if (!replay) {
-        store->stamped = saved != NULL;
+        store->stamped = run != NULL && run->saved != NULL;
     } else if (store->traced) {
         active->counts = PyObject_CallFunctionObjArgs(state->py.defaultdict, state->py.count, NULL);
     }
     if ((replay && (store->traced ? active->counts == NULL
-                                  : gck_matching_begin(&active->matching, store, saved != NULL) < 0))
+                                  : gck_matching_begin(&active->matching, store, run != NULL && run->saved != NULL) < 0))
         || gck_replay_discrete_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;

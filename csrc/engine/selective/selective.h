@@ -6,10 +6,10 @@
 #include "engine/selective/active_storage.h"
 #include "engine/selective/op_storage.h"
 
-/* Catch the named operators in this thread until the end; by_key 0: a mode catches them.  saved: how
- * many tensors the region has saved, or NULL.  0 or -1. */
+/* Catch the named operators in this thread until the end; by_key 0: a mode catches them.  run: of
+ * its region, or NULL: not known.  0 or -1. */
 int  gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *store, int replay, int by_key,
-                         const Py_ssize_t *saved);
+                         const gck_run *run);
 void gck_selective_end(gck_state *state, gck_active *active);
 
 /* End a recompute that has not failed, and judge its calls; stopped: before its function ended.  0,

@@ -175,7 +175,7 @@ static PyObject *context_enter(PyObject *op, PyObject *unused)
     if ((active = malloc(sizeof *active)) == NULL) {
         PyErr_NoMemory();
     } else if (gck_selective_begin(store->state, active, store, self->replay, by_key,
-                                   gck_saved_count_of(op)) < 0) {
+                                   gck_context_run_of(op)) < 0) {
         free(active);
     } else {
         active->context = op;
