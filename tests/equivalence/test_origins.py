@@ -3,6 +3,7 @@ place, as far as both runs know where it comes from. All tensors here have one s
 shape tells.
 """
 
+import functools
 import logging
 import warnings
 import weakref
@@ -238,6 +239,61 @@ def test_an_argument_that_outer_hooks_lay_out_anew_is_no_difference():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t):
         y = gradckpt.checkpoint(lambda t: t.sin(), h.t())
     assert torch.equal(torch.autograd.grad(y.sum(), leaves)[0], h.detach().cos())
+
+
+def test_a_part_of_an_argument_that_outer_hooks_lay_out_anew_is_no_difference():
+    """Also where the region lies in another, whose arguments they lay out anew."""
+
+    def slices(t):
+        return t[:2].sin()
+
+    leaves, (h,) = inputs(1)
+    expected = 2 * torch.autograd.grad(slices(h[:1].expand(N, N)).sum(), leaves, retain_graph=True)[0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t):
+        inner = gradckpt.checkpoint(slices, h[:1].expand(N, N))
+        outer = gradckpt.checkpoint(lambda t: gradckpt.checkpoint(slices, t), h[:1].expand(N, N))
+    assert torch.equal(torch.autograd.grad(inner.sum() + outer.sum(), leaves)[0], expected)
+
+
+@pytest.mark.parametrize("compress", [None, "lossless"])
+def test_a_view_of_one_argument_that_is_another_is_no_difference(compress):
+    """In a recompute that an outer region has begun, the two share no memory."""
+
+    def inner(t, h):
+        return (t.sin() @ t.t()).cos() * h.sin()
+
+    def outer(region, x):
+        h = x.sin()
+        return region(inner, h.t(), h).sin()
+
+    leaves, (h,) = inputs(1)
+    region = functools.partial(gradckpt.checkpoint, compress=compress)
+    expected = torch.autograd.grad(outer(lambda f, *args: f(*args), h).sum(), leaves, retain_graph=True)[0]
+    found = gradckpt.checkpoint(functools.partial(outer, region), h)
+    assert torch.equal(torch.autograd.grad(found.sum(), leaves)[0], expected)
+
+
+@pytest.mark.parametrize("compress", [None, "lossless", "int8"])
+def test_an_empty_argument_is_no_difference(compress):
+    leaf = torch.ones(0, N, requires_grad=True)
+    h = (leaf * 1).t()
+    y = gradckpt.checkpoint(lambda t: t.t().sin(), h, compress=compress and {"codec": compress, "min_numel": 0})
+    assert torch.autograd.grad(y.sum(), leaf)[0].shape == (0, N)
+
+
+def test_equal_constants_may_change_places():
+    masks = [torch.full((N, N), 0.5), torch.full((N, N), 0.5)]
+
+    def alternates(x):
+        masks.reverse()
+        return (x * masks[0]).sin() * masks[1]
+
+    leaves, args = inputs(1)
+    expected = torch.autograd.grad(alternates(*args).sum(), leaves, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(gradckpt.checkpoint(alternates, *args).sum(), leaves)[0], expected)
+    masks[0] = masks[0] * 3
+    with pytest.raises(CheckpointError, match="saved other tensors"):
+        gradckpt.checkpoint(alternates, *args).sum().backward()
 
 
 def test_masks_of_reused_memory_are_no_difference():

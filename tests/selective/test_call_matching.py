@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import threading
 
 import pytest
@@ -170,6 +171,23 @@ def test_two_products_that_may_be_meant_raise(name):
 
     with pytest.raises(CheckpointError, match=r"aten.mm.default 2 times alike and the recompute 1 times"):
         gradient(REGIONS[name], function)
+
+
+@pytest.mark.parametrize("op", [torch.gt, torch.mm])
+@pytest.mark.parametrize("name", [*REGIONS, *NODES])
+def test_calls_whose_operands_change_places_are_told_apart_by_the_argument(name, op):
+    """Equal in number, in what is saved around them, and in shapes."""
+    other, run = torch.randn(32, 32, generator=torch.Generator().manual_seed(3)), itertools.count()
+
+    def swaps(h):
+        with torch.no_grad():
+            calls = [lambda: op(h, other), lambda: op(other, h)]
+            results = [call() for call in calls] if next(run) == 0 else [call() for call in calls[::-1]][::-1]
+        a, b = (result.float() for result in results)
+        return h * a + h.square() * b * 3
+
+    want = gradient(lambda f, x: f(x), swaps)
+    assert (gradient((REGIONS | NODES)[name], swaps) - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.parametrize("name", [*REGIONS, *NODES])

@@ -54,6 +54,7 @@ struct gck_frame {
     gck_rounding rounding;           /* where the noise of tensors encoded inside begins   */
     int          approximate;        /* the recompute gets other values than the forward   */
     int          exact;              /* not now: a forward around it runs, see running.h   */
+    int          any_layout;         /* hooks around it may lay arguments out anew         */
     int          fake_quantized;     /* the forward, too, ran on the restored values       */
     /* inputs may be restored approximately: which discrete outputs are kept, as in a gck_plan */
     int          replay_discrete;

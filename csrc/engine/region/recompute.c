@@ -256,11 +256,10 @@ static int is_another(const gck_frame *frame, const gck_origin *origins, Py_ssiz
                       const gck_metadata *then, const gck_metadata *now)
 {
     const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
-    const int known = was->node != NULL && is->node != NULL       /* outer hooks may lay an argument out anew */
-                   && was->argument == GCK_NO_ARGUMENT && is->argument == GCK_NO_ARGUMENT;
+    const int laid_out = was->node != NULL && is->node != NULL && !frame->any_layout;
     const int same = gck_origin_same(was, is);
 
-    return same < 0 ? -1 : !same || (known && !gck_metadata_same_layout(then, now)) ? 1
+    return same < 0 ? -1 : !same || (laid_out && !gck_metadata_same_layout(then, now)) ? 1
          : leaf_is_exchanged(frame, origins, n, i);
 }
 

@@ -12,6 +12,7 @@
 #include "engine/payload/rounding.h"
 #include "engine/selective/op_catching.h"
 #include "engine/selective/op_hiding.h"
+#include "engine/innermost_hooks.h"
 #include "engine/selective/op_storage.h"
 #include "engine/selective/replay_discrete.h"
 #include "engine/selective/selective_mode.h"
@@ -21,17 +22,21 @@
 
 /* ---- forward ---- */
 
-/* 1 when other saved-tensor hooks are active: payloads then go through them.  *replay_discrete:
- * which discrete outputs are replayed because these hooks keep tensors lossily, inputs of ours
- * among them. */
-static int outer_hooks(const gck_py *py, int *replay_discrete)
+/* 1 when other saved-tensor hooks are active: payloads then go through them.  These may keep tensors
+ * lossily, inputs of ours among them, and lay them out anew. */
+static int outer_hooks(gck_frame *frame)
 {
-    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
-    const int active = top == NULL ? -1 : top != Py_None;
+    gck_hooks_owner owner;
+    PyObject *around, *top = gck_innermost_hooks(frame->state, &owner, &around);
 
-    *replay_discrete = active > 0 ? gck_saved_hooks_replay_discrete(top) : 0;
-    Py_XDECREF(top);
-    return active;
+    if (top == NULL) {
+        return -1;
+    }
+    frame->replay_discrete = owner != GCK_HOOKS_NONE ? gck_saved_hooks_replay_discrete(top) : 0;
+    frame->any_layout = owner == GCK_HOOKS_OTHER
+                     || (around != NULL && Py_TYPE(around) == frame->state->Frame && ((gck_frame *)around)->any_layout);
+    Py_DECREF(top);
+    return owner != GCK_HOOKS_NONE;
 }
 
 /* Count the region.  Nothing is compressed under tracing.  0 or -1. */
@@ -40,7 +45,7 @@ static int begin(gck_frame *frame, gck_packing *packing)
     gck_state *state = frame->state;
     const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
 
-    packing->outer = tracing < 0 ? -1 : outer_hooks(&state->py, &frame->replay_discrete);
+    packing->outer = tracing < 0 ? -1 : outer_hooks(frame);
     if (packing->outer < 0) {
         return -1;
     }
