@@ -463,6 +463,7 @@ def raise_origins(rows: list[tuple[Any, ...]], function: Any, approximate: int, 
     )
     _raise_or_warn(
         "gradckpt: the recompute of a region saved other tensors than its forward, so gradients would be wrong; make "
-        f'both runs alike, or pass determinism_check="warn":\n{differences}{_tip(approximate)}',
+        f'both runs alike, or pass determinism_check="warn":\n{differences}debug=True lists the operators of both '
+        f"runs\n{_APPROXIMATE if approximate else ''}",
         warn,
     )
