@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import reprlib
 import sys
 import types
 import weakref
@@ -35,92 +36,73 @@ _VERSION = "version "
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _FOREIGN = (sys.stdlib_module_names - {"types", "argparse"}) | {"torch", "numpy"}
 
+_Inside = list[tuple[str, Any]]
+
 
 class _Seen(NamedTuple):
     """One value: what is compared, and the words for it."""
 
-    key: tuple[Any, ...]
+    key: Any
     text: str
     tensor: weakref.ref[torch.Tensor] | None = None
 
 
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 def _tensor(x: torch.Tensor) -> _Seen:
-    try:
-        version = x._version
-    except Exception:  # an inference tensor, or a subclass, that has none
-        version = -1
+    version = -1 if x.is_inference() else x._version
     itself = weakref.ref(x)  # equal ones would compare values; for one tensor it is one object
     return _Seen((id(itself), version), f"{_VERSION}{version}", itself)
 
 
-def _value(x: Any) -> _Seen:
-    """Return a value as it is printed, so that NaN equals NaN; a subclass may print anything."""
-    base: Any = next(base for base in _VALUES if issubclass(type(x), base))
-    if base in (str, bytes):
-        n, start = base.__len__(x), repr(base.__getitem__(x, slice(40)))
-        return _Seen((n, base.__hash__(x), start), start if n <= 40 else f"{start}...")
-    return _Seen((base.__repr__(x),), base.__repr__(x))
+def _container(x: Any) -> tuple[_Seen, _Inside]:
+    first = list(itertools.islice(x.items() if isinstance(x, dict) else x, COUNT))
+    inside: _Inside = []
+    if isinstance(x, dict):
+        inside = [(f"[{reprlib.repr(k)}]", value) for k, value in first]
+    elif isinstance(x, (list, tuple)):
+        names = [f".{name}" for name in getattr(x, "_fields", ())] or [f"[{i}]" for i in range(len(first))]
+        inside = list(zip(names, first, strict=True))
+    keys = frozenset(path for path, _ in inside) if isinstance(x, dict) else None
+    return _Seen((type(x), len(x), keys), _count(len(x), "item")), inside
 
 
-def _container(x: Any, base: Any) -> tuple[_Seen, list[tuple[str, Any]]]:
-    """Return what is in a container, by the methods of its base class; faster: its first items."""
-    n, first = base.__len__(x), list(itertools.islice(base.items(x) if base is dict else base.__iter__(x), COUNT))
-    if base is dict:
-        inside = [(f"[{_value(k).text if type(k) in _VALUES else type(k).__name__}]", value) for k, value in first]
-    elif base in (list, tuple):
-        names = dict(enumerate(getattr(type(x), "_fields", ()) if base is tuple else ()))
-        inside = [(f".{names[i]}" if i in names else f"[{i}]", value) for i, value in enumerate(first)]
-    else:  # a set has no paths
-        inside = []
-    keys = frozenset(path for path, _ in inside) if base is dict else None
-    return _Seen((type(x), n, keys), f"{n} item{'s' * (n != 1)}"), inside
+def _attributes(x: Any) -> _Inside:
+    """Return the attributes of an object, those in slots too."""
+    state = object.__getstate__(x)  # None, a dict, or the dict and the slots
+    parts = state if isinstance(state, tuple) else (state,)
+    return [(f".{name}", value) for part in parts for name, value in (part or {}).items()]
 
 
-def _attributes(x: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an object, those in slots too, without running code of its class."""
-    found = {}
-    for base in type(x).__mro__:
-        for name, slot in () if _is_foreign(base) else vars(base).items():
-            if isinstance(slot, types.MemberDescriptorType) and name != "__dict__":
-                with contextlib.suppress(AttributeError):  # not set
-                    found[name] = slot.__get__(x)
-    with contextlib.suppress(AttributeError):
-        found |= object.__getattribute__(x, "__dict__")
-    return [(f".{name}", value) for name, value in found.items()]
-
-
-def _is_foreign(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _FOREIGN
-
-
-def _look(x: Any) -> tuple[_Seen | None, list[tuple[str, Any]]]:
+def _look(x: Any) -> tuple[_Seen | None, _Inside]:
     """Return what is seen of a value itself, and what is in it."""
     kind = type(x)
-    if issubclass(kind, torch.Tensor):
-        return _tensor(x), _attributes(x)
-    if issubclass(kind, torch.nn.Module):  # its running statistics and caches are its own affair
+    if isinstance(x, torch.Tensor):
+        return _tensor(x), _attributes(x) if kind is torch.Tensor and vars(x) else []
+    if isinstance(x, torch.nn.Module):  # its running statistics and caches are its own affair
         return None, [(f".{name}", parameter) for name, parameter in x.named_parameters()]
-    if issubclass(kind, _VALUES):
-        return _value(x), []
-    if issubclass(kind, _CONTAINERS):
-        seen, inside = _container(x, next(base for base in _CONTAINERS if issubclass(kind, base)))
-        return seen, inside if kind in _CONTAINERS else inside + _attributes(x)
+    if isinstance(x, _VALUES):
+        return _Seen(repr(x), reprlib.repr(x)), []  # NaN equals NaN
+    if isinstance(x, _CONTAINERS):
+        seen, inside = _container(x)
+        return seen, inside + ([] if kind in _CONTAINERS else _attributes(x))
     if kind is functools.partial:
         return None, [(".args", x.args), (".keywords", x.keywords), (".func", x.func)]
-    if issubclass(kind, _OPAQUE) or _is_foreign(kind):
-        return _Seen((kind,), kind.__name__), []
+    if isinstance(x, _OPAQUE) or kind.__module__.partition(".")[0] in _FOREIGN:
+        return _Seen(kind, kind.__name__), []
     inside = _attributes(x)
-    return _Seen((kind, len(inside)), f"{kind.__name__} with {len(inside)} attribute{'s' * (len(inside) != 1)}"), inside
+    return _Seen((kind, len(inside)), f"{kind.__name__} with {_count(len(inside), 'attribute')}"), inside
 
 
 def _differences(then: dict[str, _Seen], now: dict[str, _Seen]) -> list[str]:
     found = []
     for path in (path for path in then if path in now and then[path].key != now[path].key):
         before, after = then[path], now[path]
-        if before.text != after.text:
-            found.append(f"{path}: {before.text}, now {after.text.removeprefix(_VERSION)}")
-        else:
-            found.append(f"{path}: another tensor" if before.tensor is not None else f"{path}: other contents")
+        same = "another tensor" if before.tensor is not None else "other contents"
+        changed = f"{before.text}, now {after.text.removeprefix(_VERSION)}"
+        found.append(f"{path}: {same if before.text == after.text else changed}")
     return found[:NAMED] + ([f"and {len(found) - NAMED} more"] if len(found) > NAMED else [])
 
 
