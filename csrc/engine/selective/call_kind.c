@@ -93,7 +93,8 @@ static int mix_operand(const gck_py *py, const gck_run *run, gck_call_kind *kind
     return PyErr_Occurred() ? -1 : 0;
 }
 
-int gck_call_kind_of(const gck_py *py, const gck_run *run, uint64_t op, PyObject *args, PyObject *kwargs, gck_call_kind *kind)
+int gck_call_kind_of(const gck_py *py, const gck_run *run, uint64_t op, PyObject *args, PyObject *kwargs,
+                     gck_call_kind *kind)
 {
     PyObject *name, *value;
     Py_ssize_t at = 0;
