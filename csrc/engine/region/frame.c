@@ -36,7 +36,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     const gck_py *py = &frame->state->py;
     gck_holder *holder = NULL;
     gck_metadata meta = {.objects = NULL};
-    gck_origin origin = {.argument = GCK_NO_ARGUMENT};
+    gck_origin origin = {.node = NULL};
     int grad;
 
     /* First, because this may run Python, which may record more slots. */
@@ -54,6 +54,20 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     holder->index = frame->nslots;
     frame->slots[frame->nslots++] = (gck_slot){holder, meta, origin};
     return (PyObject *)holder;
+}
+
+int gck_frame_remember(gck_frame *frame, const gck_run *run)
+{
+    frame->layouts = run->layouts;
+    for (int i = 0; i < run->n; i++) {
+        PyObject *old = frame->originals[i];
+        if ((frame->originals[i] = PyWeakref_NewRef(run->given[i], NULL)) == NULL) {
+            Py_XDECREF(old);
+            return -1;
+        }
+        Py_XDECREF(old);
+    }
+    return 0;
 }
 
 /* ---- Frame ---- */
@@ -84,6 +98,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
         Py_VISIT(frame->slots[i].meta.objects);
         Py_VISIT(frame->slots[i].origin.node);
+        Py_VISIT(frame->slots[i].origin.through);
     }
     for (Py_ssize_t t = 0; t < frame->recomputed.n; t++) {
         const gck_recomputed *table = frame->recomputed.table[t];
@@ -104,6 +119,9 @@ static int frame_clear(PyObject *op)
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
         gck_metadata_clear(&frame->slots[i].meta);
         gck_origin_clear(&frame->slots[i].origin);
+    }
+    for (int i = 0; i < GCK_GIVEN; i++) {
+        Py_CLEAR(frame->originals[i]);
     }
     frame->args = NULL;
     for (Py_ssize_t i = 0; args != NULL && i < frame->nargs + frame->nkwargs; i++) {

@@ -54,7 +54,8 @@ struct gck_frame {
     gck_rounding rounding;           /* where the noise of tensors encoded inside begins   */
     int          approximate;        /* the recompute gets other values than the forward   */
     int          exact;              /* not now: a forward around it runs, see running.h   */
-    int          any_layout;         /* hooks around it may lay arguments out anew         */
+    uint64_t     layouts;            /* of the arguments in the forward, see run.h         */
+    PyObject    *originals[GCK_GIVEN];   /* owned: weak references to these arguments; NULL: no more */
     int          fake_quantized;     /* the forward, too, ran on the restored values       */
     /* inputs may be restored approximately: which discrete outputs are kept, as in a gck_plan */
     int          replay_discrete;
@@ -97,5 +98,8 @@ gck_frame *gck_frame_new(gck_state *state);
 
 /* New reference: a Holder for the next slot; remembers x's metadata. */
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x);
+
+/* Remember the arguments of the forward for the recompute.  0 or -1. */
+int gck_frame_remember(gck_frame *frame, const gck_run *run);
 
 #endif

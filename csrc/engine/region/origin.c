@@ -3,7 +3,10 @@
 
 #include "torch/calls.h"
 #include "torch/input.h"
+#include "torch/tensor.h"
 #include "engine/payload/layout.h"
+
+#include <string.h>
 
 /* 1 when y, a tensor, has the values of x, which lies there; 0; -1. */
 static int lies_alike(const gck_py *py, const gck_dl_tensor *x, PyObject *y)
@@ -19,42 +22,38 @@ static int lies_alike(const gck_py *py, const gck_dl_tensor *x, PyObject *y)
     return shown < 0 ? -1 : alike;
 }
 
-/* 1 when an argument begins in the memory of x, which lies there: it may be a view of x in the forward,
- * but never of what is restored; 0; -1. */
-static int holds_argument(const gck_py *py, const gck_run *run, const gck_dl_tensor *x)
+/* Nodes of views, without "Backward": others are not asked for their base, which takes time. */
+static const char *const views[] = {
+    "Alias", "AsStrided", "Detach", "Diagonal", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split",
+    "Squeeze", "T", "Transpose", "Unbind", "Unfold", "Unsqueeze", "View",
+};
+
+/* 1 when tensors of this type of node may be views; 0; -1.  Types of torch's own nodes never die. */
+static int makes_views(PyTypeObject *type)
 {
-    const int64_t bytes = gck_reach(x->ndim, x->shape, x->strides) * x->dtype.bits / 8;
-    gck_dl_tensor at;
-    int holds = 0;
+    static struct { const PyTypeObject *type; int may; } known[64];
+    const size_t at = ((uintptr_t)type >> 5) % (sizeof known / sizeof *known);
+    PyObject *name;
+    const char *text;
+    int may = 0;
 
-    for (int i = 0; run != NULL && holds == 0 && i < run->n; i++) {
-        const int shown = gck_is_plain_tensor(py, run->given[i]) ? gck_read_dlpack(py, run->given[i], &at) : 0;
-        holds = shown < 0 ? -1 : shown && (intptr_t)at.data - (intptr_t)x->data >= 0
-                              && (intptr_t)at.data - (intptr_t)x->data < bytes;
+    if (known[at].type == type) {                /* faster */
+        return known[at].may;
     }
-    return holds;
-}
-
-/* Types of torch's own nodes, which never die, whose results are no views: such a result is not asked
- * for its base. */
-enum { KINDS = 64 };
-static const PyObject *no_views[KINDS];
-
-/* New reference: the base of x, which this node made; None for no view. */
-static PyObject *base_of(const gck_py *py, PyObject *x, PyObject *node)
-{
-    PyTypeObject *type = Py_TYPE(node);
-    const PyObject **known = &no_views[((uintptr_t)type >> 5) % KINDS];
-    PyObject *base;
-
-    if (*known == (PyObject *)type) {            /* faster */
-        return Py_NewRef(Py_None);
+    if (PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE) {
+        return 0;
     }
-    base = PyObject_GetAttr(x, py->names._base);
-    if (base == Py_None && !(PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE)) {
-        *known = (PyObject *)type;
+    name = PyType_GetName(type);
+    text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    for (size_t i = 0; text != NULL && i < sizeof views / sizeof *views; i++) {
+        may |= strncmp(text, views[i], strlen(views[i])) == 0;
     }
-    return base;
+    if (text != NULL) {
+        known[at].type = type;
+        known[at].may = may;
+    }
+    Py_XDECREF(name);
+    return text != NULL ? may : -1;
 }
 
 static int know_leaf(PyObject *x, gck_origin *origin)
@@ -63,97 +62,76 @@ static int know_leaf(PyObject *x, gck_origin *origin)
     return origin->leaf != NULL ? 0 : -1;
 }
 
-static int know_node(const gck_py *py, PyObject *node, gck_origin *origin)
+/* x is a view of base.  0 or -1. */
+static int know_base(const gck_py *py, const gck_dl_tensor *x, PyObject *base, gck_origin *origin)
 {
-    if ((PyObject *)Py_TYPE(node) != py->error_node) {         /* else a restored argument that has no number */
-        origin->node = Py_NewRef((PyObject *)Py_TYPE(node));
+    PyObject *node = PyObject_GetAttr(base, py->names.grad_fn);
+    const int all = node != NULL ? lies_alike(py, x, base) : -1;
+    gck_dl_tensor whole;
+    int status = all < 0 ? -1 : 0;
+
+    if (all > 0 && node != Py_None) {
+        origin->through = Py_NewRef((PyObject *)Py_TYPE(node));
+    } else if (all >= 0 && node == Py_None) {
+        const int shown = gck_read_dlpack(py, base, &whole);
+        const intptr_t offset = shown > 0 ? (intptr_t)x->data - (intptr_t)whole.data : -1;
+        const int64_t bytes = shown > 0 ? gck_reach(whole.ndim, whole.shape, whole.strides) * whole.dtype.bits / 8 : 0;
+        origin->offset = offset < bytes ? offset : -1;          /* else base has got other memory */
+        status = shown < 0 ? -1 : know_leaf(base, origin);
     }
-    return 0;
+    Py_XDECREF(node);
+    return status;
 }
 
-/* x is a view: of all of an argument or of its base, which has the same values, or of a part of a
- * parameter.  0 or -1. */
-static int know_view(const gck_py *py, const gck_run *run, PyObject *x, PyObject *node, PyObject *base,
-                     gck_origin *origin)
+/* The node of x may have made a view: of all of an argument, of a result, or of a leaf.  0 or -1. */
+static int know_view(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin)
 {
-    gck_dl_tensor at, whole;
-    PyObject *of;
-    int alike = 0, status;
+    PyObject *base = PyObject_GetAttr(x, py->names._base);
+    gck_dl_tensor at;
+    int status = base == NULL ? -1 : base == Py_None ? 0 : gck_read_dlpack(py, x, &at);
 
-    if (gck_read_dlpack(py, x, &at) <= 0) {
-        return PyErr_Occurred() ? -1 : know_node(py, node, origin);
-    }
-    if (gck_reach(at.ndim, at.shape, at.strides) == 0) {       /* it lies nowhere */
-        return 0;
-    }
-    for (int i = 0; run != NULL && alike == 0 && i < run->n; i++) {
-        alike = lies_alike(py, &at, run->given[i]);
-        if (alike > 0) {
-            origin->argument = gck_argument_number(run, run->given[i]);
-            alike = know_leaf(run->given[i], origin) < 0 || know_node(py, node, origin) < 0 ? -1 : 1;
+    if (status > 0 && (status = gck_reach(at.ndim, at.shape, at.strides) > 0)) {       /* else it lies nowhere */
+        for (int i = 0; run != NULL && status >= 0 && i < 2 * run->n; i++) {
+            PyObject *given = gck_given(run, i / 2, i % 2);
+            const int alike = given != NULL ? lies_alike(py, &at, given) : 0;
+            origin->arguments |= (uint32_t)(alike > 0) << i / 2;
+            status = alike < 0 ? -1 : 1;
+        }
+        if (status > 0 && origin->arguments == 0) {
+            status = know_base(py, &at, base, origin);
         }
     }
-    if (alike != 0) {
-        return alike < 0 ? -1 : 0;
-    }
-    alike = lies_alike(py, &at, base);
-    if (alike > 0 && (status = holds_argument(py, run, &at)) != 0) {
-        return status < 0 ? -1 : know_node(py, node, origin);
-    }
-    if (alike <= 0) {
-        if (alike == 0 && (PyObject *)Py_TYPE(base) == py->Parameter && gck_read_dlpack(py, base, &whole) > 0) {
-            origin->offset = (int64_t)((intptr_t)at.data - (intptr_t)whole.data);
-            alike = know_leaf(base, origin);
-        }
-        return alike < 0 || PyErr_Occurred() ? -1 : know_node(py, node, origin);
-    }
-    of = PyObject_GetAttr(base, py->names.grad_fn);
-    status = of == NULL ? -1 : of == Py_None ? know_leaf(base, origin) : know_node(py, of, origin);
-    Py_XDECREF(of);
-    return status;
+    Py_XDECREF(base);
+    return status < 0 ? -1 : 0;
 }
 
 int gck_origin_of(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin, int *grad)
 {
-    const int argument = gck_argument_number(run, x);
+    const uint32_t arguments = gck_arguments_that_are(run, x);
     const int plain = gck_is_plain_tensor(py, x);
-    PyObject *node = plain ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None), *base;
+    PyObject *node = plain ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None);
     int status = node == NULL ? -1 : 0;
 
-    *origin = (gck_origin){.argument = argument};
+    *origin = (gck_origin){.arguments = arguments, .itself = arguments != 0};
     if (status == 0) {
         *grad = node != Py_None ? 1 : gck_attr_is_true(x, py->names.requires_grad);
         status = *grad < 0 ? -1 : 0;
     }
-    if (status == 0 && plain) {
-        if (node == Py_None || argument != GCK_NO_ARGUMENT) {
-            origin->constant = !*grad;
-            status = know_leaf(x, origin);
-        } else if ((base = base_of(py, x, node)) == NULL) {
-            status = -1;
-        } else {
-            status = base == Py_None ? know_node(py, node, origin) : know_view(py, run, x, node, base, origin);
-            Py_DECREF(base);
+    if (status == 0 && plain && (node == Py_None || arguments != 0)) {
+        origin->constant = !*grad;
+        status = (origin->constant && gck_version_of(py, x, &origin->version) < 0) || know_leaf(x, origin) < 0 ? -1 : 0;
+    } else if (status == 0 && plain) {
+        const int may = makes_views(Py_TYPE(node));
+        if ((PyObject *)Py_TYPE(node) != py->error_node) {     /* else a restored argument that has no number */
+            origin->node = Py_NewRef((PyObject *)Py_TYPE(node));
         }
+        status = may <= 0 ? may : know_view(py, run, x, origin);
     }
     Py_XDECREF(node);
     if (status < 0) {
         gck_origin_clear(origin);
     }
     return status;
-}
-
-int gck_origin_is_original(const gck_py *py, const gck_origin *then, PyObject *x)
-{
-    PyObject *original = then->argument != GCK_NO_ARGUMENT ? gck_origin_leaf(then) : NULL;
-    gck_dl_tensor at;
-    int shown;
-
-    if (original == NULL || original == x || !gck_is_plain_tensor(py, x)) {
-        return original != NULL && original == x;
-    }
-    shown = gck_read_dlpack(py, x, &at);
-    return shown > 0 ? lies_alike(py, &at, original) : shown;
 }
 
 /* 1, 0, or -1.  A class that the function makes anew in each run is another object of the same name.
@@ -163,8 +141,8 @@ static int same_type(PyObject *a, PyObject *b)
     PyObject *left, *right;
     int same;
 
-    if (a == b) {
-        return 1;
+    if (a == b || a == NULL || b == NULL) {
+        return a == b;
     }
     left = PyType_GetName((PyTypeObject *)a);
     right = PyType_GetName((PyTypeObject *)b);
@@ -178,19 +156,25 @@ static int same_type(PyObject *a, PyObject *b)
 
 int gck_origin_same(const gck_origin *then, const gck_origin *now)
 {
-    const int given_then = then->argument != GCK_NO_ARGUMENT, given_now = now->argument != GCK_NO_ARGUMENT;
+    int same;
 
-    if (given_then && given_now) {
-        return then->argument == now->argument || then->argument == GCK_SOME_ARGUMENT
-            || now->argument == GCK_SOME_ARGUMENT;
+    if (then->arguments != 0 && now->arguments != 0) {
+        return (then->arguments & now->arguments) != 0;
     }
-    if ((given_then && then->node == NULL) || (given_now && now->node == NULL)) {
-        return (given_then ? now : then)->node == NULL;         /* known as no argument where a node has made it */
+    if (then->itself || now->itself) {           /* known as no argument where a node has made it */
+        return (then->itself ? now : then)->node == NULL;
     }
     if (then->constant && now->node != NULL) {   /* the other way round the first call may have cached it */
         return 0;
     }
-    return then->node == NULL || now->node == NULL ? 1 : same_type(then->node, now->node);
+    if (then->node == NULL || now->node == NULL) {
+        return 1;
+    }
+    same = same_type(then->node, now->node);
+    if (same == 0 && then->through != NULL) {
+        same = then->through == now->node || then->through == now->through;
+    }
+    return same != 0 ? same : now->through == then->node;
 }
 
 PyObject *gck_origin_leaf(const gck_origin *origin)
@@ -204,15 +188,20 @@ PyObject *gck_origin_describe(const gck_origin *origin)
 {
     PyObject *name = origin->node != NULL ? PyType_GetName((PyTypeObject *)origin->node) : Py_NewRef(Py_None);
     PyObject *leaf = gck_origin_leaf(origin);
+    int argument = -1;
 
-    return name == NULL ? NULL : Py_BuildValue("(iNO)", origin->argument, name, leaf != NULL ? leaf : Py_None);
+    for (int i = GCK_GIVEN - 1; i >= 0; i--) {
+        argument = origin->arguments >> i & 1 ? i : argument;
+    }
+    return name == NULL ? NULL : Py_BuildValue("(iNO)", argument, name, leaf != NULL ? leaf : Py_None);
 }
 
 void gck_origin_clear(gck_origin *origin)
 {
     gck_origin old = *origin;
 
-    *origin = (gck_origin){.argument = GCK_NO_ARGUMENT};
+    *origin = (gck_origin){.node = NULL};
     Py_XDECREF(old.node);
+    Py_XDECREF(old.through);
     Py_XDECREF(old.leaf);
 }

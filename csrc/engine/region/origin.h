@@ -10,26 +10,25 @@
 #include "engine/run.h"
 
 typedef struct {
-    int       argument;      /* the number of the argument that it is, or GCK_NO_ARGUMENT, GCK_SOME_ARGUMENT */
-    PyObject *node;          /* owned: the type of the node that made it; NULL: not known, or an argument
-                                itself and no view of it                                       */
+    uint32_t  arguments;     /* bits: which arguments it is, or has the memory and the layout of      */
+    int       itself;        /* it is an argument, and no view of one                                 */
+    PyObject *node;          /* owned: the type of the node that made it; NULL: not known, or itself  */
+    PyObject *through;       /* owned: of a view of all of its base: likewise of the base; NULL       */
     PyObject *leaf;          /* owned: weak reference to the argument or the tensor without a node that it
-                                is, or to the parameter of which it is a view; NULL: none of these  */
-    int64_t   offset;        /* of such a view, in bytes                                            */
-    int       constant;      /* no node made it, and no gradient flows to it                        */
+                                is, or of which it is a view; NULL: none of these                     */
+    int64_t   offset;        /* of such a view, in bytes; -1: not known                               */
+    int       constant;      /* no node made it, and no gradient flows to it                          */
+    int64_t   version;       /* of a constant                                                         */
 } gck_origin;
 
 /* Read it of a tensor that autograd saves.  *grad: whether it requires grad.  0, or -1 with an exception
  * and *origin empty. */
 int gck_origin_of(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin, int *grad);
 
-/* 0 when both are known and differ, else 1; -1.  A leaf that requires grad may have been replaced by a
- * result, and of two leaves one pair says nothing. */
+/* 0 when both are known and differ, else 1; -1.  Where memory lies tells that two are the same, never
+ * that they differ: a forward's arguments and closures may be views of one another, those of a recompute
+ * are not. */
 int gck_origin_same(const gck_origin *then, const gck_origin *now);
-
-/* 1 when x is the argument itself that the forward saved, or a view of all of it: the function has that
- * from elsewhere, too; 0; -1.  No Python runs. */
-int gck_origin_is_original(const gck_py *py, const gck_origin *then, PyObject *x);
 
 /* Borrowed: the tensor that it is, or lies in, if that is alive; NULL. */
 PyObject *gck_origin_leaf(const gck_origin *origin);

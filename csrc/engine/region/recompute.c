@@ -92,11 +92,13 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
 {
     gck_recompute *self = (gck_recompute *)op;
     const gck_py *py = self->frame != NULL ? &self->frame->state->py : NULL;
-    gck_origin origin = {.argument = GCK_NO_ARGUMENT};
+    gck_origin origin = {.node = NULL};
+    /* where arguments are laid out anew, operators on them may differ too: nothing is known */
+    gck_origin *origins = self->run != NULL && !self->run->laid_anew ? self->origins : NULL;
     PyObject *value = NULL;
     int grad = 0, status = 0;
 
-    if (py != NULL && self->origins != NULL) {
+    if (py != NULL && origins != NULL) {
         status = gck_origin_of(py, self->run, x, &origin, &grad);
     } else if (py != NULL) {
         status = grad = gck_attr_is_true(x, py->names.requires_grad);
@@ -107,14 +109,8 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
     gck_recomputed *table = self->table;
 
-    if (value != NULL && frame != NULL && self->origins != NULL && table->counter < table->size) {
-        const gck_origin *then = &frame->slots[table->counter].origin;
-        const int original = gck_origin_is_original(&frame->state->py, then, x);
-        origin.argument = original > 0 ? then->argument : origin.argument;
-        self->origins[table->counter] = origin;
-        if (original < 0) {
-            Py_CLEAR(value);
-        }
+    if (value != NULL && frame != NULL && origins != NULL && table->counter < table->size) {
+        origins[table->counter] = origin;
     } else {
         gck_origin_clear(&origin);
     }
@@ -221,6 +217,29 @@ exit:
 
 /* ---- the determinism check ---- */
 
+/* 1 when a constant was written since its origin was read: what it held then is not known; 0; -1. */
+static int written_since(const gck_py *py, const gck_origin *of, PyObject *leaf)
+{
+    int64_t version = of->version;
+
+    return of->constant && gck_version_of(py, leaf, &version) < 0 ? -1 : version != of->version;
+}
+
+/* 1 when these leaves cannot stand for one another; 0; -1. */
+static int hold_other_values(const gck_py *py, const gck_origin *was, const gck_origin *is, PyObject *then, PyObject *now)
+{
+    int written;
+
+    Py_INCREF(then);
+    Py_INCREF(now);
+    written = written_since(py, was, then);
+    written = written == 0 ? written_since(py, is, now) : written;
+    const int same = written != 0 ? written : gck_is_true(PyObject_CallFunction(py->call.are_alike, "OO", then, now));
+    Py_DECREF(then);
+    Py_DECREF(now);
+    return same < 0 ? -1 : !same;
+}
+
 /* 1 when the recompute saved another leaf in this slot than the forward; 0; -1.  A pair of different leaves
  * says nothing: a parameter may be replaced, gathered, or cached.  Where each of the two was also met in
  * the other run, they changed places, which matters unless their values are equal. */
@@ -230,25 +249,17 @@ static int leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, 
     PyObject *then = gck_origin_leaf(was), *now = gck_origin_leaf(is);
     int met_then = 0, met_now = 0;
 
-    if (was->argument != GCK_NO_ARGUMENT || is->argument != GCK_NO_ARGUMENT) {
+    if (was->arguments != 0 || is->arguments != 0 || then == NULL || now == NULL) {
         return 0;
     }
-    if (then == NULL || now == NULL || then == now) {
-        return then != NULL && then == now && was->offset != is->offset;
+    if (then == now) {
+        return was->offset != is->offset && was->offset >= 0 && is->offset >= 0;
     }
     for (Py_ssize_t j = 0; j < n; j++) {
         met_then |= frame->slots[j].holder != NULL && gck_origin_leaf(&frame->slots[j].origin) == now;
         met_now |= gck_origin_leaf(&origins[j]) == then;
     }
-    if (!met_then || !met_now) {
-        return 0;
-    }
-    Py_INCREF(then);
-    Py_INCREF(now);
-    const int equal = gck_is_true(PyObject_CallMethod(then, "equal", "O", now));
-    Py_DECREF(then);
-    Py_DECREF(now);
-    return equal < 0 ? -1 : !equal;
+    return met_then && met_now ? hold_other_values(&frame->state->py, was, is, then, now) : 0;
 }
 
 /* 1 when this slot got another tensor than in the forward, as far as its origin tells; 0; -1. */
@@ -256,10 +267,10 @@ static int is_another(const gck_frame *frame, const gck_origin *origins, Py_ssiz
                       const gck_metadata *then, const gck_metadata *now)
 {
     const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
-    const int laid_out = was->node != NULL && is->node != NULL && !frame->any_layout;
+    const int known = was->node != NULL && is->node != NULL;
     const int same = gck_origin_same(was, is);
 
-    return same < 0 ? -1 : !same || (laid_out && !gck_metadata_same_layout(then, now)) ? 1
+    return same < 0 ? -1 : !same || (known && !gck_metadata_same_layout(then, now)) ? 1
          : leaf_is_exchanged(frame, origins, n, i);
 }
 

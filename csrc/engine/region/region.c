@@ -12,7 +12,6 @@
 #include "engine/payload/rounding.h"
 #include "engine/selective/op_catching.h"
 #include "engine/selective/op_hiding.h"
-#include "engine/innermost_hooks.h"
 #include "engine/selective/op_storage.h"
 #include "engine/selective/replay_discrete.h"
 #include "engine/selective/selective_mode.h"
@@ -22,21 +21,17 @@
 
 /* ---- forward ---- */
 
-/* 1 when other saved-tensor hooks are active: payloads then go through them.  These may keep tensors
- * lossily, inputs of ours among them, and lay them out anew. */
-static int outer_hooks(gck_frame *frame)
+/* 1 when other saved-tensor hooks are active: payloads then go through them.  *replay_discrete:
+ * which discrete outputs are replayed because these hooks keep tensors lossily, inputs of ours
+ * among them. */
+static int outer_hooks(const gck_py *py, int *replay_discrete)
 {
-    gck_hooks_owner owner;
-    PyObject *around, *top = gck_innermost_hooks(frame->state, &owner, &around);
+    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
+    const int active = top == NULL ? -1 : top != Py_None;
 
-    if (top == NULL) {
-        return -1;
-    }
-    frame->replay_discrete = owner != GCK_HOOKS_NONE ? gck_saved_hooks_replay_discrete(top) : 0;
-    frame->any_layout = owner == GCK_HOOKS_OTHER
-                     || (around != NULL && Py_TYPE(around) == frame->state->Frame && ((gck_frame *)around)->any_layout);
-    Py_DECREF(top);
-    return owner != GCK_HOOKS_NONE;
+    *replay_discrete = active > 0 ? gck_saved_hooks_replay_discrete(top) : 0;
+    Py_XDECREF(top);
+    return active;
 }
 
 /* Count the region.  Nothing is compressed under tracing.  0 or -1. */
@@ -45,7 +40,7 @@ static int begin(gck_frame *frame, gck_packing *packing)
     gck_state *state = frame->state;
     const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
 
-    packing->outer = tracing < 0 ? -1 : outer_hooks(frame);
+    packing->outer = tracing < 0 ? -1 : outer_hooks(&state->py, &frame->replay_discrete);
     if (packing->outer < 0) {
         return -1;
     }
@@ -352,8 +347,15 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
     gck_run run;
     PyObject *result;
 
-    gck_run_of(&run, hooks != NULL ? hooks->saved : NULL, args, kwargs);
     context = ours ? NULL : context;
+    if (gck_run_of(&frame->state->py, &run, hooks != NULL ? hooks->saved : NULL, args, kwargs) < 0) {
+        return NULL;
+    }
+    if (!replay && gck_frame_remember(frame, &run) < 0) {
+        return NULL;
+    }
+    run.originals = replay ? frame->originals : NULL;
+    run.laid_anew = run.layouts != frame->layouts;
     if (gck_running_enter(&here, frame, hooks, replay) < 0) {
         return NULL;
     }

@@ -11,34 +11,25 @@
 enum { DEEPEST_LIST = 8 };         /* lists of operands nest once or twice */
 enum { TENSOR = 1, NUMBER, TRUTH, FLOATING, NOTHING, TEXT, SEQUENCE, CONSTANT, OTHER };
 
-static uint64_t mix(uint64_t hash, uint64_t value)
-{
-    hash = (hash ^ value) * 0x9E3779B97F4A7C15u;
-    return hash ^ hash >> 29;
-}
-
 static int mix_tensor(const gck_py *py, const gck_run *run, gck_call_kind *kind, PyObject *x)
 {
     gck_dl_tensor dl;
     const int shown = gck_read_dlpack(py, x, &dl);
-    uint64_t hash = mix(kind->call, (uint64_t)(gck_argument_number(run, x) - GCK_SOME_ARGUMENT));
-    int64_t numel = 1;
+    uint64_t hash = kind->call;
 
+    kind->given = gck_mix(kind->given, gck_arguments_that_are(run, x));
     if (shown <= 0) {
-        kind->call = mix(hash, TENSOR);
+        kind->call = gck_mix(hash, TENSOR);
         return shown;
     }
-    hash = mix(hash, (uint64_t)dl.dtype.code << 32 | (uint64_t)dl.dtype.bits << 24 | dl.dtype.lanes);
-    hash = mix(hash, (uint64_t)(uint32_t)dl.device.device_type << 32 | (uint32_t)dl.device.device_id);
-    hash = mix(hash, (uint64_t)dl.ndim);
+    hash = gck_mix(hash, (uint64_t)dl.dtype.code << 32 | (uint64_t)dl.dtype.bits << 24 | dl.dtype.lanes);
+    hash = gck_mix(hash, (uint64_t)(uint32_t)dl.device.device_type << 32 | (uint32_t)dl.device.device_id);
+    hash = gck_mix(hash, (uint64_t)dl.ndim);
     for (int d = 0; d < dl.ndim; d++) {
-        hash = mix(hash, (uint64_t)dl.shape[d]);
-        numel *= dl.shape[d] > 0;
-    }
-    for (int d = 0; numel > 0 && d < dl.ndim; d++) {
-        hash = dl.shape[d] > 1 ? mix(hash, (uint64_t)dl.strides[d]) : hash;     /* any other stride means nothing */
+        hash = gck_mix(hash, (uint64_t)dl.shape[d]);
     }
     kind->call = hash;
+    kind->strides = gck_mix_strides(kind->strides, &dl);
     return 0;
 }
 
@@ -47,7 +38,7 @@ static void mix_double(gck_call_kind *kind, double x)
     uint64_t bits;
 
     memcpy(&bits, &x, sizeof bits);
-    kind->floats = mix(kind->floats, bits);
+    kind->floats = gck_mix(kind->floats, bits);
 }
 
 static int mix_operand(const gck_py *py, const gck_run *run, gck_call_kind *kind, PyObject *x, int depth)
@@ -73,7 +64,7 @@ static int mix_operand(const gck_py *py, const gck_run *run, gck_call_kind *kind
     } else if (PyTuple_Check(x) || PyList_Check(x)) {
         const Py_ssize_t n = PyTuple_Check(x) ? PyTuple_Size(x) : PyList_Size(x);
         int status = 0;
-        kind->call = mix(mix(kind->call, SEQUENCE), (uint64_t)n);
+        kind->call = gck_mix(gck_mix(kind->call, SEQUENCE), (uint64_t)n);
         for (Py_ssize_t i = 0; status == 0 && depth < DEEPEST_LIST && i < n; i++) {
             status = mix_operand(py, run, kind, PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i), depth + 1);
         }
@@ -89,7 +80,7 @@ static int mix_operand(const gck_py *py, const gck_run *run, gck_call_kind *kind
         tag = TENSOR;                            /* regardless of its class */
         value = 0;
     }
-    kind->call = mix(mix(kind->call, tag), value);
+    kind->call = gck_mix(gck_mix(kind->call, tag), value);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -100,7 +91,7 @@ int gck_call_kind_of(const gck_py *py, const gck_run *run, uint64_t op, PyObject
     Py_ssize_t at = 0;
     int status = 0;
 
-    *kind = (gck_call_kind){mix(1, op), 0};
+    *kind = (gck_call_kind){.call = gck_mix(1, op)};
     for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(args); i++) {
         status = mix_operand(py, run, kind, PyTuple_GetItem(args, i), 0);
     }

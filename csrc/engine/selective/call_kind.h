@@ -4,12 +4,12 @@
 
 #include "engine/run.h"
 
-/* Hashes.  `call`: the operator, the dtypes, devices, sizes and strides of tensors, which argument of the
- * region each is, and constants.
- * `floats`: the floating constants, which may come from values that a recompute restores
- * approximately. */
+/* Hashes.  `call`: the operator, the dtypes, devices and sizes of tensors, and constants.  Apart, because
+ * both runs may not agree on them: `strides` (hooks lay arguments out anew), `floats` (constants that come
+ * from values which are restored approximately), `given` (which argument of the region each tensor is: the
+ * function may have it from elsewhere, too). */
 typedef struct {
-    uint64_t call, floats;
+    uint64_t call, strides, floats, given;
 } gck_call_kind;
 
 /* run NULL: no tensor is known as an argument.  Runs no Python.  What it cannot read counts by its type, a tensor that DLPack cannot show as a

@@ -10,9 +10,10 @@
 
 #include <stdlib.h>
 
-int gck_matching_begin(gck_matching *m, const gck_op_storage *store, int stamped)
+int gck_matching_begin(gck_matching *m, const gck_op_storage *store, const gck_run *run)
 {
-    *m = (gck_matching){.n = store->ncalls, .stamped = stamped && store->stamped};
+    *m = (gck_matching){.n = store->ncalls, .stamped = run != NULL && run->saved != NULL && store->stamped,
+                        .laid_anew = run != NULL && run->laid_anew};
     m->matches = calloc((size_t)m->n + 1, sizeof *m->matches);
     if (m->matches == NULL) {
         m->n = 0;
@@ -36,19 +37,22 @@ void gck_matching_end(gck_matching *m)
     free(matches);
 }
 
-/* 1 when a call of that kind and stamp can be this one of the forward.  loose: with any
- * floating constants. */
-static int fits(const gck_matching *m, const gck_recorded_call *of, gck_call_kind kind, Py_ssize_t stamp, int loose)
+/* 1 when a call of that kind and stamp can be this one of the forward. */
+static int fits(const gck_matching *m, const gck_recorded_call *of, const gck_call_kind *kind, Py_ssize_t stamp,
+                gck_likeness likeness)
 {
-    return of->kind.call == kind.call && (!m->stamped || of->stamp == stamp)
-        && (loose || of->kind.floats == kind.floats);
+    return of->kind.call == kind->call && (!m->stamped || of->stamp == stamp)
+        && (m->laid_anew || of->kind.strides == kind->strides)
+        && (likeness < GCK_LIKE_CONSTANTS || of->kind.floats == kind->floats)
+        && (likeness < GCK_LIKE_ARGUMENTS || of->kind.given == kind->given);
 }
 
-static Py_ssize_t search(const gck_matching *m, const gck_op_storage *store, const gck_call *call, int loose)
+static Py_ssize_t search(const gck_matching *m, const gck_op_storage *store, const gck_call *call,
+                         gck_likeness likeness)
 {
     for (Py_ssize_t step = 0, i = m->next; step < m->n; step++, i++) {
         i = i < m->n ? i : 0;
-        if (!m->matches[i].used && fits(m, &store->calls[i], call->kind, call->stamp, loose)) {
+        if (!m->matches[i].used && fits(m, &store->calls[i], &call->kind, call->stamp, likeness)) {
             return i;
         }
     }
@@ -62,7 +66,7 @@ static Py_ssize_t count(const gck_matching *m, const gck_op_storage *store, cons
 
     *kept = 0;
     for (Py_ssize_t i = 0; i < m->n; i++) {
-        if (fits(m, &store->calls[i], call->kind, call->stamp, 0)) {
+        if (fits(m, &store->calls[i], &call->kind, call->stamp, GCK_LIKE_CONSTANTS)) {
             *kept |= store->calls[i].entry != store->state->py.recompute_mark;
             found++;
         }
@@ -83,12 +87,13 @@ static int index_of(const gck_matching *m, const gck_op_storage *store, const Py
 
 Py_ssize_t gck_matching_find(gck_matching *m, gck_op_storage *store, const gck_call *call)
 {
-    Py_ssize_t i = m->n <= store->ncalls ? search(m, store, call, 0) : GCK_NO_MATCH, found;
-    int loose = 0, kept = 0;
+    gck_likeness likeness = GCK_LIKE_ARGUMENTS;
+    Py_ssize_t i = GCK_NO_MATCH, found;
+    int kept = 0;
 
-    if (i < 0) {
-        found = count(m, store, call, &kept);
-        if (found > 0 && kept) {
+    while (m->n <= store->ncalls && (i = search(m, store, call, likeness)) < 0 && likeness > GCK_LIKE_CALLS) {
+        found = likeness == GCK_LIKE_CONSTANTS ? count(m, store, call, &kept) : 0;
+        if (kept) {
             m->often = found;
             m->surplus = m->surplus != NULL ? m->surplus : Py_NewRef(call->key);
             PyObject *key = Py_NewRef(call->key);
@@ -97,15 +102,17 @@ Py_ssize_t gck_matching_find(gck_matching *m, gck_op_storage *store, const gck_c
             Py_DECREF(key);
             return -1;
         }
-        loose = found == 0;
-        i = loose ? search(m, store, call, 1) : GCK_NO_MATCH;
+        if (found > 0) {
+            break;
+        }
+        likeness--;
     }
     if (i >= 0) {
         m->disordered |= i < m->next;
         m->next = i >= m->next ? i + 1 : m->next;
         m->matches[i].used = 1;
         m->matches[m->made].of = i;
-        m->matches[m->made++].loose = loose;
+        m->matches[m->made++].likeness = likeness;
     }
     return i;
 }
@@ -152,7 +159,8 @@ static PyObject *handed_out(const gck_matching *m, const gck_op_storage *store, 
 
 /* Calls i and j of the forward can both be the one that was matched with i: is it all the same?  0,
  * or -1 with the error. */
-static int judge_pair(const gck_matching *m, gck_op_storage *store, Py_ssize_t i, Py_ssize_t j, int loose)
+static int judge_pair(const gck_matching *m, gck_op_storage *store, Py_ssize_t i, Py_ssize_t j,
+                      gck_likeness likeness)
 {
     const gck_py *py = &store->state->py;
     PyObject *one = handed_out(m, store, i), *other = one != NULL ? handed_out(m, store, j) : NULL;
@@ -166,7 +174,7 @@ static int judge_pair(const gck_matching *m, gck_op_storage *store, Py_ssize_t i
     Py_XDECREF(other);
     if (same == 0) {
         for (Py_ssize_t k = 0; k < m->n; k++) {
-            const int alike = fits(m, &store->calls[k], store->calls[i].kind, store->calls[i].stamp, loose);
+            const int alike = fits(m, &store->calls[k], &store->calls[i].kind, store->calls[i].stamp, likeness);
             forward += alike;
             recompute += alike && m->matches[k].used;
         }
@@ -191,14 +199,14 @@ int gck_matching_judge(const gck_matching *m, gck_op_storage *store, int stopped
     }
     for (Py_ssize_t k = m->made - 1; status == 0 && k >= 0; k--) {
         const Py_ssize_t i = m->matches[k].of;
-        const int loose = m->matches[k].loose;
+        const gck_likeness likeness = m->matches[k].likeness;
         Py_ssize_t latest = -1;
 
         for (Py_ssize_t j = last - 1; status == 0 && j >= 0 && (j > i || m->disordered); j--) {
             if (j != i && (!m->disordered || !m->matches[j].used)
-                && fits(m, &store->calls[j], store->calls[i].kind, store->calls[i].stamp, loose)) {
+                && fits(m, &store->calls[j], &store->calls[i].kind, store->calls[i].stamp, likeness)) {
                 latest = latest < 0 ? j : latest;
-                status = judge_pair(m, store, i, j, loose);
+                status = judge_pair(m, store, i, j, likeness);
             }
         }
         last = m->disordered ? m->n : latest >= 0 ? latest : i;

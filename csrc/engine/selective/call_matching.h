@@ -4,13 +4,20 @@
 
 #include "engine/selective/op_storage.h"
 
+/* How much two calls of one kind have in common. */
+typedef enum {
+    GCK_LIKE_CALLS,              /* other floating constants                                    */
+    GCK_LIKE_CONSTANTS,          /* equal ones                                                  */
+    GCK_LIKE_ARGUMENTS,          /* and operands that are the same arguments of the region      */
+} gck_likeness;
+
 /* Two facts at one index: about the call of the forward, and about the recompute's call with that
  * number. */
 typedef struct {
     int        used;             /* forward: a call matched it                                  */
     PyObject  *given;            /* forward: what was handed out and left the store; owned, NULL */
     Py_ssize_t of;               /* recompute: the call of the forward that it is               */
-    int        loose;            /* recompute: floating constants differ                        */
+    gck_likeness likeness;       /* recompute: of the two                                       */
 } gck_match;
 
 /* The calls that one recompute has made.  Here and not in the store: two threads may recompute one
@@ -21,13 +28,14 @@ typedef struct {
     Py_ssize_t made;             /* calls of the recompute that are among them                  */
     Py_ssize_t next;             /* after the last of the forward's that was matched            */
     int        stamped;          /* stamps of both runs count                                   */
+    int        laid_anew;        /* strides do not                                              */
     int        disordered;       /* the recompute called them in another order                  */
     PyObject  *surplus;          /* the operator of a call more than the forward made; owned, NULL */
     Py_ssize_t often;            /* how often the forward made that call                        */
 } gck_matching;
 
-/* 0 or -1. */
-int  gck_matching_begin(gck_matching *m, const gck_op_storage *store, int stamped);
+/* run: of the recompute, or NULL: not known.  0 or -1. */
+int  gck_matching_begin(gck_matching *m, const gck_op_storage *store, const gck_run *run);
 void gck_matching_end(gck_matching *m);
 
 /* The first call of the forward, in order, that this one can be; GCK_NO_MATCH: the forward made no

@@ -59,7 +59,7 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *st
         active->counts = PyObject_CallFunctionObjArgs(state->py.defaultdict, state->py.count, NULL);
     }
     if ((replay && (store->traced ? active->counts == NULL
-                                  : gck_matching_begin(&active->matching, store, run != NULL && run->saved != NULL) < 0))
+                                  : gck_matching_begin(&active->matching, store, run) < 0))
         || gck_replay_discrete_announce(state, active) < 0 || (by_key && set_key(&state->py, 1) < 0)) {
         gck_selective_end(state, active);
         return -1;
