@@ -134,6 +134,7 @@ PROGRAMS = {
     "iadd of a part": written(lambda y, x: y[..., :3].add_(x[..., :3])),
     "copy_": written(lambda y, x: y[..., :3].copy_(x[..., :3])),
     "item": written(lambda y, x: y.__setitem__((..., 0), 0.0)),
+    "a list": written(lambda y, x: torch._foreach_mul_([y], 2.0)),
     "out": written(lambda y, x: torch.add(y.detach(), 1, out=y.detach())),
     "chunks": lambda x: (lambda a, b: a.sigmoid_() * b.tanh_())(*(x @ W).unsafe_chunk(2, -1)),
     "named": lambda x: policies.name(F.linear(x, W, B), "h").sin(),

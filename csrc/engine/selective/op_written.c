@@ -80,10 +80,18 @@ static int has_candidates(const gck_state *state)
 
 int gck_is_kept_memory(const gck_state *state, PyObject *x)
 {
+    const Py_ssize_t n = PyTuple_Check(x) ? PyTuple_Size(x) : PyList_Check(x) ? PyList_Size(x) : 0;
     const char *data;
     int64_t nbytes;
     place after = {0, 0};
+    int found = 0;
 
+    for (Py_ssize_t i = 0; found == 0 && i < n; i++) {
+        found = gck_is_kept_memory(state, PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i));
+    }
+    if (n > 0) {
+        return found;
+    }
     if (gck_memory_of(&state->py, x, &data, &nbytes) < 0) {
         return -1;
     }
@@ -145,7 +153,15 @@ static int copy_candidates(gck_state *state, PyObject *x)
 
 int gck_before_write(gck_state *state, PyObject *x)
 {
-    return each_touched(state, x, copy, NULL) == 0 ? copy_candidates(state, x) : -1;
+    const Py_ssize_t n = PyTuple_Check(x) || PyList_Check(x) ? PySequence_Size(x) : 0;
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(x, i);
+        status = item != NULL ? gck_before_write(state, item) : -1;
+        Py_XDECREF(item);
+    }
+    return n > 0 ? status : each_touched(state, x, copy, NULL) == 0 ? copy_candidates(state, x) : -1;
 }
 
 /* Remember a view of a kept output.  0 or -1. */

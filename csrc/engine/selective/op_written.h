@@ -13,8 +13,8 @@
 typedef enum { GCK_READS, GCK_WRITES, GCK_VIEWS_UNSEEN } gck_op_effect;
 gck_op_effect gck_op_effect_of(const gck_py *py, PyObject *op);
 
-/* 1 when active stores of this thread keep outputs in the memory of x, or may still do so;
- * 0; -1. */
+/* 1 when active stores of this thread keep outputs in the memory of x, a tensor or a list of them, or may
+ * still do so; 0; -1. */
 int gck_is_kept_memory(const gck_state *state, PyObject *x);
 
 /* An operator is about to write into x.  0 or -1. */

@@ -1,0 +1,181 @@
+"""Arguments, closures and constants that are views of one another, laid out anew, or used again:
+the recompute's are not, and that is no difference."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+import gradckpt
+
+N = 32
+#: They hand out every tensor contiguous, as save_on_cpu(pin_memory=True) does.
+LAYS_ANEW = (lambda t: t.detach().contiguous().clone(), lambda t: t)
+
+
+def leaf(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def container(region, x):
+    h = (x * 1).transpose(0, 1)
+    return region(lambda d: d["h"].transpose(0, 1).sin(), {"h": h})
+
+
+def squeezed(region, x):
+    return region(lambda d: d[0].squeeze(1).sin(), [(x * 1).unsqueeze(1)])
+
+
+def many_arguments(region, x):
+    flags = [None, True, 1.0, "mode"] * 5
+    return region(lambda *args: args[-1].t().sin() * args[-2].cos(), *flags, x * 2, (x * 1).t())
+
+
+def detached_beside(region, x):
+    h = x * 1
+    return region(lambda target, h: (target - h.view(N, N).sin()).square(), h.detach(), h)
+
+
+def parameter_and_its_part(region, x):
+    q = leaf(1, N, N, seed=1)
+    return region(lambda h, w, v: (h * w).sin() * v[:, :N], x * 1, q, q[:, :N])
+
+
+def argument_and_its_view(region, x):
+    h = x * 1
+    return region(lambda a, b: a.sin() * b.view(N, N).cos(), h, h.view(N, N))
+
+
+def closure_has_the_base(region, x):
+    h = x * 1
+    return region(lambda t: t.sin() * h.view(N, N).cos(), h.view(N, N))
+
+
+def closure_has_more(region, x):
+    h = x * 1
+    return region(lambda t: t.sin().sum() * h.view(N, N).cos(), h[:4])
+
+
+def made_contiguous(region, x):
+    return region(lambda t: t.contiguous().sin(), (x * 1).t())
+
+
+def heads(region, x):
+    def attend(q):
+        return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(4, 8, N).sin()
+
+    return region(attend, (x * 1).view(4, 8, 4, N // 4).transpose(1, 2))
+
+
+def gradient_inside(region, x):
+    linear = nn.Linear(N, N)
+    with torch.no_grad():
+        for i, parameter in enumerate(linear.parameters()):
+            parameter.copy_(leaf(*parameter.shape, seed=i).detach() / 6)
+
+    def function(t):
+        z = linear(t).view(N, N).sin()
+        with torch.enable_grad():
+            (grad,) = torch.autograd.grad(z.sum(), t, create_graph=True)
+        return z + grad.sin()
+
+    return region(function, x * 1)
+
+
+def scratch_buffers_in_turn(region, x):
+    buffers, masks = [torch.empty(N, N) for _ in range(2)], leaf(2, N, N, seed=2).detach()
+
+    def function(t):
+        a, b = buffers.pop().copy_(masks[0]), buffers.pop().copy_(masks[1])
+        y = (t * a).sin() * b
+        buffers.extend([a, b])
+        return y
+
+    return region(function, x * 1)
+
+
+def gathered_anew(region, x):
+    weight, kept = nn.Parameter(torch.empty(0)), []
+    full = leaf(N, N, seed=3).detach()
+
+    def function(t):
+        weight.data = full.clone()
+        kept.append(weight.data)
+        part = weight.view(2, N // 2, N)[1]
+        weight.data = full.clone()
+        kept.append(torch.empty(1000 + len(kept)))
+        return (t[:, : N // 2] @ part).sin()
+
+    return region(function, x * 1)
+
+
+PROGRAMS = [
+    *(container, squeezed, many_arguments, detached_beside, parameter_and_its_part, argument_and_its_view),
+    *(closure_has_the_base, closure_has_more, made_contiguous, heads, gradient_inside, scratch_buffers_in_turn),
+    gathered_anew,
+]
+
+
+def gradient(program, region):
+    x = leaf(N, N)
+    program(region, x).square().sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["", "laid anew"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_no_difference(program, hooks):
+    def around():
+        return torch.autograd.graph.saved_tensors_hooks(*LAYS_ANEW) if hooks else contextlib.nullcontext()
+
+    with around():
+        want = gradient(program, lambda f, *args: f(*args))
+    for compress in (None, "lossless", "int8"):
+        config = compress and {"codec": compress, "min_numel": 1}
+
+        def region(f, *args, config=config):
+            with around():
+                return gradckpt.checkpoint(f, *args, compress=config)
+
+        found = gradient(program, region)
+        if compress != "int8" and not hooks:  # kernels differ by layout
+            assert torch.equal(found, want), compress
+        assert (found - want).norm() < (0.1 if compress == "int8" else 1e-5) * want.norm(), compress
+
+
+def test_what_a_node_makes_is_not_learnt_from_one_tensor():
+    """After an unpacked tensor that has a view's node and no base, views are still told apart."""
+    gradient(gradient_inside, gradckpt.checkpoint)
+    weight, order = nn.Parameter(leaf(2 * N, N, seed=4).detach()), [0, N]
+
+    def swaps(x):
+        order.reverse()
+        a, b = (weight[i : i + N] for i in order)
+        return (x @ a).sin() @ b
+
+    with pytest.raises(CheckpointError, match="from parameter"):
+        gradckpt.checkpoint(swaps, leaf(N, N) * 1).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["nan", "meta", "sparse"])
+def test_constants_whose_values_cannot_be_compared(kind):
+    """Equal ones may change places; what cannot be compared raises an error of ours."""
+    one = torch.full((N, N), float("nan")) if kind == "nan" else torch.eye(N)
+    one = one.to("meta") if kind == "meta" else one.to_sparse() if kind == "sparse" else one
+    masks = [one, one.clone()]
+    x = leaf(N, N).detach().to("meta" if kind == "meta" else "cpu").requires_grad_()
+
+    def alternates(t):
+        masks.reverse()
+        if kind == "sparse":
+            return torch.sparse.mm(masks[0], torch.sparse.mm(masks[1], t).sin())
+        return (t * masks[0]).sin() * masks[1]
+
+    y = gradckpt.checkpoint(alternates, x * 1)
+    if kind == "sparse":
+        with pytest.raises(CheckpointError):
+            y.sum().backward()
+    else:
+        y.sum().backward()
