@@ -226,7 +226,8 @@ static int written_since(const gck_py *py, const gck_origin *of, PyObject *leaf)
 }
 
 /* 1 when these leaves cannot stand for one another; 0; -1. */
-static int hold_other_values(const gck_py *py, const gck_origin *was, const gck_origin *is, PyObject *then, PyObject *now)
+static int hold_other_values(const gck_py *py, const gck_origin *was, const gck_origin *is, PyObject *then,
+                             PyObject *now)
 {
     int written;
 

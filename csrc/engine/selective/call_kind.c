@@ -66,7 +66,8 @@ static int mix_operand(const gck_py *py, const gck_run *run, gck_call_kind *kind
         int status = 0;
         kind->call = gck_mix(gck_mix(kind->call, SEQUENCE), (uint64_t)n);
         for (Py_ssize_t i = 0; status == 0 && depth < DEEPEST_LIST && i < n; i++) {
-            status = mix_operand(py, run, kind, PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i), depth + 1);
+            PyObject *item = PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
+            status = mix_operand(py, run, kind, item, depth + 1);
         }
         return status;
     } else if (PyUnicode_CheckExact(x)) {

@@ -12,8 +12,8 @@ typedef struct {
     uint64_t call, strides, floats, given;
 } gck_call_kind;
 
-/* run NULL: no tensor is known as an argument.  Runs no Python.  What it cannot read counts by its type, a tensor that DLPack cannot show as a
- * tensor.  0 or -1. */
+/* run NULL: no tensor is known as an argument.  Runs no Python.  What it cannot read counts by its type, a
+ * tensor that DLPack cannot show as a tensor.  0 or -1. */
 int gck_call_kind_of(const gck_py *py, const gck_run *run, uint64_t op, PyObject *args, PyObject *kwargs,
                      gck_call_kind *kind);
 
