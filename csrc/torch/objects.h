@@ -86,8 +86,9 @@
 
 /* Python functions that C calls: gradckpt/_engine/callbacks.py gives each to bind(). */
 #define GCK_PY_CALLBACKS(CALLBACK)                                                                            \
-    CALLBACK(accelerator_initialized) CALLBACK(are_alike) CALLBACK(ask) CALLBACK(autocast_capture)            \
-    CALLBACK(barred) CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)  \
+    CALLBACK(accelerator_initialized) CALLBACK(are_alike) CALLBACK(are_members) CALLBACK(ask)                  \
+    CALLBACK(autocast_capture) CALLBACK(barred) CALLBACK(buffer_roots)                                        \
+    CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)  \
     CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)                  \
     CALLBACK(check_reentrant) CALLBACK(container_state) CALLBACK(contexts)                                    \
     CALLBACK(contexts_plan) CALLBACK(copy_candidates) CALLBACK(debug_contexts) CALLBACK(decorate)             \

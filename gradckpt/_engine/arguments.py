@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 FLAGS = ("preserve_rng_state", "early_stop", "debug")
-CHOICES = {"determinism_check": ("default", "none"), "buffers": ("once", "torch")}
+CHOICES = {"determinism_check": ("default", "warn", "none"), "buffers": ("once", "torch")}
 OPTIONS = ("compress", "context_fn", "policy", *FLAGS, *CHOICES)
 
 #: Keywords that gradckpt.checkpoint takes for its own.

@@ -27,6 +27,7 @@ from gradckpt._models import activity
 TABLE: dict[str, Callable[..., Any]] = {
     "accelerator_initialized": region.accelerator_initialized,
     "are_alike": selective.are_alike,
+    "are_members": region.are_members,
     "ask": selective.ask,
     "autocast_capture": region.autocast_capture,
     "barred": selective.barred,

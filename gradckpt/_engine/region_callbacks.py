@@ -10,17 +10,17 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd import forward_ad
 
-from gradckpt._config import check_no_operators, parse_compress
+from gradckpt._config import check_no_operators, parse_compress, warn_user
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.argument_changes import Watch
-from gradckpt._engine.arguments import module_behind
+from gradckpt._engine.arguments import module_behind, without_partials
 from gradckpt._engine.selective import contexts_of
 
 logger = logging.getLogger("gradckpt")
@@ -408,7 +408,7 @@ def same_metadata(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
 def _raise_or_warn(text: str, warn: int) -> None:
     if not warn:
         raise torch_checkpoint.CheckpointError(text)
-    warnings.warn(text, stacklevel=2)
+    warn_user(text, UserWarning)
 
 
 Differences = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
@@ -432,22 +432,32 @@ def raise_metadata(rows: Differences, function: Any, approximate: int, warn: int
     )
 
 
+def _members(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    module = module_behind(function)
+    return iter(()) if module is None else itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def are_members(function: Any, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether both are parameters or buffers of the region's module now."""
+    return {id(a), id(b)} <= {id(x) for _, x in _members(function)}
+
+
 def _describe_origin(
     function: Any, meta: tuple[Any, ...], strides: Any, origin: tuple[int, str | None, torch.Tensor | None]
 ) -> str:
     """Return one run's tensor in a slot, as read by csrc/engine/region/origin.c."""
     argument, node, leaf = origin
     shape, dtype, _ = _as_torch(meta)
-    module = module_behind(function)
-    owned = () if module is None else itertools.chain(module.named_parameters(), module.named_buffers())
-    names = [repr(name) for name, x in owned if x is leaf]
+    names = [repr(name) for name, x in _members(function) if x is leaf]
     whose = f" {names[0]}" if names else ""
     what = (
         f"tensor {argument} of the arguments"
         if argument >= 0
         else f"made by {node}{f' from parameter{whose}' if leaf is not None else ''}"
         if node is not None
-        else f"a parameter, buffer or constant{whose}"
+        else f"parameter or buffer{whose}"
+        if names
+        else f"a tensor that no operator of the region made{'' if leaf is None else f', at {id(leaf):#x}'}"
     )
     laid = "" if strides is None else f", strides {tuple(strides)}"
     return f"{what}; shape {tuple(shape)}, {dtype}{laid}"
@@ -461,9 +471,11 @@ def raise_origins(rows: list[tuple[Any, ...]], function: Any, approximate: int, 
         f"recompute: {_describe_origin(function, now, now_strides, now_origin)}\n"
         for index, then, now, then_strides, now_strides, then_origin, now_origin in rows
     )
+    name = getattr(without_partials(function), "__qualname__", type(function).__qualname__)
+    way_out = "" if warn else ', or pass determinism_check="warn"'
     _raise_or_warn(
-        "gradckpt: the recompute of a region saved other tensors than its forward, so gradients would be wrong; make "
-        f'both runs alike, or pass determinism_check="warn":\n{differences}debug=True lists the operators of both '
-        f"runs\n{_APPROXIMATE if approximate else ''}",
+        f"gradckpt: the recompute of a region ({name}) saved other tensors than its forward, so gradients would be "
+        f"wrong; make both runs alike{way_out}:\n{differences}"
+        f"debug=True lists the operators of both runs\n{_APPROXIMATE if approximate else ''}",
         warn,
     )

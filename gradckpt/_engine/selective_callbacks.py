@@ -360,8 +360,8 @@ def raise_no_entry(op: Any, index: int, known: int, consumed: int) -> None:
 
 def raise_ambiguous(op: Any, forward: int, recompute: int) -> None:
     raise torch_checkpoint.CheckpointError(
-        f"gradckpt: the forward called {op} {forward} times alike and the recompute {recompute} times, with other "
-        "results; let both runs call it as often"
+        f"gradckpt: the forward called {op} alike {forward} x and the recompute {recompute} x, with other results; "
+        "let both runs call it as often"
     )
 
 
@@ -384,7 +384,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     layout = [(x.dtype, x.device, x.shape, x.layout) for x in (a, b)]
     if layout[0] != layout[1] or type(a) is not torch.Tensor or a.layout is not torch.strided:
         return False
-    if a.is_meta:
+    if a.is_meta or a.untyped_storage().nbytes() < a.numel() * a.element_size():  # FSDP freed it
         return True
     with torch.no_grad():
         one, other = (x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for x in (a, b))

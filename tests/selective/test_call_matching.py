@@ -138,7 +138,7 @@ def test_equal_results_are_one(name):
     twice = {"before": lambda h: None if again() else h > 0.0}
     if name in NODES:  # the second of the forward's may be the other decision
         with pytest.raises(
-            CheckpointError, match=r"the forward called aten.gt.Scalar 3 times alike and the recompute 2"
+            CheckpointError, match=r"the forward called aten.gt.Scalar alike 3 x and the recompute 2 x"
         ):
             noted(region, **twice)
         return
@@ -155,7 +155,7 @@ def test_two_calls_that_may_be_meant_raise(name):
             _ = (1 - h) > 0.0
         return torch.where(h > 0.0, h * 3, h.square()).exp()
 
-    text = r"the forward called aten.gt.Scalar 2 times alike and the recompute 1 times, with other results"
+    text = r"the forward called aten.gt.Scalar alike 2 x and the recompute 1 x, with other results"
     with pytest.raises(CheckpointError, match=text):
         gradient((REGIONS | NODES)[name], function)
 
@@ -169,7 +169,7 @@ def test_two_products_that_may_be_meant_raise(name):
             h2 = h @ W
         return (h * h2).exp()
 
-    with pytest.raises(CheckpointError, match=r"aten.mm.default 2 times alike and the recompute 1 times"):
+    with pytest.raises(CheckpointError, match=r"aten.mm.default alike 2 x and the recompute 1 x"):
         gradient(REGIONS[name], function)
 
 
@@ -207,7 +207,7 @@ def test_a_call_more_than_the_forwards_raises(name):
     region = (REGIONS | NODES)[name]
     with pytest.raises(RuntimeError, match="encountered during backward but not found in storage"):
         gradient(region, lambda x: function(x, False))
-    with pytest.raises(CheckpointError, match="1 times alike and the recompute 2"):
+    with pytest.raises(CheckpointError, match="alike 1 x and the recompute 2 x"):
         gradient(region, lambda x: function(x, True))
 
 
