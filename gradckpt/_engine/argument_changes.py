@@ -101,7 +101,8 @@ def _differences(then: dict[str, _Seen], now: dict[str, _Seen]) -> list[str]:
     for path in (path for path in then if path in now and then[path].key != now[path].key):
         before, after = then[path], now[path]
         same = "another tensor" if before.tensor is not None else "other contents"
-        changed = f"{before.text}, now {after.text.removeprefix(_VERSION)}"
+        tensor = after.text.removeprefix(_VERSION) if before.tensor is not None else "a tensor"
+        changed = f"{before.text}, now {after.text if after.tensor is None else tensor}"
         found.append(f"{path}: {same if before.text == after.text else changed}")
     return found[:NAMED] + ([f"and {len(found) - NAMED} more"] if len(found) > NAMED else [])
 
@@ -169,7 +170,7 @@ class Watch:
         if changed:
             warn_user(
                 f"gradckpt: arguments of {self._name} changed between the forward of its region and the recompute, "
-                f"which may read other values; change them after backward: {', '.join(changed)}",
+                f"which may read other values; change them after backward, or pass a copy: {', '.join(changed)}",
                 UserWarning,
             )
         with self._recompute:

@@ -137,9 +137,7 @@ def test_equal_results_are_one(name):
     want = noted(region)
     twice = {"before": lambda h: None if again() else h > 0.0}
     if name in NODES:  # the second of the forward's may be the other decision
-        with pytest.raises(
-            CheckpointError, match=r"the forward called aten.gt.Scalar alike 3 x and the recompute 2 x"
-        ):
+        with pytest.raises(CheckpointError, match=r"the forward called aten.gt.Scalar alike 3 x and the recompute 2 x"):
             noted(region, **twice)
         return
     assert torch.equal(noted(region, **twice), want)
