@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,7 +4,8 @@ Nothing in them differs between two runs, so a checkpoint must give plain autogr
 the last bit where no codec rounds. In a recompute the arguments share no memory, hooks may have
 laid them out anew, and closures have the forward's: none of this may raise.
 
-``python view_programs.py 17`` runs the program with that seed in every way and prints what is wrong.
+``python view_programs.py 17`` runs the program with that seed in every way, and prints what is
+wrong.
 """
 
 from __future__ import annotations
