@@ -55,7 +55,7 @@ struct gck_frame {
     int          approximate;        /* the recompute gets other values than the forward   */
     int          exact;              /* not now: a forward around it runs, see running.h   */
     uint64_t     layouts;            /* of the arguments in the forward, see run.h         */
-    PyObject    *originals[GCK_GIVEN];   /* owned: weak references to these arguments; NULL: no more */
+    PyObject    *originals[GCK_GIVEN];   /* owned: weak references to these arguments; NULL: fewer */
     int          fake_quantized;     /* the forward, too, ran on the restored values       */
     /* inputs may be restored approximately: which discrete outputs are kept, as in a gck_plan */
     int          replay_discrete;
