@@ -87,7 +87,8 @@ def _no_payload_left_by_a_test(request):
     if hasattr(gradckpt, "stats") and gradckpt.stats()["live_bytes"]:
         gc.collect()
         # A failed test is kept by its traceback, and its payloads with it.
-        assert request.session.testsfailed or gradckpt.stats()["live_bytes"] == 0, "payloads outlive their test"
+        kept = request.session.testsfailed or request.node.get_closest_marker("failed_backward")
+        assert kept or gradckpt.stats()["live_bytes"] == 0, "payloads outlive their test"
 
 
 @pytest.fixture(scope="session")

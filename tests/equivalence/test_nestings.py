@@ -4,7 +4,6 @@ import itertools
 import random
 
 import pytest
-import torch
 from nestings import ENDINGS, LEVELS, PROGRAMS, Reference, command, pairs, triples, verdict
 
 SHARES = 8  # of the triples, each a test
@@ -29,7 +28,6 @@ def check(nestings):
     """Every program and ending of these; what is wrong, with the command that runs it alone."""
     programs = itertools.product(nestings, PROGRAMS, ENDINGS)
     found = {command(*each): wrong for each in programs if (wrong := verdict(*each, REFERENCE)) is not None}
-    torch.ones(1, requires_grad=True).sin().backward()  # until then torch keeps the graph of one that failed
     assert not found, f"{len(found)} nestings:\n" + "\n".join(f"{name}: {wrong}" for name, wrong in found.items())
 
 
@@ -51,6 +49,7 @@ def test_some_triples():
 
 
 @pytest.mark.soak
+@pytest.mark.failed_backward
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("outer", LEVELS)
 def test_triples(outer, share):
