@@ -169,8 +169,8 @@ class Watch:
         changed = _differences(self._seen, self._walk(args, kwargs))
         if changed:
             warn_user(
-                f"gradckpt: arguments of {self._name} changed between the forward of its region and the recompute, "
-                f"which may read other values; change them after backward, or pass a copy: {', '.join(changed)}",
+                f"gradckpt: arguments of {self._name} changed between the forward of its region and the recompute; "
+                f"change them after backward, or pass a copy: {', '.join(changed)}",
                 UserWarning,
             )
         with self._recompute:

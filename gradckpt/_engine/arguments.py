@@ -50,7 +50,8 @@ def check_option(key: str, value: Any) -> None:
     if key in FLAGS:
         check_bool(key, value)
     if key in CHOICES and value not in CHOICES[key]:
-        raise ValueError(f"gradckpt: {key} is {' or '.join(map(json.dumps, CHOICES[key]))}, not {value!r}")
+        *first, last = map(json.dumps, CHOICES[key])
+        raise ValueError(f"gradckpt: {key} is {', '.join(first)} or {last}, not {value!r}")
     if key == "context_fn" and not callable(value):
         raise TypeError(f"gradckpt: context_fn is a function that returns two context managers, not {value!r}")
 

@@ -113,7 +113,7 @@ def test_places_count_a_shared_module_once():
         ({"layers.?": {"use_reentrant": True}}, ValueError, "unknown option 'use_reentrant'"),
         ({"layers.?": {"early_stop": 1}}, TypeError, "early_stop is True or False, not 1"),
         ({"layers.?": {"buffers": "twice"}}, ValueError, 'buffers is "once" or "torch", not \'twice\''),
-        ({"layers.?": {"determinism_check": "some"}}, ValueError, 'determinism_check is "default" or "none"'),
+        ({"layers.?": {"determinism_check": "some"}}, ValueError, 'determinism_check is "default", "warn" or "none"'),
         ({"layers.?": {"context_fn": 1}}, TypeError, "context_fn is a function"),
         ({"layers.?": 8}, TypeError, "compress= takes"),
         ({3: "int8"}, TypeError, "modules are selected by .* not by 3"),

@@ -136,7 +136,7 @@ class TestKeys:
             ({"every_n_layers": True}, "every_n_layers is an int, not True"),
             ({"offload": 1}, "offload is True or False, not 1"),
             ({"preserve_rng_state": "no"}, "preserve_rng_state is True or False, not 'no'"),
-            ({"determinism_check": "all"}, 'determinism_check is "default" or "none", not \'all\''),
+            ({"determinism_check": "all"}, 'determinism_check is "default", "warn" or "none", not \'all\''),
             ({"context_fn": "mine"}, "context_fn is a function that returns two context managers, not 'mine'"),
             ({"policy": "save_attention", "use_reentrant": True}, "needs use_reentrant=False"),
             ({"offload": True, "use_reentrant": True}, "needs use_reentrant=False"),

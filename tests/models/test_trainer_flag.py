@@ -225,7 +225,7 @@ class TestKeys:
             ({"compress": "int8", "offload": "cpu"}, "offload is True or False, not 'cpu'"),
             ({"compress": "int8", "policy": "save_it"}, "unknown policy 'save_it'"),
             ({"compress": "int8", "debug": "no"}, "debug is True or False"),
-            ({"compress": "int8", "determinism_check": "all"}, 'determinism_check is "default" or "none"'),
+            ({"compress": "int8", "determinism_check": "all"}, 'determinism_check is "default", "warn" or "none"'),
             (
                 {"fake_quantize": True},
                 r'fake_quantize=True has no effect without compress; add "compress": "int8"',
