@@ -361,7 +361,7 @@ def raise_no_entry(op: Any, index: int, known: int, consumed: int) -> None:
 def raise_ambiguous(op: Any, forward: int, recompute: int) -> None:
     raise torch_checkpoint.CheckpointError(
         f"gradckpt: the forward called {op} alike {forward} x and the recompute {recompute} x, with other results; "
-        "let both runs call it as often"
+        "let both call it as often, in one order"
     )
 
 

@@ -40,8 +40,8 @@ static int makes_views(PyTypeObject *type)
     if (known[at].type == type) {                /* faster */
         return known[at].may;
     }
-    if (PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE) {
-        return 0;
+    if (PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE) {          /* a Function of the user's may return its input */
+        return 1;
     }
     name = PyType_GetName(type);
     text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
@@ -78,6 +78,9 @@ static int know_base(const gck_py *py, const gck_dl_tensor *x, PyObject *base, g
         const int64_t bytes = shown > 0 ? gck_reach(whole.ndim, whole.shape, whole.strides) * whole.dtype.bits / 8 : 0;
         origin->offset = offset < bytes ? offset : -1;          /* else base has got other memory */
         status = shown < 0 ? -1 : know_leaf(base, origin);
+        if (all > 0) {                           /* what made the values is not known: a kept call hands out such */
+            Py_CLEAR(origin->node);
+        }
     }
     Py_XDECREF(node);
     return status;

@@ -7,6 +7,7 @@
 #include "torch/objects.h"
 #include "engine/state.h"
 #include "engine/region/determinism.h"
+#include "engine/region/exchanged.h"
 #include "engine/region/frame.h"
 #include "engine/region/recompute_env.h"
 #include "engine/region/recomputed.h"
@@ -217,63 +218,6 @@ exit:
 
 /* ---- the determinism check ---- */
 
-/* 1 when a constant was written since its origin was read: what it held then is not known; 0; -1. */
-static int written_since(const gck_py *py, const gck_origin *of, PyObject *leaf)
-{
-    int64_t version = of->version;
-
-    return of->constant && gck_version_of(py, leaf, &version) < 0 ? -1 : version != of->version;
-}
-
-/* 1 when these leaves cannot stand for one another; 0; -1. */
-static int hold_other_values(const gck_py *py, const gck_origin *was, const gck_origin *is, PyObject *then,
-                             PyObject *now)
-{
-    int written = written_since(py, was, then);
-
-    written = written == 0 ? written_since(py, is, now) : written;
-    const int same = written != 0 ? written : gck_is_true(PyObject_CallFunction(py->call.are_alike, "OO", then, now));
-    return same < 0 ? -1 : !same;
-}
-
-/* 1 when both leaves are among those that this region has: the function's module owns them, or each was
- * met in both runs; 0; -1. */
-static int are_of_region(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, PyObject *then, PyObject *now)
-{
-    int met_then = 0, met_now = 0;
-
-    for (Py_ssize_t j = 0; j < n; j++) {
-        met_then |= frame->slots[j].holder != NULL && gck_origin_leaf(&frame->slots[j].origin) == now;
-        met_now |= gck_origin_leaf(&origins[j]) == then;
-    }
-    return (met_then && met_now) || gck_is_true(PyObject_CallFunction(frame->state->py.call.are_members, "OOO",
-                                                                      frame->function, then, now));
-}
-
-/* 1 when the recompute saved another leaf in this slot than the forward; 0; -1.  A pair of different leaves
- * says nothing of a parameter, which may be replaced, gathered, or cached; where the region has both, or
- * they are constants that are not made of approximate values, it matters unless their values are equal. */
-static int leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i)
-{
-    const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
-    PyObject *then = gck_origin_leaf(was), *now = gck_origin_leaf(is);
-    int matters;
-
-    if (was->arguments != 0 || is->arguments != 0 || then == NULL || now == NULL) {
-        return 0;
-    }
-    if (then == now) {
-        return was->offset != is->offset && was->offset >= 0 && is->offset >= 0;
-    }
-    Py_INCREF(then);
-    Py_INCREF(now);
-    matters = was->constant && is->constant && !frame->approximate ? 1 : are_of_region(frame, origins, n, then, now);
-    matters = matters > 0 ? hold_other_values(&frame->state->py, was, is, then, now) : matters;
-    Py_DECREF(then);
-    Py_DECREF(now);
-    return matters;
-}
-
 /* 1 when this slot got another tensor than in the forward, as far as its origin tells; 0; -1. */
 static int is_another(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i,
                       const gck_metadata *then, const gck_metadata *now)
@@ -283,7 +227,7 @@ static int is_another(const gck_frame *frame, const gck_origin *origins, Py_ssiz
     const int same = gck_origin_same(was, is);
 
     return same < 0 ? -1 : !same || (known && !gck_metadata_same_layout(then, now)) ? 1
-         : leaf_is_exchanged(frame, origins, n, i);
+         : gck_leaf_is_exchanged(frame, origins, n, i);
 }
 
 /* What the two runs have in a slot, for a message: [slot, metadata of both, strides and origins of both]. */

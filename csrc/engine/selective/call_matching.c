@@ -87,12 +87,12 @@ static int index_of(const gck_matching *m, const gck_op_storage *store, const Py
 
 Py_ssize_t gck_matching_find(gck_matching *m, gck_op_storage *store, const gck_call *call)
 {
-    gck_likeness likeness = GCK_LIKE_ARGUMENTS;
-    Py_ssize_t i = GCK_NO_MATCH, found;
+    gck_likeness likeness = GCK_LIKE_CONSTANTS;
+    Py_ssize_t i = GCK_NO_MATCH, rival, found;
     int kept = 0;
 
     while (m->n <= store->ncalls && (i = search(m, store, call, likeness)) < 0 && likeness > GCK_LIKE_CALLS) {
-        found = likeness == GCK_LIKE_CONSTANTS ? count(m, store, call, &kept) : 0;
+        found = count(m, store, call, &kept);
         if (kept) {
             m->often = found;
             m->surplus = m->surplus != NULL ? m->surplus : Py_NewRef(call->key);
@@ -108,6 +108,9 @@ Py_ssize_t gck_matching_find(gck_matching *m, gck_op_storage *store, const gck_c
         likeness--;
     }
     if (i >= 0) {
+        rival = store->calls[i].kind.given != call->kind.given ? search(m, store, call, GCK_LIKE_ARGUMENTS) : i;
+        m->matches[m->made].rival = rival == i ? GCK_NO_MATCH : rival;
+        m->rivals += rival >= 0 && rival != i;
         m->disordered |= i < m->next;
         m->next = i >= m->next ? i + 1 : m->next;
         m->matches[i].used = 1;
@@ -194,8 +197,13 @@ int gck_matching_judge(const gck_matching *m, gck_op_storage *store, int stopped
         return raise_ambiguous(store, m->surplus, m->often, m->often + 1);
     }
     /* without stamps it is not known which calls a stop has cut off: the order alone counts */
-    if (m->made == m->n || (stopped && !m->stamped) || store->ncalls < m->n) {
-        return 0;
+    for (Py_ssize_t k = 0; status == 0 && m->rivals > 0 && k < m->made; k++) {     /* by order, or by arguments? */
+        if (m->matches[k].rival >= 0) {
+            status = judge_pair(m, store, m->matches[k].of, m->matches[k].rival, GCK_LIKE_CONSTANTS);
+        }
+    }
+    if (status < 0 || m->made == m->n || (stopped && !m->stamped) || store->ncalls < m->n) {
+        return status;
     }
     for (Py_ssize_t k = m->made - 1; status == 0 && k >= 0; k--) {
         const Py_ssize_t i = m->matches[k].of;

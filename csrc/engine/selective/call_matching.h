@@ -18,6 +18,7 @@ typedef struct {
     PyObject  *given;            /* forward: what was handed out and left the store; owned, NULL */
     Py_ssize_t of;               /* recompute: the call of the forward that it is               */
     gck_likeness likeness;       /* recompute: of the two                                       */
+    Py_ssize_t rival;            /* recompute: another, of the same arguments; GCK_NO_MATCH     */
 } gck_match;
 
 /* The calls that one recompute has made.  Here and not in the store: two threads may recompute one
@@ -30,6 +31,7 @@ typedef struct {
     int        stamped;          /* stamps of both runs count                                   */
     int        laid_anew;        /* strides do not                                              */
     int        disordered;       /* the recompute called them in another order                  */
+    int        rivals;           /* how many have one                                           */
     PyObject  *surplus;          /* the operator of a call more than the forward made; owned, NULL */
     Py_ssize_t often;            /* how often the forward made that call                        */
 } gck_matching;

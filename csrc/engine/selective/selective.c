@@ -164,7 +164,7 @@ int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
     gck_selective_end(state, active);
     if (store->reusable && gck_settle_outputs(store) < 0) {
         status = -1;
-    } else if (matching.surplus != NULL || matching.made < matching.n) {
+    } else if (matching.surplus != NULL || matching.rivals > 0 || matching.made < matching.n) {
         status = gck_hide_begin(state, &modes);
         if (status == 0) {
             status = gck_matching_judge(&matching, store, stopped);

@@ -1,0 +1,68 @@
+/* exchanged.c: tensors without a node that changed places between the two runs of a region. */
+#include "engine/region/exchanged.h"
+
+#include "torch/calls.h"
+#include "torch/input.h"
+#include "engine/selective/op_hiding.h"
+
+/* 1 when a constant was written since its origin was read: what it held then is not known; 0; -1. */
+static int written_since(const gck_py *py, const gck_origin *of, PyObject *leaf)
+{
+    int64_t version = of->version;
+
+    return of->constant && gck_version_of(py, leaf, &version) < 0 ? -1 : version != of->version;
+}
+
+/* 1 when these leaves cannot stand for one another; 0; -1. */
+static int hold_other_values(gck_state *state, const gck_origin *was, const gck_origin *is, PyObject *then,
+                             PyObject *now)
+{
+    const gck_py *py = &state->py;
+    int same = written_since(py, was, then);
+    PyObject *modes;
+
+    same = same == 0 ? written_since(py, is, now) : same;
+    if (same == 0) {
+        same = gck_hide_begin(state, &modes);    /* the user's modes see none of this */
+        if (same == 0) {
+            same = gck_is_true(PyObject_CallFunction(py->call.are_alike, "OO", then, now));
+            same = gck_hide_end(state, modes) < 0 ? -1 : same;
+        }
+    }
+    return same < 0 ? -1 : !same;
+}
+
+/* 1 when both leaves are among those that this region has: the function's module owns them, or each was
+ * met in both runs; 0; -1. */
+static int are_of_region(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, PyObject *then, PyObject *now)
+{
+    int met_then = 0, met_now = 0;
+
+    for (Py_ssize_t j = 0; j < n; j++) {
+        met_then |= frame->slots[j].holder != NULL && gck_origin_leaf(&frame->slots[j].origin) == now;
+        met_now |= gck_origin_leaf(&origins[j]) == then;
+    }
+    return (met_then && met_now) || gck_is_true(PyObject_CallFunction(frame->state->py.call.are_members, "OOO",
+                                                                      frame->function, then, now));
+}
+
+int gck_leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i)
+{
+    const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
+    PyObject *then = gck_origin_leaf(was), *now = gck_origin_leaf(is);
+    int matters;
+
+    if (was->arguments != 0 || is->arguments != 0 || then == NULL || now == NULL) {
+        return 0;
+    }
+    if (then == now) {
+        return was->offset != is->offset && was->offset >= 0 && is->offset >= 0;
+    }
+    Py_INCREF(then);
+    Py_INCREF(now);
+    matters = was->constant && is->constant && !frame->approximate ? 1 : are_of_region(frame, origins, n, then, now);
+    matters = matters > 0 ? hold_other_values(frame->state, was, is, then, now) : matters;
+    Py_DECREF(then);
+    Py_DECREF(now);
+    return matters;
+}

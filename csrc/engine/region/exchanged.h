@@ -1,0 +1,12 @@
+/* exchanged.h: tensors without a node that changed places between the two runs of a region. */
+#ifndef GRADCKPT_EXCHANGED_H
+#define GRADCKPT_EXCHANGED_H
+
+#include "engine/region/frame.h"
+
+/* 1 when the recompute saved another leaf in slot i than the forward; 0; -1.  A pair of different leaves
+ * says nothing of a parameter, which may be replaced, gathered, or cached; where the region has both, or
+ * they are constants that are not made of approximate values, it matters unless their values are equal. */
+int gck_leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i);
+
+#endif
