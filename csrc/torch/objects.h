@@ -95,7 +95,8 @@
     CALLBACK(determinism_check) CALLBACK(device_context) CALLBACK(device_rng_capture)                         \
     CALLBACK(device_rng_swap) CALLBACK(discrete_rules) CALLBACK(enter_buffers) CALLBACK(fill_from)            \
     CALLBACK(find_candidate) CALLBACK(finish_calls) CALLBACK(generator_of) CALLBACK(give_container_state)     \
-    CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(logits_are_small) CALLBACK(metadata)                 \
+    CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(logits_are_small) CALLBACK(may_change_places)        \
+    CALLBACK(metadata)                                                                                        \
     CALLBACK(nodes_behind) CALLBACK(note_create_graph) CALLBACK(note_keyword) CALLBACK(note_step)             \
     CALLBACK(original_of) CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(plain_attributes)              \
     CALLBACK(policy_contexts) CALLBACK(raise_ambiguous) CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata)  \

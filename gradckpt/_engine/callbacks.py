@@ -28,6 +28,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "accelerator_initialized": region.accelerator_initialized,
     "are_alike": selective.are_alike,
     "are_members": region.are_members,
+    "may_change_places": selective.may_change_places,
     "ask": selective.ask,
     "autocast_capture": region.autocast_capture,
     "barred": selective.barred,

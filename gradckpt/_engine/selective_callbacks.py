@@ -380,12 +380,25 @@ def are_alike(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (bool, int, float, complex, str)) and a == b)
 
 
+def _has_values(x: torch.Tensor) -> bool:
+    """Return False for a meta tensor, and for one whose memory FSDP or an offload has freed."""
+    if x.layout is not torch.strided or x.numel() == 0:
+        return True
+    reach = x.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return not x.is_meta and x.untyped_storage().nbytes() >= reach * x.element_size()
+
+
+def may_change_places(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether one constant, parameter or buffer may stand for the other: equal, or freed."""
+    if a.shape != b.shape or not (_has_values(a) and _has_values(b)):
+        return True
+    return _equal(a.detach(), b.detach())
+
+
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     layout = [(x.dtype, x.device, x.shape, x.layout) for x in (a, b)]
     if layout[0] != layout[1] or type(a) is not torch.Tensor or a.layout is not torch.strided:
         return False
-    if a.is_meta or a.untyped_storage().nbytes() < a.numel() * a.element_size():  # FSDP freed it
-        return True
     with torch.no_grad():
         one, other = (x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for x in (a, b))
         return torch.equal(one, other)

@@ -201,3 +201,55 @@ def test_constants_whose_values_cannot_be_compared(kind):
             y.sum().backward()
     else:
         y.sum().backward()
+
+
+class Member(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.first, self.second, self.runs = make(1.0), make(2.0), 0
+
+    def forward(self, x):
+        self.runs += 1
+        return (x.sin() * (self.first if self.runs == 1 else self.second)).cos()
+
+
+@pytest.mark.parametrize("make", ["parameter", "buffer", "expanded"])
+def test_another_member_of_the_module_raises_unless_it_is_equal(make):
+    kinds = {
+        "parameter": lambda value: nn.Parameter(torch.full((N, N), value), requires_grad=False),
+        "buffer": lambda value: nn.Buffer(torch.full((N, N), value)),
+        "expanded": lambda value: nn.Buffer(torch.full((1, N), value).expand(N, N)),
+    }
+    with pytest.raises(CheckpointError, match=r"'first'(.*\n)*.*'second'"):
+        gradckpt.checkpoint(Member(kinds[make]), leaf(N, N) * 1).sum().backward()
+    gradckpt.checkpoint(Member(lambda value: kinds[make](1.0)), leaf(N, N) * 1).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["replaced", "freed", "emptied"])
+def test_a_member_that_was_replaced_or_freed_is_no_difference(how):
+    module = Member(lambda value: nn.Parameter(torch.full((N, N), 2.0), requires_grad=False))
+    y = gradckpt.checkpoint(module, leaf(N, N) * 1)
+    old = module.first
+    if how == "replaced":
+        module.second = nn.Parameter(torch.full((N, N), 3.0), requires_grad=False)
+        del module.first
+    elif how == "freed":
+        old.untyped_storage().resize_(0)
+    else:
+        old.data = torch.empty(0)
+    y.sum().backward()
+
+
+def test_constants_of_which_autograd_uses_little_are_no_difference():
+    """Statistics that batch_norm saves, padding, running maxima that are logged."""
+    norm, seen = nn.BatchNorm1d(N), []
+    states = [{k: v.clone() for k, v in norm.named_buffers()}]
+
+    def function(x):
+        buffers = {k: v.clone() for k, v in states[-1].items()}
+        y = torch.func.functional_call(norm, (dict(norm.named_parameters()), buffers), (x,))
+        states.append(buffers)
+        seen.append(torch.full((N,), 1e3 + len(seen)))
+        return torch.minimum(y.sin(), seen[-1])
+
+    gradckpt.checkpoint(function, leaf(N, N) * 1).sum().backward()

@@ -174,7 +174,7 @@ def test_two_products_that_may_be_meant_raise(name):
 @pytest.mark.parametrize("op", [torch.gt, torch.mm])
 @pytest.mark.parametrize("name", [*REGIONS, *NODES])
 def test_calls_on_arguments_that_change_places_raise(name, op):
-    """Equal in number, in what is saved around them, and in shapes: another order, or other calls?"""
+    """Equal in number, in what is saved around them, in shapes: another order, or other calls?"""
     other, run = torch.randn(32, 32, generator=torch.Generator().manual_seed(3)), itertools.count()
 
     def swaps(h):

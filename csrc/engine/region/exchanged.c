@@ -25,7 +25,7 @@ static int hold_other_values(gck_state *state, const gck_origin *was, const gck_
     if (same == 0) {
         same = gck_hide_begin(state, &modes);    /* the user's modes see none of this */
         if (same == 0) {
-            same = gck_is_true(PyObject_CallFunction(py->call.are_alike, "OO", then, now));
+            same = gck_is_true(PyObject_CallFunction(py->call.may_change_places, "OO", then, now));
             same = gck_hide_end(state, modes) < 0 ? -1 : same;
         }
     }
@@ -38,30 +38,30 @@ static int are_of_region(const gck_frame *frame, const gck_origin *origins, Py_s
 {
     int met_then = 0, met_now = 0;
 
-    for (Py_ssize_t j = 0; j < n; j++) {
+    for (Py_ssize_t j = 0; j < n && !(met_then && met_now); j++) {
         met_then |= frame->slots[j].holder != NULL && gck_origin_leaf(&frame->slots[j].origin) == now;
         met_now |= gck_origin_leaf(&origins[j]) == then;
     }
-    return (met_then && met_now) || gck_is_true(PyObject_CallFunction(frame->state->py.call.are_members, "OOO",
-                                                                      frame->function, then, now));
+    return met_then && met_now ? 1
+         : gck_is_true(PyObject_CallFunction(frame->state->py.call.are_members, "OOO", frame->function, then, now));
 }
 
 int gck_leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i)
 {
-    const gck_origin *was = &frame->slots[i].origin, *is = &origins[i];
-    PyObject *then = gck_origin_leaf(was), *now = gck_origin_leaf(is);
+    const gck_origin was = frame->slots[i].origin, *is = &origins[i];      /* Python may record more slots */
+    PyObject *then = gck_origin_leaf(&was), *now = gck_origin_leaf(is);
     int matters;
 
-    if (was->arguments != 0 || is->arguments != 0 || then == NULL || now == NULL) {
+    if (was.arguments != 0 || is->arguments != 0 || then == NULL || now == NULL) {
         return 0;
     }
     if (then == now) {
-        return was->offset != is->offset && was->offset >= 0 && is->offset >= 0;
+        return was.offset != is->offset && was.offset >= 0 && is->offset >= 0;
     }
     Py_INCREF(then);
     Py_INCREF(now);
-    matters = was->constant && is->constant && !frame->approximate ? 1 : are_of_region(frame, origins, n, then, now);
-    matters = matters > 0 ? hold_other_values(frame->state, was, is, then, now) : matters;
+    matters = are_of_region(frame, origins, n, then, now);
+    matters = matters > 0 ? hold_other_values(frame->state, &was, is, then, now) : matters;
     Py_DECREF(then);
     Py_DECREF(now);
     return matters;

@@ -5,8 +5,8 @@
 #include "engine/region/frame.h"
 
 /* 1 when the recompute saved another leaf in slot i than the forward; 0; -1.  A pair of different leaves
- * says nothing of a parameter, which may be replaced, gathered, or cached; where the region has both, or
- * they are constants that are not made of approximate values, it matters unless their values are equal. */
+ * says nothing: a parameter may be replaced, gathered, or cached, and of a constant autograd may save what
+ * it does not use.  Where the region has both, it matters unless their values are equal. */
 int gck_leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i);
 
 #endif
