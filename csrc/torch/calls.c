@@ -21,6 +21,13 @@ int gck_attr_is_true(PyObject *x, PyObject *name) { return gck_is_true(PyObject_
 
 int gck_ask(PyObject *getter) { return gck_is_true(PyObject_CallNoArgs(getter)); }
 
+Py_ssize_t gck_items(PyObject *x) { return PyTuple_Check(x) ? PyTuple_Size(x) : PyList_Check(x) ? PyList_Size(x) : 0; }
+
+PyObject *gck_item(PyObject *x, Py_ssize_t i)
+{
+    return PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
+}
+
 int gck_append(PyObject *list, PyObject *item)
 {
     const int status = item == NULL ? -1 : PyList_Append(list, item);

@@ -14,6 +14,10 @@ int gck_is_true(PyObject *value);
 /* The result of a getter without arguments, as C truth. */
 int gck_ask(PyObject *getter);
 
+/* The number of items of a tuple or a list; 0 for anything else.  Item i of one: borrowed. */
+Py_ssize_t gck_items(PyObject *x);
+PyObject *gck_item(PyObject *x, Py_ssize_t i);
+
 /* Append an item, taken over, to a list; NULL: making it raised.  0, or -1 with the exception. */
 int gck_append(PyObject *list, PyObject *item);
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradckpt._config import warn_user
-from gradckpt._engine.arguments import module_behind, without_partials
+from gradckpt._engine.arguments import module_behind, name_of
 
 #: Deeper values, and those after so many, are not looked at.
 DEPTH = 9
@@ -80,7 +80,7 @@ def _look(x: Any) -> tuple[_Seen | None, _Inside]:
     """Return what is seen of a value itself, and what is in it."""
     kind = type(x)
     if isinstance(x, torch.Tensor):
-        return _tensor(x), _attributes(x) if kind is torch.Tensor and vars(x) else []
+        return _tensor(x), _attributes(x)
     if isinstance(x, torch.nn.Module):  # its running statistics and caches are its own affair
         return None, [(f".{name}", parameter) for name, parameter in x.named_parameters()]
     if isinstance(x, _VALUES):
@@ -125,7 +125,7 @@ class Watch:
     """The contexts of the two runs, which look at parameters and arguments before each."""
 
     def __init__(self, function: Any, forward: Any, recompute: Any) -> None:
-        self._name = getattr(without_partials(function), "__qualname__", type(function).__qualname__)
+        self._name = name_of(function)
         self._parameters = _parameter_versions(function)
         self._bound = function if isinstance(function, functools.partial) else None
         self._forward, self._recompute = forward, recompute

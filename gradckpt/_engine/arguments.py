@@ -20,6 +20,7 @@ __all__ = [
     "check_bool",
     "check_option",
     "module_behind",
+    "name_of",
     "note_keyword",
     "own_keywords",
     "unbound",
@@ -87,6 +88,13 @@ def without_partials(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def name_of(function: Any) -> str:
+    """Return what messages call a region's function: its name, or the class of a module."""
+    function = without_partials(function)
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name
 
 
 def module_behind(function: Any) -> torch.nn.Module | None:

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from gradckpt._config import check_no_operators, parse_compress, warn_user
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.argument_changes import Watch
-from gradckpt._engine.arguments import module_behind, without_partials
+from gradckpt._engine.arguments import module_behind, name_of
 from gradckpt._engine.selective import contexts_of
 
 logger = logging.getLogger("gradckpt")
@@ -470,11 +470,10 @@ def raise_origins(rows: list[tuple[Any, ...]], function: Any, approximate: int, 
         f"recompute: {_describe_origin(function, now, now_strides, now_origin)}\n"
         for index, then, now, then_strides, now_strides, then_origin, now_origin in rows
     )
-    name = getattr(without_partials(function), "__qualname__", type(function).__qualname__)
     way_out = "" if warn else ', or pass determinism_check="warn"'
     _raise_or_warn(
-        f"gradckpt: the recompute of a region ({name}) saved other tensors than its forward, so gradients would be "
-        f"wrong; make both runs alike{way_out}:\n{differences}"
+        f"gradckpt: the recompute of a region ({name_of(function)}) saved other tensors than its forward, so gradients "
+        f"would be wrong; make both runs alike{way_out}:\n{differences}"
         f"debug=True lists the operators of both runs\n{_APPROXIMATE if approximate else ''}",
         warn,
     )

@@ -18,18 +18,14 @@ static int hold_other_values(gck_state *state, const gck_origin *was, const gck_
                              PyObject *now)
 {
     const gck_py *py = &state->py;
-    int same = written_since(py, was, then);
+    const int first = written_since(py, was, then), written = first == 0 ? written_since(py, is, now) : first;
     PyObject *modes;
 
-    same = same == 0 ? written_since(py, is, now) : same;
-    if (same == 0) {
-        same = gck_hide_begin(state, &modes);    /* the user's modes see none of this */
-        if (same == 0) {
-            same = gck_is_true(PyObject_CallFunction(py->call.may_change_places, "OO", then, now));
-            same = gck_hide_end(state, modes) < 0 ? -1 : same;
-        }
+    if (written != 0 || gck_hide_begin(state, &modes) < 0) {   /* the user's modes see none of what follows */
+        return written > 0 ? 0 : -1;
     }
-    return same < 0 ? -1 : !same;
+    const int may = gck_is_true(PyObject_CallFunction(py->call.may_change_places, "OO", then, now));
+    return gck_hide_end(state, modes) < 0 || may < 0 ? -1 : !may;
 }
 
 /* 1 when both leaves are among those that this region has: the function's module owns them, or each was

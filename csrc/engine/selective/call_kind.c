@@ -4,6 +4,7 @@
  * show and the other cannot would make one call two, so tensor subclasses count as tensors only. */
 #include "engine/selective/call_kind.h"
 
+#include "torch/calls.h"
 #include "torch/input.h"
 
 #include <string.h>
@@ -62,12 +63,11 @@ static int mix_operand(const gck_py *py, const gck_run *run, gck_call_kind *kind
         mix_double(kind, PyComplex_Check(x) ? PyComplex_RealAsDouble(x) : PyFloat_AsDouble(x));
         mix_double(kind, PyComplex_Check(x) ? PyComplex_ImagAsDouble(x) : 0);
     } else if (PyTuple_Check(x) || PyList_Check(x)) {
-        const Py_ssize_t n = PyTuple_Check(x) ? PyTuple_Size(x) : PyList_Size(x);
+        const Py_ssize_t n = gck_items(x);
         int status = 0;
         kind->call = gck_mix(gck_mix(kind->call, SEQUENCE), (uint64_t)n);
         for (Py_ssize_t i = 0; status == 0 && depth < DEEPEST_LIST && i < n; i++) {
-            PyObject *item = PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
-            status = mix_operand(py, run, kind, item, depth + 1);
+            status = mix_operand(py, run, kind, gck_item(x, i), depth + 1);
         }
         return status;
     } else if (PyUnicode_CheckExact(x)) {

@@ -88,12 +88,12 @@ static int index_of(const gck_matching *m, const gck_op_storage *store, const Py
 Py_ssize_t gck_matching_find(gck_matching *m, gck_op_storage *store, const gck_call *call)
 {
     gck_likeness likeness = GCK_LIKE_CONSTANTS;
-    Py_ssize_t i = GCK_NO_MATCH, rival, found;
+    Py_ssize_t i = m->n <= store->ncalls ? search(m, store, call, likeness) : GCK_NO_MATCH, rival, found;
     int kept = 0;
 
-    while (m->n <= store->ncalls && (i = search(m, store, call, likeness)) < 0 && likeness > GCK_LIKE_CALLS) {
+    if (i < 0) {
         found = count(m, store, call, &kept);
-        if (kept) {
+        if (found > 0 && kept) {
             m->often = found;
             m->surplus = m->surplus != NULL ? m->surplus : Py_NewRef(call->key);
             PyObject *key = Py_NewRef(call->key);
@@ -102,10 +102,8 @@ Py_ssize_t gck_matching_find(gck_matching *m, gck_op_storage *store, const gck_c
             Py_DECREF(key);
             return -1;
         }
-        if (found > 0) {
-            break;
-        }
-        likeness--;
+        likeness = GCK_LIKE_CALLS;
+        i = found == 0 ? search(m, store, call, likeness) : GCK_NO_MATCH;
     }
     if (i >= 0) {
         rival = store->calls[i].kind.given != call->kind.given ? search(m, store, call, GCK_LIKE_ARGUMENTS) : i;

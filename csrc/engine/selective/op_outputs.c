@@ -243,7 +243,7 @@ static int settle_one(gck_op_storage *store, gck_op_output *kept)
 
 int gck_op_output_settle(gck_op_storage *store, PyObject *entry)
 {
-    const Py_ssize_t n = PyTuple_Check(entry) ? PyTuple_Size(entry) : PyList_Check(entry) ? PyList_Size(entry) : 0;
+    const Py_ssize_t n = gck_items(entry);
     int same = Py_TYPE(entry) == store->state->OpOutput ? settle_one(store, (gck_op_output *)entry) : 1;
 
     for (Py_ssize_t i = 0; same > 0 && i < n; i++) {

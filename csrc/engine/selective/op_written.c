@@ -29,7 +29,7 @@ gck_op_effect gck_op_effect_of(const gck_py *py, PyObject *op)
  * while the output holds its memory. */
 static gck_op_output *touched(const gck_state *state, PyObject *entry, const char *data, int64_t nbytes)
 {
-    const Py_ssize_t n = PyTuple_Check(entry) ? PyTuple_Size(entry) : PyList_Check(entry) ? PyList_Size(entry) : 0;
+    const Py_ssize_t n = gck_items(entry);
     gck_op_output *found = NULL;
 
     if (Py_TYPE(entry) == state->OpOutput) {
@@ -37,8 +37,7 @@ static gck_op_output *touched(const gck_state *state, PyObject *entry, const cha
         return kept->nbytes > 0 && data < kept->data + kept->nbytes && kept->data < data + nbytes ? kept : NULL;
     }
     for (Py_ssize_t i = 0; found == NULL && i < n; i++) {
-        found = touched(state, PyTuple_Check(entry) ? PyTuple_GetItem(entry, i) : PyList_GetItem(entry, i), data,
-                        nbytes);
+        found = touched(state, gck_item(entry, i), data, nbytes);
     }
     return found;
 }
@@ -80,14 +79,14 @@ static int has_candidates(const gck_state *state)
 
 int gck_is_kept_memory(const gck_state *state, PyObject *x)
 {
-    const Py_ssize_t n = PyTuple_Check(x) ? PyTuple_Size(x) : PyList_Check(x) ? PyList_Size(x) : 0;
+    const Py_ssize_t n = gck_items(x);
     const char *data;
     int64_t nbytes;
     place after = {0, 0};
     int found = 0;
 
     for (Py_ssize_t i = 0; found == 0 && i < n; i++) {
-        found = gck_is_kept_memory(state, PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i));
+        found = gck_is_kept_memory(state, gck_item(x, i));
     }
     if (n > 0) {
         return found;
@@ -153,7 +152,7 @@ static int copy_candidates(gck_state *state, PyObject *x)
 
 int gck_before_write(gck_state *state, PyObject *x)
 {
-    const Py_ssize_t n = PyTuple_Check(x) || PyList_Check(x) ? PySequence_Size(x) : 0;
+    const Py_ssize_t n = gck_items(x);
     int status = 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
@@ -167,7 +166,7 @@ int gck_before_write(gck_state *state, PyObject *x)
 /* Remember a view of a kept output.  0 or -1. */
 static int note_view(const gck_py *py, gck_op_output *kept, PyObject *view)
 {
-    const Py_ssize_t n = PyTuple_Check(view) || PyList_Check(view) ? PySequence_Size(view) : 0;
+    const Py_ssize_t n = gck_items(view);
     PyObject *alias;
     int status = 0;
 

@@ -180,11 +180,11 @@ int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
  * compute a shape. */
 static int fake_among(const gck_py *py, PyObject *args)
 {
-    const Py_ssize_t n = PyTuple_Check(args) || PyList_Check(args) ? PySequence_Size(args) : 0;
+    const Py_ssize_t n = gck_items(args);
     int found = (PyObject *)Py_TYPE(args) == py->FakeTensor;
 
     for (Py_ssize_t i = 0; !found && i < n; i++) {
-        found = fake_among(py, PyTuple_Check(args) ? PyTuple_GetItem(args, i) : PyList_GetItem(args, i));
+        found = fake_among(py, gck_item(args, i));
     }
     return found;
 }
