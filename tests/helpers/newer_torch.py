@@ -32,10 +32,6 @@ FAILS_BECAUSE = {
                 for n in range(4)
             ),
         ),
-        "an exception of ours is lost in its PySequence_Size": (
-            "engine/test_call_faults.py::test_any_call_may_fail[0]",
-            "engine/test_call_faults.py::test_any_call_may_fail[5]",
-        ),
         "attention of three dimensions is one operator, of whose saves compress_saved rounds V and O apart": (
             "equivalence/test_saved_operators.py::test_gradients_of_every_operator_are_close_or_exact",
         ),
