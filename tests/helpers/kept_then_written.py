@@ -101,13 +101,14 @@ def same(a, b):
 
 
 def check(call, leaves, layout, policy, door, others=(), want=None, refused=False):
-    """None, or what is wrong; refused: a write that a version shows may raise, as in torch."""
+    """None, or what is wrong; refused: what may raise is a write that a version shows, as in torch, and a region
+    of one node around a function that has other tensors with gradients."""
     want = gradients(call, PLAIN, None, leaves, layout, others)[0] if want is None else want
     backwards = 2 if door == "reusable" else 1
     try:
         found = gradients(call, door, POLICIES[policy], leaves, layout, others, backwards)
     except RuntimeError as error:
-        if refused and "has been mutated" in str(error):
+        if refused and ("has been mutated" in str(error) or "make it a parameter or an argument" in str(error)):
             return None
         return f"{type(error).__name__}: {error}"
     return "other gradients" if any(differs(each, want) for each in found) else None

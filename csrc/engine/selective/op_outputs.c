@@ -14,6 +14,7 @@
 #include "engine/payload/payload_bytes.h"
 #include "engine/payload/payload_decode.h"
 #include "engine/payload/rounding.h"
+#include "engine/selective/unseen_views.h"
 
 #include <structmember.h>
 
@@ -25,7 +26,6 @@ static int kept_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(((gck_op_output *)self)->val);
     Py_VISIT(((gck_op_output *)self)->form);
     Py_VISIT(((gck_op_output *)self)->others);
-    Py_VISIT(((gck_op_output *)self)->copy);
     return 0;
 }
 
@@ -34,7 +34,6 @@ static int kept_clear(PyObject *self)
     Py_CLEAR(((gck_op_output *)self)->val);
     Py_CLEAR(((gck_op_output *)self)->form);
     Py_CLEAR(((gck_op_output *)self)->others);
-    Py_CLEAR(((gck_op_output *)self)->copy);
     return 0;
 }
 
@@ -183,77 +182,6 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     return kept;
 }
 
-int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias)
-{
-    int64_t version;
-
-    if ((kept->others == NULL && (kept->others = PyList_New(0)) == NULL) || gck_version_of(py, alias, &version) < 0) {
-        return -1;
-    }
-    return gck_append(kept->others, Py_BuildValue("OL", alias, (long long)version));
-}
-
-/* Take the copy for the value. */
-static int take_copy(gck_op_storage *store, gck_op_output *kept)
-{
-    const gck_py *py = &store->state->py;
-    PyObject *old = kept->val;
-
-    kept->val = kept->copy;
-    kept->copy = NULL;
-    kept->written = 0;
-    Py_DECREF(old);
-    Py_CLEAR(kept->others);
-    return gck_memory_of(py, kept->val, &kept->data, &kept->nbytes) < 0
-        ? -1 : gck_version_of(py, kept->val, &kept->version);
-}
-
-int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept)
-{
-    PyObject *others = Py_XNewRef(kept->others);
-    int64_t now, then;
-    int same = 1;
-
-    for (Py_ssize_t i = 0; others != NULL && same > 0 && i < PyList_Size(others); i++) {
-        PyObject *row = PyList_GetItem(others, i);
-        then = PyLong_AsLongLong(PyTuple_GetItem(row, 1));
-        same = PyErr_Occurred() || gck_version_of(py, PyTuple_GetItem(row, 0), &now) < 0 ? -1 : now == then;
-    }
-    Py_XDECREF(others);
-    return same;
-}
-
-/* As gck_op_output_settle() of one output. */
-static int settle_one(gck_op_storage *store, gck_op_output *kept)
-{
-    const gck_py *py = &store->state->py;
-    int64_t now = kept->version;
-
-    if ((kept->others == NULL && kept->copy == NULL && !kept->written) || gck_version_of(py, kept->val, &now) < 0) {
-        return PyErr_Occurred() ? -1 : 1;
-    }
-    if (now != kept->version) {                  /* reported where the value is returned */
-        return 1;
-    }
-    if (kept->copy != NULL) {
-        return take_copy(store, kept) < 0 ? -1 : 1;
-    }
-    return kept->written ? 0 : gck_op_output_unwritten(py, kept);
-}
-
-int gck_op_output_settle(gck_op_storage *store, PyObject *entry)
-{
-    const Py_ssize_t n = gck_items(entry);
-    int same = Py_TYPE(entry) == store->state->OpOutput ? settle_one(store, (gck_op_output *)entry) : 1;
-
-    for (Py_ssize_t i = 0; same > 0 && i < n; i++) {
-        PyObject *item = PySequence_GetItem(entry, i);
-        same = item != NULL ? gck_op_output_settle(store, item) : -1;
-        Py_XDECREF(item);
-    }
-    return same;
-}
-
 /* A copy of a discrete output; bool as bits. */
 static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *unused)
 {
@@ -374,7 +302,7 @@ static PyObject *fresh(gck_op_storage *store, gck_op_output *kept)
     PyObject *alias = kept->version >= 0 ? PyObject_GetAttr(kept->val, py->names.data)
                                          : PyObject_CallMethod(kept->val, "clone", NULL);
 
-    if (alias != NULL && kept->version >= 0 && gck_op_output_note(py, kept, alias) < 0) {
+    if (alias != NULL && kept->version >= 0 && gck_note_alias(py, kept, alias) < 0) {
         Py_CLEAR(alias);
     }
     return alias;
