@@ -6,7 +6,6 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,26 +44,34 @@ WRITING_KERNELS = (
 )
 
 
-def catch(ops: Iterable[Any], views: bool = False) -> None:
-    """Register the kernels, once in a process.
+def catch(policy: Any) -> None:
+    """Register the kernels of a policy's operators, once in a process.
 
-    With ``views`` also those of :data:`unseen_views`. They do nothing while no region names their
-    operator. At interpreter exit torch removes them. Threads that still run then get torch's own
-    fallback.
+    With the first policy that keeps outputs, those of :data:`unseen_views` too. They do nothing
+    while no region names their operator. At interpreter exit torch removes them. Threads that still
+    run then get torch's own fallback.
     """
+    if policy.caught:
+        return
     if _C.selective_key() is None:
         return _say_modes_only()
-    with _lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own kernel for a view only passes it on
+    with _lock:
         first = () if _caught else (getattr(torch.ops.aten, name).default for name in WRITING_KERNELS)
-        for op in (*first, *(unseen_views if views else ()), *ops):
+        for op in (*first, *(unseen_views if policy.keeps_outputs else ()), *policy.rules):
             if op not in _caught:
-                if op.namespace not in _libraries:
-                    _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
-                again = op in _begun or op in unseen_views  # begun: an interrupt came before the line that notes it
-                _begun.add(op)
-                _libraries[op.namespace].impl(op, _C.catcher(op), _KEY, allow_override=again)
-                _caught.add(op)
+                _register(op)
+    policy.caught = True
+
+
+def _register(op: Any) -> None:
+    if op.namespace not in _libraries:
+        _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+    again = op in _begun or op in unseen_views  # begun: an interrupt came before the line that notes it
+    _begun.add(op)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own kernel for a view only passes it on
+        _libraries[op.namespace].impl(op, _C.catcher(op), _KEY, allow_override=again)
+    _caught.add(op)
 
 
 @functools.cache

@@ -96,7 +96,11 @@ class Policy:
         self.names = _C.make_op_policy(rows, self.wanted)
         self.with_discrete: Policy | None = None  # this policy with discrete operators added; made on demand
         self.catchable = all(is_catchable(op) for op in self.rules)
+        self.caught = False
         self.keeps_outputs = any(rule.keep in (SAVE, LABEL) for rule in self.rules.values())  # not copies
+        lossy = [r.config.replay_discrete for r in self.rules.values() if r.config is not None and r.config.lossy]
+        #: Which discrete outputs are kept after an approximate output, as in a config.
+        self.replay_discrete: bool | str = "casts" if "casts" in lossy else any(lossy)
 
     def compressed(self, compress: Compress) -> Policy:
         """Return this policy with kept outputs compressed. Discrete outputs stay exact."""
@@ -106,15 +110,6 @@ class Policy:
             self.wanted,
             [(name, _short(config)) for name, _ in self.parts],
         )
-
-    @property
-    def replay_discrete(self) -> bool | str:
-        """Return which discrete outputs are kept after an approximate output, as in a config.
-
-        False means that every output is exact.
-        """
-        lossy = [r.config.replay_discrete for r in self.rules.values() if r.config is not None and r.config.lossy]
-        return "casts" if "casts" in lossy else any(lossy)
 
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):

@@ -119,7 +119,7 @@ def create_selective_checkpoint_contexts(
         store = _C.make_op_storage(policy.names, allow_cache_entry_mutation, reusable)
         policy_fn = asker(_with_discrete(policy))
         if by_key:
-            catch(policy.rules, views=policy.keeps_outputs)
+            catch(policy)
     if _observer is not None:
         _observer(store, latest)
     return ForwardContext(policy_fn, store, by_key), RecomputeContext(store, by_key, allow_cache_entry_mutation)

@@ -45,7 +45,7 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
     if known is None:
         return selective.NO_NAMES, policy
     if known.catchable:
-        catch(known.rules, views=known.keeps_outputs)
+        catch(known)
         return known.names, None
     return selective.NO_NAMES, selective.asker(known)
 
@@ -265,7 +265,7 @@ def torchs_checkpoint() -> tuple[Any, ...]:
 
 def discrete_rules(casts: int) -> Any:
     policy = policies.discrete if casts else policies.discrete_but_casts
-    catch(policy.rules)
+    catch(policy)
     return policy.names
 
 

@@ -19,7 +19,8 @@ gck_frame *gck_frame_new(gck_state *state)
 
 static int grow(gck_frame *frame)
 {
-    const Py_ssize_t capacity = frame->capacity ? 2 * frame->capacity : 8;
+    /* Few steps, and a small first block: malloc tidies up before it gives one of 1,024 bytes and more. */
+    const Py_ssize_t capacity = frame->capacity == 0 ? 4 : (frame->capacity < 64 ? 4 : 2) * frame->capacity;
     gck_slot *slots = realloc(frame->slots, (size_t)capacity * sizeof *slots);
 
     if (slots == NULL) {

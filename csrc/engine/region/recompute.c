@@ -18,30 +18,30 @@
 /* ---- which table ---- */
 
 /* The key of this backward.  *group: new reference or NULL.  0 or -1. */
-static int current_task(gck_state *state, int64_t *task, PyObject **group)
+static int current_task(gck_frame *frame, int64_t *task, PyObject **group)
 {
-    PyObject *value = PyObject_CallNoArgs(state->py.graph_exec_group);
+    gck_state *state = frame->state;
+    PyObject *value = PyObject_CallNoArgs(state->py.graph_task_id);
 
-    if (value == NULL) {
+    *group = NULL;
+    *task = value != NULL ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    if (*task == -1 && PyErr_Occurred()) {
         return -1;
     }
-    *group = NULL;
-    *task = 0;
+    if (*task != -1 && gck_recomputed_find(&frame->recomputed, *task, NULL) != NULL) {
+        return 0;                                /* there was no group at its first unpack */
+    }
+    if ((value = PyObject_CallNoArgs(state->py.graph_exec_group)) == NULL) {
+        return -1;
+    }
     if (value != Py_None) {
         *group = value;
+        *task = 0;
         return 0;
     }
     Py_DECREF(value);
-    value = PyObject_CallNoArgs(state->py.graph_task_id);
-    if (value == NULL) {
-        return -1;
-    }
-    *task = PyLong_AsLongLong(value);
-    Py_DECREF(value);
     if (*task == -1) {
-        if (PyErr_Occurred()) {
-            return -1;
-        }
         *task = -2 - state->outside++;           /* each access outside any backward has its own table */
     }
     return 0;
@@ -400,7 +400,7 @@ static PyObject *unpack(gck_frame *frame, Py_ssize_t index)
     PyObject *group;
     PyObject *value = NULL;
 
-    if (current_task(frame->state, &task, &group) < 0) {
+    if (current_task(frame, &task, &group) < 0) {
         return NULL;
     }
     gck_recomputed *table = filled_table(frame, task, group);

@@ -14,7 +14,6 @@
 #include "engine/payload/payload_bytes.h"
 #include "engine/payload/payload_decode.h"
 #include "engine/payload/rounding.h"
-#include "engine/selective/unseen_views.h"
 
 #include <structmember.h>
 
@@ -182,6 +181,16 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     return kept;
 }
 
+int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias)
+{
+    int64_t version;
+
+    if ((kept->others == NULL && (kept->others = PyList_New(0)) == NULL) || gck_version_of(py, alias, &version) < 0) {
+        return -1;
+    }
+    return gck_append(kept->others, Py_BuildValue("OL", alias, (long long)version));
+}
+
 /* A copy of a discrete output; bool as bits. */
 static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *unused)
 {
@@ -302,7 +311,7 @@ static PyObject *fresh(gck_op_storage *store, gck_op_output *kept)
     PyObject *alias = kept->version >= 0 ? PyObject_GetAttr(kept->val, py->names.data)
                                          : PyObject_CallMethod(kept->val, "clone", NULL);
 
-    if (alias != NULL && kept->version >= 0 && gck_note_alias(py, kept, alias) < 0) {
+    if (alias != NULL && kept->version >= 0 && gck_op_output_note(py, kept, alias) < 0) {
         Py_CLEAR(alias);
     }
     return alias;

@@ -23,6 +23,9 @@ extern PyType_Spec gck_op_output_spec;
  * Python.  0 or -1. */
 int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
 
+/* Remember a tensor of a kept output's memory that has its own version counter.  0 or -1. */
+int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias);
+
 /* New reference: an alias without history that shares x's version counter. */
 PyObject *gck_op_output_alias(const gck_py *py, PyObject *x);
 

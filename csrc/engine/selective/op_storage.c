@@ -213,7 +213,7 @@ int gck_op_storage_replay_discrete(gck_op_storage *store, int replay_discrete)
 Py_ssize_t gck_op_storage_add(gck_op_storage *store, const gck_call *call)
 {
     if (store->ncalls == store->room) {
-        const Py_ssize_t room = 2 * store->room + 16;
+        const Py_ssize_t room = 2 * store->room + 8;
         gck_recorded_call *calls = realloc(store->calls, (size_t)room * sizeof *calls);
         if (calls == NULL) {
             PyErr_NoMemory();

@@ -228,7 +228,8 @@ static PyObject *view_unseen(gck_state *state, PyObject *op, PyObject *call, PyO
     const int modes = gck_modes_that_watch(&state->py);
     const int simple = op == PyTuple_GetItem(state->py.unseen_views, 0) && gck_is_plain_tensor(&state->py, x);
     PyObject *out = modes < 0 ? NULL
-                  : simple && !modes ? PyObject_CallMethodObjArgs(x, state->py.names.view, PyTuple_GetItem(args, 1), NULL)
+                  : simple && !modes
+                  ? PyObject_CallMethodObjArgs(x, state->py.names.view, PyTuple_GetItem(args, 1), NULL)
                   : call_below(state, NULL, op, call, args, kwargs);
 
     if (out != NULL && gck_note_unseen(state, out) < 0) {

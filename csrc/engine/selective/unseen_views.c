@@ -17,16 +17,6 @@ int gck_makes_unseen_views(const gck_py *py, const PyObject *op)
     return i < n;
 }
 
-int gck_note_alias(const gck_py *py, gck_op_output *kept, PyObject *alias)
-{
-    int64_t version;
-
-    if ((kept->others == NULL && (kept->others = PyList_New(0)) == NULL) || gck_version_of(py, alias, &version) < 0) {
-        return -1;
-    }
-    return gck_append(kept->others, Py_BuildValue("OL", alias, (long long)version));
-}
-
 /* New reference: an alias of x, made unseen by regions and modes. */
 static PyObject *alias_of(gck_state *state, PyObject *x)
 {
@@ -52,7 +42,7 @@ static int note_in(gck_state *state, PyObject *entry, PyObject *x, const char *d
 
     if (kept != NULL && data < kept->data + kept->nbytes && kept->data < data + nbytes) {
         PyObject *alias = alias_of(state, x);
-        status = alias != NULL ? gck_note_alias(&state->py, kept, alias) : -1;
+        status = alias != NULL ? gck_op_output_note(&state->py, kept, alias) : -1;
         Py_XDECREF(alias);
     }
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {

@@ -13,9 +13,6 @@ int gck_makes_unseen_views(const gck_py *py, const PyObject *op);
  * remember it.  0 or -1. */
 int gck_note_unseen(gck_state *state, PyObject *x);
 
-/* Remember a tensor of a kept output's memory.  0 or -1. */
-int gck_note_alias(const gck_py *py, gck_op_output *kept, PyObject *alias);
-
 /* Find out whether the outputs of an entry were written into unseen.  1: their versions show what happened,
  * or nothing did; 0: they have changed; -1. */
 int gck_unwritten(const gck_state *state, PyObject *entry);
