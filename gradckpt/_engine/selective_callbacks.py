@@ -99,8 +99,9 @@ def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def count_list_writes(op: Any, tensors: list[Any]) -> None:
-    """Count a write into a list of tensors, as torch does where no mode is active."""
-    if op._schema.is_mutable:
+    """Count an operator's write into its first argument, as torch does where no mode is active."""
+    schema = getattr(op, "_schema", None)  # operators of higher order have none
+    if schema is not None and (info := schema.arguments[0].alias_info) is not None and info.is_write:
         written = [x for x in tensors if isinstance(x, torch.Tensor) and not x.is_inference()]
         torch.autograd.graph.increment_version(written)
 

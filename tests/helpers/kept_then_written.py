@@ -101,8 +101,8 @@ def same(a, b):
 
 
 def check(call, leaves, layout, policy, door, others=(), want=None, refused=False):
-    """None, or what is wrong; refused: what may raise is a write that a version shows, as in torch, and a region
-    of one node around a function that has other tensors with gradients."""
+    """None, or what is wrong; refused: two may raise, a write that a version shows, as in torch,
+    and a region of one node around a function that has other tensors with gradients."""
     want = gradients(call, PLAIN, None, leaves, layout, others)[0] if want is None else want
     backwards = 2 if door == "reusable" else 1
     try:

@@ -113,6 +113,20 @@ def test_what_was_written_into_unseen_is_not_kept_and_runs_again(write):
         assert (torch.ones(2, 3, 4) @ torch.ones(4, 4) == 4).all()
 
 
+def test_reading_a_list_is_no_write():
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+
+    def function(t):
+        a, b = t @ w, t.sin()
+        with torch.no_grad():
+            torch.cat([a, b], out=torch.empty(8, 4))
+        return (a * b).exp()
+
+    want = torch.autograd.grad(function(x).sum(), x)[0]
+    y = gradckpt.checkpoint(function, x, policy=sweep.by_function)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+
+
 def test_a_write_after_the_region_is_seen():
     x, w = torch.randn(2, 16, 16, requires_grad=True), torch.randn(16, 16)
     want = torch.autograd.grad((x @ w).sin().sum(), x)[0]

@@ -42,7 +42,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
 
     /* First, because this may run Python, which may record more slots. */
     if ((frame->check == GCK_CHECK_NOTHING || gck_metadata_of(py, frame->metadata_fn, x, 0, &meta) == 0)
-        && (!gck_checks_origins(frame) || gck_origin_of(py, frame->run, x, &origin, &grad) == 0)
+        && (!gck_checks_origins(frame) || gck_origin_of(py, frame->run, NULL, x, &origin, &grad) == 0)
         && (frame->nslots < frame->capacity || grow(frame) == 0)) {
         holder = PyObject_New(gck_holder, frame->state->Holder);
     }

@@ -65,14 +65,14 @@ static int know_leaf(PyObject *x, gck_origin *origin)
 /* x is a view of base.  0 or -1. */
 static int know_base(const gck_py *py, const gck_dl_tensor *x, PyObject *base, gck_origin *origin)
 {
-    PyObject *node = PyObject_GetAttr(base, py->names.grad_fn);
-    const int all = node != NULL ? lies_alike(py, x, base) : -1;
+    const int all = lies_alike(py, x, base), leaf = all < 0 ? -1 : gck_attr_is_true(base, py->names.is_leaf);
+    PyObject *node = leaf < 0 ? NULL : all && !leaf ? PyObject_GetAttr(base, py->names.grad_fn) : Py_NewRef(Py_None);
     gck_dl_tensor whole;
-    int status = all < 0 ? -1 : 0;
+    int status = node == NULL ? -1 : 0;
 
-    if (all > 0 && node != Py_None) {
+    if (status == 0 && !leaf && all) {
         origin->through = Py_NewRef((PyObject *)Py_TYPE(node));
-    } else if (all >= 0 && node == Py_None) {
+    } else if (status == 0 && leaf) {
         const int shown = gck_read_dlpack(py, base, &whole);
         const intptr_t offset = shown > 0 ? (intptr_t)x->data - (intptr_t)whole.data : -1;
         const int64_t bytes = shown > 0 ? gck_reach(whole.ndim, whole.shape, whole.strides) * whole.dtype.bits / 8 : 0;
@@ -108,7 +108,8 @@ static int know_view(const gck_py *py, const gck_run *run, PyObject *x, gck_orig
     return status < 0 ? -1 : 0;
 }
 
-int gck_origin_of(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin, int *grad)
+int gck_origin_of(const gck_py *py, const gck_run *run, const gck_origin *then, PyObject *x, gck_origin *origin,
+                  int *grad)
 {
     const uint32_t arguments = gck_arguments_that_are(run, x);
     const int plain = gck_is_plain_tensor(py, x);
@@ -124,7 +125,9 @@ int gck_origin_of(const gck_py *py, const gck_run *run, PyObject *x, gck_origin 
         origin->constant = !*grad;
         status = (origin->constant && gck_version_of(py, x, &origin->version) < 0) || know_leaf(x, origin) < 0 ? -1 : 0;
     } else if (status == 0 && plain) {
-        const int may = makes_views(Py_TYPE(node));
+        const int told = then != NULL && then->node == (PyObject *)Py_TYPE(node) && then->arguments == 0
+                      && then->leaf == NULL;
+        const int may = told ? 0 : makes_views(Py_TYPE(node));
         if ((PyObject *)Py_TYPE(node) != py->error_node) {     /* else a restored argument that has no number */
             origin->node = Py_NewRef((PyObject *)Py_TYPE(node));
         }

@@ -21,9 +21,11 @@ typedef struct {
     int64_t   version;       /* of a constant                                                         */
 } gck_origin;
 
-/* Read it of a tensor that autograd saves.  *grad: whether it requires grad.  0, or -1 with an exception
- * and *origin empty. */
-int gck_origin_of(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin, int *grad);
+/* Read it of a tensor that autograd saves.  then: that of the forward, to which it will be compared, so
+ * that what changes nothing is not read; or NULL.  *grad: whether it requires grad.  0, or -1 with an
+ * exception and *origin empty. */
+int gck_origin_of(const gck_py *py, const gck_run *run, const gck_origin *then, PyObject *x, gck_origin *origin,
+                  int *grad);
 
 /* 0 when both are known and differ, else 1; -1.  Where memory lies tells that two are the same, never
  * that they differ: a forward's arguments and closures may be views of one another, those of a recompute

@@ -100,7 +100,9 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     int grad = 0, status = 0;
 
     if (py != NULL && origins != NULL) {
-        status = gck_origin_of(py, self->run, x, &origin, &grad);
+        const Py_ssize_t at = self->table->counter;
+        status = gck_origin_of(py, self->run, at < self->frame->nslots ? &self->frame->slots[at].origin : NULL, x,
+                               &origin, &grad);
     } else if (py != NULL) {
         status = grad = gck_attr_is_true(x, py->names.requires_grad);
     }
