@@ -90,6 +90,7 @@ typedef struct {
     int64_t       watched_task;        /* graph task at whose end our callback runs          */
     /* borrowed: first of the frames' tables, where there are any */
     struct gck_recomputed_tables *with_recomputed;
+    int64_t       nodes_known;         /* types of nodes in the slots of frames, see origin.h */
     int64_t       outside;             /* counter for the ids of unpacks outside backward    */
     /* latest first */
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];

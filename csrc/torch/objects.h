@@ -90,7 +90,7 @@
     CALLBACK(autocast_capture) CALLBACK(barred) CALLBACK(buffer_roots) CALLBACK(call_negated)                 \
     CALLBACK(call_within) CALLBACK(candidate) CALLBACK(capture) CALLBACK(check_aliases)                       \
     CALLBACK(check_buffers) CALLBACK(check_leaves) CALLBACK(check_reentrant) CALLBACK(container_state)        \
-    CALLBACK(contexts) CALLBACK(contexts_plan) CALLBACK(count_list_writes) CALLBACK(debug_contexts)           \
+    CALLBACK(contexts) CALLBACK(contexts_plan) CALLBACK(copy_candidates) CALLBACK(debug_contexts)             \
     CALLBACK(decorate) CALLBACK(determinism_check) CALLBACK(device_context) CALLBACK(device_rng_capture)      \
     CALLBACK(device_rng_swap) CALLBACK(discrete_rules) CALLBACK(enter_buffers) CALLBACK(fill_from)            \
     CALLBACK(find_candidate) CALLBACK(finish_calls) CALLBACK(generator_of) CALLBACK(give_container_state)     \
@@ -116,7 +116,7 @@
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                         \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
     NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)                  \
-    NAME(storage_offset) NAME(_saved_exponent) NAME(view) NAME(tracing_context) NAME(__dict__)
+    NAME(storage_offset) NAME(_saved_exponent) NAME(tracing_context) NAME(__dict__)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

@@ -44,7 +44,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "container_state": argument_state.container_state,
     "contexts": region.contexts,
     "contexts_plan": region.contexts_plan,
-    "count_list_writes": selective.count_list_writes,
+    "copy_candidates": selective.copy_candidates,
     "debug_contexts": region.debug_contexts,
     "discrete_rules": selective.discrete_rules,
     "decorate": decorator.decorate,

@@ -20,6 +20,7 @@ _KEY = "Negative"
 _lock = threading.Lock()
 _begun: set[Any] = set()
 _caught: set[Any] = set()
+_watching = False  # the operators that may change a kept output are among them
 _libraries: dict[str, torch.library.Library] = {}  # by namespace
 
 
@@ -44,34 +45,61 @@ WRITING_KERNELS = (
 )
 
 
+def _writers() -> list[Any]:
+    """Return the operators that change their first argument, and those that return views of it with
+    a version counter of their own.
+
+    ``copy_`` and the overloads with ``out=`` are not among them: what these write makes a kept
+    output run again.
+    """
+    found = list(unseen_views)
+    for name in private.all_op_names():
+        namespace, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if namespace != "aten" or not base.endswith("_") or base.startswith(("_foreach", "_fused", "_amp", "__")):
+            continue
+        known = private.has_kernel(name) and not private.has_kernel_for_key(name, _KEY)
+        if known and not private.has_kernel_for_key(name, "CompositeImplicitAutograd"):
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            if op._schema.is_mutable and op._schema.arguments[0].name == "self":
+                found.append(op)
+    return found
+
+
 def catch(policy: Any) -> None:
     """Register the kernels of a policy's operators, once in a process.
 
-    With the first policy that keeps outputs, those of :data:`unseen_views` too. They do nothing
-    while no region names their operator. At interpreter exit torch removes them. Threads that still
-    run then get torch's own fallback.
+    With the first policy that keeps outputs, those of operators that may change a kept output, too.
+    They do nothing while no region names their operator. At interpreter exit torch removes them.
+    Threads that still run then get torch's own fallback.
     """
     if policy.caught:
         return
     if _C.selective_key() is None:
         return _say_modes_only()
+    global _watching
     with _lock:
         first = () if _caught else (getattr(torch.ops.aten, name).default for name in WRITING_KERNELS)
-        for op in (*first, *(unseen_views if policy.keeps_outputs else ()), *policy.rules):
-            if op not in _caught:
-                _register(op)
+        more = _writers() if policy.keeps_outputs and not _watching else ()
+        for op in (*first, *policy.rules):
+            _register(op)
+        if more:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own kernel for a view only passes it on
+                for op in more:
+                    _register(op, op in unseen_views)
+        _watching |= policy.keeps_outputs
     policy.caught = True
 
 
-def _register(op: Any) -> None:
-    if op.namespace not in _libraries:
-        _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
-    again = op in _begun or op in unseen_views  # begun: an interrupt came before the line that notes it
-    _begun.add(op)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own kernel for a view only passes it on
-        _libraries[op.namespace].impl(op, _C.catcher(op), _KEY, allow_override=again)
-    _caught.add(op)
+def _register(op: Any, override: bool = False) -> None:
+    if op not in _caught:
+        if op.namespace not in _libraries:
+            _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+        override |= op in _begun  # an interrupt came before the line that notes it
+        _begun.add(op)
+        _libraries[op.namespace].impl(op, _C.catcher(op), _KEY, allow_override=override)
+        _caught.add(op)
 
 
 @functools.cache

@@ -98,55 +98,68 @@ def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
         private.set_included(key, True)
 
 
-def count_list_writes(op: Any, tensors: list[Any]) -> None:
-    """Count an operator's write into its first argument, as torch does where no mode is active."""
-    schema = getattr(op, "_schema", None)  # operators of higher order have none
-    if schema is not None and (info := schema.arguments[0].alias_info) is not None and info.is_write:
-        written = [x for x in tensors if isinstance(x, torch.Tensor) and not x.is_inference()]
-        torch.autograd.graph.increment_version(written)
-
-
 # ---- names ----
 
 
-def candidate(out: Any, line: int, call: int) -> tuple[Any, int, int]:
-    """Return what finds an output again when a tensor of the same memory gets a name.
+class _Candidate:
+    """An output that may get a name.
 
-    It does not keep a single tensor alive.
+    ``refs`` finds it again when a tensor of the same memory gets one. A single tensor is not kept
+    alive; ``what`` is its layout, or a copy.
     """
-    if isinstance(out, torch.Tensor):
-        version = 0 if out.is_inference() else out._version
-        layout = (version, out.size(), out.stride(), out.storage_offset(), out.dtype)
-        return ([private.StorageWeakRef(out.untyped_storage())], layout), line, call
-    refs = [
-        private.StorageWeakRef(x.untyped_storage())
-        for x in out
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-    ]
-    return (refs, out), line, call
+
+    __slots__ = ("call", "line", "refs", "version", "what")
+
+    def __init__(self, out: Any, line: int, call: int) -> None:
+        tensors = [out] if isinstance(out, torch.Tensor) else out
+        tensors = [x for x in tensors if isinstance(x, torch.Tensor) and (x is out or x.is_floating_point())]
+        self.refs = [private.StorageWeakRef(x.untyped_storage()) for x in tensors]
+        self.line, self.call = line, call
+        self.what, self.version = out, 0
+        if isinstance(out, torch.Tensor):
+            self.what = (out.size(), out.stride(), out.storage_offset(), out.dtype)
+            self.version = 0 if out.is_inference() else out._version
+
+    def lies_in(self, x: torch.Tensor) -> bool:
+        cdata = x.untyped_storage()._cdata
+        return any(ref.cdata == cdata and not ref.expired() for ref in self.refs)
+
+    def output(self, x: torch.Tensor) -> Any:
+        """Return the output in whose memory x lies; None if x cannot show it, or it was changed."""
+        if not isinstance(self.what, tuple) or not isinstance(self.what[-1], torch.dtype):
+            return self.what
+        size, stride, offset, dtype = self.what
+        if dtype != x.dtype or (not x.is_inference() and x._version != self.version):
+            return None
+        with torch.no_grad():
+            return x.detach().as_strided(size, stride, offset)
 
 
-def find_candidate(candidates: list[Any] | None, x: Any, name: str) -> tuple[Any, int, int]:
+def candidate(out: Any, line: int, call: int) -> _Candidate:
+    return _Candidate(out, line, call)
+
+
+def find_candidate(candidates: list[_Candidate] | None, x: Any, name: str) -> tuple[Any, int, int]:
     """Return (output, line, call) of the last operator that wrote the memory of x.
 
     The output is None if it was written into since.
     """
     if isinstance(x, torch.Tensor):
-        cdata = x.untyped_storage()._cdata
-        for (refs, what), line, call in reversed(candidates or []):
-            if not any(ref.cdata == cdata and not ref.expired() for ref in refs):
-                continue
-            if not isinstance(what[-1], torch.dtype):
-                return what, line, call
-            version, size, stride, offset, dtype = what
-            if dtype != x.dtype or (not x.is_inference() and x._version != version):
-                return None, line, call
-            with torch.no_grad():
-                return x.detach().as_strided(size, stride, offset), line, call
+        for each in reversed(candidates or []):
+            if each.lies_in(x):
+                return each.output(x), each.line, each.call
     raise ValueError(
         f"gradckpt: name(x, {name!r}) got an x that no matrix product, convolution or fused attention of this region "
         "returned; name such an output or its view"
     )
+
+
+def copy_candidates(candidates: list[_Candidate], x: torch.Tensor) -> None:
+    """Copy outputs that may get a name before x is written into."""
+    for each in candidates:
+        if each.lies_in(x):
+            out = each.output(x)
+            each.what = private.tree_map_only(torch.Tensor, torch.clone, out)
 
 
 _warned_ids: set[int] = set()

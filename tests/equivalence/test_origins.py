@@ -78,6 +78,12 @@ DIFFERENT = {
         1,
         "made by SliceBackward0 from parameter",
     ),
+    "two parameters and a result change places": (
+        lambda x: A.weight.t().sin() + B.weight.t().sin() + (x * 1).t().sin(),
+        lambda x: B.weight.t().sin() + (x * 1).t().sin() + A.weight.t().sin(),
+        1,
+        "made by TBackward0 from parameter",
+    ),
     "two masks change places": (
         lambda x: (x * MASKS[0]).sin() * MASKS[1],
         lambda x: (x * MASKS[1]).sin() * MASKS[0],
@@ -403,3 +409,19 @@ def test_create_graph_through_a_lossy_region_is_logged_once(caplog):
         second(SMALL)
     assert [r.message for r in caplog.records if "create_graph=True" in r.message and "compress=None" in r.message]
     assert len(caplog.records) == 1
+
+
+def test_what_the_first_thousand_tensors_hide_is_seen_of_parameters():
+    """Behind them only nodes are not looked at."""
+
+    def behind(function):
+        def deep(x):
+            for _ in range(1100):
+                x = x.sin()
+            return function(x)
+
+        return deep
+
+    forward, recompute, n, _ = DIFFERENT["two parts of a parameter change places"]
+    with pytest.raises(CheckpointError, match="at position 1100:"):
+        gradients(behind(forward), behind(recompute), n)

@@ -8,6 +8,7 @@ import sys
 import kept_then_written as sweep
 import pytest
 import torch
+import torch.nn.functional as F
 from checkout import HELPERS
 from selective_ways import _nothing_left_behind as _nothing_left_behind
 
@@ -70,61 +71,27 @@ def test_operators_that_products_are_part_of_in_every_combination():
     assert wrong == []
 
 
-WRITES = {
-    "relu_": torch.Tensor.relu_,
-    "copy_": lambda y: y.copy_(torch.zeros(2, 3, 4)),
-    "out": lambda y: torch.add(y, 1, out=y),
-    "a list": lambda y: torch._foreach_mul_([y], 2.0),
-    "dirty": lambda y: Doubles.apply(y),
-}
+def test_an_output_is_copied_only_before_a_write():
+    aten = torch.ops.aten
+    for write, copied in ((None, False), (torch.Tensor.relu_, True), (torch.Tensor.sigmoid_, True)):
+        pair = gradckpt.compat.create_selective_checkpoint_contexts([aten.mm.default])
+        with pair[0]:
+            y = torch.ones(2, 3, 4) @ torch.ones(4, 4)
+            if write is not None:
+                write(y)
+        assert (pair[0].storage[aten.mm.default][0].val.data_ptr() != y.data_ptr()) == copied
 
 
-class Doubles(torch.autograd.Function):
-    """Writes past the dispatcher, as a kernel of Triton does."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.numpy()[:] *= 2
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
-def test_a_kept_output_is_no_copy():
+def test_what_was_written_into_unseen_runs_again():
+    """As by ``copy_``, before which nothing is copied."""
     aten = torch.ops.aten
     pair = gradckpt.compat.create_selective_checkpoint_contexts([aten.mm.default])
     with pair[0]:
         y = torch.ones(2, 3, 4) @ torch.ones(4, 4)
-    assert pair[0].storage[aten.mm.default][0].val.data_ptr() == y.data_ptr()
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_what_was_written_into_unseen_is_not_kept_and_runs_again(write):
-    aten = torch.ops.aten
-    pair = gradckpt.compat.create_selective_checkpoint_contexts([aten.mm.default])
-    with pair[0]:
-        y = torch.ones(2, 3, 4) @ torch.ones(4, 4)
-        WRITES[write](y)
+        y.copy_(torch.zeros(2, 3, 4))
     assert not hasattr(pair[0].storage[aten.mm.default][0], "val")
     with pair[1]:
         assert (torch.ones(2, 3, 4) @ torch.ones(4, 4) == 4).all()
-
-
-def test_reading_a_list_is_no_write():
-    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
-
-    def function(t):
-        a, b = t @ w, t.sin()
-        with torch.no_grad():
-            torch.cat([a, b], out=torch.empty(8, 4))
-        return (a * b).exp()
-
-    want = torch.autograd.grad(function(x).sum(), x)[0]
-    y = gradckpt.checkpoint(function, x, policy=sweep.by_function)
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
 
 
 def test_a_write_after_the_region_is_seen():
@@ -135,13 +102,13 @@ def test_a_write_after_the_region_is_seen():
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
 
 
-def test_a_named_output_that_was_written_into_is_not_kept():
+def test_a_named_output_is_copied_before_a_write():
     aten = torch.ops.aten
     pair = gradckpt.compat.create_selective_checkpoint_contexts(gradckpt.policies.save_named("h"))
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     with pair[0]:
         gradckpt.policies.name((x @ w).relu_(), "h")
-    assert not hasattr(pair[0].storage[aten.mm.default][0], "val")
+    assert torch.equal(pair[0].storage[aten.mm.default][0].val, x @ w)
 
 
 def test_a_recompute_may_write_into_what_it_was_handed():
@@ -156,3 +123,18 @@ def test_a_recompute_may_write_into_what_it_was_handed():
     (want,) = torch.autograd.grad(function(x).sum(), x)
     for _ in range(3):
         assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], want)
+
+
+@pytest.mark.parametrize("write", [lambda y: F.linear(y, sweep.W, sweep.B), lambda y: (y @ sweep.W).mul_(2)])
+def test_inference_tensors_are_kept_as_they_were(write):
+    """They have no versions."""
+
+    def function(t):
+        with torch.inference_mode():
+            scale = write(t.detach().mT)
+        return (t * scale.clone()).sin()
+
+    x = torch.randn(2, 16, 16, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x).sum(), x)
+    y = gradckpt.checkpoint(function, x, policy="save_matmuls")
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)

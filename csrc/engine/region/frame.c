@@ -38,11 +38,12 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     gck_holder *holder = NULL;
     gck_metadata meta = {.objects = NULL};
     gck_origin origin = {.node = NULL};
+    const int look = frame->state->nodes_known < GCK_NODES;
     int grad;
 
     /* First, because this may run Python, which may record more slots. */
     if ((frame->check == GCK_CHECK_NOTHING || gck_metadata_of(py, frame->metadata_fn, x, 0, &meta) == 0)
-        && (!gck_checks_origins(frame) || gck_origin_of(py, frame->run, NULL, x, &origin, &grad) == 0)
+        && (!gck_checks_origins(frame) || gck_origin_of(py, frame->run, look, x, &origin, &grad) == 0)
         && (frame->nslots < frame->capacity || grow(frame) == 0)) {
         holder = PyObject_New(gck_holder, frame->state->Holder);
     }
@@ -53,6 +54,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     }
     holder->frame = frame;
     holder->index = frame->nslots;
+    frame->state->nodes_known += origin.node != NULL;
     frame->slots[frame->nslots++] = (gck_slot){holder, meta, origin};
     return (PyObject *)holder;
 }
@@ -119,6 +121,7 @@ static int frame_clear(PyObject *op)
     gck_recomputed_clear(&frame->recomputed);
     for (Py_ssize_t i = 0; i < frame->nslots; i++) {
         gck_metadata_clear(&frame->slots[i].meta);
+        frame->state->nodes_known -= frame->slots[i].origin.node != NULL;
         gck_origin_clear(&frame->slots[i].origin);
     }
     for (int i = 0; i < GCK_GIVEN; i++) {

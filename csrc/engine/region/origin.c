@@ -66,11 +66,12 @@ static int know_leaf(PyObject *x, gck_origin *origin)
 static int know_base(const gck_py *py, const gck_dl_tensor *x, PyObject *base, gck_origin *origin)
 {
     const int all = lies_alike(py, x, base), leaf = all < 0 ? -1 : gck_attr_is_true(base, py->names.is_leaf);
-    PyObject *node = leaf < 0 ? NULL : all && !leaf ? PyObject_GetAttr(base, py->names.grad_fn) : Py_NewRef(Py_None);
+    PyObject *node = leaf < 0 ? NULL
+                   : all && !leaf && origin->looked ? PyObject_GetAttr(base, py->names.grad_fn) : Py_NewRef(Py_None);
     gck_dl_tensor whole;
     int status = node == NULL ? -1 : 0;
 
-    if (status == 0 && !leaf && all) {
+    if (status == 0 && node != Py_None) {
         origin->through = Py_NewRef((PyObject *)Py_TYPE(node));
     } else if (status == 0 && leaf) {
         const int shown = gck_read_dlpack(py, base, &whole);
@@ -86,7 +87,7 @@ static int know_base(const gck_py *py, const gck_dl_tensor *x, PyObject *base, g
     return status;
 }
 
-/* The node of x may have made a view: of all of an argument, of a result, or of a leaf.  0 or -1. */
+/* x may be a view: of all of an argument, of a result, or of a leaf.  0 or -1. */
 static int know_view(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin)
 {
     PyObject *base = PyObject_GetAttr(x, py->names._base);
@@ -108,27 +109,24 @@ static int know_view(const gck_py *py, const gck_run *run, PyObject *x, gck_orig
     return status < 0 ? -1 : 0;
 }
 
-int gck_origin_of(const gck_py *py, const gck_run *run, const gck_origin *then, PyObject *x, gck_origin *origin,
-                  int *grad)
+int gck_origin_of(const gck_py *py, const gck_run *run, int look, PyObject *x, gck_origin *origin, int *grad)
 {
     const uint32_t arguments = gck_arguments_that_are(run, x);
-    const int plain = gck_is_plain_tensor(py, x);
-    PyObject *node = plain ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None);
-    int status = node == NULL ? -1 : 0;
+    const int plain = gck_is_plain_tensor(py, x), leaf = !plain || look ? 1 : gck_attr_is_true(x, py->names.is_leaf);
+    PyObject *node = plain && look ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None);
+    int status = node == NULL || leaf < 0 ? -1 : 0;
 
-    *origin = (gck_origin){.arguments = arguments, .itself = arguments != 0};
+    *origin = (gck_origin){.arguments = arguments, .itself = arguments != 0, .looked = look};
     if (status == 0) {
-        *grad = node != Py_None ? 1 : gck_attr_is_true(x, py->names.requires_grad);
+        *grad = node != Py_None || !leaf ? 1 : gck_attr_is_true(x, py->names.requires_grad);
         status = *grad < 0 ? -1 : 0;
     }
-    if (status == 0 && plain && (node == Py_None || arguments != 0)) {
+    if (status == 0 && plain && ((leaf && node == Py_None) || arguments != 0)) {
         origin->constant = !*grad;
         status = (origin->constant && gck_version_of(py, x, &origin->version) < 0) || know_leaf(x, origin) < 0 ? -1 : 0;
     } else if (status == 0 && plain) {
-        const int told = then != NULL && then->node == (PyObject *)Py_TYPE(node) && then->arguments == 0
-                      && then->leaf == NULL;
-        const int may = told ? 0 : makes_views(Py_TYPE(node));
-        if ((PyObject *)Py_TYPE(node) != py->error_node) {     /* else a restored argument that has no number */
+        const int may = look ? makes_views(Py_TYPE(node)) : 1;
+        if (look && (PyObject *)Py_TYPE(node) != py->error_node) {     /* else a restored argument without number */
             origin->node = Py_NewRef((PyObject *)Py_TYPE(node));
         }
         status = may <= 0 ? may : know_view(py, run, x, origin);

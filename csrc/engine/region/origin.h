@@ -18,14 +18,17 @@ typedef struct {
                                 is, or of which it is a view; NULL: none of these                     */
     int64_t   offset;        /* of such a view, in bytes; -1: not known                               */
     int       constant;      /* no node made it, and no gradient flows to it                          */
+    int       looked;        /* at its node                                                           */
     int64_t   version;       /* of a constant                                                         */
 } gck_origin;
 
-/* Read it of a tensor that autograd saves.  then: that of the forward, to which it will be compared, so
- * that what changes nothing is not read; or NULL.  *grad: whether it requires grad.  0, or -1 with an
- * exception and *origin empty. */
-int gck_origin_of(const gck_py *py, const gck_run *run, const gck_origin *then, PyObject *x, gck_origin *origin,
-                  int *grad);
+/* Nodes of live regions that are looked at, at most.  Torch keeps an object for each, and frees a chain of
+ * them by recursion, 200 bytes of stack a node; others it frees in a loop. */
+enum { GCK_NODES = 1000 };
+
+/* Read it of a tensor that autograd saves.  look: also at its node.  *grad: whether it requires grad.
+ * 0, or -1 with an exception and *origin empty. */
+int gck_origin_of(const gck_py *py, const gck_run *run, int look, PyObject *x, gck_origin *origin, int *grad);
 
 /* 0 when both are known and differ, else 1; -1.  Where memory lies tells that two are the same, never
  * that they differ: a forward's arguments and closures may be views of one another, those of a recompute

@@ -101,8 +101,8 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
 
     if (py != NULL && origins != NULL) {
         const Py_ssize_t at = self->table->counter;
-        status = gck_origin_of(py, self->run, at < self->frame->nslots ? &self->frame->slots[at].origin : NULL, x,
-                               &origin, &grad);
+        const int look = at < self->frame->nslots && self->frame->slots[at].origin.looked;
+        status = gck_origin_of(py, self->run, look, x, &origin, &grad);
     } else if (py != NULL) {
         status = grad = gck_attr_is_true(x, py->names.requires_grad);
     }

@@ -11,7 +11,6 @@
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_policy.h"
 #include "engine/selective/replay_discrete.h"
-#include "engine/selective/unseen_views.h"
 
 /* 1: a line for discrete outputs, all of which are kept; 0: one of the policy's. */
 static int is_discrete(const gck_op_storage *store, int line)
@@ -168,10 +167,10 @@ static PyObject *replay_traced(gck_active *active, gck_op_storage *store, gck_ca
 }
 
 /* 1 when nothing is kept of a call, or what is kept was written into; 0; -1. */
-static int runs_again(const gck_op_storage *store, Py_ssize_t index)
+static int runs_again(gck_op_storage *store, Py_ssize_t index)
 {
     PyObject *entry = Py_NewRef(store->calls[index].entry);
-    const int same = entry == store->state->py.recompute_mark ? 0 : gck_unwritten(store->state, entry);
+    const int same = entry == store->state->py.recompute_mark ? 0 : gck_op_output_settle(store, entry);
 
     Py_DECREF(entry);
     return same < 0 ? -1 : !same;

@@ -47,3 +47,27 @@ int gck_hide_end(gck_state *state, PyObject *modes)
     Py_DECREF(modes);
     return gck_error_return(&error);
 }
+
+int gck_effect_begin(gck_state *state, gck_op_effect effect, PyObject *x)
+{
+    PyObject *modes;
+    int status = gck_is_kept_memory(state, x);
+
+    if (status > 0 && effect == GCK_WRITES && (status = gck_hide_begin(state, &modes)) == 0) {
+        status = gck_before_write(state, x);
+        status = gck_hide_end(state, modes) < 0 || status < 0 ? -1 : 1;
+    }
+    return status;
+}
+
+int gck_effect_end(gck_state *state, PyObject *x, PyObject *out)
+{
+    PyObject *modes;
+    int status = gck_hide_begin(state, &modes);
+
+    if (status == 0) {
+        status = gck_after_view(state, x, out);
+        status = gck_hide_end(state, modes) < 0 ? -1 : status;
+    }
+    return status;
+}

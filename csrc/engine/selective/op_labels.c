@@ -3,7 +3,7 @@
 
 #include "torch/calls.h"
 #include "engine/selective/op_outputs.h"
-#include "engine/selective/unseen_views.h"
+#include "engine/selective/op_written.h"
 
 int gck_op_label_candidate(gck_op_storage *store, int line, Py_ssize_t index, PyObject *out)
 {

@@ -25,6 +25,7 @@ static int kept_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(((gck_op_output *)self)->val);
     Py_VISIT(((gck_op_output *)self)->form);
     Py_VISIT(((gck_op_output *)self)->others);
+    Py_VISIT(((gck_op_output *)self)->copy);
     return 0;
 }
 
@@ -33,6 +34,7 @@ static int kept_clear(PyObject *self)
     Py_CLEAR(((gck_op_output *)self)->val);
     Py_CLEAR(((gck_op_output *)self)->form);
     Py_CLEAR(((gck_op_output *)self)->others);
+    Py_CLEAR(((gck_op_output *)self)->copy);
     return 0;
 }
 
@@ -174,7 +176,7 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     }
     store->state->stats.policy_outputs += tensor > 0 && val != NULL;
     PyObject *kept = kept_new(store, val, version);
-    if (kept != NULL && version >= 0
+    if (kept != NULL && tensor
         && gck_memory_of(py, val, &((gck_op_output *)kept)->data, &((gck_op_output *)kept)->nbytes) < 0) {
         Py_CLEAR(kept);
     }
@@ -189,6 +191,67 @@ int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias)
         return -1;
     }
     return gck_append(kept->others, Py_BuildValue("OL", alias, (long long)version));
+}
+
+/* Take the copy for the value. */
+static int take_copy(gck_op_storage *store, gck_op_output *kept)
+{
+    const gck_py *py = &store->state->py;
+    PyObject *old = kept->val;
+
+    kept->val = kept->copy;
+    kept->copy = NULL;
+    kept->written = 0;
+    Py_DECREF(old);
+    Py_CLEAR(kept->others);
+    return gck_memory_of(py, kept->val, &kept->data, &kept->nbytes) < 0
+        ? -1 : gck_version_of(py, kept->val, &kept->version);
+}
+
+int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept)
+{
+    PyObject *others = Py_XNewRef(kept->others);
+    int64_t now, then;
+    int same = 1;
+
+    for (Py_ssize_t i = 0; others != NULL && same > 0 && i < PyList_Size(others); i++) {
+        PyObject *row = PyList_GetItem(others, i);
+        then = PyLong_AsLongLong(PyTuple_GetItem(row, 1));
+        same = PyErr_Occurred() || gck_version_of(py, PyTuple_GetItem(row, 0), &now) < 0 ? -1 : now == then;
+    }
+    Py_XDECREF(others);
+    return same;
+}
+
+/* As gck_op_output_settle() of one output. */
+static int settle_one(gck_op_storage *store, gck_op_output *kept)
+{
+    const gck_py *py = &store->state->py;
+    int64_t now = kept->version;
+
+    if ((kept->others == NULL && kept->copy == NULL && !kept->written) || gck_version_of(py, kept->val, &now) < 0) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
+    if (now != kept->version) {                  /* reported where the value is returned */
+        return 1;
+    }
+    if (kept->copy != NULL) {
+        return take_copy(store, kept) < 0 ? -1 : 1;
+    }
+    return kept->written ? 0 : gck_op_output_unwritten(py, kept);
+}
+
+int gck_op_output_settle(gck_op_storage *store, PyObject *entry)
+{
+    const Py_ssize_t n = gck_items(entry);
+    int same = Py_TYPE(entry) == store->state->OpOutput ? settle_one(store, (gck_op_output *)entry) : 1;
+
+    for (Py_ssize_t i = 0; same > 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(entry, i);
+        same = item != NULL ? gck_op_output_settle(store, item) : -1;
+        Py_XDECREF(item);
+    }
+    return same;
 }
 
 /* A copy of a discrete output; bool as bits. */

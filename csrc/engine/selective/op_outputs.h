@@ -12,19 +12,30 @@ typedef struct {
     PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
     int64_t   version;       /* -1: not compared                                             */
     PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
-    const char *data;        /* the memory of an alias, from its first value to its last     */
+    /* The memory of an alias, and what may have changed unseen by its version: */
+    const char *data;
     int64_t   nbytes;        /* 0: not an alias                                              */
     PyObject *others;        /* list of (tensor of this memory with its own version counter, version); or NULL */
+    PyObject *copy;          /* made before a write that the version may not show; or NULL   */
+    int       written;       /* such a write came before the copy                            */
 } gck_op_output;
 
 extern PyType_Spec gck_op_output_spec;
+
+/* Find out whether the outputs of an entry were written into unseen: copies made in time take their
+ * place.  1: they are what the operator returned, or their versions show what happened; 0: they
+ * have changed; -1. */
+int gck_op_output_settle(gck_op_storage *store, PyObject *entry);
 
 /* The memory of a tensor, from its first value to its last; *nbytes 0: it cannot be read.  Runs no
  * Python.  0 or -1. */
 int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
 
-/* Remember a tensor of a kept output's memory that has its own version counter.  0 or -1. */
+/* Remember a tensor of the output's memory with a version counter of its own.  0 or -1. */
 int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias);
+
+/* 1 while none of those was written into; 0; -1. */
+int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept);
 
 /* New reference: an alias without history that shares x's version counter. */
 PyObject *gck_op_output_alias(const gck_py *py, PyObject *x);

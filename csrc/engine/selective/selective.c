@@ -15,8 +15,8 @@
 #include "engine/selective/op_calls.h"
 #include "engine/selective/op_hiding.h"
 #include "engine/selective/op_outputs.h"
+#include "engine/selective/op_written.h"
 #include "engine/selective/replay_discrete.h"
-#include "engine/selective/unseen_views.h"
 
 #include <stdlib.h>
 
@@ -220,28 +220,13 @@ static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObj
     return out;
 }
 
-/* An operator that makes views with version counters of their own, of which none is kept.  `view`, which is
- * not caught, makes the same view as _unsafe_view in a third of the time. */
-static PyObject *view_unseen(gck_state *state, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
-{
-    PyObject *x = PyTuple_GetItem(args, 0);
-    const int modes = gck_modes_that_watch(&state->py);
-    const int simple = op == PyTuple_GetItem(state->py.unseen_views, 0) && gck_is_plain_tensor(&state->py, x);
-    PyObject *out = modes < 0 ? NULL
-                  : simple && !modes
-                  ? PyObject_CallMethodObjArgs(x, state->py.names.view, PyTuple_GetItem(args, 1), NULL)
-                  : call_below(state, NULL, op, call, args, kwargs);
-
-    if (out != NULL && gck_note_unseen(state, out) < 0) {
-        Py_CLEAR(out);
-    }
-    return out;
-}
-
-/* The kernel of a caught operator; self is (module, operator, what calls it, whether it makes views
- * unseen). */
+/* The kernel of a caught operator; self is (module, operator, what calls it, effect: None, True: it
+ * writes, False: it makes views unseen). */
 static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
 {
+    PyObject *does = PyTuple_GetItem(self, 3);
+    const gck_op_effect effect = does == Py_None ? GCK_READS : does == Py_True ? GCK_WRITES : GCK_VIEWS_UNSEEN;
+    PyObject *x = effect != GCK_READS && PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
     gck_state *state = gck_state_of(PyTuple_GetItem(self, 0));
     PyObject *op = PyTuple_GetItem(self, 1), *call = PyTuple_GetItem(self, 2), *out;
     const unsigned long thread = PyThread_get_thread_ident();
@@ -257,9 +242,6 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (hit == NULL || functorch) {
         return pass_on(state, call, args, kwargs);
     }
-    if (PyTuple_GetItem(self, 3) == Py_True) {
-        return view_unseen(state, op, call, args, kwargs);
-    }
     while (hit != NULL && (line = gck_op_storage_find(hit->store, &here)) < 0) {
         hit = gck_active_here(hit->outer, thread);
     }
@@ -268,9 +250,17 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     if (tracing < 0) {
         return NULL;
     }
+    const int touches = tracing || x == NULL ? 0 : gck_effect_begin(state, effect, x);
+    if (touches < 0) {
+        return NULL;
+    }
     if (hit == NULL || tracing) {
         /* no store names it, or a block is compiled inside the region, which is not a call */
-        return call_below(state, NULL, op, call, args, kwargs);
+        out = call_below(state, NULL, op, call, args, kwargs);
+        if (touches && out != NULL && effect == GCK_VIEWS_UNSEEN && gck_effect_end(state, x, out) < 0) {
+            Py_CLEAR(out);
+        }
+        return out;
     }
     /* A mode that was entered inside comes first, as under torch's modes: it would not see a
      * replayed call. */
@@ -294,8 +284,9 @@ static PyMethodDef caught_def = {"caught", (PyCFunction)(void (*)(void))caught, 
 PyObject *gck_catcher(PyObject *module, PyObject *op)
 {
     const gck_py *py = &gck_state_of(module)->py;
-    PyObject *self = Py_BuildValue("(OONO)", module, op, PyObject_GetAttr(op, py->names._op),
-                                   gck_makes_unseen_views(py, op) ? Py_True : Py_False);
+    const gck_op_effect effect = gck_op_effect_of(py, op);
+    PyObject *does = effect == GCK_READS ? Py_None : effect == GCK_WRITES ? Py_True : Py_False;
+    PyObject *self = Py_BuildValue("(OONO)", module, op, PyObject_GetAttr(op, py->names._op), does);
     PyObject *function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
 
     Py_XDECREF(self);

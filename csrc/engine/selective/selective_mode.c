@@ -15,7 +15,6 @@
 #include "engine/selective/op_labels.h"
 #include "engine/selective/replay_discrete.h"
 #include "engine/selective/selective.h"
-#include "engine/selective/unseen_views.h"
 
 #include <stdlib.h>
 
@@ -81,16 +80,17 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
     call->key = key_of(py, call, target);
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
-        if (active == NULL || active->hidden) {
+        PyObject *x = active != NULL && PyTuple_Size(call->args) > 0 ? PyTuple_GetItem(call->args, 0) : NULL;
+        const int kept = x != NULL ? gck_is_kept_memory(store->state, x) : 0;
+        const gck_op_effect effect = kept > 0 ? gck_op_effect_of(py, call->op) : GCK_READS;
+        if (kept < 0 || (effect != GCK_READS && gck_effect_begin(store->state, effect, x) < 0)) {
+            out = NULL;
+        } else if (active == NULL || active->hidden) {
             out = run_call(call);
         } else {
             out = self->replay ? gck_replay_call(active, call) : gck_record_call(active, store, line, call);
         }
-        if (out != NULL
-            && ((gck_makes_unseen_views(py, call->op) && gck_note_unseen(store->state, out) < 0)
-                || (PyTuple_Size(call->args) > 0 && PyList_Check(PyTuple_GetItem(call->args, 0))
-                    && gck_done(PyObject_CallFunction(py->call.count_list_writes, "OO", call->op,
-                                                    PyTuple_GetItem(call->args, 0))) < 0))) {
+        if (out != NULL && effect == GCK_VIEWS_UNSEEN && gck_effect_end(store->state, x, out) < 0) {
             Py_CLEAR(out);
         }
     }

@@ -1,0 +1,202 @@
+/* op_written.c: writes into kept outputs that their versions do not show. */
+#include "engine/selective/op_written.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/input.h"
+#include "torch/tensor.h"
+#include "engine/selective/active_storage.h"
+#include "engine/selective/op_outputs.h"
+
+gck_op_effect gck_op_effect_of(const gck_py *py, PyObject *op)
+{
+    PyObject *schema = NULL;
+    int writes;
+
+    for (Py_ssize_t i = 0; i < PyTuple_Size(py->unseen_views); i++) {
+        if (PyTuple_GetItem(py->unseen_views, i) == op) {
+            return GCK_VIEWS_UNSEEN;
+        }
+    }
+    schema = PyObject_GetAttrString(op, "_schema");
+    writes = schema != NULL ? gck_is_true(PyObject_GetAttrString(schema, "is_mutable")) : 0;
+    Py_XDECREF(schema);
+    gck_error_report();                          /* a higher order operator has no schema */
+    return writes > 0 ? GCK_WRITES : GCK_READS;
+}
+
+/* Borrowed: the output in that entry whose memory is touched; NULL: none.  Addresses are compared
+ * while the output holds its memory. */
+static gck_op_output *touched(const gck_state *state, PyObject *entry, const char *data, int64_t nbytes)
+{
+    const Py_ssize_t n = gck_items(entry);
+    gck_op_output *found = NULL;
+
+    if (Py_TYPE(entry) == state->OpOutput) {
+        gck_op_output *kept = (gck_op_output *)entry;
+        return kept->nbytes > 0 && data < kept->data + kept->nbytes && kept->data < data + nbytes ? kept : NULL;
+    }
+    for (Py_ssize_t i = 0; found == NULL && i < n; i++) {
+        found = touched(state, gck_item(entry, i), data, nbytes);
+    }
+    return found;
+}
+
+/* New reference: the latest touched output of an active store of this thread; NULL: none.  *after: the
+ * search goes on behind these, which start at 0. */
+typedef struct { Py_ssize_t stores, calls; } place;
+static gck_op_output *next_touched(const gck_state *state, const char *data, int64_t nbytes, place *after)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    Py_ssize_t number = 0;
+
+    for (const gck_active *a = state->active; nbytes > 0 && a != NULL; a = a->outer, number++) {
+        if (a->thread != thread || number < after->stores) {
+            continue;
+        }
+        for (Py_ssize_t back = number == after->stores ? after->calls : 0; back < a->store->ncalls; back++) {
+            gck_op_output *kept = touched(state, a->store->calls[a->store->ncalls - 1 - back].entry, data, nbytes);
+            if (kept != NULL) {
+                *after = (place){number, back + 1};
+                return (gck_op_output *)Py_NewRef((PyObject *)kept);
+            }
+        }
+    }
+    return NULL;
+}
+
+/* 1 when an active store of this thread waits for names of outputs. */
+static int has_candidates(const gck_state *state)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    int found = 0;
+
+    for (const gck_active *a = state->active; a != NULL; a = a->outer) {
+        found |= a->thread == thread && a->store->candidates != NULL;
+    }
+    return found;
+}
+
+int gck_is_kept_memory(const gck_state *state, PyObject *x)
+{
+    const Py_ssize_t n = gck_items(x);
+    const char *data;
+    int64_t nbytes;
+    place after = {0, 0};
+    int found = 0;
+
+    for (Py_ssize_t i = 0; found == 0 && i < n; i++) {
+        found = gck_is_kept_memory(state, gck_item(x, i));
+    }
+    if (n > 0) {
+        return found;
+    }
+    if (gck_memory_of(&state->py, x, &data, &nbytes) < 0) {
+        return -1;
+    }
+    gck_op_output *kept = next_touched(state, data, nbytes, &after);
+    Py_XDECREF((PyObject *)kept);
+    return kept != NULL || has_candidates(state);
+}
+
+/* visit(py, kept, with) for each kept output of this thread's stores in the memory of x.  0 or -1. */
+typedef int touched_visitor(const gck_py *py, gck_op_output *kept, PyObject *with);
+static int each_touched(gck_state *state, PyObject *x, touched_visitor *visit, PyObject *with)
+{
+    const char *data;
+    int64_t nbytes;
+    place after = {0, 0};
+    gck_op_output *kept;
+    int status = gck_memory_of(&state->py, x, &data, &nbytes);
+
+    while (status == 0 && (kept = next_touched(state, data, nbytes, &after)) != NULL) {
+        status = visit(&state->py, kept, with);
+        Py_DECREF((PyObject *)kept);
+    }
+    return status;
+}
+
+/* Copy a kept output before it is written into.  0 or -1. */
+static int copy(const gck_py *py, gck_op_output *kept, PyObject *unused)
+{
+    const int same = kept->copy == NULL ? gck_op_output_unwritten(py, kept) : 1;
+    PyObject *made, *old;
+
+    (void)unused;
+    kept->written |= same == 0;
+    if (same < 0 || kept->copy != NULL || kept->written) {
+        return same < 0 ? -1 : 0;
+    }
+    made = PyObject_CallMethod(kept->val, "clone", NULL);
+    old = kept->copy;
+    kept->copy = made;
+    Py_XDECREF(old);
+    return made != NULL ? 0 : -1;
+}
+
+/* Copy the outputs of this thread's stores that may still get a name.  0 or -1. */
+static int copy_candidates(gck_state *state, PyObject *x)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    int status = 0;
+
+    for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
+        if (a->thread == thread && a->store->candidates != NULL) {
+            PyObject *candidates = Py_NewRef(a->store->candidates);
+            status = gck_done(PyObject_CallFunction(state->py.call.copy_candidates, "OO", candidates, x));
+            Py_DECREF(candidates);
+        }
+    }
+    return status;
+}
+
+int gck_before_write(gck_state *state, PyObject *x)
+{
+    const Py_ssize_t n = gck_items(x);
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(x, i);
+        status = item != NULL ? gck_before_write(state, item) : -1;
+        Py_XDECREF(item);
+    }
+    return n > 0 ? status : each_touched(state, x, copy, NULL) == 0 ? copy_candidates(state, x) : -1;
+}
+
+/* Remember a view of a kept output.  0 or -1. */
+static int note_view(const gck_py *py, gck_op_output *kept, PyObject *view)
+{
+    const Py_ssize_t n = gck_items(view);
+    PyObject *alias;
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(view, i);
+        status = item != NULL ? note_view(py, kept, item) : -1;
+        Py_XDECREF(item);
+    }
+    if (n > 0 || gck_is_tensor(py, view) <= 0) {
+        return PyErr_Occurred() ? -1 : status;
+    }
+    alias = gck_op_output_alias(py, view);
+    status = alias != NULL ? gck_op_output_note(py, kept, alias) : -1;
+    Py_XDECREF(alias);
+    return status;
+}
+
+int gck_after_view(gck_state *state, PyObject *x, PyObject *out) { return each_touched(state, x, note_view, out); }
+
+int gck_settle_outputs(gck_op_storage *store)
+{
+    int same = 1;
+
+    for (Py_ssize_t i = 0; same >= 0 && i < store->ncalls; i++) {
+        PyObject *entry = Py_NewRef(store->calls[i].entry);
+        same = gck_op_output_settle(store, entry);
+        if (same == 0) {                         /* it runs again */
+            gck_op_storage_keep(store, i, Py_NewRef(store->state->py.recompute_mark));
+        }
+        Py_DECREF(entry);
+    }
+    return same < 0 ? -1 : 0;
+}
