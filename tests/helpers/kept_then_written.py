@@ -108,7 +108,8 @@ def check(call, leaves, layout, policy, door, others=(), want=None, refused=Fals
     try:
         found = gradients(call, door, POLICIES[policy], leaves, layout, others, backwards)
     except RuntimeError as error:
-        if refused and ("has been mutated" in str(error) or "make it a parameter or an argument" in str(error)):
+        lost = door == "SelectiveRecompute" and "would lose the gradient of a tensor" in str(error)
+        if refused and (lost or "has been mutated" in str(error)):
             return None
         return f"{type(error).__name__}: {error}"
     return "other gradients" if any(differs(each, want) for each in found) else None

@@ -112,16 +112,17 @@ static int know_view(const gck_py *py, const gck_run *run, PyObject *x, gck_orig
 int gck_origin_of(const gck_py *py, const gck_run *run, int look, PyObject *x, gck_origin *origin, int *grad)
 {
     const uint32_t arguments = gck_arguments_that_are(run, x);
-    const int plain = gck_is_plain_tensor(py, x), leaf = !plain || look ? 1 : gck_attr_is_true(x, py->names.is_leaf);
+    const int plain = gck_is_plain_tensor(py, x), leaf = plain && !look ? gck_attr_is_true(x, py->names.is_leaf) : 1;
     PyObject *node = plain && look ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None);
+    const int made = node != Py_None || !leaf;   /* by a node */
     int status = node == NULL || leaf < 0 ? -1 : 0;
 
     *origin = (gck_origin){.arguments = arguments, .itself = arguments != 0, .looked = look};
     if (status == 0) {
-        *grad = node != Py_None || !leaf ? 1 : gck_attr_is_true(x, py->names.requires_grad);
+        *grad = made ? 1 : gck_attr_is_true(x, py->names.requires_grad);
         status = *grad < 0 ? -1 : 0;
     }
-    if (status == 0 && plain && ((leaf && node == Py_None) || arguments != 0)) {
+    if (status == 0 && plain && (!made || arguments != 0)) {
         origin->constant = !*grad;
         status = (origin->constant && gck_version_of(py, x, &origin->version) < 0) || know_leaf(x, origin) < 0 ? -1 : 0;
     } else if (status == 0 && plain) {
