@@ -224,8 +224,8 @@ static PyMethodDef methods[] = {
      "Code that counts, logs or updates its own state checks this, to do so once per step."},
     {"running_region", gck_running_region, METH_NOARGS,
      "running_region()\n--\n\n"
-     "Return (calls, replay, preserve_rng_state, tensors saved so far, pack, unpack) of the innermost region that runs "
-     "in this thread, or None."},
+     "Return (calls, replay, preserve_rng_state, approximate, tensors saved so far, pack, unpack) of the innermost "
+     "region that runs in this thread, or None."},
     {"is_name_wanted", gck_is_name_wanted, METH_O,
      "is_name_wanted(match, /)\n--\n\n"
      "Return whether match(names, compressed) is true for a policy of the innermost region."},
@@ -243,6 +243,8 @@ static PyMethodDef methods[] = {
      "forget_types()\n--\n\nForget which types of modules have no rule, for gradckpt._engine.buffers."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,
      "guard_hooks(hooks, type, kind, /)\n--\n\nGuard the hooks of a parameter, for gradckpt._engine.parameter_hooks."},
+    {"hooks_are_lossy", gck_saved_hooks_are_lossy_py, METH_NOARGS,
+     "hooks_are_lossy()\n--\n\nReturn whether the innermost saved-tensor hooks are ours and keep tensors lossily."},
     {"saved_push", gck_saved_hooks_push, METH_VARARGS,
      "saved_push(compress, formats, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
     {"saved_pair", gck_saved_hooks_pair, METH_VARARGS,
@@ -268,9 +270,9 @@ static PyMethodDef methods[] = {
      "settle_overflow()\n--\n\nWrite the late overflow flags, for tests."},
     {"make_op_policy", gck_make_op_policy, METH_VARARGS,
      "make_op_policy(rows, wanted, /)\n--\n\n"
-     "Make an OpPolicy of rows (operator, keep, compress, every, phase, group, form)."},
+     "Make an OpPolicy of rows (operator, keep, compress, every, phase, group, form, joint)."},
     {"make_op_storage", gck_make_op_storage, METH_VARARGS,
-     "make_op_storage(names, mutation, reusable, /)\n--\n\nMake an empty OpStorage for one region."},
+     "make_op_storage(names, mutation, reusable, approximate, /)\n--\n\nMake an empty OpStorage for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,
      "selective_name(x, name, modes, /)\n--\n\nName a tensor for gradckpt.policies.name()."},
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nReturn the kernel that catches the operator."},
@@ -413,6 +415,9 @@ static int add_constants(PyObject *module)
         {"OP_REPLAY_CAST", GCK_OP_REPLAY_CAST},
         {"OP_LABEL", GCK_OP_LABEL},
         {"OP_REPLAY_CHOICE", GCK_OP_REPLAY_CHOICE},
+        {"OP_SEPARATE", GCK_OP_SEPARATE},
+        {"OP_JOINT", GCK_OP_JOINT},
+        {"OP_UNKNOWN", GCK_OP_UNKNOWN},
     };
 
     for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {

@@ -126,6 +126,11 @@ int gck_options_determinism(const gck_state *state, PyObject *value, int exact, 
 
 /* ---- compress= ---- */
 
+int gck_plan_is_lossy(const gck_plan *plan)
+{
+    return plan->codec != NULL && plan->codec->max_error > 0 && !plan->fake_quantize;
+}
+
 static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
 {
     PyObject *parsed = PyObject_CallFunction(state->py.call.parse_plan, "(O)", compress);   /* a tuple stays one */

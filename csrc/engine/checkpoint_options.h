@@ -24,6 +24,9 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
 /* compress= as a plan; codec NULL: none.  0 or -1. */
 int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan);
 
+/* 1 when what this plan keeps is restored with other values than the forward had. */
+int gck_plan_is_lossy(const gck_plan *plan);
+
 /* *metadata_fn: new reference to the function that reads what is compared, when the user added a check
  * to torch's dict; else NULL.  exact: of torch's words only.  0, or -1 with ValueError. */
 int gck_options_determinism(const gck_state *state, PyObject *value, int exact, gck_check *check,

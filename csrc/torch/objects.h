@@ -94,17 +94,18 @@
     CALLBACK(decorate) CALLBACK(determinism_check) CALLBACK(device_context) CALLBACK(device_rng_capture)      \
     CALLBACK(device_rng_swap) CALLBACK(discrete_rules) CALLBACK(enter_buffers) CALLBACK(fill_from)            \
     CALLBACK(find_candidate) CALLBACK(finish_calls) CALLBACK(generator_of) CALLBACK(give_container_state)     \
-    CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(logits_are_small) CALLBACK(may_change_places)        \
-    CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_create_graph) CALLBACK(note_keyword)              \
-    CALLBACK(note_step) CALLBACK(original_of) CALLBACK(parse_plan) CALLBACK(payload_repr)                     \
-    CALLBACK(plain_attributes) CALLBACK(policy_contexts) CALLBACK(raise_ambiguous)                            \
-    CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_modified) CALLBACK(raise_more_saved)  \
-    CALLBACK(raise_no_entry) CALLBACK(raise_origins) CALLBACK(raise_stop_iteration)                           \
-    CALLBACK(recompute_within) CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter)          \
-    CALLBACK(remat_imported) CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike)            \
-    CALLBACK(same_metadata) CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy)       \
-    CALLBACK(straight_through) CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together)                \
-    CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active) CALLBACK(warn_unnamed)   \
+    CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(joint_saves) CALLBACK(logits_are_small)              \
+    CALLBACK(may_change_places) CALLBACK(metadata) CALLBACK(nodes_behind) CALLBACK(note_create_graph)         \
+    CALLBACK(note_keyword) CALLBACK(note_step) CALLBACK(original_of) CALLBACK(parse_plan)                     \
+    CALLBACK(payload_repr) CALLBACK(plain_attributes) CALLBACK(policy_contexts) CALLBACK(raise_ambiguous)     \
+    CALLBACK(raise_fewer_saved) CALLBACK(raise_joint) CALLBACK(raise_metadata) CALLBACK(raise_modified)       \
+    CALLBACK(raise_more_saved) CALLBACK(raise_no_entry) CALLBACK(raise_origins)                               \
+    CALLBACK(raise_stop_iteration) CALLBACK(recompute_within) CALLBACK(record_stream)                         \
+    CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported) CALLBACK(remat_leave)              \
+    CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata) CALLBACK(selective_key)           \
+    CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through) CALLBACK(tensors_of)       \
+    CALLBACK(through_modes) CALLBACK(together) CALLBACK(torchs_checkpoint) CALLBACK(traced_value)             \
+    CALLBACK(tracing_mode_active) CALLBACK(warn_joint) CALLBACK(warn_unnamed)                                 \
     CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */

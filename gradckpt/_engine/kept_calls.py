@@ -1,10 +1,11 @@
 """Calls inside a region that do not run again: :func:`gradckpt.policies.region`.
 
 The autograd nodes of such a call keep what they save, as they do outside of regions, with one
-exception: an argument that the recompute makes again is not kept. In its place lies a holder of the
-region (csrc/engine/region/frame.h), like those of the tensors that are saved around the call. The
-recompute skips the call, fills those holders from the arguments it finds there, and returns the
-outputs of the forward.
+exception: an argument that the recompute makes again, with the same values, is not kept. In its place
+lies a holder of the region (csrc/engine/region/frame.h), like those of the tensors that are saved
+around the call. The recompute skips the call, fills those holders from the arguments it finds there,
+and returns the outputs of the forward. Where a codec rounds, the arguments are kept too: beside exact
+results, restored ones are no small error (``x - x.amax()``).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class _Region(NamedTuple):
     calls: dict[Any, Any]
     replay: bool
     preserve_rng_state: bool
+    approximate: bool
     saved: int
     pack: Any
     unpack: Any
@@ -93,15 +95,15 @@ def _place(x: torch.Tensor) -> tuple[Any, ...]:
 class _Inputs:
     """The tensors among a call's arguments, while it runs."""
 
-    def __init__(self, name: str, leaves: list[Any], calls: dict[Any, Any]) -> None:
+    def __init__(self, name: str, leaves: list[Any], region: _Region) -> None:
         self.name = name
-        kept = {key for each in calls.values() if isinstance(each, _Kept) for key in _storages(each)}
+        kept = {key for each in region.calls.values() if isinstance(each, _Kept) for key in _storages(each)}
         self.rows: list[tuple[int, torch.Tensor, int, Any]] = []
         for i, x in enumerate(leaves):
             if isinstance(x, torch.Tensor) and not x.is_inference():
                 plain = type(x) is torch.Tensor and x.layout is torch.strided
                 storage = x.untyped_storage()._cdata if plain else None
-                again = not isinstance(x, torch.nn.Parameter) and storage not in kept
+                again = not region.approximate and not isinstance(x, torch.nn.Parameter) and storage not in kept
                 again = again and not any(is_kept(x) for is_kept in kept_elsewhere)
                 self.rows.append((i, x, x._version, storage if again else _KEPT))
 
@@ -182,7 +184,7 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     kept = _Kept()
     around = _C.hooks_around_region()
     leaves = private.tree_leaves((args, kwargs))
-    inputs = _Inputs(name, leaves, region.calls)
+    inputs = _Inputs(name, leaves, region)
     random = random_state.snapshot() if region.preserve_rng_state else None
     region.calls[_NOW] = name
     pack = _Packer(region, kept, inputs, around)
@@ -404,7 +406,7 @@ def region(function: Function, name: str, *, recompute: bool) -> Function:
             with these names, whatever their ``recompute``.
         recompute: ``False`` runs the call once: what its backward needs is kept, as outside of
             regions, and the recompute returns the outputs of the forward. Arguments that the
-            recompute makes again are not kept. ``True`` runs it again, as all code around it.
+            recompute makes again exactly are not kept. ``True`` runs it again, as all code around it.
 
     Returns:
         The function, to be called in a region of ``gradckpt.checkpoint``. Elsewhere it is called as

@@ -145,13 +145,29 @@ class _Records(dict[str, Any]):
         super().__setitem__(name, record)
 
 
+class _AllKept(dict[Any, Any]):
+    """torch_remat's index of the tensors that its calls keep themselves, where that is every argument."""
+
+    def get(self, storage: Any, default: Any = None) -> Any:
+        return super().get(storage, _keep_nothing_more)
+
+
+def _keep_nothing_more() -> None:
+    pass
+
+
 class _Region:
-    """torch_remat's state for one region of ours, made when one of its regions needs it."""
+    """torch_remat's state for one region of ours, made when one of its regions needs it.
 
-    __slots__ = ("first", "keeper", "made", "triggers")
+    ``approximate``: the recompute may get other values. Arguments of kept calls are then kept too,
+    as in kept_calls.py.
+    """
 
-    def __init__(self, one_node: bool, preserve: bool) -> None:
+    __slots__ = ("approximate", "first", "keeper", "made", "triggers")
+
+    def __init__(self, one_node: bool, preserve: bool, approximate: bool) -> None:
         self.keeper = _Keeper(one_node, preserve)
+        self.approximate = approximate
         self.made: Any = None
         self.triggers = self.first = 0
 
@@ -159,7 +175,8 @@ class _Region:
         if self.made is None:
             names = _names()
             assert names is not None
-            self.made = names.make_state(records=_Records(), state_hooks=(self.keeper,))
+            index = {"save_output_persist_index": _AllKept()} if self.approximate else {}
+            self.made = names.make_state(records=_Records(), state_hooks=(self.keeper,), **index)
             self.made.records.keeper = self.keeper  # not the region: a circle would keep tensors until gc runs
             names.live_regions.add(self.made)  # torch_remat's reports list these
         return self.made
@@ -222,9 +239,9 @@ def _unpack(trigger: Any, grads: Any) -> None:
     trigger.unpack()
 
 
-def remat_region(one_node: int, preserve: int) -> Any:
+def remat_region(one_node: int, preserve: int, approximate: int) -> Any:
     """Return torch_remat's state for a region of ours; None where its names are missing."""
-    return None if _names() is None else _Region(bool(one_node), bool(preserve))
+    return None if _names() is None else _Region(bool(one_node), bool(preserve), bool(approximate))
 
 
 def _through(names: _Names, pack: Any) -> Any:

@@ -113,10 +113,11 @@ def create_selective_checkpoint_contexts(
     global latest
     latest = latest if traced else policy_or_ops if policy is None else policy
     by_key = policy is not None and policy.catchable
+    settings = allow_cache_entry_mutation, reusable, _C.hooks_are_lossy()
     if policy is None:
-        store, policy_fn = _C.make_op_storage(NO_NAMES, allow_cache_entry_mutation, reusable), policy_or_ops
+        store, policy_fn = _C.make_op_storage(NO_NAMES, *settings), policy_or_ops
     else:
-        store = _C.make_op_storage(policy.names, allow_cache_entry_mutation, reusable)
+        store = _C.make_op_storage(policy.names, *settings)
         policy_fn = asker(_with_discrete(policy))
         if by_key:
             catch(policy)

@@ -457,7 +457,7 @@ def steps(n, policy, containers):
 @pytest.mark.parametrize("containers", [False, True])
 @pytest.mark.parametrize(
     "policy",
-    [None, [SQUARE], {SQUARE: "int8"}, lambda ctx, op, *a, **k: op is SQUARE],
+    [None, [SQUARE], {aten.sin.default: "int8"}, lambda ctx, op, *a, **k: op is SQUARE],
     ids=["none", "list", "int8", "function"],
 )
 @pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.soak)])

@@ -2,6 +2,8 @@
 #include "engine/region/frame.h"
 
 #include "engine/payload/rounding.h"
+#include "engine/selective/op_joint.h"
+#include "engine/selective/selective_mode.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +34,13 @@ static int grow(gck_frame *frame)
     return 0;
 }
 
+gck_op_storage *gck_frame_store(const gck_frame *frame)
+{
+    gck_op_storage *of_contexts = gck_context_store(frame->state, frame->recompute_context);
+
+    return of_contexts != NULL ? of_contexts : frame->store;
+}
+
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
 {
     const gck_py *py = &frame->state->py;
@@ -39,10 +48,12 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     gck_metadata meta = {.objects = NULL};
     gck_origin origin = {.node = NULL};
     const int look = frame->state->nodes_known < GCK_NODES;
+    gck_op_storage *store = gck_frame_store(frame);
     int grad;
 
     /* First, because this may run Python, which may record more slots. */
-    if ((frame->check == GCK_CHECK_NOTHING || gck_metadata_of(py, frame->metadata_fn, x, 0, &meta) == 0)
+    if ((store == NULL || gck_op_watch_save(store, x) == 0)
+        && (frame->check == GCK_CHECK_NOTHING || gck_metadata_of(py, frame->metadata_fn, x, 0, &meta) == 0)
         && (!gck_checks_origins(frame) || gck_origin_of(py, frame->run, look, x, &origin, &grad) == 0)
         && (frame->nslots < frame->capacity || grow(frame) == 0)) {
         holder = PyObject_New(gck_holder, frame->state->Holder);

@@ -96,6 +96,9 @@ static inline int gck_checks_origins(const gck_frame *frame)
 /* New reference, RECORDING, empty.  NULL with an exception. */
 gck_frame *gck_frame_new(gck_state *state);
 
+/* Borrowed: what the region keeps for its policy and of discrete outputs; NULL: nothing. */
+gck_op_storage *gck_frame_store(const gck_frame *frame);
+
 /* New reference: a Holder for the next slot; remembers x's metadata. */
 PyObject *gck_frame_add(gck_frame *frame, PyObject *x);
 

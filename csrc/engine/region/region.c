@@ -6,6 +6,7 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
+#include "engine/checkpoint_options.h"
 #include "engine/payload/batch.h"
 #include "engine/payload/input_aliasing.h"
 #include "engine/payload/restored.h"
@@ -21,15 +22,15 @@
 
 /* ---- forward ---- */
 
-/* 1 when other saved-tensor hooks are active: payloads then go through them.  *replay_discrete:
- * which discrete outputs are replayed because these hooks keep tensors lossily, inputs of ours
- * among them. */
-static int outer_hooks(const gck_py *py, int *replay_discrete)
+/* 1 when other saved-tensor hooks are active: payloads then go through them.  They may keep tensors
+ * lossily, inputs of ours among them. */
+static int outer_hooks(gck_frame *frame)
 {
+    const gck_py *py = &frame->state->py;
     PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
     const int active = top == NULL ? -1 : top != Py_None;
 
-    *replay_discrete = active > 0 ? gck_saved_hooks_replay_discrete(top) : 0;
+    frame->approximate = active > 0 && gck_saved_hooks_are_lossy(top, &frame->replay_discrete);
     Py_XDECREF(top);
     return active;
 }
@@ -40,7 +41,7 @@ static int begin(gck_frame *frame, gck_packing *packing)
     gck_state *state = frame->state;
     const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
 
-    packing->outer = tracing < 0 ? -1 : outer_hooks(&state->py, &frame->replay_discrete);
+    packing->outer = tracing < 0 ? -1 : outer_hooks(frame);
     if (packing->outer < 0) {
         return -1;
     }
@@ -57,10 +58,10 @@ static int begin(gck_frame *frame, gck_packing *packing)
  * 0 or -1. */
 static int decide(gck_frame *frame)
 {
-    gck_op_storage *of_contexts = gck_context_store(frame->state, frame->recompute_context);
+    gck_op_storage *store = gck_frame_store(frame);
 
-    return gck_region_replays_discrete(frame->state, frame->replay_discrete,
-                                       of_contexts != NULL ? &of_contexts : &frame->store);
+    return gck_region_replays_discrete(frame->state, frame->replay_discrete, frame->approximate,
+                                       store != NULL ? &store : &frame->store);
 }
 
 /* Make entries for all arguments, and what the forward gets.  0 or -1. */
@@ -135,7 +136,7 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
         return -1;
     }
     state->stats.regions_compressed += packing->payloads > 0;
-    frame->approximate = packing->payloads > 0 && packing->plan.codec->max_error > 0 && !packing->plan.fake_quantize;
+    frame->approximate |= packing->payloads > 0 && gck_plan_is_lossy(&packing->plan);
     frame->fake_quantized = packing->plan.fake_quantize;
     if (packing->payloads > 0 && packing->plan.replay_discrete > frame->replay_discrete) {
         frame->replay_discrete = packing->plan.replay_discrete;
@@ -270,8 +271,8 @@ static int remat_enter(gck_frame *frame, const gck_hooks *hooks, int replay, PyO
         if (!remat_is_imported(py)) {
             return PyErr_Occurred() ? -1 : 0;
         }
-        frame->remat = PyObject_CallFunction(py->call.remat_region, "ii", hooks == NULL,
-                                             frame->ambient.cpu_rng != NULL);
+        frame->remat = PyObject_CallFunction(py->call.remat_region, "iii", hooks == NULL,
+                                             frame->ambient.cpu_rng != NULL, gck_is_approximate(frame));
     }
     if (frame->remat == NULL || frame->remat == Py_None) {
         return PyErr_Occurred() ? -1 : 0;

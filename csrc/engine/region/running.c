@@ -35,6 +35,13 @@ static int keep_originals(gck_state *state, const gck_packed *args, Py_ssize_t n
     return status;
 }
 
+int gck_is_approximate(const gck_frame *frame)
+{
+    const gck_op_storage *store = gck_frame_store(frame);
+
+    return frame->approximate || (store != NULL && store->approximate);
+}
+
 int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay)
 {
     const unsigned long thread = PyThread_get_thread_ident();
@@ -110,7 +117,7 @@ static int receiving(const gck_state *state, const gck_running **r)
     return 0;
 }
 
-/* (the region's calls, replay, preserve_rng_state, tensors saved so far, pack, unpack), the hooks None
+/* (the region's calls, replay, preserve_rng_state, approximate, tensors saved so far, pack, unpack), the hooks None
  * for a region that is one node.  The hooks hold the frame, or the recompute. */
 PyObject *gck_running_region(PyObject *module, PyObject *unused)
 {
@@ -130,8 +137,9 @@ PyObject *gck_running_region(PyObject *module, PyObject *unused)
     pack = r->hooks != NULL ? PyCFunction_New(r->hooks->pack, r->hooks->self) : Py_NewRef(Py_None);
     unpack = r->hooks != NULL ? PyCFunction_New(r->hooks->unpack, r->hooks->self) : Py_NewRef(Py_None);
     if (pack != NULL && unpack != NULL) {
-        result = Py_BuildValue("(OOOnOO)", r->frame->calls, r->replay ? Py_True : Py_False,
-                               r->frame->ambient.cpu_rng != NULL ? Py_True : Py_False, r->frame->nslots, pack, unpack);
+        result = Py_BuildValue("(OOOOnOO)", r->frame->calls, r->replay ? Py_True : Py_False,
+                               r->frame->ambient.cpu_rng != NULL ? Py_True : Py_False,
+                               gck_is_approximate(r->frame) ? Py_True : Py_False, r->frame->nslots, pack, unpack);
     }
     Py_XDECREF(pack);
     Py_XDECREF(unpack);

@@ -30,6 +30,10 @@ typedef struct gck_running {
 int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay);
 void gck_running_leave(gck_running *r);
 
+/* 1 when the recompute may get other values than the forward: restored inputs, or outputs that its policy
+ * keeps. */
+int gck_is_approximate(const gck_frame *frame);
+
 /* gradckpt._C.running_region(). */
 PyObject *gck_running_region(PyObject *module, PyObject *unused);
 

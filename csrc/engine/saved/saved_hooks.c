@@ -7,6 +7,7 @@
 #include "gradckpt.h"
 #include "torch/calls.h"
 #include "torch/error.h"
+#include "torch/graph_nodes.h"
 #include "torch/input.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
@@ -384,12 +385,24 @@ PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args)
     return pair;
 }
 
-int gck_saved_hooks_replay_discrete(PyObject *hooks)
+int gck_saved_hooks_are_lossy(PyObject *hooks, int *replay_discrete)
 {
     PyObject *hook = PyTuple_Check(hooks) ? PyTuple_GetItem(hooks, 0) : NULL;
+    const gck_saved_hooks *self = hook != NULL && is_ours(hook) ? (gck_saved_hooks *)PyCFunction_GetSelf(hook) : NULL;
 
-    return hook != NULL && is_ours(hook)
-        ? ((gck_saved_hooks *)PyCFunction_GetSelf(hook))->packing.plan.replay_discrete : 0;
+    *replay_discrete = self != NULL ? self->packing.plan.replay_discrete : 0;
+    return self != NULL && (self->waits || gck_plan_is_lossy(&self->packing.plan));
+}
+
+PyObject *gck_saved_hooks_are_lossy_py(PyObject *module, PyObject *unused)
+{
+    PyObject *top = PyObject_CallFunctionObjArgs(gck_state_of(module)->py.top_hooks, Py_True, NULL);
+    int replay_discrete;
+    const int lossy = top != NULL && gck_saved_hooks_are_lossy(top, &replay_discrete);
+
+    (void)unused;
+    Py_XDECREF(top);
+    return top == NULL ? NULL : PyBool_FromLong(lossy);
 }
 
 PyObject *gck_saved_hooks_push(PyObject *module, PyObject *args)

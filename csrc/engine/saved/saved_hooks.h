@@ -7,9 +7,12 @@
 
 extern PyType_Spec gck_saved_hooks_spec;
 
-/* hooks: torch's innermost ones of this thread.  Returns for ours, with a rounding codec, a
- * gck_plan's replay_discrete. */
-int gck_saved_hooks_replay_discrete(PyObject *hooks);
+/* hooks: torch's innermost ones of this thread.  1 when they are ours and keep tensors lossily, with
+ * *replay_discrete of their gck_plan; else 0. */
+int gck_saved_hooks_are_lossy(PyObject *hooks, int *replay_discrete);
+
+/* For Python: hooks_are_lossy(): are the innermost hooks of this thread ours, keeping tensors lossily? */
+PyObject *gck_saved_hooks_are_lossy_py(PyObject *module, PyObject *unused);
 
 /* saved_push(compress, formats): the hooks become the innermost of this thread. */
 PyObject *gck_saved_hooks_push(PyObject *module, PyObject *args);

@@ -52,13 +52,6 @@ int gck_saved_row_is_result(const gck_saved_row *row);
  * tensor itself, where that is known. */
 PyObject *gck_node_of(gck_state *state, gck_input *in);
 
-/* The sequence number of a node; INT64_MAX for nodes without one; -1 with an exception.  Numbers
- * grow within a thread. */
-int64_t gck_node_number(const gck_py *py, PyObject *node);
-
-/* The number of the node that this thread made last, -1 with an exception. */
-int64_t gck_last_node_number(const gck_py *py);
-
 /* The family of this name, or -1. */
 int gck_family_of(const char *name);
 

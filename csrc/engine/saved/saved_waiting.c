@@ -7,6 +7,7 @@
 #include "engine/saved/saved_waiting.h"
 
 #include "torch/error.h"
+#include "torch/graph_nodes.h"
 #include "torch/input.h"
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"

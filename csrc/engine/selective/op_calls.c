@@ -7,6 +7,7 @@
 #include "torch/objects.h"
 #include "engine/checkpoint_options.h"
 #include "engine/selective/op_hiding.h"
+#include "engine/selective/op_joint.h"
 #include "engine/selective/op_labels.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_policy.h"
@@ -37,15 +38,16 @@ static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_o
     gck_state *state = store->state;
     PyObject *compress = PyObject_CallFunction(state->py.call.ask, "OOOOO", call->context, call->op, call->args,
                                              call->kwargs != NULL ? call->kwargs : Py_None, out);
-    int keep = compress == NULL ? -1 : compress != Py_False;
+    int keep = compress == NULL ? -1 : compress != Py_False, joint = GCK_OP_SEPARATE;
 
     own->keep = GCK_OP_SAVE;
     if (keep > 0
         && (gck_options_plan(state, compress, &own->plan) < 0
-            || (own->plan.codec != NULL && own->plan.replay_discrete > store->replay_discrete
-                && gck_replay_discrete_from(state, store, own->plan.replay_discrete) < 0))) {
+            || (own->plan.codec != NULL && gck_replay_discrete_from(state, store, &own->plan) < 0)
+            || (joint = gck_op_joint_of(&state->py, call->op)) < 0)) {
         keep = -1;
     }
+    own->joint = (gck_op_joint)joint;
     Py_XDECREF(compress);
     const gck_op_rule *discrete_rules = keep >= 0 ? gck_op_storage_discrete_rule(store, call) : NULL;
     const int decide = discrete_rules != NULL && (keep == 0 || discrete_rules->keep == GCK_OP_REPLAY_CHOICE);
@@ -55,20 +57,26 @@ static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_o
 
 /* Keep those of a call's outputs that the policy names.  The call is one that runs again until they
  * are stored, because the policy and the code that stores them may call operators too.  0 or -1. */
-static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
+static int keep_outputs(const gck_active *active, gck_op_storage *store, int line, const gck_call *call,
+                        gck_draw *draw, PyObject *out)
 {
     gck_op_rule own = {.op = NULL};
     const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
     const Py_ssize_t index = gck_op_storage_add(store, call);
-    const int keep = index < 0 ? -1 : line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
+    int keep = index < 0 ? -1 : line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
     PyObject *modes;
     int status;
 
+    if (keep > 0 && rule->keep == GCK_OP_SAVE && gck_op_mixes(active, store, rule)
+        && (rule = gck_op_storage_discrete_rule(store, call)) == NULL) {
+        keep = gck_op_runs_again(&store->state->py, call->op);
+    }
     if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
         return keep == 0 ? 0 : -1;
     }
     if (rule->keep == GCK_OP_SAVE) {
         status = gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &rule->plan));
+        status = status < 0 ? -1 : gck_op_watch(store, rule, call->op, out);
     } else if (rule->keep == GCK_OP_LABEL) {
         status = gck_op_label_candidate(store, line, index, out);
     } else {
@@ -99,7 +107,7 @@ PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int l
     PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
                   : call->run(call);
 
-    if (out != NULL && keep_outputs(store, line, call, &draw, out) < 0) {
+    if (out != NULL && keep_outputs(active, store, line, call, &draw, out) < 0) {
         Py_CLEAR(out);
     }
     gck_draw_clear(&draw);

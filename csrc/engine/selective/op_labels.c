@@ -2,6 +2,7 @@
 #include "engine/selective/op_labels.h"
 
 #include "torch/calls.h"
+#include "engine/selective/op_joint.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_written.h"
 
@@ -24,8 +25,10 @@ static int keep_candidate(gck_op_storage *store, PyObject *x, PyObject *name)
     int line, status = -1;
 
     if (found != NULL && PyArg_ParseTuple(found, "Oin", &out, &line, &index)) {
+        const gck_op_rule *rule = &store->policy->named[line];
         status = out == Py_None ? 0              /* written into unseen: it runs again */
-            : gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &store->policy->named[line].plan));
+            : gck_op_mixes(NULL, store, rule) ? gck_op_runs_again(&store->state->py, rule->op)
+            : gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &rule->plan));
         store->met++;
     }
     Py_XDECREF(found);

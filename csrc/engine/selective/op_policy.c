@@ -48,15 +48,17 @@ PyType_Spec gck_op_policy_spec = {
 static int read_row(gck_state *state, PyObject *row, gck_op_rule *named)
 {
     PyObject *op, *compress, *form;
-    int keep;
+    int keep, joint;
 
-    if (!PyArg_ParseTuple(row, "OiOiiiO", &op, &keep, &compress, &named->every, &named->phase, &named->group, &form)
+    if (!PyArg_ParseTuple(row, "OiOiiiOi", &op, &keep, &compress, &named->every, &named->phase, &named->group, &form,
+                          &joint)
         || gck_options_plan(state, compress, &named->plan) < 0) {
         return -1;
     }
     named->op = op;
     named->form = form != Py_None ? form : NULL;
     named->keep = (gck_op_action)keep;
+    named->joint = (gck_op_joint)joint;
     named->draws = gck_op_draws(&state->py, op);
     return named->draws < 0 ? -1 : 0;
 }
@@ -121,6 +123,7 @@ PyObject *gck_make_op_policy(PyObject *module, PyObject *args)
         self->ngroups = named->group >= self->ngroups ? named->group + 1 : self->ngroups;
         self->replay_discrete = named->plan.replay_discrete > self->replay_discrete ? named->plan.replay_discrete
                                                                                     : self->replay_discrete;
+        self->lossy |= gck_plan_is_lossy(&named->plan);
     }
     if (status < 0 || index_names(self) < 0) {
         Py_CLEAR(self);

@@ -16,6 +16,9 @@ typedef enum {
     GCK_OP_REPLAY_CHOICE,  /* keep where in its input the result lies, because backward compares the two */
 } gck_op_action;
 
+/* What the node of an operator saves: its results beside its arguments, or not, or that is not known. */
+typedef enum { GCK_OP_SEPARATE, GCK_OP_JOINT, GCK_OP_UNKNOWN } gck_op_joint;
+
 /* One named operator. */
 typedef struct {
     PyObject *op;            /* OpOverload, borrowed                                         */
@@ -24,6 +27,7 @@ typedef struct {
     int       every, phase;  /* of the calls of its group, those with index % every == phase are kept */
     int       group;         /* index into the store's counters                              */
     int       draws;         /* moves a random generator                                     */
+    gck_op_joint   joint;    /* of an operator whose outputs are kept for the policy         */
     /* an object of gradckpt._engine.discrete_forms that keeps less than the outputs; NULL: they
      * are copied; borrowed */
     PyObject *form;
@@ -38,6 +42,7 @@ typedef struct {
     /* some outputs are kept lossily: which discrete outputs after them are kept, as in a
      * gck_plan */
     int        replay_discrete;
+    int        lossy;    /* some outputs are kept lossily                                */
     gck_op_rule *named;  /* n; malloc                                                    */
     PyObject  *rows;     /* the rows it was made of, which own operators and forms; None: a function is asked */
     PyObject  *wanted;   /* frozenset of names, for GCK_OP_LABEL; owned                  */
@@ -49,7 +54,7 @@ extern PyType_Spec gck_op_policy_spec;
 int gck_op_policy_find(const gck_op_policy *names, const PyObject *op);
 
 /* gradckpt._C.make_op_policy(rows, wanted): a row is (op, keep, compress=, every, phase, group,
- * form); rows None: a function decides. */
+ * form, joint); rows None: a function decides. */
 PyObject *gck_make_op_policy(PyObject *module, PyObject *args);
 
 #endif

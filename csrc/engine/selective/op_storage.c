@@ -80,6 +80,7 @@ static int store_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT((PyObject *)self->policy);
     Py_VISIT((PyObject *)self->discrete_rules);
     Py_VISIT(self->candidates);
+    Py_VISIT(self->watched.op);
     for (Py_ssize_t i = 0; i < self->ncalls; i++) {
         Py_VISIT(self->calls[i].key);
         Py_VISIT(self->calls[i].entry);
@@ -100,6 +101,8 @@ static int store_clear(PyObject *op)
         Py_XDECREF(last.entry);
         Py_XDECREF(last.drawn);
     }
+    Py_CLEAR(self->watched.op);
+    Py_CLEAR(self->watched.op);
     return 0;
 }
 
@@ -182,6 +185,7 @@ gck_op_storage *gck_op_storage_new(gck_state *state, gck_op_policy *policy, int 
     self->mutation = mutation;
     self->reusable = reusable;
     self->policy = (gck_op_policy *)Py_XNewRef((PyObject *)policy);
+    self->approximate = policy != NULL && policy->lossy;
     self->storage = PyObject_CallFunctionObjArgs(state->py.defaultdict, (PyObject *)&PyDict_Type, NULL);
     self->counters = calloc(policy != NULL ? (size_t)policy->ngroups + 1 : 1, sizeof *self->counters);
     if (self->counters == NULL || self->storage == NULL) {
@@ -250,10 +254,15 @@ PyObject *gck_make_op_storage(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
     PyObject *names;
-    int mutation, reusable;
+    int mutation, reusable, approximate;
 
-    if (!PyArg_ParseTuple(args, "O!pp:make_op_storage", state->OpPolicy, &names, &mutation, &reusable)) {
+    if (!PyArg_ParseTuple(args, "O!ppp:make_op_storage", state->OpPolicy, &names, &mutation, &reusable, &approximate)) {
         return NULL;
     }
-    return (PyObject *)gck_op_storage_new(state, (gck_op_policy *)names, mutation, reusable);
+    gck_op_storage *store = gck_op_storage_new(state, (gck_op_policy *)names, mutation, reusable);
+
+    if (store != NULL) {
+        store->approximate |= approximate;
+    }
+    return (PyObject *)store;
 }

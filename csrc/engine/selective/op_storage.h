@@ -30,6 +30,16 @@ typedef struct {
     int           lasting;  /* the entry stays, also in a store that serves one backward          */
 } gck_recorded_call;
 
+/* The latest call of an operator of which it is not known what its node saves. */
+enum { GCK_WATCHED = 8, GCK_SAVES_RESULT = 1, GCK_SAVES_ARGUMENT = 2 };
+typedef struct {
+    PyObject   *op;       /* owned; NULL: there is none                                         */
+    int64_t     node;     /* its number                                                         */
+    const char *data[GCK_WATCHED];    /* the memory of the call's first outputs, compared only  */
+    int64_t     nbytes[GCK_WATCHED];
+    int         n, saves;
+} gck_op_watched;
+
 /* Type gradckpt._C.OpStorage: what one region keeps. */
 typedef struct {
     PyObject_HEAD
@@ -43,7 +53,9 @@ typedef struct {
     int        mutation;            /* entries may have been changed in place                       */
     int        reusable;            /* a call may be replayed more than once                        */
     int        traced;              /* torch's own mode kept every output, for a graph              */
-    int        replay_discrete;     /* the region may run again on restored values; as in a gck_plan */
+    int        approximate;         /* the recompute may get other values than the forward           */
+    gck_op_watched watched;
+    int        replay_discrete;     /* then: which discrete outputs are kept, as in a gck_plan       */
     gck_op_policy *policy;          /* owned; NULL: nothing is kept for a policy                    */
     gck_op_policy *discrete_rules;  /* owned; NULL while `replay_discrete` is 0                     */
     int64_t   *counters;            /* one per group: calls in this forward; malloc                 */
@@ -80,7 +92,7 @@ PyObject *gck_op_storage_picture(gck_op_storage *store);
 /* Is the object an OpStorage? */
 int gck_is_op_storage(PyObject *x);
 
-/* gradckpt._C.make_op_storage(names, mutation, reusable). */
+/* gradckpt._C.make_op_storage(names, mutation, reusable, approximate). */
 PyObject *gck_make_op_storage(PyObject *module, PyObject *args);
 
 #endif

@@ -8,15 +8,16 @@
 
 /* The one rule for which regions keep discrete outputs, for every kind of region, applied after its
  * inputs are packed and before its function runs: a region that may run again on restored values.
- * `own` is gck_plan's setting where one of its inputs became a payload, else 0.  Also included are
+ * `own` is gck_plan's setting where one of its inputs became a payload, else 0; approximate: its
+ * restored inputs may have other values.  Also included are
  * stores whose policy keeps outputs lossily, and everything inside such a region, in its forward
  * and in its recompute.  *store: what the region keeps for its policy, or NULL; it is made where
  * none exists and discrete outputs are kept.  0 or -1. */
-int gck_region_replays_discrete(gck_state *state, int own, gck_op_storage **store);
+int gck_region_replays_discrete(gck_state *state, int own, int approximate, gck_op_storage **store);
 
 /* Make an active store of this thread keep discrete outputs from now on: a policy that is a
- * function has kept an output lossily.  0 or -1. */
-int gck_replay_discrete_from(gck_state *state, gck_op_storage *store, int replay_discrete);
+ * function has kept an output by this plan.  0 or -1. */
+int gck_replay_discrete_from(gck_state *state, gck_op_storage *store, const gck_plan *plan);
 
 /* Make torch's checkpoint, when it runs inside, keep discrete outputs as the store of `active`
  * does.  0 or -1. */

@@ -169,7 +169,7 @@ static PyObject *context_enter(PyObject *op, PyObject *unused)
     PyObject *result = NULL;
 
     (void)unused;
-    if (by_key < 0 || (!self->replay && gck_region_replays_discrete(store->state, 0, &store) < 0)) {
+    if (by_key < 0 || (!self->replay && gck_region_replays_discrete(store->state, 0, 0, &store) < 0)) {
         goto exit;
     }
     if ((active = malloc(sizeof *active)) == NULL) {

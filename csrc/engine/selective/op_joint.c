@@ -1,0 +1,87 @@
+/* op_joint.c: finds kept outputs that the operator's own backward reads beside its arguments. */
+#include "engine/selective/op_joint.h"
+
+#include "torch/calls.h"
+#include "torch/graph_nodes.h"
+#include "engine/checkpoint_options.h"
+#include "engine/selective/op_outputs.h"
+
+int gck_op_joint_of(const gck_py *py, PyObject *op)
+{
+    PyObject *answer = PyObject_CallFunctionObjArgs(py->call.joint_saves, op, NULL);
+    const long joint = answer != NULL ? PyLong_AsLong(answer) : -1;
+
+    Py_XDECREF(answer);
+    return (int)joint;
+}
+
+int gck_op_mixes(const gck_active *active, const gck_op_storage *store, const gck_op_rule *rule)
+{
+    const int seen = active != NULL && active->run != NULL && active->run->saved != NULL;
+
+    return store->approximate && (rule->joint == GCK_OP_JOINT || (rule->joint == GCK_OP_UNKNOWN && !seen));
+}
+
+int gck_op_runs_again(const gck_py *py, PyObject *op)
+{
+    return gck_done(PyObject_CallFunctionObjArgs(py->call.warn_joint, op, NULL));
+}
+
+/* Note the memory of each tensor in `out`.  0 or -1. */
+static int note(const gck_py *py, gck_op_watched *watched, PyObject *out)
+{
+    const Py_ssize_t n = gck_items(out);
+    const int tensor = gck_is_tensor(py, out);
+    int status = tensor < 0 ? -1 : 0;
+
+    if (tensor > 0 && watched->n < GCK_WATCHED) {
+        status = gck_memory_of(py, out, &watched->data[watched->n], &watched->nbytes[watched->n]);
+        watched->n += status == 0;
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(out, i);
+        status = item != NULL ? note(py, watched, item) : -1;
+        Py_XDECREF(item);
+    }
+    return status;
+}
+
+int gck_op_watch(gck_op_storage *store, const gck_op_rule *rule, PyObject *op, PyObject *out)
+{
+    PyObject *before = store->watched.op;
+
+    if (rule->joint != GCK_OP_UNKNOWN || (!store->approximate && !gck_plan_is_lossy(&rule->plan))) {
+        return 0;
+    }
+    store->watched = (gck_op_watched){.op = Py_NewRef(op), .node = gck_last_node_number(&store->state->py)};
+    Py_XDECREF(before);
+    return store->watched.node == -1 && PyErr_Occurred() ? -1 : note(&store->state->py, &store->watched, out);
+}
+
+int gck_op_watch_save(gck_op_storage *store, PyObject *x)
+{
+    gck_op_watched *watched = &store->watched;
+    const char *data;
+    int64_t nbytes, last;
+    int own = 0;
+
+    if (watched->op == NULL) {
+        return 0;
+    }
+    if ((last = gck_last_node_number(&store->state->py)) == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (last != watched->node) {
+        Py_CLEAR(watched->op);
+        return 0;
+    }
+    if (gck_memory_of(&store->state->py, x, &data, &nbytes) < 0) {
+        return -1;
+    }
+    for (int i = 0; i < watched->n; i++) {
+        own |= nbytes > 0 && data < watched->data[i] + watched->nbytes[i] && watched->data[i] < data + nbytes;
+    }
+    watched->saves |= own ? GCK_SAVES_RESULT : GCK_SAVES_ARGUMENT;
+    return watched->saves != (GCK_SAVES_RESULT | GCK_SAVES_ARGUMENT) || watched->op == NULL
+        ? 0 : gck_done(PyObject_CallFunctionObjArgs(store->state->py.call.raise_joint, watched->op, NULL));
+}
