@@ -270,9 +270,9 @@ static PyMethodDef methods[] = {
      "settle_overflow()\n--\n\nWrite the late overflow flags, for tests."},
     {"make_op_policy", gck_make_op_policy, METH_VARARGS,
      "make_op_policy(rows, wanted, /)\n--\n\n"
-     "Make an OpPolicy of rows (operator, keep, compress, every, phase, group, form, joint)."},
+     "Make an OpPolicy of rows (operator, keep, compress, every, phase, group, form, mixing)."},
     {"make_op_storage", gck_make_op_storage, METH_VARARGS,
-     "make_op_storage(names, mutation, reusable, approximate, /)\n--\n\nMake an empty OpStorage for one region."},
+     "make_op_storage(names, mutation, reusable, approximate_inputs, /)\n--\n\nMake an empty OpStorage for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,
      "selective_name(x, name, modes, /)\n--\n\nName a tensor for gradckpt.policies.name()."},
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nReturn the kernel that catches the operator."},
@@ -415,6 +415,7 @@ static int add_constants(PyObject *module)
         {"OP_REPLAY_CAST", GCK_OP_REPLAY_CAST},
         {"OP_LABEL", GCK_OP_LABEL},
         {"OP_REPLAY_CHOICE", GCK_OP_REPLAY_CHOICE},
+        {"OP_PRODUCT", GCK_OP_PRODUCT},
         {"OP_SEPARATE", GCK_OP_SEPARATE},
         {"OP_JOINT", GCK_OP_JOINT},
         {"OP_UNKNOWN", GCK_OP_UNKNOWN},
@@ -452,7 +453,8 @@ static int module_exec(PyObject *module)
         || PyModule_AddObjectRef(module, "SelectiveRecompute", state->SelectiveRecompute) < 0) {
         return -1;
     }
-    return add_compat(module) < 0 || add_constants(module) < 0 || PyModule_AddType(module, state->Context) < 0 ? -1
+    return add_compat(module) < 0 || add_constants(module) < 0 || PyModule_AddType(module, state->Context) < 0
+                || PyModule_AddType(module, state->SavedTensor) < 0 ? -1
          : PyModule_AddType(module, state->Payload);
 }
 

@@ -14,7 +14,7 @@ from gradckpt._config import Compress, CompressionConfig, parse_compress
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import is_catchable
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
-from gradckpt._engine.joint_saves import JOINT, SEPARATE, joint_saves
+from gradckpt._engine.op_mixing import JOINT, PRODUCT, mixing_of
 
 OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 
@@ -89,12 +89,12 @@ class Policy:
             if rule.op in private.ignored_ops:  # never caught: torch detaches to make tensors
                 continue
             if rule.keep != LABEL or rule.op not in self.rules:
-                self.rules[rule.op] = rule if _joint(rule) != JOINT else rule._replace(config=_exact(rule.config))
+                self.rules[rule.op] = rule if _mixing(rule) != JOINT else rule._replace(config=_exact(rule.config))
         self.wanted = frozenset(wanted)
         self.patterns = tuple(sorted(self.wanted))  # for Dynamo
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple(
-            (r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r), _joint(r)) for r in self.rules.values()
+            (r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r), _mixing(r)) for r in self.rules.values()
         )
         self.names = _C.make_op_policy(rows, self.wanted)
         self.with_discrete: Policy | None = None  # this policy with discrete operators added; made on demand
@@ -142,8 +142,8 @@ def _short(config: CompressionConfig | None) -> str:
     return f"{config.codec}({', '.join(changed)})" if changed else config.codec
 
 
-def _joint(rule: Rule) -> int:
-    return joint_saves(rule.op) if rule.keep in (SAVE, LABEL) else SEPARATE
+def _mixing(rule: Rule) -> int:
+    return mixing_of(rule.op) if rule.keep in (SAVE, LABEL) else PRODUCT
 
 
 def _form(rule: Rule) -> Any:
@@ -235,7 +235,7 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
             f"gradckpt: the policy returned {answer!r} for {op}; return a CheckpointPolicy, a bool, "
             'gradckpt.policies.save("int8") or the name of a codec'
         )
-    if joint_saves(op) == JOINT:
+    if mixing_of(op) == JOINT:
         config = _exact(config)
     mutates = is_overload(op) and op._schema.is_mutable
     return int(keep and not mutates), config  # an operator that writes into its arguments has to run again

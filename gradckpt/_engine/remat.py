@@ -146,7 +146,7 @@ class _Records(dict[str, Any]):
 
 
 class _AllKept(dict[Any, Any]):
-    """torch_remat's index of the tensors that its calls keep themselves, where that is every argument."""
+    """torch_remat's index of what its calls keep themselves, where that is every argument."""
 
     def get(self, storage: Any, default: Any = None) -> Any:
         return super().get(storage, _keep_nothing_more)

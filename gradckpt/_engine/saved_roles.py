@@ -43,12 +43,6 @@ def rows_are_alike(node: Any, x: torch.Tensor, values: int) -> bool:
     return are_rows_read and _holds(alike)
 
 
-def logits_are_small(node: Any) -> bool:
-    """Return whether every log-sum-exp of an attention on the CPU is below 30."""
-    sums = _kept(node, "logsumexp", "log_sumexp")
-    return sums is not None and _holds(sums.abs() < 30)
-
-
 def _kept(node: Any, *arguments: str) -> torch.Tensor | None:
     """Return the uncompressed tensor that the node saves through ``compress_saved()``.
 

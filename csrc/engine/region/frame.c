@@ -2,7 +2,7 @@
 #include "engine/region/frame.h"
 
 #include "engine/payload/rounding.h"
-#include "engine/selective/op_joint.h"
+#include "engine/selective/op_mixing.h"
 #include "engine/selective/selective_mode.h"
 
 #include <stdlib.h>

@@ -132,13 +132,17 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     const gck_py *py = &self->packing.state->py;
     const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(py, node) : -1;
     int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
-
     if (made >= 0 && !gck_saved_waiting_may_last(self->waiting)) {
         status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, made, number, &tracing);
     }
     reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
-    status = reason < 0 ? -1 : waits ? wait(self, in, number, to) : put(self, &as, in, to, reason);
+    if (reason == GCK_SKIP_EXACT && as.again != NULL) {
+        gck_saved_form_make_again(&to->form, as.again);
+    } else {
+        status = reason < 0 ? -1 : waits ? wait(self, in, number, to) : put(self, &as, in, to, reason);
+    }
     Py_XDECREF(as.part);
+    Py_XDECREF(as.again);
     return status;
 }
 

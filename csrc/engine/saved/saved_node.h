@@ -14,7 +14,8 @@ typedef enum {
     GCK_ROLE_CUT_OF_ONE,       /* the same, if its parameter is 1                         */
     GCK_ROLE_ROWS,             /* rows under one mean and scale                           */
     GCK_ROLE_PLANES,           /* channels under one mean and scale                       */
-    GCK_ROLE_LOGITS,           /* factors of the scores of an attention                   */
+    GCK_ROLE_ATTENTION,       /* the values, if the two below are made again             */
+    GCK_ROLE_AGAIN,           /* a result of attention, made from its arguments          */
     GCK_ROLE_ROUNDED,          /* float32 in the family's own 16 bits                     */
     GCK_ROLE_POSITIVE,         /* whether a value is positive                             */
     GCK_ROLE_POSITIVE_OR_NAN,

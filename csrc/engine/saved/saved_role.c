@@ -4,6 +4,7 @@
 #include "gradckpt.h"
 #include "torch/calls.h"
 #include "torch/error.h"
+#include "engine/saved/saved_tensor.h"
 
 #include <string.h>
 
@@ -157,10 +158,42 @@ static int cut(gck_state *state, const gck_input *in, const gck_tensor *view, gc
          : take_part(state, in, NULL, "clamp", Py_BuildValue("(ii)", -20, 20), as);
 }
 
+/* 1 when the attention's result is not kept, but made again; 0, -1. */
+static int is_made_again(const gck_state *state, PyObject *node)
+{
+    PyObject *raw = state->nodes_tell ? PyObject_GetAttrString(node, "_raw_saved_output") : NULL;
+    PyObject *data = raw != NULL ? PyObject_GetAttr(raw, state->py.names.data) : NULL;
+    const int again = data != NULL && Py_TYPE(data) == state->SavedTensor
+                   && ((gck_saved_tensor *)data)->form.entry.kind == GCK_PACKED_OBJECT;
+
+    Py_XDECREF(raw);
+    Py_XDECREF(data);
+    return data == NULL && PyErr_Occurred() ? gck_clear_refusal() : again;
+}
+
+/* Find out how the node's results are made again, and make its log-sum-exp one that is.  0, for then they
+ * have no codec; or -1. */
+static int make_again(const gck_state *state, PyObject *node, gck_saved_as *as)
+{
+    PyObject *made = state->nodes_tell ? PyObject_CallFunctionObjArgs(state->py.call.attention_again, node, NULL)
+                                       : Py_NewRef(Py_None);
+    PyObject *result, *sums, *make_sums;
+    const int parsed = made == NULL || (made != Py_None && !PyArg_ParseTuple(made, "OO!O", &result, state->SavedTensor,
+                                                                            &sums, &make_sums)) ? -1 : made != Py_None;
+
+    if (parsed > 0) {
+        as->again = Py_NewRef(result);
+        gck_saved_form_make_again(&((gck_saved_tensor *)sums)->form, make_sums);
+    }
+    Py_XDECREF(made);
+    return parsed < 0 ? -1 : 0;
+}
+
 /* 1 when its shape and place decide. */
 static int reads_view(gck_role role)
 {
-    return role != GCK_ROLE_VALUES && role != GCK_ROLE_ROUNDED && role != GCK_ROLE_POWER;
+    return role != GCK_ROLE_VALUES && role != GCK_ROLE_ROUNDED && role != GCK_ROLE_POWER && role != GCK_ROLE_ATTENTION
+        && role != GCK_ROLE_AGAIN;
 }
 
 /* The form of a tensor with this role.  0 or -1, and *as is then empty. */
@@ -201,8 +234,11 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
     case GCK_ROLE_PLANES:
         holds = view.ndim > 1 && view.numel >= GCK_GROUP * view.sizes[1];
         break;
-    case GCK_ROLE_LOGITS:                        /* reading the answer from a device would synchronize */
-        holds = view.device >= 0 ? 1 : gck_is_true(PyObject_CallFunction(state->py.call.logits_are_small, "(O)", node));
+    case GCK_ROLE_ATTENTION:
+        holds = as->codec->max_error == 0 ? 1 : is_made_again(state, node);
+        break;
+    case GCK_ROLE_AGAIN:
+        holds = as->codec->max_error == 0 ? 1 : make_again(state, node, as);
         break;
     case GCK_ROLE_POSITIVE:
         holds = take_part(state, in, "mask", "gt", Py_BuildValue("(i)", 0), as) < 0 ? -1 : 1;

@@ -80,6 +80,14 @@ void gck_saved_form_clear(gck_saved_form *form)
     Py_CLEAR(form->view);
 }
 
+void gck_saved_form_make_again(gck_saved_form *form, PyObject *function)
+{
+    gck_saved_form before = *form;
+
+    *form = (gck_saved_form){.entry = {GCK_PACKED_OBJECT, Py_NewRef(function), 0, 0, NULL, 0}};
+    gck_saved_form_clear(&before);
+}
+
 static void saved_dealloc(PyObject *op)
 {
     gck_saved_tensor *self = (gck_saved_tensor *)op;
@@ -98,14 +106,26 @@ static PyObject *saved_repr(PyObject *op)
 
 static PyMemberDef saved_members[] = {
     {"value", T_OBJECT_EX, offsetof(gck_saved_tensor, form.entry.value), READONLY,
-     "The Payload; or the tensor, or torch's SavedTensor of it."},
+     "The Payload; the tensor, or torch's SavedTensor of it; or the function that makes it again."},
     {NULL, 0, 0, 0, NULL},
+};
+
+static PyObject *restore(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    return gck_saved_tensor_restore((gck_saved_tensor *)op);
+}
+
+static PyMethodDef saved_methods[] = {
+    {"restore", restore, METH_NOARGS, "restore()\n--\n\nReturn the tensor, without history."},
+    {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot saved_slots[] = {
     {Py_tp_dealloc, saved_dealloc},
     {Py_tp_repr, saved_repr},
     {Py_tp_members, saved_members},
+    {Py_tp_methods, saved_methods},
     {Py_tp_doc, "A tensor that compress_saved() keeps."},
     {0, NULL},
 };
@@ -132,7 +152,9 @@ PyObject *gck_saved_tensor_restore(const gck_saved_tensor *self)
     gck_saved_form form = {.dtype = Py_XNewRef(self->form.dtype), .view = Py_XNewRef(self->form.view)};
     PyObject *payload, *x, *whole = NULL;
 
-    if (self->form.entry.kind != GCK_PACKED_PAYLOAD) {
+    if (self->form.entry.kind == GCK_PACKED_OBJECT) {
+        x = PyObject_CallNoArgs(self->form.entry.value);
+    } else if (self->form.entry.kind != GCK_PACKED_PAYLOAD) {
         x = gck_packed_restore(self->state, &self->form.entry, NULL, NULL);
     } else {
         payload = Py_NewRef(self->form.entry.value);

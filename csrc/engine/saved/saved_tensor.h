@@ -9,7 +9,7 @@ extern PyType_Spec gck_saved_tensor_spec;
 
 /* What is kept of a tensor x. */
 typedef struct {
-    gck_packed  entry;    /* a payload, or the tensor itself                          */
+    gck_packed  entry;    /* a payload, the tensor itself, or (OBJECT) a function that makes it */
     PyObject  *dtype;     /* of x, when the payload holds something computed from it; else NULL */
     PyObject  *view;      /* x is this as_strided() of the restored payload; else NULL */
     const void *storage;  /* of x: compared while x is alive, never followed; NULL: never compared */
@@ -58,6 +58,9 @@ void gck_saved_list_forget(gck_saved_tensor *saved);
 gck_saved_tensor *gck_saved_tensor_new(gck_state *state);
 
 void gck_saved_form_clear(gck_saved_form *form);
+
+/* Keep of a tensor only the function that makes it. */
+void gck_saved_form_make_again(gck_saved_form *form, PyObject *function);
 
 /* New reference: x as the view of `whole`, the restored payload. */
 PyObject *gck_saved_form_view(const gck_saved_form *form, PyObject *whole);

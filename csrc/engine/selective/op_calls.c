@@ -7,7 +7,7 @@
 #include "torch/objects.h"
 #include "engine/checkpoint_options.h"
 #include "engine/selective/op_hiding.h"
-#include "engine/selective/op_joint.h"
+#include "engine/selective/op_mixing.h"
 #include "engine/selective/op_labels.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_policy.h"
@@ -38,16 +38,16 @@ static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_o
     gck_state *state = store->state;
     PyObject *compress = PyObject_CallFunction(state->py.call.ask, "OOOOO", call->context, call->op, call->args,
                                              call->kwargs != NULL ? call->kwargs : Py_None, out);
-    int keep = compress == NULL ? -1 : compress != Py_False, joint = GCK_OP_SEPARATE;
+    int keep = compress == NULL ? -1 : compress != Py_False, mixing = GCK_OP_PRODUCT;
 
     own->keep = GCK_OP_SAVE;
     if (keep > 0
         && (gck_options_plan(state, compress, &own->plan) < 0
             || (own->plan.codec != NULL && gck_replay_discrete_from(state, store, &own->plan) < 0)
-            || (joint = gck_op_joint_of(&state->py, call->op)) < 0)) {
+            || (mixing = gck_op_mixing_of(&state->py, call->op)) < 0)) {
         keep = -1;
     }
-    own->joint = (gck_op_joint)joint;
+    own->mixing = (gck_op_mixing)mixing;
     Py_XDECREF(compress);
     const gck_op_rule *discrete_rules = keep >= 0 ? gck_op_storage_discrete_rule(store, call) : NULL;
     const int decide = discrete_rules != NULL && (keep == 0 || discrete_rules->keep == GCK_OP_REPLAY_CHOICE);

@@ -2,7 +2,7 @@
 #include "engine/selective/op_labels.h"
 
 #include "torch/calls.h"
-#include "engine/selective/op_joint.h"
+#include "engine/selective/op_mixing.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_written.h"
 

@@ -48,17 +48,17 @@ PyType_Spec gck_op_policy_spec = {
 static int read_row(gck_state *state, PyObject *row, gck_op_rule *named)
 {
     PyObject *op, *compress, *form;
-    int keep, joint;
+    int keep, mixing;
 
     if (!PyArg_ParseTuple(row, "OiOiiiOi", &op, &keep, &compress, &named->every, &named->phase, &named->group, &form,
-                          &joint)
+                          &mixing)
         || gck_options_plan(state, compress, &named->plan) < 0) {
         return -1;
     }
     named->op = op;
     named->form = form != Py_None ? form : NULL;
     named->keep = (gck_op_action)keep;
-    named->joint = (gck_op_joint)joint;
+    named->mixing = (gck_op_mixing)mixing;
     named->draws = gck_op_draws(&state->py, op);
     return named->draws < 0 ? -1 : 0;
 }

@@ -16,8 +16,13 @@ typedef enum {
     GCK_OP_REPLAY_CHOICE,  /* keep where in its input the result lies, because backward compares the two */
 } gck_op_action;
 
-/* What the node of an operator saves: its results beside its arguments, or not, or that is not known. */
-typedef enum { GCK_OP_SEPARATE, GCK_OP_JOINT, GCK_OP_UNKNOWN } gck_op_joint;
+/* What a kept result of an operator does beside restored values. */
+typedef enum {
+    GCK_OP_PRODUCT,        /* nothing: the gradient is linear in the arguments, or there is none */
+    GCK_OP_SEPARATE,       /* the node does not mix it with its arguments, but what follows may, as `sum` in a softmax */
+    GCK_OP_JOINT,          /* the node saves it beside its arguments                      */
+    GCK_OP_UNKNOWN,        /* not torch's own: what its node saves is looked at           */
+} gck_op_mixing;
 
 /* One named operator. */
 typedef struct {
@@ -27,7 +32,7 @@ typedef struct {
     int       every, phase;  /* of the calls of its group, those with index % every == phase are kept */
     int       group;         /* index into the store's counters                              */
     int       draws;         /* moves a random generator                                     */
-    gck_op_joint   joint;    /* of an operator whose outputs are kept for the policy         */
+    gck_op_mixing  mixing;   /* of an operator whose outputs are kept for the policy         */
     /* an object of gradckpt._engine.discrete_forms that keeps less than the outputs; NULL: they
      * are copied; borrowed */
     PyObject *form;
@@ -54,7 +59,7 @@ extern PyType_Spec gck_op_policy_spec;
 int gck_op_policy_find(const gck_op_policy *names, const PyObject *op);
 
 /* gradckpt._C.make_op_policy(rows, wanted): a row is (op, keep, compress=, every, phase, group,
- * form, joint); rows None: a function decides. */
+ * form, mixing); rows None: a function decides. */
 PyObject *gck_make_op_policy(PyObject *module, PyObject *args);
 
 #endif

@@ -185,7 +185,7 @@ gck_op_storage *gck_op_storage_new(gck_state *state, gck_op_policy *policy, int 
     self->mutation = mutation;
     self->reusable = reusable;
     self->policy = (gck_op_policy *)Py_XNewRef((PyObject *)policy);
-    self->approximate = policy != NULL && policy->lossy;
+    self->approximate_outputs = policy != NULL && policy->lossy;
     self->storage = PyObject_CallFunctionObjArgs(state->py.defaultdict, (PyObject *)&PyDict_Type, NULL);
     self->counters = calloc(policy != NULL ? (size_t)policy->ngroups + 1 : 1, sizeof *self->counters);
     if (self->counters == NULL || self->storage == NULL) {
@@ -262,7 +262,7 @@ PyObject *gck_make_op_storage(PyObject *module, PyObject *args)
     gck_op_storage *store = gck_op_storage_new(state, (gck_op_policy *)names, mutation, reusable);
 
     if (store != NULL) {
-        store->approximate |= approximate;
+        store->approximate_inputs |= approximate;
     }
     return (PyObject *)store;
 }

@@ -53,7 +53,8 @@ typedef struct {
     int        mutation;            /* entries may have been changed in place                       */
     int        reusable;            /* a call may be replayed more than once                        */
     int        traced;              /* torch's own mode kept every output, for a graph              */
-    int        approximate;         /* the recompute may get other values than the forward           */
+    /* the recompute may get other values than the forward: outputs of the policy's, or also the inputs */
+    int        approximate_outputs, approximate_inputs;
     gck_op_watched watched;
     int        replay_discrete;     /* then: which discrete outputs are kept, as in a gck_plan       */
     gck_op_policy *policy;          /* owned; NULL: nothing is kept for a policy                    */
@@ -92,7 +93,7 @@ PyObject *gck_op_storage_picture(gck_op_storage *store);
 /* Is the object an OpStorage? */
 int gck_is_op_storage(PyObject *x);
 
-/* gradckpt._C.make_op_storage(names, mutation, reusable, approximate). */
+/* gradckpt._C.make_op_storage(names, mutation, reusable, approximate_inputs). */
 PyObject *gck_make_op_storage(PyObject *module, PyObject *args);
 
 #endif

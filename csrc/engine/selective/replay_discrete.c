@@ -37,7 +37,7 @@ int gck_replay_discrete_from(gck_state *state, gck_op_storage *store, const gck_
     int status = plan->replay_discrete > store->replay_discrete
         ? gck_op_storage_replay_discrete(store, plan->replay_discrete) : 0;
 
-    store->approximate |= gck_plan_is_lossy(plan);
+    store->approximate_outputs |= gck_plan_is_lossy(plan);
     for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
         status = a->store == store ? gck_replay_discrete_announce(state, a) : 0;
     }
@@ -51,7 +51,7 @@ int gck_region_replays_discrete(gck_state *state, int own, int approximate, gck_
     int replay_discrete = own > policy ? own : policy;
 
     if (*store != NULL) {
-        (*store)->approximate |= approximate;
+        (*store)->approximate_inputs |= approximate;
     }
     replay_discrete = around > replay_discrete ? around : replay_discrete;
     if (replay_discrete > 0 && *store == NULL) {

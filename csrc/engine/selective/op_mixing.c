@@ -1,30 +1,32 @@
-/* op_joint.c: finds kept outputs that the operator's own backward reads beside its arguments. */
-#include "engine/selective/op_joint.h"
+/* op_mixing.c: which kept outputs would be mixed with restored values. */
+#include "engine/selective/op_mixing.h"
 
 #include "torch/calls.h"
 #include "torch/graph_nodes.h"
 #include "engine/checkpoint_options.h"
 #include "engine/selective/op_outputs.h"
 
-int gck_op_joint_of(const gck_py *py, PyObject *op)
+int gck_op_mixing_of(const gck_py *py, PyObject *op)
 {
-    PyObject *answer = PyObject_CallFunctionObjArgs(py->call.joint_saves, op, NULL);
-    const long joint = answer != NULL ? PyLong_AsLong(answer) : -1;
+    PyObject *answer = PyObject_CallFunctionObjArgs(py->call.mixing_of, op, NULL);
+    const long mixing = answer != NULL ? PyLong_AsLong(answer) : -1;
 
     Py_XDECREF(answer);
-    return (int)joint;
+    return (int)mixing;
 }
 
 int gck_op_mixes(const gck_active *active, const gck_op_storage *store, const gck_op_rule *rule)
 {
     const int seen = active != NULL && active->run != NULL && active->run->saved != NULL;
 
-    return store->approximate && (rule->joint == GCK_OP_JOINT || (rule->joint == GCK_OP_UNKNOWN && !seen));
+    return (store->approximate_inputs && rule->mixing == GCK_OP_SEPARATE)
+        || ((store->approximate_inputs || store->approximate_outputs)
+            && (rule->mixing == GCK_OP_JOINT || (rule->mixing == GCK_OP_UNKNOWN && !seen)));
 }
 
 int gck_op_runs_again(const gck_py *py, PyObject *op)
 {
-    return gck_done(PyObject_CallFunctionObjArgs(py->call.warn_joint, op, NULL));
+    return gck_done(PyObject_CallFunctionObjArgs(py->call.warn_mixing, op, NULL));
 }
 
 /* Note the memory of each tensor in `out`.  0 or -1. */
@@ -50,7 +52,8 @@ int gck_op_watch(gck_op_storage *store, const gck_op_rule *rule, PyObject *op, P
 {
     PyObject *before = store->watched.op;
 
-    if (rule->joint != GCK_OP_UNKNOWN || (!store->approximate && !gck_plan_is_lossy(&rule->plan))) {
+    if (rule->mixing != GCK_OP_UNKNOWN
+        || (!store->approximate_inputs && !store->approximate_outputs && !gck_plan_is_lossy(&rule->plan))) {
         return 0;
     }
     store->watched = (gck_op_watched){.op = Py_NewRef(op), .node = gck_last_node_number(&store->state->py)};
@@ -83,5 +86,5 @@ int gck_op_watch_save(gck_op_storage *store, PyObject *x)
     }
     watched->saves |= own ? GCK_SAVES_RESULT : GCK_SAVES_ARGUMENT;
     return watched->saves != (GCK_SAVES_RESULT | GCK_SAVES_ARGUMENT) || watched->op == NULL
-        ? 0 : gck_done(PyObject_CallFunctionObjArgs(store->state->py.call.raise_joint, watched->op, NULL));
+        ? 0 : gck_done(PyObject_CallFunctionObjArgs(store->state->py.call.raise_mixing, watched->op, NULL));
 }

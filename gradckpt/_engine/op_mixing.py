@@ -1,0 +1,79 @@
+"""Which kept results of operators would be mixed with restored values.
+
+The node of ``amax`` looks for its result among its arguments, that of attention compares
+exponentials with the log-sum-exp of the forward; and what follows a kept ``sum`` may divide restored
+exponentials by it. An exact result beside values that a codec restored is then no small error: what
+should cancel does not. Torch's node types tell what each of its operators saves.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from gradckpt import _C
+from gradckpt._config import warn_inactive
+from gradckpt._engine import torch_private as private
+
+#: csrc/engine/selective/op_policy.h says what each means.
+PRODUCT: int = _C.OP_PRODUCT
+SEPARATE: int = _C.OP_SEPARATE
+JOINT: int = _C.OP_JOINT
+UNKNOWN: int = _C.OP_UNKNOWN
+
+_SAVED = "_raw_saved_"
+_PRODUCTS = ("linear", "matmul", "convolution")
+
+
+def _operator(node: str) -> str:
+    """Return the operator of a node type, as nodes spell it."""
+    return node.partition("Backward")[0].lower()
+
+
+@functools.cache
+def _saves() -> dict[str, list[set[str]]]:
+    """Return the names of the tensors that the nodes of each operator save."""
+    found: dict[str, list[set[str]]] = {}
+    for node in dir(private.node_types):
+        if "Backward" in node:
+            attributes = dir(getattr(private.node_types, node))
+            saved = {a.removeprefix(_SAVED) for a in attributes if a.startswith(_SAVED)}
+            found.setdefault(_operator(node), []).append(saved)
+    return found
+
+
+@functools.cache
+def _products() -> frozenset[str]:
+    return frozenset(_operator(node) for node, _, family, _ in _C.saved_roles() if family in _PRODUCTS)
+
+
+@functools.lru_cache(maxsize=1024)
+def mixing_of(op: Any) -> int:
+    """Return what a kept result of this operator does beside restored values."""
+    namespace, _, rest = str(op).partition(".")
+    if namespace != "aten" or private.node_types is None:
+        return UNKNOWN
+    operator = rest.partition(".")[0].removesuffix("_forward").replace("_", "")
+    if operator in _products() or operator not in _saves():
+        return PRODUCT
+    arguments = {each.name for each in op._schema.arguments}
+    joint = any(saved & arguments and saved - arguments for saved in _saves()[operator])
+    return JOINT if joint else SEPARATE
+
+
+@functools.lru_cache(maxsize=256)
+def warn_mixing(op: Any) -> None:
+    """Warn that results of the operator, which a policy keeps, are made again. Views cost nothing."""
+    if any(returned.alias_info is not None for returned in op._schema.returns):
+        return
+    warn_inactive(
+        f"{op} runs again: a backward could mix its kept results with restored values; "
+        "pass compress=None or fake_quantize=True to keep them"
+    )
+
+
+def raise_mixing(op: Any) -> None:
+    raise RuntimeError(
+        f"gradckpt: {op} saves its result beside its arguments, so a codec may round neither; keep it with "
+        "compress=None, or leave it out of the policy"
+    )

@@ -1,0 +1,225 @@
+"""How exact a region's gradients are when parts of it are kept: by a call that does not run again, by a
+policy, by compress_saved. None may be much worse than the same region with the same codec, run again as
+a whole, in which everything comes from the same restored values.
+
+    python tests/helpers/one_truth.py [--only softmax] [--way kept] [--part 1/4]
+
+prints the cases that are worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradckpt
+from gradckpt import policies
+
+Tensor = torch.Tensor
+ROWS, WIDTH = 32, 256
+#: An error is judged against this multiple of an unmarked region's, and never below this share.
+FACTOR, FLOOR = 1.5, 1e-3
+
+
+# ---- functions ----
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(1, ROWS, 4, 64).transpose(1, 2)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) / 8
+    return scores.softmax(-1) @ v
+
+
+def masked(x: Tensor) -> Tensor:
+    bias = torch.linspace(-2, 2, ROWS).expand(ROWS, ROWS)
+    return F.scaled_dot_product_attention(heads(x), heads(x.roll(1, 0)), heads(x.sin()), attn_mask=bias)
+
+
+def rms(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def by_index(reduce: str) -> Callable[[Tensor], Tensor]:
+    index = (torch.arange(ROWS) % 8)[:, None].expand(ROWS, WIDTH)
+    return lambda x: x.new_zeros(8, WIDTH).scatter_reduce(0, index, x, reduce, include_self=False)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "softmax by hand": lambda x: (e := (x - x.amax(-1, keepdim=True)).exp()) / e.sum(-1, keepdim=True),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "logsumexp by hand": lambda x: (x - (m := x.amax(-1, keepdim=True))).exp().sum(-1).log() + m[:, 0],
+    "cross entropy": lambda x: F.cross_entropy(x, torch.arange(ROWS), reduction="none"),
+    "minus its largest": lambda x: x - x.amax(-1, keepdim=True),
+    "over its largest": lambda x: x / x.max() * x,
+    "over its largest size": lambda x: x * x / x.abs().max(),
+    "minus its least": lambda x: (x - x.aminmax(dim=-1, keepdim=True)[0]) * x,
+    "minus its median": lambda x: (x - x.median()) * x,
+    "minus a quantile": lambda x: x - x.quantile(0.75, -1, keepdim=True),
+    "standardized": lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),
+    "norm 1": lambda x: x * x / x.norm(1, -1, keepdim=True),
+    "norm 2": lambda x: x * x / x.norm(2, -1, keepdim=True),
+    "norm 3": lambda x: x * x / torch.linalg.vector_norm(x, 3, -1, keepdim=True),
+    "largest norm": lambda x: x * x / torch.linalg.vector_norm(x, float("inf"), -1, keepdim=True),
+    "normalize": lambda x: F.normalize(x, dim=-1).pow(3),
+    "cosine": lambda x: F.cosine_similarity(x, x.roll(1, 0), -1),
+    "layer norm": lambda x: F.layer_norm(x, (WIDTH,)).pow(3),
+    "rms norm": lambda x: F.rms_norm(x, (WIDTH,)).pow(3),
+    "rms norm by hand": lambda x: rms(x).pow(3),
+    "group norm": lambda x: F.group_norm(x.view(4, 8, WIDTH), 4).pow(3),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True).pow(3),
+    "attention": lambda x: F.scaled_dot_product_attention(heads(x), heads(x.roll(1, 0)), heads(x.sin())),
+    "causal attention": lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, is_causal=True),
+    "attention with a bias": masked,
+    "attention by hand": lambda x: attention(heads(x), heads(x.roll(1, 0)), heads(x.sin())),
+    "cdist": lambda x: torch.cdist(x, x.detach()[:8] * 2),
+    "largest cdist": lambda x: torch.cdist(x, x.detach()[:8] * 2, p=float("inf")),
+    "pdist": lambda x: F.pdist(x),
+    "scatter amax": by_index("amax"),
+    "scatter amin": by_index("amin"),
+    "scatter mean": by_index("mean"),
+    "scatter prod": by_index("prod"),
+    "prod": lambda x: x[:, :4].prod(-1),
+    "cumprod": lambda x: x[:, :4].cumprod(-1),
+    "logcumsumexp": lambda x: x.logcumsumexp(-1),
+    "hypot": lambda x: torch.hypot(x, x.roll(1, 0)),
+    "power of itself": lambda x: x.sigmoid() ** x.tanh(),
+    "reciprocal square root": lambda x: (x * x + 1e-3).rsqrt(),
+    "reciprocal": lambda x: (x * x + 1e-3).reciprocal(),
+    "one over": lambda x: 1 / (x * x + 1e-3),
+    "negative power": lambda x: (x * x + 1e-3) ** -1.5,
+    "root": lambda x: (x * x + 1e-3).sqrt(),
+    "logarithm": lambda x: (x * x + 1e-3).log(),
+    "max pool": lambda x: F.max_pool1d(x[None], 4) * 2,
+    "glu": lambda x: F.glu(x) * x[:, :128],
+    "gelu": F.gelu,
+    "silu product": lambda x: F.silu(x) * x.roll(1, 0),
+    "cholesky": lambda x: torch.linalg.cholesky(x @ x.t() / WIDTH + torch.eye(ROWS)),
+    "solve": lambda x: torch.linalg.solve(x @ x.t() / WIDTH + torch.eye(ROWS), x),
+    "inverse": lambda x: torch.linalg.inv(x @ x.t() / WIDTH + torch.eye(ROWS)),
+    "determinant": lambda x: torch.linalg.slogdet(x @ x.t() / WIDTH + torch.eye(ROWS))[1],
+}
+
+SCALES = (1e-2, 1.0, 16.0, 256.0)
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "ties": lambda x: x.round(decimals=0),
+    "saturated": lambda x: torch.where(x > 0, x + 30, x - 30),
+}
+
+
+class Input(NamedTuple):
+    scale: float
+    shape: str
+
+    def leaf(self) -> Tensor:
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+        return SHAPES[self.shape](x * self.scale).requires_grad_()
+
+
+INPUTS = [Input(scale, "normal") for scale in SCALES] + [Input(2.0, "ties"), Input(1.0, "saturated")]
+
+
+# ---- the ways ----
+
+
+def operators_of(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Any]:
+    """What a policy may name of the function."""
+    found: dict[Any, None] = {}
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not op._schema.is_mutable and op.name() not in ("aten::detach", "aten::alias"):
+                found[op] = None
+            return op(*args, **(kwargs or {}))
+
+    with Note(), torch.no_grad():
+        function(x.detach())
+    return list(found)
+
+
+def kept(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return gradckpt.checkpoint(policies.region(function, "call", recompute=False), x, compress="int8")
+
+
+def unmarked(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return gradckpt.checkpoint(function, x, compress="int8")
+
+
+def saved(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return gradckpt.compress_saved("int8")(function)(x)
+
+
+def by_policy(policy: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return gradckpt.checkpoint(function, x, compress="int8", policy=policy)
+
+
+def ways(function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[tuple[str, Any]]:
+    yield "kept", kept
+    yield "saved", saved
+    named = operators_of(function, x)
+    yield "policy: all", functools.partial(by_policy, named)
+    for op in named:
+        yield f"policy: {op}", functools.partial(by_policy, [op])
+
+
+def gradient(way: Callable[..., Tensor], function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    y = way(function, x * 1)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    return torch.autograd.grad((y * weights).sum(), x)[0]
+
+
+def error(got: Tensor, right: Tensor) -> float:
+    return float((got.double() - right.double()).norm() / right.double().norm().clamp_min(1e-30))
+
+
+def worse(name: str, of: Input, only: str = "") -> list[str]:
+    """The ways in which the function's gradient is worse than an unmarked region's."""
+    function, x = FUNCTIONS[name], of.leaf()
+    right = gradient(lambda f, h: f(h), function, x)
+    if not right.isfinite().all():
+        return []
+    allowed = error(gradient(unmarked, function, x), right)
+    found = []
+    for label, way in ways(function, x):
+        if only in label:
+            try:
+                got = error(gradient(way, function, x), right)
+            except RuntimeError as refusal:
+                if "has been mutated" not in str(refusal):  # the function wrote into what a policy keeps
+                    raise
+                continue
+            if not got <= max(FACTOR * allowed, FLOOR) and allowed == allowed:
+                found.append(f"{name}, {of.shape} of scale {of.scale}, {label}: {got:.2g}, unmarked {allowed:.2g}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="functions with this in their name")
+    parser.add_argument("--way", default="", help="ways with this in their name")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th function from the i-th on")
+    given = parser.parse_args()
+    part, parts = map(int, given.part.split("/"))
+    names = [name for name in FUNCTIONS if given.only in name][part::parts]
+    found = [line for name in names for of in INPUTS for line in worse(name, of, given.way)]
+    print("\n".join(found))
+    print(f"{len(names)} functions, {len(INPUTS)} inputs each: {len(found)} worse")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    main()
