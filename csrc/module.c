@@ -272,7 +272,8 @@ static PyMethodDef methods[] = {
      "make_op_policy(rows, wanted, /)\n--\n\n"
      "Make an OpPolicy of rows (operator, keep, compress, every, phase, group, form, mixing)."},
     {"make_op_storage", gck_make_op_storage, METH_VARARGS,
-     "make_op_storage(names, mutation, reusable, approximate_inputs, /)\n--\n\nMake an empty OpStorage for one region."},
+     "make_op_storage(names, mutation, reusable, approximate_inputs, /)\n--\n\n"
+     "Make an empty OpStorage for one region."},
     {"selective_name", gck_selective_name, METH_VARARGS,
      "selective_name(x, name, modes, /)\n--\n\nName a tensor for gradckpt.policies.name()."},
     {"catcher", gck_catcher, METH_O, "catcher(operator, /)\n--\n\nReturn the kernel that catches the operator."},

@@ -71,8 +71,8 @@ def enable(
             :class:`gradckpt.policies.Policy`, or the argument of
             :func:`gradckpt.compat.create_selective_checkpoint_contexts`. It costs memory and saves
             time.
-        recompute: ``False``: nothing is recomputed. The forward is exact, every operator runs once,
-            and the backward computes with restored values; it takes more memory than checkpoints
+        recompute: ``False``: nothing but attention is recomputed. The forward is exact, and the
+            backward computes with restored values; it takes more memory than checkpoints
             and less time. ``policy`` and the keywords below do not apply.
         offload: Keep the inputs (the payloads, with ``recompute=False``) in host memory, compressed
             first; pinned if there is a device.

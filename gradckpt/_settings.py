@@ -117,8 +117,8 @@ READY: tuple[Setting, ...] = (
     _enabled("lossless"),
     Setting(
         "selective int8",
-        'gradckpt.enable(model, "int8", policy="save_attention:int8")',
-        options={"compress": "int8", "policy": "save_attention:int8"},
+        'gradckpt.enable(model, "int8", policy="every_other_matmul:int8")',
+        options={"compress": "int8", "policy": "every_other_matmul:int8"},
     ),
     _saved("int8"),
     _saved("int4"),

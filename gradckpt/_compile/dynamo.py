@@ -27,7 +27,7 @@ from gradckpt._engine import kept_calls, remat
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.custom_ops import payload_nbytes
 from gradckpt._engine.discrete import KEPT, ROUNDING
-from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts, discrete_of
+from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts, discrete_of, unmixed
 from gradckpt._import_hooks import after_import
 from gradckpt._stats import compiled as compiled_stats
 from gradckpt._stats import format_bytes
@@ -41,6 +41,7 @@ class Marking(NamedTuple):
     """The settings of a mark. Dynamo reads them as a constant."""
 
     fake_quantize: bool
+    restored: bool  # the recompute computes with other values than the forward
     codec: str
     dtypes: tuple[torch.dtype, ...]
     min_numel: int
@@ -86,21 +87,26 @@ def checkpoint(
     kwargs["preserve_rng_state"] = preserve_rng_state
     kwargs["determinism_check"] = determinism_check
     kwargs["early_stop"] = early_stop
-    return _traced(
-        torch.ops.higher_order.tag_activation_checkpoint, policy.patterns if known else (), function, args, kwargs
-    )
+    names = policy.patterns if known else ()
+    restored = marking is not None and marking.restored
+    return _traced(torch.ops.higher_order.tag_activation_checkpoint, names, function, args, kwargs, restored)
 
 
-def _traced(checkpoint: Any, names: tuple[str, ...], function: Any, args: Any, kwargs: Any) -> Any:
-    """Trace torch's checkpoint; calls inside that are kept, ours or torch_remat's, look for it."""
-    around = kept_calls.traced
-    kept_calls.traced = names
+def _traced(
+    checkpoint: Any, names: tuple[str, ...], function: Any, args: Any, kwargs: Any, restored: bool = False
+) -> Any:
+    """Trace torch's checkpoint; calls inside that are kept, ours or torch_remat's, look for it.
+
+    ``restored``: a codec rounds its inputs. A graph keeps no arguments beside those, so nothing is kept.
+    """
+    around = kept_calls.traced, kept_calls.restored
+    kept_calls.traced, kept_calls.restored = names, restored
     try:
-        if remat.is_traceable():
+        if remat.is_traceable() and not restored:
             return remat.trace(checkpoint, function, args, kwargs)
         return checkpoint(function, *args, **kwargs)
     finally:
-        kept_calls.traced = around
+        kept_calls.traced, kept_calls.restored = around
 
 
 def _constant(value: Any) -> Any:
@@ -171,14 +177,17 @@ def _marking(
         output.compiler_fn = Backend(output.compiler_fn)
     if config is None or graph.may_overflow(config.codec):
         return None
-    if config.lossy and not config.fake_quantize and output.compiler_fn.replay_discrete != "casts":
-        output.compiler_fn.replay_discrete = config.replay_discrete or output.compiler_fn.replay_discrete
+    if config.lossy and not config.fake_quantize:
+        output.compiler_fn.restored = True
+        if output.compiler_fn.replay_discrete != "casts":
+            output.compiler_fn.replay_discrete = config.replay_discrete or output.compiler_fn.replay_discrete
     floating = config.include == "floating"
     settings = floating, config.fake_quantize
     no_grad = _C.eligible(False, False, *settings), _C.eligible(False, True, *settings)
     grad = _C.eligible(True, False, *settings), _C.eligible(True, True, *settings)
     return Marking(
         config.fake_quantize,
+        config.lossy and not config.fake_quantize,
         config.codec,
         graph.dtypes(config.codec),
         config.min_numel,
@@ -231,12 +240,14 @@ class Backend:
         functools.update_wrapper(self, backend)
         self.backend = backend
         self.replay_discrete: bool | str = False
+        self.restored = False  # regions of the graph get inputs that a codec has rounded
 
     def __call__(self, module: GraphModule, inputs: Any, **options: Any) -> Any:
         modules = [m for m in module.modules() if isinstance(m, GraphModule)]
         _guard_leaves(module)
         _leave_written(modules)
         kept = _keep_discrete(module, self.replay_discrete)
+        _keep_products(module, self.restored)
         cached = _cache_hits()
         with _without_advice() if kept else contextlib.nullcontext(), graph.hooks() as packed:
             compiled = self.backend(module, inputs, **options)
@@ -349,6 +360,20 @@ def _keep_discrete(module: GraphModule, replay_discrete: bool | str, around: boo
             kept = True
         kept |= _keep_discrete(region, replay_discrete, level)
     return kept
+
+
+def _keep_products(module: GraphModule, restored: bool, around: bool = False) -> None:
+    """Restrict policies to what mixes with no restored value, in regions whose inputs are restored
+    (marked ones, where ``restored``), and in every region inside one of these (``around``).
+    """
+    for node in _regions(module):
+        region = getattr(module, node.args[0].target)
+        inside = around or (restored and any(x.target is graph.region_input for x in node.all_input_nodes))
+        made = _contexts_in(region)
+        if getattr(made, "func", None) is create_selective_checkpoint_contexts:
+            policy, *rest = made.args
+            region.meta[_CONTEXT] = contexts_of(unmixed(policy, inside)) if not rest else made
+        _keep_products(region, restored, inside)
 
 
 def _contexts_in(region: GraphModule) -> Any:

@@ -1,11 +1,11 @@
 """Calls inside a region that do not run again: :func:`gradckpt.policies.region`.
 
 The autograd nodes of such a call keep what they save, as they do outside of regions, with one
-exception: an argument that the recompute makes again, with the same values, is not kept. In its place
-lies a holder of the region (csrc/engine/region/frame.h), like those of the tensors that are saved
-around the call. The recompute skips the call, fills those holders from the arguments it finds there,
-and returns the outputs of the forward. Where a codec rounds, the arguments are kept too: beside exact
-results, restored ones are no small error (``x - x.amax()``).
+exception: an argument that the recompute makes again, with the same values, is not kept. In its
+place lies a holder of the region (csrc/engine/region/frame.h), like those of the tensors that are
+saved around the call. The recompute skips the call, fills those holders from the arguments it finds
+there, and returns the outputs of the forward. Where a codec rounds, the arguments are kept too:
+beside exact results, restored ones are no small error (``x - x.amax()``).
 """
 
 from __future__ import annotations
@@ -310,6 +310,8 @@ def finish_calls(calls: dict[Any, Any], saved: int, early_stop: int) -> None:
 
 #: The names that the policy of the region lists which is being traced; None outside of regions.
 traced: tuple[str, ...] | None = None
+#: Whether a codec rounds the inputs of that region.
+restored = False
 
 
 #: Patterns that a call matched.
@@ -322,9 +324,16 @@ def is_listed(name: str, patterns: Iterable[str]) -> bool:
     return bool(found)
 
 
-def warn_compiled(name: str) -> None:
-    """Warn where code is compiled that runs in a region outside of the graph."""
-    if _C.running_region() is not None:
+def warn_compiled(name: str, restored: bool) -> None:
+    """Warn where code is compiled that runs in a region outside of the graph, or beside restored
+    values.
+    """
+    if restored:
+        warn_inactive(
+            f"the call {name!r} with recompute=False runs again in a compiled region whose inputs a codec rounds; "
+            "pass compress=None or fake_quantize=True"
+        )
+    elif _C.running_region() is not None:
         warn_inactive(
             f"the call {name!r} with recompute=False is compiled within its region, which runs it again; "
             "compile the code around the region"
@@ -348,9 +357,9 @@ def _keep_nodes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call_in_graph(function: Callable[..., Any], name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
     """Call the function as Dynamo sees it. There is no second run: AOTAutograd cuts the graph."""
-    if traced is None and not recompute:
-        warn_compiled(name)
-    if traced is None or (recompute and not is_listed(name, traced)):
+    if (traced is None or restored) and not recompute:
+        warn_compiled(name, restored)
+    if traced is None or restored or (recompute and not is_listed(name, traced)):
         return function(*args, **kwargs)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(_keep_nodes, function, *args, **kwargs)
 
@@ -406,7 +415,8 @@ def region(function: Function, name: str, *, recompute: bool) -> Function:
             with these names, whatever their ``recompute``.
         recompute: ``False`` runs the call once: what its backward needs is kept, as outside of
             regions, and the recompute returns the outputs of the forward. Arguments that the
-            recompute makes again exactly are not kept. ``True`` runs it again, as all code around it.
+            recompute makes again exactly are not kept. ``True`` runs it again, as all code around
+            it.
 
     Returns:
         The function, to be called in a region of ``gradckpt.checkpoint``. Elsewhere it is called as

@@ -1,9 +1,9 @@
 """Which kept results of operators would be mixed with restored values.
 
 The node of ``amax`` looks for its result among its arguments, that of attention compares
-exponentials with the log-sum-exp of the forward; and what follows a kept ``sum`` may divide restored
-exponentials by it. An exact result beside values that a codec restored is then no small error: what
-should cancel does not. Torch's node types tell what each of its operators saves.
+exponentials with the log-sum-exp of the forward; and what follows a kept ``sum`` may divide
+restored exponentials by it. An exact result beside values that a codec restored is then no small
+error: what should cancel does not. Torch's node types tell what each of its operators saves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def _operator(node: str) -> str:
     return node.partition("Backward")[0].lower()
 
 
-@functools.cache
-def _saves() -> dict[str, list[set[str]]]:
+def _read_saves() -> dict[str, list[set[str]]]:
     """Return the names of the tensors that the nodes of each operator save."""
     found: dict[str, list[set[str]]] = {}
     for node in dir(private.node_types):
@@ -42,28 +41,41 @@ def _saves() -> dict[str, list[set[str]]]:
     return found
 
 
-@functools.cache
-def _products() -> frozenset[str]:
-    return frozenset(_operator(node) for node, _, family, _ in _C.saved_roles() if family in _PRODUCTS)
-
-
-@functools.lru_cache(maxsize=1024)
-def mixing_of(op: Any) -> int:
-    """Return what a kept result of this operator does beside restored values."""
+def _read(op: Any) -> int:
     namespace, _, rest = str(op).partition(".")
     if namespace != "aten" or private.node_types is None:
         return UNKNOWN
+    if not _saves:
+        _saves.update(_read_saves())
+        _products.update(_operator(node) for node, _, family, _ in _C.saved_roles() if family in _PRODUCTS)
     operator = rest.partition(".")[0].removesuffix("_forward").replace("_", "")
-    if operator in _products() or operator not in _saves():
+    if operator in _products or operator not in _saves:
         return PRODUCT
     arguments = {each.name for each in op._schema.arguments}
-    joint = any(saved & arguments and saved - arguments for saved in _saves()[operator])
+    joint = any(saved & arguments and saved - arguments for saved in _saves[operator])
     return JOINT if joint else SEPARATE
+
+
+#: Read once: what each operator's nodes save, which are products, and the operators asked for.
+#: Dynamo, which traces policies, warns of functools.cache.
+_saves: dict[str, list[set[str]]] = {}
+_products: set[str] = set()
+_known: dict[Any, int] = {}
+
+
+def mixing_of(op: Any) -> int:
+    """Return what a kept result of this operator does beside restored values."""
+    found = _known.get(op)
+    if found is None:
+        if len(_known) >= 1024:
+            _known.clear()
+        found = _known[op] = _read(op)
+    return found
 
 
 @functools.lru_cache(maxsize=256)
 def warn_mixing(op: Any) -> None:
-    """Warn that results of the operator, which a policy keeps, are made again. Views cost nothing."""
+    """Warn that results of the operator, which a policy keeps, are made again; of views not."""
     if any(returned.alias_info is not None for returned in op._schema.returns):
         return
     warn_inactive(

@@ -14,7 +14,7 @@ from gradckpt._config import Compress, CompressionConfig, parse_compress
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import is_catchable
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
-from gradckpt._engine.op_mixing import JOINT, PRODUCT, mixing_of
+from gradckpt._engine.op_mixing import JOINT, PRODUCT, SEPARATE, UNKNOWN, mixing_of
 
 OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 
@@ -94,12 +94,14 @@ class Policy:
         self.patterns = tuple(sorted(self.wanted))  # for Dynamo
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple(
-            (r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r), _mixing(r)) for r in self.rules.values()
+            (r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r), _mixing(r))
+            for r in self.rules.values()
         )
         self.names = _C.make_op_policy(rows, self.wanted)
         self.with_discrete: Policy | None = None  # this policy with discrete operators added; made on demand
         self.catchable = all(is_catchable(op) for op in self.rules)
         self.caught = False
+        self.mixed: frozenset[Any] = frozenset()  # what unmixed() has taken out
         self.keeps_outputs = any(rule.keep in (SAVE, LABEL) for rule in self.rules.values())  # not copies
         lossy = [r.config.replay_discrete for r in self.rules.values() if r.config is not None and r.config.lossy]
         #: Which discrete outputs are kept after an approximate output, as in a config.
@@ -114,11 +116,27 @@ class Policy:
             [(name, _short(config)) for name, _ in self.parts],
         )
 
+    def unmixed(self, restored: bool) -> Policy:
+        """Return this policy without the results that would be mixed with restored values: inputs
+        of the region (``restored``), or outputs that the policy keeps.
+        """
+        lossy = any(r.config is not None and r.config.lossy for r in self.rules.values())
+        mixed = (SEPARATE, JOINT, UNKNOWN) if restored else (JOINT, UNKNOWN) if lossy else ()
+        again = frozenset(op for op, rule in self.rules.items() if _mixing(rule) in mixed)
+        if not again:
+            return self
+        rules = (r._replace(keep=RECOMPUTE) if op in again else r for op, r in self.rules.items())
+        policy = Policy(rules, self.wanted, self.parts)
+        policy.mixed = again
+        return policy
+
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
             return NotImplemented
         parts = (*self.parts, *other.parts) if self.parts and other.parts else ()
-        return Policy([*self.rules.values(), *other.rules.values()], self.wanted | other.wanted, parts)
+        policy = Policy([*self.rules.values(), *other.rules.values()], self.wanted | other.wanted, parts)
+        policy.mixed = self.mixed | other.mixed
+        return policy
 
     def __reduce__(self) -> Any:
         rows = [(str(r.op), *r[1:]) for r in self.rules.values()]

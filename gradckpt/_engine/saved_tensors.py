@@ -49,15 +49,15 @@ class compress_saved:
     """Keep activations that autograd saves as payloads until backward, in a block or a function.
 
     Use ``with compress_saved("int8"): loss = model(x)``, or ``@compress_saved("int8")`` above a
-    function or method. Nothing is recomputed: the forward is exact, and the backward computes with
-    restored values. Compressed are floating tensors that require grad and are not leaves, when the
-    operator that saves them is listed in :meth:`table`. Which operator saves a tensor is known a
-    moment later; until then the tensor stays uncompressed. Bool masks become ``mask`` payloads. The
-    output of a ReLU, of which only the sign is read, takes one bit per value. Views share the
-    payload of their base. Everything else is kept by reference and checked for changes in place as
-    without hooks: parameters and other leaves, tensors that reach one through views or casts
-    (``w.t()``, the autocast copy), integers, subclasses. A codec that loses nothing compresses
-    everything that requires grad.
+    function or method. Nothing but attention is recomputed: the forward is exact, and the backward
+    computes with restored values. Compressed are floating tensors that require grad and are not
+    leaves, when the operator that saves them is listed in :meth:`table`. Which operator saves a
+    tensor is known a moment later; until then the tensor stays uncompressed. Bool masks become
+    ``mask`` payloads. The output of a ReLU, of which only the sign is read, takes one bit per
+    value. Views share the payload of their base. Everything else is kept by reference and checked
+    for changes in place as without hooks: parameters and other leaves, tensors that reach one
+    through views or casts (``w.t()``, the autocast copy), integers, subclasses. A codec that loses
+    nothing compresses everything that requires grad.
 
     What the last operators of a ``with`` block save stays uncompressed unless another block of the
     same thread continues the graph. A decorated function's results are examined, so nothing is

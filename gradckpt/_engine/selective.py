@@ -22,6 +22,7 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import catch
 from gradckpt._engine.discrete_forms import OfFloats
+from gradckpt._engine.op_mixing import PRODUCT, mixing_of, warn_mixing
 from gradckpt._engine.op_policy import (
     ALL_FORMS,
     LABEL,
@@ -192,6 +193,25 @@ def _policy_for_graph(policy_fn: Any) -> Callable[..., Any]:
     return answer_for_graph
 
 
+def unmixed(policy_or_ops: PolicyOrOps, restored: bool) -> PolicyOrOps:
+    """Return the policy of a graph, without the results that would be mixed with restored values.
+
+    ``restored``: those of the region's inputs. See csrc/engine/selective/op_mixing.h.
+    """
+    policy = as_policy(policy_or_ops)
+    if policy is not None:
+        return policy.unmixed(restored)
+    return functools.partial(_ask_for_products, policy_or_ops) if restored else policy_or_ops
+
+
+def _ask_for_products(policy_fn: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    answer = policy_fn(ctx, op, *args, **kwargs)
+    if read_policy(answer, op)[0] and mixing_of(op) != PRODUCT:
+        warn_mixing(op)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return answer
+
+
 def _save_in_graph(op: Any, config: CompressionConfig) -> CheckpointPolicy:
     if private.asks_policies_after:
         keep_packed(op, config)
@@ -206,6 +226,8 @@ def asker(policy: Policy) -> Callable[..., Any]:
 
     def policy_fn(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         rule = policy.rules.get(op)
+        if op in policy.mixed:
+            warn_mixing(op)
         # A graph keeps whole outputs. It cannot keep those of operators that write, nor results
         # that backward compares with the input: the restored input does not contain them.
         if (

@@ -1,6 +1,7 @@
 """Calls that do not run again in compiled regions: gradckpt.policies.region and torch_remat's."""
 
 import sys
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gradckpt import policies
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 W, V = (torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(i))) for i in (2, 3))
 INT8 = {"codec": "int8", "min_numel": 1}
+BOTH_RUNS = {**INT8, "fake_quantize": True}  # the forward, too, computes with restored values
 NAMED = policies.save_named("ag*")
 
 
@@ -42,22 +44,34 @@ def counts(function):
 
 
 @pytest.mark.parametrize("library", ["gradckpt", "torch_remat"])
-@pytest.mark.parametrize("form", ["checkpoint", "int8", "compat", "patched"])
+@pytest.mark.parametrize("form", ["checkpoint", "fake_quantize", "compat", "patched"])
 def test_kept_calls_are_not_in_the_backward_graph(library, form, monkeypatch):
     function = block(region_of(library, monkeypatch))
-    plain, expected = counts(lambda x: gradckpt.checkpoint(block(lambda f, name, recompute: f), x))
+    compress = BOTH_RUNS if form in ("fake_quantize", "patched") else None
+    plain, expected = counts(lambda x: gradckpt.checkpoint(block(lambda f, name, recompute: f), x, compress=compress))
     assert plain == {"sin": 2, "exp": 1}  # of which one sin is cos's derivative
     if form == "patched":
-        with gradckpt.patched(INT8):
+        with gradckpt.patched(BOTH_RUNS):
             found, grad = counts(lambda x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False))
     elif form == "compat":
         found, grad = counts(lambda x: gradckpt.compat.checkpoint(function, x, use_reentrant=False))
     else:
-        compress = None if form == "checkpoint" else INT8
         found, grad = counts(lambda x: gradckpt.checkpoint(function, x, compress=compress))
     assert found == {"sin": 1, "exp": 1}
-    tolerance = 0 if form in ("checkpoint", "compat") else 0.05 * float(expected.abs().max())
-    torch.testing.assert_close(grad, expected, rtol=0, atol=tolerance)
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("library", ["gradckpt", "torch_remat"])
+def test_beside_restored_values_kept_calls_run_again(library, monkeypatch):
+    function, region = block(region_of(library, monkeypatch)), block(lambda f, name, recompute: f)
+    _, expected = counts(lambda x: gradckpt.checkpoint(region, x, compress=INT8))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found, grad = counts(lambda x: gradckpt.checkpoint(function, x, compress=INT8))
+    if library == "gradckpt":
+        assert any("runs again in a compiled region whose inputs a codec rounds" in str(w.message) for w in seen)
+    assert found == {"sin": 2, "exp": 1}
+    assert torch.equal(grad, expected)
 
 
 def test_save_named():

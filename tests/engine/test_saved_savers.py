@@ -21,7 +21,7 @@ from saved_models import (
 from torch import nn
 
 import gradckpt
-from gradckpt import compress_saved
+from gradckpt import _C, compress_saved
 
 UNKNOWN = "not known which operator saves it"
 
@@ -196,13 +196,65 @@ def test_attention_with_dropout_keeps_nothing_exact():
     y.sum().backward()
 
 
-def test_large_scores_keep_queries_and_keys_exact():
-    def attend(x):
-        return F.scaled_dot_product_attention(*(x.view(1, 2, 32, 128) * 1 for _ in range(3)))
+def attend(x, **options):
+    return F.scaled_dot_product_attention(*(x.view(1, 2, 32, 128) * 1 for _ in range(3)), **options)
 
-    exact, got = both(attend, torch.randn(64, 128) * 30)
-    assert kept() == {EXACT: 2}
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.randn(32, 32)}], ids=str)
+def test_attention_reads_what_fits_together(options):
+    """However sharp its softmax is: the result and the log-sum-exp are made again, from
+    what is restored of the others."""
+    x = torch.randn(64, 128) * 30
+    made = attend(x.clone().requires_grad_() * 1, **options).grad_fn
+    assert type(made).__name__ in {row[0] for row in _C.saved_roles()}
+    exact, got = both(lambda x: attend(x, **options), x)
+    assert kept() == {}
     assert (got - exact).norm() <= 0.05 * exact.norm()
+
+
+def test_attention_with_other_hooks_around_stays_exact():
+    def within(x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), gradckpt.compress_saved(SMALL):
+            y = attend(x)
+            return y.sin()
+
+    exact, got = both(within, torch.randn(64, 128))
+    assert torch.equal(exact, got)
+
+
+def test_attention_gives_its_gradient_twice():
+    x = torch.randn(64, 128, requires_grad=True)
+    y = gradckpt.compress_saved(SMALL)(attend)(x * 1)
+    first, again = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.equal(y.grad_fn._saved_output, y.grad_fn._saved_output)
+    assert (y.grad_fn._saved_output - y).norm() < 0.02 * y.norm()
+
+
+# ---- what would be amplified ----
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: (t * t + 1e-3).rsqrt(),
+        lambda t: 1 / (t * t + 1e-3),
+        lambda t: (t.pow(2) + 1e-3).log(),
+        lambda t: ((t * t).view(-1) * 2).clamp(min=1e-3).sqrt(),
+        lambda t: torch.ones(()) / (t * t + 1e-3),
+        lambda t: (t * t + 1e-3) ** -1.5,
+    ],
+)
+def test_what_a_pole_would_amplify_stays_exact(function):
+    exact, got = both(lambda t: function(t).sum() * 1, torch.randn(64, 128) * 16)
+    assert torch.equal(exact, got)
+
+
+def test_a_product_that_only_feeds_harmless_operators_is_encoded():
+    for function in (lambda t: (t * t + 1).sin(), lambda t: (t * t).sum(-1).sqrt(), lambda t: (t * t) / 3):
+        gradckpt.stats.reset()
+        both(lambda t, f=function: f(t).sum() * 1, torch.randn(64, 128))
+        assert gradckpt.stats()["compressed"] == 2  # the same tensor twice
 
 
 # ---- what waits ----

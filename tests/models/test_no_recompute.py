@@ -83,7 +83,7 @@ def operators(model):
 
 
 @pytest.mark.parametrize("codec", ["int8", "lossless"])
-def test_every_operator_runs_once(codec):
+def test_every_operator_runs_once_but_attention_beside_a_codec_that_rounds(codec):
     model = llama(2)
     step(model)
     plain = operators(model)
@@ -91,7 +91,10 @@ def test_every_operator_runs_once(codec):
     with gradckpt.enable(model, codec, recompute=False):
         ours = operators(model)
     print(f"beside plain autograd's {plain.total()} operators: {dict(ours - plain)}")
-    assert set(ours - plain) <= PAYLOADS
+    again = ours - plain
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert again[attention] == (len(model.model.layers) if codec == "int8" else 0)
+    assert set(again) <= PAYLOADS | ({attention, "transpose", "empty_like"} if codec == "int8" else set())
     assert set(plain - ours) <= PAYLOADS
 
 

@@ -208,7 +208,7 @@ def test_candidates():
     config = gradckpt.CompressionConfig("int4", stochastic=True, seed=3)
     assert setting_of("int8") is setting_of({"compress": "int8"}) is READY[2]
     assert setting_of(gradckpt.CompressionConfig("int8")) is READY[2]
-    assert setting_of({"compress": "int8", "policy": "save_attention:int8"}).name == "selective int8"
+    assert setting_of({"compress": "int8", "policy": "every_other_matmul:int8"}).name == "selective int8"
     assert setting_of(READY[0]) is READY[0]
     assert setting_of("fp8").line == 'gradckpt.enable(model, "fp8")'
     assert setting_of(config).name == "int4, stochastic=True, seed=3"

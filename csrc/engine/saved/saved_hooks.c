@@ -133,7 +133,7 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(py, node) : -1;
     int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
     if (made >= 0 && !gck_saved_waiting_may_last(self->waiting)) {
-        status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, made, number, &tracing);
+        status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, made, number, 1, &tracing);
     }
     reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
     if (reason == GCK_SKIP_EXACT && as.again != NULL) {
@@ -465,7 +465,8 @@ static int look_behind(const gck_saved_hooks *self, PyObject *result)
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
         const int64_t made = gck_node_number(&state->py, PyList_GetItem(nodes, i));
         status = made < 0 ? -1
-               : gck_saved_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), made, INT64_MAX, &tracing);
+               : gck_saved_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), made, INT64_MAX, 0,
+                                          &tracing);
     }
     Py_XDECREF(nodes);
     return status;

@@ -116,6 +116,24 @@ static const char *const views[] = {
     "UnsqueezeBackward0", "ViewBackward0",
 };
 
+/* Elementwise nodes whose derivative by each argument is bounded, and reads no argument. */
+static const char *const linear[] = {
+    "AbsBackward0", "AddBackward0", "AddBackward1", "ClampBackward0", "ClampBackward1", "ClampMaxBackward0",
+    "ClampMinBackward0", "MaximumBackward0", "MinimumBackward0", "NegBackward0", "RsubBackward0", "RsubBackward1",
+    "SubBackward0", "SubBackward1", "WhereBackward0",
+};
+
+/* Elementwise nodes whose derivative has no bound: beside a pole or an edge of their domain it grows, and with it the
+ * error of what a product behind them has saved.  PowBackward0 is one if its exponent is less than 1. */
+static const char *const amplifiers[] = {
+    "AcosBackward0", "AcoshBackward0", "AsinBackward0", "AtanhBackward0", "DigammaBackward0", "ErfinvBackward0",
+    "LgammaBackward0", "Log10Backward0", "Log1PBackward0", "Log2Backward0", "LogBackward0", "LogitBackward0",
+    "ReciprocalBackward0", "RsqrtBackward0", "SqrtBackward0", "TanBackward0",
+};
+
+/* The same by their second argument. */
+static const char *const quotients[] = {"DivBackward0"};
+
 static const char *const families[] = {
     "linear", "matmul", "convolution", "product", "attention", "norm", "rnn", "activation", "pooling", "softmax",
     "log_softmax",
@@ -189,9 +207,15 @@ static int learn_names(gck_state *state)
             PyTuple_SetItem(attributes, i, attribute);
         }
     }
-    for (size_t i = 0; status == 0 && i < sizeof views / sizeof views[0]; i++) {
-        status = set_named(names, views[i], GCK_NODE_VIEW);
+#define SET(list, kind)                                                                  \
+    for (size_t i = 0; status == 0 && i < sizeof (list) / sizeof (list)[0]; i++) {       \
+        status = set_named(names, (list)[i], kind);                                      \
     }
+    SET(views, GCK_NODE_VIEW)
+    SET(linear, GCK_NODE_LINEAR)
+    SET(amplifiers, GCK_NODE_AMPLIFIER)
+    SET(quotients, GCK_NODE_QUOTIENT)
+#undef SET
     if (status == 0 && state->node_names == NULL) {
         state->nodes_tell = PyObject_HasAttrString(state->py.saved_tensor_type, "data");
         state->node_names = Py_NewRef(names);

@@ -36,7 +36,14 @@ typedef struct {
 } gck_saved_row;
 
 /* The kind of a node: the index of its first row, or one of these. */
-enum { GCK_NODE_OTHER = -1, GCK_NODE_VIEW = -2, GCK_NODE_LEAF = -3 };
+enum {
+    GCK_NODE_OTHER = -1,
+    GCK_NODE_VIEW = -2,
+    GCK_NODE_LINEAR = -3,      /* its derivative by each argument is bounded, and reads no argument */
+    GCK_NODE_AMPLIFIER = -4,   /* its derivative has no bound                          */
+    GCK_NODE_QUOTIENT = -5,    /* by its second argument, likewise                     */
+    GCK_NODE_LEAF = -6,
+};
 
 /* The kind of this node; below GCK_NODE_LEAF with an exception. */
 int gck_node_kind(gck_state *state, PyObject *node);

@@ -58,8 +58,7 @@ static int64_t product(PyObject *sizes)
     return result;
 }
 
-/* The number of values of the node's first result. */
-static int64_t result_numel(const gck_py *py, PyObject *node)
+int64_t gck_node_numel(const gck_py *py, PyObject *node)
 {
     PyObject *list = PyObject_GetAttr(node, py->names._input_metadata);
     PyObject *first = list != NULL ? PySequence_GetItem(list, 0) : NULL;
@@ -78,7 +77,7 @@ static int is_whole_factor(gck_state *state, PyObject *node, const gck_tensor *v
     for (int d = 0; d < view->ndim; d++) {
         values *= view->steps == NULL || view->steps[d] != 0 ? view->sizes[d] : 1;
     }
-    whole = result_numel(&state->py, node);
+    whole = gck_node_numel(&state->py, node);
     return whole < 0 ? -1 : values >= whole;
 }
 
@@ -89,15 +88,50 @@ static int64_t row_of(const gck_tensor *view)
          : view->ndim > 0 ? view->sizes[view->ndim - 1] : 1;
 }
 
+/* 1 when *exponent is the node's; 0: it is complex; -1. */
+static int exponent_of(const gck_py *py, PyObject *node, double *exponent)
+{
+    PyObject *value = PyObject_GetAttr(node, py->names._saved_exponent);
+
+    *exponent = value != NULL ? PyFloat_AsDouble(value) : -1;
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? gck_clear_refusal() : 1;
+}
+
 /* 1 when the exponent is 2, 3 or 4. */
 static int is_small_power(const gck_py *py, PyObject *node)
 {
-    PyObject *value = PyObject_GetAttr(node, py->names._saved_exponent);
-    const double exponent = value != NULL ? PyFloat_AsDouble(value) : -1;
+    double exponent;
+    const int real = exponent_of(py, node, &exponent);
 
-    Py_XDECREF(value);
-    /* a complex exponent is another */
-    return PyErr_Occurred() ? gck_clear_refusal() : exponent == 2 || exponent == 3 || exponent == 4;
+    return real <= 0 ? real : exponent == 2 || exponent == 3 || exponent == 4;
+}
+
+static gck_role role_of(gck_state *state, int kind)
+{
+    PyObject *attribute;
+
+    return kind >= 0 ? gck_saved_row_of(state, kind, &attribute)->role : GCK_ROLE_VALUES;
+}
+
+int gck_node_amplifies(gck_state *state, PyObject *node, int kind, Py_ssize_t edge)
+{
+    double exponent;
+    int real;
+
+    if (role_of(state, kind) == GCK_ROLE_POWER) {
+        real = exponent_of(&state->py, node, &exponent);
+        return real <= 0 ? real : exponent < 1;
+    }
+    return kind == GCK_NODE_AMPLIFIER || (kind == GCK_NODE_QUOTIENT && edge == 1);
+}
+
+int gck_node_passes_on(gck_state *state, int kind)
+{
+    const gck_role role = role_of(state, kind);
+
+    return role == GCK_ROLE_FACTOR || role == GCK_ROLE_POWER || kind == GCK_NODE_LINEAR || kind == GCK_NODE_VIEW
+        || kind == GCK_NODE_QUOTIENT;
 }
 
 /* 1 when alpha, or without it beta, is 1. */

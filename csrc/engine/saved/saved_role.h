@@ -27,6 +27,16 @@ int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObj
 int gck_saved_as_result(gck_state *state, const gck_saved_formats *formats, PyObject *node, gck_input *in,
                         gck_saved_as *as);
 
+/* The number of values of the node's first result; -1 with an exception. */
+int64_t gck_node_numel(const gck_py *py, PyObject *node);
+
+/* 1 when the node's derivative by its edge with this index has no bound; 0, -1.  kind: of the node. */
+int gck_node_amplifies(gck_state *state, PyObject *node, int kind, Py_ssize_t edge);
+
+/* 1 when the node passes such a derivative on, value by value: what it saves then has to be exact; 0.  kind: of
+ * the node. */
+int gck_node_passes_on(gck_state *state, int kind);
+
 /* Whether x, whose history is `node`, lies in the memory of a leaf, seen through views and casts: 1,
  * 0, -1. */
 int gck_lies_in_leaf(gck_state *state, PyObject *x, PyObject *node);

@@ -29,9 +29,9 @@ static void uncount(const gck_saved_tensor *saved)
     }
 }
 
-/* Settle a waiting tensor in the form that this node needs.  node NULL: it is not known.  0 or
- * -1. */
-static int settle(gck_saved_tensor *saved, PyObject *node, int go_on, gck_batch *batch)
+/* Settle a waiting tensor in the form that this node needs.  node NULL: it is not known; reason: why it then
+ * stays.  0 or -1. */
+static int settle(gck_saved_tensor *saved, PyObject *node, int reason, int go_on, gck_batch *batch)
 {
     gck_state *state = saved->state;
     PyObject *op = saved->hooks;
@@ -51,7 +51,7 @@ static int settle(gck_saved_tensor *saved, PyObject *node, int go_on, gck_batch 
         uncount(saved);
         status = node == NULL ? 0 : gck_saved_as_input(state, &self->formats, node, (PyObject *)saved, &in, &as);
         status = status < 0 ? -1
-               : gck_saved_form_become(self, saved, &as, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT, batch);
+               : gck_saved_form_become(self, saved, &as, &in, reason, batch);
         status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
     }
     if (go_on) {
@@ -70,7 +70,10 @@ static int settle(gck_saved_tensor *saved, PyObject *node, int go_on, gck_batch 
     return status;
 }
 
-int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on) { return settle(saved, NULL, go_on, NULL); }
+int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on)
+{
+    return settle(saved, NULL, GCK_SKIP_UNKNOWN, go_on, NULL);
+}
 
 /* ---- the list ---- */
 
@@ -98,7 +101,7 @@ static int trim(gck_saved_list *l, int64_t number)
             gck_saved_tensor *saved = l->known[i];
             if (saved->hooks != NULL
                 && (l->waits >= GCK_WAITING_TENSORS || saved->number < number - GCK_WAITING_NODES)) {
-                status = settle(saved, NULL, 0, NULL);   /* Python runs, and may change the list */
+                status = settle(saved, NULL, GCK_SKIP_UNKNOWN, 0, NULL);    /* Python runs, and may change the list */
                 break;
             }
         }
@@ -146,15 +149,15 @@ int gck_saved_waiting_may_last(PyObject *waiting)
     return 1;
 }
 
-/* Settle what the node of this number saves.  0 or -1. */
-static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, gck_batch *batch)
+/* Settle what the node of this number saves; exactly: without a codec.  0 or -1. */
+static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, int exactly, gck_batch *batch)
 {
     int status = 0;
 
     for (int i = l->n, left = l->waits; status == 0 && left > 0 && i-- > 0;) {
         left -= l->known[i]->hooks != NULL;
         if (l->known[i]->hooks != NULL && l->known[i]->number == number) {
-            status = settle(l->known[i], node, 0, batch);
+            status = settle(l->known[i], exactly ? NULL : node, GCK_SKIP_EXACT, 0, batch);
             i = l->n;                            /* Python has run: the list may have changed */
             left = l->waits;
         }
@@ -162,41 +165,79 @@ static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, gck_batc
     return status;
 }
 
+/* What uses the result of a node: nothing that amplifies an error, value by value; something that does; or that is
+ * not known yet. */
+typedef enum { USED, AMPLIFIED, OPEN } use;
+
+/* The use of a node, where its result is used so and has `numel` values there.  -1 with an exception. */
+static int use_of(gck_state *state, PyObject *node, int kind, use above, int64_t numel)
+{
+    int64_t own;
+
+    if (above == USED || !gck_node_passes_on(state, kind)) {
+        return USED;
+    }
+    own = gck_node_numel(&state->py, node);
+    return own < 0 ? -1 : own == numel ? (int)above : USED;
+}
+
+static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end, use above, int64_t numel, int depth,
+                  gck_batch *batch);
+
+/* Search behind a node that is used so.  0 or -1. */
+static int search_behind(gck_saved_list *l, PyObject *node, int kind, int64_t end, use found, int depth,
+                         gck_batch *batch)
+{
+    gck_state *state = batch->state;
+    PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    int64_t numel = 0;
+    int status = edges == NULL ? -1 : 0;
+
+    for (Py_ssize_t i = 0; status == 0 && l->waits > 0 && i < PyTuple_Size(edges); i++) {
+        PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
+        const int amplifies = next != Py_None ? gck_node_amplifies(state, node, kind, i) : 0;
+        const use behind = amplifies > 0 ? AMPLIFIED : found;
+        if (amplifies < 0 || (behind != USED && numel == 0 && (numel = gck_node_numel(&state->py, node)) < 0)) {
+            status = -1;
+        } else if (next != Py_None) {
+            status = search(l, next, gck_node_number(&state->py, next), end, behind, numel, depth - 1, batch);
+        }
+    }
+    Py_XDECREF(edges);
+    return status;
+}
+
 /* As gck_saved_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that
  * are being made now. */
-static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end, int depth, gck_batch *batch)
+static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end, use above, int64_t numel, int depth,
+                  gck_batch *batch)
 {
-    const gck_py *py = &batch->state->py;
     int64_t *seen = &l->seen[number >= 0 ? number % GCK_WAITING_NODES : 0];
-    PyObject *edges;
-    int status = 0;
+    int kind, found, status = 0;
 
     if (number < 0 || number < oldest(l) || number == INT64_MAX || *seen == number + 1 || depth == 0) {
         return number < 0 ? -1 : 0;
     }
-    if (number < end) {
+    kind = gck_node_kind(batch->state, node);
+    found = kind < GCK_NODE_LEAF ? -1 : use_of(batch->state, node, kind, above, numel);
+    if (found >= 0 && found != OPEN && number < end) {
         *seen = number + 1;
-        status = settle_of(l, node, number, batch);
+        status = settle_of(l, node, number, found == AMPLIFIED, batch);
     }
-    if (status < 0 || l->waits == 0) {           /* faster: nothing else is looked for */
-        return status;
+    if (found < 0 || status < 0 || l->waits == 0) {     /* faster: nothing else is looked for */
+        return found < 0 || status < 0 ? -1 : 0;
     }
-    edges = PyObject_GetAttr(node, py->names.next_functions);
-    for (Py_ssize_t i = 0; edges != NULL && status == 0 && l->waits > 0 && i < PyTuple_Size(edges); i++) {
-        PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
-        status = next == Py_None ? 0 : search(l, next, gck_node_number(py, next), end, depth - 1, batch);
-    }
-    Py_XDECREF(edges);
-    return edges == NULL ? -1 : status;
+    return search_behind(l, node, kind, end, (use)found, depth, batch);
 }
 
 int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end,
-                            int *tracing)
+                            int open, int *tracing)
 {
     gck_saved_list *l = gck_saved_list_of(waiting);
 
     gck_batch batch;
     gck_error error;
+    int64_t numel;
     int status;
 
     if (l->waits == 0) {
@@ -205,8 +246,12 @@ int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node,
     if ((*tracing = gck_tracing(&state->py)) != 0) {     /* values cannot be read */
         return *tracing < 0 ? -1 : 0;
     }
+    numel = open ? gck_node_numel(&state->py, node) : 0;
+    if (numel < 0) {
+        return -1;
+    }
     gck_batch_begin(&batch, state, 0);
-    status = search(l, node, number, end, 2 * GCK_WAITING_NODES, &batch);
+    status = search(l, node, number, end, open ? OPEN : USED, numel, 2 * GCK_WAITING_NODES, &batch);
     error = gck_error_take();                    /* what was settled before needs its bytes none the less */
     if (gck_batch_flush(&batch) < 0) {
         status = -1;

@@ -19,9 +19,10 @@ int gck_saved_waiting_may_last(PyObject *waiting);
 int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on);
 
 /* Settle what this node, which has this number, and those behind it save, if their numbers are below
- * `end`, because the node that is being made may be among them.  *tracing: what gck_tracing() said,
- * where it was asked.  0 or -1. */
+ * `end`, because the node that is being made may be among them.  open: what uses the node's result is not
+ * known yet, so what a derivative without bound may amplify goes on waiting.  *tracing: what gck_tracing()
+ * said, where it was asked.  0 or -1. */
 int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end,
-                            int *tracing);
+                            int open, int *tracing);
 
 #endif

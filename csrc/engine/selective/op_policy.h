@@ -19,7 +19,7 @@ typedef enum {
 /* What a kept result of an operator does beside restored values. */
 typedef enum {
     GCK_OP_PRODUCT,        /* nothing: the gradient is linear in the arguments, or there is none */
-    GCK_OP_SEPARATE,       /* the node does not mix it with its arguments, but what follows may, as `sum` in a softmax */
+    GCK_OP_SEPARATE,       /* its node does not mix it with its arguments, but what follows may */
     GCK_OP_JOINT,          /* the node saves it beside its arguments                      */
     GCK_OP_UNKNOWN,        /* not torch's own: what its node saves is looked at           */
 } gck_op_mixing;
