@@ -97,7 +97,8 @@ def _traced(
 ) -> Any:
     """Trace torch's checkpoint; calls inside that are kept, ours or torch_remat's, look for it.
 
-    ``restored``: a codec rounds its inputs. A graph keeps no arguments beside those, so nothing is kept.
+    ``restored``: a codec rounds its inputs. A graph keeps no arguments beside those, so no call is
+    kept.
     """
     around = kept_calls.traced, kept_calls.restored
     kept_calls.traced, kept_calls.restored = names, restored

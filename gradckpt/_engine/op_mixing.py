@@ -27,7 +27,7 @@ _PRODUCTS = ("linear", "matmul", "convolution")
 
 def _operator(node: str) -> str:
     """Return the operator of a node type, as nodes spell it."""
-    return node.partition("Backward")[0].lower()
+    return node.rpartition("Backward")[0].lower()
 
 
 def _read_saves() -> dict[str, list[set[str]]]:

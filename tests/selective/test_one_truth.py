@@ -31,8 +31,6 @@ def test_no_way_to_keep_a_part_is_worse_than_to_keep_nothing(part):
     worse("--part", f"{part}/4")
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(4))
 def test_of_every_operator(part):
     worse("--operators", "--part", f"{part}/4")
@@ -147,15 +145,15 @@ def test_torchs_checkpoint_within_compress_saved_restores_its_inputs_too():
         function(torch.randn(2, 4, 32, 32, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.parametrize("compress", ["int8", FAKE, None], ids=str)
-def test_a_kept_call_keeps_its_arguments_only_where_the_recompute_does_not_make_them_again(compress):
+def test_a_kept_call_is_exact_beside_restored_values():
     def function(x):
         return policies.region(lambda t: t - t.amax(-1, keepdim=True), "call", recompute=False)(x.sin() * 1)
 
     x = torch.randn(64, 64, requires_grad=True)
-    y = gradckpt.checkpoint(function, x * 1, compress=compress)
-    (grad,) = torch.autograd.grad(y.square().sum(), x)
-    exact = x.detach().requires_grad_()
-    inner = exact.sin() * 1
-    (right,) = torch.autograd.grad((inner - inner.amax(-1, keepdim=True)).square().sum(), exact)
-    assert (grad - right).norm() <= (0.03 if compress else 0) * right.norm()
+    exact, grads = torch.autograd.grad(function(x).square().sum(), x)[0], {}
+    for compress in (None, "lossless", "int8"):
+        y = gradckpt.checkpoint(function, x * 1, compress=compress)
+        (grads[compress],) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.equal(grads[None], exact)
+    assert torch.equal(grads["lossless"], exact)
+    assert (grads["int8"] - exact).norm() <= 0.1 * exact.norm()  # of the sine before it

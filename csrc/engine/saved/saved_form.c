@@ -190,6 +190,7 @@ int gck_saved_form_put(const gck_saved_hooks *self, const gck_saved_as *as, gck_
         done = encode_form(self, as, in, to, &reason, batch);
     }
     if (done == 1) {
+        to->rows = Py_XNewRef(as->rows);
         state->stats.eligible++;
         state->stats.compressed++;
     } else if (done == 0) {

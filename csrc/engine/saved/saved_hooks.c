@@ -90,6 +90,7 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
         *wait = 0;
         as->codec = NULL;
         Py_CLEAR(as->part);
+        Py_CLEAR(as->rows);
         return reason;
     }
     return form;
@@ -142,6 +143,7 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
         status = reason < 0 ? -1 : waits ? wait(self, in, number, to) : put(self, &as, in, to, reason);
     }
     Py_XDECREF(as.part);
+    Py_XDECREF(as.rows);
     Py_XDECREF(as.again);
     return status;
 }

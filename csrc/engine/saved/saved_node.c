@@ -86,8 +86,8 @@ static const gck_saved_row rows[] = {
     {"LeakyReluBackward1", "result", GCK_ROLE_POSITIVE, GCK_SIGN},
     /* probabilities: later operators may divide by them, so the relative error has to be small;
      * backward takes the exponential of their logarithms, so there the absolute error has to be small */
-    {"SoftmaxBackward0", "result", GCK_ROLE_ROUNDED, GCK_SOFTMAX},
-    {"SafeSoftmaxBackward0", "result", GCK_ROLE_ROUNDED, GCK_SOFTMAX},
+    {"SoftmaxBackward0", "result", GCK_ROLE_PROBABILITIES, GCK_SOFTMAX},
+    {"SafeSoftmaxBackward0", "result", GCK_ROLE_PROBABILITIES, GCK_SOFTMAX},
     {"LogSoftmaxBackward0", "result", GCK_ROLE_ROUNDED, GCK_LOG_SOFTMAX},
     {"NllLossBackward0", "self", GCK_ROLE_ROUNDED, GCK_LOG_SOFTMAX},
     {"NllLoss2DBackward0", "self", GCK_ROLE_ROUNDED, GCK_LOG_SOFTMAX},
@@ -152,7 +152,8 @@ static const char *const texts[] = {
     [GCK_ROLE_PLANES] = "with the codec if a channel has 128 values or more",
     [GCK_ROLE_ATTENTION] = "with the codec, unless dropout or other hooks keep the result",
     [GCK_ROLE_AGAIN] = "not at all: made again from what is stored of the others",
-    [GCK_ROLE_ROUNDED] = "float32 as ",
+    [GCK_ROLE_ROUNDED] = "float32 as `fp16`",
+    [GCK_ROLE_PROBABILITIES] = "float32 as `bf16`, rows scaled to the sum 1 when restored",
     [GCK_ROLE_POSITIVE] = "one bit per value: is it positive",
     [GCK_ROLE_POSITIVE_OR_NAN] = "one bit per value: is it positive or NaN",
 };
@@ -312,10 +313,9 @@ PyObject *gck_saved_roles(PyObject *module, PyObject *unused)
     (void)module, (void)unused;
     for (int i = 0; status == 0 && i < NROWS; i++) {
         const gck_saved_row *row = &rows[i];
-        const char *own = row->role != GCK_ROLE_ROUNDED ? "" : row->family == GCK_SOFTMAX ? "`bf16`" : "`fp16`";
-        status = gck_append(list, Py_BuildValue("(sszN)", row->node, row->argument,
+        status = gck_append(list, Py_BuildValue("(sszs)", row->node, row->argument,
                                                 row->family < GCK_NFAMILIES ? families[row->family] : NULL,
-                                                PyUnicode_FromFormat("%s%s", texts[row->role], own)));
+                                                texts[row->role]));
     }
     if (status < 0) {
         Py_CLEAR(list);

@@ -17,6 +17,7 @@ typedef enum {
     GCK_ROLE_ATTENTION,       /* the values, if the two below are made again             */
     GCK_ROLE_AGAIN,           /* a result of attention, made from its arguments          */
     GCK_ROLE_ROUNDED,          /* float32 in the family's own 16 bits                     */
+    GCK_ROLE_PROBABILITIES,    /* likewise; each row has the sum 1 again when restored   */
     GCK_ROLE_POSITIVE,         /* whether a value is positive                             */
     GCK_ROLE_POSITIVE_OR_NAN,
 } gck_role;

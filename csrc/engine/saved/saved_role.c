@@ -192,6 +192,16 @@ static int cut(gck_state *state, const gck_input *in, const gck_tensor *view, gc
          : take_part(state, in, NULL, "clamp", Py_BuildValue("(ii)", -20, 20), as);
 }
 
+/* New reference: the node's dimension.  Torch shows -1 as 2^64 - 1. */
+static PyObject *dimension_of(PyObject *node)
+{
+    PyObject *value = PyObject_GetAttrString(node, "_saved_dim");
+    const long long dim = value != NULL ? (long long)PyLong_AsUnsignedLongLongMask(value) : -1;
+
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(dim);
+}
+
 /* 1 when the attention's result is not kept, but made again; 0, -1. */
 static int is_made_again(const gck_state *state, PyObject *node)
 {
@@ -226,7 +236,7 @@ static int make_again(const gck_state *state, PyObject *node, gck_saved_as *as)
 /* 1 when its shape and place decide. */
 static int reads_view(gck_role role)
 {
-    return role != GCK_ROLE_VALUES && role != GCK_ROLE_ROUNDED && role != GCK_ROLE_POWER && role != GCK_ROLE_ATTENTION
+    return role != GCK_ROLE_VALUES && role != GCK_ROLE_ROUNDED && role != GCK_ROLE_PROBABILITIES && role != GCK_ROLE_POWER && role != GCK_ROLE_ATTENTION
         && role != GCK_ROLE_AGAIN;
 }
 
@@ -247,6 +257,9 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
     switch (row->role) {
     case GCK_ROLE_VALUES:
     case GCK_ROLE_ROUNDED:
+        break;
+    case GCK_ROLE_PROBABILITIES:
+        holds = as->codec->max_error == 0 ? 1 : (as->rows = dimension_of(node)) == NULL ? -1 : 1;
         break;
     case GCK_ROLE_FACTOR:
         holds = is_whole_factor(state, node, &view);
@@ -284,6 +297,7 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
     }
     if (holds <= 0) {
         Py_CLEAR(as->part);
+        Py_CLEAR(as->rows);
         as->codec = NULL;
     }
     return holds < 0 ? -1 : 0;

@@ -12,6 +12,7 @@ typedef struct { const gck_codec *of[GCK_NFAMILIES]; } gck_saved_formats;
 typedef struct {
     const gck_codec *codec;
     PyObject        *part;         /* owned: what is encoded in its place; NULL: itself    */
+    PyObject        *rows;         /* owned: the dimension along which restored values have the sum 1; or NULL */
     PyObject        *again;        /* owned: the function that makes it; NULL: it is kept     */
 } gck_saved_as;
 

@@ -77,6 +77,7 @@ void gck_saved_form_clear(gck_saved_form *form)
 {
     gck_packed_clear(&form->entry);
     Py_CLEAR(form->dtype);
+    Py_CLEAR(form->rows);
     Py_CLEAR(form->view);
 }
 
@@ -146,10 +147,23 @@ PyObject *gck_saved_form_view(const gck_saved_form *form, PyObject *whole)
     return view;
 }
 
+/* New reference: x divided by its sums along the dimension; rows of zeros stay. */
+static PyObject *with_sum_1(PyObject *x, PyObject *dim)
+{
+    PyObject *sums = PyObject_CallMethod(x, "sum", "OO", dim, Py_True);
+    PyObject *least = sums != NULL ? PyObject_CallMethod(sums, "clamp_min", "d", 1e-30) : NULL;
+    PyObject *divided = least != NULL ? PyObject_CallMethod(x, "div", "O", least) : NULL;
+
+    Py_XDECREF(sums);
+    Py_XDECREF(least);
+    return divided;
+}
+
 PyObject *gck_saved_tensor_restore(const gck_saved_tensor *self)
 {
     /* A forward on another thread may give it another form meanwhile. */
-    gck_saved_form form = {.dtype = Py_XNewRef(self->form.dtype), .view = Py_XNewRef(self->form.view)};
+    gck_saved_form form = {.dtype = Py_XNewRef(self->form.dtype), .rows = Py_XNewRef(self->form.rows),
+                           .view = Py_XNewRef(self->form.view)};
     PyObject *payload, *x, *whole = NULL;
 
     if (self->form.entry.kind == GCK_PACKED_OBJECT) {
@@ -163,6 +177,11 @@ PyObject *gck_saved_tensor_restore(const gck_saved_tensor *self)
           : form.view != NULL ? gck_saved_form_view(&form, whole)
           : form.dtype != NULL ? PyObject_CallMethodObjArgs(whole, self->state->py.names.to, form.dtype, NULL)
           : Py_NewRef(whole);
+        if (x != NULL && form.rows != NULL) {
+            PyObject *scaled = with_sum_1(x, form.rows);
+            Py_DECREF(x);
+            x = scaled;
+        }
         Py_XDECREF(whole);
         Py_DECREF(payload);
     }

@@ -11,6 +11,7 @@ extern PyType_Spec gck_saved_tensor_spec;
 typedef struct {
     gck_packed  entry;    /* a payload, the tensor itself, or (OBJECT) a function that makes it */
     PyObject  *dtype;     /* of x, when the payload holds something computed from it; else NULL */
+    PyObject  *rows;      /* restored values have the sum 1 along this dimension; else NULL */
     PyObject  *view;      /* x is this as_strided() of the restored payload; else NULL */
     const void *storage;  /* of x: compared while x is alive, never followed; NULL: never compared */
 } gck_saved_form;

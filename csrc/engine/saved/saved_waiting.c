@@ -64,6 +64,7 @@ static int settle(gck_saved_tensor *saved, PyObject *node, int reason, int go_on
         saved->waits = 0;
     }
     Py_XDECREF(as.part);
+    Py_XDECREF(as.rows);
     Py_DECREF(op);
     Py_DECREF((PyObject *)saved);
     gck_input_clear(&in);
