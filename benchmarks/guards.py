@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,20 +81,13 @@ def counted(run: Callable[[], Any]) -> Count:
     return found
 
 
-def recomputes(runs: Mapping[str, int], none: str, again: Mapping[str, bool]) -> None:
-    """Operators or their arithmetic, by way: a way runs more than ``none`` if it recomputes, else
-    as much."""
-    for way, amount in runs.items():
-        more = "ran nothing again" if again[way] else f"ran {amount - runs[none]:,} more"
-        check((amount > runs[none]) if again[way] else (amount == runs[none]), f"{way}: its step {more}")
-
-
 class Products:
     """The ceiling of a step on this machine: its arithmetic at the rate of one matrix product."""
 
     def __init__(self, run: Callable[[], Any], device: str = "cpu", n: int = 1024) -> None:
         """``run``: the step without checkpointing, whose arithmetic every way has."""
-        self.flops = counted(run).flops
+        found = counted(run)
+        self.flops, self.calls = found.flops, found.calls
         check(self.flops > 0, "the step has no matrix product, so it did nothing")
         a, b = (torch.randn(n, n, device=device) for _ in range(2))
         found = []
