@@ -136,7 +136,7 @@ def measure(options: argparse.Namespace, ways: list[Any], say: Callable[[str], N
             both = [[gradients(model, step, ids, autocast=on) for ids in batches] for on in (False, True)]
             exact = both[options.autocast]
             floors = [gradient_error(a, b)[0] for a, b in zip(both[1], both[0], strict=True)]
-            ceiling = guards.Products(step, options.device)
+            ceiling = guards.Products(step, options.device, torch.bfloat16 if options.autocast else torch.float32)
             say(str(ceiling))
         errors = [gradient_error(gradients(model, step, a), b)[0] for a, b in zip(batches, exact, strict=True)]
         row = {key: getattr(way, key) for key in ("name", "group", "recomputes", "ours", "compiled")}

@@ -294,12 +294,10 @@ def main(argv: list[str] | None = None) -> int:
     model = build(options)
     ceiling = ceiling_of(model, options.device)
     results = measure_all(model, options)
-    for found_here in results:
-        if not found_here["oom"]:
-            least = ceiling.seconds * found_here["tokens"] / LEAST
-            guards.takes(
-                f"{found_here['kind']}, {found_here['tokens']:,} tokens", found_here["s"], least, ceiling.words
-            )
+    for r in results:
+        if not r["oom"]:
+            least = ceiling.seconds * r["tokens"] / LEAST
+            guards.takes(f"{r['kind']}, {r['tokens']:,} tokens", r["s"], least, f"{ceiling.words}, by tokens")
     print(f"{ceiling}, for each {LEAST} tokens")
     show(results, model, options)
     setting = {"layers": options.layers, "hidden": options.hidden}

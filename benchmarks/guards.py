@@ -85,8 +85,8 @@ class Products:
     """The ceiling of a step on this machine: its arithmetic at the rate of one matrix product."""
 
     def __init__(self, run: Callable[[], Any], device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        """``run``: the step without checkpointing, whose arithmetic every way has. With bfloat16 the
-        faster product counts, its own or that of float32."""
+        """``run``: the step without checkpointing, whose arithmetic every way has. Of bfloat16's
+        and float32's product the faster one counts."""
         found = counted(run)
         self.flops, self.calls = found.flops, found.calls
         check(self.flops > 0, "the step has no matrix product, so it did nothing")
