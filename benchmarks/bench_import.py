@@ -46,7 +46,10 @@ def interpreter(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as elsewhere:
         command = [sys.executable, *arguments]
-        return subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, check=True)
+        ran = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
+    said = (ran.stderr.splitlines() or [""])[-1]
+    guards.check(ran.returncode == 0, f"bench_import: a fresh interpreter ended with status {ran.returncode}: {said}")
+    return ran
 
 
 def measure(runs: int) -> dict[str, object]:

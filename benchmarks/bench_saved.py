@@ -113,7 +113,7 @@ def main(argv=None):
     if o.host:
         torch.set_num_threads(1)
         print_head("compress_saved", facts())
-        host(512, 20 * o.repeat)
+        host(512, 3 if o.quick else 20 * o.repeat)
         return
     model = small_llama.build(o)
     ids = torch.randint(0, small_llama.VOCABULARY, (1, o.tokens))

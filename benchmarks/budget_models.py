@@ -229,11 +229,11 @@ def balanced(case: Case) -> Iterator[None]:
 clock = time.perf_counter
 
 
-def use_processor_time() -> None:
-    """Measure what the process uses, here and in the planner. With one thread on an idle machine
-    this is the same as the time; other jobs change it less.
+def use_clock(chosen: Callable[[], float]) -> None:
+    """Measure by it here and in the planner. ``time.process_time`` is what the process uses: with
+    one thread on an idle machine the same as the time, and other jobs change it less.
     """
     global clock
-    clock = time.process_time
-    shown = types.SimpleNamespace(perf_counter=time.process_time)
+    clock = chosen
+    shown = types.SimpleNamespace(perf_counter=chosen)
     block_times.time = profile.time = shown  # type: ignore[assignment]

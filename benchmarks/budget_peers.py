@@ -63,7 +63,7 @@ def beside_torch(o: argparse.Namespace, cases: Callable[..., Any], plan_of: Call
         profiles = {"exact": case.profile(), "lossy": case.profile(("int8", "int6", "int4"), limits_error=True)}
         ways: dict[tuple[str, str], Any] = {}
         sizes: dict[tuple[str, str], int] = {}
-        for peer in peers_of(profiles["exact"].blocks):
+        for peer in peers_of(profiles["exact"].blocks)[: 1 if o.quick else None]:
             ways[peer.name, "torch"] = peer
             budget = sizes[peer.name, "torch"] = case.peak(peer)
             for kind, profile in profiles.items():

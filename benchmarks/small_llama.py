@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.quick:
-        options.layers, options.hidden, options.tokens, options.repeat = 2, 128, 128, 2
+        options.layers, options.hidden, options.tokens, options.repeat = 1, 128, 128, 2
     return options
 
 
