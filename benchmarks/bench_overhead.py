@@ -6,7 +6,7 @@ recompute itself is the time that running the region again takes where a checkpo
 backward, by a hook on the region's output (a run of the forward alone is cheaper: caches are warm
 and its graph is not freed; the column "plain forward" subtracts that instead). All ways are timed
 in turn, round by round; of the rounds the lower quartile is reported, since other processes only
-ever add time.
+ever add time. With one thread it is the time of the processor.
 
 Checked: every way has the gradients of no checkpointing, int8's but for its error, and runs each
 region twice (one that saves nothing once; one in a region twice, too, since the outer recompute
@@ -114,7 +114,8 @@ def step(layers: list[torch.nn.Module], x: torch.Tensor, call: Call) -> tuple[fl
         for layer in layers:
             h = call(layer, h)
 
-    return timing.seconds(forward), timing.seconds(lambda: h.sum().backward())
+    clock = timing.clock_of(torch.get_num_threads())
+    return timing.seconds(forward, clock), timing.seconds(lambda: h.sum().backward(), clock)
 
 
 def check_ways(case: str, ways: dict[str, Call], layers: list[torch.nn.Module], width: int) -> None:

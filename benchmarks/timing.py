@@ -29,13 +29,13 @@ def rounds_of(runs: dict[str, Callable[[], Any]], rounds: int, floor: str | None
     """Seconds of each, in turn; the first rounds are left out. Garbage is collected between the
     rounds, not in them: what a collection costs depends on what else the process holds. ``floor``:
     the run whose work each includes."""
-    warm, found = 3, []
+    warm, found, clock = 3, [], clock_of(torch.get_num_threads())
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         for _ in range(rounds + warm):
-            found.append({name: seconds(run) for name, run in runs.items()})
+            found.append({name: seconds(run, clock) for name, run in runs.items()})
             gc.collect()
     finally:
         gc.enable()
