@@ -53,7 +53,7 @@ def step(layers: list[Layer], shared: bool, compress: Any) -> Step:
         for layer in layers:
             h = gradckpt.checkpoint(layer, h, states if shared else states.view_as(states), compress=compress)
 
-    took = timing.seconds(forward)
+    took = timing.seconds(forward, timing.clock_of(torch.get_num_threads()))
     stats = gradckpt.stats()
     parameters = [p for layer in layers for p in layer.parameters()]
     gradients = torch.autograd.grad(h.sum(), parameters)
