@@ -6,8 +6,8 @@
 A Llama of the Hugging Face library, random weights, float32, CPU. `kept` is what the
 forward leaves alive for its backward: bytes of storages that autograd saved, weights apart, plus
 payloads. Times are medians; error is the relative L2 distance of all gradients to those of the
-plain step. Of the host's times (the processor's) the least of all rounds counts, above the step without hooks:
-forward, backward and release.
+plain step. With one thread it is the time of the processor. Of the host's times the least of all
+rounds counts, above the same step without hooks: forward, backward and release.
 
 Checked: exact ways have the gradients of the plain step, none keeps less than its layers' inputs by
 arithmetic, no codec less than its bits of what plain autograd keeps.

@@ -90,7 +90,7 @@ class Products:
         found = counted(run)
         self.flops, self.calls = found.flops, found.calls
         check(self.flops > 0, "the step has no matrix product, so it did nothing")
-        # Short, and by the processor's time: another program that takes the core must not lower the ceiling.
+        # Short, and by the processor's time: no program that takes the core lowers the ceiling.
         n = 512 if device == "cpu" else 8192
         clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
         found = []
