@@ -1,16 +1,19 @@
 """Speed and quality of the codecs on the CPU; gpu_roofline.py has the speed of the CUDA kernels.
 
     python benchmarks/bench_codecs.py [--mib 256] [--threads 1,2]
-        [--isa scalar,avx2] [--stochastic] ...
+        [--isa scalar,avx2] [--stochastic] [--quick] ...
 
 GB/s counts bytes read plus bytes written; the ceiling is memcpy of the same values, timed before
-and after every repeat of every kernel, so that a noisy machine harms both alike. Everything is
-written into warm, preallocated buffers: torch's allocator gives large tensors back to the kernel,
-so gradckpt.codecs.encode() pays for page faults that memcpy into a warm buffer does not. The
-extension exports nothing but its module, hence the benchmark compiles csrc/codec once more with
-the flags of setup.py (gcc is needed) and calls gck_encode() and gck_decode() by ctypes: the shipped
-C, dispatch and streaming included. Several threads: as many Python threads, each with its own part
-of the buffers (ctypes releases the GIL). The scalar kernels are timed 3 times at most.
+and after every repeat of every kernel, so that a noisy machine harms both alike. What is timed is
+the shipped extension, under each instruction set that the CPU has. Payloads are written to memory
+that was used before: glibc is told to keep what is freed, else each call would pay for the page
+faults of a new payload. One thread: the time of the processor, which on an idle machine is that of
+the clock. Several: torch's threads, and as many copies side by side. Scalar kernels are timed 3
+times at most.
+
+Checked: a payload is as long as its format says, what was decoded has the bits that the scalar
+kernels give, and its error is that of the format. A median beyond twice the fastest memcpy ends the
+program: no kernel moves bytes so fast.
 
 SQNR: of Gaussian values, and of the ordinary channels of set X of tests/helpers/codec_inputs.py
 (channel and token sizes lognormal, six channels 20 to 45 times larger, two massive values),
@@ -23,175 +26,136 @@ import argparse
 import ctypes
 import os
 import pathlib
-import platform
-import shlex
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
+import guards
 import machine
+import timing
 import torch
 from codec_inputs import noise_set, sqnr
+from codec_isas import ISAS, forced
 
 import gradckpt
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-CODEC = ROOT / "csrc" / "codec"
-DTYPES = {
-    "float32": (0, torch.float32),
-    "float16": (1, torch.float16),
-    "bfloat16": (2, torch.bfloat16),
-    "bool": (3, torch.bool),
-}
-FLAGS = shlex.split(
-    "-std=c11 -O3 -fPIC -fexceptions -ffp-contract=off -fno-math-errno -fstack-protector-strong -D_FORTIFY_SOURCE=2"
-)
-ISA_FLAGS = {
-    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "bool")}
+PERIOD = 1 << 20  # values that are drawn; the others repeat them
+DITHER = (1, 2, 3)
 Times = dict[str, list[float]]
-
-
-class Tensor(ctypes.Structure):
-    """gck_tensor of contiguous host memory."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("ndim", ctypes.c_int),
-        ("sizes", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("dtype", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("stream", ctypes.c_void_p),
-    )
-
-
-class Dither(ctypes.Structure):
-    """gck_dither."""
-
-    _fields_ = (("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("tensor", ctypes.c_uint32))
-
-
-class How(ctypes.Structure):
-    """gck_how."""
-
-    _fields_ = (("dither", ctypes.POINTER(Dither)), ("overflow", ctypes.c_void_p))
-
-
-def build(folder: pathlib.Path) -> ctypes.CDLL:
-    gcc = shutil.which(os.environ.get("CC", "gcc"))
-    if gcc is None:
-        sys.exit("bench_codecs: gcc was not found; the CPU benchmark compiles csrc/codec once more")
-
-    def compile_one(source: pathlib.Path) -> pathlib.Path:
-        x86 = platform.machine() == "x86_64"
-        extra = next((flags for suffix, flags in ISA_FLAGS.items() if x86 and source.stem.endswith(suffix)), [])
-        made = folder / f"{source.stem}.o"
-        subprocess.run([gcc, *FLAGS, *extra, f"-I{CODEC.parent}", "-c", source, "-o", made], check=True)
-        return made
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sorted(CODEC.rglob("*.c"))))
-    subprocess.run([gcc, "-shared", "-o", folder / "codecs.so", *objects, "-lm"], check=True)
-    library = ctypes.CDLL(str(folder / "codecs.so"))
-    library.gck_codec_find.restype = ctypes.c_void_p
-    return library
 
 
 # ---- measuring ----
 
 
-class Parts:
-    """A contiguous tensor, its copy and its payloads, cut into one piece per thread."""
+class Values:
+    """A contiguous tensor, and its copy by one or more threads."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: str, nbytes: int, threads: int) -> None:
-        number, kind = DTYPES[dtype]
-        self.item = kind.itemsize
-        self.numel = nbytes // self.item // (128 * threads) * threads * 128  # whole groups for each
-        self.each = self.numel // threads
-        self.library = library
-        self.pool = ThreadPoolExecutor(threads)
-        x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
-        x = x > 0 if kind == torch.bool else x.to(kind)
-        self.x = x.repeat(self.numel // x.numel() + 1)[: self.numel].clone()
+    def __init__(self, dtype: str, nbytes: int, threads: int) -> None:
+        kind = DTYPES[dtype]
+        numel = nbytes // kind.itemsize // 4096 * 4096
+        self.period = min(PERIOD, numel)
+        drawn = torch.randn(self.period, generator=torch.Generator().manual_seed(1))
+        drawn = drawn > 0 if kind == torch.bool else drawn.to(kind)
+        self.x = drawn.repeat(-(-numel // self.period))[:numel].clone()
         self.out = torch.zeros_like(self.x)
-        self.payload = torch.zeros(self.numel * self.item + 4096, dtype=torch.uint8)
-        self.pieces = range(threads)
-        self.number = number
+        self.threads = threads
+        self.pool = ThreadPoolExecutor(threads)
+        torch.zeros(2 * self.x.nbytes + (1 << 20), dtype=torch.uint8)  # the heap grows here, not in a round
 
-    def view(self, tensor: torch.Tensor, piece: int) -> Tensor:
-        data = tensor.data_ptr() + piece * self.each * self.item
-        return Tensor(data, self.each, 0, None, None, self.number, -1, None)
-
-    def calls(self, codec: str, stochastic: bool) -> dict[str, list[Callable[[], Any]]]:
-        """What each thread calls, for copying, encoding and decoding."""
-        library = self.library
-        how = How(ctypes.pointer(Dither(1, 2, 3)), None) if stochastic else None
-        rounding = ctypes.byref(how) if how else None
-        found = ctypes.c_void_p(library.gck_codec_find(codec.encode()))
-        size = self.numel * self.item // len(self.pieces)
-        step = -(-size // 64) * 64
-        made: dict[str, list[Callable[[], Any]]] = {"memcpy": [], "encode": [], "decode": []}
-        copy = ctypes.CDLL(None).memcpy
-        copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-        for piece in self.pieces:
-            x, out = self.view(self.x, piece), self.view(self.out, piece)
-            payload = ctypes.c_void_p(-(-self.payload.data_ptr() // 64) * 64 + piece * step)
-            made["memcpy"].append(lambda x=x, out=out: copy(out.data, x.data, size))
-            made["encode"].append(lambda x=x, p=payload: library.gck_encode(found, ctypes.byref(x), p, rounding, None))
-            made["decode"].append(lambda o=out, p=payload: library.gck_decode(found, p, ctypes.byref(o), None))
-        return made
-
-    def time(self, calls: list[Callable[[], Any]]) -> float:
-        if len(calls) == 1:
-            start = time.perf_counter()
-            calls[0]()
-            return time.perf_counter() - start
-        start = time.perf_counter()
-        for job in [self.pool.submit(call) for call in calls]:
-            job.result()
-        return time.perf_counter() - start
+    def copy(self) -> None:
+        x, out, each = self.x.data_ptr(), self.out.data_ptr(), self.x.nbytes // self.threads
+        if self.threads == 1:
+            ctypes.memmove(out, x, each)
+        else:
+            places = range(0, each * self.threads, each)
+            list(self.pool.map(lambda at: ctypes.memmove(out + at, x + at, each), places))
 
 
-def measure(parts: Parts, codec: str, repeat: int, stochastic: bool) -> Times:
-    """Seconds; memcpy between all others. The first round warms up and is dropped."""
-    calls = parts.calls(codec, stochastic)
+def decode_into(payload: gradckpt.codecs.Payload, out: torch.Tensor) -> None:
+    torch.ops.gradckpt.decode_many([payload.data], payload.codec, [out])
+
+
+def measure(values: Values, codec: str, repeat: int, dither: Any) -> Times:
+    """Seconds; memcpy between all others. The first round warms up and is dropped. What the last
+    one made is checked."""
+    payload: Any = None
+
+    def encode() -> None:
+        nonlocal payload
+        payload = gradckpt.codecs.encode(values.x, codec, dither=dither)
+
+    clock = timing.clock_of(values.threads)
+    steps: list[tuple[str, Callable[[], Any]]] = [("memcpy", values.copy), ("encode", encode)]
+    steps += [("memcpy", values.copy), ("decode", lambda: decode_into(payload, values.out))]
     times: Times = {"memcpy": [], "encode": [], "decode": []}
     for n in range(repeat + 1):
-        for what in ("memcpy", "encode", "memcpy", "decode"):
-            seconds = parts.time(calls[what])
+        payload = None
+        for what, call in steps:
+            seconds = timing.seconds(call, clock)
             if n > 0:
                 times[what].append(seconds)
+    verify(values, codec, payload, dither)
     return times
+
+
+def verify(values: Values, codec: str, payload: gradckpt.codecs.Payload, dither: Any) -> None:
+    x, out, name = values.x, values.out, f"{codec}, {gradckpt._C.isa()}"
+    wanted = nbytes_of(codec, x)
+    guards.check(payload.nbytes == wanted, f"{name}: {payload.nbytes:,} bytes of payload; its format has {wanted:,}")
+    out.fill_(1)  # else what memcpy left there would pass for what was decoded
+    decode_into(payload, out)
+    with forced("scalar"):
+        first = gradckpt.codecs.encode(x[: values.period], codec, dither=dither).decode()
+    guards.check(torch.equal(out[: values.period], first), f"{name}: other bits are decoded than by the scalar kernels")
+    wrong = sum(squares(a.float() - b.float()) for a, b in zip(out.split(PERIOD), x.split(PERIOD), strict=True))
+    size = sum(squares(part.float()) for part in x.split(PERIOD))
+    guards.at_most(
+        f"{name}: relative error", (wrong / size) ** 0.5, most_error(codec, dither is not None), "its format's"
+    )
+
+
+def squares(x: torch.Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))
+
+
+def nbytes_of(codec: str, x: torch.Tensor) -> int:
+    _, value, group, block = gradckpt.codecs.info(codec)["sizes"][str(x.dtype).removeprefix("torch.")]
+    return int(value * x.numel() + group * -(-x.numel() // 128) + block * -(-x.numel() // 4096))
+
+
+def most_error(codec: str, stochastic: bool) -> float:
+    """Relative L2, of Gaussian values: a part in 2 ** (bits - 1) of integers; a float's error is
+    relative to the value itself."""
+    info = gradckpt.codecs.info(codec)
+    of_value = info["max_error"] if info["max_error"] < 0.1 else 0.0  # beyond: all errors of a group in one value
+    integer = 2.0 ** (1 - int(info["bits_per_value"])) if info["max_error"] else 0.0
+    return float(max(of_value, integer) * (1 + stochastic))
 
 
 def cpu_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        library = build(pathlib.Path(folder))
-        names = options.isa.split(",") if options.isa else ["scalar", "avx2", "avx512"]
-        isas = [isa for isa in names if library.gck_isa_supported(isa.encode()) == 1]
-        for isa in set(names) - set(isas):
-            print(f"{isa}: not supported by this CPU, not measured")
-        for threads in options.threads:
-            parts = Parts(library, options.dtype, options.mib << 20, threads)
-            for codec in options.codecs:
-                for isa in isas if codec != "raw" else isas[-1:]:
-                    library.gck_isa_force(isa.encode())
-                    repeat = options.repeat if isa != "scalar" else min(options.repeat, 3)
-                    times = measure(parts, codec, repeat, options.stochastic)
-                    rows.append(row(options, codec, isa if codec != "raw" else "-", threads, parts.numel, times))
-            parts.pool.shutdown()
+    names = options.isa.split(",") if options.isa else ["scalar", "avx2", "avx512"]
+    for isa in [name for name in names if name not in ISAS]:
+        print(f"{isa}: not supported by this CPU, not measured", file=sys.stderr)
+    isas = [name for name in names if name in ISAS]
+    guards.check(bool(isas), "bench_codecs: no instruction set of --isa is supported by this CPU")
+    if not options.quick:
+        machine.keep_memory()
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        values = Values(options.dtype, options.mib << 20, threads)
+        for codec in options.codecs:
+            for isa in isas if codec != "raw" else isas[-1:]:
+                repeat = options.repeat if isa != "scalar" else min(options.repeat, 3)
+                with forced(isa):
+                    times = measure(values, codec, repeat, DITHER if options.stochastic else None)
+                rows.append(row(options, codec, isa if codec != "raw" else "-", threads, values.x.numel(), times))
+        values.pool.shutdown()
     return rows
 
 
@@ -199,10 +163,14 @@ def cpu_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def row(options: argparse.Namespace, codec: str, isa: str, threads: int, numel: int, times: Times) -> dict[str, Any]:
-    item = DTYPES[options.dtype][1].itemsize
+    item = DTYPES[options.dtype].itemsize
     bits = gradckpt.codecs.info(codec)["sizes"][options.dtype][0]
     moved = {"memcpy": 2 * item * numel, "encode": (item + bits / 8) * numel, "decode": (item + bits / 8) * numel}
-    speed = {what: moved[what] / statistics.median(times[what]) / 1e9 for what in times}
+    typical = {what: statistics.median(found) for what, found in times.items()}
+    for what in ("encode", "decode"):
+        floor = moved[what] / moved["memcpy"] * min(times["memcpy"])
+        guards.takes(f"{codec}, {isa}, {what}", typical[what], floor, "memcpy of as many bytes")
+    speed = {what: moved[what] / seconds / 1e9 for what, seconds in typical.items()}
     return {
         "codec": codec,
         "isa": isa,
@@ -237,7 +205,7 @@ def print_speed(rows: list[dict[str, Any]]) -> None:
     def cell(key: str, value: Any) -> str:
         return f"{value:.2f}x" if key.endswith("share") else f"{value:.1f}" if key.endswith("gbs") else str(value)
 
-    title = "bytes read and written per second; share: of memcpy in the same run"
+    title = "bytes read and written per second; ceiling and share: memcpy in the same run"
     machine.print_table(title, columns, [[cell(key, r[key]) for key in keys] for r in rows])
 
 
@@ -259,7 +227,7 @@ def print_quality(rows: list[dict[str, Any]]) -> None:
     machine.print_table("quality, bfloat16", columns, cells)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--mib", type=int, default=256, help="size of the tensor in MiB (default 256)")
@@ -270,7 +238,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", default="1" if cores == 1 else f"1,{min(cores, 8)}", help="e.g. 1,2")
     parser.add_argument("--stochastic", action="store_true", help="encode with stochastic rounding")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
-    options = parser.parse_args()
+    machine.add_quick(parser)
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.mib, options.repeat, options.threads = 1, 3, "1"
     taking = [
         c
         for c in gradckpt.codecs.names()
@@ -291,8 +262,8 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse()
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
     found = machine.facts()
     rows = cpu_rows(options)
     values = quality([c for c in options.codecs if "bfloat16" in gradckpt.codecs.info(c)["dtypes"]])

@@ -9,18 +9,22 @@ storages that cross from one to the other, weights apart, as outer saved-tensor 
 `payloads` are those that gradckpt encoded. Times are medians of one forward and backward,
 compilation apart. Loss and error are against the plain model, uncompiled: absolute difference,
 relative L2 distance of all gradients, smallest cosine of a parameter's.
+
+Checked: exact ways have the gradients of no checkpointing (compiled: but for the compiler's own
+rounding), payloads are as long as their format says, nothing keeps less than the layers' inputs.
 """
 
 import argparse
 import functools
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
+import guards
 import small_llama
+import timing
 import torch
 from machine import facts, print_head, print_json, print_table, progress
 from model_families import errors
@@ -42,6 +46,8 @@ KINDS = {
     "int4": functools.partial(gradckpt.enable, compress="int4"),
     "int8, save_attention:int8": functools.partial(gradckpt.enable, compress="int8", policy="save_attention:int8"),
 }
+EXACT = ("none", "torch", "gradckpt None")
+ROUNDING = 1e-5  # of a compiler, which reorders sums
 
 
 def step(model, forward):
@@ -51,7 +57,7 @@ def step(model, forward):
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def measure(o, kind, compiled, exact):
+def measure(o, kind, compiled, exact, ceiling):
     torch._dynamo.reset()
     model = small_llama.build(o).train()
     KINDS[kind](model)
@@ -61,22 +67,38 @@ def measure(o, kind, compiled, exact):
     def forward():
         return function(input_ids=ids, labels=ids).loss
 
-    start = time.perf_counter()
     loss, grads = step(model, forward)
-    first = time.perf_counter() - start
     kept = small_llama.kept(model, forward)
-    payloads = [x for x in kept if x.dtype == torch.uint8]  # nothing else that is saved has bytes
-    times = []
-    for _ in range(o.repeat):
-        start = time.perf_counter()
-        step(model, forward)
-        times.append(time.perf_counter() - start)
-    exact = exact or (loss, grads)
+    state = torch.get_rng_state().nbytes  # the only other bytes that are saved
+    payloads = [x for x in kept if x.dtype == torch.uint8 and x.nbytes != state]
+    exact, ceiling = exact or (loss, grads), ceiling or guards.Products(lambda: step(model, forward))
+    times = [timing.seconds(lambda: step(model, forward)) for _ in range(o.repeat)]
     error, cosine, _ = errors(grads, exact[1])
     found = {"checkpoints": kind, "compiled": compiled, "kept": small_llama.nbytes(kept)}
     found |= {"payloads": small_llama.nbytes(payloads)}
-    found |= {"step_s": statistics.median(times), "first_s": first, "loss_difference": abs(loss - exact[0])}
-    return found | {"gradient_error": error, "worst_cosine": cosine}, exact
+    found |= {"step_s": statistics.median(times), "loss_difference": abs(loss - exact[0])}
+    found |= {"gradient_error": error, "worst_cosine": cosine}
+    ceiling.check(f"{kind}, step", min(times))
+    check(o, found)
+    return found, exact, ceiling
+
+
+def check(o, found):
+    kind, compiled = found["checkpoints"], found["compiled"]
+    what = f"{'compiled' if compiled else 'eager'} {kind}"
+    inputs = small_llama.inputs_bytes(o)
+    if kind in EXACT:
+        rounded = compiled and found["gradient_error"] <= ROUNDING
+        guards.gradients(what, 0.0 if rounded else found["gradient_error"], lossy=False)
+        guards.check(found["payloads"] == 0, f"{what}: {found['payloads']:,} bytes of payloads, and no codec")
+        guards.at_least(f"{what}, bytes kept", found["kept"], inputs, "the layers' inputs")
+        return
+    guards.gradients(what, found["gradient_error"], lossy=True)
+    wanted = small_llama.inputs_bytes(o, kind[:4])
+    if "save_attention" in kind and compiled:
+        wanted *= 2  # its outputs are as large; without the compiler, hooks do not see them
+    guards.check(found["payloads"] == wanted, f"{what}: {found['payloads']:,} bytes of payloads, not {wanted:,.0f}")
+    guards.at_least(f"{what}, bytes kept", found["kept"], wanted, "the payloads")
 
 
 def row(found):
@@ -92,23 +114,27 @@ def row(found):
     ]
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     small_llama.add_options(parser)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    o = parser.parse_args()
-    results, exact = [], None
-    with progress(2 * len(KINDS)) as advance:
+    o = small_llama.parse(parser, argv)
+    kinds = list(KINDS)
+    if o.quick:
+        o.backend, kinds = "aot_eager", ["none", "int8", "int8, save_attention:int8"]
+    results, exact, ceiling = [], None, None
+    with progress(2 * len(kinds)) as advance:
         for compiled in (False, True):
-            for kind in KINDS:
+            for kind in kinds:
                 advance(f"{'compiled' if compiled else 'eager'} {kind}")
-                found, exact = measure(o, kind, compiled, exact)
+                found, exact, ceiling = measure(o, kind, compiled, exact, ceiling)
                 results.append(found)
     print_head(f"torch.compile, backend {o.backend}", facts())
     columns = ["", "checkpoints", "kept, MiB", "payloads", "step, ms", "loss -", "gradient error", "worst cosine"]
     print_table(f"{o.layers} layers x {o.hidden}, 1 x {o.tokens} tokens", columns, [row(r) for r in results])
+    print(ceiling)
     print_json({**facts(), "backend": o.backend, "steps": results})
 
 

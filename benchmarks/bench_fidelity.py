@@ -15,6 +15,10 @@ comes from running each layer again from its decoded input, against running it f
 cosine over all of them and of the worst parameter (worst batch); parameters without a gradient are
 left out. Two lines say how small an error can matter: the same model under bf16 autocast against
 fp32, and with layer inputs rounded to bf16 against unrounded ones.
+
+Checked: payloads have the bits of their format, exact codecs give every bit back and change no
+gradient, lossy ones do, and no SQNR of Gaussian values is above 6.02 dB for each bit, which is the
+most that any code of as many bits reaches. --quick: synthetic values only.
 """
 
 from __future__ import annotations
@@ -24,12 +28,13 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
+import guards
 import machine
 import torch
 import trained_models
@@ -83,13 +88,19 @@ def bits(tensors: list[torch.Tensor], codec: str) -> float:
     return 8 * sum(gradckpt.codecs.encode(x, codec).nbytes for x in tensors) / sum(x.numel() for x in tensors)
 
 
-def synthetic(codec: str) -> Row:
+def synthetic(codec: str, seeds: Sequence[int]) -> Row:
     row: Row = {"codec": codec, "bits": bits([noise_set("Gaussian")[0]], codec)}
+    stated, exact = gradckpt.codecs.info(codec)["sizes"]["bfloat16"][0], not gradckpt.codecs.info(codec)["max_error"]
+    guards.at_least(f"{codec}, bits for each value", row["bits"], stated, "its format's")
+    guards.at_most(f"{codec}, bits for each value", row["bits"], 1.01 * stated, "its format's and the last group's")
     for name in SETS:
-        sets = [noise_set(name, seed) for seed in SEEDS]
+        sets = [noise_set(name, seed) for seed in seeds]
         pairs = [(x, round_trip(codec)(x), ordinary) for x, ordinary in sets]
         row[name] = statistics.fmean(sqnr(x, restored) for x, restored, _ in pairs)
     row["X bulk"] = statistics.fmean(sqnr(*pair) for pair in pairs)
+    guards.check(all(math.isinf(row[name]) for name in SETS) == exact, f"{codec} is {'not ' * exact}exact")
+    if not exact:
+        guards.at_most(f"{codec}, SQNR of Gaussian values", row["Gaussian"], 6.02 * row["bits"], "6.02 dB for each bit")
     return row
 
 
@@ -97,6 +108,7 @@ def real(model: str, codec: str) -> Row:
     inputs = trained_models.boundaries(model)
     noise = [sqnr(x, round_trip(codec)(x)) for x in inputs]
     error = trained_models.gradient_error(model, round_trip(codec))
+    guards.gradients(f"{model}, {codec}", error.relative, lossy=bool(gradckpt.codecs.info(codec)["max_error"]))
     return {
         "codec": codec,
         "bits": bits(inputs, codec),
@@ -112,7 +124,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with steps.bar:
         for codec in options.codecs:
             steps.say(f"{codec} on synthetic values")
-            found["synthetic"].append(synthetic(codec))
+            found["synthetic"].append(synthetic(codec, options.seeds))
             steps.done()
         for model in options.models:
             steps.say(f"{model}: training, or loading what was trained")
@@ -155,8 +167,11 @@ def cells(row: Row, layers: str) -> list[str]:
 def show(found: dict[str, Any], markdown: bool) -> None:
     table = machine.print_markdown if markdown else machine.print_table
     names = [*SETS, "X bulk"]
-    rows = [[r["codec"], f"{r['bits']:.3f}", *[decibel(r[n]) for n in names]] for r in found["synthetic"]]
-    table("SQNR in dB, synthetic values", ["codec", "bits/value", *names], rows)
+    rows = [
+        [r["codec"], f"{r['bits']:.3f}", *[decibel(r[n]) for n in names], f"{6.02 * r['bits']:.1f}"]
+        for r in found["synthetic"]
+    ]
+    table("SQNR in dB, synthetic values", ["codec", "bits/value", *names, "ceiling, Gaussian"], rows)
     for model, rows in found["models"].items():
         recipe = trained_models.MODELS[model]
         table(f"{model}: {recipe.about}", list(COLUMNS), [cells(row, recipe.layers) for row in rows])
@@ -178,7 +193,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--codecs", default=",".join(codecs), help="comma-separated, of: %(default)s")
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    machine.add_quick(parser)
     options = parser.parse_args(argv)
+    options.seeds = SEEDS
+    if options.quick:
+        options.models, options.seeds = "", SEEDS[:1]
     machine.choose(parser, options, "models", models, or_none=True)
     machine.choose(parser, options, "codecs", codecs)
     return options

@@ -15,6 +15,10 @@ autocast against float32 is the floor. With --autocast all steps run under bf16 
 A point of gradckpt dominates a peer's that recomputes if its peak and its time are at most the
 peer's and its error is at most the floor. Differences up to 5 % count as equal. Peers that are not
 compiled are compared with points that are not compiled.
+
+Checked: exact ways have the gradients of no checkpointing (compiled: but for the compiler's own
+rounding), ways that recompute run operators again and the others run none, no peak is below the
+bytes of the layers' inputs, no step faster than its matrix products.
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ import os
 import random
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -38,8 +41,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpe
 
 import frontier_picture
 import frontier_ways
+import guards
 import machine
 import page_marks
+import timing
 import torch
 import train_llama
 from comparison import gradient_error
@@ -50,6 +55,8 @@ MARKS = "<!-- by benchmarks/bench_frontier.py -->", "<!-- end -->"
 MIB = 2**20
 EQUAL = 1.05  # a ratio that counts as 1
 EXACT = 1e-6  # the compiler's own rounding changes gradients by 1e-7
+LOSSLESS = gradckpt.codecs.info("lossless")["sizes"]["float32"][0]
+NORM = torch.ops.aten.rsqrt.default  # is saved by no way that recomputes
 WARM = 2
 COLUMNS = ("", "peak, MiB", "of none", "step, ms", "of none", "gradient error", "dominated by")
 Row = dict[str, Any]
@@ -97,13 +104,10 @@ def peak(step: Step, device: str) -> int:
 
 
 def seconds_by_round(steps: dict[str, Step], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
-    clock = time.process_time if options.device == "cpu" and options.threads == 1 else time.perf_counter
+    clock = timing.clock_of(options.threads if options.device == "cpu" else 0)
 
     def seconds(step: Step) -> float:
-        start = clock()
-        step()
-        synchronize(options.device)
-        return clock() - start
+        return timing.seconds(lambda: (step(), synchronize(options.device)), clock)
 
     found = []
     gc.collect()
@@ -119,12 +123,12 @@ def seconds_by_round(steps: dict[str, Step], options: argparse.Namespace, say: C
     return found[WARM:]
 
 
-def measure(options: argparse.Namespace, ways: list[Any], say: Callable[[str], None]) -> tuple[list[Row], float]:
-    """Rows, and the error of bf16 autocast."""
+def measure(options: argparse.Namespace, ways: list[Any], say: Callable[[str], None]) -> tuple[list[Row], float, Any]:
+    """Rows, the error of bf16 autocast, and the ceiling."""
     say(f"{options.train} steps of training")
     model, batches = trained(options)
     steps: dict[str, Step] = {}
-    rows, exact, floors = [], [], []
+    rows, exact, floors, ceiling = [], [], [], None
     for way in ways:
         say(way.name)
         step = steps[way.name] = frontier_ways.step_of(way, model, batches[0], options.autocast)
@@ -132,11 +136,15 @@ def measure(options: argparse.Namespace, ways: list[Any], say: Callable[[str], N
             both = [[gradients(model, step, ids, autocast=on) for ids in batches] for on in (False, True)]
             exact = both[options.autocast]
             floors = [gradient_error(a, b)[0] for a, b in zip(both[1], both[0], strict=True)]
+            ceiling = guards.Products(step, options.device, torch.bfloat16 if options.autocast else torch.float32)
+            say(str(ceiling))
         errors = [gradient_error(gradients(model, step, a), b)[0] for a, b in zip(batches, exact, strict=True)]
         row = {key: getattr(way, key) for key in ("name", "group", "recomputes", "ours", "compiled")}
         rows.append({**row, "error": statistics.median(errors), "peak": peak(step, options.device)})
+        check(rows[-1], way, step, options, ceiling)
     times = seconds_by_round(steps, options, say)
     for row in rows:
+        ceiling.check(f"{row['name']}, step", min(t[row["name"]] for t in times))
         row["ms"] = statistics.median(t[row["name"]] for t in times) * 1e3
         row["of_none"] = statistics.median(t[row["name"]] / t[rows[0]["name"]] for t in times)
     floor = statistics.median(floors)
@@ -144,7 +152,19 @@ def measure(options: argparse.Namespace, ways: list[Any], say: Callable[[str], N
         if row["recomputes"] and not row["ours"]:
             row["beside"] = sorted(beside(row, rows, times, floor), key=lambda b: max(b["memory"], b["time"]))
             row["dominated_by"] = [b["name"] for b in row["beside"] if max(b["memory"], b["time"]) <= EQUAL]
-    return rows, floor
+    return rows, floor, ceiling
+
+
+def check(row: Row, way: Any, step: Step, options: argparse.Namespace, ceiling: guards.Products) -> None:
+    """The gradients and the peak of a way; what it runs, unless it is compiled."""
+    rounded = way.compiled and row["error"] < EXACT
+    guards.gradients(way.name, row["error"] * (not rounded), lossy=bool(way.formats))
+    bits = min((gradckpt.codecs.info(codec)["bits_per_value"] for codec in way.formats), default=LOSSLESS)
+    inputs = options.layers * options.batch * options.tokens * options.width * bits / 8
+    guards.at_least(f"{way.name}, peak", row["peak"], inputs, f"the layers' inputs at {bits:g} bits for each value")
+    if not way.compiled:
+        again = guards.counted(step).calls[NORM] - ceiling.calls[NORM]
+        guards.check((again > 0) == way.recomputes, f"{way.name}: {again} norms of {ceiling.calls[NORM]} run again")
 
 
 # ---- the claim
@@ -239,7 +259,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--groups", default=",".join(frontier_ways.GROUPS), help="comma-separated, of: %(default)s", metavar="A,B"
     )
     parser.add_argument("--autocast", action="store_true", help="all steps under bf16 autocast")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, nothing compiled: a trial, no measurement")
+    machine.add_quick(parser)
     parser.add_argument("--read", type=Path, metavar="FILE", help="show the figures of an earlier --json, run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against time there (SVG)")
@@ -249,7 +269,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if min(options.layers, options.width, options.tokens, options.batch, options.rounds, options.threads) < 1:
         parser.error("all numbers are 1 or more, --train is 0 or more")
     if options.quick:
-        small = {"layers": 4, "width": 64, "tokens": 64, "train": 0, "rounds": 1}
+        small = {"layers": 4, "width": 64, "tokens": 64, "train": 0, "rounds": 3}
         vars(options).update(small, groups=[g for g in options.groups if g not in frontier_ways.COMPILED])
     return options
 
@@ -270,11 +290,11 @@ def main(argv: list[str] | None = None) -> None:
     size = f"{options.layers} layers x {options.width}, batch {options.batch} x {options.tokens}, "
     size += "bf16 autocast" if options.autocast else "float32"
     with machine.progress(len(ways) + options.rounds + WARM + 1) as say:
-        rows, floor = measure(options, ways, say)
+        rows, floor, ceiling = measure(options, ways, say)
     machine.print_head(f"memory, time and gradient error: Llama, {size}", facts)
     if frontier_ways.remat is None and "remat" in options.groups:
         print("  torch_remat: not installed (pip install torch_remat==0.2.2)")
-    print(f"\n{show(rows, floor)}")
+    print(f"\n{show(rows, floor)}\n{ceiling}")
     write(
         {"benchmark": "frontier", **facts, "size": size, "floor": floor, "rounds": options.rounds, "rows": rows},
         options,

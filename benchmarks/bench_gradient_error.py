@@ -2,11 +2,16 @@
 
     python benchmarks/bench_gradient_error.py [--families llama,t5] [--seeds 3] [--json FILE]
                                               [--page docs/numerics.md] [--picture FILE]
+    python benchmarks/bench_gradient_error.py --timm vit_tiny_patch16_224,resnet18
 
 The models of tests/helpers/model_families.py: tiny, random weights, float32, padded batches,
 dropout. One step each, in training mode, with SDPA where transformers has it. Figures are medians
 over the seeds, which decide the dropout. --page puts the table between its marks on that page;
---picture draws the errors against the bits per value (with matplotlib).
+--picture draws the errors against the bits per value (with matplotlib). --timm: models of timm
+instead, with 8 random images of 224 x 224, cross entropy over 10 classes, one region per block; the
+range over the seeds, which decide weights and images.
+
+Checked: every codec changes the gradients, and by less than choosing other samples does.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import sys
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
+import guards
 import machine
 import page_marks
 import torch
@@ -61,8 +67,38 @@ def measure(family: str, seeds: int) -> Row | None:
     row |= {codec: statistics.median(total_of(result[codec]) for result in found) for codec in CODECS}
     for i, name in enumerate(FLOORS):
         row[name] = statistics.median(total_of(result.floors[i]) for result in found)
+    for codec in CODECS:
+        guards.gradients(f"{family}, {codec}", row[codec], lossy=True, most=row["samples"])
     row["worst"], row["worst_error"] = found[0]["int8"].worst[0]
     return row
+
+
+class Classifier(torch.nn.Module):
+    """A model of timm, and its loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import timm
+
+        self.model = timm.create_model(name, num_classes=10)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.model(images), labels)
+
+
+def measure_images(name: str, seeds: int) -> list[str]:
+    """A line of the table: the lowest to the highest error of each codec, and of bf16."""
+    found = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        net = Classifier(name).train()
+        batch = torch.randn(8, 3, 224, 224), torch.randint(0, 10, (8,))
+        block = type(net.model.blocks[0] if hasattr(net.model, "blocks") else net.model.layer1[0])
+        result = gradckpt.gradient_error(net, batch, CODECS, modules=block)
+        found.append([*(total_of(result[codec]) for codec in CODECS), total_of(result.floors[0])])
+        for codec, error in zip(CODECS, found[-1], strict=False):
+            guards.gradients(f"{name}, {codec}", error, lossy=True, most=total_of(result.floors[1]))
+    return [name, *(f"{100 * min(each):.1f} to {100 * max(each):.1f} %" for each in zip(*found, strict=True))]
 
 
 # ---- what is shown
@@ -140,11 +176,15 @@ def draw(rows: list[Row], path: Path) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated, of: %(default)s")
+    parser.add_argument("--timm", metavar="A,B", help="these models of timm instead")
     parser.add_argument("--seeds", type=int, default=3, help="steps of each model (%(default)s)")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the errors to this file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    machine.add_quick(parser)
     options = parser.parse_args(argv)
+    if options.quick:
+        options.families, options.seeds = "llama", 1
     machine.choose(parser, options, "families", FAMILIES)
     return options
 
@@ -154,6 +194,11 @@ def main(argv: list[str] | None = None) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     facts = {**machine.facts(), "transformers": transformers.__version__, "seeds": options.seeds}
+    if options.timm:
+        lines = [measure_images(name, options.seeds) for name in options.timm.split(",")]
+        machine.print_head("errors of gradients, models of timm", facts)
+        machine.print_markdown("lowest to highest", ["model", *CODECS, "computing in bf16"], lines)
+        return
     rows = []
     with machine.progress(len(options.families)) as step:
         for family in options.families:

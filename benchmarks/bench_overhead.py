@@ -6,18 +6,23 @@ recompute itself is the time that running the region again takes where a checkpo
 backward, by a hook on the region's output (a run of the forward alone is cheaper: caches are warm
 and its graph is not freed; the column "plain forward" subtracts that instead). All ways are timed
 in turn, round by round; of the rounds the lower quartile is reported, since other processes only
-ever add time.
+ever add time. With one thread it is the time of the processor.
+
+Checked: every way has the gradients of no checkpointing, int8's but for its error, and runs each
+region twice (one that saves nothing once; one in a region twice, too, since the outer recompute
+stops at the inner region's input). The ceiling is no checkpointing, whose work every way includes.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
+import guards
+import timing
 import torch
-from machine import facts, print_head, print_json, print_table
+from machine import add_quick, facts, print_head, print_json, print_table
 from timing import Call, rounds_of, typical, with_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -102,13 +107,46 @@ def ways_of(case: str) -> dict[str, Call]:
 
 def step(layers: list[torch.nn.Module], x: torch.Tensor, call: Call) -> tuple[float, float]:
     """Seconds of the forward and of the backward of a chain of regions."""
-    start = time.perf_counter()
     h = x
-    for layer in layers:
-        h = call(layer, h)
-    middle = time.perf_counter()
-    h.sum().backward()
-    return middle - start, time.perf_counter() - middle
+
+    def forward() -> None:
+        nonlocal h
+        for layer in layers:
+            h = call(layer, h)
+
+    clock = timing.clock_of(torch.get_num_threads())
+    return timing.seconds(forward, clock), timing.seconds(lambda: h.sum().backward(), clock)
+
+
+def check_ways(case: str, ways: dict[str, Call], layers: list[torch.nn.Module], width: int) -> None:
+    """Each way's gradients, and how often it runs a region."""
+    runs = 0
+
+    def count(*_: Any) -> None:
+        nonlocal runs
+        runs += 1
+
+    exact: list[torch.Tensor] = []
+    torch.manual_seed(1)
+    first, state = torch.randn(4, width), torch.get_rng_state()
+    for name, call in ways.items():
+        runs = 0
+        hooks = [layer.register_forward_pre_hook(count) for layer in layers]
+        torch.set_rng_state(state)  # dropout
+        x = first.clone().requires_grad_()
+        step(layers, x * 1, call)
+        for hook in hooks:
+            hook.remove()
+        parameters = [p for layer in layers for p in layer.parameters()]
+        found = [each.grad for each in (x, *parameters) if each.grad is not None]
+        for p in parameters:
+            p.grad = None
+        exact = exact or found
+        wrong = torch.cat([(a - b).flatten() for a, b in zip(found, exact, strict=True)]).norm()
+        error = float(wrong / torch.cat([b.flatten() for b in exact]).norm())
+        guards.gradients(f"{case}, {name}", error, lossy=name.endswith("int8"))
+        wanted = len(layers) * (1 if name == "plain" or case == "empty" else 2)
+        guards.check(runs == wanted, f"{case}, {name}: {runs} runs of {len(layers)} regions, not {wanted}")
 
 
 def measure(case: str, width: int, depth: int, rounds: int) -> dict[str, tuple[float, float]]:
@@ -116,6 +154,7 @@ def measure(case: str, width: int, depth: int, rounds: int) -> dict[str, tuple[f
     torch.manual_seed(0)
     layers = [REGIONS[case](width) for _ in range(depth)]
     ways = ways_of(case)
+    check_ways(case, ways, layers, width)
     ways |= {"hook": with_hook(ways["plain"], False), "again": with_hook(ways["plain"], True)}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for round_ in range(rounds + 5):
@@ -124,6 +163,9 @@ def measure(case: str, width: int, depth: int, rounds: int) -> dict[str, tuple[f
             took = step(layers, x, call)
             if round_ >= 5:
                 times[name].append(took)
+    for name in ways:
+        least = {each: min(map(sum, times[each])) for each in ("plain", name)}
+        guards.takes(f"{case}, {name}", least[name], least["plain"], "the same without checkpointing")
     quartile = {
         name: tuple(sorted(t[part] for t in took)[len(took) // 4] / depth * 1e6 for part in (0, 1))
         for name, took in times.items()
@@ -137,8 +179,6 @@ def overheads(case: str, times: dict[str, tuple[float, float]]) -> dict[str, dic
     saves = case != "empty"
     again = times["again"][1] - times["hook"][1] if saves else 0.0
     once_more = times["plain"][0] if saves else 0.0
-    if case == "nested":  # the outer recompute runs the region, and so does the inner one
-        again, once_more = 2 * again, 2 * once_more
     rows = {}
     for name, (forward, backward) in times.items():
         if name in ("plain", "hook", "again"):
@@ -221,11 +261,11 @@ def transformer(layers: int, rounds: int) -> dict[str, float]:
         "torch": lambda: one(theirs),
         "gradckpt": lambda: one(gradckpt.checkpoint),
     }
-    found = rounds_of(ways, rounds)
+    found = rounds_of(ways, rounds, floor="plain")
     return {name: typical(found, lambda t, name=name: t[name]) * 1e3 for name in ways}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=8, help="features of a region (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=50, help="regions in the chain (default: %(default)s)")
@@ -233,7 +273,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48, help="of the transformer (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
-    args = parser.parse_args()
+    add_quick(parser)
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.depth, args.rounds, args.layers = 5, 8, 2
     torch.set_num_threads(args.threads)
 
     table, found = run_cases(args)

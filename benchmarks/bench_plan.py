@@ -4,9 +4,12 @@
 
 A Llama of a quarter of the 8B model's width, with random bfloat16 weights and PEFT's LoRA of rank
 16 on all linear layers, under autocast that casts as CUDA's; setting int8. The peak of a real step
-at two numbers of layers and two lengths gives what a layer and a token need, and so the peak at the
+at two numbers of layers and two LENGTHS gives what a layer and a token need, and so the peak at the
 full size. The plan runs the full model on paper. Both count the CPU's kernels, which are what ran;
 those of CUDA save other tensors (gradckpt/_planning/target_kernels.py).
+
+Checked: a layer keeps at least its input's payload for each token, plan and scaled step are no more
+than 5 % apart, and neither is below all checkpoints by arithmetic.
 """
 
 import argparse
@@ -17,10 +20,11 @@ import tempfile
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
+import guards
 import peft
 import torch
 import transformers
-from machine import facts, print_head, print_table
+from machine import add_quick, facts, print_head, print_table
 
 import gradckpt
 from gradckpt._planning import config_model
@@ -32,15 +36,18 @@ from gradckpt._settings import READY
 INT8 = next(setting for setting in READY if setting.name == "int8")
 #: So long that a layer's checkpoint is larger than its adapters' gradients, as at the full size.
 LAYERS, LENGTHS = (2, 3), (1536, 2048)
-#: So few that a chunk of the loss needs less than a layer at these lengths, as at the full size.
+#: So few that a chunk of the loss needs less than a layer at these LENGTHS, as at the full size.
 CHUNK = 64
+#: Of the model: its width, its words.
+WIDTH, WORDS = 1024, 32064
+APART = 0.05
 
 
-def config_of(layers):
+def config_of(layers, width, words):
     return transformers.LlamaConfig(
-        vocab_size=32064,
-        hidden_size=1024,
-        intermediate_size=3584,
+        vocab_size=words,
+        hidden_size=width,
+        intermediate_size=7 * width // 2,
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=2,
@@ -48,17 +55,17 @@ def config_of(layers):
     )
 
 
-def plan_of(layers, loss):
+def plan_of(layers, loss, size):
     """The model on paper, from a config.json."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config.json")
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({**config_of(layers).to_dict(), "architectures": ["LlamaForCausalLM"]}, file, default=str)
+            json.dump({**config_of(layers, *size).to_dict(), "architectures": ["LlamaForCausalLM"]}, file, default=str)
         return ConfigModel(path, lora="r=16", loss=loss)
 
 
-def planned_peak(layers, tokens, loss):
-    source = plan_of(layers, loss)
+def planned_peak(layers, tokens, loss, size):
+    source = plan_of(layers, loss, size)
     with INT8.active(source.model):
         blocks = source.model.model.layers
         return trace_step(source.model, lambda _: source.run(tokens), blocks=list(blocks)).peak()
@@ -73,10 +80,10 @@ def chunks_of(tokens):
         config_model._CHUNK = before
 
 
-def measured_peaks(layers, loss):
+def measured_peaks(layers, loss, size):
     """The peak of a real step for each length."""
     torch.manual_seed(0)
-    base = transformers.LlamaForCausalLM(config_of(layers)).to(torch.bfloat16)
+    base = transformers.LlamaForCausalLM(config_of(layers, *size)).to(torch.bfloat16)
     lora = peft.LoraConfig(r=16, target_modules="all-linear")
     model = peft.get_peft_model(base, lora).train()
     model.enable_input_require_grads()
@@ -85,12 +92,12 @@ def measured_peaks(layers, loss):
         return model(**batch).loss
 
     if loss == "chunked":
-        source = plan_of(layers, loss)
+        source = plan_of(layers, loss, size)
         source.model, source._head = base, base.lm_head
         run = source._chunked_loss
 
     def step(tokens):
-        ids = torch.randint(0, 32064, (1, tokens))
+        ids = torch.randint(0, size[1], (1, tokens))
         with cuda_autocast(), chunks_of(CHUNK):
             with torch.autocast("cpu", torch.bfloat16):
                 result = run(input_ids=ids, labels=ids)
@@ -107,17 +114,22 @@ def measured_peaks(layers, loss):
     return peaks
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=32)
-    o = parser.parse_args()
+    add_quick(parser)
+    o = parser.parse_args(argv)
+    losses, size = ("model", "chunked"), (WIDTH, WORDS)
+    if o.quick:
+        o.tokens, o.layers, losses, size = 4096, 4, ("chunked",), (256, 2048)
+    payload = size[0] * gradckpt.codecs.info("int8")["bits_per_value"] / 8
     transformers.utils.logging.set_verbosity_error()
     print_head("plan, beside a small real step that is scaled", facts())
     table = []
     few, short = LAYERS[0], LENGTHS[0]
-    for loss in ("model", "chunked"):
-        peaks = [measured_peaks(layers, loss) for layers in LAYERS]
+    for loss in losses:
+        peaks = [measured_peaks(layers, loss, size) for layers in LAYERS]
         # peak = fixed + layers * per_layer + tokens * (per_token + layers * checkpoint)
         slopes = [(last - first) / (LENGTHS[1] - short) for first, last in peaks]
         checkpoint = slopes[1] - slopes[0]
@@ -126,7 +138,13 @@ def main():
         per_layer = at_no_token[1] - at_no_token[0]
         fixed = at_no_token[0] - few * per_layer
         scaled = fixed + o.layers * per_layer + o.tokens * (per_token + o.layers * checkpoint)
-        planned = planned_peak(o.layers, o.tokens, loss)
+        planned = planned_peak(o.layers, o.tokens, loss, size)
+        guards.at_least(f"{loss} loss: bytes a token and layer", checkpoint, payload, "its input in int8")
+        floor = o.layers * o.tokens * payload
+        for what, found in (("the scaled step", scaled), ("the plan", planned.size)):
+            guards.at_least(f"{loss} loss: bytes of {what}", found, floor, "all checkpoints")
+        apart = abs(planned.size / scaled - 1)
+        guards.at_most(f"{loss} loss: plan and scaled step are apart by", apart, APART, "what is believable")
         table.append(
             [
                 loss,
@@ -141,6 +159,7 @@ def main():
         )
     head = ["loss", "B/token/layer", "B/token", "rest, MiB", "scaled, GiB", "plan, GiB", "apart", "what binds"]
     print_table(f"int8: {o.layers} layers and {o.tokens:,} tokens, from {LAYERS} and {LENGTHS}", head, table)
+    print(f"least by arithmetic: {payload:,.0f} B/token/layer, {o.layers * o.tokens * payload / 2**30:.3f} GiB")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ planner_chains.py). Each time is the least of the repetitions, with the front as
 the lower bound. The gap is (time - lower bound) over the extra time of the plan, the largest of six
 budgets between the smallest and that without checkpointing. On a busy machine see the seconds of
 the CPU, which are of this thread.
+
+Checked: a choice keeps its budgets of bytes and error by the tables, its time is their sum and not
+below the lower bound. The ceiling is a copy of the tables.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from machine import facts, print_head, print_json, print_table
+import guards
+import timing
+from machine import add_quick, facts, print_head, print_json, print_table
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "helpers"))
-from planner_chains import arguments_of, chain_of_126, plain_time
+from planner_chains import arguments_of, chain_of_126, plain_time, sums_of
 
 from gradckpt import _C
 
 SHARES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9)
-#: ms that are asked for: bytes alone, by buckets.
+#: ms that are aimed at: bytes alone, by buckets.
 BOUNDS = {4096: 10, 16384: 40}
 
 
@@ -35,11 +40,19 @@ def least_ms(call: Callable[[], Any], repeat: int) -> tuple[float, float]:
     """Of the clock, and of this thread."""
     found = []
     for _ in range(repeat):
-        start = time.perf_counter(), time.thread_time()
-        call()
-        found.append((time.perf_counter() - start[0], time.thread_time() - start[1]))
+        start = time.thread_time()
+        found.append((timing.seconds(call), time.thread_time() - start))
     wall, cpu = (min(each) * 1e3 for each in zip(*found, strict=True))
     return wall, cpu
+
+
+def check(tables: dict[str, Any], choice: dict[str, Any], budget: int, error_budget: int, chain: str) -> None:
+    peak, spent, error = sums_of(tables, choice["choices"])
+    found = tuple(choice[name] for name in ("peak", "time", "error"))
+    guards.check(found == (peak, spent, error), f"{chain}: {found} are not the sums of what was chosen")
+    guards.at_most(f"{chain}: bytes chosen", peak, budget, "the budget")
+    guards.at_most(f"{chain}: error chosen", error, error_budget, "the error budget")
+    guards.at_least(f"{chain}: time of the choice", spent, choice["lower_bound"], "the lower bound")
 
 
 def measure(shape: str, seed: int, errors: bool, buckets: int, repeat: int) -> dict[str, Any]:
@@ -48,13 +61,16 @@ def measure(shape: str, seed: int, errors: bool, buckets: int, repeat: int) -> d
     error_budget = sum(map(max, tables["error"])) // 10 if errors else 0
     whole = _C.choose_options(*arguments, None, 2**59, buckets)
     least, most = whole["smallest_budget"], whole["front"][-1][0]
+    copied = min(timing.seconds(lambda: [table[:] for table in arguments[2:6] if table is not None]) for _ in range(3))
     gaps, walls, cpus = [], [], []
     for share in SHARES:
         budget = int(least + share * (most - least))
         choice = _C.choose_options(*arguments, budget, error_budget, buckets)
         if choice["choices"] is None:
             continue
+        check(tables, choice, budget, error_budget, shape)
         wall, cpu = least_ms(lambda b=budget: _C.choose_options(*arguments, b, error_budget, buckets), repeat)  # type: ignore[misc]
+        guards.takes(f"{shape}: choosing", wall / 1e3, copied, "a copy of the tables")
         walls.append(wall)
         cpus.append(cpu)
         extra = choice["time"] - plain_time(tables)
@@ -70,22 +86,25 @@ def measure(shape: str, seed: int, errors: bool, buckets: int, repeat: int) -> d
     }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=9, help="of each call, with errors 2 (default %(default)s)")
-    options = parser.parse_args()
+    add_quick(parser)
+    options = parser.parse_args(argv)
     found = facts()
+    if options.quick:
+        options.repeat = 1
     print_head("planner: 126 regions, 12 options", found)
     rows = [
         measure(shape, seed, errors, buckets, 2 if errors else options.repeat)
-        for errors in (False, True)
+        for errors in ((False,) if options.quick else (False, True))
         for shape in ("different", "alike", "stages", "encoder_decoder")
         for seed in ((0, 1, 2) if errors and shape == "alike" else (0,))
         for buckets in (BOUNDS if not errors else (4096,))
     ]
     print_table(
         "least of the repetitions",
-        ["chain", "errors", "buckets", "labels", "ms", "ms of CPU", "asked for", "largest gap"],
+        ["chain", "errors", "buckets", "labels", "ms", "ms of CPU", "aim", "largest gap"],
         [
             [
                 row["chain"],

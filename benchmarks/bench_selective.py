@@ -13,18 +13,22 @@ parameter (of those with 1 % of the gradient's norm and more).
 
 Saves in int8: bytes kept against arithmetic; operators run, counted by a dispatch mode.
 
-Host cost: benchmarks/selective_cost.py, in a table beside what it must not exceed.
+Host cost: benchmarks/selective_cost.py, in a table beside its aim.
+
+Checked: uncompressed ways have the gradients of no checkpointing to the last bit; what is saved in
+int8 has the bytes that arithmetic says, to 1 %; no named operator runs again and every other one
+does; no step is faster than its matrix products.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
 import json
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +36,13 @@ from typing import Any, NamedTuple
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+import guards
 import machine
 import selective_cost
 import timing
 import torch
 import train_llama
 from bench_fidelity import Steps
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
@@ -138,7 +142,9 @@ def trained(shape: argparse.Namespace, text: torch.Tensor, steps: int) -> Any:
     return model
 
 
-def frontier(model: Any, ids: torch.Tensor, rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def frontier(
+    model: Any, ids: torch.Tensor, rounds: int, say: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], guards.Products]:
     ways = all_ways()
     rows = []
     switch(model, ways[0])
@@ -148,8 +154,11 @@ def frontier(model: Any, ids: torch.Tensor, rounds: int, say: Callable[[str], No
         switch(model, way)
         row = {"family": way.family, "keeps": way.keeps, "title": way.title}
         relative, cosine = train_llama.gradient_error(train_llama.step(model, ids).gradients, exact)
+        guards.gradients(way.title, relative, lossy=way.family.endswith(("int8", "int4")))
         model.zero_grad()
         rows.append({**row, "bytes": alive_bytes(model, ids), "error": relative, "cosine": cosine})
+    switch(model, ways[0])
+    ceiling = guards.Products(lambda: step(model, ids))
     times: list[list[float]] = []
     for number in range(rounds + 1):
         say(f"time: round {number} of {rounds}")
@@ -158,10 +167,11 @@ def frontier(model: Any, ids: torch.Tensor, rounds: int, say: Callable[[str], No
             switch(model, way)
             times[-1].append(timing.seconds(lambda: step(model, ids)))
     for i, row in enumerate(rows):
+        ceiling.check(f"{row['title']}, step", min(t[i] for t in times))
         row["ms"] = statistics.median(t[i] for t in times[1:]) * 1e3
         row["of_torch"] = statistics.median(t[i] / t[1] for t in times[1:])
         row["dominates"] = dominated(rows, times[1:], i) if row["family"].startswith("gradckpt") else []
-    return rows
+    return rows, ceiling
 
 
 def dominated(rows: list[dict[str, Any]], times: list[list[float]], i: int) -> list[str]:
@@ -178,24 +188,11 @@ def dominated(rows: list[dict[str, Any]], times: list[list[float]], i: int) -> l
 # ---- saves in int8 ----
 
 
-class Count(TorchDispatchMode):
-    """Of each operator that runs, the calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: collections.Counter[Any] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def count(model: Any, ids: torch.Tensor, way: Way) -> collections.Counter[Any]:
+def count(model: Any, ids: torch.Tensor, way: Way) -> Counter[Any]:
     switch(model, way)
-    with Count() as counting:
-        step(model, ids)
+    found = guards.counted(lambda: step(model, ids)).calls
     model.zero_grad()
-    return counting.calls
+    return found
 
 
 def matmul_bytes(shape: argparse.Namespace, config: Any) -> float:
@@ -234,7 +231,19 @@ def saves(model: Any, ids: torch.Tensor, shape: argparse.Namespace, rows: list[d
                 "others_again": sum(some[op] - plain[op] for op in others),
             }
         )
+        check_saves(found[-1])
     return found
+
+
+def check_saves(row: dict[str, Any]) -> None:
+    what, apart = f"{row['keeps']} saved in int8", abs(row["bytes"] / row["arithmetic"] - 1)
+    guards.check(apart <= 0.01, f"{what}: {row['bytes']:,} bytes; arithmetic says {row['arithmetic']:,.0f}")
+    guards.check(row["named_full"] > 0, f"{what}: a full checkpoint runs none of its operators again")
+    guards.check(row["named_again"] == 0, f"{what}: {row['named_again']} of its operators run again")
+    guards.check(
+        row["others_again"] == row["others_full"] > 0,
+        f"{what}: {row['others_again']} of {row['others_full']} other operators run again",
+    )
 
 
 # ---- all ----
@@ -260,10 +269,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             steps.say(f"{name}: {options.train} steps of training")
             model = trained(shape, text, options.train)
             ids = train_llama.take(held_out, shape, -1)
-            rows = frontier(model, ids, options.rounds, lambda words, name=name: steps.say(f"{name}: {words}"))
+            rows, ceiling = frontier(model, ids, options.rounds, lambda words, name=name: steps.say(f"{name}: {words}"))
             found["models"][name] = {
                 "about": f"{shape.layers} layers x {shape.hidden}, batch {shape.batch} x {shape.seq}, float32",
                 "frontier": rows,
+                "ceiling": str(ceiling),
                 "saves": saves(model, ids, shape, rows),
             }
             steps.done()
@@ -347,14 +357,15 @@ def show(found: dict[str, Any], markdown: bool) -> None:
         table(f"{name} Llama: {model['about']}", columns, frontier_rows(model["frontier"]))
         columns = ["kept in int8", "bytes", "by arithmetic", "", "worst cosine", "named run again", "others run again"]
         table(f"{name} Llama: saves in int8", columns, saves_rows(model["saves"]))
-    columns = ["added by forward and recompute, us", "torch", "gradckpt", "of torch's", "at most"]
+        print(model["ceiling"])
+    columns = ["added by forward and recompute, us", "torch", "gradckpt", "of torch's", "aim"]
     table("host cost of selective contexts", columns, operator_rows(found["operators"]))
     columns = ["a step of a tiny Llama, inputs in int8", "least ms", "median ms", "of the first"]
     cells = [
         [r["what"], f"{r['least']:.2f}", f"{r['median']:.2f}", f"{r['ratio']:.3f}"] for r in found["discrete_outputs"]
     ]
     table("host cost of replay_discrete", columns, cells)
-    columns = ["region", "", "in place us", "of torch's", "plain us", "of torch's", "at most"]
+    columns = ["region", "", "in place us", "of torch's", "plain us", "of torch's", "aim"]
     title = "overhead per one-node region with nothing kept; recompute and the forward without grad not counted"
     table(title, columns, region_rows(found["regions"]))
 
@@ -414,7 +425,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--train", type=int, default=40, help="steps before anything is measured (default: %(default)s)"
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: a trial, no measurement")
+    machine.add_quick(parser)
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against time there (matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -422,7 +433,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if min(options.rounds, options.host_rounds, options.threads) < 1 or options.train < 0:
         parser.error("--rounds, --host-rounds and --threads are 1 or more, --train is 0 or more")
     if options.quick:
-        options.rounds, options.host_rounds, options.train = 1, 2, 0
+        options.rounds, options.host_rounds, options.train = 2, 3, 0
     return options
 
 

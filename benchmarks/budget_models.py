@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import timing
 import torch
 import transformers
 
@@ -24,7 +25,7 @@ try:
 except ImportError:
     diffusers = None
 
-LAYERS, VOCABULARY = 12, 512
+VOCABULARY = 512
 HEADS, KEYS = 4, 2
 
 
@@ -35,13 +36,14 @@ class Size:
     width: int
     tokens: int
     batch: int
+    layers: int = 12
 
     @property
     def blocks(self) -> dict[str, int]:
         return {
             "hidden_size": self.width,
             "intermediate_size": 2 * self.width,
-            "num_hidden_layers": LAYERS,
+            "num_hidden_layers": self.layers,
             "num_attention_heads": HEADS,
         }
 
@@ -98,9 +100,7 @@ class Case:
     def seconds(self, setting: Any) -> float:
         with setting.active(self.model, self.modules):
             self.model.zero_grad()
-            began = clock()
-            step_of_batch(self.model, self.batch)()
-            elapsed = clock() - began
+            elapsed = timing.seconds(step_of_batch(self.model, self.batch), clock)
         self.model.zero_grad()
         return elapsed
 
@@ -119,7 +119,7 @@ def llama(size: Size) -> Case:
 
 
 def gpt2(size: Size) -> Case:
-    shape = {"n_embd": size.width, "n_layer": LAYERS, "n_head": HEADS, "n_positions": size.tokens}
+    shape = {"n_embd": size.width, "n_layer": size.layers, "n_head": HEADS, "n_positions": size.tokens}
     config = transformers.GPT2Config(**shape, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False)
     return Case("gpt2", transformers.GPT2LMHeadModel(config), _ids(size))
 
@@ -128,7 +128,7 @@ def t5(size: Size) -> Case:
     config = transformers.T5Config(
         d_model=size.width,
         d_ff=2 * size.width,
-        num_layers=LAYERS // 2,
+        num_layers=size.layers // 2,
         num_heads=HEADS,
         d_kv=size.width // HEADS,
         vocab_size=VOCABULARY,
@@ -229,11 +229,11 @@ def balanced(case: Case) -> Iterator[None]:
 clock = time.perf_counter
 
 
-def use_processor_time() -> None:
-    """Measure what the process uses, here and in the planner. With one thread on an idle machine
-    this is the same as the time; other jobs change it less.
+def use_clock(chosen: Callable[[], float]) -> None:
+    """Measure by it here and in the planner. ``time.process_time`` is what the process uses: with
+    one thread on an idle machine the same as the time, and other jobs change it less.
     """
     global clock
-    clock = time.process_time
-    shown = types.SimpleNamespace(perf_counter=time.process_time)
+    clock = chosen
+    shown = types.SimpleNamespace(perf_counter=chosen)
     block_times.time = profile.time = shown  # type: ignore[assignment]

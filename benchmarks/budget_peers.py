@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import guards
 import machine
 import torch
 from frontier_ways import SAC
@@ -62,7 +63,7 @@ def beside_torch(o: argparse.Namespace, cases: Callable[..., Any], plan_of: Call
         profiles = {"exact": case.profile(), "lossy": case.profile(("int8", "int6", "int4"), limits_error=True)}
         ways: dict[tuple[str, str], Any] = {}
         sizes: dict[tuple[str, str], int] = {}
-        for peer in peers_of(profiles["exact"].blocks):
+        for peer in peers_of(profiles["exact"].blocks)[: 1 if o.quick else None]:
             ways[peer.name, "torch"] = peer
             budget = sizes[peer.name, "torch"] = case.peak(peer)
             for kind, profile in profiles.items():
@@ -72,7 +73,12 @@ def beside_torch(o: argparse.Namespace, cases: Callable[..., Any], plan_of: Call
                     continue
                 ways[peer.name, kind] = profile.setting([region.option for region in plan.regions])
                 sizes[peer.name, kind] = case.peak(ways[peer.name, kind])
+                guards.at_most(f"{case.name}: peak of a plan", sizes[peer.name, kind], budget + STATE, "its peer's")
         found = [{key: case.seconds(way) for key, way in ways.items()} for _ in range(o.rounds + 2)][2:]
+        ceiling = guards.Products(case.step)
+        print(f"  {case.name}: {ceiling}")
+        for key in ways:
+            ceiling.check(f"{case.name}, {' '.join(key)}", min(each[key] for each in found))
         for (name, kind), size in sizes.items():
             if kind == "torch":
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,6 +49,11 @@ class Way(NamedTuple):
     @property
     def ours(self) -> bool:
         return self.group in OURS
+
+    @property
+    def formats(self) -> list[str]:
+        """The lossy codecs that it uses."""
+        return re.findall("int8|int6|int4|fp8|bf16", self.name) if self.ours else []
 
     @property
     def compiled(self) -> bool:

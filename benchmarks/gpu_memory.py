@@ -10,6 +10,9 @@ and backward, weights and gradients included (the title gives them). Where memor
 Time: of that one forward and backward, after a short sequence to warm up.
 
 --device cpu: tiny, and both figures are those of gradckpt.stats(), payloads alone.
+
+Checked: gradients are finite and exact ones equal, payloads have the bytes of their format, nothing
+keeps less than its layers' inputs, and no step is faster than its matrix products.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import guards
 import machine
+import timing
 import torch
 import torch.utils.checkpoint
 from torch.nn import functional
@@ -33,6 +38,7 @@ TITLES = {"none": "no checkpointing", "torch": "torch's checkpointing"}
 TOKENS = ("8k", "16k", "32k", "64k", "128k")
 HEAD = 128
 GIB = 2**30
+LEAST = 64  # tokens
 Result = dict[str, Any]
 
 
@@ -113,16 +119,21 @@ def one_step(model: Stack, ids: torch.Tensor, kind: str) -> Result:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
-    start = time.perf_counter()
-    y = model(ids, caller(kind))
-    if cuda:
-        torch.cuda.synchronize()  # flags, too
-    payloads = gradckpt.stats()["live_bytes"]
-    kept = torch.cuda.memory_allocated() - before if cuda else payloads
-    y.backward(torch.ones_like(y))
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
+    payloads = kept = 0
+
+    def run() -> None:
+        nonlocal payloads, kept
+        y = model(ids, caller(kind))
+        if cuda:
+            torch.cuda.synchronize()  # flags, too
+        payloads = gradckpt.stats()["live_bytes"]
+        kept = torch.cuda.memory_allocated() - before if cuda else payloads
+        y.backward(torch.ones_like(y))
+        if cuda:
+            torch.cuda.synchronize()
+
+    seconds = timing.seconds(run)
+    check(model, ids.numel(), kind, payloads, kept if cuda else None)
     stats = gradckpt.stats()
     peak = torch.cuda.max_memory_allocated() if cuda else stats["peak_live_bytes"]
     plain = not cuda and kind in TITLES
@@ -132,6 +143,31 @@ def one_step(model: Stack, ids: torch.Tensor, kind: str) -> Result:
         "s": seconds,
         "ratio": stats["ratio"],
     }
+
+
+def check(model: Stack, tokens: int, kind: str, payloads: int, kept: int | None) -> None:
+    """The bytes of a step by arithmetic, and that it made gradients."""
+    values = len(model.layers) * tokens * model.embedding.embedding_dim
+    bits = 16 if kind in TITLES else gradckpt.codecs.info(kind)["sizes"]["bfloat16"][0]
+    wanted = 0 if kind in TITLES else values * bits / 8
+    what = f"{kind}, {tokens:,} tokens"
+    guards.check(payloads == wanted, f"{what}: {payloads:,} bytes of payloads; arithmetic says {wanted:,.0f}")
+    if kept is not None:
+        guards.at_least(f"{what}: bytes kept", kept, values * bits / 8, "the layers' inputs")
+    finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    guards.check(finite, f"{what}: a gradient is missing or not finite")
+
+
+def ceiling_of(model: Stack, device: str) -> guards.Products:
+    """Of a step of :data:`LEAST` tokens; longer ones have more products a token."""
+    ids = torch.zeros(1, LEAST, dtype=torch.long, device=device)
+
+    def run() -> None:
+        model(ids, caller("none")).sum().backward()
+
+    found = guards.Products(run, device, torch.bfloat16)
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 def measure(model: Stack, tokens: int, kind: str, device: str) -> Result:
@@ -256,7 +292,13 @@ def main(argv: list[str] | None = None) -> int:
     found = machine.facts(options.device)
     machine.print_head("memory of forward and backward, bfloat16, one sequence", found)
     model = build(options)
+    ceiling = ceiling_of(model, options.device)
     results = measure_all(model, options)
+    for r in results:
+        if not r["oom"]:
+            least = ceiling.seconds * r["tokens"] / LEAST
+            guards.takes(f"{r['kind']}, {r['tokens']:,} tokens", r["s"], least, f"{ceiling.words}, by tokens")
+    print(f"{ceiling}, for each {LEAST} tokens")
     show(results, model, options)
     setting = {"layers": options.layers, "hidden": options.hidden}
     machine.print_json({"benchmark": "gpu_memory", **found, **setting, "rows": results})

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import sys
 import time
@@ -65,15 +64,6 @@ def show(tally: Tally) -> None:
 
 
 # ---- two sides ----
-
-
-def keep_memory() -> None:
-    """glibc gives large blocks back at once, and every page of the next one faults:
-    most of the time of a decode."""
-    with contextlib.suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def host_encode(x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None) -> gradckpt.codecs.Payload | None:
@@ -335,7 +325,7 @@ def compare_float32(device: Device, codecs: list[str], fraction: float) -> dict[
     comparison = Comparison(device)
     cuda = device.name == "cuda"
     if cuda:
-        keep_memory()
+        machine.keep_memory()
     host = torch.empty(count, dtype=torch.float32, pin_memory=cuda)
     with machine.progress(len(gpu_inputs.ORDERS) * PIECES * len(tallies)) as step:
         for order in gpu_inputs.ORDERS:

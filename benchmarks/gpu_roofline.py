@@ -14,6 +14,9 @@ columns compare times.
 
 Small tensors: microseconds per call, many calls in one CUDA graph (gaps between kernels included),
 and host time per call (allocation and launch, nothing waited for).
+
+Checked: the bytes of a payload are its format's, what is decoded is near (exact codecs: equal), and
+no median is below half of what a copy of as many bytes took.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import guards
 import machine
 import timing
 import torch
@@ -34,6 +38,7 @@ import gradckpt
 
 #: Values.
 SHAPES = {"1 MiB": 1 << 19, "8 MiB": 1 << 22, "32k x 4096": 1 << 27, "128k x 4096": 1 << 29}
+FARTHEST = 0.13  # relative L2, of Gaussian values: int4's is 0.09
 TINY = {"tiny": 1 << 14}
 #: Compiling takes seconds for each shape.
 PEERS_FROM = 1 << 27
@@ -185,7 +190,11 @@ def measure(codec: str, x: torch.Tensor, clock: DeviceClock | HostClock, options
     cuda = options.device == "cuda"
     others = peers(codec, x, cuda) if x.numel() >= PEERS_FROM or not cuda else {}
     seconds = clock.medians({"copy": lambda: out.copy_(x), **own, **others}, options.repeat)
+    check(codec, x, payload, out)
     moved = x.nbytes + payload.nbytes
+    for name in own:
+        floor = seconds["copy"] * moved / (2 * x.nbytes) if x.numel() > SMALL_TO else 0.0
+        guards.takes(f"{codec}, {x.numel():,} values, {name}", seconds[name], floor, "a copy of as many bytes")
     speed = {name: (2 * x.nbytes if name == "copy" else moved) / s / 1e9 for name, s in seconds.items()}
     row: dict[str, Any] = {"codec": codec, "dtype": dtype, "values": x.numel(), "copy_gbs": speed["copy"]}
     for what, call in own.items():
@@ -195,6 +204,20 @@ def measure(codec: str, x: torch.Tensor, clock: DeviceClock | HostClock, options
             graph, host = clock.in_graph(call), clock.on_host(call)
             row |= {f"{what}_graph_us": graph and graph * 1e6, f"{what}_host_us": host and host * 1e6}
     return row
+
+
+def check(codec: str, x: torch.Tensor, payload: torch.Tensor, out: torch.Tensor) -> None:
+    info = gradckpt.codecs.info(codec)
+    bits = info["sizes"][str(x.dtype).removeprefix("torch.")][0]
+    wanted = x.numel() * bits / 8
+    guards.check(payload.nbytes == wanted, f"{codec}: {payload.nbytes:,} bytes; its format has {wanted:,.0f}")
+    out.fill_(1)
+    torch.ops.gradckpt.decode_many([payload], codec, [out])
+    if not info["max_error"]:
+        guards.check(torch.equal(out, x), f"{codec}: what is decoded is not what was encoded")
+        return
+    wrong = (out.float() - x.float()).norm() / x.float().norm()
+    guards.at_most(f"{codec}: relative error", float(wrong), FARTHEST, "the most of any codec")
 
 
 def dtype_for(codec: str) -> torch.dtype:

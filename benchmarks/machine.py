@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -90,7 +91,22 @@ def require(device: str, program: str) -> None:
         sys.exit(f"{program}: {reason}; --device cpu makes a dry run")
 
 
+# ---- memory ----
+
+
+def keep_memory() -> None:
+    """glibc gives large blocks back at once, and every page of the next one faults."""
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
 # ---- options ----
+
+
+def add_quick(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="tiny and few rounds: a trial, no measurement")
 
 
 def choose(

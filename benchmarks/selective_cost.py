@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import guards
 import torch
 from timing import rounds_of, typical, with_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -42,6 +43,15 @@ def twice(run: Callable[[], Any]) -> None:
     run()
 
 
+def check_contexts(policy: Any, run: Callable[[], torch.Tensor]) -> None:
+    """Forward and recompute give what the operators give."""
+    wanted = run()
+    for name, contexts in WAYS.items():
+        found: list[torch.Tensor] = []
+        within(contexts, policy, lambda found=found: found.append(run()))
+        guards.check(all(torch.equal(each, wanted) for each in found), f"{name}: a context changes a result")
+
+
 def added(policy: Any, run: Callable[[], Any], calls: int, rounds: int) -> dict[str, float]:
     """Way -> microseconds per call that forward and recompute take
     longer than without contexts; these not counted."""
@@ -50,6 +60,8 @@ def added(policy: Any, run: Callable[[], Any], calls: int, rounds: int) -> dict[
         runs[name] = lambda contexts=contexts: within(contexts, policy, run)
         runs[f"{name}, nothing inside"] = lambda contexts=contexts: within(contexts, policy, lambda: None)
     found = rounds_of(runs, rounds)
+    for name in WAYS:
+        guards.takes(name, *(min(each[which] for each in found) for which in (name, "plain")), "without contexts")
     return {
         name: typical(found, lambda t, name=name: t[name] - t[f"{name}, nothing inside"] - t["plain"]) / calls * 1e6
         for name in WAYS
@@ -66,6 +78,7 @@ def operators(rounds: int, calls: int = 50) -> list[dict[str, Any]]:
     rows = []
     for kind, policy in (("list", named), ("function", says_save(*named))):
         for what, op in (("not named", lambda: torch.sin(x)), ("saved", lambda: torch.mm(x, x))):
+            check_contexts(policy, op)
             us = added(policy, lambda op=op: repeat(op, calls), calls, rounds)
             rows.append({"what": f"operator {what}, policy a {kind}", **us, **bound_of(what, kind)})
     return rows
@@ -115,10 +128,11 @@ def layer(rounds: int, times: int = 10) -> dict[str, Any]:
     what they cost is counted."""
     torch.manual_seed(0)
     block, x = LlamaLayer(), torch.randn(1, 4, 16, requires_grad=True)
+    check_contexts(NAMED, lambda: block(x))
     runs: dict[str, Callable[[], Any]] = {"plain": lambda: repeat(lambda: twice(lambda: block(x)), times)}
     for name, contexts in WAYS.items():
         runs[name] = lambda c=contexts: repeat(lambda: within(c, NAMED, lambda: block(x)), times)
-    found = rounds_of(runs, rounds)
+    found = rounds_of(runs, rounds, floor="plain")
     us = {name: typical(found, lambda t, name=name: t[name] - t["plain"]) / times * 1e6 for name in WAYS}
     return {"what": "Llama layer, matrix products and attention saved", **us, "bound": 1 / 6}
 
@@ -148,7 +162,7 @@ def replay_discrete(rounds: int, depth: int = 6) -> list[dict[str, Any]]:
         "on the dispatch key": functools.partial(discrete_step, layers, x, True),
         "by a dispatch mode in C": functools.partial(discrete_step, layers, x, True, True),
     }
-    found = rounds_of(runs, rounds)
+    found = rounds_of(runs, rounds, floor="without replay_discrete")
     return [
         {
             "what": name,
@@ -219,6 +233,21 @@ def chain(
         h.sum().backward()
 
 
+def check_gradients(layers: list[torch.nn.Module], shape: Any) -> None:
+    """Each one-node region's, beside plain autograd's."""
+    parameters = [p for each in layers for p in each.parameters()]
+    wanted: list[torch.Tensor] = []
+    for name, call in {"plain": plain, **ONE_NODE}.items():
+        torch.manual_seed(1)
+        chain(layers, call, shape)
+        found = [p.grad for p in parameters if p.grad is not None]
+        for p in parameters:
+            p.grad = None
+        wanted = wanted or found
+        same = len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+        guards.check(same, f"{name}: its gradients are not those of plain autograd")
+
+
 def no_grad_forward(layers: list[torch.nn.Module], shape: Any) -> None:
     with torch.no_grad():
         h = torch.randn(shape)
@@ -253,6 +282,7 @@ def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
         torch.manual_seed(0)
         layers = [make() for _ in range(depth)]
         shape = (1, 4, 16) if case == "Llama layer" else (4, 8)
+        check_gradients(layers, shape)
         calls = {
             "plain": plain,
             "hook": with_hook(plain, False),
@@ -266,7 +296,7 @@ def regions(rounds: int, depth: int = 40) -> list[dict[str, Any]]:
         }
         runs["no grad"] = functools.partial(no_grad_forward, layers, shape)
         runs["forward"] = functools.partial(chain, layers, plain, shape, False)
-        found = rounds_of(runs, rounds)
+        found = rounds_of(runs, rounds, floor="no grad")
 
         def in_place(t: dict[str, float], name: str) -> float:
             return t[name] - t["no grad"] - (t["plain"] - t["forward"]) - (t["again"] - t["hook"])

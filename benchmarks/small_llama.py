@@ -8,8 +8,11 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import machine
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import gradckpt
 
 VOCABULARY = 1024
 
@@ -17,6 +20,20 @@ VOCABULARY = 1024
 def add_options(parser: argparse.ArgumentParser) -> None:
     for name, value in (("layers", 4), ("hidden", 256), ("tokens", 512), ("repeat", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    machine.add_quick(parser)
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.layers, options.hidden, options.tokens, options.repeat = 1, 128, 128, 2
+    return options
+
+
+def inputs_bytes(options: argparse.Namespace, codec: str | None = None) -> float:
+    """Of the inputs of all layers, by arithmetic."""
+    bits = gradckpt.codecs.info(codec)["sizes"]["float32"][0] if codec else 32
+    return float(options.layers * options.tokens * options.hidden * bits / 8)
 
 
 def build(options: argparse.Namespace) -> Any:

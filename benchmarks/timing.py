@@ -7,31 +7,41 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import guards
 import torch
 
 Call = Callable[[Callable[..., Any], torch.Tensor], torch.Tensor]
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def clock_of(threads: int) -> Callable[[], float]:
+    """With one thread the time of the processor: on an idle machine that of the clock, and other
+    jobs change it less."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+def seconds(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def rounds_of(runs: dict[str, Callable[[], Any]], rounds: int) -> list[dict[str, float]]:
+def rounds_of(runs: dict[str, Callable[[], Any]], rounds: int, floor: str | None = None) -> list[dict[str, float]]:
     """Seconds of each, in turn; the first rounds are left out. Garbage is collected between the
-    rounds, not in them: what a collection costs depends on what else the process holds."""
-    warm, found = 3, []
+    rounds, not in them: what a collection costs depends on what else the process holds. ``floor``:
+    the run whose work each includes."""
+    warm, found, clock = 3, [], clock_of(torch.get_num_threads())
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         for _ in range(rounds + warm):
-            found.append({name: seconds(run) for name, run in runs.items()})
+            found.append({name: seconds(run, clock) for name, run in runs.items()})
             gc.collect()
     finally:
         gc.enable()
         gc.unfreeze()
+    for name in runs if floor else ():
+        guards.takes(name, *(min(each[which] for each in found) for which in (name, floor)), f"{floor!r}")
     return found[warm:]
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from built import built_once
+from c_structures import Tensor
 from codec_inputs import DTYPES, bits_of, tensor
 from codec_isas import ISAS, forced
 from codec_library import CodecLibrary
-from cuda_kernels import Tensor
 
 import gradckpt
 

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 import torch
+from c_structures import How, Tensor
 from checkout import CODEC, CSRC
-from codec_library import FLAGS, NUMBERS, Tensor
+from codec_library import FLAGS, NUMBERS
 from torch.utils import _pytree
 
 import gradckpt
@@ -220,12 +221,6 @@ int run(const gck_tensor *x, void *const *payloads, const gck_how *how, int n, i
                    : gck_encode_many(codec, x, payloads, how, n, NULL);
 }
 """
-
-
-class How(ctypes.Structure):
-    """gck_how; the overflow flag names its tensor here."""
-
-    _fields_ = (("dither", ctypes.c_void_p), ("overflow", ctypes.c_void_p))
 
 
 class Stubs:

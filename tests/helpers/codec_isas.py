@@ -8,17 +8,16 @@ import subprocess
 
 import codec_oracle as oracle
 import numpy as np
+from c_structures import GROUP_CODECS, Dither, Kernels
 from checkout import CODEC, CSRC
 
 from gradckpt import _C
 
-GROUP_CODECS = [codec for codec in _C.codecs() if _C.codec_info(codec)["stochastic"]]
 FORMATS = {codec: number for number, codec in enumerate(GROUP_CODECS)}  # gck_format
 #: Bytes of codes per group, and of the words beside them, which are fewer than eight.
 GROUP_NBYTES = {codec: _C.codec_info(codec)["sizes"]["float32"][2] for codec in GROUP_CODECS}
 LAYOUT = {codec: (nbytes & ~15, nbytes & 15) for codec, nbytes in GROUP_NBYTES.items()}
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}  # gck_dtype
-KERNELS = (ctypes.c_void_p * 3) * len(FORMATS)
 
 
 @contextlib.contextmanager
@@ -43,18 +42,6 @@ ISAS = [isa for isa in ("scalar", "avx2", "avx512") if supported(isa)]
 
 
 FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -mavx2 -mfma -mf16c -DGCK_EMULATE_AVX512 -Wall")
-
-
-class Table(ctypes.Structure):
-    """The first fields of gck_kernels."""
-
-    _fields_ = [("name", ctypes.c_char_p), ("encode", KERNELS), ("encode_noisy", KERNELS), ("decode", KERNELS)]
-
-
-class Dither(ctypes.Structure):
-    """gck_dither."""
-
-    _fields_ = [("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("tensor", ctypes.c_uint32)]
 
 
 def aligned(nbytes):
@@ -82,7 +69,7 @@ class EmulatedAvx512:
 
     def __init__(self, folder):
         self.library = ctypes.CDLL(str(folder / "avx512.so"))
-        self.table = Table.in_dll(self.library, "gck_kernels_avx512")
+        self.table = Kernels.in_dll(self.library, "gck_kernels_avx512")
 
     def encode_noisy(self, codec, bits, dtype, key):
         groups = bits.size // 128

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
+from c_structures import Tensor
 from checkout import CODEC, CSRC
-from cuda_kernels import Tensor
 
 FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror")
 ISA_FLAGS = {

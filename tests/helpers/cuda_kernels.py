@@ -11,6 +11,7 @@ import weakref
 import codec_isas
 import numpy as np
 import pytest
+from c_structures import How, Tensor
 from checkout import CODEC, CSRC, EMULATION, source
 
 #: gck_format, bytes of codes and of the words beside them, for each group
@@ -69,34 +70,6 @@ void reference_decode(int format, int dtype, uint8_t *codes, int64_t n, char *x,
     }
 }
 """
-
-
-class Tensor(ctypes.Structure):
-    """gck_tensor; the only mirror of it."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("ndim", ctypes.c_int),
-        ("sizes", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("steps", ctypes.POINTER(ctypes.c_int64)),
-        ("dtype", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("stream", ctypes.c_void_p),
-    ]
-
-
-class Dither(ctypes.Structure):
-    """gck_dither."""
-
-    _fields_ = [("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("tensor", ctypes.c_uint32)]
-
-
-class How(ctypes.Structure):
-    """gck_how."""
-
-    _fields_ = [("dither", ctypes.POINTER(Dither)), ("overflow", ctypes.POINTER(ctypes.c_uint32))]
 
 
 # ---- building ----

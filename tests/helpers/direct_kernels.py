@@ -13,9 +13,9 @@ import subprocess
 import direct_oracle as oracle
 import numpy as np
 import pytest
+from c_structures import How, Tensor
 from checkout import CODEC, CSRC, EMULATION, source
 from codec_isas import supported
-from cuda_kernels import Tensor
 
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "bool": 3}  # gck_dtype
 E_DTYPE, E_DEVICE, E_OVERFLOW = -1, -2, -4
@@ -105,12 +105,6 @@ void shim_stream_decode(char codec, int dtype, const void *payload, int64_t n, v
     }
 }
 """
-
-
-class How(ctypes.Structure):
-    """gck_how."""
-
-    _fields_ = [("dither", ctypes.c_void_p), ("overflow", ctypes.c_void_p)]
 
 
 def compile_all(commands):

@@ -23,6 +23,19 @@ def solve(tables, budget, error_budget=0, buckets=4096):
     return _C.choose_options(*arguments_of(tables), budget, error_budget, buckets)
 
 
+def sums_of(tables, choices):
+    """(peak, time, error) by the definition."""
+    kept_so_far, peaks, time, error = 0, [], 0, 0
+    for region, choice in enumerate(choices):
+        need = tables["need"][region][choice]
+        assert need != UNAVAILABLE
+        peaks.append(kept_so_far + need)
+        kept_so_far += tables["kept"][region][choice]
+        time += tables["time"][region][choice]
+        error += tables["error"][region][choice] if tables["error"] else 0
+    return max([*peaks, kept_so_far + tables["last_need"]]), time, error
+
+
 def plain_time(tables):
     """Without checkpointing: the fastest option of each region."""
     return sum(

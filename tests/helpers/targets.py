@@ -20,6 +20,7 @@ LEFT_BECAUSE = {
         "models/test_trainer_flag_scope.py",
         "package/test_import_effects.py::test_imported_again",
         "package/test_import_effects.py::test_two_things_differ[transformers first",
+        "package/test_benchmarks.py",
         "package/test_benchmarks_frontier.py",
         "package/test_benchmarks_gradient_error.py",
         "package/test_benchmarks_selective.py",

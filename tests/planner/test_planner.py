@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 from checkout import CSRC, HELPERS, ROOT
-from planner_chains import arguments_of, chain_of_126, plain_time, solve, tables_of
+from planner_chains import arguments_of, chain_of_126, plain_time, solve, sums_of, tables_of
 from replay_chains import UNAVAILABLE, least_time, plans, random_chain, replay
 
 from gradckpt import _C
@@ -49,19 +49,6 @@ def test_best_of_all_plans(part, errors):
             if not any(p <= peak and t <= time and e <= error and (p, t, e) != (peak, time, error) for p, t, e in found)
         }
     assert infeasible > 30
-
-
-def sums_of(tables, choices):
-    """(peak, time, error) by the definition."""
-    kept_so_far, peaks, time, error = 0, [], 0, 0
-    for region, choice in enumerate(choices):
-        need = tables["need"][region][choice]
-        assert need != UNAVAILABLE
-        peaks.append(kept_so_far + need)
-        kept_so_far += tables["kept"][region][choice]
-        time += tables["time"][region][choice]
-        error += tables["error"][region][choice] if tables["error"] else 0
-    return max([*peaks, kept_so_far + tables["last_need"]]), time, error
 
 
 def budgets_of(tables, buckets=256, shares=(0, 0.03, 0.2, 0.5, 0.8, 1)):

@@ -1,0 +1,85 @@
+"""tests/helpers/c_structures.py against the headers: names, order, offsets and sizes of fields."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import c_structures
+import pytest
+from c_structures import MIRRORS
+from checkout import CSRC, ROOT
+
+every_mirror = pytest.mark.parametrize("name", MIRRORS)
+
+
+def declarations_of(text, name):
+    """(start, end) of what is between the braces."""
+    return re.search(rf"typedef struct {{([^{{}}]*)}} {name};", text).span(1)
+
+
+def fields_of(text, name):
+    """The names of a structure's fields, as the header declares them."""
+    start, end = declarations_of(text, name)
+    declared = [part.strip() for line in text[start:end].split(";") for part in line.split(",")]
+    return [re.search(r"(\w+)(\[\w+\])*$", part).group(1) for part in declared if part]
+
+
+def header_of(name):
+    """Its text, without comments."""
+    return re.sub(r"/\*.*?\*/", "", (CSRC / MIRRORS[name][1]).read_text(), flags=re.DOTALL)
+
+
+def layout_of(folder, name, fields, text):
+    """([(offset, size) of each field], size of all), by the compiler."""
+    lines = [f'printf("%zu %zu\\n", offsetof({name}, {f}), sizeof((({name} *)0)->{f}));' for f in fields]
+    lines.append(f'printf("%zu\\n", sizeof({name}));')
+    (folder / "layout.c").write_text(f"#include <stdio.h>\n{text}\nint main(void) {{ {' '.join(lines)} return 0; }}\n")
+    command = [shutil.which("gcc"), "-std=c11", f"-I{CSRC}", folder / "layout.c", "-o", folder / "layout"]
+    subprocess.run(command, check=True)
+    found = subprocess.run([folder / "layout"], capture_output=True, text=True, check=True).stdout
+    *rows, total = [tuple(map(int, line.split())) for line in found.splitlines()]
+    return rows, total[0]
+
+
+def differences(folder, name, text):
+    """What a mirror has that the header has not, in words."""
+    mirror = MIRRORS[name][0]
+    names, declared = [field for field, _ in mirror._fields_], fields_of(text, name)
+    if names != declared:
+        return f"fields {names}, not {declared}"
+    theirs = layout_of(folder, name, names, text)
+    mine = [(getattr(mirror, field).offset, getattr(mirror, field).size) for field in names], ctypes.sizeof(mirror)
+    return "" if mine == theirs else f"layout {mine}, not {theirs}"
+
+
+@every_mirror
+def test_a_mirror_is_what_the_header_declares(name, tmp_path):
+    assert differences(tmp_path, name, header_of(name)) == ""
+
+
+@every_mirror
+def test_a_field_more_is_noticed_wherever_it_is(name, tmp_path):
+    """Where the compiler has a hole, too: a field there moves no other."""
+    text = header_of(name)
+    start, end = declarations_of(text, name)
+    parts = text[start:end].split(";")
+    for place in range(len(parts)):
+        changed = ";".join([*parts[:place], "\n    char added", *parts[place:]])
+        assert differences(tmp_path, name, text[:start] + changed + text[end:]).startswith("fields")
+
+
+@every_mirror
+def test_a_wider_field_is_noticed(name, tmp_path):
+    text = header_of(name)
+    start, end = declarations_of(text, name)
+    changed = re.sub(r"(\w+)((?:\[\w+\])*);\s*$", r"\1[2]\2;", text[start:end])
+    assert differences(tmp_path, name, text[:start] + changed + text[end:]).startswith("layout")
+
+
+def test_no_other_file_mirrors_a_structure():
+    mirror = re.compile(r"^class \w+\((ctypes\.)?\w*(Structure|Union)\)", re.MULTILINE)
+    paths = [
+        path for folder in ("benchmarks", "gradckpt", "tests", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert [str(path) for path in paths if mirror.search(path.read_text())] == [c_structures.__file__]

@@ -1,0 +1,65 @@
+"""The structures of csrc that Python passes to libraries of C, each mirrored once, here;
+test_c_structures.py compares them with the headers."""
+
+import ctypes
+
+from gradckpt import _C
+
+GROUP_CODECS = [codec for codec in _C.codecs() if _C.codec_info(codec)["stochastic"]]
+KERNELS = (ctypes.c_void_p * 3) * len(GROUP_CODECS)  # by format and floating dtype
+
+
+class Tensor(ctypes.Structure):
+    """gck_tensor."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("ndim", ctypes.c_int),
+        ("sizes", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("steps", ctypes.POINTER(ctypes.c_int64)),
+        ("dtype", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class Dither(ctypes.Structure):
+    """gck_dither."""
+
+    _fields_ = [("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("tensor", ctypes.c_uint32)]
+
+
+class How(ctypes.Structure):
+    """gck_how."""
+
+    _fields_ = [("dither", ctypes.POINTER(Dither)), ("overflow", ctypes.c_void_p)]
+
+
+class Kernels(ctypes.Structure):
+    """gck_kernels."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("encode", KERNELS),
+        ("encode_noisy", KERNELS),
+        ("decode", KERNELS),
+        ("to_bf16", ctypes.c_void_p),
+        ("to_f16", ctypes.c_void_p),
+        ("from_bf16", ctypes.c_void_p),
+        ("from_f16", ctypes.c_void_p),
+        ("mask_pack", ctypes.c_void_p),
+        ("mask_unpack", ctypes.c_void_p),
+        ("lossless_encode", ctypes.c_void_p * 3),
+        ("lossless_decode", ctypes.c_void_p * 3),
+    ]
+
+
+#: Their names in C, and the header of each.
+MIRRORS = {
+    "gck_tensor": (Tensor, "gradckpt.h"),
+    "gck_dither": (Dither, "gradckpt.h"),
+    "gck_how": (How, "gradckpt.h"),
+    "gck_kernels": (Kernels, "codec/portable/kernels.h"),
+}

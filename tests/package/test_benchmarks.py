@@ -1,0 +1,321 @@
+"""benchmarks/: each in its small form, and each with its guards broken, one at a time: it fails
+with one sentence. What else a trial says is in test_benchmarks_*.py and test_gpu_scripts.py."""
+
+import contextlib
+import importlib
+import json
+import logging
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkout import EXAMPLES, ROOT
+
+import gradckpt
+from gradckpt import _C
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(EXAMPLES)]
+pytest.importorskip("transformers")
+
+DEMO = "--layers 1 --seq 32 --steps 1 --codecs int8"
+#: Their small forms.
+SMALL = {
+    "bench_budget": ["peaks", "times", "holds", "error", "monotone", "deterministic", "torch"],
+    "bench_codecs": ["", "--dtype float32 --isa avx2", "--dtype bool", "--stochastic --isa avx2"],
+    "bench_compile": [""],
+    "bench_fidelity": [""],
+    "bench_gradient_error": [""],
+    "bench_import": [""],
+    "bench_overhead": [""],
+    "bench_plan": [""],
+    "bench_planner": [""],
+    "bench_saved": ["", "--host"],
+    "bench_sharing": [""],
+}
+#: What runs in a test file of its own, dry or small.
+ELSEWHERE = {
+    "bench_frontier": "test_benchmarks_frontier.py",
+    "bench_selective": "test_benchmarks_selective.py",
+    "gpu_memory": "test_gpu_scripts.py",
+    "gpu_parity": "test_gpu_scripts.py",
+    "gpu_roofline": "test_gpu_scripts.py",
+    "gpu_sanitize": "test_gpu_scripts.py",
+}
+#: Programs that measure nothing.
+OTHERS = {"budget_profiles", "gpu_python", "trained_models"}
+
+
+@pytest.fixture(autouse=True)
+def _a_process_as_before():
+    """A benchmark sets what a program may: threads, warnings, logging, a clock."""
+    threads, level = torch.get_num_threads(), logging.getLogger("transformers").level
+    limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+    models = sys.modules.get("budget_models")
+    with warnings.catch_warnings():
+        yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+    logging.getLogger("transformers").setLevel(level)
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit = limits
+    if models is not None:
+        models.use_clock(models.time.perf_counter)
+
+
+#: Packages that not every environment of the tests has.
+NEEDS = {"bench_plan": "peft", "train_llama": "matplotlib"}
+
+
+def run(name, options, broken=None):
+    """The exit status, a sentence or 0."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    module = importlib.import_module(name)
+    if broken is not None:
+        broken()
+    form = [] if name == "train_llama" else ["--device", "cpu"] if name.startswith("gpu") else ["--quick"]
+    try:
+        return module.main([*options.split(), *form]) or 0
+    except SystemExit as left:
+        return left.code
+    finally:
+        gradckpt.stats.reset()
+
+
+@pytest.mark.parametrize(("name", "options"), [(name, each) for name, forms in SMALL.items() for each in forms])
+def test_small_form(name, options, capsys):
+    assert run(name, options) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_every_benchmark_is_run():
+    programs = {path.stem for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert programs == {*SMALL, *ELSEWHERE, *OTHERS}
+    for name, file in ELSEWHERE.items():
+        assert name in (ROOT / "tests" / "package" / file).read_text()
+    assert {*SMALL, *ELSEWHERE} - {"gpu_parity", "gpu_sanitize"} <= {name for name, *_ in BROKEN}
+
+
+@pytest.mark.parametrize("name", [*SMALL, *ELSEWHERE, "train_llama"])
+def test_help(name, capsys):
+    assert run(name, "--help") == 0
+    assert "usage: " in capsys.readouterr().out
+
+
+# ---- guards
+
+
+def no_time(patch):
+    """A timer that claims that nothing takes any time."""
+    import timing
+
+    patch.setattr(timing, "seconds", lambda run, clock=None: (run(), 0.0)[1])
+
+
+def other_values(patch):
+    """The payload of something else."""
+    encode = gradckpt.codecs.encode
+    patch.setattr(gradckpt.codecs, "encode", lambda x, *a, **k: encode(torch.flip(x, [0]), *a, **k))
+
+
+def other_codec(patch):
+    encode = gradckpt.codecs.encode
+    patch.setattr(gradckpt.codecs, "encode", lambda x, codec, **k: encode(x, "raw", **k))
+
+
+def nothing_decoded(patch):
+    import bench_codecs
+
+    patch.setattr(bench_codecs, "decode_into", lambda payload, out: -2)
+
+
+def no_recompute(patch):
+    import bench_overhead
+
+    patch.setattr(bench_overhead, "theirs", lambda f, *args, **kwargs: f(*args, **kwargs))
+
+
+def no_checkpoint(patch):
+    patch.setattr(gradckpt, "checkpoint", lambda f, *args, compress=None, **kwargs: f(*args, **kwargs))
+
+
+def nothing_compressed(patch):
+    checkpoint = gradckpt.checkpoint
+    patch.setattr(gradckpt, "checkpoint", lambda *args, compress=None, **k: checkpoint(*args, **k))
+
+
+def nothing_enabled(patch):
+    import bench_compile
+
+    patch.setitem(bench_compile.KINDS, "int8", lambda model: None)
+
+
+def nothing_saved(patch):
+    patch.setattr(gradckpt, "compress_saved", lambda config: contextlib.nullcontext())
+
+
+def another_codec_saves(patch):
+    saved = gradckpt.compress_saved
+    patch.setattr(gradckpt, "compress_saved", lambda config: saved("int8" if config == "raw" else "raw"))
+
+
+def other_policy(patch):
+    import bench_selective
+
+    patch.setitem(bench_selective.KEEPS, "matmuls", gradckpt.policies.save_attention)
+
+
+def peers_recompute_nothing(patch):
+    import frontier_ways
+
+    patch.setattr(frontier_ways, "by_torch", lambda operators: frontier_ways.nothing)
+
+
+def exact_codec(patch):
+    import bench_fidelity
+
+    patch.setattr(bench_fidelity, "round_trip", lambda codec: lambda x: x)
+
+
+def no_gradient_error(patch):
+    import bench_gradient_error
+
+    patch.setattr(bench_gradient_error, "total_of", lambda one: 0.0)
+
+
+def imports_take(seconds):
+    def broken(patch):
+        import bench_import
+
+        found = {"torch": [1.0, 1.0], "gradckpt": [seconds, seconds], "versions": ["", ""]}
+        patch.setattr(bench_import, "interpreter", lambda *_: SimpleNamespace(stdout=json.dumps(found)))
+
+    return broken
+
+
+def plan_of_nothing(patch):
+    import bench_plan
+
+    patch.setattr(bench_plan, "planned_peak", lambda *_: SimpleNamespace(size=1, position=""))
+
+
+def wrong_choice(patch):
+    choose = _C.choose_options
+
+    def choose_another(*args):
+        found = choose(*args)
+        return found if found["time"] is None else found | {"time": found["time"] - 1}
+
+    patch.setattr(_C, "choose_options", choose_another)
+
+
+def over_budget(patch):
+    import budget_models
+
+    patch.setattr(budget_models.Case, "peak", lambda case, setting: 2**40)
+
+
+def wrong_gradients(patch):
+    import bench_budget
+
+    patch.setattr(bench_budget, "measured_error", lambda *_: 0.95)
+
+
+def another_plan(patch):
+    import budget_profiles
+
+    write = budget_profiles.plan_from
+
+    def write_more(case, saved, path):
+        write(case, saved, path)
+        with open(path, "a") as file:
+            file.write(" ")
+
+    patch.setattr(budget_profiles, "plan_from", write_more)
+
+
+def slow_host_clock(patch):
+    import gpu_roofline
+
+    patch.setattr(gpu_roofline.HostClock, "medians", lambda clock, calls, repeat: dict.fromkeys(calls, 0.0))
+
+
+def operator_encodes_zeros(patch):
+    encode = torch.ops.gradckpt.encode
+    patch.setattr(torch.ops.gradckpt, "encode", lambda x, codec: encode(torch.zeros_like(x), codec))
+
+
+def demo_takes_no_time(patch):
+    import train_llama
+
+    step = train_llama.step
+    patch.setattr(train_llama, "step", lambda model, ids: step(model, ids)._replace(seconds=1e-9))
+
+
+def demo_compresses_nothing(patch):
+    enable = gradckpt.enable
+    patch.setattr(gradckpt, "enable", lambda model, compress: enable(model, None))
+
+
+WRONG = "the measurement is wrong"
+#: Benchmark, options, what is broken, words of the sentence.
+BROKEN = [
+    ("bench_budget", "holds", over_budget, "above"),
+    ("bench_budget", "holds", wrong_gradients, "the gradients differ"),
+    ("bench_budget", "error", wrong_gradients, "its error budget"),
+    ("bench_budget", "times", no_time, WRONG),
+    ("bench_budget", "torch", no_time, WRONG),
+    ("bench_budget", "deterministic", another_plan, "different plans of one profile"),
+    ("bench_codecs", "--codecs int8", no_time, WRONG),
+    ("bench_codecs", "--codecs int8", other_values, "relative error"),
+    ("bench_codecs", "--codecs int8 --isa avx2", other_codec, "bytes of payload; its format has"),
+    ("bench_codecs", "--codecs lossless", nothing_decoded, "other bits are decoded"),
+    ("bench_compile", "", no_time, WRONG),
+    ("bench_compile", "", nothing_enabled, "nothing was compressed"),
+    ("bench_fidelity", "--codecs int8", other_codec, "bits for each value"),
+    ("bench_fidelity", "--codecs int8", exact_codec, "int8 is exact"),
+    ("bench_frontier", "--groups torch", no_time, WRONG),
+    ("bench_frontier", "--groups torch", peers_recompute_nothing, "norms of"),
+    ("bench_gradient_error", "", no_gradient_error, "nothing was compressed"),
+    ("bench_import", "", imports_take(0.5), "the ceiling"),
+    ("bench_import", "", imports_take(0.0), "was not imported"),
+    ("bench_overhead", "", no_recompute, "runs of 5 regions, not 10"),
+    ("bench_overhead", "", no_time, WRONG),
+    ("bench_plan", "", plan_of_nothing, "all checkpoints"),
+    ("bench_planner", "", wrong_choice, "are not the sums"),
+    ("bench_planner", "", no_time, WRONG),
+    ("bench_saved", "", nothing_saved, "0 bytes are kept"),
+    ("bench_saved", "", another_codec_saves, "by plain autograd"),
+    ("bench_saved", "", no_time, WRONG),
+    ("bench_saved", "--host", no_time, WRONG),
+    ("bench_selective", "", other_policy, "arithmetic says"),
+    ("bench_selective", "", no_time, WRONG),
+    ("bench_sharing", "", nothing_compressed, "nothing was compressed"),
+    ("bench_sharing", "", no_time, WRONG),
+    ("gpu_memory", "--tokens 64", no_checkpoint, "bytes of payloads"),
+    ("gpu_memory", "--tokens 64", no_time, WRONG),
+    ("gpu_roofline", "--repeat 1", slow_host_clock, WRONG),
+    ("gpu_roofline", "--repeat 1", operator_encodes_zeros, "is not what was encoded"),
+    ("train_llama", DEMO, demo_takes_no_time, "no step is faster"),
+    ("train_llama", DEMO, demo_compresses_nothing, "gradients differ"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "broken", "words"),
+    BROKEN,
+    ids=[" ".join([name, *options.split()[:1], how.__name__]) for name, options, how, _ in BROKEN],
+)
+def test_a_broken_benchmark_fails(name, options, broken, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status = run(name, options, lambda: broken(monkeypatch))
+    if name == "train_llama":
+        assert status == 1
+        failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+        assert any(words in line for line in failed)
+    else:
+        assert isinstance(status, str)
+        assert words in status
+        assert "\n" not in status
