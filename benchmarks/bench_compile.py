@@ -44,7 +44,7 @@ KINDS = {
     "int8": functools.partial(gradckpt.enable, compress="int8"),
     "int8 fake-quantized": functools.partial(gradckpt.enable, compress={"codec": "int8", "fake_quantize": True}),
     "int4": functools.partial(gradckpt.enable, compress="int4"),
-    "int8, save_attention:int8": functools.partial(gradckpt.enable, compress="int8", policy="save_attention:int8"),
+    "int8, save_matmuls:int8": functools.partial(gradckpt.enable, compress="int8", policy="save_matmuls:int8"),
 }
 EXACT = ("none", "torch", "gradckpt None")
 ROUNDING = 1e-5  # of a compiler, which reorders sums

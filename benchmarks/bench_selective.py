@@ -105,7 +105,8 @@ def all_ways() -> list[Way]:
     for family, (inputs, saves) in CODECS.items():
         if family != "gradckpt, saves int8":
             ways.append(Way(family, "inputs", by_us(None, inputs)))
-        ways += [Way(family, name, by_us(policy, inputs, saves)) for name, policy in KEEPS.items()]
+        kept = {name: policy for name, policy in KEEPS.items() if saves is None or name != "attention"}
+        ways += [Way(family, name, by_us(policy, inputs, saves)) for name, policy in kept.items()]
     return ways
 
 
@@ -201,18 +202,12 @@ def matmul_bytes(shape: argparse.Namespace, config: Any) -> float:
     return shape.layers * shape.batch * shape.seq * values * INT8_BYTES
 
 
-def attention_bytes(shape: argparse.Namespace, config: Any) -> float:
-    """Of the attention outputs in int8, and of their log-sum-exps in float32."""
-    tokens = shape.layers * shape.batch * shape.seq
-    return tokens * (config.hidden_size * INT8_BYTES + 4 * config.num_attention_heads)
-
-
 def saves(model: Any, ids: torch.Tensor, shape: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     nothing, full = Way("", "", None), Way("", "", by_us())
     plain, whole = count(model, ids, nothing), count(model, ids, full)
     kept_of = {row["title"]: row for row in rows}
     found = []
-    for name, arithmetic in (("matmuls", matmul_bytes), ("attention", attention_bytes)):
+    for name, arithmetic in (("matmuls", matmul_bytes),):
         row = kept_of[f"gradckpt, saves int8, {name}"]
         some = count(model, ids, Way("", "", by_us(KEEPS[name], None, "int8")))
         again = {op: whole[op] - plain[op] for op in plain if whole[op] > plain[op]}
