@@ -22,6 +22,7 @@
 #include "engine/selective/selective_mode.h"
 #include "engine/saved/saved_hooks.h"
 #include "engine/saved/saved_node.h"
+#include "engine/saved/saved_pins.h"
 #include "engine/saved/saved_tensor.h"
 #include "engine/region/checkpoint.h"
 #include "engine/region/frame.h"
@@ -466,6 +467,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 
 static int module_clear(PyObject *module)
 {
+    gck_pins_clear(gck_state_of(module));
     gck_state_clear(gck_state_of(module));
     return 0;
 }

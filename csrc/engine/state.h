@@ -90,6 +90,9 @@ typedef struct {
     int64_t       watched_task;        /* graph task at whose end our callback runs          */
     /* borrowed: first of the frames' tables, where there are any */
     struct gck_recomputed_tables *with_recomputed;
+    struct gck_pins *pins;             /* see saved_pins.h; NULL before the first           */
+    int64_t       saved_alive;         /* SavedTensors                                      */
+    int64_t       looked;              /* nodes that were looked at while there were any    */
     int64_t       nodes_known;         /* types of nodes in the slots of frames, see origin.h */
     int64_t       outside;             /* counter for the ids of unpacks outside backward    */
     /* latest first */

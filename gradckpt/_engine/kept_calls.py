@@ -314,12 +314,14 @@ traced: tuple[str, ...] | None = None
 restored = False
 
 
-#: Patterns that a call matched.
+#: Patterns that a call matched, of late.
 met: set[str] = set()
 
 
 def is_listed(name: str, patterns: Iterable[str]) -> bool:
     found = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
+    if len(met) > 1024:
+        met.clear()
     met.update(found)
     return bool(found)
 
@@ -383,7 +385,7 @@ def check_again(name: str) -> None:
         warn_runs_again(name)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def warn_runs_again(name: str) -> None:
     warn_inactive(
         f"{name!r} with recompute=False runs again, in the recompute of a region around its own; "

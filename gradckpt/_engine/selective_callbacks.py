@@ -6,6 +6,7 @@ Only C calls them (csrc/engine); nothing here is public.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from typing import Any
 
@@ -162,17 +163,17 @@ def copy_candidates(candidates: list[_Candidate], x: torch.Tensor) -> None:
             each.what = private.tree_map_only(torch.Tensor, torch.clone, out)
 
 
-_warned_ids: set[int] = set()
+def warn_unnamed(wanted: frozenset[str]) -> None:
+    if not wanted & kept_calls.met:  # calls in graphs are not counted
+        _warn_once_unnamed(wanted)
 
 
-def warn_unnamed(names: Any, wanted: frozenset[str]) -> None:
-    if id(names) not in _warned_ids and not wanted & kept_calls.met:  # calls in graphs are not counted
-        _warned_ids.add(id(names))
-
-        listed = ", ".join(repr(name) for name in sorted(wanted))
-        warn_inactive(
-            f"save_named({listed}) kept nothing; call gradckpt.policies.name(x, ...) with such a name in the region"
-        )
+@functools.lru_cache(maxsize=256)
+def _warn_once_unnamed(wanted: frozenset[str]) -> None:
+    listed = ", ".join(repr(name) for name in sorted(wanted))
+    warn_inactive(
+        f"save_named({listed}) kept nothing; call gradckpt.policies.name(x, ...) with such a name in the region"
+    )
 
 
 # ---- the function form ----

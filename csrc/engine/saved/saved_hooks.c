@@ -18,6 +18,7 @@
 #include "engine/payload/packed.h"
 #include "engine/saved/saved_form.h"
 #include "engine/saved/saved_node.h"
+#include "engine/saved/saved_pins.h"
 #include "engine/saved/saved_role.h"
 #include "engine/saved/saved_tensor.h"
 #include "engine/saved/saved_waiting.h"
@@ -160,13 +161,13 @@ static PyObject *pack(PyObject *op, PyObject *x)
     gck_saved_tensor *to = number < 0 ? NULL : gck_saved_tensor_new(state);
     PyObject *node = to != NULL ? gck_node_of(state, &in) : NULL;
 
-    if (node == NULL || keep(self, &in, node, number, to) < 0) {
+    if (node == NULL || keep(self, &in, node, number, to) < 0
+        || (node != Py_None && gck_pins_looked(state, node) < 0)) {
         Py_CLEAR(to);
     }
     if (to != NULL && self->packing.outer && self->waiting != NULL) {
         self->number = number;
-        self->last = gck_last_node_number(&state->py);
-        if (self->last < 0) {
+        if ((self->last = gck_last_node_number(&state->py)) < 0) {
             Py_CLEAR(to);
         }
     }

@@ -69,6 +69,7 @@ gck_saved_tensor *gck_saved_tensor_new(gck_state *state)
 
     if (self != NULL) {
         self->state = state;
+        state->saved_alive++;
     }
     return self;
 }
@@ -94,6 +95,7 @@ static void saved_dealloc(PyObject *op)
     gck_saved_tensor *self = (gck_saved_tensor *)op;
 
     gck_saved_list_forget(self);
+    self->state->looked = --self->state->saved_alive > 0 ? self->state->looked : 0;
     self->state->stats.live_bytes -= self->waits;
     gck_saved_form_clear(&self->form);
     Py_XDECREF(self->hooks);

@@ -39,6 +39,8 @@ typedef struct {
     gck_saved_tensor *known[2 * GCK_WAITING_TENSORS];
     int        n, waits;                 /* how many are known, and how many of them wait   */
     int64_t    seen[GCK_WAITING_NODES];  /* numbers of nodes plus 1, at their remainder */
+    /* the same of nodes that one search has left open, and the search */
+    int64_t    open[GCK_WAITING_NODES], open_in[GCK_WAITING_NODES], searches;
 } gck_saved_list;
 
 /* New reference: a list's capsule, of its own or shared by the blocks of this thread. */

@@ -13,6 +13,7 @@
 #include "engine/payload/batch.h"
 #include "engine/saved/saved_form.h"
 #include "engine/saved/saved_node.h"
+#include "engine/saved/saved_pins.h"
 #include "engine/saved/saved_role.h"
 
 /* ---- what the saving node needs ---- */
@@ -221,14 +222,23 @@ static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end
     }
     kind = gck_node_kind(batch->state, node);
     found = kind < GCK_NODE_LEAF ? -1 : use_of(batch->state, node, kind, above, numel);
-    if (found >= 0 && found != OPEN && number < end) {
+    if (found == OPEN) {                         /* once a search, or two paths to each node double with every node */
+        const int64_t at = number % GCK_WAITING_NODES;
+        if (l->open[at] == number + 1 && l->open_in[at] == l->searches) {
+            return 0;
+        }
+        l->open[at] = number + 1;
+        l->open_in[at] = l->searches;
+    } else if (found >= 0 && number < end) {
         *seen = number + 1;
         status = settle_of(l, node, number, found == AMPLIFIED, batch);
     }
-    if (found < 0 || status < 0 || l->waits == 0) {     /* faster: nothing else is looked for */
-        return found < 0 || status < 0 ? -1 : 0;
+    if (found < 0 || status < 0) {
+        return -1;
     }
-    return search_behind(l, node, kind, end, (use)found, depth, batch);
+    /* faster: where none waits, nothing else is looked for */
+    status = l->waits == 0 ? 0 : search_behind(l, node, kind, end, (use)found, depth, batch);
+    return status < 0 ? -1 : gck_pins_looked(batch->state, node);
 }
 
 int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end,
@@ -251,6 +261,7 @@ int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node,
     if (numel < 0) {
         return -1;
     }
+    l->searches++;
     gck_batch_begin(&batch, state, 0);
     status = search(l, node, number, end, open ? OPEN : USED, numel, 2 * GCK_WAITING_NODES, &batch);
     error = gck_error_take();                    /* what was settled before needs its bytes none the less */

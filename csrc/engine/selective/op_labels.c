@@ -51,6 +51,6 @@ int gck_op_labels_finish(gck_op_storage *store)
         return 0;
     }
     Py_CLEAR(store->candidates);
-    return store->met > 0 ? 0 : gck_done(PyObject_CallFunction(store->state->py.call.warn_unnamed, "OO",
-                                                             (PyObject *)store->policy, store->policy->wanted));
+    return store->met > 0 ? 0 : gck_done(PyObject_CallFunction(store->state->py.call.warn_unnamed, "O",
+                                                             store->policy->wanted));
 }

@@ -1,0 +1,162 @@
+/* saved_pins.c: holds some nodes of long chains, so that torch's recursion through them ends. */
+#include "engine/saved/saved_pins.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "torch/graph_nodes.h"
+#include "engine/saved/saved_node.h"
+
+#include <stdlib.h>
+
+enum { DEPTH = 64, RECENT = 1024, HELD = -1, FAILED = -2 };
+
+/* Of the latest nodes of this thread, at the remainder of their number: how many nodes with objects lie on the
+ * longest path to one that is held, or HELD: it is one. */
+static _Thread_local struct { const PyObject *node; int64_t number; int below; } recent[RECENT];
+
+struct gck_pins {
+    PyObject **nodes;                            /* owned, in the order in which they were held */
+    Py_ssize_t n, room;
+    int        due;                              /* what used one of them has been freed  */
+};
+
+static const char capsule_name[] = "gradckpt.held";
+
+/* ---- letting go ---- */
+
+/* Newest first: each may be what held the one before. */
+void gck_pins_sweep(gck_state *state)
+{
+    struct gck_pins *pins = state->pins;
+    gck_error error;
+
+    if (pins == NULL || !pins->due) {
+        return;
+    }
+    pins->due = 0;
+    error = gck_error_take();                    /* what dies may run Python, which may come here again */
+    for (Py_ssize_t i = pins->n - 1; i >= 0; i = i < pins->n ? i - 1 : pins->n - 1) {
+        PyObject *node = pins->nodes[i];
+        if (Py_REFCNT(node) == 1) {
+            pins->nodes[i] = pins->nodes[--pins->n];
+            Py_DECREF(node);
+        }
+    }
+    gck_error_return(&error);
+}
+
+static int sweep_later(void *state)
+{
+    gck_pins_sweep(state);
+    return 0;
+}
+
+/* What used a held node is being freed: not now, for the stack is what it is. */
+static void note(PyObject *capsule)
+{
+    gck_state *state = PyCapsule_GetPointer(capsule, capsule_name);
+    PyObject *type = PyCapsule_GetContext(capsule);
+
+    if (state->pins != NULL && !state->pins->due) {
+        state->pins->due = 1;
+        Py_AddPendingCall(sweep_later, state);   /* without a place for it the next look lets go */
+    }
+    Py_XDECREF(type);
+}
+
+/* ---- holding ---- */
+
+static int hold(gck_state *state, PyObject *node)
+{
+    struct gck_pins *pins = state->pins;
+
+    for (Py_ssize_t i = pins != NULL ? pins->n - 1 : -1; i >= 0; i--) {
+        if (pins->nodes[i] == node) {
+            return 0;
+        }
+    }
+    if (pins == NULL && (pins = state->pins = calloc(1, sizeof *pins)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (pins->n == pins->room) {
+        const Py_ssize_t room = pins->room > 0 ? 2 * pins->room : 64;
+        PyObject **nodes = realloc(pins->nodes, (size_t)room * sizeof *nodes);
+        if (nodes == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        pins->nodes = nodes;
+        pins->room = room;
+    }
+    pins->nodes[pins->n++] = Py_NewRef(node);
+    return 0;
+}
+
+/* Have it noted when this node, which uses a held one, is freed.  0 or -1. */
+static int tell_of(gck_state *state, PyObject *node)
+{
+    PyObject *metadata = PyObject_GetAttrString(node, "metadata");
+    PyObject *capsule = metadata != NULL ? PyCapsule_New(state, capsule_name, note) : NULL;
+    int status = capsule == NULL ? -1 : PyCapsule_SetContext(capsule, Py_NewRef((PyObject *)state->SavedTensor));
+
+    status = status < 0 ? -1 : PyObject_SetItem(metadata, state->py.names.__module__, capsule);
+
+    Py_XDECREF(capsule);
+    Py_XDECREF(metadata);
+    return status;
+}
+
+/* What `recent` says of this node, found out where it does not yet; FAILED. */
+static int below(gck_state *state, PyObject *node, int depth)
+{
+    const int64_t number = gck_node_number(&state->py, node);
+    PyObject *edges;
+    int most = 0, found;
+
+    if (number < 0 || number == INT64_MAX) {
+        return number < 0 ? FAILED : 0;
+    }
+    if (recent[number % RECENT].node == node && recent[number % RECENT].number == number) {
+        return recent[number % RECENT].below;
+    }
+    if (depth == 0 || recent[number % RECENT].number > number) {     /* older than what is remembered */
+        return hold(state, node) < 0 ? FAILED : HELD;
+    }
+    edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    for (Py_ssize_t i = 0; edges != NULL && most != FAILED && i < PyTuple_Size(edges); i++) {
+        PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
+        found = next == Py_None ? 0 : below(state, next, depth - 1);
+        most = found == FAILED || (found == HELD && tell_of(state, node) < 0) ? FAILED
+             : found + 1 > most ? found + 1 : most;
+    }
+    Py_XDECREF(edges);
+    if (edges == NULL || most == FAILED || (most >= GCK_PIN_EVERY && hold(state, node) < 0)) {
+        return FAILED;
+    }
+    recent[number % RECENT].node = node;
+    recent[number % RECENT].number = number;
+    return recent[number % RECENT].below = most >= GCK_PIN_EVERY ? HELD : most;
+}
+
+int gck_pins_looked(gck_state *state, PyObject *node)
+{
+    gck_pins_sweep(state);
+    return ++state->looked < GCK_PIN_FROM || below(state, node, DEPTH) != FAILED ? 0 : -1;
+}
+
+/* ---- the module ---- */
+
+void gck_pins_clear(gck_state *state)
+{
+    struct gck_pins *pins = state->pins;
+
+    state->pins = NULL;
+    for (Py_ssize_t i = 0; pins != NULL && i < pins->n; i++) {
+        Py_DECREF(pins->nodes[i]);
+    }
+    if (pins != NULL) {
+        free(pins->nodes);
+    }
+    free(pins);
+}
