@@ -200,7 +200,9 @@ def attend(x, **options):
     return F.scaled_dot_product_attention(*(x.view(1, 2, 32, 128) * 1 for _ in range(3)), **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.randn(32, 32)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(32, 32)}], ids=["plain", "causal", "mask"]
+)
 def test_attention_reads_what_fits_together(options):
     """However sharp its softmax is: the result and the log-sum-exp are made again, from
     what is restored of the others."""
@@ -248,6 +250,19 @@ def test_attention_gives_its_gradient_twice():
 def test_what_a_pole_would_amplify_stays_exact(function):
     exact, got = both(lambda t: function(t).sum() * 1, torch.randn(64, 128) * 16)
     assert torch.equal(exact, got)
+
+
+def test_a_long_chain_of_products_does_not_wait_for_its_end():
+    gate = torch.rand(64, 128)
+
+    def recurrence(t):
+        h = t
+        for _ in range(40):
+            h = h * t + gate * h
+        return h.sum() * 1
+
+    both(recurrence, torch.rand(64, 128) / 2)
+    assert gradckpt.stats()["compressed"] >= 2 * 40 - 16
 
 
 def test_a_product_that_only_feeds_harmless_operators_is_encoded():

@@ -168,8 +168,8 @@ static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, int exac
 }
 
 /* What uses the result of a node: nothing that amplifies an error, value by value; something that does; or that is
- * not known yet. */
-typedef enum { USED, AMPLIFIED, OPEN } use;
+ * not known yet, of so many nodes on one path. */
+typedef enum { USED, AMPLIFIED, OPEN, OPEN_LAST = OPEN + 7 } use;
 
 /* The use of a node, where its result is used so and has `numel` values there.  -1 with an exception. */
 static int use_of(gck_state *state, PyObject *node, int kind, use above, int64_t numel)
@@ -180,7 +180,7 @@ static int use_of(gck_state *state, PyObject *node, int kind, use above, int64_t
         return USED;
     }
     own = gck_node_numel(&state->py, node);
-    return own < 0 ? -1 : own == numel ? (int)above : USED;
+    return own < 0 ? -1 : own == numel && above <= OPEN_LAST ? (int)above : USED;
 }
 
 static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end, use above, int64_t numel, int depth,
@@ -198,7 +198,7 @@ static int search_behind(gck_saved_list *l, PyObject *node, int kind, int64_t en
     for (Py_ssize_t i = 0; status == 0 && l->waits > 0 && i < PyTuple_Size(edges); i++) {
         PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
         const int amplifies = next != Py_None ? gck_node_amplifies(state, node, kind, i) : 0;
-        const use behind = amplifies > 0 ? AMPLIFIED : found;
+        const use behind = amplifies > 0 ? AMPLIFIED : found >= OPEN ? (use)(found + 1) : found;
         if (amplifies < 0 || (behind != USED && numel == 0 && (numel = gck_node_numel(&state->py, node)) < 0)) {
             status = -1;
         } else if (next != Py_None) {
@@ -222,7 +222,7 @@ static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end
     }
     kind = gck_node_kind(batch->state, node);
     found = kind < GCK_NODE_LEAF ? -1 : use_of(batch->state, node, kind, above, numel);
-    if (found == OPEN) {                         /* once a search, or two paths to each node double with every node */
+    if (found >= OPEN) {                         /* once a search, or two paths to each node double with every node */
         const int64_t at = number % GCK_WAITING_NODES;
         if (l->open[at] == number + 1 && l->open_in[at] == l->searches) {
             return 0;
