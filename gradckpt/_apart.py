@@ -7,6 +7,7 @@ the trial runs here, and afterwards gets back what can be: :mod:`gradckpt._train
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import gc
@@ -58,7 +59,7 @@ def apart(trial: Callable[[], T], keep: Callable[[], Restorable]) -> T:
             return answer.result()  # type: ignore[no-any-return]
     state = keep()
     try:
-        return trial()
+        return contextvars.copy_context().run(trial)
     finally:
         state.restore()
 

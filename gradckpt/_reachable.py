@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import gc
 import random
@@ -42,7 +43,7 @@ class Reachable:
     """All objects that a model and others lead to, and what they hold now: attributes, slots,
     containers, closures, caches of functions, and the globals that functions name.
 
-    ``values``: what tensors and arrays hold, too. ``leaves``: the tensors that may get gradients.
+    ``values``: what tensors hold, too. ``leaves``: the tensors that may get gradients.
     """
 
     def __init__(self, model: Module, *others: Any, values: bool) -> None:
@@ -54,7 +55,7 @@ class Reachable:
         self._names: set[tuple[int, str]] = set()
         self._undo: list[Callable[[], object]] = []
         self._watched: list[tuple[Any, Callable[[], object], object]] = []
-        self._stack: list[Any] = [*reversed(others), model]
+        self._stack: list[Any] = [*contextvars.copy_context().values(), *reversed(others), model]
         while self._stack:
             x = self._stack.pop()
             if type(x) not in _ATOMS and id(x) not in self._seen:
@@ -203,7 +204,7 @@ class Reachable:
             self._undo.append(functools.partial(setattr, x.bit_generator, "state", x.bit_generator.state))
         elif isinstance(x, numpy.random.RandomState):
             self._undo.append(functools.partial(x.set_state, x.get_state()))
-        elif isinstance(x, numpy.ndarray) and self._values and x.dtype != object and self._takes(x.nbytes):
+        elif isinstance(x, numpy.ndarray) and x.dtype != object and self._takes(x.nbytes):
             if x.flags.writeable:
                 self._undo.append(functools.partial(numpy.copyto, x, x.copy()))
 
@@ -245,6 +246,8 @@ def _is_plain(x: Tensor, kind: type) -> bool:
 
 
 def _attributes(x: Any) -> dict[str, Any] | None:
+    if isinstance(x, threading.local):
+        return vars(x)  # of this thread
     try:
         found = object.__getattribute__(x, "__dict__")
     except (AttributeError, TypeError):
