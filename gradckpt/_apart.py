@@ -91,7 +91,7 @@ class _Answer(NamedTuple):
     value: Any
     error: Exception | None
     records: list[logging.LogRecord]
-    warned: list[tuple[Any, ...]]
+    warned: list[tuple[str, type[Warning], str, int]]
 
     def result(self) -> Any:
         for record in self.records:
@@ -99,8 +99,8 @@ class _Answer(NamedTuple):
             if key not in _shown or record.name.startswith("gradckpt"):
                 _shown.add(key)
                 logging.getLogger(record.name).handle(record)
-        for given in self.warned:
-            warnings.warn_explicit(*given, registry=_registry)
+        for text, kind, file, line in self.warned:
+            warnings.warn_explicit(text, kind, file, line, registry=_registry)
         if self.error is not None:
             raise self.error
         return self.value
@@ -131,9 +131,7 @@ def _run_in_child(trial: Callable[[], Any]) -> _Answer | None:
             )
         if os.WEXITSTATUS(status):
             return None
-        answer: _Answer = torch.load(
-            f"/proc/self/fd/{file.fileno()}", "cpu", weights_only=False, mmap=True
-        )
+        answer: _Answer = torch.load(f"/proc/self/fd/{file.fileno()}", "cpu", weights_only=False, mmap=True)
         return answer
 
 
@@ -182,8 +180,8 @@ def _be_child(trial: Callable[[], Any], rewind: Callable[[], None], file: Any) -
         gc.freeze()  # a collection would write to all pages of the parent
         rewind()
         records: list[logging.LogRecord] = []
-        warned: list[tuple[Any, ...]] = []
-        logging.Logger.callHandlers = lambda _, record: records.append(record)  # type: ignore[method-assign]
+        warned: list[tuple[str, type[Warning], str, int]] = []
+        logging.Logger.callHandlers = lambda self, record: records.append(record)  # type: ignore[method-assign]
         warnings.showwarning = lambda text, kind, file, line, *_: warned.append((str(text), kind, file, line))
         value, error = None, None
         try:
@@ -206,5 +204,5 @@ def _be_child(trial: Callable[[], Any], rewind: Callable[[], None], file: Any) -
 
 
 def _is_ours(error: Exception) -> bool:
-    """Return whether an error says all that there is to say."""
+    """Return whether an error is as good in another process: its message says all."""
     return type(error).__module__.startswith("gradckpt.") or str(error).startswith("gradckpt: ")

@@ -110,12 +110,10 @@ class Reachable:
         elif kind.__module__.partition(".")[0] == "numpy":
             self._keep_of_numpy(x)
         name = kind.__module__
-        if issubclass(kind, (Module, threading.local)) or not _is_foreign(name) or name in _HOLDERS:
+        if name.startswith(_MACHINERY) and not issubclass(kind, Module):
+            self._follow((_attributes(x) or {}).values())
+        elif not _is_foreign(name) or name in _HOLDERS or name.startswith("torch.") or kind is threading.local:
             self._keep_attributes(x, kind)
-        elif name.startswith("torch") and not name.startswith(_MACHINERY):
-            self._keep_attributes(x, kind)
-        elif name.startswith(_MACHINERY) and (attributes := _attributes(x)) is not None:
-            self._follow(attributes.values())
         self._stack.append(kind)
 
     def _follow(self, found: Iterable[Any]) -> None:
@@ -204,9 +202,8 @@ class Reachable:
             self._undo.append(functools.partial(setattr, x.bit_generator, "state", x.bit_generator.state))
         elif isinstance(x, numpy.random.RandomState):
             self._undo.append(functools.partial(x.set_state, x.get_state()))
-        elif isinstance(x, numpy.ndarray) and x.dtype != object and self._takes(x.nbytes):
-            if x.flags.writeable:
-                self._undo.append(functools.partial(numpy.copyto, x, x.copy()))
+        elif isinstance(x, numpy.ndarray) and x.dtype != object and x.flags.writeable and self._takes(x.nbytes):
+            self._undo.append(functools.partial(numpy.copyto, x, x.copy()))
 
     def _keep_tensor(self, x: Tensor, kind: type) -> None:
         if (attributes := _attributes(x)) is not None:
@@ -241,8 +238,10 @@ def _is_of_python(name: str) -> bool:
 
 
 def _is_plain(x: Tensor, kind: type) -> bool:
-    """Return whether a tensor has elements of its own, each at one place."""
-    return kind is Tensor and x.layout is torch.strided and not x.is_quantized
+    """Return whether a tensor can be copied, and be written with the copy."""
+    if kind is not Tensor or x.layout is not torch.strided or x.is_quantized:
+        return False
+    return all(stride or size < 2 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _attributes(x: Any) -> dict[str, Any] | None:
@@ -257,7 +256,7 @@ def _attributes(x: Any) -> dict[str, Any] | None:
 
 @functools.cache
 def _slots(kind: type) -> tuple[Any, ...]:
-    own = [each for each in kind.__mro__ if not _is_foreign(each.__module__)]
+    own = [each for each in kind.__mro__ if "__slots__" in vars(each) and not _is_foreign(each.__module__)]
     return tuple(x for each in own for x in vars(each).values() if type(x) is types.MemberDescriptorType)
 
 
@@ -337,10 +336,11 @@ def _set_item(place: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _set_slot(x: Any, slot: Any, value: Any) -> None:
-    if value is not _ABSENT:
-        slot.__set__(x, value)
-    elif _slot_of(x, slot) is not _ABSENT:
+    now = _slot_of(x, slot)
+    if value is _ABSENT and now is not _ABSENT:
         slot.__delete__(x)
+    elif now is not value:
+        slot.__set__(x, value)
 
 
 def _refill(cell: types.CellType, value: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from gradckpt._config import get_rounding_state, set_rounding_state

@@ -132,9 +132,7 @@ def compare(model: Module, batch: Any, modules: Modules, memory: int | str | Non
             try:
                 with quiet():
                     for setting in READY:
-                        trial = functools.partial(
-                            _on_paper, model, setting, run, batch, blocks, modules, fixed, limit
-                        )
+                        trial = functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
                         rows.append(apart_on_paper(trial, keep))
             except StepWrites:
                 raise

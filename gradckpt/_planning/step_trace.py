@@ -85,7 +85,7 @@ class Segment:
 
 
 def apart_on_paper(trial: Callable[[], T], keep: Callable[[], StateBeforePaper]) -> T:
-    """Return the result of a trial that runs steps on paper and leaves no trace, as :func:`apart`."""
+    """Return the result of a trial that runs steps on paper, as :func:`apart`."""
     _load()
     return apart(trial, keep)
 

@@ -477,7 +477,7 @@ class BoundedCache(Block):
 class MethodCache(Block):
     pure = True
 
-    @functools.cache
+    @functools.cache  # noqa: B019
     def of(self, n):
         return table(n)
 
@@ -496,7 +496,7 @@ class GlobalDict(Block):
 @program
 class GlobalTensor(Block):
     def scale(self, x):
-        global TENSOR  # noqa: PLW0603
+        global TENSOR
         TENSOR = table() if TENSOR is None else TENSOR * 0.9
         return TENSOR
 
@@ -766,7 +766,7 @@ class Dropout(Block):
 @program
 class Log(Block):
     def prepare(self):
-        self.file = tempfile.TemporaryFile("w+")
+        self.file = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
     def scale(self, x):
         self.file.write("a step\n")

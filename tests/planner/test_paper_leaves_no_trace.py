@@ -1,5 +1,5 @@
-"""A step on paper and a trial step change nothing that a later step can see: after each, models that
-keep something from step to step give the losses and gradients of a model that was never planned."""
+"""A step on paper and a trial step change nothing that a later step can see: after each, models
+that keep something give the losses and gradients of a model that was never planned."""
 
 import gc
 import os
