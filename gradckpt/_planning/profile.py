@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradckpt import _C
 from gradckpt._apart import apart
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_error import StepErrors
@@ -122,6 +123,7 @@ class Profile(StepProfile):
             known += memory.states
             if memory.working:
                 self._optimizer_adds = missing_gradient_bytes(self.model) + memory.working - memory.new
+        _C.forget_random_state()  # of the last step, which the next one does not keep
         self.fixed["other tensors"] = other_tensors(self.device, known)
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
