@@ -38,8 +38,8 @@ _registry: dict[Any, Any] = {}
 
 
 class Restorable(Protocol):
-    def restore(self) -> None:
-        """Put back what a trial has changed in this process."""
+    def restore(self, *, failed: bool = False) -> None:
+        """Put back what a trial has changed in this process; ``failed``: it has raised."""
 
 
 def apart(trial: Callable[[], T], keep: Callable[[], Restorable]) -> T:
@@ -59,9 +59,12 @@ def apart(trial: Callable[[], T], keep: Callable[[], Restorable]) -> T:
             return answer.result()  # type: ignore[no-any-return]
     state = keep()
     try:
-        return contextvars.copy_context().run(trial)
-    finally:
-        state.restore()
+        result = contextvars.copy_context().run(trial)
+    except BaseException:
+        state.restore(failed=True)
+        raise
+    state.restore()
+    return result
 
 
 def can_fork() -> bool:

@@ -16,32 +16,33 @@ _CACHE: Any = type(functools.lru_cache(lambda: None))
 _DEPTH = 6
 
 
-def holder_of(x: Any) -> str:
-    """Return what a message calls the place where an object is."""
-    return _place(x, {id(x)}, _DEPTH) or f"a {type(x).__name__}"
-
-
-def _place(x: Any, passed: set[int], depth: int) -> str | None:
-    """Return the name of a place that leads to an object, None if there is none."""
-    holders = [each for each in gc.get_referrers(x) if not _is_passing(each) and id(each) not in passed]
-    for holder in holders:
-        if found := _named(x, holder):
-            return found
-    if not depth:
-        return None
-    return next((found for each in holders if (found := _place(each, passed | {id(each)}, depth - 1))), None)
+def holder_of(x: Any) -> str | None:
+    """Return what a message calls the place where an object is, None if nothing but frames of
+    functions leads there.
+    """
+    seen, level = {id(x)}, [x]
+    for _ in range(_DEPTH):
+        above: list[Any] = []
+        for each in level:
+            for holder in gc.get_referrers(each):
+                if id(holder) in seen or _is_passing(holder) or holder is level or holder is above:
+                    continue
+                seen.add(id(holder))
+                if found := _named(each, holder):
+                    return found
+                above.append(holder)
+        level = above
+    return None
 
 
 def _is_passing(holder: Any) -> bool:
-    """Return whether it holds what a function is about to do, as the search itself."""
+    """Return whether it holds an object only while a function runs, as this search itself."""
     return isinstance(holder, types.FrameType) or type(holder).__module__.startswith("gradckpt")
 
 
 def _named(x: Any, holder: Any) -> str | None:
     if isinstance(holder, _CACHE):
         return f"the cache of {holder.__wrapped__.__qualname__}()"
-    if isinstance(holder, types.FunctionType):
-        return f"{holder.__qualname__}()"
     if isinstance(holder, dict):
         key = _key_of(x, holder)
         if "__name__" in holder and "__builtins__" in holder:

@@ -25,8 +25,8 @@ __all__ = ["Reachable"]
 _FOREIGN = sys.stdlib_module_names | {"torch", "torchvision", "numpy", "gradckpt", "triton", "pytest", "_pytest"}
 #: What of these may hold what a step made; other threads change what others of Python hold.
 _HOLDERS = {"builtins", "collections", "functools", "weakref", "types", "_thread", "random"}
-#: What of torch has a state that a step changes and must find again.
-_MACHINERY = ("torch.distributed", "torch.cuda", "torch._", "gradckpt")
+#: What of torch a step changes and must find again.
+_MACHINERY = ("torch.distributed", "torch.cuda", "torch._")
 #: They hold samples, and what steps do not change.
 _DATA = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.optim.Optimizer)
 
@@ -110,8 +110,10 @@ class Reachable:
         elif kind.__module__.partition(".")[0] == "numpy":
             self._keep_of_numpy(x)
         name = kind.__module__
-        if name.startswith(_MACHINERY) and not issubclass(kind, Module):
+        if name.partition(".")[0] == "gradckpt":
             self._follow((_attributes(x) or {}).values())
+        elif name.startswith(_MACHINERY) and not issubclass(kind, Module):
+            return
         elif not _is_foreign(name) or name in _HOLDERS or name.startswith("torch.") or kind is threading.local:
             self._keep_attributes(x, kind)
         self._stack.append(kind)
@@ -206,11 +208,13 @@ class Reachable:
             self._undo.append(functools.partial(numpy.copyto, x, x.copy()))
 
     def _keep_tensor(self, x: Tensor, kind: type) -> None:
+        if kind.__module__.startswith(_MACHINERY):
+            return
         if (attributes := _attributes(x)) is not None:
             self._keep_dict(attributes)
-        if x.is_leaf and (x.requires_grad or issubclass(kind, Parameter)):
+        if (x.requires_grad or issubclass(kind, Parameter)) and _is_leaf(x):
             self.leaves.append(x)
-        if not self._values or issubclass(kind, Parameter) or x.device.type == "meta":
+        if not self._values or issubclass(kind, Parameter) or x.device.type == "meta" or _is_emptied(x):
             return
         if id(x) in self._buffers or (_is_plain(x, kind) and self._takes(x.nbytes)):
             before = x.detach().to("cpu", copy=True)
@@ -242,6 +246,21 @@ def _is_plain(x: Tensor, kind: type) -> bool:
     if kind is not Tensor or x.layout is not torch.strided or x.is_quantized:
         return False
     return all(stride or size < 2 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _is_leaf(x: Tensor) -> bool:
+    try:
+        return x.is_leaf
+    except RuntimeError:  # a view that must not be used any more
+        return False
+
+
+def _is_emptied(x: Tensor) -> bool:
+    """Return whether the storage was resized to nothing, as FSDP does."""
+    try:
+        return bool(x.numel()) and not x.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # it has none
+        return False
 
 
 def _attributes(x: Any) -> dict[str, Any] | None:
@@ -324,6 +343,8 @@ def _restore_class(x: type, before: dict[str, Any]) -> None:
 
 
 def _restore_tensor(x: Tensor, version: int | None, before: Tensor) -> None:
+    if _is_emptied(x):
+        return
     if x._version != version or not torch.equal(x.detach().cpu(), before):
         x.data.copy_(before)  # which graphs that hold it need not know
 

@@ -37,30 +37,36 @@ class TrainingState:
 
     def rewind(self) -> None:
         """Restore all but the gradients, which become None."""
+        self._put_back()
+        for leaf, _, _ in self._leaves:
+            leaf.grad = None
+
+    def _put_back(self) -> None:
         self._reachable.put_back()
         for leaf, _, requires_grad in self._leaves:
-            leaf.grad = None
-            leaf.requires_grad_(requires_grad)
+            if leaf.requires_grad != requires_grad:
+                leaf.requires_grad_(requires_grad)
         set_rounding_state(self._rounding)
         self._rewind_host()
         for device, state in self._devices:
             _generators(device).set_rng_state(state, device)
 
-    def restore(self) -> None:
-        """Restore all, the gradients too.
+    def restore(self, *, failed: bool = False) -> None:
+        """Restore all, the gradients too; ``failed``: an error of the step is about to be raised.
 
         Raises:
             RuntimeError: Something has changed that cannot be put back.
         """
-        self.rewind()
+        self._put_back()
         for leaf, gradient, _ in self._leaves:
-            leaf.grad = gradient
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
         for gradient, value in self._shared:
             gradient.copy_(value)
         if (changed := self._reachable.changed()) is not None:
             raise RuntimeError(
-                f"gradckpt: a trial step has changed {holder_of(changed)}, which cannot be put back; make the model "
-                "anew, and pass budget= to no trial"
+                f"gradckpt: a trial step has changed {holder_of(changed) or 'a global'}, which cannot be put back; "
+                "make the model anew after this"
             )
 
 

@@ -12,8 +12,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -139,27 +137,25 @@ class StateBeforePaper(TrainingState):
     """What a step on paper can change in this process, to be restored if it does not run apart."""
 
     def __init__(self, model: Module, *others: Any) -> None:
+        state_of(model).initialize()  # which FSDP does once
         super().__init__(model, *others, values=False)
 
-    def restore(self) -> None:
-        """Restore all.
+    def restore(self, *, failed: bool = False) -> None:
+        """Restore all; an error that is about to be raised may hold tensors on paper.
 
         Raises:
-            RuntimeError: Something keeps a tensor without values.
+            RuntimeError: Something else keeps a tensor without values.
         """
-        super().restore()
+        super().restore(failed=failed)
         if not tensors_on_paper():
             return
-        error = sys.exception()
-        while error is not None:  # the frames of a step that failed hold what it was about to do
-            traceback.clear_frames(error.__traceback__)
-            error = error.__context__
         gc.collect()
-        if left := tensors_on_paper():
-            raise RuntimeError(
-                f"gradckpt: {holder_of(left[0])} keeps a tensor of a step on paper, which has no values; empty it "
-                "before the next step"
-            )
+        for x in tensors_on_paper():
+            if (holder := holder_of(x)) is not None or not failed:
+                raise RuntimeError(
+                    f"gradckpt: {holder or 'something'} keeps a tensor of a step on paper, which has no values; empty "
+                    "it before the next step"
+                )
 
 
 class _Up:
